@@ -11,7 +11,7 @@ from collections.abc import Generator
 import pytest
 from hypothesis import settings
 
-from tests.helpers import program_server, model_coverage
+from tests.helpers import model_coverage, program_server
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before any test module is
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -24,7 +24,7 @@ settings.load_profile("mvllm")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(model_coverage.Notes(), "mvllm-shown")
+    config.pluginmanager.register(model_coverage.CoverageRecorder(), "mvllm-shown")
 
 
 @pytest.hookimpl(wrapper=True)

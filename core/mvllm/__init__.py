@@ -14,7 +14,6 @@ from mvllm.version import __version__
 if TYPE_CHECKING:
     from mvllm.config.engine_args import EngineArgs
     from mvllm.engine.async_llm import AsyncLLM
-    from mvllm.engine.llm_engine import LLMEngine
     from mvllm.engine.frontend.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
     from mvllm.engine.frontend.pooling_outputs import (
         ClassificationRequestOutput,
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
+    from mvllm.engine.llm_engine import LLMEngine
     from mvllm.entrypoints.llm import LLM
     from mvllm.errors import ConfigError, ModelError, MvllmError, PlatformError, RequestError
     from mvllm.messages.beam_search_params import BeamSearchParams

@@ -43,10 +43,6 @@ if TYPE_CHECKING:
         WorkerStuckError,
     )
     from mvllm.executor.config_codec import decode_config, encode_worker_configs
-    from mvllm.executor.process.fd_server import FileDescriptorServer, FileDescriptorServerAddress, MessageWithFds, fetch_descriptors
-    from mvllm.executor.worker_topology import devices_per_worker, launch_topology
-    from mvllm.executor.rpc_queues import RpcQueues, RemoteResponseQueue
-    from mvllm.executor.process.handshake import Handshake
     from mvllm.executor.interface import Executor
     from mvllm.executor.message_queue import (
         MessageReader,
@@ -59,22 +55,31 @@ if TYPE_CHECKING:
         WriterHandle,
     )
     from mvllm.executor.multiproc import MultiprocExecutor
+    from mvllm.executor.process.activity_table import Activity, ActivityTable
+    from mvllm.executor.process.fd_server import (
+        FileDescriptorServer,
+        FileDescriptorServerAddress,
+        MessageWithFds,
+        fetch_descriptors,
+    )
+    from mvllm.executor.process.handshake import Handshake
     from mvllm.executor.process.process_utils import (
         StackFile,
+        anonymous_file,
         dump_stacks_to,
         is_stopped,
         label_output,
-        open_pidfd,
         module_search_path,
-        anonymous_file,
+        open_pidfd,
         watch_parent,
     )
-    from mvllm.executor.rpc_messages import Reply, Request
     from mvllm.executor.rpc_executor import RpcExecutor, worker_names
-    from mvllm.executor.process.activity_table import Activity, ActivityTable
+    from mvllm.executor.rpc_messages import Reply, Request
+    from mvllm.executor.rpc_queues import RemoteResponseQueue, RpcQueues
     from mvllm.executor.uniproc import UniProcExecutor
     from mvllm.executor.worker_group import WorkerGroup
     from mvllm.executor.worker_proc import WorkerProc
+    from mvllm.executor.worker_topology import devices_per_worker, launch_topology
     from mvllm.layers.attention import Attention
     from mvllm.layers.context import BuildContext, ForwardStep
     from mvllm.layers.embedding import Embedding, LMHead, VocabEmbedding

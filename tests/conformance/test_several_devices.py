@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mvllm.testing.suite.test_several_devices import *  # noqa: F403
-from tests.helpers.plugins import multi_device_platform_path
 from tests.helpers.multi_device_plugin import FAULT, VARIABLE
+from tests.helpers.plugins import multi_device_platform_path
 
 CLAUSES = ("DEV-09", "MEM-05", "KVL-06", "RUN-03")
 """Whole engines are tests/engine/test_several_devices.py's."""

@@ -424,7 +424,7 @@ def test_who_leaves_before_the_vector_ends_the_request(llm: AsyncLLM, run: Run) 
         for stream in streams[1:]:
             async for output in stream:
                 with pytest.raises(UnavailableError, match="aborted"):
-                    PoolingRequestOutput.of(output)
+                    PoolingRequestOutput.from_request_output(output)
 
     run(main())  # and after it, as after each test, nothing is left
 
@@ -457,7 +457,7 @@ def test_a_core_that_sleeps_tells_others_who_come_to_it(llm: AsyncLLM, run: Run)
 
     async def main() -> None:
         stream = await llm.add_request(PROMPTS[0], LONG)
-        assert await llm._client.call("sleep", 1) is False
+        assert await llm._client.call_utility("sleep", 1) is False
         assert (await last(stream)).outputs[0].error == "The engine was put to sleep."
         refused = await last(llm.generate(PROMPTS[0], LONG))
         assert "wake_up" in str(refused.outputs[0].error)

@@ -149,7 +149,7 @@ def test_beside_texts_that_take_its_blocks_a_prompt_begins_again_and_comes_out_t
             done |= {output.request_id: output for output in engine.step() if output.finished}
         assert engine.stats is not None and engine.stats.num_preemptions > 0
         assert [done[name].outputs[0].token_ids for name in "ab"] == texts.tokens
-        found = PoolingRequestOutput.of(done["v"]).outputs.data
+        found = PoolingRequestOutput.from_request_output(done["v"]).outputs.data
         np.testing.assert_allclose(found, expected.vector(3, MEAN), atol=TOLERANCE, rtol=0)
 
 

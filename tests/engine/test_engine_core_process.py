@@ -16,11 +16,11 @@ import pytest
 import zmq
 
 from mvllm import LLM, SamplingParams
-from mvllm.engine.process.zmq_channel import ClientChannel
-from mvllm.engine.process.launch import CoreChildProcess
 from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.process.launch import CoreChildProcess
 from mvllm.engine.process.sync_mp_client import SyncMPClient
-from mvllm.entrypoints.stream_request import stream
+from mvllm.engine.process.zmq_channel import ClientChannel
+from mvllm.entrypoints.stream_request import stream_request
 from mvllm.errors import CacheError, EngineDeadError, RequestError
 from mvllm.messages.requests import EngineCoreRequest, FinishReason
 from tests.helpers.parity import engine
@@ -70,7 +70,9 @@ def test_outputs_are_the_same_to_the_last_logprob(llm: LLM, here: LLM) -> None:
 
 
 def test_steps_bring_the_same_pieces_in_the_same_order(llm: LLM, here: LLM) -> None:
-    pieces = [[o.outputs[0].token_ids for o in stream(each.llm_engine, PROMPTS[0], LONG)] for each in (llm, here)]
+    pieces = [
+        [o.outputs[0].token_ids for o in stream_request(each.llm_engine, PROMPTS[0], LONG)] for each in (llm, here)
+    ]
     assert pieces[0] == pieces[1] and len(pieces[0]) == 150
 
 
@@ -128,12 +130,12 @@ def test_random_bytes_on_its_sockets_are_dropped(llm: LLM) -> None:
     address = client_of(llm)._channel.addresses[0]
     context = zmq.Context()
     strangers = [context.socket(kind) for kind in (zmq.PUSH, zmq.DEALER)]
-    for stranger, to in zip(strangers, (address.news, address.commands)):
+    for stranger, to in zip(strangers, (address.updates, address.commands)):
         stranger.connect(to)
         for size in (0, 1, 32, 40, 4096):
             stranger.send_multipart([os.urandom(size), os.urandom(size)])
             stranger.send(os.urandom(size))
-    for to in (address.news, address.commands):
+    for to in (address.updates, address.commands):
         with socket.socket(socket.AF_UNIX) as raw:
             raw.connect(to.removeprefix("ipc://").replace("@", "\0", 1))
             raw.sendall(os.urandom(1000))

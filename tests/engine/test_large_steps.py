@@ -12,10 +12,10 @@ import pytest
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import ParallelConfig, replace_field
 from mvllm.executor.factory import make_executor
-from mvllm.executor.rpc_queues import request_settings
 from mvllm.executor.message_queue.frames import packed_bytes
 from mvllm.executor.multiproc import MultiprocExecutor
 from mvllm.executor.rpc_messages import Request
+from mvllm.executor.rpc_queues import request_settings
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
 from mvllm.platform.choose import choose_platform

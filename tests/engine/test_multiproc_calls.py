@@ -29,9 +29,9 @@ from mvllm.executor.factory import make_executor
 from mvllm.executor.message_queue import SharedMemoryError, shared_memory_space
 from mvllm.executor.message_queue.ring_buffer import ShmRingBuffer
 from mvllm.executor.multiproc import MultiprocExecutor
-from mvllm.executor.process.child_process_group import ProcessGroup
-from mvllm.executor.rpc_messages import RemoteTraceback
+from mvllm.executor.process.child_process_group import ChildProcessGroup
 from mvllm.executor.process.child_process_handle import ChildProcessHandle
+from mvllm.executor.rpc_messages import RemoteTraceback
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
 from tests.helpers.plugins import prepend, scripted_platform_path
@@ -380,13 +380,13 @@ def test_an_executor_that_is_collected_in_its_own_monitor_ends_its_workers_in_go
     victim = executor.worker_pids[0]
     is_collected = weakref.ref(executor)
     threads = {thread for thread in threading.enumerate() if thread.name == "worker-monitor"}
-    take_deaths = ProcessGroup._reap_workers
+    take_deaths = ChildProcessGroup._reap_workers
 
-    def collecting(group: ProcessGroup, running: Sequence[ChildProcessHandle]) -> None:
+    def collecting(group: ChildProcessGroup, running: Sequence[ChildProcessHandle]) -> None:
         gc.collect()
         take_deaths(group, running)
 
-    monkeypatch.setattr(ProcessGroup, "_reap_workers", collecting)
+    monkeypatch.setattr(ChildProcessGroup, "_reap_workers", collecting)
     cycle: list[object] = [executor]
     cycle.append(cycle)
     gc.disable()  # whoever comes first

@@ -11,9 +11,9 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from tests.engine.test_multiproc_parity import check_under_pressure
-from tests.helpers import parity, multi_device_platform
-from tests.helpers.plugins import prepend, multi_device_platform_path
+from tests.helpers import multi_device_platform, parity
 from tests.helpers.multi_device_plugin import VARIABLE
+from tests.helpers.plugins import multi_device_platform_path, prepend
 from tests.helpers.thread_executor import ThreadExecutor
 
 Drive = Callable[[int], None]

@@ -21,8 +21,8 @@ from mvllm.sampling.sampler import Sampler
 from tests.engine.conftest import MakeLLM
 from tests.engine.test_async_scheduling import requests, told
 from tests.helpers import parity
-from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.async_engine import async_engine, joined, params
+from tests.helpers.lora_adapters import write_adapter
 from tests.helpers.model_zoo import VOCAB_SIZE, make_checkpoint
 from tests.helpers.parity import bytes_of_blocks, engine
 from tests.helpers.thread_executor import ThreadExecutor

@@ -16,16 +16,16 @@ import pytest
 
 from mvllm import LLM, RequestError, SamplingParams, StructuredOutputsParams
 from mvllm.engine.core.engine_core import EngineCore
-from mvllm.engine.process.inproc_client import InprocClient
 from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
 from mvllm.engine.frontend.outputs import CompletionOutput
+from mvllm.engine.process.inproc_client import InprocClient
 from mvllm.executor.uniproc import UniProcExecutor
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.structured_output import llguidance_library
-from mvllm.structured_output.grammar_compiler import CompiledGrammar, GrammarCompiler, job_of
-from mvllm.structured_output.sequence_grammar import SequenceGrammar
-from mvllm.structured_output.sandbox_main import CompileJob, to_grammar
+from mvllm.structured_output.grammar_compiler import CompiledGrammar, GrammarCompiler, make_compile_job
 from mvllm.structured_output.sandbox import GrammarSandbox
+from mvllm.structured_output.sandbox_main import CompileJob, to_grammar
+from mvllm.structured_output.sequence_grammar import SequenceGrammar
 from mvllm.worker.worker import Worker
 from mvllm_cpu.platform import CPUPlatform
 from tests.engine.conftest import MakeLLM
@@ -65,7 +65,7 @@ def assert_prefix(llm: LLM, params: SamplingParams, output: CompletionOutput) ->
     wish = params.structured_outputs
     assert wish is not None
     tokenizer = load_vocabulary(llm.llm_engine.model_config).build()
-    matcher = api.LLMatcher(tokenizer, to_grammar(job_of(wish)), log_level=0)
+    matcher = api.LLMatcher(tokenizer, to_grammar(make_compile_job(wish)), log_level=0)
     assert matcher.try_consume_tokens(list(output.token_ids)) == len(output.token_ids), output.text
 
 
@@ -367,7 +367,7 @@ def test_whatever_the_processes_are_the_tokens_are_the_same(
 def test_no_process_is_left_behind(make_llm: MakeLLM) -> None:
     other = make_llm(**ROOM)
     run(other, [wanted(choice=["a", "b"])])
-    grammars = core_of(other)._grammars
+    grammars = core_of(other)._grammar_manager
     assert grammars is not None and grammars.sandbox_pids
     pids = grammars.sandbox_pids
     other.close()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from mvllm import LLM, SamplingParams
-from mvllm.entrypoints.stream_request import stream
+from mvllm.entrypoints.stream_request import stream_request
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.engine.conftest import MakeLLM
 
@@ -27,7 +27,7 @@ def test_text_is_what_the_tokenizer_makes_of_the_tokens(llm: LLM) -> None:
 
 def test_streamed_pieces_add_up_to_the_text_in_one_go(llm: LLM) -> None:
     for prompt, whole in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
-        pieces = [sequence for output in stream(llm.llm_engine, prompt, GREEDY) for sequence in output.outputs]
+        pieces = [sequence for output in stream_request(llm.llm_engine, prompt, GREEDY) for sequence in output.outputs]
         assert len(pieces) > 1
         assert "".join(piece.text for piece in pieces) == whole.outputs[0].text
         assert [i for piece in pieces for i in piece.token_ids] == whole.outputs[0].token_ids
@@ -51,7 +51,7 @@ def test_a_stop_string_cuts_the_text_where_it_first_occurs(llm: LLM, kind: Reque
 
 
 def test_leaving_a_stream_early_frees_the_engine(llm: LLM) -> None:
-    for _ in stream(llm.llm_engine, "Hello world", GREEDY):
+    for _ in stream_request(llm.llm_engine, "Hello world", GREEDY):
         break
     assert not llm.llm_engine.has_unfinished_requests()
     assert llm.reset_prefix_cache()

@@ -14,8 +14,8 @@ import torch
 
 from mvllm import LLM, PoolingParams, SamplingParams
 from mvllm.config.engine_args import EngineArgs
-from mvllm.engine.core.engine_core import EngineCore
 from mvllm.engine.core.config_resolution import resolve_config
+from mvllm.engine.core.engine_core import EngineCore
 from mvllm.errors import EngineDeadError
 from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.requests import EngineCoreRequest

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mvllm.platform.checked_calls import ask
+from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.choose import choose_platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import DeviceRuntime, WorkerContext
@@ -18,7 +18,7 @@ def open_device(platform: str) -> Iterator[DeviceRuntime]:
     """The first device of a platform, bound to this process."""
     chosen = choose_platform(platform).platform
     with enter_phase(Phase.WORKER):
-        runtime: DeviceRuntime = ask(chosen, "init_device", WorkerContext(), returns=DeviceRuntime)
+        runtime: DeviceRuntime = call_checked(chosen, "init_device", WorkerContext(), returns=DeviceRuntime)
         try:
             yield runtime
         finally:

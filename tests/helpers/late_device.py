@@ -34,7 +34,7 @@ from mvllm.plugin_api import (
 from mvllm.worker.worker import Worker
 from mvllm_fault_injection.faults import FaultPlan
 from mvllm_fault_injection.platform import FaultyPlatform, FaultyRuntime
-from tests.helpers.host_sync import ForbidSynchronizingOps, ForbidHostReads
+from tests.helpers.host_sync import ForbidHostReads, ForbidSynchronizingOps
 from tests.helpers.late_plugin import LOG, SPEC
 
 
@@ -109,7 +109,10 @@ class LateRuntime(FaultyRuntime):
         """Nothing of the device is read within."""
         self.step = step
         self.note("began", step)
-        with ForbidSynchronizingOps(), ForbidHostReads(lambda tensor: tensor.untyped_storage()._cdata in self.host_storages):
+        with (
+            ForbidSynchronizingOps(),
+            ForbidHostReads(lambda tensor: tensor.untyped_storage()._cdata in self.host_storages),
+        ):
             yield
         self.note("launched", step)
 

@@ -29,7 +29,7 @@ _NAMES = ("checkpoint", "name")
 
 Claim = tuple[str, str, str, str]
 """Family, implementation, feature, how."""
-Shown = dict[Claim, set[str]]
+Coverage = dict[Claim, set[str]]
 """With the tests that show it, each without its parameters."""
 
 
@@ -68,7 +68,7 @@ def function_of(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
-class Notes:
+class CoverageRecorder:
     """The plugin: here, or, where xdist hands tests out, in its workers.
 
     Attributes:
@@ -77,8 +77,8 @@ class Notes:
     """
 
     def __init__(self) -> None:
-        self.collected: Shown = {}
-        self.passed: Shown = {}
+        self.collected: Coverage = {}
+        self.passed: Coverage = {}
         self._claims: dict[str, list[Claim]] = {}
         self._functions: dict[str, str] = {}
 
@@ -112,9 +112,9 @@ class Notes:
                 mine.setdefault(claim, set()).update(tests)
 
 
-def as_json(shown: Shown) -> list[list[Any]]:
+def as_json(shown: Coverage) -> list[list[Any]]:
     return [[*claim, sorted(tests)] for claim, tests in sorted(shown.items())]
 
 
-def from_json(rows: list[list[Any]]) -> Shown:
+def from_json(rows: list[list[Any]]) -> Coverage:
     return {(family, impl, feature, how): set(tests) for family, impl, feature, how, tests in rows}

@@ -57,7 +57,7 @@ def fault() -> str:
     return os.environ.get(FAULT, "")
 
 
-class Spread(torch.Tensor):
+class ShardedTensor(torch.Tensor):
     """A tensor that lies on several devices.
 
     Attributes:
@@ -69,11 +69,13 @@ class Spread(torch.Tensor):
     cut: int | None
 
     @staticmethod
-    def __new__(cls, parts: Sequence[torch.Tensor], cut: int | None) -> Spread:
+    def __new__(cls, parts: Sequence[torch.Tensor], cut: int | None) -> ShardedTensor:
         shape = list(parts[0].shape)
         if cut is not None:
             shape[cut] = sum(part.shape[cut] for part in parts)
-        made: Spread = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=parts[0].dtype, device=parts[0].device)
+        made: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=parts[0].dtype, device=parts[0].device
+        )
         made.parts, made.cut = tuple(parts), cut
         return made
 
@@ -108,7 +110,7 @@ class Spread(torch.Tensor):
 
 
 def _whole(value: Any, name: str) -> Any:
-    if isinstance(value, Spread):
+    if isinstance(value, ShardedTensor):
         if value.cut is not None:
             GATHERED.append(name)
         return value.whole
@@ -117,26 +119,26 @@ def _whole(value: Any, name: str) -> Any:
     return value
 
 
-def _detach(tensor: Spread) -> Spread:
-    return Spread(tensor.parts, tensor.cut)
+def _detach(tensor: ShardedTensor) -> ShardedTensor:
+    return ShardedTensor(tensor.parts, tensor.cut)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if not isinstance(weight, Spread) or weight.cut is None:
-        whole = [t.whole if isinstance(t, Spread) else t for t in (x, weight, bias)]
+    if not isinstance(weight, ShardedTensor) or weight.cut is None:
+        whole = [t.whole if isinstance(t, ShardedTensor) else t for t in (x, weight, bias)]
         return F.linear(*whole)  # type: ignore[arg-type]
     if weight.cut == 0:
-        assert bias is None or (isinstance(bias, Spread) and bias.cut == 0), "each device adds what it has"
+        assert bias is None or (isinstance(bias, ShardedTensor) and bias.cut == 0), "each device adds what it has"
         biases = [None] * len(weight.parts) if bias is None else list(bias.parts)  # type: ignore[attr-defined]
         return torch.cat([F.linear(x, w, b) for w, b in zip(weight.parts, biases, strict=True)], dim=-1)
     inputs = x.chunk(len(weight.parts), dim=-1)
     total = F.linear(inputs[0], weight.parts[0])
     for part, w in zip(inputs[1:], weight.parts[1:], strict=True):
         total = total + F.linear(part, w)
-    return total if bias is None else total + (bias.whole if isinstance(bias, Spread) else bias)
+    return total if bias is None else total + (bias.whole if isinstance(bias, ShardedTensor) else bias)
 
 
-def _embedding(ids: torch.Tensor, weight: Spread, *_: Any, **__: Any) -> torch.Tensor:
+def _embedding(ids: torch.Tensor, weight: ShardedTensor, *_: Any, **__: Any) -> torch.Tensor:
     if weight.cut is None:
         return F.embedding(ids, weight.parts[0])
     assert weight.cut == 0
@@ -150,7 +152,7 @@ def _embedding(ids: torch.Tensor, weight: Spread, *_: Any, **__: Any) -> torch.T
     return total
 
 
-def _getitem(tensor: Spread, index: Any) -> torch.Tensor:
+def _getitem(tensor: ShardedTensor, index: Any) -> torch.Tensor:
     if isinstance(index, int) and tensor.cut == 0:  # an expert is on one device
         per_device = len(tensor.parts[0])
         return tensor.parts[index // per_device][index % per_device]
@@ -171,7 +173,7 @@ _OF_SHAPE = {"__get__", "__set__", "requires_grad_", "__hash__", "dim", "size", 
 """What may be asked of a tensor without its values."""
 
 
-def hold(tensor: torch.Tensor) -> torch.Tensor:
+def count_part(tensor: torch.Tensor) -> torch.Tensor:
     """Counts a part as long as it is alive."""
     number = id(tensor)
     HELD[number] = tensor.numel() * tensor.element_size()
@@ -204,7 +206,7 @@ class MultiDeviceRuntime(DeviceRuntime):
         return host
 
     def to_host(self, tensor: torch.Tensor) -> HostCopy:
-        return FinishedHostCopy(tensor.whole if isinstance(tensor, Spread) else tensor)
+        return FinishedHostCopy(tensor.whole if isinstance(tensor, ShardedTensor) else tensor)
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -214,13 +216,13 @@ class MultiDeviceRuntime(DeviceRuntime):
             return tensor
         large = tensor.shape != (24, 48)  # other than what the clause about tensors tries
         if dim is None or fault() == "copies" or (fault() == "weights" and large):
-            return Spread([hold(tensor.clone()) for _ in range(self.num_devices)], None)
+            return ShardedTensor([count_part(tensor.clone()) for _ in range(self.num_devices)], None)
         assert tensor.shape[dim] % self.num_devices == 0, f"{tuple(tensor.shape)} is not cut evenly along {dim}"
-        parts = [hold(part.clone()) for part in tensor.chunk(self.num_devices, dim)]
-        return Spread(parts[::-1] if fault() == "order" else parts, dim)
+        parts = [count_part(part.clone()) for part in tensor.chunk(self.num_devices, dim)]
+        return ShardedTensor(parts[::-1] if fault() == "order" else parts, dim)
 
     def parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        if isinstance(tensor, Spread):
+        if isinstance(tensor, ShardedTensor):
             return tensor.parts
         nothing = tensor.new_empty(0)  # what was not placed is on the first
         return [tensor, *(nothing for _ in range(self.num_devices - 1))]
@@ -251,7 +253,7 @@ class MultiDeviceAttention(AttentionBackend):
         size = self.spec.kv_dtype in ("int8", "fp8")
         cut = [tensors[0][i].dim() - (1 if size and i >= len(tensors[0]) // 2 else 2) for i in range(len(tensors[0]))]
         return [
-            Spread([hold(t) for t in same], at if self._shares_kv else None)
+            ShardedTensor([count_part(t) for t in same], at if self._shares_kv else None)
             for same, at in zip(zip(*tensors, strict=True), cut, strict=True)
         ]
 
@@ -264,7 +266,9 @@ class MultiDeviceAttention(AttentionBackend):
 
     def forward(self, query: torch.Tensor, kv: Any, metadata: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
         count = len(self._devices)
-        own_sinks = [None] * count if sinks is None else list(sinks.parts if isinstance(sinks, Spread) else [sinks])
+        own_sinks = (
+            [None] * count if sinks is None else list(sinks.parts if isinstance(sinks, ShardedTensor) else [sinks])
+        )
         found = [
             device.forward(q, self._cache(kv, i), metadata, s)
             for i, (device, q, s) in enumerate(

@@ -50,7 +50,9 @@ def null_platform_path(folder: Path) -> list[str]:
 
 def scripted_platform_path(folder: Path) -> list[str]:
     """The same for the platform whose worker does what the arguments of its methods say."""
-    metadata = write_metadata(folder, "mvllm-scripted_worker", "[mvllm.platforms]\npuppet = tests.helpers.scripted_worker\n")
+    metadata = write_metadata(
+        folder, "mvllm-scripted_worker", "[mvllm.platforms]\npuppet = tests.helpers.scripted_worker\n"
+    )
     return [str(metadata), str(ROOT)]
 
 
@@ -67,5 +69,7 @@ def prepend(monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
 
 def multi_device_platform_path(folder: Path) -> list[str]:
     """The same for the platform whose workers drive several devices."""
-    metadata = write_metadata(folder, "mvllm-several", "[mvllm.platforms]\nseveral = tests.helpers.multi_device_plugin\n")
+    metadata = write_metadata(
+        folder, "mvllm-several", "[mvllm.platforms]\nseveral = tests.helpers.multi_device_plugin\n"
+    )
     return [str(metadata), str(ROOT)]

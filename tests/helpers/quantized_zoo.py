@@ -228,7 +228,9 @@ SCHEMES: dict[str, Scheme] = {
     ),
     "w4a16": Scheme(compressed(_GROUP), pack_quantized, symmetric=True),
     "w4a16-zero-points": Scheme(compressed({**_GROUP, "symmetric": False}), pack_quantized),
-    "w4a16-actorder": Scheme(compressed({**_GROUP, "actorder": "group"}), pack_quantized, symmetric=True, act_order=True),
+    "w4a16-actorder": Scheme(
+        compressed({**_GROUP, "actorder": "group"}), pack_quantized, symmetric=True, act_order=True
+    ),
     "w8a16-rows": Scheme(compressed(_CHANNEL), pack_quantized, bits=8, group_size=None, symmetric=True),
     "w8a8": Scheme(
         compressed(_CHANNEL, "int-quantized", PER_TOKEN),

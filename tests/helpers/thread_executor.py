@@ -30,7 +30,9 @@ class ThreadGroupPlatform:
 
     def communicator(self, group: Any, device: Any) -> ThreadCommunicator:
         with self._lock:
-            meeting = self._rendezvous_by_group.setdefault((group.name, group.ranks), _ThreadRendezvous(len(group.ranks)))
+            meeting = self._rendezvous_by_group.setdefault(
+                (group.name, group.ranks), _ThreadRendezvous(len(group.ranks))
+            )
         return ThreadCommunicator(meeting, group.rank_in_group, len(group.ranks))
 
 

@@ -16,9 +16,9 @@ import multiprocessing
 import time
 from multiprocessing.connection import Connection
 
-from mvllm.entrypoints.bench.client import Target
-from mvllm.entrypoints.bench.datasets import make_samples
-from mvllm.entrypoints.bench.serving import Load, run_benchmark
+from mvllm.entrypoints.bench.client import ServerEndpoint
+from mvllm.entrypoints.bench.datasets import sample_requests
+from mvllm.entrypoints.bench.serving import LoadPattern, run_benchmark
 
 CHUNK = (
     b"data: "
@@ -72,8 +72,8 @@ def serve(pipe: Connection, num_tokens: int) -> None:
 
 
 async def ours(url: str, streams: int) -> int:
-    samples = make_samples("builtin", streams, tokenizer=None, seed=0)
-    outcome = await run_benchmark(Target(url, "/v1/completions", "m"), samples, Load())
+    samples = sample_requests("builtin", streams, tokenizer=None, seed=0)
+    outcome = await run_benchmark(ServerEndpoint(url, "/v1/completions", "m"), samples, LoadPattern())
     assert all(trace.success for trace in outcome.traces), outcome.traces[0].error
     return sum(len(trace.itl) + 1 for trace in outcome.traces)
 

@@ -29,8 +29,8 @@ class Rule(Protocol):
     """Chooses a replica, and is told of ends, and of what waits."""
 
     def choose(self, prompt: Sequence[int], salt: str | None, num_sequences: int) -> int: ...
-    def end(self, replica: int) -> None: ...
-    def report(self, replica: int, num_waiting_tokens: int, num_acknowledged: int) -> None: ...
+    def finish_sequence(self, replica: int) -> None: ...
+    def update_load(self, replica: int, num_waiting_tokens: int, num_acknowledged: int) -> None: ...
 
 
 class LeastLoaded:
@@ -47,10 +47,10 @@ class LeastLoaded:
         self.loads[best] += num_sequences
         return best
 
-    def end(self, replica: int) -> None:
+    def finish_sequence(self, replica: int) -> None:
         self.loads[replica] -= 1
 
-    def report(self, replica: int, num_waiting_tokens: int, num_acknowledged: int) -> None: ...
+    def update_load(self, replica: int, num_waiting_tokens: int, num_acknowledged: int) -> None: ...
 
 
 class FirstTokens(LeastLoaded):
@@ -147,11 +147,11 @@ def simulate(rule: Rule, load: Workload, seed: int = 0) -> Outcome:
     while events:
         now, what, index, turn = heapq.heappop(events)
         if what == 0:
-            rule.end(index)
+            rule.finish_sequence(index)
             continue
         for number, replica in enumerate(replicas):
             replica.queued = [each for each in replica.queued if each[0] > now]
-            rule.report(number, sum(tokens for _, tokens in replica.queued), taken[number])
+            rule.update_load(number, sum(tokens for _, tokens in replica.queued), taken[number])
         text = texts[index]
         text += [rng.randrange(1 << 17) for _ in range(load.question)]
         chosen = rule.choose(text, None, 1)
@@ -186,7 +186,7 @@ def block_names(text: Sequence[int]) -> list[int]:
 
 def fitted(load: Workload) -> DPLoadBalancer:
     choice = DPLoadBalancer(load.num_replicas)
-    choice.fit(BLOCK, load.cache // BLOCK)
+    choice.set_cache_size(BLOCK, load.cache // BLOCK)
     return choice
 
 

@@ -27,19 +27,19 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.unit.worker.builders import HostRuntime
 
 
-class TimedBatch(module._Batch):
+class TimedBatch(module._SamplingBatch):
     """Notes when the host is done, and the work on logits begins."""
 
     decided = 0.0
 
-    def choose(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(self) -> tuple[torch.Tensor, torch.Tensor]:
         TimedBatch.decided = TimedBatch.decided or time.process_time()
-        return super().choose()
+        return super().sample()
 
 
 def measure(params: SamplingParams, args: argparse.Namespace, *, on_device: bool) -> float:
     """Median CPU seconds of the host's part of a step."""
-    module._Batch = TimedBatch  # type: ignore[misc]
+    module._SamplingBatch = TimedBatch  # type: ignore[misc]
     rng, runtime = np.random.default_rng(0), HostRuntime()
     state = make_state(args, runtime, on_device=on_device)
     history = TokenHistory(args.rows, args.tokens + args.steps + 1)

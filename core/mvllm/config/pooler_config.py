@@ -8,7 +8,10 @@ from typing import Any
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
-from mvllm.config.sentence_transformers_config import has_sentence_transformers_modules, read_sentence_transformers_modules
+from mvllm.config.sentence_transformers_config import (
+    has_sentence_transformers_modules,
+    read_sentence_transformers_modules,
+)
 from mvllm.errors import ConfigError, ModelError, RequestError
 from mvllm.messages.pooling_params import Activation, PoolingParams, PoolingTask, PoolingType
 
@@ -66,7 +69,7 @@ class PoolerConfig:
     use_activation: bool = True
 
     @classmethod
-    def of(cls, model: ModelConfig) -> PoolerConfig:
+    def from_model(cls, model: ModelConfig) -> PoolerConfig:
         """Of a model; what its folder does not say is what is usual for models of its kind.
 
         Raises:
@@ -90,7 +93,7 @@ class PoolerConfig:
             wanted.use_activation is not False,
         )
 
-    def settle(self, params: PoolingParams) -> PoolingParams:
+    def resolve_params(self, params: PoolingParams) -> PoolingParams:
         """`params` with every choice made.
 
         Raises:

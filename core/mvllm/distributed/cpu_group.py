@@ -41,7 +41,7 @@ class CpuGroup:
         parts = _split(payload)
         for destination in destinations:
             for part in parts:
-                self._peers().send(part, destination)
+                self._require_communicator().send(part, destination)
 
     def receive(self, source: int) -> bytes:
         """What `send` of rank `source` was given; in the order in which it was sent."""
@@ -56,11 +56,11 @@ class CpuGroup:
         """What every rank passed, in rank order."""
         if self.communicator is None:
             return [payload]
-        lengths = self._peers().all_gather(torch.tensor([len(payload)], dtype=torch.int64), 0).tolist()
+        lengths = self._require_communicator().all_gather(torch.tensor([len(payload)], dtype=torch.int64), 0).tolist()
         widest = max(1, *lengths)
         padded = torch.zeros((1, widest), dtype=torch.uint8)
         padded[0, : len(payload)] = _tensor(payload)
-        gathered = self._peers().all_gather(padded, 0).numpy()
+        gathered = self._require_communicator().all_gather(padded, 0).numpy()
         return [gathered[rank, :length].tobytes() for rank, length in enumerate(lengths)]
 
     def broadcast(self, payload: bytes, source: int = 0) -> bytes:
@@ -68,9 +68,11 @@ class CpuGroup:
         if self.communicator is None:
             return payload
         mine = self.rank == source
-        [length] = self._peers().broadcast(torch.tensor([len(payload)], dtype=torch.int64), source).tolist()
+        [length] = (
+            self._require_communicator().broadcast(torch.tensor([len(payload)], dtype=torch.int64), source).tolist()
+        )
         values = _tensor(payload) if mine else torch.empty(length, dtype=torch.uint8)
-        return self._peers().broadcast(values, source).numpy().tobytes() if length else b""
+        return self._require_communicator().broadcast(values, source).numpy().tobytes() if length else b""
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -84,9 +86,9 @@ class CpuGroup:
 
     def _receive(self, count: int, source: int) -> bytes:
         # A communicator that takes tensors of the host may put what it receives on its device.
-        return self._peers().recv((count,), torch.uint8, source).cpu().numpy().tobytes()
+        return self._require_communicator().recv((count,), torch.uint8, source).cpu().numpy().tobytes()
 
-    def _peers(self) -> Communicator:
+    def _require_communicator(self) -> Communicator:
         assert self.communicator is not None, "a group of one rank: nobody to talk to"
         return self.communicator
 

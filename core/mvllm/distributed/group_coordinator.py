@@ -87,11 +87,11 @@ class GroupCoordinator:
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
         """Sends to rank `destination` of the group, another rank than this one, without waiting for it to receive."""
-        self._peers().send(tensor, destination)
+        self._require_communicator().send(tensor, destination)
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         """Receives what rank `source` of the group sends."""
-        return self._peers().recv(shape, dtype, source)
+        return self._require_communicator().recv(shape, dtype, source)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -105,6 +105,6 @@ class GroupCoordinator:
         if self.device_group is not None:
             self.device_group.close()
 
-    def _peers(self) -> Communicator:
+    def _require_communicator(self) -> Communicator:
         assert self.device_group is not None, f"group {self.name!r} has one rank: nobody to talk to"
         return self.device_group

@@ -20,7 +20,7 @@ from mvllm.config.engine_config import ParallelConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.distributed.torch_communicator import HOST_BACKEND, TorchCommunicator
 from mvllm.errors import ConfigError
-from mvllm.platform.checked_calls import ask
+from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.interface import Platform
 from mvllm.platform.topology import GroupSpec, WorkerContext
@@ -87,7 +87,7 @@ def join_groups(
 def _join(platform: Platform, spec: GroupSpec, ctx: WorkerContext, device: torch.device) -> GroupCoordinator:
     if len(spec.ranks) == 1:
         return GroupCoordinator(spec, local_rank=ctx.local_rank)
-    communicator = ask(platform, "communicator", spec, device, returns=Communicator)
+    communicator = call_checked(platform, "communicator", spec, device, returns=Communicator)
     # Joined here and not when it is first needed: ranks come to that at different times, and would wait for each other.
     host = None if communicator.on_host else TorchCommunicator(spec, HOST_BACKEND)
     return GroupCoordinator(spec, communicator, ctx.local_rank, host)

@@ -152,12 +152,12 @@ class TorchCommunicator(Communicator):
         if self._closed:
             return
         self._closed = True
-        self._settle()
+        self._wait_for_sends()
         self._group = None
         if self._owns_world and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _settle(self) -> None:
+    def _wait_for_sends(self) -> None:
         """Lets others receive what they were sent; whoever is gone, or does not want it any more, is not waited for."""
         deadline = time.monotonic() + _CLOSING_SECONDS
         for unsettled in self._pending_sends.values():

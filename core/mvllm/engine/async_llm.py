@@ -21,23 +21,23 @@ from typing import Any, TypeVar
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
-from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
-from mvllm.engine.process.async_core_client import AsyncEngineCoreClient, make_async_client
-from mvllm.engine.frontend.frontend_startup import FrontEnd
-from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
-from mvllm.engine.metrics.stats import EngineMetricsSnapshot, EngineLoad, EngineMetrics, RateMeter
+from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
+from mvllm.engine.frontend.frontend_startup import FrontendStartup
+from mvllm.engine.frontend.in_flight_requests import InFlightRequests
+from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
+from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.frontend.output_processor import OutputProcessor
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
 from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.frontend.request_output_stream import RequestOutputStream
-from mvllm.engine.frontend.in_flight_requests import InFlightRequests
-from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
-from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
+from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
+from mvllm.engine.process.async_core_client import AsyncEngineCoreClient, make_async_client
 from mvllm.errors import EngineDeadError, EngineSleepingError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
@@ -87,7 +87,7 @@ class AsyncLLM:
         name: str = "",
         elsewhere: Callable[[], Iterable[EngineMetricsSnapshot]] = tuple,
     ) -> None:
-        self._front_end: FrontEnd[AsyncEngineCoreClient] = FrontEnd(config, make_async_client, client)
+        self._front_end: FrontendStartup[AsyncEngineCoreClient] = FrontendStartup(config, make_async_client, client)
         front_end = self._front_end
         self._phases = front_end.phases
         self._stat_loggers = front_end.stat_loggers
@@ -97,7 +97,7 @@ class AsyncLLM:
         self.pooling_input_processor = PoolingInputProcessor(self.config, front_end.tokenizer)
         self.metrics = EngineMetrics(self.config.model.max_model_len)
         self._prompt_rate, self._generation_rate = RateMeter(), RateMeter()
-        self._elsewhere = elsewhere
+        self._other_metrics = elsewhere
         self._lora_validator = LoRARequestValidator(self.config)
         self._requests = InFlightRequests(
             self.config,
@@ -190,7 +190,7 @@ class AsyncLLM:
         )
         try:
             async for output in stream:
-                yield PoolingRequestOutput.of(output)
+                yield PoolingRequestOutput.from_request_output(output)
         finally:
             stream.close()
 
@@ -264,18 +264,18 @@ class AsyncLLM:
             with self._requests.preparing(len(prompts)):
                 requests = await self._run_in_thread(process)
             self._require_ready()  # it took a while
-        if lora_request is not None and not self._lora_validator.is_known(self._lora_validator.check(lora_request)):
+        if lora_request is not None and not self._lora_validator.is_loaded(self._lora_validator.validate(lora_request)):
             await self.add_lora(lora_request)
             self._require_ready()
         self._requests.check_capacity(
             sum(r.params.num_sequences for r in requests), sum(len(r.core.prompt_token_ids) for r in requests)
         )
-        return [self._start(request) for request in requests]
+        return [self._start_request(request) for request in requests]
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """Ends requests of these ids, in whatever state they are: their callers get what there is, `finish_reason`
         `abort`. Unknown ids are ignored. (Of a request that shows its final output only, nothing is there yet.)"""
-        self._requests.end([request_ids] if isinstance(request_ids, str) else list(request_ids))
+        self._requests.abort([request_ids] if isinstance(request_ids, str) else list(request_ids))
 
     async def abort_all(self) -> None:
         """As `abort`, for every request."""
@@ -376,8 +376,8 @@ class AsyncLLM:
     @property
     def all_metrics(self) -> EngineMetrics:
         """`metrics`, with those of the other front ends of the same engine."""
-        others = list(self._elsewhere())
-        return self.metrics.plus(others) if others else self.metrics
+        others = list(self._other_metrics())
+        return self.metrics.merged_with(others) if others else self.metrics
 
     @property
     def load(self) -> EngineLoad:
@@ -422,12 +422,12 @@ class AsyncLLM:
             EngineDeadError: The engine has stopped.
         """
         self._require_alive()
-        await self._client.call("check_health")
+        await self._client.call_utility("check_health")
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False when running requests still use some."""
         self._require_alive()
-        return await self._client.call("reset_prefix_cache")
+        return await self._client.call_utility("reset_prefix_cache")
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Loads an adapter before its first request; each front end of an engine has to be told of it.
@@ -441,13 +441,13 @@ class AsyncLLM:
         """
         self._require_alive()
         door = self._lora_validator
-        if door.is_known(door.check(lora_request)):
+        if door.is_loaded(door.validate(lora_request)):
             return False
-        await self._run_in_thread(lambda: door.inspect(lora_request))
-        await self._client.call("add_lora", lora_request)
-        if door.is_known(door.check(lora_request)):  # by another call, meanwhile
+        await self._run_in_thread(lambda: door.check_files(lora_request))
+        await self._client.call_utility("add_lora", lora_request)
+        if door.is_loaded(door.validate(lora_request)):  # by another call, meanwhile
             return False
-        door.note(lora_request)
+        door.add(lora_request)
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
@@ -457,9 +457,9 @@ class AsyncLLM:
             Whether it was known.
         """
         self._require_alive()
-        known = self._lora_validator.forget(lora_id)
+        known = self._lora_validator.remove(lora_id)
         if known:
-            await self._client.call("remove_lora", lora_id)
+            await self._client.call_utility("remove_lora", lora_id)
         return known
 
     async def list_loras(self) -> set[int]:
@@ -485,9 +485,9 @@ class AsyncLLM:
             self._requests.abort_all()  # who got in while another call was waking it up
             await self._client.broadcast_sleep(True)
             try:
-                await self._client.call("sleep", level)
+                await self._client.call_utility("sleep", level)
             except Exception:
-                self._is_sleeping = self._fatal_error is None and not await self._client.call("wake_up", [])
+                self._is_sleeping = self._fatal_error is None and not await self._client.call_utility("wake_up", [])
                 await self._client.broadcast_sleep(self._is_sleeping)
                 raise
 
@@ -504,7 +504,7 @@ class AsyncLLM:
         wanted = check_wake_up_tags(tags)
         self._require_alive()
         async with self._sleep_lock:
-            self._is_sleeping = not await self._client.call("wake_up", wanted)
+            self._is_sleeping = not await self._client.call_utility("wake_up", wanted)
             await self._client.broadcast_sleep(self._is_sleeping)
 
     async def is_sleeping(self) -> bool:
@@ -554,7 +554,7 @@ class AsyncLLM:
         if self._loop is None:
             self._loop = loop
             self._client.on_sleep(self._apply_remote_sleep)
-            self._client.attach(loop, self._take, self._handle_core_death)
+            self._client.attach(loop, self._handle_outputs, self._handle_core_death)
         elif self._loop is not loop:  # where nothing would ever come
             raise RuntimeError(
                 "This AsyncLLM is used from another event loop than the one that first used it, which alone gets its "
@@ -566,23 +566,23 @@ class AsyncLLM:
         if self._is_sleeping:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
 
-    def _start(self, request: ProcessedRequest) -> RequestOutputStream:
+    def _start_request(self, request: ProcessedRequest) -> RequestOutputStream:
         self._phases.record_first_request()
-        stream = self._requests.begin(request)
+        stream = self._requests.add_request(request)
         if self._stats_log is not None:
-            self._stats_log.wake()
+            self._stats_log.schedule()
         return stream
 
-    def _take(self, outputs: EngineCoreOutputs) -> None:
+    def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
         """What a step has to tell."""
-        num_new = self._requests.take(outputs) if outputs.outputs else 0
+        num_new = self._requests.process_outputs(outputs) if outputs.outputs else 0
         if num_new:
             self._phases.record_first_token()
         if outputs.stats is not None:
             self._update_rates(outputs.stats)
             self._stat_loggers.record(outputs.stats, num_new)
             if self._stats_log is not None and outputs.stats.num_running:
-                self._stats_log.wake()  # requests of other front ends count, too
+                self._stats_log.schedule()  # requests of other front ends count, too
 
     def _update_rates(self, stats: SchedulerStats) -> None:
         """Rates are the core's: outputs of requests that are not streamed come all at their end."""

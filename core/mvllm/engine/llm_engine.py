@@ -8,18 +8,18 @@ from typing import Any, Protocol
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
-from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
-from mvllm.engine.frontend.beam_search import BeamSearch
-from mvllm.engine.process.inproc_client import make_client
-from mvllm.engine.frontend.frontend_startup import FrontEnd
-from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
+from mvllm.engine.frontend.beam_search import BeamSearch
+from mvllm.engine.frontend.frontend_startup import FrontendStartup
+from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
+from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.frontend.output_processor import OutputProcessor
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
 from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
-from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
 from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.process.inproc_client import make_client
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
@@ -54,7 +54,7 @@ class EngineCoreClient(Protocol):
     def step(self) -> EngineCoreOutputs:
         """Runs one step."""
 
-    def wake(self) -> None:
+    def interrupt_step(self) -> None:
         """Has a `step` that waits for another process return without news. From any thread, or a signal handler."""
 
     def reset_prefix_cache(self) -> bool:
@@ -88,7 +88,7 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, client: EngineCoreClient | None = None) -> None:
-        self._front_end = front_end = FrontEnd(config, make_client, client)
+        self._front_end = front_end = FrontendStartup(config, make_client, client)
         self._phases = front_end.phases
         self._stat_loggers = front_end.stat_loggers
         self._client = front_end.client
@@ -208,7 +208,7 @@ class LLMEngine:
         try:
             for request in requests:
                 search = BeamSearch(request.core, self._core_ids) if request.params.use_beam_search else None
-                children = fan_out(request.core, self._core_ids) if search is None else search.requests()
+                children = fan_out(request.core, self._core_ids) if search is None else search.make_requests()
                 self._output_processor.add_request(request, children, search=search)
                 for child in children:
                     self._client.add_request(child)
@@ -226,12 +226,12 @@ class LLMEngine:
             RequestError: Its files are not usable with this model, or its id is another adapter's.
         """
         self._require_alive()
-        request = self._lora_validator.check(lora_request)
-        if self._lora_validator.is_known(request):
+        request = self._lora_validator.validate(lora_request)
+        if self._lora_validator.is_loaded(request):
             return False
-        self._lora_validator.inspect(request)
+        self._lora_validator.check_files(request)
         self._client.add_lora(request)
-        self._lora_validator.note(request)
+        self._lora_validator.add(request)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
@@ -241,7 +241,7 @@ class LLMEngine:
             Whether it was known.
         """
         self._require_alive()
-        known = self._lora_validator.forget(lora_id)
+        known = self._lora_validator.remove(lora_id)
         if known:
             self._client.remove_lora(lora_id)
         return known
@@ -291,7 +291,7 @@ class LLMEngine:
             self._phases.record_first_token()
         if core_outputs.stats is not None:
             self._stats = core_outputs.stats
-        processed = self._output_processor.process(core_outputs)
+        processed = self._output_processor.process_outputs(core_outputs)
         if processed.requests_to_abort:
             self._client.abort_requests(processed.requests_to_abort)
         for children in processed.requests_to_add:
@@ -305,7 +305,7 @@ class LLMEngine:
     def wake(self) -> None:
         """Has a `step` that waits for another process return without news. From any thread, or a signal handler."""
         if not self._closed:
-            self._client.wake()
+            self._client.interrupt_step()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False when running requests still use some."""

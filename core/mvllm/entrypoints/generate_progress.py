@@ -11,7 +11,7 @@ from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.progress import progress_class
 
 
-class Progress:
+class GenerateProgress:
     """Shows how many of `total` prompts are done.
 
     Args:
@@ -29,7 +29,7 @@ class Progress:
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> GenerateProgress:
         return self
 
     def __exit__(
@@ -38,7 +38,7 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def finish(self, output: RequestOutput) -> None:
+    def update(self, output: RequestOutput) -> None:
         """One prompt is done."""
         if self._bar is None:
             return

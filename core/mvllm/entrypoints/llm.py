@@ -11,7 +11,6 @@ import msgspec
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.frontend.input_processor import ProcessedRequest
-from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from mvllm.engine.frontend.pooling_outputs import (
     ClassificationRequestOutput,
@@ -20,9 +19,10 @@ from mvllm.engine.frontend.pooling_outputs import (
     ScoringRequestOutput,
 )
 from mvllm.engine.frontend.scoring import ScoringRequests
+from mvllm.engine.llm_engine import LLMEngine
 from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
+from mvllm.entrypoints.generate_progress import GenerateProgress
 from mvllm.entrypoints.interrupts import interrupts_between_steps
-from mvllm.entrypoints.generate_progress import Progress
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
 from mvllm.messages.beam_search_params import BeamSearchParams
@@ -294,7 +294,7 @@ class LLM:
             _one_per_prompt(pooling_params, len(each), "pooling_params"),
             priorities=None if priority is None else _one_per_prompt(priority, len(each), "priority"),
         )
-        return [PoolingRequestOutput.of(output) for output in self._finish(engine, requests, use_tqdm)]
+        return [PoolingRequestOutput.from_request_output(output) for output in self._finish(engine, requests, use_tqdm)]
 
     def embed(
         self,
@@ -311,7 +311,7 @@ class LLM:
         """
         asked = _for_task(pooling_params, PoolingTask.EMBED)
         encoded = self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority)
-        return [EmbeddingRequestOutput.of(output) for output in encoded]
+        return [EmbeddingRequestOutput.from_base(output) for output in encoded]
 
     def classify(
         self,
@@ -336,7 +336,7 @@ class LLM:
         """
         asked = _for_task(pooling_params, PoolingTask.CLASSIFY)
         encoded = self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority)
-        return [ClassificationRequestOutput.of(output) for output in encoded]
+        return [ClassificationRequestOutput.from_base(output) for output in encoded]
 
     def score(
         self,
@@ -366,7 +366,9 @@ class LLM:
         if pooling_params is not None and not isinstance(pooling_params, PoolingParams):
             raise RequestError("pooling_params must be PoolingParams.", parameter="pooling_params")
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
-        scoring = ScoringRequests.of(engine.pooling_input_processor, first, second, pooling_params or PoolingParams())
+        scoring = ScoringRequests.from_texts(
+            engine.pooling_input_processor, first, second, pooling_params or PoolingParams()
+        )
         answers = self.encode(scoring.prompts, scoring.params, use_tqdm=use_tqdm)
         return scoring.outputs(answers)
 
@@ -378,13 +380,13 @@ class LLM:
         engine.add_processed_requests(requests)
         outputs: dict[str, RequestOutput] = {}
         try:
-            with interrupts_between_steps(engine.wake) as check, Progress(len(ids), use_tqdm) as progress:
+            with interrupts_between_steps(engine.wake) as check, GenerateProgress(len(ids), use_tqdm) as progress:
                 while engine.has_unfinished_requests():
                     check()
                     for output in engine.step():
                         if output.finished:
                             outputs[output.request_id] = output
-                            progress.finish(output)
+                            progress.update(output)
         except BaseException:
             # Whoever catches this finds an idle engine.
             engine.abort_request(ids)

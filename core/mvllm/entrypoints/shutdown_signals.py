@@ -39,7 +39,7 @@ def exit_on_signals() -> None:
     _is_program = True
     for number in _SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _end)
+            signal.signal(number, _handle_signal)
             _handled.add(number)
 
 
@@ -79,11 +79,11 @@ def exit_program(status: int) -> NoReturn:
 
     What is registered with `atexit` is done; the interpreter's own end would join threads first.
     """
-    from mvllm.executor.process.process_utils import leave  # the first lines of a program wait for no imports
+    from mvllm.executor.process.process_utils import exit_process  # the first lines of a program wait for no imports
 
     force_exit_after(SHUTDOWN_SECONDS)
     atexit._run_exitfuncs()
-    leave(status)
+    exit_process(status)
 
 
 def ignore_shutdown_signals() -> None:
@@ -96,7 +96,7 @@ def ignore_shutdown_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _handle_signal(number: int, frame: FrameType | None) -> None:
     with contextlib.suppress(OSError):
         os.write(2, b"Ended before the model was loaded.\n")
     exit_now(number)

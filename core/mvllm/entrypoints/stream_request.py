@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.llm_engine import LLMEngine
 from mvllm.entrypoints.interrupts import interrupts_between_steps
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -16,7 +16,7 @@ from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 _serial = itertools.count()
 
 
-def stream(engine: LLMEngine, prompt: PromptType, params: SamplingParams) -> Iterator[RequestOutput]:
+def stream_request(engine: LLMEngine, prompt: PromptType, params: SamplingParams) -> Iterator[RequestOutput]:
     """Generates from one prompt and yields what is new after each step.
 
     Leaving the loop early, by Ctrl-C too, aborts the request and leaves the engine ready for the next.

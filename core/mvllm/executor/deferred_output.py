@@ -63,15 +63,15 @@ class DeferredOutputFuture(Future[ModelRunnerOutput]):
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
         """The output. There is no waiting with a limit: the work is done by this call."""
-        self._settle()
+        self._resolve()
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What `result` would raise, or None."""
-        self._settle()
+        self._resolve()
         return super().exception(timeout)
 
-    def _settle(self) -> None:
+    def _resolve(self) -> None:
         if self.done():
             return
         try:

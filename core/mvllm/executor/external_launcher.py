@@ -19,12 +19,12 @@ import msgspec
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.distributed.rank_exchange import RankExchange
 from mvllm.errors import ConfigError
-from mvllm.executor.worker_topology import devices_per_worker, with_workers_as_ranks
-from mvllm.executor.interface import log_drawn_seed
 from mvllm.executor.deferred_output import start_step
+from mvllm.executor.interface import log_drawn_seed
 from mvllm.executor.uniproc import InProcessExecutor
+from mvllm.executor.worker_topology import devices_per_worker, with_workers_as_ranks
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.platform.checked_calls import ask
+from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology, WorkerContext
@@ -93,7 +93,7 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         launched = LaunchedRank.from_environment(os.environ)
         with enter_phase(Phase.ENGINE):
-            topology: LaunchTopology = ask(platform, "topology", config.parallel, returns=LaunchTopology)
+            topology: LaunchTopology = call_checked(platform, "topology", config.parallel, returns=LaunchTopology)
         num_devices = devices_per_worker(config.parallel, topology.num_workers)
         parallel = with_workers_as_ranks(config.parallel, num_devices)
         if launched.world_size != parallel.world_size:
@@ -131,8 +131,8 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
         super().start()
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        self._begun = start_step(self._worker, plan, output_is_complete=self._output_is_complete)
-        return self._begun
+        self._started_step = start_step(self._worker, plan, output_is_complete=self._output_is_complete)
+        return self._started_step
 
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> None:
         super().sample_tokens(step, mask_rows, token_masks)

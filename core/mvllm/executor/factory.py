@@ -6,8 +6,8 @@ import importlib
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ConfigError
-from mvllm.executor.worker_topology import check_topology, launch_topology
 from mvllm.executor.interface import Executor
+from mvllm.executor.worker_topology import check_topology, launch_topology
 from mvllm.logging import get_logger
 from mvllm.platform import plugin_groups
 from mvllm.platform.discovery import load_attribute
@@ -84,7 +84,7 @@ def _preferred(topology: LaunchTopology, platform: Platform) -> str | None:
     listed = [name for name in topology.executors if name not in _BUILT_IN]
     if not listed:
         return None
-    offered = plugin_groups.offered(plugin_groups.EXECUTORS)
+    offered = plugin_groups.allowed_names(plugin_groups.EXECUTORS)
     for name in listed:
         if name in offered:
             try:
@@ -121,7 +121,7 @@ def _import(name: str, path: str) -> type[Executor]:
                 f"not installed. Run: {command}, on every machine that runs workers; or set "
                 "distributed_executor_backend to mp to stay on this machine."
             ) from None
-        offered = ", ".join(plugin_groups.offered(plugin_groups.EXECUTORS)) or "none"
+        offered = ", ".join(plugin_groups.allowed_names(plugin_groups.EXECUTORS)) or "none"
         raise ConfigError(
             f"distributed_executor_backend {name!r} is neither built in ({', '.join(sorted(_BUILT_IN))}), nor an "
             f"entry point of {plugin_groups.EXECUTORS.group} (installed: {offered}), nor an importable dotted path: {e}"

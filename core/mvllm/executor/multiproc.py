@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.executor.config_codec import encode_worker_configs
-from mvllm.executor.worker_topology import devices_per_worker, launch_topology
-from mvllm.executor.rpc_queues import RpcQueues
-from mvllm.executor.process.handshake import WorkerStartArgs
-from mvllm.executor.process.child_process_group import Launch, ProcessGroup
-from mvllm.executor.process.process_utils import ensure_standard_streams, module_search_path, anonymous_file
-from mvllm.executor.rpc_executor import RpcExecutor, worker_names
 from mvllm.executor.process.activity_table import ActivityTable
+from mvllm.executor.process.child_process_group import ChildProcessGroup, ProcessLaunch
+from mvllm.executor.process.handshake import WorkerStartArgs
+from mvllm.executor.process.process_utils import anonymous_file, ensure_standard_streams, module_search_path
+from mvllm.executor.rpc_executor import RpcExecutor, worker_names
+from mvllm.executor.rpc_queues import RpcQueues
+from mvllm.executor.worker_topology import devices_per_worker, launch_topology
 from mvllm.logging import log_level
 from mvllm.platform.interface import Platform
 from mvllm.platform.topology import LaunchTopology, WorkerContext
@@ -41,10 +41,10 @@ class MultiprocExecutor(RpcExecutor):
             undo.callback(board.close)
             queues = RpcQueues(names, parallel=config.parallel)
             undo.callback(queues.close)
-            meeting = _meeting_place() if len(names) > 1 else None
+            meeting = _make_rendezvous() if len(names) > 1 else None
             launches = _launches(config, platform, topology, names, queues, meeting, board)
-            group = ProcessGroup(launches, board)
-            self._use(group, queues.open_writer(group.stop), queues.open_readers(group.stop), board)
+            group = ChildProcessGroup(launches, board)
+            self._attach_workers(group, queues.open_writer(group.stop), queues.open_readers(group.stop), board)
             undo.pop_all()  # `shutdown` does it from here on
         try:
             try:
@@ -67,12 +67,12 @@ def _launches(
     queues: RpcQueues,
     meeting: _Rendezvous | None,
     board: ActivityTable,
-) -> list[Launch]:
+) -> list[ProcessLaunch]:
     encoded = encode_worker_configs(config, len(names))
     parallel = config.parallel
     launches = []
     for rank, name in enumerate(names):
-        requests, replies = queues.ends(rank)
+        requests, replies = queues.worker_handles(rank)
         stack_fd = anonymous_file("stacks")
         start = WorkerStartArgs(
             name=name,
@@ -98,7 +98,7 @@ def _launches(
         )
         env = topology.env_per_worker[rank] if topology.env_per_worker else {}
         shared = (board.fd, *(meeting.fds if meeting else ()))
-        launches.append(Launch(start, env, (*requests.fds, *replies.fds, stack_fd, *shared)))
+        launches.append(ProcessLaunch(start, env, (*requests.fds, *replies.fds, stack_fd, *shared)))
     return launches
 
 
@@ -115,7 +115,7 @@ class _Rendezvous:
             os.close(fd)
 
 
-def _meeting_place() -> _Rendezvous:
+def _make_rendezvous() -> _Rendezvous:
     """An unnamed file on Linux: no port that somebody may take first, nothing that listens, nothing left behind."""
     if _HAS_PROC:
         fd = anonymous_file("rendezvous")

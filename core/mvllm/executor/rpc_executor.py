@@ -24,8 +24,6 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.errors import EngineDeadError, WorkerError
-from mvllm.executor.worker_topology import devices_per_worker, with_workers_as_ranks
-from mvllm.executor.rpc_queues import response_queue_name
 from mvllm.executor.interface import Executor
 from mvllm.executor.message_queue import (
     MessageReader,
@@ -37,9 +35,11 @@ from mvllm.executor.message_queue import (
     QueueTimeoutError,
     ReaderGroup,
 )
-from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, MethodCodec, Reply, Request, codec_of
 from mvllm.executor.process.activity_table import ActivityTable
+from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, MethodCodec, Reply, Request, codec_of
+from mvllm.executor.rpc_queues import response_queue_name
 from mvllm.executor.worker_group import FailureCallback, WorkerGroup, WorkerView
+from mvllm.executor.worker_topology import devices_per_worker, with_workers_as_ranks
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
@@ -115,7 +115,7 @@ class _Call:
         self.future = future
         self.label = codec.name
 
-    def take(self, reply: Reply) -> bool:
+    def add_reply(self, reply: Reply) -> bool:
         """Keeps one rank's result; returns whether it was the last."""
         self.missing.discard(reply.rank)
         self.results[reply.rank] = self.codec.result.decode(reply.result)
@@ -140,9 +140,9 @@ class RpcExecutor(Executor):
         self._calls: dict[int, _Call] = {}
         self._senders: dict[str, int] = {}  # by the name of their queue
         self._defers_replies = keeps_sampled_tokens_on_device(config, platform.capabilities)
-        self._owed: Future[Any] | None = None  # of the step that workers will answer when something follows it
+        self._deferred_step: Future[Any] | None = None  # of the step that workers will answer when something follows it
 
-    def _use(
+    def _attach_workers(
         self, group: WorkerGroup, writer: MessageWriter, readers: Sequence[MessageReader[Reply]], board: ActivityTable
     ) -> None:
         """Takes over the workers and the executor's ends of the queues; from now on `shutdown` ends them.
@@ -178,7 +178,7 @@ class RpcExecutor(Executor):
         future: RpcFuture[ModelRunnerOutput] = RpcFuture(self, None)
         call = self._send(STEP_METHOD, (plan,), ranks=None, expect=(self._reply_rank,), future=future)
         call.label = f"{STEP_METHOD} of step {plan.step}"
-        self._owed = future if self._defers_replies else None
+        self._deferred_step = future if self._defers_replies else None
         return future
 
     def can_sample_later(self) -> bool:
@@ -211,7 +211,7 @@ class RpcExecutor(Executor):
             self._finalizer()
             self._fail_calls(error)
         else:  # perhaps in another thread, and not done yet
-            self._group.end()
+            self._group.terminate()
 
     # --- waiting, for RpcFuture
 
@@ -245,7 +245,7 @@ class RpcExecutor(Executor):
                 elif timeout is None:
                     self._fail_stuck()
                 elif give_up:
-                    self._give_up(future, limit)
+                    self._cancel_call(future, limit)
                 else:
                     raise self._timeout(self._call_of(future), limit) from None
             except (PeerDiedError, QueueStoppedError) as e:
@@ -265,8 +265,8 @@ class RpcExecutor(Executor):
 
     def request_deferred_reply(self, future: RpcFuture[Any]) -> None:
         """Has the workers answer a step that they would answer only when another follows."""
-        if self._owed is future and not future.is_resolved and self._finalizer.alive:
-            self._owed = None
+        if self._deferred_step is future and not future.is_resolved and self._finalizer.alive:
+            self._deferred_step = None
             with contextlib.suppress(QueueError):  # which the wait for the reply meets, too, and reports
                 self._writer.enqueue(Request(FLUSH_ID, "", b""), timeout=self._config.parallel.step_timeout)
 
@@ -287,7 +287,7 @@ class RpcExecutor(Executor):
         self._next_id += 1
         self._enqueue(request, limit)
         call = self._calls[request.id] = _Call(request.id, codec, expect, future)
-        self._sent(request, args)
+        self._on_request_sent(request, args)
         return call
 
     def _enqueue(self, request: Request, limit: float) -> None:
@@ -297,13 +297,16 @@ class RpcExecutor(Executor):
             raise self._root_cause(e) from None
         except QueueTimeoutError as e:
             busy = self._busy()
-            late = [*busy, *(worker for worker in self._group.stopped() if worker not in busy)] or self._group.workers
-            raise self._group.settle(self._group.stuck(late, limit, "took no request")) from e
+            late = [
+                *busy,
+                *(worker for worker in self._group.stopped_workers() if worker not in busy),
+            ] or self._group.workers
+            raise self._group.fail_with_root_cause(self._group.stuck_error(late, limit, "took no request")) from e
 
-    def _sent(self, request: Request, args: tuple[Any, ...]) -> None:
+    def _on_request_sent(self, request: Request, args: tuple[Any, ...]) -> None:
         """A request is on its way; for subclasses that keep account of workers which cannot write on the board."""
 
-    def _answered(self, reply: Reply, method: str | None) -> None:
+    def _on_reply(self, reply: Reply, method: str | None) -> None:
         """A reply has come; likewise."""
 
     def _dispatch(self, readers: Sequence[MessageReader[Reply]]) -> None:
@@ -312,15 +315,15 @@ class RpcExecutor(Executor):
                 reply, _ = reader.dequeue()
             except (QueueCorruptError, msgspec.DecodeError) as e:
                 sender = self._group.workers[self._sender_of(reader)]
-                self._fail_calls(self._group.settle(_unreadable(sender, f"what is no reply: {e}", e)))
+                self._fail_calls(self._group.fail_with_root_cause(_unreadable(sender, f"what is no reply: {e}", e)))
                 return
             if reply.rank != self._sender_of(reader):
                 sender = self._group.workers[self._sender_of(reader)]
                 error = _unreadable(sender, f"a reply in the name of rank {reply.rank}")
-                self._fail_calls(self._group.settle(error))
+                self._fail_calls(self._group.fail_with_root_cause(error))
                 return
             call = self._calls.get(reply.id)
-            self._answered(reply, call.codec.name if call is not None else None)
+            self._on_reply(reply, call.codec.name if call is not None else None)
             if reply.failure is not None:
                 self._handle_failure(
                     reply.failure.to_exception(), call, is_step=reply.failure.activity.startswith(STEP_METHOD)
@@ -342,7 +345,7 @@ class RpcExecutor(Executor):
 
     def _is_complete(self, call: _Call, reply: Reply) -> bool:
         try:
-            return call.take(reply)
+            return call.add_reply(reply)
         except msgspec.DecodeError as e:
             sender = self._group.workers[reply.rank]
             error = _unreadable(sender, f"something else than {call.label} returns: {e}", e)
@@ -353,7 +356,7 @@ class RpcExecutor(Executor):
         if is_step:
             # The rows of this rank are not what the others think any more; nothing after this could be right. If
             # another rank's death is behind it, that is the better story.
-            self._fail_calls(self._group.settle(error))
+            self._fail_calls(self._group.fail_with_root_cause(error))
         elif call is not None:
             del self._calls[call.id]
             call.future.set_exception(self._group.root_cause_of(error))
@@ -372,20 +375,22 @@ class RpcExecutor(Executor):
         # the one that came last.
         late.sort(key=lambda worker: (worker not in absent, -(worker.activity.step or 0), worker.activity.seconds))
         seconds = self._config.parallel.step_timeout
-        self._fail_calls(self._group.settle(self._group.stuck(late, seconds, "has not finished its step")))
+        self._fail_calls(
+            self._group.fail_with_root_cause(self._group.stuck_error(late, seconds, "has not finished its step"))
+        )
 
     def _busy(self) -> list[WorkerView]:
         return [worker for worker in self._group.workers if not worker.activity.is_idle]
 
     def _root_cause(self, error: PeerDiedError | QueueStoppedError) -> Exception:
         """Why a wait for the workers has ended: their failure, or somebody's wish."""
-        found = self._group.settle(error)
+        found = self._group.fail_with_root_cause(error)
         return EngineDeadError(_SHUT_DOWN) if isinstance(found, QueueStoppedError) else found
 
     def _call_of(self, future: RpcFuture[Any]) -> _Call:
         return next(call for call in self._calls.values() if call.future is future)
 
-    def _give_up(self, future: RpcFuture[Any], seconds: float) -> None:
+    def _cancel_call(self, future: RpcFuture[Any], seconds: float) -> None:
         call = self._call_of(future)
         del self._calls[call.id]
         future.set_exception(self._timeout(call, seconds))
@@ -455,9 +460,9 @@ def _shut_down(
             with contextlib.suppress(QueueError):
                 writer.enqueue(Request(STOP_ID, "", b""), timeout=0.5)
                 told = True
-        group.end(gracefully=told)
+        group.terminate(gracefully=told)
     finally:  # also when Ctrl-C interrupts what is above
-        group.end()
+        group.terminate()
         writer.close()
         for reader in readers:
             reader.close()

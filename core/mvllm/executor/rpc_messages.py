@@ -48,7 +48,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     ranks: tuple[int, ...] | None = None
     reply_from: int | None = None
 
-    def concerns(self, rank: int) -> bool:
+    def is_addressed_to(self, rank: int) -> bool:
         return self.ranks is None or rank in self.ranks
 
 

@@ -76,7 +76,7 @@ class RpcQueues:
             self.close()
             raise
 
-    def ends(self, rank: int) -> tuple[ReaderHandle, WriterHandle]:
+    def worker_handles(self, rank: int) -> tuple[ReaderHandle, WriterHandle]:
         """What a worker on this machine needs."""
         return self._broadcast.reader_handle(self._index[rank]), self._responses[rank].writer_handle()
 

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.executor.worker_topology import devices_per_worker
-from mvllm.executor.interface import Executor
 from mvllm.executor.deferred_output import finish_step, start_step
+from mvllm.executor.interface import Executor
+from mvllm.executor.worker_topology import devices_per_worker
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
 from mvllm.platform.topology import WorkerContext
@@ -31,7 +31,7 @@ class InProcessExecutor(Executor):
         super().__init__(config, platform)
         self._rank = ctx.rank
         self._worker = WorkerWrapper(config, platform, ctx)
-        self._begun: Future[ModelRunnerOutput] | None = None
+        self._started_step: Future[ModelRunnerOutput] | None = None
 
     def collective_rpc(  # type: ignore[override]
         self,
@@ -49,15 +49,15 @@ class InProcessExecutor(Executor):
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Runs one step, or submits it where the worker gives its output later. Errors are raised by the future."""
-        self._begun = start_step(self._worker, plan)
-        return self._begun
+        self._started_step = start_step(self._worker, plan)
+        return self._started_step
 
     def can_sample_later(self) -> bool:
         return self._worker.can_sample_later
 
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> None:
-        assert self._begun is not None, "execute_model comes first"
-        finish_step(self._worker, self._begun, step, mask_rows, token_masks)
+        assert self._started_step is not None, "execute_model comes first"
+        finish_step(self._worker, self._started_step, step, mask_rows, token_masks)
 
     def shutdown(self) -> None:
         """Ends the worker, which leaves the groups that it joined and no others."""

@@ -49,7 +49,7 @@ class WorkerView(Protocol):
         """The stacks of all its threads, most recent call first; what there is after a moment."""
         ...
 
-    def death(self) -> Exception:
+    def death_error(self) -> Exception:
         """The error that says how it ended and what it was doing."""
         ...
 
@@ -57,7 +57,7 @@ class WorkerView(Protocol):
         """How it ended and what it was doing."""
         ...
 
-    def stuck(self, message: str) -> Exception:
+    def stuck_error(self, message: str) -> Exception:
         """The error for its not having done in time what `message` says."""
         ...
 
@@ -87,7 +87,7 @@ class WorkerGroup(ABC):
         """In rank order; those that exist so far."""
 
     @abstractmethod
-    def end(self, *, gracefully: bool = False) -> None:
+    def terminate(self, *, gracefully: bool = False) -> None:
         """Ends every worker, within a deadline. Idempotent; safe at exit.
 
         Args:
@@ -123,7 +123,7 @@ class WorkerGroup(ABC):
                 if not late:
                     self._changed.wait(timeout - max(worker.activity.seconds for worker in waiting))
         if late:
-            self.fail(self.stuck(late, timeout, "was not ready"))
+            self.fail(self.stuck_error(late, timeout, "was not ready"))
         self.check()
 
     def check(self) -> None:
@@ -161,9 +161,9 @@ class WorkerGroup(ABC):
         """Ends the group because workers have died; the first of them is named in the error's attributes."""
         self.fail(_deaths(dead))
 
-    def settle(self, error: Exception) -> Exception:
+    def fail_with_root_cause(self, error: Exception) -> Exception:
         """Ends the group because of `error`, or of what caused it; returns that."""
-        self.fail(self._behind_stopped(self.root_cause_of(error)))
+        self.fail(self._blame_stopped_workers(self.root_cause_of(error)))
         return self.failure or error
 
     def root_cause_of(self, error: Exception) -> Exception:
@@ -172,7 +172,7 @@ class WorkerGroup(ABC):
             self._changed.wait_for(lambda: self.failure, self._cause_seconds)
         return self.failure or error
 
-    def stuck(self, late: Sequence[WorkerView], seconds: float, what: str) -> Exception:
+    def stuck_error(self, late: Sequence[WorkerView], seconds: float, what: str) -> Exception:
         """The error that says what each of `late` is doing, with its stacks.
 
         Stopped workers come first: others wait for them.
@@ -185,22 +185,22 @@ class WorkerGroup(ABC):
             parts.append(f"{worker} {what} within {seconds:g} s; it is in {worker.activity}{stopped}")
             if stack:
                 parts.append(f"Its stack:\n{stack.rstrip()}")
-        return late[0].stuck("\n".join(parts))
+        return late[0].stuck_error("\n".join(parts))
 
-    def stopped(self) -> list[WorkerView]:
+    def stopped_workers(self) -> list[WorkerView]:
         """Workers that the kernel lets do nothing."""
         return [worker for worker in self.workers if worker.is_stopped]
 
-    def _behind_stopped(self, error: Exception) -> Exception:
+    def _blame_stopped_workers(self, error: Exception) -> Exception:
         """`error`, or where a worker has failed while others are stopped, an error that names those first: a worker
         that waits for a stopped one fails at its library's time limit."""
         if self.failure is not None or type(error) is not WorkerError:
             return error
-        stopped = [worker for worker in self.stopped() if worker.rank != error.rank]
+        stopped = [worker for worker in self.stopped_workers() if worker.rank != error.rank]
         if not stopped:
             return error
         states = "; ".join(f"{worker} is stopped, as by SIGSTOP, in {worker.activity}" for worker in stopped)
-        behind = stopped[0].stuck(f"{states}. Meanwhile:\n{error}")
+        behind = stopped[0].stuck_error(f"{states}. Meanwhile:\n{error}")
         behind.__cause__ = error
         return behind
 
@@ -214,12 +214,12 @@ class WorkerGroup(ABC):
                 callback(error)
             except Exception:
                 logger.exception("A failure callback raised")
-        self.end()
+        self.terminate()
 
 
 def _deaths(dead: Sequence[WorkerView]) -> Exception:
     """One error for all that have died; the first is named in its attributes."""
-    first = dead[0].death()
+    first = dead[0].death_error()
     if len(dead) > 1 and isinstance(first, WorkerDiedError):
         first.args = ("\n".join([str(first), *(worker.describe_exit() for worker in dead[1:])]),)
     return first

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.executor.process.process_utils import gc_paused
 from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, Request, codec_of, describe_failure
-from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.logging import get_logger
 from mvllm.platform.topology import WorkerContext
 
@@ -55,8 +55,10 @@ class WorkerProc:
         self._worker = worker
         self._requests = requests
         self._replies = replies
-        self._board = board
-        self._owed: deque[tuple[Request, int]] = deque()  # steps launched, whose tokens are still on the device
+        self._activity_table = board
+        self._deferred_replies: deque[tuple[Request, int]] = (
+            deque()
+        )  # steps launched, whose tokens are still on the device
 
     @classmethod
     def build(
@@ -96,12 +98,12 @@ class WorkerProc:
 
     def worker_busy_loop(self) -> None:
         """Serves requests until the one that says stop. The wait for the next one costs nothing."""
-        self._board.write(self._rank, IDLE)
+        self._activity_table.write(self._rank, IDLE)
         while True:
             try:
                 request, _ = self._requests.dequeue()
             except Exception:
-                self._board.write(self._rank, "reading a request")
+                self._activity_table.write(self._rank, "reading a request")
                 raise
             if request.id == STOP_ID:
                 return
@@ -110,14 +112,14 @@ class WorkerProc:
                 continue
             if request.method != "execute_model":
                 self._send_deferred_replies(0)
-            if request.id != FLUSH_ID and request.concerns(self._rank):
+            if request.id != FLUSH_ID and request.is_addressed_to(self._rank):
                 self._serve(request, self._execute)
             self._send_deferred_replies(1)
 
     def _send_deferred_replies(self, but: int) -> None:
         """Sends the replies that are owed, in order, but for the last so many: the device is busy with those."""
-        while len(self._owed) > but:
-            request, step = self._owed.popleft()
+        while len(self._deferred_replies) > but:
+            request, step = self._deferred_replies.popleft()
             self._serve(request, functools.partial(self._collect, step=step))
 
     def _serve(self, request: Request, work: Callable[[Request], Reply | None]) -> None:
@@ -125,25 +127,25 @@ class WorkerProc:
         try:
             reply = work(request)
         except Exception as e:
-            activity = str(self._board.read(self._rank))
+            activity = str(self._activity_table.read(self._rank))
             failure = describe_failure(e, rank=self._rank, pid=os.getpid(), name=self._name, activity=activity)
             logger.debug("%s failed", activity, exc_info=e)
             reply = Reply(request.id, self._rank, b"", failure)
         if reply is not None:
             self._replies.enqueue(reply)
         # Not in a `finally`: what ends the process itself leaves on the board what it was doing.
-        self._board.write(self._rank, IDLE, request.id)
+        self._activity_table.write(self._rank, IDLE, request.id)
 
     def _execute(self, request: Request) -> Reply | None:
         """The answer, where this rank is to give one."""
-        self._board.write(self._rank, request.method, request.id)
+        self._activity_table.write(self._rank, request.method, request.id)
         args = codec_of(request.method).arguments.decode(request.args)
         result: object
         if request.method == "execute_model":
-            self._board.write(self._rank, request.method, request.id, args[0].step)
+            self._activity_table.write(self._rank, request.method, request.id, args[0].step)
             result = self._worker.execute_model(*args)
             if result is None:
-                self._owed.append((request, args[0].step))
+                self._deferred_replies.append((request, args[0].step))
                 return None
         else:
             result = self._worker.call(request.method, *args)
@@ -152,17 +154,17 @@ class WorkerProc:
     def _sample(self, request: Request) -> Reply | None:
         """Samples the step that was launched last; the answer to that step, if its tokens are there."""
         args = codec_of(request.method).arguments.decode(request.args)
-        launched, step = self._owed[-1]
-        self._board.write(self._rank, launched.method, request.id, step)
+        launched, step = self._deferred_replies[-1]
+        self._activity_table.write(self._rank, launched.method, request.id, step)
         output = self._worker.sample_tokens(*args)
         if output is None:
             return None
-        self._owed.pop()
+        self._deferred_replies.pop()
         return self._reply(launched, output)
 
     def _collect(self, request: Request, step: int) -> Reply | None:
         """The answer to a step that has been launched before."""
-        self._board.write(self._rank, request.method, request.id, step)
+        self._activity_table.write(self._rank, request.method, request.id, step)
         return self._reply(request, self._worker.call("collect_output", step))
 
     def _reply(self, request: Request, result: object) -> Reply | None:
@@ -172,5 +174,5 @@ class WorkerProc:
 
     def shutdown(self) -> None:
         """Releases the worker."""
-        self._board.write(self._rank, "shutdown")
+        self._activity_table.write(self._rank, "shutdown")
         self._worker.shutdown()

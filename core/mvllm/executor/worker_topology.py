@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.errors import ConfigError, PlatformError
-from mvllm.platform.checked_calls import ask
+from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology
@@ -27,7 +27,7 @@ def launch_topology(config: EngineConfig, platform: Platform) -> LaunchTopology:
         PlatformError: It failed to say so.
     """
     with enter_phase(Phase.ENGINE):
-        topology: LaunchTopology = ask(platform, "topology", config.parallel, returns=LaunchTopology)
+        topology: LaunchTopology = call_checked(platform, "topology", config.parallel, returns=LaunchTopology)
     return topology
 
 
@@ -50,7 +50,7 @@ def check_topology(config: EngineConfig, platform: Platform, topology: LaunchTop
         PlatformError: The topology has not the devices that it should have.
         ConfigError: The configuration would have one worker hold several pipeline stages.
     """
-    if ask(platform, "worker_class", returns=(str, type(None))) is not None:
+    if call_checked(platform, "worker_class", returns=(str, type(None))) is not None:
         return
     parallel, name = config.parallel, platform.spec.name
     world_size, num_workers = parallel.world_size, topology.num_workers

@@ -42,7 +42,7 @@ class BlockPool:
         self._ring = min(num_blocks, _GROWTH)
         self.ref_counts = array("i", [0]) * self._ring
         self._hashes: list[BlockHash | None] = [None] * self._ring
-        self._named: dict[BlockHash, int] = {}
+        self._block_by_hash: dict[BlockHash, int] = {}
         # The free list is a ring through one extra entry, numbered `_ring`, behind the blocks: after it comes the head,
         # before it the tail. A block in use has stale links.
         self._next = array("i", [*range(1, self._ring + 1), 0])
@@ -50,16 +50,16 @@ class BlockPool:
 
     # ------------------------------------------------------------------------------------------------------- look
 
-    def lookup(self, block_hash: BlockHash) -> int | None:
+    def get_cached_block(self, block_hash: BlockHash) -> int | None:
         """The block of that name, in use or free."""
-        return self._named.get(block_hash)
+        return self._block_by_hash.get(block_hash)
 
     def count_free(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks nobody uses."""
         ref_counts = self.ref_counts
         return sum(1 for block in block_ids if not ref_counts[block])
 
-    def free_blocks(self) -> list[int]:
+    def free_block_ids(self) -> list[int]:
         """The free list, the block to be taken next first."""
         blocks = self._linked_blocks()
         first_named = next((i for i, block in enumerate(blocks) if self._hashes[block] is not None), len(blocks))
@@ -79,10 +79,10 @@ class BlockPool:
         for _ in range(count):
             if block == ring or hashes[block] is not None:
                 if ring < self.num_blocks:
-                    block = self._grow(block)
+                    block = self._add_unused_blocks(block)
                     ring = self._ring
                 else:
-                    self.forget(block)
+                    self.evict(block)
             blocks.append(block)
             ref_counts[block] = 1
             block = next_[block]
@@ -91,7 +91,7 @@ class BlockPool:
         self.num_free -= count
         return blocks
 
-    def share(self, block_ids: Iterable[int]) -> None:
+    def touch(self, block_ids: Iterable[int]) -> None:
         """Adds a user to each of these blocks, which may be free or in use."""
         ref_counts, next_, prev = self.ref_counts, self._next, self._prev
         for block in block_ids:
@@ -101,7 +101,7 @@ class BlockPool:
                 self.num_free -= 1
             ref_counts[block] += 1
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def free(self, block_ids: Sequence[int]) -> None:
         """Takes a user away from each block of one table.
 
         Blocks that become free join the free list: nameless ones at the head, because nothing is lost with them;
@@ -119,27 +119,27 @@ class BlockPool:
 
     # ------------------------------------------------------------------------------------------------------- names
 
-    def name(self, block: int, block_hash: BlockHash) -> None:
+    def set_hash(self, block: int, block_hash: BlockHash) -> None:
         """Lets a full block be found by its name, unless another block of that name is there already."""
-        if self._hashes[block] is None and block_hash not in self._named:
+        if self._hashes[block] is None and block_hash not in self._block_by_hash:
             self._hashes[block] = block_hash
-            self._named[block_hash] = block
+            self._block_by_hash[block_hash] = block
 
-    def forget(self, block: int) -> None:
+    def evict(self, block: int) -> None:
         """Takes a block's name away, where it has one. Who uses the block goes on using it."""
         block_hash = self._hashes[block]
         if block_hash is not None:
             self._hashes[block] = None
-            del self._named[block_hash]
+            del self._block_by_hash[block_hash]
 
-    def forget_all(self) -> None:
+    def evict_all(self) -> None:
         """Takes all names away."""
-        self._named.clear()
+        self._block_by_hash.clear()
         self._hashes = [None] * self._ring
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless counts, free list and names agree."""
-        free = self.free_blocks()
+        free = self.free_block_ids()
         listed = [block for block in free if block < self._ring]
         assert len(free) == self.num_free == len(set(free)), f"{self.num_free} blocks counted free, listed: {free}"
         unused = {block for block, count in enumerate(self.ref_counts) if count == 0}
@@ -148,9 +148,9 @@ class BlockPool:
         for block in [*listed, self._ring]:
             assert self._prev[self._next[block]] == block, f"The free list is broken behind block {block}"
         named = {block_hash: block for block, block_hash in enumerate(self._hashes) if block_hash is not None}
-        assert named == self._named, "Names and the blocks that bear them differ"
+        assert named == self._block_by_hash, "Names and the blocks that bear them differ"
 
-    def _grow(self, head: int) -> int:
+    def _add_unused_blocks(self, head: int) -> int:
         """Puts blocks that were never used in front of the free list.
 
         Args:

@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from mvllm.config.sliding_window_blocks import first_visible_block, max_blocks_held
-from mvllm.kv_cache.block_hash import BlockHash, make_root_hash, hash_block, request_root_hash
+from mvllm.kv_cache.block_hash import BlockHash, hash_block, make_root_hash, request_root_hash
 from mvllm.kv_cache.block_pool import BlockPool
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
@@ -214,7 +214,7 @@ class KVCacheManager:
         if num_new + num_spare > pool.num_free - pool.count_free(found):
             return None
         if computed_blocks:
-            pool.share(found)
+            pool.touch(found)
             self.unconfirmed.record_reader(table, found)
             for i, blocks in enumerate(table.groups):
                 own = computed_blocks[i * num_found : (i + 1) * num_found]
@@ -242,19 +242,19 @@ class KVCacheManager:
         num_full = num_tokens // self.block_size
         if num_full <= table.num_hashed_blocks:
             return
-        hashes, unconfirmed = self._block_hashes(table, num_full), self.unconfirmed.names
+        hashes, unconfirmed = self._block_hashes(table, num_full), self.unconfirmed.writers
         if self._has_one_full_group:
             block_ids = table.groups[0].block_ids
             for i in range(table.num_hashed_blocks, num_full):
                 block = block_ids[i]
-                self._pool.name(block, hashes[i])
+                self._pool.set_hash(block, hashes[i])
                 unconfirmed[block] = table
             table.num_hashed_blocks = num_full
             return
         for group, blocks in enumerate(table.groups):
             for i in range(max(table.num_hashed_blocks, blocks.num_dropped), num_full):
                 block = blocks.block_ids[i]
-                self._pool.name(block, _name(hashes[i], group))
+                self._pool.set_hash(block, _group_hash(hashes[i], group))
                 unconfirmed[block] = table
         table.num_hashed_blocks = num_full
 
@@ -266,7 +266,7 @@ class KVCacheManager:
             num_computed_tokens: As for `cache_blocks`.
         """
         self.cache_blocks(table, num_computed_tokens)
-        self._pool.release(table.held_blocks)
+        self._pool.free(table.held_blocks)
         for blocks in table.groups:
             blocks.block_ids.clear()
             blocks.num_dropped = 0
@@ -286,9 +286,9 @@ class KVCacheManager:
         for table in (*tables, *dependents):
             for block_hash in table.block_hashes:
                 for group in range(self.num_groups):
-                    block = self._pool.lookup(_name(block_hash, group))
+                    block = self._pool.get_cached_block(_group_hash(block_hash, group))
                     if block is not None:
-                        self._pool.forget(block)
+                        self._pool.evict(block)
             self.free(table, 0)
         return dependents
 
@@ -296,7 +296,7 @@ class KVCacheManager:
         """Forgets all contents; False, with nothing changed, while requests hold blocks."""
         if self._tables:
             return False
-        self._pool.forget_all()
+        self._pool.evict_all()
         return True
 
     def check_integrity(self) -> None:
@@ -325,15 +325,15 @@ class KVCacheManager:
             first = first_visible_block(num_computed_tokens, window, self.block_size)
             if first > blocks.num_dropped:
                 self.cache_blocks(table, num_computed_tokens)
-                self._pool.release(blocks.block_ids[blocks.num_dropped : first])
+                self._pool.free(blocks.block_ids[blocks.num_dropped : first])
                 blocks.num_dropped = first
 
     def _cached_blocks_of_group(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
         """The longest run of leading blocks that the group has."""
         found = []
-        lookup = self._pool.lookup
+        lookup = self._pool.get_cached_block
         for block_hash in hashes:
-            block = lookup(_name(block_hash, group))
+            block = lookup(_group_hash(block_hash, group))
             if block is None:
                 break
             found.append(block)
@@ -352,7 +352,9 @@ class KVCacheManager:
                 blocks += found[group][:length]
             else:
                 first = first_visible_block(length * self.block_size, window, self.block_size)
-                seen = [self._pool.lookup(_name(block_hash, group)) for block_hash in hashes[first:length]]
+                seen = [
+                    self._pool.get_cached_block(_group_hash(block_hash, group)) for block_hash in hashes[first:length]
+                ]
                 blocks += [_OUT_OF_WINDOW] * first + [block for block in seen if block is not None]
         return blocks
 
@@ -361,7 +363,7 @@ class KVCacheManager:
         for group, window in enumerate(self._windows):
             if window is not None:
                 for i in range(first_visible_block(length * self.block_size, window, self.block_size), length):
-                    if self._pool.lookup(_name(hashes[i], group)) is None:
+                    if self._pool.get_cached_block(_group_hash(hashes[i], group)) is None:
                         return i
         return None
 
@@ -376,6 +378,6 @@ class KVCacheManager:
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]
 
 
-def _name(block_hash: BlockHash, group: int) -> BlockHash:
+def _group_hash(block_hash: BlockHash, group: int) -> BlockHash:
     """The name of a block in one group of layers."""
     return block_hash + group.to_bytes(2, "little") if group else block_hash

@@ -27,11 +27,11 @@ class _PlanBlockHashes:
         readers: Table to the tables that share a block of `names` that it named.
     """
 
-    __slots__ = ("names", "readers", "step")
+    __slots__ = ("readers", "step", "writers")
 
     def __init__(self) -> None:
         self.step = -1
-        self.names: dict[int, BlockTable] = {}
+        self.writers: dict[int, BlockTable] = {}
         self.readers: dict[BlockTable, list[BlockTable]] = {}
 
 
@@ -48,30 +48,30 @@ class UnconfirmedBlockHashes:
 
     def __init__(self) -> None:
         self._current = _PlanBlockHashes()
-        self.names = self._current.names
-        self.under_way: deque[_PlanBlockHashes] = deque()
+        self.writers = self._current.writers
+        self.pending_plans: deque[_PlanBlockHashes] = deque()
 
     def end_plan(self, step: int) -> None:
         """The plan of that number is complete and will be executed. Not needed where it gave no names."""
         self._current.step = step
-        self.under_way.append(self._current)
+        self.pending_plans.append(self._current)
         self._current = _PlanBlockHashes()
-        self.names = self._current.names
+        self.writers = self._current.writers
 
     def confirm(self, step: int) -> None:
         """The results of the plan of that number are back, and what has failed in it was discarded."""
-        while self.under_way and self.under_way[0].step <= step:
-            self.under_way.popleft()
+        while self.pending_plans and self.pending_plans[0].step <= step:
+            self.pending_plans.popleft()
 
     @property
     def records(self) -> list[_PlanBlockHashes]:
         """All records, oldest first."""
-        return [*self.under_way, self._current]
+        return [*self.pending_plans, self._current]
 
     def record_reader(self, table: BlockTable, block_ids: Sequence[int]) -> None:
         """`table` shares these blocks, which it has found by their names."""
         for record in self.records:
-            names = record.names
+            names = record.writers
             if not names.keys().isdisjoint(block_ids):
                 for writer in {names[block] for block in block_ids if block in names}:
                     record.readers.setdefault(writer, []).append(table)

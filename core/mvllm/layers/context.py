@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Share:
+class ShardIndex:
     """One of the equal parts that layers are cut into.
 
     Attributes:
@@ -30,8 +30,8 @@ class Share:
         of: How many there are.
     """
 
-    number: int
-    of: int
+    index: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class BuildContext:
     spread: Callable[[torch.Tensor, int | None], torch.Tensor] | None = None
 
     @property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[ShardIndex, ...]:
         """The share in each layer of each device of this worker. They lie side by side.
 
         tensor_parallel_size = 4, 2 workers with 2 devices each      worker   0   |   1
                                                                      share  0   1 | 2   3
         """
         first, of = self.tp.rank_in_group * self.num_devices, self.tp.world_size * self.num_devices
-        return tuple(Share(first + i, of) for i in range(self.num_devices))
+        return tuple(ShardIndex(first + i, of) for i in range(self.num_devices))
 
     def place(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
         """The same tensor, each device of this worker with an equal part along `dim`; all of it with None."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mvllm.layers.context import BuildContext
-from mvllm.layers.linear import share
+from mvllm.layers.linear import shard_slice
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
 from mvllm.layers.quantization.rtn_matrix import float_targets
@@ -55,7 +55,7 @@ class FusedMoE(nn.Module):
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         super().__init__()
-        band = share(intermediate_size, ctx.shares, f"inner elements of {name}")
+        band = shard_slice(intermediate_size, ctx.shares, f"inner elements of {name}")
         size = band.stop - band.start
         self.partitions: Mapping[str, int] = {} if num_experts % ctx.num_devices else {"gate_up": 0, "down": 0}
         self._place = ctx.place

@@ -19,10 +19,10 @@ from torch import nn
 
 from mvllm.errors import ConfigError
 from mvllm.layers.context import BuildContext
-from mvllm.layers.linear import share
-from mvllm.layers.norm import whole
-from mvllm.layers.quantization.quantized_matrix import staging
+from mvllm.layers.linear import shard_slice
+from mvllm.layers.norm import whole_tensor_target
 from mvllm.layers.quantization.mxfp4 import GROUP_SIZE, MXFP4, dequantize
+from mvllm.layers.quantization.quantized_matrix import staging
 from mvllm.layers.weight_target import WeightTarget
 
 
@@ -69,7 +69,7 @@ class GptOssExperts(nn.Module):
             )
         self.name, self.hidden_size, self.intermediate_size = name, hidden_size, intermediate_size
         self.num_experts, self.alpha, self.limit = num_experts, alpha, limit
-        self.band = share(intermediate_size, ctx.shares, f"inner elements of {name}")
+        self.band = shard_slice(intermediate_size, ctx.shares, f"inner elements of {name}")
         size = self.band.stop - self.band.start
         names = ("gate_up", "gate_up_bias", "down", "down_bias")
         self.partitions: Mapping[str, int] = {} if num_experts % ctx.num_devices else dict.fromkeys(names, 0)
@@ -105,7 +105,7 @@ class GptOssExperts(nn.Module):
         """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""
         experts, outer, inner = slice(0, self.num_experts), slice(0, self.hidden_size), 2 * self.intermediate_size
         size = self.band.stop - self.band.start
-        yield whole(f"{self.name}.down_proj_bias", self.down_bias)
+        yield whole_tensor_target(f"{self.name}.down_proj_bias", self.down_bias)
         for first, rows in ((0, slice(0, size)), (1, slice(size, 2 * size))):
             every_second = slice(2 * self.band.start + first, 2 * self.band.stop, 2)
             yield (

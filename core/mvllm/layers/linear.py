@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from mvllm.errors import ConfigError
-from mvllm.layers.context import BuildContext, Share
+from mvllm.layers.context import BuildContext, ShardIndex
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.quantized_matrix import Product, QuantizedMatrix
 from mvllm.layers.quantization.rtn_matrix import float_targets
@@ -162,7 +162,7 @@ class ColumnParallelLinear(Linear):
         for device in ctx.shares:
             offsets = dict.fromkeys([name for name, _ in bands], 0)
             for name, num_rows in bands:
-                band = share(num_rows, [device], f"output features of {name}")
+                band = shard_slice(num_rows, [device], f"output features of {name}")
                 stop, offset = start + band.stop - band.start, offsets[name]
                 whole = sum(rows for other, rows in bands if other == name)
                 parts.append(Part(name, whole, slice(offset + band.start, offset + band.stop), slice(start, stop)))
@@ -183,7 +183,7 @@ class RowParallelLinear(Linear):
         bias: bool,
         transposed: bool = False,
     ) -> None:
-        columns = share(in_features, ctx.shares, f"input features of {name}")
+        columns = shard_slice(in_features, ctx.shares, f"input features of {name}")
         rows = slice(0, out_features)
         part = Part(name, out_features, rows, rows)
         super().__init__(ctx, [part], in_features, bias=bias, columns=columns, transposed=transposed, partition=1)
@@ -220,7 +220,7 @@ class HeadShard:
     devices: tuple[HeadShard, ...] = ()
 
     @classmethod
-    def of(cls, num_heads: int, num_kv_heads: int, shares: Sequence[Share]) -> HeadShard:
+    def for_shards(cls, num_heads: int, num_kv_heads: int, shares: Sequence[ShardIndex]) -> HeadShard:
         """The heads of this rank. With fewer key/value heads than shares, neighbouring ones hold copies of one.
 
             8 heads, 2 key/value heads, 4 shares:  share      0     1     2     3
@@ -232,15 +232,15 @@ class HeadShard:
         """
         devices = []
         for each in shares:
-            heads = share(num_heads, [each], "attention heads")
-            if num_kv_heads >= each.of:
-                kv = share(num_kv_heads, [each], "key/value heads")
-            elif each.of % num_kv_heads == 0:
-                first = each.number * num_kv_heads // each.of
+            heads = shard_slice(num_heads, [each], "attention heads")
+            if num_kv_heads >= each.count:
+                kv = shard_slice(num_kv_heads, [each], "key/value heads")
+            elif each.count % num_kv_heads == 0:
+                first = each.index * num_kv_heads // each.count
                 kv = slice(first, first + 1)
             else:
                 raise ConfigError(
-                    f"tensor_parallel_size={each.of} is not a multiple of the model's {num_kv_heads} key/value heads."
+                    f"tensor_parallel_size={each.count} is not a multiple of the model's {num_kv_heads} key/value heads."
                 )
             devices.append(cls(heads.stop - heads.start, kv.stop - kv.start, heads.start, kv.start))
         if len(devices) == 1:
@@ -280,7 +280,7 @@ class QKVLinear(Linear):
         transposed: bool = False,
         by_group: bool = False,
     ) -> None:
-        self_heads = HeadShard.of(num_heads, num_kv_heads, ctx.shares)
+        self_heads = HeadShard.for_shards(num_heads, num_kv_heads, ctx.shares)
         devices = self_heads.devices or (self_heads,)
         q_size, kv_size = devices[0].num_heads * head_size, devices[0].num_kv_heads * head_size
         parts = []
@@ -369,16 +369,16 @@ def resolve_linear_op(weight: Any, op: ResolvedOp | None) -> tuple[Product, Any]
     return op.function, weight if op.prepare is None else op.prepare(weight.data)
 
 
-def share(size: int, shares: Sequence[Share], what: str) -> slice:
+def shard_slice(size: int, shares: Sequence[ShardIndex], what: str) -> slice:
     """What neighbouring shares have of `size`, together.
 
     Raises:
         ConfigError: It does not divide evenly.
     """
     first, last = shares[0], shares[-1]
-    if size % first.of:
+    if size % first.count:
         raise ConfigError(
-            f"{size} {what} cannot be shared evenly by {first.of} ranks: choose a tensor_parallel_size that divides it."
+            f"{size} {what} cannot be shared evenly by {first.count} ranks: choose a tensor_parallel_size that divides it."
         )
-    band = size // first.of
-    return slice(band * first.number, band * (last.number + 1))
+    band = size // first.count
+    return slice(band * first.index, band * (last.index + 1))

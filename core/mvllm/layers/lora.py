@@ -42,7 +42,7 @@ class CurrentLoRAMapping:
     batch: LoRAMapping | None = None
 
     @contextmanager
-    def of(self, batch: LoRAMapping) -> Iterator[None]:
+    def active(self, batch: LoRAMapping) -> Iterator[None]:
         """Has the layers add what `batch` says, within."""
         self.batch = batch
         try:
@@ -78,7 +78,9 @@ class StackedLoRAWeights:
         shapes: (out_features, in_features) of the whole checkpoint matrices, by module name.
     """
 
-    def __init__(self, linear: Linear, ctx: BuildContext, step: CurrentLoRAMapping, num_slots: int, max_rank: int) -> None:
+    def __init__(
+        self, linear: Linear, ctx: BuildContext, step: CurrentLoRAMapping, num_slots: int, max_rank: int
+    ) -> None:
         layout = linear.layout
         self._layout = layout
         self.shapes = {part.name: (part.num_rows, layout.in_features) for part in layout.parts}
@@ -100,7 +102,7 @@ class StackedLoRAWeights:
 
         linear.wrap_linear_op(around)
 
-    def fill(self, slot: int, adapter: dict[str, LoRALayerWeights]) -> None:
+    def set_lora(self, slot: int, adapter: dict[str, LoRALayerWeights]) -> None:
         """Puts an adapter in a slot.
 
         Args:
@@ -116,7 +118,7 @@ class StackedLoRAWeights:
                 self._down[slot, block, :rank] = matrices.down[:, self._layout.columns].to(self._down.device)
                 for part in self._layout.parts:
                     if part.name == name:
-                        self._fill_up(slot, part, matrices.up, rank)
+                        self._set_lora_b(slot, part, matrices.up, rank)
 
-    def _fill_up(self, slot: int, part: Part, up: torch.Tensor, rank: int) -> None:
+    def _set_lora_b(self, slot: int, part: Part, up: torch.Tensor, rank: int) -> None:
         self._up[slot, part.destination, :rank] = up[part.source].to(self._up.device)

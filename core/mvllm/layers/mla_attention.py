@@ -31,7 +31,7 @@ from mvllm.layers.linear import ColumnParallelLinear, HeadShard, ReplicatedLinea
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.norm import RMSNorm
 from mvllm.layers.quantization.rtn_matrix import float_targets
-from mvllm.layers.rotary import RotaryEmbedding, CosSinRows
+from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.layers.weight_target import WeightTarget
 
 _NORM_EPS = 1e-6  # of the norms on latents, whatever the model's other norms have
@@ -53,10 +53,10 @@ class MLAConfig:
     hidden_size: int
     num_heads: int
     q_lora_rank: int | None
-    rank: int
+    kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
-    value_size: int
+    v_head_dim: int
     bias: bool = False
 
 
@@ -73,7 +73,7 @@ class MLAAttention(nn.Module):
     def __init__(self, ctx: BuildContext, name: str, shape: MLAConfig, rotary: RotaryEmbedding) -> None:
         super().__init__()
         self.shape = shape
-        share = HeadShard.of(shape.num_heads, shape.num_heads, ctx.shares)
+        share = HeadShard.for_shards(shape.num_heads, shape.num_heads, ctx.shares)
         heads = HeadShard(share.num_heads, 1, share.first_head, 0)
         query_size = shape.num_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
         hidden_size, bias = shape.hidden_size, shape.bias
@@ -84,13 +84,13 @@ class MLAAttention(nn.Module):
             self.q_a_layernorm = RMSNorm(ctx, f"{name}.q_a_layernorm", shape.q_lora_rank, _NORM_EPS)
             query_name, query_input = f"{name}.q_b_proj", shape.q_lora_rank
         self.query = ColumnParallelLinear(ctx, [(query_name, query_size)], query_input, bias=False)
-        key_size = shape.rank + shape.qk_rope_head_dim
+        key_size = shape.kv_lora_rank + shape.qk_rope_head_dim
         self.latent = ReplicatedLinear(ctx, f"{name}.kv_a_proj_with_mqa", hidden_size, key_size, bias=bias)
-        self.kv_a_layernorm = RMSNorm(ctx, f"{name}.kv_a_layernorm", shape.rank, _NORM_EPS)
+        self.kv_a_layernorm = RMSNorm(ctx, f"{name}.kv_a_layernorm", shape.kv_lora_rank, _NORM_EPS)
         self.heads = _KVBProjection(ctx, f"{name}.kv_b_proj", shape, heads)
-        self.attention = Attention(ctx, heads, key_size, _scale(shape, rotary.rope), latent_size=shape.rank)
+        self.attention = Attention(ctx, heads, key_size, _scale(shape, rotary.rope), latent_size=shape.kv_lora_rank)
         self.output = RowParallelLinear(
-            ctx, f"{name}.o_proj", shape.num_heads * shape.value_size, hidden_size, bias=bias
+            ctx, f"{name}.o_proj", shape.num_heads * shape.v_head_dim, hidden_size, bias=bias
         )
         self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
 
@@ -102,13 +102,13 @@ class MLAAttention(nn.Module):
             made_of = self.q_a_layernorm(self.q_a_proj(x))
         query = self.query(made_of).unflatten(-1, (-1, shape.qk_nope_head_dim + shape.qk_rope_head_dim))
         plain, rotated = query.split((shape.qk_nope_head_dim, shape.qk_rope_head_dim), dim=-1)
-        latent, key_rotated = self.latent(x).split((shape.rank, shape.qk_rope_head_dim), dim=-1)
+        latent, key_rotated = self.latent(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
         latent, key_rotated = self.kv_a_layernorm(latent).unsqueeze(1), key_rotated.unsqueeze(1)
         rotated, key_rotated = self._rotary[0](angles, rotated, key_rotated)
         key = torch.cat((latent, key_rotated), dim=-1)
         query = torch.cat((self.heads.absorb(plain), rotated), dim=-1)
-        found = self.attention(query, key, key[..., : shape.rank], step)
-        return self.output(self.heads.expand(found.unflatten(-1, (-1, shape.rank))))
+        found = self.attention(query, key, key[..., : shape.kv_lora_rank], step)
+        return self.output(self.heads.expand(found.unflatten(-1, (-1, shape.kv_lora_rank))))
 
 
 class _KVBProjection(nn.Module):
@@ -122,16 +122,16 @@ class _KVBProjection(nn.Module):
 
     def __init__(self, ctx: BuildContext, name: str, shape: MLAConfig, heads: HeadShard) -> None:
         super().__init__()
-        size = shape.qk_nope_head_dim + shape.value_size
+        size = shape.qk_nope_head_dim + shape.v_head_dim
         rows, num_rows = (
             slice(heads.first_head * size, (heads.first_head + heads.num_heads) * size),
             heads.num_heads * size,
         )
         part = Part(name, shape.num_heads * size, rows, slice(0, num_rows))
-        self._layout = MatrixLayout((part,), shape.rank, slice(0, shape.rank), num_rows)
-        self._sizes = (shape.qk_nope_head_dim, shape.value_size)
+        self._layout = MatrixLayout((part,), shape.kv_lora_rank, slice(0, shape.kv_lora_rank), num_rows)
+        self._sizes = (shape.qk_nope_head_dim, shape.v_head_dim)
         self.stored = quantization_of_layout(ctx, self._layout)
-        weight = ctx.parameter(num_rows, shape.rank)
+        weight = ctx.parameter(num_rows, shape.kv_lora_rank)
         self.weight: torch.Tensor = weight if self.stored is None else weight.data
         self._place = ctx.place
 

@@ -12,7 +12,7 @@ from mvllm.layers.linear import HeadShard
 from mvllm.layers.weight_target import WeightTarget
 
 
-def whole(name: str, parameter: nn.Parameter) -> tuple[str, WeightTarget]:
+def whole_tensor_target(name: str, parameter: nn.Parameter) -> tuple[str, WeightTarget]:
     """The target of a parameter that takes all of one checkpoint tensor."""
     everything = tuple(slice(0, size) for size in parameter.shape)
     return name, WeightTarget(parameter, tuple(parameter.shape), everything, everything)
@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and what this rank takes of them."""
-        yield whole(f"{self.name}.weight", self.weight)
+        yield whole_tensor_target(f"{self.name}.weight", self.weight)
 
 
 class GemmaRMSNorm(RMSNorm):
@@ -158,8 +158,8 @@ class LayerNorm(nn.Module):
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and what this rank takes of them."""
         if self.weight is not None and self.bias is not None:
-            yield whole(f"{self.name}.weight", self.weight)
-            yield whole(f"{self.name}.bias", self.bias)
+            yield whole_tensor_target(f"{self.name}.weight", self.weight)
+            yield whole_tensor_target(f"{self.name}.bias", self.bias)
 
 
 Norm = RMSNorm | LayerNorm

@@ -23,7 +23,7 @@ class PipelineStage:
     is_last: bool
 
     @classmethod
-    def of(cls, num_layers: int, pp: GroupCoordinator) -> PipelineStage:
+    def for_rank(cls, num_layers: int, pp: GroupCoordinator) -> PipelineStage:
         """This rank's stage. What does not divide evenly goes to the stages before the last, which has the head.
 
             10 layers, 4 stages:   0 1 | 2 3 4 | 5 6 7 | 8 9

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from mvllm.layers.gpt_oss_experts import GptOssExperts
 from mvllm.layers.context import BuildContext
 from mvllm.layers.fused_moe import FusedMoE
+from mvllm.layers.gpt_oss_experts import GptOssExperts
 from mvllm.layers.linear import ReplicatedLinear
-from mvllm.layers.norm import whole
+from mvllm.layers.norm import whole_tensor_target
 from mvllm.layers.routing import Routing
 from mvllm.layers.weight_target import WeightTarget
 
 
-class MoE(nn.Module):
+class SparseMoeBlock(nn.Module):
     """Router and experts.
 
     Args:
@@ -70,4 +70,4 @@ class MoE(nn.Module):
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """The correction's; router and experts have their own."""
         if self.correction is not None and self._correction_name is not None:
-            yield whole(self._correction_name, self.correction)
+            yield whole_tensor_target(self._correction_name, self.correction)

@@ -28,7 +28,7 @@ class CoreLoad(msgspec.Struct, tag=1, array_like=True):
     unfinished: list[int]
 
 
-class Loads(msgspec.Struct, tag=2, array_like=True, frozen=True):
+class CoreLoads(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """What each of some cores has to do."""
 
     loads: list[CoreLoad]
@@ -38,7 +38,7 @@ class SentPrefixes(msgspec.Struct, tag=3, array_like=True, frozen=True):
     """A replica was sent prompts with these beginnings, see DPLoadBalancer."""
 
     rank: int
-    names: list[int]
+    hashes: list[int]
 
 
 class Sleep(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -61,4 +61,4 @@ class SleepDone(msgspec.Struct, tag=5, array_like=True, frozen=True):
 
 FromCore = CoreLoad
 FromFrontEnd = SentPrefixes | Sleep | SleepDone
-ToFrontEnd = Loads | SentPrefixes | Sleep | SleepDone
+ToFrontEnd = CoreLoads | SentPrefixes | Sleep | SleepDone

@@ -75,9 +75,9 @@ class ExceptionInfo(msgspec.Struct, frozen=True):
         facts: Its plain attributes, under the names of its constructor's arguments, where it is one of mvllm's own.
     """
 
-    kinds: list[str]
+    class_names: list[str]
     message: str
-    facts: dict[str, int | float | str | None] = {}
+    attributes: dict[str, int | float | str | None] = {}
 
 
 class ProcessFailure(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ class ProcessFailure(msgspec.Struct, frozen=True):
     name: str
     pid: int
     activity: str
-    links: list[ExceptionInfo]
+    exceptions: list[ExceptionInfo]
     traceback: str
 
 
@@ -115,7 +115,7 @@ class EngineCoreUpdate(msgspec.Struct, array_like=True, frozen=True):
         results: Of calls.
     """
 
-    taken: int
+    num_acknowledged: int
     is_busy: bool
     outputs: EngineCoreOutputs
     results: list[UtilityResult] = []

@@ -306,10 +306,10 @@ _Check = Callable[[str, Any], Any]
 
 
 def _refuse(name: str, value: object, expected: str) -> Any:
-    raise RequestError(f"{name} must be {expected}; got {_show(value)}", parameter=name)
+    raise RequestError(f"{name} must be {expected}; got {_describe_value(value)}", parameter=name)
 
 
-def _show(value: object) -> str:
+def _describe_value(value: object) -> str:
     """Renders any value in few characters, without calling code of types that we do not know."""
     kind = type(value)
     if kind is str:

@@ -51,7 +51,7 @@ class CausalLM(nn.Module, ABC):
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.config = config
-        self.stage = PipelineStage.of(config.num_layers, ctx.pp)
+        self.stage = PipelineStage.for_rank(config.num_layers, ctx.pp)
         self.scores: nn.Module | None = None
         self._quantization = ctx.quantization
         self._place, self._spreads = ctx.place, ctx.num_devices > 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.quantization.registry import quantization_method
-from mvllm.models.transformers_backend.supported_classes import objection
 from mvllm.models.registry import is_native, supported_architectures
+from mvllm.models.transformers_backend.supported_classes import unsupported_reason
 
 
 def check_architecture(config: ModelConfig) -> None:
@@ -23,7 +23,7 @@ def check_architecture(config: ModelConfig) -> None:
         return
     reason = "It has no class here, and model_impl is 'native'."
     if config.model_impl != "native":
-        found = objection(config.architecture)
+        found = unsupported_reason(config.architecture)
         if found is None:
             return
         reason = found[0].upper() + found[1:]

@@ -10,9 +10,9 @@ from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.mla_attention import MLAAttention, MLAConfig
-from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.rotary import RotaryEmbedding
 from mvllm.layers.routing import Routing
+from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 from mvllm.models.moe_config import check_activation, shared_mlp
 
@@ -38,10 +38,10 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
             hidden_size=self.config.hidden_size,
             num_heads=self.config.num_heads,
             q_lora_rank=hf.positive_int("q_lora_rank") if "q_lora_rank" in hf else None,
-            rank=hf.positive_int("kv_lora_rank"),
+            kv_lora_rank=hf.positive_int("kv_lora_rank"),
             qk_nope_head_dim=hf.positive_int("qk_nope_head_dim"),
             qk_rope_head_dim=hf.positive_int("qk_rope_head_dim"),
-            value_size=hf.positive_int("v_head_dim"),
+            v_head_dim=hf.positive_int("v_head_dim"),
             bias=bool(hf.get("attention_bias", False)),
         )
         return MLAAttention(ctx, f"model.layers.{layer}.self_attn", shape, rotary)
@@ -54,7 +54,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         count, size = hf.positive_int("n_routed_experts"), hf.positive_int("moe_intermediate_size")
         routing, bias = self.routing(), options.mlp_bias
         num_shared = hf.positive_int("n_shared_experts") if hf.get("n_shared_experts") else 0
-        return MoE(
+        return SparseMoeBlock(
             ctx,
             f"{name}.gate",
             FusedMoE(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=routing.top_k),

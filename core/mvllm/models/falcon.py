@@ -19,7 +19,7 @@ from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import LayerNorm
-from mvllm.layers.rotary import RotaryEmbedding, CosSinRows
+from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.models.causal_lm import CausalLM
 
 

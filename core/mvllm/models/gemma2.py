@@ -29,7 +29,10 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     def options(cls, config: ModelConfig) -> LlamaOptions:
         """The first layer of each two has the window."""
         windows = layer_windows(config, lambda layer: layer % 2 == 1)
-        caps = number_or_default(config, "attn_logit_softcapping", 50.0), number_or_default(config, "final_logit_softcapping", 30.0)
+        caps = (
+            number_or_default(config, "attn_logit_softcapping", 50.0),
+            number_or_default(config, "final_logit_softcapping", 30.0),
+        )
         return LlamaOptions(windows, soft_cap=caps[0], logits_soft_cap=caps[1], **gemma_options(config))
 
 

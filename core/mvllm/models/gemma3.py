@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mvllm.config.model import ModelConfig
 from mvllm.config.rope_parameters import RopeParameters, rope_settings, settings_by_type
-from mvllm.models.gemma2 import number_or_default, gemma_options
+from mvllm.models.gemma2 import gemma_options, number_or_default
 from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from mvllm.config.model import ModelConfig
-from mvllm.layers.gpt_oss_experts import GptOssExperts
 from mvllm.layers.context import BuildContext
-from mvllm.layers.sparse_moe_block import MoE
+from mvllm.layers.gpt_oss_experts import GptOssExperts
 from mvllm.layers.routing import Routing
+from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 from mvllm.models.moe_config import num_experts
@@ -38,4 +38,4 @@ class GptOssForCausalLM(LlamaForCausalLM):
             limit=hf.positive_number("swiglu_limit", 7.0),
         )
         routing = Routing(top_k, "softmax_of_chosen")
-        return MoE(ctx, f"{name}.router", experts, hidden_size, count, routing, bias=True)
+        return SparseMoeBlock(ctx, f"{name}.router", experts, hidden_size, count, routing, bias=True)

@@ -13,8 +13,8 @@ from mvllm.layers.attention import Attention, Sinks
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
-from mvllm.layers.norm import Norm, NormMaker, FullWidthQKNorm, RMSNorm
-from mvllm.layers.rotary import RotaryEmbedding, CosSinRows
+from mvllm.layers.norm import FullWidthQKNorm, Norm, NormMaker, RMSNorm
+from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.models.causal_lm import CausalLM
 
 

@@ -7,8 +7,8 @@ from torch import nn
 from mvllm.config.model import ModelConfig
 from mvllm.layers.context import BuildContext
 from mvllm.layers.fused_moe import FusedMoE
-from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.routing import Routing
+from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 from mvllm.models.moe_config import check_activation
 
@@ -34,4 +34,4 @@ class MixtralForCausalLM(LlamaForCausalLM):
             top_k=top_k,
             names=("w1", "w3", "w2"),
         )
-        return MoE(ctx, f"{name}.gate", experts, hidden_size, num_experts, Routing(top_k, normalize=True))
+        return SparseMoeBlock(ctx, f"{name}.gate", experts, hidden_size, num_experts, Routing(top_k, normalize=True))

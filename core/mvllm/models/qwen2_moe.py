@@ -10,8 +10,8 @@ from mvllm.errors import ModelError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import ReplicatedLinear
-from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.routing import Routing
+from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 from mvllm.models.moe_config import check_activation, num_experts, shared_mlp
@@ -37,7 +37,7 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
         experts = FusedMoE(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=top_k)
         routing = Routing(top_k, normalize=bool(hf.get("norm_topk_prob", False)))
         beside = self.build_shared(ctx, name)
-        return MoE(ctx, f"{name}.gate", experts, hidden_size, count, routing, beside=beside)
+        return SparseMoeBlock(ctx, f"{name}.gate", experts, hidden_size, count, routing, beside=beside)
 
     def build_shared(self, ctx: BuildContext, name: str) -> nn.Module | None:
         """What stands beside the experts of the block `name`."""

@@ -67,7 +67,7 @@ _MODELS = {
 
 def supported_architectures() -> tuple[str, ...]:
     """Names that `resolve_model_class` takes, sorted: core's and those of installed plugins."""
-    return tuple(sorted({*_MODELS, *plugin_groups.offered(plugin_groups.MODELS)}))
+    return tuple(sorted({*_MODELS, *plugin_groups.allowed_names(plugin_groups.MODELS)}))
 
 
 def is_native(architecture: str) -> bool:
@@ -92,7 +92,7 @@ def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[Cau
     if model_impl == "transformers" or (model_impl == "auto" and not is_native(architecture)):
         return _fallback(architecture)
     if architecture in _MODELS:
-        for rival in plugin_groups.installed(plugin_groups.MODELS):
+        for rival in plugin_groups.list_plugins(plugin_groups.MODELS):
             if rival.name == architecture:
                 logger.warning("%s offers %s, which core has itself: core's runs.", rival, architecture)
         module, _, name = _MODELS[architecture].partition(":")
@@ -112,9 +112,9 @@ def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[Cau
 
 
 def _fallback(architecture: str) -> type[CausalLM]:
-    from mvllm.models.transformers_backend.supported_classes import objection
+    from mvllm.models.transformers_backend.supported_classes import unsupported_reason
 
-    reason = objection(architecture)
+    reason = unsupported_reason(architecture)
     if reason is not None:
         raise ModelError(
             f"The architecture {architecture!r} is not supported. Supported: {', '.join(supported_architectures())}. "

@@ -22,7 +22,7 @@ def check_providers(names: Iterable[str]) -> None:
         if plugin_groups.find(plugin_groups.OP_PROVIDERS, name) is None:
             raise ConfigError(
                 f"op_providers names {name!r}, which no installed package offers. "
-                f"There are: {', '.join(plugin_groups.offered(plugin_groups.OP_PROVIDERS)) or 'none'}."
+                f"There are: {', '.join(plugin_groups.allowed_names(plugin_groups.OP_PROVIDERS)) or 'none'}."
             )
 
 

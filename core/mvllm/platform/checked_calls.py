@@ -14,7 +14,7 @@ from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.interface import Platform
 
 
-def ask(platform: Platform, what: str, *args: Any, returns: type | tuple[type, ...]) -> Any:
+def call_checked(platform: Platform, what: str, *args: Any, returns: type | tuple[type, ...]) -> Any:
     """`platform.what(*args)`, or `platform.what` where it is no method.
 
     Args:
@@ -47,7 +47,7 @@ def checked_attention_backend(platform: Platform, spec: AttentionSpec) -> Attent
     Raises:
         PlatformError: The platform does not claim what the spec needs, or has no backend for it.
     """
-    claimed: Capabilities = ask(platform, "capabilities", returns=Capabilities)
+    claimed: Capabilities = call_checked(platform, "capabilities", returns=Capabilities)
     wanted = {
         "sliding_window": spec.sliding_window is not None,
         "soft_cap": spec.soft_cap is not None,
@@ -60,5 +60,5 @@ def checked_attention_backend(platform: Platform, spec: AttentionSpec) -> Attent
             f"The model's attention needs {', '.join(missing)}, which the platform {platform.spec.name!r} does not "
             "claim. Choose another platform."
         )
-    backend: AttentionBackend = ask(platform, "attention_backend", spec, returns=AttentionBackend)
+    backend: AttentionBackend = call_checked(platform, "attention_backend", spec, returns=AttentionBackend)
     return backend

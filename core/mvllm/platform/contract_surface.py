@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mvllm.platform.contract_operations import Operation, operation_lines, read_operations
-from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP
 from mvllm.platform.source_parsing import function_parameters, parse_module
+from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP
 
 PLUGIN_API_MODULE = "mvllm.plugin_api"
 HOOKS = "mvllm.platform.hookspecs"

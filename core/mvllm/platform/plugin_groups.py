@@ -23,7 +23,7 @@ ENVIRONMENT_VARIABLE = "MVLLM_PLUGINS"
 
 
 @dataclass(frozen=True)
-class Door:
+class PluginGroup:
     """A kind of thing that may plug in.
 
     Attributes:
@@ -35,16 +35,16 @@ class Door:
     noun: str
 
 
-MODELS = Door("mvllm.models", "model")
-EXECUTORS = Door("mvllm.executors", "executor")
-OP_PROVIDERS = Door("mvllm.op_providers", "set of op providers")
-STAT_LOGGERS = Door("mvllm.stat_loggers", "stat logger")
-COMMANDS = Door("mvllm.cli", "command")
-QUANTIZATION = Door("mvllm.quantization", "quantization method")
-TOOL_PARSERS = Door("mvllm.tool_parsers", "tool parser")
-REASONING_PARSERS = Door("mvllm.reasoning_parsers", "reasoning parser")
-HTTP = Door("mvllm.http", "HTTP plugin")
-LOGITS_PROCESSORS = Door("mvllm.logits_processors", "logits processor")
+MODELS = PluginGroup("mvllm.models", "model")
+EXECUTORS = PluginGroup("mvllm.executors", "executor")
+OP_PROVIDERS = PluginGroup("mvllm.op_providers", "set of op providers")
+STAT_LOGGERS = PluginGroup("mvllm.stat_loggers", "stat logger")
+COMMANDS = PluginGroup("mvllm.cli", "command")
+QUANTIZATION = PluginGroup("mvllm.quantization", "quantization method")
+TOOL_PARSERS = PluginGroup("mvllm.tool_parsers", "tool parser")
+REASONING_PARSERS = PluginGroup("mvllm.reasoning_parsers", "reasoning parser")
+HTTP = PluginGroup("mvllm.http", "HTTP plugin")
+LOGITS_PROCESSORS = PluginGroup("mvllm.logits_processors", "logits processor")
 
 ALL = (
     MODELS,
@@ -66,7 +66,7 @@ def allow_list() -> frozenset[str] | None:
     return None if text is None else frozenset(part.strip().lower() for part in text.split(",") if part.strip())
 
 
-def installed(door: Door) -> list[PluginSource]:
+def list_plugins(door: PluginGroup) -> list[PluginSource]:
     """Everything that stands at a door, allowed or not, by name. Imports nothing of it."""
     found = {
         PluginSource(
@@ -86,18 +86,18 @@ def is_allowed(source: PluginSource) -> bool:
     return allowed is None or bool({source.name.lower(), source.distribution.lower()} & allowed)
 
 
-def offered(door: Door) -> tuple[str, ...]:
+def allowed_names(door: PluginGroup) -> tuple[str, ...]:
     """Names that may be asked for, sorted. Imports nothing."""
-    return tuple(sorted({source.name for source in installed(door) if is_allowed(source)}))
+    return tuple(sorted({source.name for source in list_plugins(door) if is_allowed(source)}))
 
 
-def find(door: Door, name: str) -> PluginSource | None:
+def find(door: PluginGroup, name: str) -> PluginSource | None:
     """Who offers `name`; None where nobody does. Imports nothing.
 
     Raises:
         ConfigError: Somebody does who is not let in, or several do.
     """
-    owners = [source for source in installed(door) if source.name == name]
+    owners = [source for source in list_plugins(door) if source.name == name]
     let_in = [source for source in owners if is_allowed(source)]
     if len(let_in) > 1:
         listed = "; ".join(map(str, let_in))
@@ -114,7 +114,7 @@ def find(door: Door, name: str) -> PluginSource | None:
     return let_in[0] if let_in else None
 
 
-def load(door: Door, source: PluginSource) -> Any:
+def load(door: PluginGroup, source: PluginSource) -> Any:
     """Imports what an entry point names.
 
     Raises:
@@ -131,7 +131,7 @@ def load(door: Door, source: PluginSource) -> Any:
         ) from e
 
 
-def require(door: Door, name: str) -> PluginSource:
+def require(door: PluginGroup, name: str) -> PluginSource:
     """Who offers `name`. Imports nothing.
 
     Raises:
@@ -141,12 +141,12 @@ def require(door: Door, name: str) -> PluginSource:
     if source is None:
         raise ConfigError(
             f"No installed package offers a {door.noun} {name!r} (entry points of {door.group}). "
-            f"There are: {', '.join(offered(door)) or 'none'}."
+            f"There are: {', '.join(allowed_names(door)) or 'none'}."
         )
     return source
 
 
-def load_plugin_by_name(door: Door, name: str) -> tuple[PluginSource, Any]:
+def load_plugin_by_name(door: PluginGroup, name: str) -> tuple[PluginSource, Any]:
     """What is offered under a name, and by whom.
 
     Raises:

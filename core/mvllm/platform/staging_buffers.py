@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Set:
+class _BufferSet:
     """The buffers of every other step, and the end of the last step that used them."""
 
     buffers: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class StagingBuffers:
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
-        self._sets = (_Set(), _Set())
+        self._sets = (_BufferSet(), _BufferSet())
         self._turn = 0
 
     def reserve(self, size: int, dtype: torch.dtype) -> None:
@@ -66,6 +66,6 @@ class StagingBuffers:
             found = buffers[dtype] = self._runtime.host_buffer((1 << (size - 1).bit_length(),), dtype)
         return found
 
-    def send(self, host: torch.Tensor) -> torch.Tensor:
+    def copy_to_device(self, host: torch.Tensor) -> torch.Tensor:
         """A (leading part of a) buffer of this step on the device."""
         return self._runtime.to_device(host)

@@ -67,7 +67,7 @@ class PooledRows:
         return vectors, errors
 
 
-def pool(
+def pool_step(
     state: PoolingState,
     runtime: DeviceRuntime,
     hidden: torch.Tensor,
@@ -102,10 +102,10 @@ def pool(
         is_last = first + end - begin == prompt_lens[i]
         if params.pooling_type is PoolingType.LAST and not is_last:
             continue
-        vector = _take_in(state, row, params.pooling_type, hidden[begin:end])
+        vector = _accumulate(state, row, params.pooling_type, hidden[begin:end])
         if is_last:
             positions.append(i)
-            vectors.append(_whole(vector, params.pooling_type, prompt_lens[i]))
+            vectors.append(_finalize(vector, params.pooling_type, prompt_lens[i]))
         else:
             state.partial[row] = vector
     asked = [state.params[rows[i]] for i in positions]
@@ -118,7 +118,7 @@ def pool(
     return PooledRows(positions, asked, [runtime.to_host(vector) for vector in vectors])
 
 
-def _take_in(
+def _accumulate(
     state: PoolingState, row: int, kind: PoolingType | None, piece: torch.Tensor
 ) -> torch.Tensor | list[torch.Tensor]:
     """What a row's pieces amount to, with one more: [tokens, hidden_size]."""
@@ -139,7 +139,7 @@ def _take_in(
             return piece[-1].to(torch.float32, copy=True)
 
 
-def _whole(amount: torch.Tensor | list[torch.Tensor], kind: PoolingType | None, num_tokens: int) -> torch.Tensor:
+def _finalize(amount: torch.Tensor | list[torch.Tensor], kind: PoolingType | None, num_tokens: int) -> torch.Tensor:
     """The vector that all pieces of a prompt amount to, or those of all its tokens."""
     if isinstance(amount, list):
         return torch.cat(amount)

@@ -34,7 +34,7 @@ class BatchUpload:
         whole = len(indices) == len(chosen)
         return RowSelection(self, None if whole else self.add(indices), indices)
 
-    def mask(self, chosen: np.ndarray) -> MaskedRowSelection:
+    def select_masked(self, chosen: np.ndarray) -> MaskedRowSelection:
         """The same in a form whose shapes do not depend on how many rows are chosen."""
         return MaskedRowSelection(self, self.add(chosen), np.arange(len(chosen)))
 
@@ -49,7 +49,7 @@ class BatchUpload:
         elif total := sum(sizes):
             host = self._staging.buffer(total, torch.float32)[:total]
             np.concatenate(self._parts, out=host.numpy(), casting="unsafe")
-            self._tensors = self._staging.send(host).split(sizes)
+            self._tensors = self._staging.copy_to_device(host).split(sizes)
         else:
             self._tensors = torch.empty(0, dtype=torch.float32, device=device).split(sizes)
 
@@ -77,11 +77,11 @@ class RowSelection:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the chosen rows of `tensor`: a copy, or `tensor` itself if that is all of them."""
         return tensor if self._key is None else tensor.index_select(0, self._upload.get_ids(self._key))
 
-    def put(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    def scatter(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Writes `source` into the chosen rows of `target`; returns the result, which may be `source` itself."""
         return source if self._key is None else target.index_copy_(0, self._upload.get_ids(self._key), source)
 
@@ -97,7 +97,7 @@ class MaskedRowSelection(RowSelection):
         super().__init__(upload, None, indices)
         self._mask = key
 
-    def put(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    def scatter(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Returns `target` with the chosen rows of `source`, which has all of them."""
         chosen = self._upload.get(self._mask) > 0
         return torch.where(chosen.view(-1, *[1] * (target.dim() - 1)), source, target)

@@ -66,13 +66,13 @@ class Filters:
     top_k: torch.Tensor
     top_p: torch.Tensor
     top_p_gap: torch.Tensor
-    narrow: RowSelection
+    small_top_k: RowSelection
     row_candidates: torch.Tensor
     num_candidates: int
     has_small_top_k_and_top_p: bool
-    broad: RowSelection
+    large_top_k: RowSelection
     num_large_top_k_candidates: int
-    nucleus: RowSelection
+    top_p_rows: RowSelection
     any: bool = True
     may_synchronize: bool = False
 
@@ -89,17 +89,22 @@ def filtered_weights(logits: torch.Tensor, peaks: torch.Tensor, filters: Filters
         float32 [n, vocab], between 0 and 1; 1 for the most probable token.
     """
     threshold = peaks + filters.min_p_gap
-    narrow = _SmallTopK(threshold, logits, peaks, filters) if len(filters.narrow) else None
-    if narrow is not None and filters.may_synchronize and len(filters.narrow) == len(logits) and bool(narrow.is_all.all()):
+    narrow = _SmallTopK(threshold, logits, peaks, filters) if len(filters.small_top_k) else None
+    if (
+        narrow is not None
+        and filters.may_synchronize
+        and len(filters.small_top_k) == len(logits)
+        and bool(narrow.is_all.all())
+    ):
         return narrow.weights_alone(logits)
     weights = _weights(logits, peaks, filters.inv_temperature)
     if not filters.any:
         return weights
     if narrow is not None:
         threshold = narrow.apply(threshold, logits, weights)
-    if len(filters.broad):
+    if len(filters.large_top_k):
         threshold = _apply_top_k(threshold, logits, filters)
-    if len(filters.nucleus):
+    if len(filters.top_p_rows):
         threshold = _apply_top_p(threshold, logits, weights, peaks, filters)
     return weights.mul_(_reaches(logits, threshold))
 
@@ -122,14 +127,14 @@ class _SmallTopK:
     """
 
     def __init__(self, threshold: torch.Tensor, logits: torch.Tensor, peaks: torch.Tensor, filters: Filters) -> None:
-        rows = self._rows = filters.narrow
+        rows = self._rows = filters.small_top_k
         self._filters = filters
-        self._values, self._ids = _largest(rows.take(logits), filters.num_candidates)
-        self._last = (rows.take(filters.top_k) - 1).unsqueeze(1)
-        self._lowest = torch.maximum(rows.take(threshold), self._values.gather(1, self._last).squeeze(1))
-        own = rows.take(filters.row_candidates).unsqueeze(1) - 1  # the row's own number, not the batch's
+        self._values, self._ids = _largest(rows.gather(logits), filters.num_candidates)
+        self._last = (rows.gather(filters.top_k) - 1).unsqueeze(1)
+        self._lowest = torch.maximum(rows.gather(threshold), self._values.gather(1, self._last).squeeze(1))
+        own = rows.gather(filters.row_candidates).unsqueeze(1) - 1  # the row's own number, not the batch's
         self.is_all = self._values.gather(1, own).squeeze(1) < self._lowest
-        weights = _weights(self._values, rows.take(peaks), rows.take(filters.inv_temperature))
+        weights = _weights(self._values, rows.gather(peaks), rows.gather(filters.inv_temperature))
         self._weights = weights.mul_(_reaches(self._values, self._lowest))
 
     def weights_alone(self, logits: torch.Tensor) -> torch.Tensor:
@@ -147,12 +152,12 @@ class _SmallTopK:
         if self._filters.has_small_top_k_and_top_p:
             sums = self._weights.cumsum(dim=1)
             # The total counts every token that ties with the k-th, even those that did not get among the candidates.
-            every = _reaches(self._rows.take(logits), lowest).mul_(self._rows.take(weights)).sum(dim=1)
+            every = _reaches(self._rows.gather(logits), lowest).mul_(self._rows.gather(weights)).sum(dim=1)
             lowest = self._nucleus(sums, torch.where(self.is_all, sums[:, -1], every))
-        return self._rows.put(threshold, lowest)
+        return self._rows.scatter(threshold, lowest)
 
     def _nucleus(self, sums: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        top_p = self._rows.take(self._filters.top_p)
+        top_p = self._rows.gather(self._filters.top_p)
         reached = (sums < (top_p * total).unsqueeze(1)).sum(dim=1, keepdim=True)
         nucleus = self._values.gather(1, torch.minimum(reached, self._last)).squeeze(1)
         return torch.where(top_p < 1.0, torch.maximum(self._lowest, nucleus), self._lowest)
@@ -179,24 +184,26 @@ def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
 
 def _apply_top_k(threshold: torch.Tensor, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Raises thresholds to where a large top_k puts them."""
-    rows = filters.broad
-    candidates = rows.take(logits).topk(filters.num_large_top_k_candidates, dim=1).values
-    last = (rows.take(filters.top_k) - 1).clamp(max=filters.num_large_top_k_candidates - 1)  # more: a row that is not broad
+    rows = filters.large_top_k
+    candidates = rows.gather(logits).topk(filters.num_large_top_k_candidates, dim=1).values
+    last = (rows.gather(filters.top_k) - 1).clamp(
+        max=filters.num_large_top_k_candidates - 1
+    )  # more: a row that is not broad
     kth = candidates.gather(1, last.unsqueeze(1)).squeeze(1)
-    return rows.put(threshold, torch.maximum(rows.take(threshold), kth))
+    return rows.scatter(threshold, torch.maximum(rows.gather(threshold), kth))
 
 
 def _apply_top_p(
     threshold: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor, peaks: torch.Tensor, filters: Filters
 ) -> torch.Tensor:
     """Raises thresholds to where top_p puts them, by bisection: what lies at `low` and above always is enough."""
-    rows = filters.nucleus
-    logits, weights, before = rows.take(logits), rows.take(weights), rows.take(threshold)
+    rows = filters.top_p_rows
+    logits, weights, before = rows.gather(logits), rows.gather(weights), rows.gather(threshold)
     buffer = torch.empty_like(logits)
-    enough = rows.take(filters.top_p) * _reaches(logits, before, out=buffer).mul_(weights).sum(dim=1)
-    low, high = torch.maximum(before, rows.take(peaks) + rows.take(filters.top_p_gap)), rows.take(peaks)
+    enough = rows.gather(filters.top_p) * _reaches(logits, before, out=buffer).mul_(weights).sum(dim=1)
+    low, high = torch.maximum(before, rows.gather(peaks) + rows.gather(filters.top_p_gap)), rows.gather(peaks)
     for _ in range(_NUM_BISECTIONS):
         middle = low + (high - low) * 0.5
         is_enough = _reaches(logits, middle, out=buffer).mul_(weights).sum(dim=1) >= enough
         low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle)
-    return rows.put(threshold, low)
+    return rows.scatter(threshold, low)

@@ -132,7 +132,7 @@ class DeviceTokenCounts:
         self._shape = (max_rows + 1, vocab_size)
         self._dtype = torch.int16 if 2 * max_len + 1 <= torch.iinfo(torch.int16).max else torch.int32
         self._table: torch.Tensor | None = None
-        self._begun = np.zeros(max_rows, dtype=np.int64)
+        self._row_generation = np.zeros(max_rows, dtype=np.int64)
 
     @property
     def padding_row(self) -> int:
@@ -149,8 +149,8 @@ class DeviceTokenCounts:
         Returns:
             Rows, token ids and entries, all int [m], for each distinct token of a new request.
         """
-        new = rows[self._begun[rows] != history.begun[rows]]
-        self._begun[new] = history.begun[new]
+        new = rows[self._row_generation[rows] != history.row_generation[rows]]
+        self._row_generation[new] = history.row_generation[new]
         places, entries = [], []
         for row in new.tolist():
             num_prompt, end = int(history.num_prompt_tokens[row]), int(history.num_tokens[row])
@@ -165,7 +165,7 @@ class DeviceTokenCounts:
             return nothing, nothing, nothing
         return new.repeat([len(ids) for ids in places]), np.concatenate(places), np.concatenate(entries)
 
-    def begin_rows(self, rows: torch.Tensor, token_ids: torch.Tensor, entries: torch.Tensor) -> None:
+    def write_rows(self, rows: torch.Tensor, token_ids: torch.Tensor, entries: torch.Tensor) -> None:
         """Writes new rows.
 
         Args:
@@ -216,10 +216,10 @@ class DeviceTokenCounts:
             changed.sub_(amounts).clamp_(max=largest)
             values.copy_(torch.where(entries > 0, changed, values))
 
-    def drop(self) -> None:
+    def free(self) -> None:
         """Gives the table back, while no request has a row."""
         self._table = None
-        self._begun[:] = 0
+        self._row_generation[:] = 0
 
     @property
     def _allocated_table(self) -> torch.Tensor:

@@ -23,11 +23,11 @@ from mvllm.messages.sampling_params import SamplingParams
 from mvllm.ops.argmax import argmax as reference_argmax
 from mvllm.ops.draw import draw, draw_block
 from mvllm.platform.staging_buffers import StagingBuffers
+from mvllm.sampling.batch_upload import BatchUpload, RowSelection
 from mvllm.sampling.filters import Filters, filtered_weights, num_candidates
 from mvllm.sampling.logprobs import gather_logprobs
-from mvllm.sampling.token_masks import TokenMasks, unpack_masks, both
-from mvllm.sampling.sampler_output import GatheredLogprobs, SamplerOutput
 from mvllm.sampling.penalties import DeviceTokenCounts, TokenCounts, apply_penalties
+from mvllm.sampling.sampler_output import GatheredLogprobs, SamplerOutput
 from mvllm.sampling.sampling_state import (
     ALLOWED,
     BAD_WORDS,
@@ -41,8 +41,8 @@ from mvllm.sampling.sampling_state import (
     SamplingState,
     TokenHistory,
 )
+from mvllm.sampling.token_masks import TokenMasks, intersect_masks, unpack_masks
 from mvllm.sampling.uniforms import uniforms
-from mvllm.sampling.batch_upload import RowSelection, BatchUpload
 
 Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 FilteredDraw = Callable[..., torch.Tensor]
@@ -134,7 +134,7 @@ class Sampler:
         in_pieces = self.may_synchronize and self._filtered_draw is None
         size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if in_pieces else len(rows)
         batch = partial(
-            _Batch,
+            _SamplingBatch,
             state=state,
             history=history,
             staging=self._staging,
@@ -146,22 +146,22 @@ class Sampler:
         )
         if len(rows) <= size:
             whole = batch(logits, rows, ends=ends, flags=flags, mask=mask)
-            token_ids, peaks = whole.choose()
-            gathered = None if only_tokens else whole.logprobs_of(token_ids)
+            token_ids, peaks = whole.sample()
+            gathered = None if only_tokens else whole.gather_logprobs(token_ids)
             return SamplerOutput(token_ids, peaks, gathered, whole.failures, num_rows)
         parts = [slice(begin, begin + size) for begin in range(0, len(rows), size)]
         batches = [
             batch(logits[p], rows[p], ends=ends[p], flags=flags[p], mask=None if mask is None else mask[p])
             for p in parts
         ]
-        chosen = [each.choose() for each in batches]
+        chosen = [each.sample() for each in batches]
         token_ids, peaks = torch.cat([ids for ids, _ in chosen]), torch.cat([peaks for _, peaks in chosen])
         failures = {
             part.start + i: text for part, each in zip(parts, batches, strict=True) for i, text in each.failures.items()
         }
         if only_tokens or not (flags & LOGPROBS).any():
             return SamplerOutput(token_ids, peaks, failures=failures)
-        gathered = batch(logits, rows, ends=ends, flags=flags, mask=mask).logprobs_of(token_ids)
+        gathered = batch(logits, rows, ends=ends, flags=flags, mask=mask).gather_logprobs(token_ids)
         return SamplerOutput(token_ids, peaks, gathered, failures)
 
 
@@ -199,7 +199,7 @@ class _LogitsEdits:
     mask_words: int
 
 
-class _Batch:
+class _SamplingBatch:
     """One batch: decided on the host by the constructor, computed on the device by the methods.
 
     With `num_rows`, shapes are static: all rows are work rows, the first `num_rows` of them are real, and selections
@@ -259,20 +259,20 @@ class _Batch:
         self.with_logprobs = upload.select((flags & LOGPROBS).astype(bool))
         upload.send(logits.device)
 
-    def choose(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns token ids, int64 [n], and the largest logit that each could have been, float32 [n]."""
         num_rows = len(self.rows)
         token_ids = torch.zeros(num_rows, dtype=torch.int64, device=self.logits.device)
         peaks = torch.zeros(num_rows, dtype=torch.float32, device=self.logits.device)
         if len(self.plain):
-            values, ids = self.argmax(self.plain.take(self.logits))  # which of equal ones, it decides for all batches
-            token_ids, peaks = self.plain.put(token_ids, ids), self.plain.put(peaks, values.float())
+            values, ids = self.argmax(self.plain.gather(self.logits))  # which of equal ones, it decides for all batches
+            token_ids, peaks = self.plain.scatter(token_ids, ids), self.plain.scatter(peaks, values.float())
         if len(self.work):
             ids, values = self._choose_work(self._edited_logits())
-            token_ids, peaks = self.work.put(token_ids, ids), self.work.put(peaks, values)
+            token_ids, peaks = self.work.scatter(token_ids, ids), self.work.scatter(peaks, values)
         return token_ids, peaks
 
-    def logprobs_of(self, token_ids: torch.Tensor) -> GatheredLogprobs | None:
+    def gather_logprobs(self, token_ids: torch.Tensor) -> GatheredLogprobs | None:
         """Gathers the log-probabilities of the chosen tokens, for the rows that asked."""
         chosen = self.with_logprobs
         if not len(chosen):
@@ -282,14 +282,14 @@ class _Batch:
         if self.static:
             most = min(_power_of_two(most), self.logits.shape[1]) if most else 0
             return GatheredLogprobs(chosen.indices, num_logprobs, gather_logprobs(self.logits, token_ids, most))
-        gathered = gather_logprobs(chosen.take(self.logits), chosen.take(token_ids), most)
+        gathered = gather_logprobs(chosen.gather(self.logits), chosen.gather(token_ids), most)
         return GatheredLogprobs(chosen.indices, num_logprobs, gathered)
 
     # --- on the device
 
     def _edited_logits(self) -> torch.Tensor:
         """float32 [w, vocab]: logits of the rows that are not plain, as changed before temperature and filters."""
-        taken = self.work.take(self.logits)
+        taken = self.work.gather(self.logits)
         if self.edits is None:
             return taken.float()
         logits = taken.to(torch.float32, copy=taken is self.logits)
@@ -297,11 +297,11 @@ class _Batch:
         for index, rows in self.processed:
             logits = self._process(index, rows, logits)
         if self.mask is not None:
-            logits.masked_fill_(~self.work.take(self.mask), -torch.inf)
+            logits.masked_fill_(~self.work.gather(self.mask), -torch.inf)
         if len(edits.masked):
             allowed = unpack_masks(upload.get(edits.mask_words), len(edits.masked), logits.shape[1])
-            masked = edits.masked.take(logits)
-            logits = edits.masked.put(logits, masked.masked_fill(~allowed, -torch.inf))
+            masked = edits.masked.gather(logits)
+            logits = edits.masked.scatter(logits, masked.masked_fill(~allowed, -torch.inf))
         blocked = upload.get_ids(edits.blocked_rows), upload.get_ids(edits.blocked_ids)
         if blocked[0].numel():
             logits[blocked] = -torch.inf
@@ -318,21 +318,21 @@ class _Batch:
         assert counts is not None
         new_rows = get_ids(keys.new_rows)
         if new_rows.numel():
-            counts.begin_rows(new_rows, get_ids(keys.new_ids), get_ids(keys.new_entries))
-        lines = keys.penalized.take(logits)
+            counts.write_rows(new_rows, get_ids(keys.new_ids), get_ids(keys.new_entries))
+        lines = keys.penalized.gather(logits)
         if lines is logits and self.static:
             lines = logits.clone()  # `put` chooses between the two
         settings = get(keys.repetition), get(keys.frequency), get(keys.presence)
         counts.apply(lines, get_ids(keys.rows), *settings)
-        return keys.penalized.put(logits, lines)
+        return keys.penalized.scatter(logits, lines)
 
     def _process(self, index: int, rows: RowSelection, logits: torch.Tensor) -> torch.Tensor:
         """Has a logits processor change what is its own."""
         processors, in_batch = self.state.processors, self.work.indices[rows.indices]
         assert processors is not None
-        changed, failures = processors.apply(index, rows.take(logits), self.rows[in_batch].tolist())
+        changed, failures = processors.apply(index, rows.gather(logits), self.rows[in_batch].tolist())
         self.failures |= {int(in_batch[place]): text for place, text in failures.items()}
-        return rows.put(logits, changed)
+        return rows.scatter(logits, changed)
 
     def _choose_work(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.random_keys is None:
@@ -341,15 +341,15 @@ class _Batch:
         peaks = logits.amax(dim=1)
         token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         if len(self.greedy):
-            token_ids = self.greedy.put(token_ids, self.greedy.take(logits).argmax(dim=1))
+            token_ids = self.greedy.scatter(token_ids, self.greedy.gather(logits).argmax(dim=1))
         filters, coarse, fine = self._random_tensors(self.random_keys)
-        theirs, largest = self.random.take(logits), self.random.take(peaks)
+        theirs, largest = self.random.gather(logits), self.random.gather(peaks)
         if self.filtered_draw is None:
             drawn = draw(filtered_weights(theirs, largest, filters), coarse, fine)
         else:
             settings = filters.inv_temperature, filters.min_p_gap, filters.top_k, filters.top_p
             drawn = self.filtered_draw(theirs, largest, *settings, coarse, fine, draw_block(logits.shape[1]))
-        return self.random.put(token_ids, drawn), peaks
+        return self.random.scatter(token_ids, drawn), peaks
 
     def _random_tensors(self, keys: _RandomKeys) -> tuple[Filters, torch.Tensor, torch.Tensor]:
         get = self.upload.get
@@ -359,13 +359,13 @@ class _Batch:
             top_k=self.upload.get_ids(keys.top_k),
             top_p=get(keys.top_p),
             top_p_gap=get(keys.top_p_gap),
-            narrow=keys.narrow,
+            small_top_k=keys.small_top_k,
             row_candidates=self.upload.get_ids(keys.row_candidates),
             num_candidates=min(keys.num_candidates, self.logits.shape[1]),
             has_small_top_k_and_top_p=keys.has_small_top_k_and_top_p,
-            broad=keys.broad,
+            large_top_k=keys.large_top_k,
             num_large_top_k_candidates=min(keys.num_large_top_k_candidates, self.logits.shape[1]),
-            nucleus=keys.nucleus,
+            top_p_rows=keys.top_p_rows,
             any=keys.any_filter,
             may_synchronize=self.may_synchronize,
         )
@@ -374,7 +374,7 @@ class _Batch:
     # --- on the host
 
     def _select(self, chosen: np.ndarray) -> RowSelection:
-        return self.upload.mask(chosen) if self.static else self.upload.select(chosen)
+        return self.upload.select_masked(chosen) if self.static else self.upload.select(chosen)
 
     def _add_list(self, values: np.ndarray) -> int:
         """Adds one of several lists of equal length, whose entries may stand there twice: to few lengths, if static."""
@@ -475,8 +475,8 @@ class _Batch:
         if not is_allowed:
             return np.empty(0, dtype=np.uint16) if masks is None else masks.words(rows)
         widths = [len(allowed[is_allowed[0]]), 0 if masks is None else masks.num_words]
-        of = (lambda row: None) if masks is None else masks.of
-        return _concatenate([both(of(row), allowed.get(row), max(widths)) for row in rows.tolist()])
+        of = (lambda row: None) if masks is None else masks.get
+        return _concatenate([intersect_masks(of(row), allowed.get(row), max(widths)) for row in rows.tolist()])
 
     def _count_tokens(self, row: int, end: int) -> TokenCounts:
         """Brings the row's counts up to its history, and beyond it to `end`, where guesses stand there."""
@@ -512,13 +512,15 @@ class _Batch:
             top_p_gap=upload.add(top_p_gap),
             coarse=upload.add(coarse),
             fine=upload.add(fine),
-            narrow=upload.select(is_narrow),
+            small_top_k=upload.select(is_narrow),
             row_candidates=upload.add(own),
             num_candidates=_most(own[is_narrow]),
             has_small_top_k_and_top_p=bool((is_narrow & has_top_p).any()),
-            broad=self._select(is_broad),
-            num_large_top_k_candidates=_static_candidates(_most(own[is_broad])) if self.static else _most(own[is_broad]),
-            nucleus=self._select(has_top_p & ~is_narrow),
+            large_top_k=self._select(is_broad),
+            num_large_top_k_candidates=_static_candidates(_most(own[is_broad]))
+            if self.static
+            else _most(own[is_broad]),
+            top_p_rows=self._select(has_top_p & ~is_narrow),
             any_filter=any_filter,
         )
 
@@ -534,13 +536,13 @@ class _RandomKeys:
     top_p_gap: int
     coarse: int
     fine: int
-    narrow: RowSelection
+    small_top_k: RowSelection
     row_candidates: int
     num_candidates: int
     has_small_top_k_and_top_p: bool
-    broad: RowSelection
+    large_top_k: RowSelection
     num_large_top_k_candidates: int
-    nucleus: RowSelection
+    top_p_rows: RowSelection
     any_filter: bool
 
 

@@ -46,7 +46,7 @@ class SamplerOutput:
     """
 
     token_ids: torch.Tensor
-    peaks: torch.Tensor
+    max_logits: torch.Tensor
     gathered_logprobs: GatheredLogprobs | None = None
     failures: dict[int, str] = field(default_factory=dict)
     num_rows: int | None = None
@@ -72,7 +72,9 @@ class SamplerOutput:
         peaks = self._host[1]
         if math.isfinite(peaks.sum(dtype=np.float64)):  # one pass for what nearly always holds
             return self.failures
-        complaints = {int(index): _invalid_logits_message(float(peaks[index])) for index in np.flatnonzero(~np.isfinite(peaks))}
+        complaints = {
+            int(index): _invalid_logits_message(float(peaks[index])) for index in np.flatnonzero(~np.isfinite(peaks))
+        }
         return complaints | self.failures
 
     @cached_property
@@ -98,7 +100,7 @@ class SamplerOutput:
 
     def _packed(self) -> torch.Tensor:
         """float32 [2, n] on the device: token ids and peaks, for one copy (ids are exact, see MAX_VOCAB_SIZE)."""
-        return torch.stack((self.token_ids.float(), self.peaks.float()))
+        return torch.stack((self.token_ids.float(), self.max_logits.float()))
 
 
 def _invalid_logits_message(peak: float) -> str:

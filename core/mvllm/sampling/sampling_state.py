@@ -13,8 +13,8 @@ import numpy as np
 
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.sampling.bad_words import BadWords
-from mvllm.sampling.token_masks import mask_from_token_ids
 from mvllm.sampling.penalties import DeviceTokenCounts, TokenCounts
+from mvllm.sampling.token_masks import mask_from_token_ids
 from mvllm.sampling.uniforms import stream_seed
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class PlaceholderTokens:
 
     rows: np.ndarray
     positions: np.ndarray
-    begun: np.ndarray
+    row_generation: np.ndarray
 
 
 class TokenHistory:
@@ -61,14 +61,14 @@ class TokenHistory:
         self.token_ids = np.zeros((max_rows, max_len), dtype=np.int32)
         self.num_tokens = np.zeros(max_rows, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
-        self.begun = np.zeros(max_rows, dtype=np.int64)
+        self.row_generation = np.zeros(max_rows, dtype=np.int64)
 
     def set_row(self, row: int, token_ids: Sequence[int] | np.ndarray, num_prompt_tokens: int) -> None:
         """Begins a row with its known tokens."""
         self.token_ids[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
         self.num_prompt_tokens[row] = num_prompt_tokens
-        self.begun[row] += 1
+        self.row_generation[row] += 1
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         """Adds one token to each of `rows`, which are distinct."""
@@ -81,20 +81,20 @@ class TokenHistory:
         self.token_ids[row, begin : begin + len(token_ids)] = token_ids
         self.num_tokens[row] += len(token_ids)
 
-    def guess(self, row: int, token_ids: Sequence[int]) -> None:
+    def set_draft_tokens(self, row: int, token_ids: Sequence[int]) -> None:
         """Notes tokens that may come next, behind those of the row, whose number stays as it is."""
         begin = self.num_tokens[row]
         self.token_ids[row, begin : begin + len(token_ids)] = token_ids
 
     def append_placeholders(self, rows: np.ndarray) -> PlaceholderTokens:
         """Adds to each of `rows`, which are distinct, a token that only the device knows. `fill` takes the result."""
-        places = PlaceholderTokens(rows, self.num_tokens[rows], self.begun[rows])
+        places = PlaceholderTokens(rows, self.num_tokens[rows], self.row_generation[rows])
         self.append(rows, -1 - rows)
         return places
 
-    def fill(self, places: PlaceholderTokens, token_ids: np.ndarray) -> None:
+    def fill_placeholders(self, places: PlaceholderTokens, token_ids: np.ndarray) -> None:
         """Puts the tokens where their marks are; rows that another request has by now are left alone."""
-        same = self.begun[places.rows] == places.begun
+        same = self.row_generation[places.rows] == places.row_generation
         self.token_ids[places.rows[same], places.positions[same]] = token_ids[same]
 
     def ends_in_placeholder(self, rows: np.ndarray) -> bool:

@@ -25,7 +25,7 @@ def mask_from_token_ids(token_ids: Sequence[int], vocab_size: int) -> np.ndarray
     return np.packbits(bits, bitorder="little").view("<u2")
 
 
-def both(one: np.ndarray | None, other: np.ndarray | None, num_words: int) -> np.ndarray:
+def intersect_masks(one: np.ndarray | None, other: np.ndarray | None, num_words: int) -> np.ndarray:
     """uint16 [num_words]: what two masks allow, at least one of which there is; no token beyond their words."""
     words = np.zeros(num_words, dtype=np.uint16)
     if one is None or other is None:
@@ -65,7 +65,7 @@ class TokenMasks:
         """Words in each of them."""
         return self._words.shape[1]
 
-    def of(self, row: int) -> np.ndarray | None:
+    def get(self, row: int) -> np.ndarray | None:
         """uint16 [w]: the mask of a row that may have none."""
         at = np.flatnonzero(self._rows == row)
         return self._words[at[0]] if len(at) else None

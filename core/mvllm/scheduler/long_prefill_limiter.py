@@ -43,13 +43,13 @@ class LongPrefillLimiter:
         self.held_back: list[tuple[Request, int]] = []
         self.were_limited = False
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """Begins the first round of a step."""
         self._num_left = self._most
         self.were_limited = False
         self.held_back = []
 
-    def lift(self) -> None:
+    def disable_limit(self) -> None:
         """Begins the second round, in which nothing is limited."""
         self._num_left = sys.maxsize
 
@@ -58,7 +58,7 @@ class LongPrefillLimiter:
         """Whether one more long prompt may be computed in this round."""
         return self._num_left > 0
 
-    def share(self, num_tokens: int) -> int:
+    def num_allowed_tokens(self, num_tokens: int) -> int:
         """How many of the tokens that a request has to compute it may compute in this round; may be none."""
         if num_tokens <= self._threshold or self._num_left > self._most:
             return num_tokens

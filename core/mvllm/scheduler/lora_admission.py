@@ -32,7 +32,7 @@ class LoRAAdmission:
         self._num_bypasses = 0
         self._first_in_round: Request | None = None
 
-    def begin(self, running: Iterable[int]) -> None:
+    def start_round(self, running: Iterable[int]) -> None:
         """Begins a round: requests are asked about in the order in which they are to be served.
 
         Args:

@@ -98,8 +98,8 @@ class Request:
         "emits_each_step",
         "first_token_time",
         "grammar",
+        "has_only_tokens",
         "is_long",
-        "is_plain",
         "logprobs",
         "lora_int_id",
         "max_num_tokens",
@@ -148,7 +148,7 @@ class Request:
         self.emits_each_step = params.output_kind != RequestOutputKind.FINAL_ONLY or bool(params.stop)
         self.logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[PositionLogprobs] | None = None if params.prompt_logprobs is None else []
-        self.is_plain = self.emits_each_step and self.logprobs is None and self.prompt_logprobs is None
+        self.has_only_tokens = self.emits_each_step and self.logprobs is None and self.prompt_logprobs is None
         self.num_cached_tokens = -1
         self.scheduled_time = 0.0
         self.first_token_time = 0.0

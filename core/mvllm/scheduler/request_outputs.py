@@ -73,7 +73,7 @@ def make_output(
         logprobs, request.logprobs = request.logprobs, []
     prompt_logprobs = request.prompt_logprobs if request.has_all_prompt_logprobs else None
     request.prompt_logprobs = None
-    request.is_plain = request.emits_each_step and request.logprobs is None
+    request.has_only_tokens = request.emits_each_step and request.logprobs is None
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=token_ids,

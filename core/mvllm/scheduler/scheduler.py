@@ -34,20 +34,20 @@ from mvllm.messages.requests import (
     SchedulerStats,
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.scheduler.lora_admission import LoRAAdmission
-from mvllm.scheduler.integrity import check_requests
 from mvllm.scheduler.config_check import check_scheduler_config
-from mvllm.scheduler.long_prefill_limiter import LongPrefillLimiter
 from mvllm.scheduler.grammar_masks import DeferredMasks, add_masks, masks_of_batch
+from mvllm.scheduler.integrity import check_requests
+from mvllm.scheduler.long_prefill_limiter import LongPrefillLimiter
+from mvllm.scheduler.lora_admission import LoRAAdmission
+from mvllm.scheduler.request import RESTARTED, Grammar, Request, RequestStatus
 from mvllm.scheduler.request_outputs import (
+    cache_too_small_message,
     collect_logprobs,
     count_draft_tokens,
     final_output,
     make_output,
     new_request_data,
-    cache_too_small_message,
 )
-from mvllm.scheduler.request import RESTARTED, Grammar, Request, RequestStatus
 from mvllm.scheduler.request_queue import RequestQueue
 from mvllm.scheduler.row_allocator import RowAllocator
 
@@ -241,7 +241,7 @@ class Scheduler:
         """The adapters of the requests that run."""
         return {request.lora_int_id for request in self._running if request.lora_int_id}
 
-    def masks(self, plan: SchedulerOutput) -> tuple[list[int], bytes]:
+    def masks_for(self, plan: SchedulerOutput) -> tuple[list[int], bytes]:
         """The masks of a plan that said `masks_follow`, as `mask_rows` and `token_masks`.
 
         To be called when the results of all plans before it have been taken in, and no plan was made since.
@@ -304,7 +304,7 @@ class Scheduler:
 
         long_prefills = self._long_prefill_limiter
         if long_prefills.were_limited:
-            long_prefills.begin()
+            long_prefills.start_step()
         budget = self._schedule_running(plan, batch, self._config.max_num_batched_tokens)
         can_admit = num_preemptions == self._stats.num_preemptions  # no request takes the place of a preempted one
         if can_admit and self._waiting:
@@ -312,7 +312,7 @@ class Scheduler:
         if budget and long_prefills.were_limited:
             budget = self._schedule_held_back(plan, batch, budget)
             if budget and can_admit and self._waiting:
-                long_prefills.lift()
+                long_prefills.disable_limit()
                 self._schedule_waiting(plan, batch, budget)
         assert batch or not plan.new_block_rows, "blocks were planned for a row that does not compute"
         return plan, batch
@@ -320,7 +320,7 @@ class Scheduler:
     def _commit_plan(self, plan: SchedulerOutput, batch: list[Request]) -> SchedulerOutput:
         """Completes a plan that will be executed."""
         plan.freed_rows = self._rows.pop_freed()
-        if self._unconfirmed.names:
+        if self._unconfirmed.writers:
             self._unconfirmed.end_plan(plan.step)
         plan.total_num_scheduled_tokens = sum(plan.num_scheduled_tokens)
         if self._num_grammars:
@@ -354,7 +354,7 @@ class Scheduler:
             if request.grammar is not None and not self._deferred_masks.can_schedule(request, plan):
                 continue  # what may come next depends on a token in flight, or is being computed
             if num_new > 1:
-                share = self._long_prefill_limiter.share(num_new)
+                share = self._long_prefill_limiter.num_allowed_tokens(num_new)
                 if share < num_new:
                     self._long_prefill_limiter.held_back.append((request, len(batch) if share else -1))
                     if not share:
@@ -368,7 +368,7 @@ class Scheduler:
             # guessed there are blocks ahead, and the look is for names. A prompt whose share is one token may get the
             # rest of the budget below, for which it needs blocks now.
             if num_tokens - num_computed > 1 or end > request.table.num_slots or self._is_speculative:
-                if not self._grow(request, end, drafts, plan):
+                if not self._allocate_slots(request, end, drafts, plan):
                     break
             request.num_computed_tokens = end
             if end == num_tokens:
@@ -414,9 +414,14 @@ class Scheduler:
 
         Who waits for a slot, or has a long prompt while others' are computed, is passed over.
         """
-        waiting, kv_cache, turns, long_prefills = self._waiting, self._kv_cache, self._lora_admission, self._long_prefill_limiter
+        waiting, kv_cache, turns, long_prefills = (
+            self._waiting,
+            self._kv_cache,
+            self._lora_admission,
+            self._long_prefill_limiter,
+        )
         if turns.max_loras and waiting:
-            turns.begin(request.lora_int_id for request in self._running)
+            turns.start_round(request.lora_int_id for request in self._running)
         passed_over: list[Request] = []
         while waiting and budget and self._rows.num_free:
             request = waiting.peek()
@@ -439,7 +444,7 @@ class Scheduler:
             num_new = num_tokens - num_computed
             if num_new > budget and not self._config.enable_chunked_prefill:
                 break
-            share = long_prefills.share(num_new)
+            share = long_prefills.num_allowed_tokens(num_new)
             request.is_long = not share
             if request.is_long:
                 continue
@@ -457,7 +462,7 @@ class Scheduler:
             waiting.pop()
             if request.lora_int_id:
                 turns.record_admission(request)
-            self._start(request, num_computed, num_new, plan)
+            self._admit(request, num_computed, num_new, plan)
             if is_held_back:
                 long_prefills.held_back.append((request, len(batch)))
             batch.append(request)
@@ -466,7 +471,7 @@ class Scheduler:
             waiting.push(request)
         return budget
 
-    def _start(self, request: Request, num_computed: int, num_new: int, plan: SchedulerOutput) -> None:
+    def _admit(self, request: Request, num_computed: int, num_new: int, plan: SchedulerOutput) -> None:
         """Moves a request that has its blocks from waiting to running, and plans its first tokens."""
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = num_computed
@@ -496,7 +501,7 @@ class Scheduler:
         # The last token that it may have is sampled behind the last guess.
         return drafts[: max(0, min(budget, request.max_num_tokens - request.num_tokens - 1))]
 
-    def _grow(self, request: Request, num_tokens: int, drafts: list[int], plan: SchedulerOutput) -> bool:
+    def _allocate_slots(self, request: Request, num_tokens: int, drafts: list[int], plan: SchedulerOutput) -> bool:
         """Gives a running request blocks for its first `num_tokens` tokens, at the cost of those behind it.
 
         Nobody gives way for guesses: where there is no room for `drafts`, and for making more, these are dropped.
@@ -532,7 +537,9 @@ class Scheduler:
         kv_cache.cache_blocks(table, num_tokens)
         return True
 
-    def _add_blocks_to_plan(self, request: Request, lengths: list[int], new_blocks: list[int], plan: SchedulerOutput) -> None:
+    def _add_blocks_to_plan(
+        self, request: Request, lengths: list[int], new_blocks: list[int], plan: SchedulerOutput
+    ) -> None:
         """Puts the blocks into the plan that a running request was given.
 
         Args:
@@ -582,7 +589,7 @@ class Scheduler:
         outputs, self._pending_outputs = self._pending_outputs, []
         if output.errors:
             self._fail_rows(batch, output.errors, outputs)
-        if self._unconfirmed.under_way:
+        if self._unconfirmed.pending_plans:
             self._unconfirmed.confirm(plan.step)
         if output.logprobs or output.prompt_logprobs:
             collect_logprobs(batch, starts, output)
@@ -632,7 +639,7 @@ class Scheduler:
                 continue
             if status is not running:
                 self._unblock(request)
-            if request.is_plain:
+            if request.has_only_tokens:
                 outputs.append(
                     EngineCoreOutput(
                         request.request_id, new, None, None, None, None,

@@ -57,7 +57,7 @@ def close_all_objects(schema: Mapping[str, Any], name: str) -> _Schema:
             if part.get(key, False) is not False:
                 raise RequestError(
                     f"{name} is true, so every object must be closed, but {parts.pointer(part)} has {key} "
-                    f"{_shown(part[key])}. Send {key} false or leave it out, or send strict false."
+                    f"{_format_value(part[key])}. Send {key} false or leave it out, or send strict false."
                 )
     for part in parts.combinations():
         raise RequestError(
@@ -69,7 +69,7 @@ def close_all_objects(schema: Mapping[str, Any], name: str) -> _Schema:
     return parts.root
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return json.dumps(value) if isinstance(value, bool | int | str | None) else "a schema"
 
 
@@ -151,14 +151,14 @@ class _Subschemas:
             part = waiting.pop()
             if id(part) not in found:
                 found.add(id(part))
-                waiting += self._in_place(part)
+                waiting += self._applied_subschemas(part)
         return found
 
     def _ids_declaring(self) -> set[int]:
         """Ids of the parts that declare properties, by themselves or by what applies to the same value."""
         appliers: dict[int, list[_Schema]] = {}
         for part in self:
-            for inner in self._in_place(part):
+            for inner in self._applied_subschemas(part):
                 appliers.setdefault(id(inner), []).append(part)
         found: set[int] = set()
         waiting = [part for part in self if self._declares(part)]
@@ -169,7 +169,7 @@ class _Subschemas:
                 waiting += appliers.get(id(part), ())
         return found
 
-    def _in_place(self, part: _Schema) -> list[_Schema]:
+    def _applied_subschemas(self, part: _Schema) -> list[_Schema]:
         """The schemas that apply to the same value as `part`."""
         return [each for key in ("allOf", "anyOf", "oneOf") for each in _schemas(part, key)] + self._target(part)
 

@@ -13,10 +13,10 @@ from mvllm.errors import RequestError
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 from mvllm.structured_output import llguidance_library
-from mvllm.structured_output.mask_worker import MaskWorker, MaskTimeBudget
-from mvllm.structured_output.sequence_grammar import SequenceGrammar
-from mvllm.structured_output.sandbox_main import CompileJob
+from mvllm.structured_output.mask_worker import MaskTimeBudget, MaskWorker
 from mvllm.structured_output.sandbox import GrammarSandbox
+from mvllm.structured_output.sandbox_main import CompileJob
+from mvllm.structured_output.sequence_grammar import SequenceGrammar
 from mvllm.structured_output.vocabulary import Vocabulary
 
 CACHE_BYTES = 256 << 20
@@ -44,7 +44,7 @@ class CompiledGrammar:
     memory: int
     first_bits: bytes = b""
 
-    def begin(
+    def start_sequence(
         self, request: EngineCoreRequest, worker: MaskWorker | None = None, budget: MaskTimeBudget | None = None
     ) -> SequenceGrammar:
         """A sequence at its beginning. See SequenceGrammar for `worker` and `budget`."""
@@ -62,7 +62,7 @@ class CompiledGrammar:
         )
 
 
-def job_of(params: StructuredOutputsParams) -> CompileJob:
+def make_compile_job(params: StructuredOutputsParams) -> CompileJob:
     """What is to be compiled; equal ones need be compiled once."""
     whitespace = "" if params.disable_any_whitespace else params.whitespace_pattern
     thoughts = (params.thoughts_start, params.thoughts_end)
@@ -111,12 +111,14 @@ class GrammarCompiler:
         """
         verdict = trial.run(job)
         if verdict.grammar is None:
-            raise _refusal(job, verdict.error or "", RequestError if verdict.lasts else TransientCompileError)
+            raise _compile_error(
+                job, verdict.error or "", RequestError if verdict.is_permanent else TransientCompileError
+            )
         api = llguidance_library.load()
         matcher = api.LLMatcher(self._tokenizer, verdict.grammar, log_level=0, limits=llguidance_library.limits(api))
         first_bits = matcher.compute_bitmask()
         if matcher.is_error():
-            raise _refusal(job, str(matcher.get_error()))
+            raise _compile_error(job, str(matcher.get_error()))
         special_ids = [int(token) for token in self._tokenizer.eos_tokens]
         memory = verdict.memory + len(verdict.grammar) + len(first_bits) + _OVERHEAD_BYTES
         return CompiledGrammar(matcher, special_ids, memory, first_bits)
@@ -150,7 +152,7 @@ class GrammarCache:
             self.memory -= self._sizes.pop(oldest)
 
 
-def _refusal(job: CompileJob, reason: str, kind: type[RequestError] = RequestError) -> RequestError:
+def _compile_error(job: CompileJob, reason: str, kind: type[RequestError] = RequestError) -> RequestError:
     return kind(f"structured_outputs: the {_WORDS[job.form]} cannot be used: {reason}", parameter="structured_outputs")
 
 

@@ -43,7 +43,7 @@ class MaskTimeBudget:
         self.seconds = 0.0
         self.num_tokens = 0
 
-    def spend(self, seconds: float) -> None:
+    def add_token(self, seconds: float) -> None:
         """Counts one token."""
         self.seconds += seconds
         self.num_tokens += 1
@@ -79,7 +79,7 @@ class MaskWorker:
     """
 
     def __init__(self, news: threading.Event) -> None:
-        self._news = news
+        self._results_ready = news
         self._no_other_sequence = threading.Event()
         self._inline_left: float | None = None
         self._jobs: PriorityQueue[tuple[float, int, weakref.ref[MaskJob] | None]] = PriorityQueue()
@@ -92,7 +92,7 @@ class MaskWorker:
         self._inline_left = INLINE_SECONDS
         self._no_other_sequence.clear()
 
-    def hurry(self) -> None:
+    def disable_pauses(self) -> None:
         """Says that no sequence can go on before a mask is there, until the next step begins."""
         self._no_other_sequence.set()
 
@@ -134,6 +134,6 @@ class MaskWorker:
             if job.error is not None:
                 self._failed.put(job)
             del job  # nothing of a sequence that has ended is held while this waits
-            self._news.set()
+            self._results_ready.set()
             if seconds > CHEAP_SECONDS:
                 self._no_other_sequence.wait(PAUSES * seconds)

@@ -37,21 +37,23 @@ class GrammarSandbox:
         for _ in range(_ATTEMPTS):
             process = self._running_process()
             if process is None:
-                return CompileResult(None, "the engine is shutting down", lasts=False)
+                return CompileResult(None, "the engine is shutting down", is_permanent=False)
             try:
                 assert process.stdin is not None and process.stdout is not None
                 write_message(process.stdin, job)
                 return receive_message(process.stdout, CompileResult, WALL_SECONDS)
             except TimeoutError:
                 self._end()
-                return CompileResult(None, f"compiling it took longer than {WALL_SECONDS:g} s; try again", lasts=False)
+                return CompileResult(
+                    None, f"compiling it took longer than {WALL_SECONDS:g} s; try again", is_permanent=False
+                )
             except (EOFError, OSError):
                 error = _describe_exit_cause(process)
                 self._end()
                 if error is not None:
                     return CompileResult(None, error)
         error = "the process that compiles grammars was killed while it worked on this one; try again"
-        return CompileResult(None, error, lasts=False)
+        return CompileResult(None, error, is_permanent=False)
 
     @property
     def pid(self) -> int | None:

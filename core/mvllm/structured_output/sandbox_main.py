@@ -72,7 +72,7 @@ class CompileResult(msgspec.Struct, array_like=True, frozen=True):
     grammar: str | None
     error: str | None = None
     memory: int = 0
-    lasts: bool = True
+    is_permanent: bool = True
 
 
 def main() -> None:
@@ -237,7 +237,7 @@ def _locate(tokenizer: Any, job: CompileJob, error: str) -> str:
     deadline = time.monotonic() + _LOCATE_SECONDS
     place, part = "#", root
     while True:
-        for path, child in _parts(part):
+        for path, child in _direct_subschemas(part):
             if time.monotonic() > deadline:
                 return place
             text = json.dumps({**definitions, **child})
@@ -252,7 +252,7 @@ def _locate(tokenizer: Any, job: CompileJob, error: str) -> str:
             return place
 
 
-def _parts(schema: object) -> list[tuple[str, dict[str, Any]]]:
+def _direct_subschemas(schema: object) -> list[tuple[str, dict[str, Any]]]:
     """The schemas directly within a schema, with their places."""
     found: list[tuple[str, object]] = []
     if isinstance(schema, dict):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mvllm.structured_output.mask_worker import MaskWorker, MaskTimeBudget
+from mvllm.structured_output.mask_worker import MaskTimeBudget, MaskWorker
 from mvllm.structured_output.vocabulary import one_line
 
 
@@ -87,7 +87,7 @@ class SequenceGrammar:
             self.expected_seconds = max(seconds, 0.8 * self.expected_seconds)
         budget = self._budget
         if budget is not None and self.error is None:
-            budget.spend(seconds)
+            budget.add_token(seconds)
             if budget.is_exceeded:
                 self._fail(
                     f"finding out which tokens may come next has taken {budget.seconds:.1f} s of processor time for "

@@ -17,12 +17,12 @@ from mvllm.structured_output.grammar_compiler import (
     GrammarCache,
     GrammarCompiler,
     TransientCompileError,
-    job_of,
+    make_compile_job,
 )
-from mvllm.structured_output.mask_worker import MaskWorker, MaskTimeBudget
-from mvllm.structured_output.sequence_grammar import SequenceGrammar
-from mvllm.structured_output.sandbox_main import CompileJob
+from mvllm.structured_output.mask_worker import MaskTimeBudget, MaskWorker
 from mvllm.structured_output.sandbox import GrammarSandbox
+from mvllm.structured_output.sandbox_main import CompileJob
+from mvllm.structured_output.sequence_grammar import SequenceGrammar
 from mvllm.structured_output.vocabulary import Vocabulary
 
 logger = get_logger(__name__)
@@ -68,19 +68,19 @@ class StructuredOutputManager:
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary], *, deterministic_timing: bool = False) -> None:
         self._cache = GrammarCache()
-        self._news = threading.Event()
-        self._mask_worker = None if deterministic_timing else MaskWorker(self._news)
+        self._results_ready = threading.Event()
+        self._mask_worker = None if deterministic_timing else MaskWorker(self._results_ready)
         self._budgets: weakref.WeakValueDictionary[str, MaskTimeBudget] = weakref.WeakValueDictionary()
         self._waiting: dict[CompileJob, list[_Waiting]] = {}
         self._outcomes: list[GrammarResult] = []
-        self._compile_pool = _CompilePool(load_vocabulary, self._news)
+        self._compile_pool = _CompilePool(load_vocabulary, self._results_ready)
         self._close = weakref.finalize(self, self._compile_pool.close)
 
     def submit(self, request: EngineCoreRequest) -> None:
         """Has a request's grammar made; `collect` brings it."""
         wish = request.sampling_params.structured_outputs
         assert wish is not None
-        job = job_of(wish)
+        job = make_compile_job(wish)
         known = self._cache.get(job)
         if known is not None:
             self._outcomes.append(self._outcome(request, known))
@@ -88,7 +88,7 @@ class StructuredOutputManager:
         others = self._waiting.setdefault(job, [])
         others.append(_Waiting(request, time.monotonic()))
         if len(others) == 1:
-            self._compile_pool.order(job)
+            self._compile_pool.submit(job)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Forgets requests; a grammar that nobody waits for, and nobody has begun with, is not compiled."""
@@ -100,7 +100,7 @@ class StructuredOutputManager:
             left = [each for each in waiting if each.request.request_id not in gone]
             if left:
                 self._waiting[job] = left
-            elif self._compile_pool.withdraw(job):
+            elif self._compile_pool.cancel(job):
                 del self._waiting[job]
             else:
                 self._waiting[job] = []  # under way: the result is kept for whoever asks next
@@ -110,9 +110,9 @@ class StructuredOutputManager:
         if self._mask_worker is not None:
             self._mask_worker.begin_step()
 
-    def collect(self) -> list[GrammarResult]:
+    def pop_results(self) -> list[GrammarResult]:
         """What has become of requests since the last call."""
-        self._news.clear()
+        self._results_ready.clear()
         if self._waiting:
             for job, result in self._compile_pool.pop_finished():
                 if not isinstance(result, TransientCompileError):
@@ -129,8 +129,8 @@ class StructuredOutputManager:
         """Returns when `collect` may have news or a mask is there, or after that many seconds."""
         if not self._outcomes:
             if self._mask_worker is not None:
-                self._mask_worker.hurry()
-            self._news.wait(seconds)
+                self._mask_worker.disable_pauses()
+            self._results_ready.wait(seconds)
 
     @property
     def sandbox_pids(self) -> list[int]:
@@ -152,7 +152,7 @@ class StructuredOutputManager:
         if isinstance(result, RequestError):
             return GrammarResult(request.request_id, None, str(result), result.parameter)
         worker = self._mask_worker
-        grammar = result.begin(request, worker, None if worker is None else self._budget(request))
+        grammar = result.start_sequence(request, worker, None if worker is None else self._budget(request))
         if grammar.error is not None:
             return GrammarResult(request.request_id, None, grammar.error, "structured_outputs")
         return GrammarResult(request.request_id, grammar, None)
@@ -182,28 +182,28 @@ class _CompilePool:
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary], news: threading.Event) -> None:
         self._compiler = GrammarCompiler(load_vocabulary)
-        self._orders: SimpleQueue[CompileJob | None] = SimpleQueue()
+        self._jobs: SimpleQueue[CompileJob | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[CompileJob, _Result]] = SimpleQueue()
-        self._news = news
+        self._results_ready = news
         self._lock = threading.Lock()
-        self._ordered: set[CompileJob] = set()  # and not begun
+        self._queued: set[CompileJob] = set()  # and not begun
         self._sandboxes: list[GrammarSandbox] = []
         self._num_threads = 0
         self._closed = False
 
-    def order(self, job: CompileJob) -> None:
+    def submit(self, job: CompileJob) -> None:
         with self._lock:
-            self._ordered.add(job)
-        self._orders.put(job)
+            self._queued.add(job)
+        self._jobs.put(job)
         if self._num_threads < NUM_THREADS:
             self._num_threads += 1
             threading.Thread(target=self._work, name=f"grammar-{self._num_threads}", daemon=True).start()
 
-    def withdraw(self, job: CompileJob) -> bool:
+    def cancel(self, job: CompileJob) -> bool:
         """Whether `job` had not been begun, and will not be."""
         with self._lock:
-            was_ordered = job in self._ordered
-            self._ordered.discard(job)
+            was_ordered = job in self._queued
+            self._queued.discard(job)
             return was_ordered
 
     def pop_finished(self) -> list[tuple[CompileJob, _Result]]:
@@ -222,7 +222,7 @@ class _CompilePool:
     def close(self) -> None:
         self._closed = True
         for _ in range(self._num_threads):
-            self._orders.put(None)
+            self._jobs.put(None)
         with self._lock:
             trials = list(self._sandboxes)
         for trial in trials:
@@ -230,11 +230,11 @@ class _CompilePool:
 
     def _work(self) -> None:
         trial: GrammarSandbox | None = None
-        while (job := self._orders.get()) is not None and not self._closed:
+        while (job := self._jobs.get()) is not None and not self._closed:
             with self._lock:
-                if job not in self._ordered:
+                if job not in self._queued:
                     continue
-                self._ordered.remove(job)
+                self._queued.remove(job)
             result: _Result
             try:
                 if trial is None:
@@ -248,7 +248,7 @@ class _CompilePool:
                     f"structured_outputs: it could not be compiled: {type(e).__name__}", parameter="structured_outputs"
                 )
             self._done.put((job, result))
-            self._news.set()
+            self._results_ready.set()
 
     def _add_sandbox(self) -> GrammarSandbox:
         trial = GrammarSandbox(self._compiler.vocabulary())

@@ -30,7 +30,9 @@ class Vocabulary(msgspec.Struct, frozen=True):
             RequestError: The library cannot tell which bytes the tokens stand for.
         """
         try:
-            return llguidance_library.load().LLTokenizer(self.tokenizer, n_vocab=self.vocab_size, eos_token=self.end_ids or None)
+            return llguidance_library.load().LLTokenizer(
+                self.tokenizer, n_vocab=self.vocab_size, eos_token=self.end_ids or None
+            )
         except ValueError as e:
             raise RequestError(
                 f"structured_outputs cannot be had with this model's tokenizer: {one_line(e)}",

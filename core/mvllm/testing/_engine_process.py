@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 
-from mvllm.testing.subprocess_checks import say
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.subprocess_checks import print_answer
 from mvllm.testing.zoo import generate, make_llm
 
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
     with make_llm(PlatformUnderTest(order.pop("name")), order.pop("folder"), **order) as llm:
         generate(llm, [[5, 6, 7]])
-        say({"ready": True})
+        print_answer({"ready": True})
         while True:
             generate(llm, [[5, 6, 7]], max_tokens=500)

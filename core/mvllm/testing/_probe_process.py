@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 from mvllm.platform.discovery import load_attribute
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import PlatformSpec, ProbeResult, WorkerContext
-from mvllm.testing.subprocess_checks import say
+from mvllm.testing.subprocess_checks import print_answer
 
 HEAVY = ("torch", "transformers", "jax", "tensorflow")
 ORDINARY_LIBRARIES = tuple(
@@ -44,7 +44,7 @@ def mapped_libraries() -> set[str]:
     return found
 
 
-def look(order: dict[str, Any]) -> dict[str, Any]:
+def probe_in_fresh_process(order: dict[str, Any]) -> dict[str, Any]:
     """Imports the module that the entry point names, then probes twice."""
     before = mapped_libraries()
     started = time.process_time()
@@ -129,4 +129,4 @@ def bind(spec: PlatformSpec) -> None:
 
 
 if __name__ == "__main__":
-    say(look(json.loads(sys.argv[1])))
+    print_answer(probe_in_fresh_process(json.loads(sys.argv[1])))

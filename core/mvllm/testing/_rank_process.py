@@ -24,7 +24,7 @@ from mvllm.plugin_api import Communicator, DeviceRuntime, GroupSpec, Platform, W
 from mvllm.testing.attention_cases import make_spec
 from mvllm.worker.worker import Worker
 
-SIGN = "@mvllm-rank "
+ANSWER_PREFIX = "@mvllm-rank "
 SHAPES = ((6, 8), (1, 4096), (3, 4, 12))
 """Each has dimensions that 4 divides, small and large."""
 
@@ -51,7 +51,7 @@ class World:
         assert self.communicator is not None, "join comes first"
         return self.communicator
 
-    def mine(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def random_input(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """What `rank` brings, on the host: small integers, so that sums are exact in every dtype."""
         count = 1
         for size in shape:
@@ -59,7 +59,7 @@ class World:
         return ((torch.arange(count) * (rank + 3) + rank) % 13 - 6).view(shape).to(dtype)
 
     def on_device(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self.device.to_device(self.mine(rank, shape, dtype).clone())
+        return self.device.to_device(self.random_input(rank, shape, dtype).clone())
 
     def host(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.device.to_host(tensor).wait()
@@ -109,7 +109,9 @@ def _differs(found: torch.Tensor | None, expected: torch.Tensor, world: World) -
 def all_reduce(world: World) -> str:
     def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
         found = world.group.all_reduce(world.on_device(world.context.rank, shape, dtype))
-        expected = torch.stack([world.mine(r, shape, dtype) for r in range(world.context.world_size)]).sum(0).to(dtype)
+        expected = (
+            torch.stack([world.random_input(r, shape, dtype) for r in range(world.context.world_size)]).sum(0).to(dtype)
+        )
         return [_differs(found, expected, world)]
 
     exact, rounded = _each(world, check), _rounding_agrees(world)
@@ -136,7 +138,7 @@ def _rounding_agrees(world: World) -> str:
 
 def all_gather(world: World) -> str:
     def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
-        parts = [world.mine(r, shape, dtype) for r in range(world.context.world_size)]
+        parts = [world.random_input(r, shape, dtype) for r in range(world.context.world_size)]
         problems = []
         for dim in (-1, 0):
             found = world.group.all_gather(world.on_device(world.context.rank, shape, dtype), dim)
@@ -149,7 +151,7 @@ def all_gather(world: World) -> str:
 def reduce_scatter(world: World) -> str:
     def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
         size, rank = world.context.world_size, world.context.rank
-        total = torch.stack([world.mine(r, shape, dtype) for r in range(size)]).sum(0).to(dtype)
+        total = torch.stack([world.random_input(r, shape, dtype) for r in range(size)]).sum(0).to(dtype)
         found = world.group.reduce_scatter(world.on_device(rank, shape, dtype), -1)
         return [_differs(found, total.chunk(size, -1)[rank].contiguous(), world)]
 
@@ -162,7 +164,7 @@ def broadcast(world: World) -> str:
         for source in (0, world.context.world_size - 1):
             tensor = world.on_device(world.context.rank, shape, dtype)
             found = world.group.broadcast(tensor, source)
-            expected = world.mine(source, shape, dtype)
+            expected = world.random_input(source, shape, dtype)
             problems += [_differs(found, expected, world), _differs(tensor, expected, world)]
         return problems
 
@@ -181,7 +183,7 @@ def send_recv(world: World) -> str:
         for other in others:
             for turn in (0, 1):
                 found = world.group.recv(shape, dtype, other)
-                problems.append(_differs(found, world.mine(other + 10 * turn, shape, dtype), world))
+                problems.append(_differs(found, world.random_input(other + 10 * turn, shape, dtype), world))
         return problems
 
     return _each(world, check, "uint8")
@@ -190,7 +192,7 @@ def send_recv(world: World) -> str:
 def gather(world: World) -> str:
     def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
         size, rank = world.context.world_size, world.context.rank
-        expected = torch.cat([world.mine(r, shape, dtype) for r in range(size)], 0)
+        expected = torch.cat([world.random_input(r, shape, dtype) for r in range(size)], 0)
         problems = []
         for destination in (0, size - 1):
             found = world.group.gather(world.on_device(rank, shape, dtype), destination, 0)
@@ -209,7 +211,7 @@ def all_to_all(world: World) -> str:
         found = world.group.all_to_all([world.on_device(rank + 10 * to, shape, dtype) for to in range(size)])
         if len(found) != size:
             return [f"{len(found)} tensors for {size} ranks"]
-        return [_differs(found[r], world.mine(r + 10 * rank, shape, dtype), world) for r in range(size)]
+        return [_differs(found[r], world.random_input(r + 10 * rank, shape, dtype), world) for r in range(size)]
 
     return _each(world, check, "int32")
 
@@ -251,7 +253,7 @@ def close(world: World) -> str:
 
 
 def place(world: World) -> str:
-    host, count = world.mine(1, (24, 48), torch.float32), world.context.num_devices
+    host, count = world.random_input(1, (24, 48), torch.float32), world.context.num_devices
     for dim in (0, 1, None):
         placed = world.device.place(world.device.to_device(host.clone()), dim)
         if problem := _differs(placed, host, world):
@@ -332,7 +334,7 @@ COLLECTIVES: dict[str, Callable[[World], str]] = {
     "all_to_all": all_to_all,
     "barrier": barrier,
 }
-TRIALS: dict[str, Callable[[World], str]] = {"bind": bind, "join": join, **COLLECTIVES, "close": close}
+CHECKS: dict[str, Callable[[World], str]] = {"bind": bind, "join": join, **COLLECTIVES, "close": close}
 MULTI_DEVICE_CHECKS = {"bind": bind, "place": place, "cache": cache, "total": total, "close": close, "weights": weights}
 """What a worker tries that drives several devices."""
 
@@ -358,7 +360,7 @@ def main(order: dict[str, Any]) -> int:
         _digest = hashlib.sha256()
         try:
             with enter_phase(Phase.WORKER):
-                error = {**TRIALS, **MULTI_DEVICE_CHECKS}[name](world)
+                error = {**CHECKS, **MULTI_DEVICE_CHECKS}[name](world)
         except Exception as e:  # noqa: BLE001  (told to whoever asked)
             error = f"{type(e).__name__}: {e}"
         answer = {"did": name, "error": error, "digest": _digest.hexdigest()}
@@ -366,7 +368,7 @@ def main(order: dict[str, Any]) -> int:
             answer["total"] = world.total
         if name == "bind" and world.runtime is not None:
             answer["device"] = str(world.runtime.device)
-        sys.stdout.write(f"\n{SIGN}{json.dumps(answer)}\n")
+        sys.stdout.write(f"\n{ANSWER_PREFIX}{json.dumps(answer)}\n")
         sys.stdout.flush()
         if error and name in ("bind", "join"):
             return 1

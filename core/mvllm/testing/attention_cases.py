@@ -165,7 +165,7 @@ def make_case(
 
 
 @dataclass(frozen=True)
-class Reading:
+class AttentionVariant:
     """How a case is read: rightly by default, and otherwise as one mistake would read it.
 
     Attributes:
@@ -185,7 +185,7 @@ class Reading:
     without_sinks: bool = False
 
 
-def expected(case: Case, reading: Reading = Reading()) -> torch.Tensor:
+def expected(case: Case, reading: AttentionVariant = AttentionVariant()) -> torch.Tensor:
     """Exact attention: float64 [real tokens, num_heads * value_size]. Keys and values are rounded to `kv_dtype`."""
     spec, outputs, start = reading.spec or case.spec, [], 0
     group = spec.num_heads // spec.num_kv_heads
@@ -218,7 +218,7 @@ def expected(case: Case, reading: Reading = Reading()) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-class Bench:
+class CacheHarness:
     """One layer's cache of a backend on a device, and the ways to fill and read it.
 
     Args:
@@ -238,14 +238,14 @@ class Bench:
         arrays: dict[str, Any] = {f"{name}_device": self.runtime.from_numpy(getattr(layout, name)) for name in _ARRAYS}
         return dataclasses.replace(layout, **arrays)
 
-    def begin(self, layout: BatchLayout) -> Any:
+    def begin_step(self, layout: BatchLayout) -> Any:
         """Ends the step before, whatever that was, and builds the metadata of this one."""
         self.runtime.step_mark()
         return self.backend.build_metadata(self.on_device(layout))
 
     def write(self, layout: BatchLayout, keys: torch.Tensor, values: torch.Tensor) -> Any:
         """Stores the step's keys and values, given on the host; returns the step's metadata."""
-        metadata = self.begin(layout)
+        metadata = self.begin_step(layout)
         # Views of one projection, as a model hands them over.
         fused = self.runtime.to_device(torch.cat([keys.flatten(1), values.flatten(1)], dim=1))
         size = keys.shape[1] * keys.shape[2]
@@ -259,7 +259,7 @@ class Bench:
         """Every slot of the cache, as an earlier tenant may have left it."""
         self.backend.fill(self.kv, value)
 
-    def look(self, blocks: Sequence[int], length: int, *, as_prompt: bool = False) -> torch.Tensor:
+    def mean_of_visible_values(self, blocks: Sequence[int], length: int, *, as_prompt: bool = False) -> torch.Tensor:
         """What a request of `length` tokens in these blocks sees, without storing anything.
 
         Queries of zero weigh all keys they see equally: position p gives the mean of the values at [0, p]. Each
@@ -272,7 +272,7 @@ class Bench:
         requests = [(0, length)] if as_prompt else [(position, 1) for position in range(length)]
         table = np.full((len(requests), len(blocks) + 1), OUT_OF_RANGE, dtype=np.int32)
         table[:, : len(blocks)] = blocks
-        metadata = self.begin(make_layout(requests, table, self.block_size))
+        metadata = self.begin_step(make_layout(requests, table, self.block_size))
         query = self.runtime.to_device(torch.zeros(length, spec.num_heads, spec.head_size, dtype=dtype))
         answer = self.runtime.to_host(self.backend.forward(query, self.kv, metadata)).wait().double()
         heads = answer.view(length, spec.num_heads, spec.value_size)
@@ -293,7 +293,7 @@ def run(
         poison: What an earlier tenant left in every slot.
         move_blocks: Earlier tokens were stored in other blocks, and copied to where the block table says.
     """
-    bench = Bench(backend, runtime, case.num_blocks * (2 if move_blocks else 1), case.layout.block_size)
+    bench = CacheHarness(backend, runtime, case.num_blocks * (2 if move_blocks else 1), case.layout.block_size)
     if poison is not None:
         bench.fill(poison)
     rows = [r for r, (before, _) in enumerate(case.requests) if before]

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from mvllm.testing.attention_cases import Case, Reading, expected, tolerance
+from mvllm.testing.attention_cases import AttentionVariant, Case, expected, tolerance
 
 
 def assert_near(found: torch.Tensor, case: Case) -> None:
@@ -57,32 +57,38 @@ def difference(real: torch.Tensor, case: Case) -> str | None:
     return text
 
 
-def mistakes(case: Case) -> Iterator[tuple[str, Reading]]:
+def mistakes(case: Case) -> Iterator[tuple[str, AttentionVariant]]:
     """Likely ones, each with the reading of the case that it amounts to."""
     spec, size = case.spec, case.layout.block_size
     window = spec.sliding_window
     if window is not None:
         for other in (window + 1, window - 1):
             if other > 0:
-                yield f"a sliding window of {other}, not {window}", Reading(spec=replace(spec, sliding_window=other))
-        yield "no sliding window", Reading(spec=replace(spec, sliding_window=None))
-    yield "each query seeing one token of its future", Reading(future=1)
-    yield "each query seeing what is before it, and not itself", Reading(future=-1)
-    yield "each query seeing the whole sequence", Reading(future=1 << 30)
+                yield (
+                    f"a sliding window of {other}, not {window}",
+                    AttentionVariant(spec=replace(spec, sliding_window=other)),
+                )
+        yield "no sliding window", AttentionVariant(spec=replace(spec, sliding_window=None))
+    yield "each query seeing one token of its future", AttentionVariant(future=1)
+    yield "each query seeing what is before it, and not itself", AttentionVariant(future=-1)
+    yield "each query seeing the whole sequence", AttentionVariant(future=1 << 30)
     if 1 < spec.num_kv_heads < spec.num_heads:
-        yield "key/value head `h % num_kv_heads` for query head h, not `h // group`", Reading(heads_in_turn=True)
-    yield "each block read in place of the one before it", Reading(shift=-size)
-    yield "each block read in place of the one behind it", Reading(shift=size)
-    yield "only the tokens of this step seen", Reading(only_new=True)
-    yield "a scale of 1", Reading(spec=replace(spec, scale=1.0))
-    yield "the scale applied twice", Reading(spec=replace(spec, scale=spec.scale**2))
+        yield (
+            "key/value head `h % num_kv_heads` for query head h, not `h // group`",
+            AttentionVariant(heads_in_turn=True),
+        )
+    yield "each block read in place of the one before it", AttentionVariant(shift=-size)
+    yield "each block read in place of the one behind it", AttentionVariant(shift=size)
+    yield "only the tokens of this step seen", AttentionVariant(only_new=True)
+    yield "a scale of 1", AttentionVariant(spec=replace(spec, scale=1.0))
+    yield "the scale applied twice", AttentionVariant(spec=replace(spec, scale=spec.scale**2))
     if spec.soft_cap is not None:
-        yield "no soft cap", Reading(spec=replace(spec, soft_cap=None))
+        yield "no soft cap", AttentionVariant(spec=replace(spec, soft_cap=None))
     if case.sinks is not None:
-        yield "no sinks", Reading(without_sinks=True)
+        yield "no sinks", AttentionVariant(without_sinks=True)
 
 
-def _fits(real: torch.Tensor, case: Case, reading: Reading, allowed: float) -> bool:
+def _fits(real: torch.Tensor, case: Case, reading: AttentionVariant, allowed: float) -> bool:
     wrong = expected(case, reading)
     same = (real - wrong).abs() < allowed
     return bool((same | (torch.isnan(real) & torch.isnan(wrong))).all())

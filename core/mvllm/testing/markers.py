@@ -39,11 +39,11 @@ def clause(*ids: str, needs: str | None = None, refusal: bool = False) -> pytest
     return pytest.mark.mvllm_clause(*ids, needs=needs, refusal=refusal)
 
 
-def not_claimed(what: str) -> NoReturn:
+def skip_not_claimed(what: str) -> NoReturn:
     """Ends a test whose subject the platform does not offer."""
     pytest.skip(NOT_CLAIMED + what)
 
 
-def not_run(why: str) -> NoReturn:
+def skip_not_run(why: str) -> NoReturn:
     """Ends a test that this machine cannot carry out. Never counts as passed."""
     pytest.skip(NOT_RUN + why)

@@ -11,10 +11,15 @@ from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.draw import draw_block, filtered_draw
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.testing.op_call import ROWS, OpCall, random_tensor
-from mvllm.testing.quantized_weight_cases import exact_float8, exact_quantized, float8_linear_cases, quantized_linear_cases
+from mvllm.testing.quantized_weight_cases import (
+    exact_float8,
+    exact_quantized,
+    float8_linear_cases,
+    quantized_linear_cases,
+)
 
 
-def trials(op: str, dtype: str) -> Iterator[OpCall]:
+def op_calls(op: str, dtype: str) -> Iterator[OpCall]:
     """The cases of one operation in one compute dtype."""
     yield from _MAKERS.get(op, _activations)(op, torch_dtype(dtype))
 

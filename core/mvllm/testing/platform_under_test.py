@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field, fields
 
 from mvllm.errors import MvllmError
-from mvllm.platform.checked_calls import ask
+from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.choose import choose_platform
 from mvllm.platform.discovery import Candidate, discover
 from mvllm.plugin_api import Capabilities, ContractError, Platform, PlatformError
@@ -51,7 +51,7 @@ class PlatformUnderTest:
     def error(self) -> str:
         """Why there is no platform object; empty when there is one."""
         try:
-            ask(self.platform, "capabilities", returns=Capabilities)
+            call_checked(self.platform, "capabilities", returns=Capabilities)
         except (PlatformError, ContractError) as e:
             return str(e)
         return ""

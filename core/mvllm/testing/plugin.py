@@ -23,8 +23,8 @@ from mvllm.errors import MvllmError
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.testing.clauses import CLAUSES, DEVICE_FREE, FAMILIES, claims
 from mvllm.testing.markers import EXHAUSTIVE_MARKER, MARKER, NOT_APPLICABLE, NOT_CLAIMED, NOT_RUN
-from mvllm.testing.report import REFUSED, WITHOUT_DEVICE, Outcome, Report, Status
 from mvllm.testing.platform_under_test import PlatformUnderTest, find_platform_under_test
+from mvllm.testing.report import REFUSED, WITHOUT_DEVICE, Outcome, Report, Status
 from mvllm.testing.waivers import Waiver, read_waivers
 from mvllm.version import __version__
 
@@ -42,7 +42,7 @@ OPENING = frozenset({"bound_device", "free_device"})
 """Fixtures of tests that open the device, or leave it to a process of theirs."""
 
 
-class Run:
+class SessionState:
     """What this plugin remembers between pytest's calls."""
 
     def __init__(self, config: pytest.Config) -> None:
@@ -108,7 +108,7 @@ class Run:
         if not isinstance(facts, dict):
             return
         name = _name(found.nodeid)
-        status, reason = _judge(found, refusal=bool(facts["refusal"]))
+        status, reason = _outcome_of_phase(found, refusal=bool(facts["refusal"]))
         before = self.outcomes.get(found.nodeid)
         if before is not None:
             seconds = before.seconds + found.duration
@@ -120,12 +120,12 @@ class Run:
             self.outcomes[found.nodeid] = Outcome(name, list(facts["clauses"]), status, seconds, reason)
 
 
-_RUN = pytest.StashKey[Run]()
+_RUN = pytest.StashKey[SessionState]()
 
 
-def _run(config: pytest.Config) -> Run:
+def _run(config: pytest.Config) -> SessionState:
     if _RUN not in config.stash:
-        config.stash[_RUN] = Run(config)
+        config.stash[_RUN] = SessionState(config)
     return config.stash[_RUN]
 
 
@@ -196,12 +196,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = due
 
 
-def _asked(marker: pytest.Mark, run: Run) -> list[str]:
+def _asked(marker: pytest.Mark, run: SessionState) -> list[str]:
     """A test's clauses, those that the run is limited to."""
     return [i for i in marker.args if not run.only or i in run.only or i[:3] in run.only]
 
 
-def _unclaimed(marker: pytest.Mark, run: Run) -> list[str]:
+def _unclaimed(marker: pytest.Mark, run: SessionState) -> list[str]:
     """Capabilities that a test needs and the platform does not claim."""
     wanted = {marker.kwargs.get("needs"), *(CLAUSES[i].needs for i in marker.args)} - {None}
     if run.platform_under_test.error:
@@ -209,7 +209,7 @@ def _unclaimed(marker: pytest.Mark, run: Run) -> list[str]:
     return sorted(str(need) for need in wanted if not claims(run.platform_under_test.capabilities, need))
 
 
-def _deselection_reason(item: pytest.Item, marker: pytest.Mark, run: Run) -> str:
+def _deselection_reason(item: pytest.Item, marker: pytest.Mark, run: SessionState) -> str:
     """Why a test is not collected; empty where it is."""
     if not _asked(marker, run):
         return "of clauses that --only leaves out"
@@ -220,7 +220,7 @@ def _deselection_reason(item: pytest.Item, marker: pytest.Mark, run: Run) -> str
     return ""
 
 
-def _prepare(item: pytest.Item, marker: pytest.Mark, run: Run) -> None:
+def _prepare(item: pytest.Item, marker: pytest.Mark, run: SessionState) -> None:
     """Gives a test that is due its clauses to carry, and says whether it is to be skipped or to fail."""
     ids, unclaimed = _asked(marker, run), _unclaimed(marker, run)
     platform_under_test = run.platform_under_test
@@ -275,7 +275,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"report: {path}")
 
 
-def _judge(found: pytest.TestReport, *, refusal: bool) -> tuple[Status | None, str]:
+def _outcome_of_phase(found: pytest.TestReport, *, refusal: bool) -> tuple[Status | None, str]:
     """What one phase of a test means; None when it means nothing yet."""
     if hasattr(found, "wasxfail"):
         if found.outcome == "skipped":

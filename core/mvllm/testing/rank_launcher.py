@@ -21,7 +21,7 @@ from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import LaunchTopology, ParallelConfig
 from mvllm.testing.platform_under_test import PlatformUnderTest
 
-SIGN = "@mvllm-rank "
+ANSWER_PREFIX = "@mvllm-rank "
 """Begins a line that is meant for us: device libraries print too."""
 
 TIMEOUT_SECONDS = 300.0
@@ -124,8 +124,8 @@ def _collect(started: list[tuple[subprocess.Popen[bytes], Path]]) -> list[RankRe
                     other.kill()
             result.output = output.read_text(encoding="utf-8", errors="replace")
             for line in result.output.splitlines():
-                if line.startswith(SIGN):
-                    answer = json.loads(line.removeprefix(SIGN))
+                if line.startswith(ANSWER_PREFIX):
+                    answer = json.loads(line.removeprefix(ANSWER_PREFIX))
                     result.answers[answer["did"]] = answer
             results.append(result)
     finally:
@@ -169,7 +169,9 @@ def why_not_ranks(platform_under_test: PlatformUnderTest, tensor: int = 1, pipel
         parallel = parallel_config(tensor, pipeline)
         count = topology_of(platform_under_test, parallel).num_workers
         each = parallel.world_size // count
-        [last] = run_ranks(platform_under_test, count, ["bind"], local_ranks=[count - 1], num_devices=each, parallel=parallel)
+        [last] = run_ranks(
+            platform_under_test, count, ["bind"], local_ranks=[count - 1], num_devices=each, parallel=parallel
+        )
         error = last.error_of("bind")
         _KNOWN[key] = f"{count} workers need devices that are not here: {error}" if error else ""
     return _KNOWN[key]
@@ -178,9 +180,9 @@ def why_not_ranks(platform_under_test: PlatformUnderTest, tensor: int = 1, pipel
 @functools.cache
 def run_collectives(name: str, world_size: int) -> tuple[RankResult, ...]:
     """What the ranks of a world say about everything in `_rank.TRIALS`; asked once in a process."""
-    from mvllm.testing._rank_process import TRIALS
+    from mvllm.testing._rank_process import CHECKS
 
-    return tuple(run_ranks(PlatformUnderTest(name), world_size, list(TRIALS)))
+    return tuple(run_ranks(PlatformUnderTest(name), world_size, list(CHECKS)))
 
 
 def _free_port() -> int:

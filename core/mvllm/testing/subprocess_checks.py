@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SIGN = "@mvllm-child "
+ANSWER_PREFIX = "@mvllm-child "
 
 _NOT_DEVICES = (
     "null",
@@ -54,15 +54,15 @@ def run_in_subprocess(
         check=False,
     )
     for line in done.stdout.splitlines():
-        if line.startswith(SIGN):
-            answer: dict[str, Any] = json.loads(line.removeprefix(SIGN))
+        if line.startswith(ANSWER_PREFIX):
+            answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER_PREFIX))
             return answer
     raise AssertionError(f"{module} ended with status {done.returncode} and no answer:\n{done.stderr[-3000:]}")
 
 
-def say(answer: dict[str, Any]) -> None:
+def print_answer(answer: dict[str, Any]) -> None:
     """The child's side."""
-    sys.stdout.write(f"\n{SIGN}{json.dumps(answer)}\n")
+    sys.stdout.write(f"\n{ANSWER_PREFIX}{json.dumps(answer)}\n")
     sys.stdout.flush()
 
 

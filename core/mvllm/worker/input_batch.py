@@ -70,20 +70,22 @@ class InputBatch:
         self.lora_ids = np.zeros(max_rows, dtype=np.int64)
         self.sampling = sampling
 
-    def apply(self, plan: SchedulerOutput) -> None:
+    def apply_plan(self, plan: SchedulerOutput) -> None:
         """Brings the rows up to the plan: frees, then begins, then appends blocks and notes guesses."""
         for row in plan.freed_rows:
-            self._free(row)
+            self._remove_request(row)
         for request in plan.new_requests:
-            self._begin(request)
+            self._add_request(request)
         num_blocks = self.num_blocks
         for row, block in zip(plan.new_block_rows, plan.new_block_ids, strict=True):
             self.block_table[row, num_blocks[row]] = block
             num_blocks[row] += 1
         for position, drafts in plan.draft_token_ids.items():
-            self.history.guess(plan.rows[position], drafts)
+            self.history.set_draft_tokens(plan.rows[position], drafts)
 
-    def append_sampled_tokens(self, rows: np.ndarray, token_ids: np.ndarray, further: Mapping[int, Sequence[int]]) -> None:
+    def append_sampled_tokens(
+        self, rows: np.ndarray, token_ids: np.ndarray, further: Mapping[int, Sequence[int]]
+    ) -> None:
         """Adds what a step has sampled.
 
         Args:
@@ -97,11 +99,11 @@ class InputBatch:
             self.history.extend(row, more)
             self.num_computed[row] += len(more)
 
-    def lengths(self) -> RowLengths:
+    def copy_lengths(self) -> RowLengths:
         """How far the rows are, for `skip`."""
         return RowLengths(self.num_computed.copy(), self.history.num_tokens.copy())
 
-    def skip(self, plan: SchedulerOutput, before: RowLengths) -> None:
+    def advance_past_failed_step(self, plan: SchedulerOutput, before: RowLengths) -> None:
         """Brings the rows to where they would be after a step that has failed, wherever in it that was.
 
         Plans made meanwhile count on that: a row that stayed behind would write to blocks that were given back and that
@@ -121,7 +123,7 @@ class InputBatch:
         sampling = sampling[~np.isin(sampling, list(self.pooling.params))]
         self.history.append(sampling, np.zeros(len(sampling), dtype=np.int64))
 
-    def _begin(self, request: NewRequestData) -> None:
+    def _add_request(self, request: NewRequestData) -> None:
         row, params = request.row, request.sampling_params
         self.history.set_row(row, request.token_ids, request.num_prompt_tokens)
         self.num_computed[row] = request.num_computed_tokens
@@ -142,7 +144,7 @@ class InputBatch:
             tokens=None if self.sampling.processors is None else RowTokens(self.history, row),
         )
 
-    def _free(self, row: int) -> None:
+    def _remove_request(self, row: int) -> None:
         self.history.clear_row(row)
         self.num_blocks[row :: self.max_rows] = 0
         self.prompt_logprobs.pop(row, None)

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import CacheError
-from mvllm.platform.checked_calls import checked_attention_backend
 from mvllm.platform.attention import AttentionBackend, AttentionSpec, KVCache
+from mvllm.platform.checked_calls import checked_attention_backend
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.worker_protocol import KVCacheNeeds
-from mvllm.worker.kv_cache_groups import layer_windows, reported_windows, assign_layers_to_groups
+from mvllm.worker.kv_cache_groups import assign_layers_to_groups, layer_windows, reported_windows
 from mvllm.worker.out_of_memory import out_of_memory_as
 
 if TYPE_CHECKING:
     from mvllm.layers.attention import Attention
 
-Plans = Mapping[Hashable, tuple[AttentionBackend, int]]
+AttentionGroups = Mapping[Hashable, tuple[AttentionBackend, int]]
 """The backend and the group of each metadata that layers read, by their `metadata_key`."""
 
 
@@ -42,9 +42,9 @@ class KVCacheLayers:
         self._backends: dict[AttentionSpec, AttentionBackend] = {}
         self._layers: list[Attention] = []
         self._windows: tuple[int | None, ...] = ()
-        self._places: list[tuple[int, int]] = []
+        self._layer_positions: list[tuple[int, int]] = []
         self.groups: list[int | None] = [None]
-        self.plans: dict[Hashable, tuple[AttentionBackend, int]] = {}
+        self.attention_groups: dict[Hashable, tuple[AttentionBackend, int]] = {}
 
     def backend_for(self, spec: AttentionSpec) -> AttentionBackend:
         """The backend of layers that are built with `spec`: one for all that are alike."""
@@ -52,28 +52,28 @@ class KVCacheLayers:
             self._backends[spec] = checked_attention_backend(self._platform, spec)
         return self._backends[spec]
 
-    def use(self, layers: Iterable[Attention]) -> None:
+    def set_layers(self, layers: Iterable[Attention]) -> None:
         """Takes these for those that there are, grouped as the ones before."""
         self._layers = list(layers)
         self._windows = layer_windows(self._layers, self._runtime.device)
-        self._place()
+        self._assign_groups()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Lets go of the layers and of what they keep."""
         self.free_caches()
         self._layers = []
 
-    def group(self, windows: Sequence[int | None]) -> None:
+    def set_groups(self, windows: Sequence[int | None]) -> None:
         """Gives the layers of each group a block table of their own: what they see, in tokens, or None for all."""
         self.groups = list(windows)
-        self._place()
+        self._assign_groups()
 
-    def attention_groups_of(self, layers: Iterable[Attention]) -> Plans:
+    def attention_groups_of(self, layers: Iterable[Attention]) -> AttentionGroups:
         """Those that these layers read."""
         keys = {layer.metadata_key for layer in layers}
-        return {key: plan for key, plan in self.plans.items() if key in keys}
+        return {key: plan for key, plan in self.attention_groups.items() if key in keys}
 
-    def needs(self) -> KVCacheNeeds:
+    def kv_cache_needs(self) -> KVCacheNeeds:
         """What one token costs over all layers, and the block sizes that all backends accept.
 
         Raises:
@@ -104,7 +104,7 @@ class KVCacheLayers:
         try:
             with out_of_memory_as(CacheError, what, "Lower memory_utilization or kv_cache_memory_bytes."):
                 caches: dict[int, KVCache] = {}
-                for layer, (_, place) in zip(self._layers, self._places, strict=True):
+                for layer, (_, place) in zip(self._layers, self._layer_positions, strict=True):
                     if place not in caches:
                         caches[place] = layer.backend.allocate(num_blocks, block_size, self._runtime.device)
                     layer.kv_cache = caches[place]
@@ -122,17 +122,17 @@ class KVCacheLayers:
         for layer in self._layers:
             layer.kv_cache = None
 
-    def _place(self) -> None:
+    def _assign_groups(self) -> None:
         """Deals the layers out to the groups. A backend makes one metadata per step: each block table has its own."""
-        self.plans = {}
-        self._places = assign_layers_to_groups(self._windows, self.groups, self._config.model.max_model_len)
-        for layer, (group, _) in zip(self._layers, self._places, strict=True):
+        self.attention_groups = {}
+        self._layer_positions = assign_layers_to_groups(self._windows, self.groups, self._config.model.max_model_len)
+        for layer, (group, _) in zip(self._layers, self._layer_positions, strict=True):
             key: Hashable = layer.spec
-            if key in self.plans and self.plans[key][1] != group:
+            if key in self.attention_groups and self.attention_groups[key][1] != group:
                 key = (layer.spec, group)
-            if key not in self.plans:
+            if key not in self.attention_groups:
                 backend = self.backend_for(layer.spec)
                 if key != layer.spec:
                     backend = checked_attention_backend(self._platform, layer.spec)
-                self.plans[key] = (backend, group)
-            layer.metadata_key, layer.backend = key, self.plans[key][0]
+                self.attention_groups[key] = (backend, group)
+            layer.metadata_key, layer.backend = key, self.attention_groups[key][0]

@@ -15,7 +15,7 @@ from mvllm.config.engine_config import LoRAConfig
 from mvllm.errors import ModelError, RequestError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import Linear
-from mvllm.layers.lora import LoRAMapping, LoRALayerWeights, StackedLoRAWeights, CurrentLoRAMapping
+from mvllm.layers.lora import CurrentLoRAMapping, LoRALayerWeights, LoRAMapping, StackedLoRAWeights
 from mvllm.messages.lora import LoRARequest
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.lora_weights import load_lora_weights
@@ -51,7 +51,7 @@ class LoRAModelManager:
         self._loaded: dict[int, dict[str, LoRALayerWeights]] = {}
         self._slots: dict[int, int] = {}  # adapter -> slot, least recently used first
 
-    def add(self, request: LoRARequest) -> None:
+    def add_adapter(self, request: LoRARequest) -> None:
         """Reads an adapter. One that is loaded already stays.
 
         Raises:
@@ -67,12 +67,12 @@ class LoRAModelManager:
             raise RequestError(message, parameter="lora_request") from e
         self._loaded[request.lora_int_id] = adapter
 
-    def remove(self, lora_int_id: int) -> None:
+    def remove_adapter(self, lora_int_id: int) -> None:
         """Forgets an adapter, if it is loaded."""
         self._loaded.pop(lora_int_id, None)
         self._slots.pop(lora_int_id, None)
 
-    def batch(self, ids: np.ndarray, num_scheduled: np.ndarray, num_tokens: int) -> LoRAMapping | None:
+    def prepare_batch(self, ids: np.ndarray, num_scheduled: np.ndarray, num_tokens: int) -> LoRAMapping | None:
         """Which tokens of a step have which adapter, all of which are in slots now; None where none has one.
 
         Args:
@@ -103,7 +103,7 @@ class LoRAModelManager:
             if slot is None:
                 slot = self._free_slot(wanted)
                 for layer in self._layers:
-                    layer.fill(slot, self._loaded[i])
+                    layer.set_lora(slot, self._loaded[i])
             self._slots[i] = slot  # the newest
         return [self._slots[i] for i in wanted]
 

@@ -17,13 +17,13 @@ from mvllm.models.weight_loader import load_weights
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.provider_plugins import installed_providers
 from mvllm.ops.registry import OpTable
-from mvllm.platform.checked_calls import ask
+from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.worker.kv_cache_layers import KVCacheLayers
-from mvllm.worker.spec_decode.draft_model import DraftModel
 from mvllm.worker.lora_model_manager import LoRAModelManager
 from mvllm.worker.out_of_memory import out_of_memory_as
+from mvllm.worker.spec_decode.draft_model import DraftModel
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
@@ -78,7 +78,7 @@ class ModelLoader:
             dtype=torch_dtype(config.dtype),
             device=self._runtime.device,
             ops=OpTable.resolve(
-                ask(self._platform, "ops", returns=Sequence), installed_providers(self._config.op_providers)
+                call_checked(self._platform, "ops", returns=Sequence), installed_providers(self._config.op_providers)
             ),
             attention=self._layers.backend_for,
             tp=self._tp,
@@ -105,7 +105,7 @@ class ModelLoader:
                 ModelError, f"The slots of {lora.max_loras} adapters", "Lower max_loras or max_lora_rank."
             ):
                 self._adapters = LoRAModelManager(model, context, lora, self._runtime)
-        self._layers.use(layers)
+        self._layers.set_layers(layers)
         return context
 
     def _load(self, config: ModelConfig, context: BuildContext) -> CausalLM:
@@ -147,7 +147,7 @@ class ModelLoader:
         return self._adapters is not None
 
     @property
-    def adapters(self) -> LoRAModelManager:
+    def lora_manager(self) -> LoRAModelManager:
         """The LoRA adapters.
 
         Raises:
@@ -157,7 +157,7 @@ class ModelLoader:
             raise ConfigError("The engine was started without enable_lora: it takes no adapters.")
         return self._adapters
 
-    def drop(self) -> None:
+    def unload(self) -> None:
         """Lets go of them all, and of their KV caches. Idempotent."""
-        self._layers.forget()
+        self._layers.clear()
         self._model = self._adapters = self.draft = None

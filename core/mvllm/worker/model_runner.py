@@ -34,33 +34,33 @@ from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import REFERENCE
-from mvllm.platform.checked_calls import ask
 from mvllm.platform.attention import AttentionMetadata
+from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.graphs import CompileBackend
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
 from mvllm.platform.worker_protocol import KVCacheNeeds
-from mvllm.pooling.pooler import pool
+from mvllm.pooling.pooler import pool_step
 from mvllm.pooling.token_type_ids import make_token_type_ids
 from mvllm.sampling.logits_processor import LogitsProcessorContext
-from mvllm.sampling.token_masks import TokenMasks
-from mvllm.sampling.sampler_output import SamplerOutput
-from mvllm.sampling.penalties import DeviceTokenCounts
 from mvllm.sampling.logits_processor_set import LogitsProcessorSet
+from mvllm.sampling.penalties import DeviceTokenCounts
 from mvllm.sampling.sampler import Sampler, warm_up_params
+from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.sampling_state import PROCESSED, SamplingState, TokenHistory
-from mvllm.worker.kv_cache_layers import KVCacheLayers, Plans
+from mvllm.sampling.token_masks import TokenMasks
+from mvllm.worker.input_batch import InputBatch, RowLengths
+from mvllm.worker.kv_cache_layers import AttentionGroups, KVCacheLayers
+from mvllm.worker.lora_model_manager import LoRAModelManager
+from mvllm.worker.model_loader import ModelLoader
+from mvllm.worker.out_of_memory import all_ranks_failed_step, step_out_of_memory_error
+from mvllm.worker.pipeline_transport import PipelineTransport
+from mvllm.worker.prompt_logprobs import PromptLogprobsComputer
 from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
 from mvllm.worker.spec_decode.draft_model import DraftModelProposer
-from mvllm.worker.model_loader import ModelLoader
-from mvllm.worker.lora_model_manager import LoRAModelManager
-from mvllm.worker.out_of_memory import all_ranks_failed_step, step_out_of_memory_error
-from mvllm.worker.pipeline_transport import Pipeline
-from mvllm.worker.prompt_logprobs import PromptLogprobsComputer
 from mvllm.worker.spec_decode.proposer import NgramProposer, Proposer
-from mvllm.worker.input_batch import RowLengths, InputBatch
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs, dummy_inputs, profiling_inputs
 from mvllm.worker.step_result import StepResult
 from mvllm.worker.warm_up import StepShape, decode_shapes, dynamic_compile_shapes, sample_sizes, step_shapes
@@ -119,7 +119,7 @@ class ModelRunner:
         self._tp, self._pp = tp, pp
         self._attention = KVCacheLayers(config, platform, runtime)
         self._models = ModelLoader(config, platform, runtime, tp, pp, self._attention, num_devices=num_devices)
-        self._plans: Plans = {}
+        self._attention_groups: AttentionGroups = {}
         """Those of the model's layers."""
         self._proposer: Proposer | None = None
         self._num_speculative = 0 if config.speculative is None else config.speculative.num_speculative_tokens
@@ -128,10 +128,12 @@ class ModelRunner:
         self._run_model: Callable[..., torch.Tensor] = self._call_model
         self._compiler_needs_warm_up = False
         self._sampled_token_buffer: SampledTokenBuffer | None = None
-        self._begun: tuple[SchedulerOutput, RowLengths, _Computed | ModelRunnerOutput | None] | None = None
+        self._step_awaiting_masks: tuple[SchedulerOutput, RowLengths, _Computed | ModelRunnerOutput | None] | None = (
+            None
+        )
         """The step that waits for its masks, the rows' lengths when it began, and the model's result, or the output of
         the step if it has failed."""
-        self._pipeline = Pipeline(
+        self._pipeline = PipelineTransport(
             pp,
             runtime,
             hidden_size=config.model.hidden_size,
@@ -145,13 +147,13 @@ class ModelRunner:
         return self._models.model
 
     @property
-    def adapters(self) -> LoRAModelManager:
+    def lora_manager(self) -> LoRAModelManager:
         """The LoRA adapters.
 
         Raises:
             ConfigError: The engine takes none.
         """
-        return self._models.adapters
+        return self._models.lora_manager
 
     def load_model(self) -> None:
         """Builds the model on the device and loads this rank's weights."""
@@ -165,7 +167,7 @@ class ModelRunner:
             filtered_draw=None if drawn.provider == REFERENCE else drawn.function,
         )
         self._sampler = self._make_sampler()
-        self._plans = self._attention.attention_groups_of(self.model.attention_layers())
+        self._attention_groups = self._attention.attention_groups_of(self.model.attention_layers())
 
     def kv_cache_needs(self) -> KVCacheNeeds:
         """What one token costs over all layers, and the block sizes that all backends accept.
@@ -173,12 +175,12 @@ class ModelRunner:
         Raises:
             CacheError: The backends have no block size in common.
         """
-        return self._attention.needs()
+        return self._attention.kv_cache_needs()
 
     def group_layers(self, windows: Sequence[int | None]) -> None:
         """Gives the layers of each group a block table of their own: what they see, in tokens, or None for all."""
-        self._attention.group(windows)
-        self._plans = self._attention.attention_groups_of(self.model.attention_layers())
+        self._attention.set_groups(windows)
+        self._attention_groups = self._attention.attention_groups_of(self.model.attention_layers())
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         """Claims the KV cache of every layer, and readies the model and the rows for steps."""
@@ -191,7 +193,7 @@ class ModelRunner:
         self.rows = InputBatch(
             scheduler.max_num_seqs, model.max_model_len, block_size, state, len(self._attention.groups)
         )
-        shapes: ShapePolicy = ask(self._platform, "shapes", returns=ShapePolicy)
+        shapes: ShapePolicy = call_checked(self._platform, "shapes", returns=ShapePolicy)
         self._inputs = StepInputBuilder(
             self.rows,
             block_size=block_size,
@@ -218,7 +220,7 @@ class ModelRunner:
         self._proposer = None
         self._attention.free_caches()
         if self.rows.sampling.device_counts is not None:
-            self.rows.sampling.device_counts.drop()
+            self.rows.sampling.device_counts.free()
         if drop_weights:
             self._drop_models()
 
@@ -245,12 +247,14 @@ class ModelRunner:
 
         The worker leaves its groups afterwards: a captured step holds their communicators.
         """
-        self._run_model = _closed  # nor may the method, which holds this object: nobody waits for garbage to be found
+        self._run_model = (
+            _raise_closed  # nor may the method, which holds this object: nobody waits for garbage to be found
+        )
         self._proposer = None
-        self._models.drop()
+        self._models.unload()
 
     def _drop_models(self) -> None:
-        self._models.drop()
+        self._models.unload()
         gc.collect()  # modules and what compiles or replays them refer to each other
 
     @_in_inference_mode
@@ -259,16 +263,16 @@ class ModelRunner:
 
         On a pipeline stage but the last, the output has no tokens.
         """
-        self._pipeline.catch_up(plan, self.rows)
-        self.rows.apply(plan)
+        self._pipeline.apply_pending_outputs(plan, self.rows)
+        self.rows.apply_plan(plan)
         if self._proposer is not None and plan.new_requests:
-            self._proposer.begin_rows([request.row for request in plan.new_requests])
+            self._proposer.on_requests_added([request.row for request in plan.new_requests])
         if not plan.rows:
-            self._pipeline.skip(plan.step)
+            self._pipeline.skip_step(plan.step)
             return ModelRunnerOutput(step=plan.step)
-        before = self.rows.lengths()
+        before = self.rows.copy_lengths()
         if plan.masks_follow:
-            self._begun = plan, before, self._attempt(plan, before, partial(self._forward_step, plan))
+            self._step_awaiting_masks = plan, before, self._attempt(plan, before, partial(self._forward_step, plan))
             self._runtime.step_mark()
             return None
         output = self._attempt(plan, before, partial(self._run_step, plan))
@@ -279,8 +283,10 @@ class ModelRunner:
     @_in_inference_mode
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> ModelRunnerOutput | None:
         """Samples the step that has been computed last, as `execute_model` would have. See WorkerProtocol."""
-        assert self._begun is not None and self._begun[0].step == step, "no such step waits for its masks"
-        (plan, before, begun), self._begun = self._begun, None
+        assert self._step_awaiting_masks is not None and self._step_awaiting_masks[0].step == step, (
+            "no such step waits for its masks"
+        )
+        (plan, before, begun), self._step_awaiting_masks = self._step_awaiting_masks, None
         plan.mask_rows, plan.token_masks = mask_rows, token_masks
         output: ModelRunnerOutput | None
         if isinstance(begun, tuple):
@@ -307,8 +313,10 @@ class ModelRunner:
             if not self._all_ranks_failed(plan):
                 raise  # the others wait for this rank's part
             failure = str(e)
-        self.rows.skip(plan, before)  # the frames of the failure, and what they held, are gone by now
-        return self._give_up(plan, failure)
+        self.rows.advance_past_failed_step(
+            plan, before
+        )  # the frames of the failure, and what they held, are gone by now
+        return self._fail_step(plan, failure)
 
     def _run_step(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """As `execute_model`, for a plan that has been applied to the rows, and has some."""
@@ -318,13 +326,13 @@ class ModelRunner:
         """Runs the model."""
         inputs = self._inputs.build(plan)
         if self._sampled_token_buffer is not None:
-            inputs.token_ids = self._sampled_token_buffer.resolve(inputs.token_ids)
+            inputs.token_ids = self._sampled_token_buffer.replace_placeholders(inputs.token_ids)
         hidden, states = self._compute(
             inputs, self._pipeline.receive_hidden(len(inputs.token_ids)), self._lora_batch_of(inputs)
         )
         self.rows.num_computed[inputs.rows] += inputs.num_scheduled
         # Guesses count when they are known to be right.
-        self.rows.num_computed[inputs.rows[inputs.sampling]] -= inputs.num_drafts
+        self.rows.num_computed[inputs.rows[inputs.sampling]] -= inputs.num_draft_tokens
         return inputs, hidden, states
 
     def _sample_step(
@@ -332,9 +340,9 @@ class ModelRunner:
     ) -> ModelRunnerOutput | None:
         """Samples, or hands on what the model gave."""
         if self._pipeline.is_last:
-            return self._finish_last_stage(plan, inputs, hidden, states)
+            return self._sample_last_stage(plan, inputs, hidden, states)
         self._pipeline.send_hidden(hidden)
-        self._pipeline.expect(plan.step, inputs.rows, inputs.sampling)
+        self._pipeline.expect_output(plan.step, inputs.rows, inputs.sampling)
         return ModelRunnerOutput(step=plan.step)
 
     def _all_ranks_failed(self, plan: SchedulerOutput) -> bool:
@@ -346,7 +354,7 @@ class ModelRunner:
         seconds = self._config.parallel.step_timeout / _FAILURE_EXCHANGE_DIVISOR
         return all_ranks_failed_step(self._tp, self._runtime, plan.step, seconds)
 
-    def _give_up(self, plan: SchedulerOutput, reason: str) -> ModelRunnerOutput | None:
+    def _fail_step(self, plan: SchedulerOutput, reason: str) -> ModelRunnerOutput | None:
         """What there is to tell of a step that has failed for all of its rows; the engine goes on without these."""
         logger.error("Step %d, of %d requests, fails: %s", plan.step, len(plan.rows), reason)
         self._runtime.release_cached_memory()
@@ -354,7 +362,7 @@ class ModelRunner:
         output = ModelRunnerOutput(plan.step, nothing, errors=dict.fromkeys(range(len(nothing)), reason))
         if self._sampled_token_buffer is None:
             return output
-        self._sampled_token_buffer.add_failed(output)
+        self._sampled_token_buffer.add_failed_step(output)
         return None
 
     def collect_output(self, step: int) -> ModelRunnerOutput:
@@ -362,8 +370,8 @@ class ModelRunner:
         last one made of `step`.
         """
         if self._sampled_token_buffer is not None:
-            return self._sampled_token_buffer.collect(step)
-        return self._pipeline.collect(step, self.rows)
+            return self._sampled_token_buffer.collect_output(step)
+        return self._pipeline.collect_output(step, self.rows)
 
     @_in_inference_mode
     def profile(self, part: int = 1) -> None:
@@ -383,13 +391,13 @@ class ModelRunner:
             max_model_len=self._config.model.max_model_len,
             block_size=block_size,
             runtime=self._runtime,
-            shapes=ask(self._platform, "shapes", returns=ShapePolicy),
+            shapes=call_checked(self._platform, "shapes", returns=ShapePolicy),
             with_prompt_lens=self.model.uses_prompt_lens,
         )
         num_tokens = len(inputs.token_ids)
-        adapters = self.adapters.largest_batch(num_tokens) if self._models.supports_lora else None
+        adapters = self.lora_manager.largest_batch(num_tokens) if self._models.supports_lora else None
         with step_out_of_memory_error(scheduler, self._runtime):
-            hidden = self._forward(inputs, self._pipeline.placeholder(num_tokens), adapters)
+            hidden = self._forward(inputs, self._pipeline.zero_hidden_states(num_tokens), adapters)
             if self._pipeline.is_last and self._config.model.kind.generates:
                 lines = inputs.logits_indices.repeat(1 + self._num_speculative)[:num_tokens]
                 self._profile_sampling(self.model.compute_logits(hidden.index_select(0, lines)))
@@ -406,7 +414,7 @@ class ModelRunner:
         They read block 0 and write nothing. The shapes within the sampler depend on what requests ask for; a batch that
         asks for nothing is run.
         """
-        shapes: ShapePolicy = ask(self._platform, "shapes", returns=ShapePolicy)
+        shapes: ShapePolicy = call_checked(self._platform, "shapes", returns=ShapePolicy)
         max_rows = self._config.scheduler.max_num_seqs
         if self._platform.capabilities.static_shapes:
             self._run_all_shapes(shapes)
@@ -434,7 +442,7 @@ class ModelRunner:
                 with_prompt_lens=self.model.uses_prompt_lens,
                 num_groups=len(self._attention.groups),
             )
-            self._forward(inputs, self._pipeline.placeholder(len(inputs.token_ids)))
+            self._forward(inputs, self._pipeline.zero_hidden_states(len(inputs.token_ids)))
             self._runtime.step_mark()
 
     def _run_all_shapes(self, shapes: ShapePolicy) -> None:
@@ -458,8 +466,8 @@ class ModelRunner:
                 num_groups=len(self._attention.groups),
             )
             if self._sampled_token_buffer is not None:
-                inputs.token_ids = self._sampled_token_buffer.resolve(inputs.token_ids)
-            _, states = self._compute(inputs, self._pipeline.placeholder(shape.tokens))
+                inputs.token_ids = self._sampled_token_buffer.replace_placeholders(inputs.token_ids)
+            _, states = self._compute(inputs, self._pipeline.zero_hidden_states(shape.tokens))
             if states is not None:
                 states_by_size[shape.requests] = states
         for size, states in states_by_size.items():
@@ -469,7 +477,7 @@ class ModelRunner:
                 sampled = self._sampler.sample(self._logits(states, num_rows), np.arange(num_rows), state, history)
                 if self._sampled_token_buffer is not None:
                     spare = np.full(size, scheduler.max_num_seqs, dtype=np.int32)
-                    self._sampled_token_buffer.keep(sampled, self._runtime.from_numpy(spare))
+                    self._sampled_token_buffer.store(sampled, self._runtime.from_numpy(spare))
                 sampled.send_to_host(self._runtime.to_host)
                 sampled.numpy()
                 self._runtime.step_mark()
@@ -537,12 +545,12 @@ class ModelRunner:
     ) -> torch.Tensor:
         if self._config.model.kind.is_encoder:
             return self._encode(inputs, intermediate)
-        plans = [backend.build_metadata(inputs.layouts[group]) for backend, group in self._plans.values()]
+        plans = [backend.build_metadata(inputs.layouts[group]) for backend, group in self._attention_groups.values()]
         arguments = (inputs.token_ids, inputs.positions, inputs.prompt_lens, intermediate, *plans)
         if adapters is None:
             return self._run_model(*arguments)
         # Not compiled, and not replayed: which tokens have which adapter is another shape in every step.
-        with self.adapters.step.of(adapters):
+        with self.lora_manager.step.active(adapters):
             return self._call_model(*arguments)
 
     def _lora_batch_of(self, inputs: StepInputs) -> LoRAMapping | None:
@@ -550,7 +558,7 @@ class ModelRunner:
         if not self._models.supports_lora:
             return None
         ids = self.rows.lora_ids[inputs.rows]
-        return self.adapters.batch(ids, inputs.num_scheduled, len(inputs.token_ids)) if ids.any() else None
+        return self.lora_manager.prepare_batch(ids, inputs.num_scheduled, len(inputs.token_ids)) if ids.any() else None
 
     def _encode(self, inputs: StepInputs, intermediate: torch.Tensor | None) -> torch.Tensor:
         """As `_forward`, of a model without a cache. Where prompts begin differs in every step: nothing to compile."""
@@ -577,7 +585,7 @@ class ModelRunner:
         *plans: AttentionMetadata,
     ) -> torch.Tensor:
         """The model with a step's metadata laid out as arguments, as in `_plans`: the function that is compiled."""
-        step = ForwardStep(dict(zip(self._plans, plans, strict=True)), prompt_lens)
+        step = ForwardStep(dict(zip(self._attention_groups, plans, strict=True)), prompt_lens)
         hidden: torch.Tensor = self.model(token_ids, positions, step, intermediate)
         return hidden
 
@@ -603,7 +611,7 @@ class ModelRunner:
         """The same, faster where the platform can make it so."""
         if not self._is_compiled:
             return function
-        compiler: CompileBackend = ask(self._platform, "compiler", returns=CompileBackend)
+        compiler: CompileBackend = call_checked(self._platform, "compiler", returns=CompileBackend)
         self._compiler_needs_warm_up = compiler.needs_warm_up()
         return compiler.compile(function, dynamic=True)
 
@@ -628,7 +636,7 @@ class ModelRunner:
                 max_tokens=scheduler.max_num_batched_tokens + scheduler.max_num_seqs,
                 max_rows=scheduler.max_num_seqs,
                 runtime=self._runtime,
-                shapes=ask(self._platform, "shapes", returns=ShapePolicy),
+                shapes=call_checked(self._platform, "shapes", returns=ShapePolicy),
                 with_prompt_lens=draft.model.uses_prompt_lens,
             ),
             plans=self._attention.attention_groups_of(draft.layers),
@@ -637,15 +645,15 @@ class ModelRunner:
             compile=self._compiled,
         )
 
-    def _finish_last_stage(
+    def _sample_last_stage(
         self, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor, states: torch.Tensor | None
     ) -> ModelRunnerOutput | None:
         """Turns hidden states into tokens and whatever else was asked for, and reads them unless that can wait."""
         result = StepResult(plan.step, inputs.rows, inputs.sampling, drafts=plan.draft_token_ids)
         if self.rows.prompt_logprobs:
-            result.prompt_logprobs_chunks = self._prompt_logprobs.pieces(inputs, hidden, self.model.compute_logits)
+            result.prompt_logprobs_chunks = self._prompt_logprobs.compute(inputs, hidden, self.model.compute_logits)
         if self.rows.pooling.params:
-            result.pooled = pool(
+            result.pooled = pool_step(
                 self.rows.pooling,
                 self._runtime,
                 hidden,
@@ -660,18 +668,18 @@ class ModelRunner:
             assert states is not None
             result.sampled = self._sample(inputs, states, masks)
         if self._sampled_token_buffer is not None:
-            self._sampled_token_buffer.add(result)
+            self._sampled_token_buffer.add_step(result)
             return None
         output, tokens = result.read()
         further = {plan.rows[position]: more for position, more in output.further_token_ids.items()}
         self.rows.append_sampled_tokens(inputs.rows[inputs.sampling], tokens, further)
         if self._proposer is not None:
-            output.draft_token_ids = self._guess(self._proposer, plan, inputs, output)
+            output.draft_token_ids = self._propose_drafts(self._proposer, plan, inputs, output)
         if not self._pipeline.is_first:
             self._pipeline.send_output(output, any_sampled=len(tokens) > 0)
         return output
 
-    def _guess(
+    def _propose_drafts(
         self, proposer: Proposer, plan: SchedulerOutput, inputs: StepInputs, output: ModelRunnerOutput
     ) -> dict[int, list[int]]:
         """Tokens that may come next, by position in the batch, for rows whose next ones can be checked ahead."""
@@ -689,17 +697,17 @@ class ModelRunner:
         """Samples for the rows that have reached the end of their known tokens."""
         state, history = self.rows.sampling, self.rows.history
         rows, ends = inputs.rows[inputs.sampling], None
-        if inputs.num_drafts.any():
+        if inputs.num_draft_tokens.any():
             ends = _counted(history.num_tokens[rows], inputs.num_logits_rows)
             rows = rows.repeat(inputs.num_logits_rows)
         logits = self._logits(states, len(rows))
         if self._sampled_token_buffer is not None and history.ends_in_placeholder(state.rows_reading_tokens(rows)):
-            self._sampled_token_buffer.read_all()  # while the device computes
+            self._sampled_token_buffer.read_all_steps()  # while the device computes
         sampled = self._sampler.sample(logits, rows, state, history, masks=masks, ends=ends)
         del logits  # what is lazy and has a name is a result of the compiled step: another step than the warm-up's
         if self._sampled_token_buffer is not None:
             assert inputs.sample_rows is not None
-            self._sampled_token_buffer.keep(sampled, inputs.sample_rows)
+            self._sampled_token_buffer.store(sampled, inputs.sample_rows)
             if state.device_counts is not None:
                 state.device_counts.add(sampled.token_ids, inputs.sample_rows)
         else:
@@ -712,7 +720,7 @@ class ModelRunner:
         return logits if self._static else logits[:num_rows]
 
 
-def _closed(*arguments: object) -> torch.Tensor:
+def _raise_closed(*arguments: object) -> torch.Tensor:
     raise AssertionError("the worker was shut down")
 
 

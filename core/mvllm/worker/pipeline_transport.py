@@ -39,7 +39,7 @@ class _PendingOutput:
     sampled_rows: frozenset[int]
 
 
-class Pipeline:
+class PipelineTransport:
     """What a stage exchanges with the others.
 
     Args:
@@ -88,7 +88,7 @@ class Pipeline:
         """Hands the step on to the next stage."""
         self._group.send(hidden, self._group.rank_in_group + 1)
 
-    def placeholder(self, num_tokens: int) -> torch.Tensor | None:
+    def zero_hidden_states(self, num_tokens: int) -> torch.Tensor | None:
         """Zeros in place of `receive_hidden`, for a pass that each stage makes by itself."""
         if self.is_first:
             return None
@@ -110,31 +110,31 @@ class Pipeline:
             return
         self._group.cpu_group.send(msgspec.msgpack.encode(told), *range(self._group.world_size - 1))
 
-    def expect(self, step: int, rows: np.ndarray, sampling: np.ndarray) -> None:
+    def expect_output(self, step: int, rows: np.ndarray, sampling: np.ndarray) -> None:
         """On the other stages: remembers that `send_output` will be called for this step."""
         if self._every_rank_answers or len(sampling):
             self._awaited_steps.append(_PendingOutput(step, rows, sampling, frozenset(rows[sampling].tolist())))
 
-    def skip(self, step: int) -> None:
+    def skip_step(self, step: int) -> None:
         """On the other stages: a step in which nothing is computed has an empty output."""
         if self._every_rank_answers:
             self._outputs[step] = ModelRunnerOutput(step=step)
 
-    def catch_up(self, plan: SchedulerOutput, table: InputBatch) -> None:
+    def apply_pending_outputs(self, plan: SchedulerOutput, table: InputBatch) -> None:
         """Takes in the tokens of all rows that `plan` touches, before it is applied to `table`."""
         if not self._awaited_steps:
             return
         touched = {*plan.rows, *plan.freed_rows}
         while any(not touched.isdisjoint(awaited.sampled_rows) for awaited in self._awaited_steps):
-            self._take_in(table)
+            self._receive_oldest_output(table)
 
-    def collect(self, step: int, table: InputBatch) -> ModelRunnerOutput:
+    def collect_output(self, step: int, table: InputBatch) -> ModelRunnerOutput:
         """The output of a step, once it is there."""
         while step not in self._outputs:
-            self._take_in(table)
+            self._receive_oldest_output(table)
         return self._outputs.pop(step)
 
-    def _take_in(self, table: InputBatch) -> None:
+    def _receive_oldest_output(self, table: InputBatch) -> None:
         """Receives the oldest output awaited and appends its tokens to their rows."""
         awaited = self._awaited_steps.popleft()
         payload = self._group.cpu_group.receive(self._group.world_size - 1)

@@ -33,7 +33,7 @@ class PromptLogprobsComputer:
         self._runtime = runtime
         self._sizes = sizes
 
-    def pieces(
+    def compute(
         self, inputs: StepInputs, hidden: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[int, list[PromptLogprobsChunk]]:
         """Of the prompt tokens that a step's positions predict, by position in the batch, for the rows that asked.
@@ -54,12 +54,14 @@ class PromptLogprobsComputer:
             targets = history.token_ids[row, first + 1 : last + 1].astype(np.int64)
             states = hidden[int(starts[i]) : int(starts[i]) + last - first]
             found[i] = [
-                self._piece(states[begin : begin + chunk], targets[begin : begin + chunk], wanted, compute_logits)
+                self._compute_chunk(
+                    states[begin : begin + chunk], targets[begin : begin + chunk], wanted, compute_logits
+                )
                 for begin in range(0, len(targets), chunk)
             ]
         return found
 
-    def _piece(
+    def _compute_chunk(
         self,
         states: torch.Tensor,
         token_ids: np.ndarray,

@@ -21,7 +21,7 @@ import torch
 from mvllm.messages.scheduler_output import ModelRunnerOutput
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.sampling.sampler_output import SamplerOutput
-from mvllm.sampling.sampling_state import TokenHistory, PlaceholderTokens
+from mvllm.sampling.sampling_state import PlaceholderTokens, TokenHistory
 from mvllm.worker.step_result import StepResult
 
 
@@ -36,20 +36,20 @@ class SampledTokenBuffer:
     def __init__(self, runtime: DeviceRuntime, history: TokenHistory) -> None:
         self._runtime = runtime
         self._history = history
-        self._last = runtime.empty((len(history.num_tokens) + 1,), torch.int32)  # one to spare, for padding
+        self._last_token_ids = runtime.empty((len(history.num_tokens) + 1,), torch.int32)  # one to spare, for padding
         self._unread_steps: deque[tuple[StepResult, PlaceholderTokens]] = deque()
         self._outputs: dict[int, ModelRunnerOutput] = {}
 
-    def resolve(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def replace_placeholders(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Puts tokens in the place of marks.
 
         Args:
             token_ids: int32 [T] on the device.
         """
         rows = (-1 - token_ids).clamp_(min=0)
-        return torch.where(token_ids < 0, self._last.index_select(0, rows), token_ids)
+        return torch.where(token_ids < 0, self._last_token_ids.index_select(0, rows), token_ids)
 
-    def keep(self, sampled: SamplerOutput, rows: torch.Tensor) -> None:
+    def store(self, sampled: SamplerOutput, rows: torch.Tensor) -> None:
         """Remembers the tokens of a step, on the device.
 
         Args:
@@ -57,24 +57,24 @@ class SampledTokenBuffer:
             rows: int32 [n or more] on the device; the rows they belong to.
         """
         token_ids = sampled.token_ids
-        self._last.index_copy_(0, rows[: len(token_ids)].long(), token_ids.to(torch.int32))
+        self._last_token_ids.index_copy_(0, rows[: len(token_ids)].long(), token_ids.to(torch.int32))
 
-    def add(self, result: StepResult) -> None:
+    def add_step(self, result: StepResult) -> None:
         """Takes a step whose work has been submitted. Its rows have one token more from now on."""
         if result.sampled is not None:
             result.sampled.send_to_host(self._runtime.to_host)
         self._unread_steps.append((result, self._history.append_placeholders(result.rows[result.sampling])))
 
-    def add_failed(self, output: ModelRunnerOutput) -> None:
+    def add_failed_step(self, output: ModelRunnerOutput) -> None:
         """Takes a step that has failed for all of its rows, whose tokens nobody will see."""
         self._outputs[output.step] = output
 
-    def read_all(self) -> None:
+    def read_all_steps(self) -> None:
         """Waits for all steps added so far; then the host knows every token."""
         while self._unread_steps:
             self._read_oldest_step()
 
-    def collect(self, step: int) -> ModelRunnerOutput:
+    def collect_output(self, step: int) -> ModelRunnerOutput:
         """The output of a step, once it is there. To be called once for each."""
         while step not in self._outputs:
             self._read_oldest_step()
@@ -83,5 +83,5 @@ class SampledTokenBuffer:
     def _read_oldest_step(self) -> None:
         result, places = self._unread_steps.popleft()
         output, tokens = result.read()
-        self._history.fill(places, tokens)
+        self._history.fill_placeholders(places, tokens)
         self._outputs[result.step] = output

@@ -60,7 +60,7 @@ class _BufferLayout:
         return [*first, self.prompt_lens, self.sample_rows, *[self.tokens, table] * (self.num_groups - 1)]
 
     @property
-    def places(self) -> list[tuple[int, int]]:
+    def slot_and_table_indices(self) -> list[tuple[int, int]]:
         """Of each group's slots and block table among the parts."""
         return [(2, 6), *((i, i + 1) for i in range(9, len(self.sizes), 2))]
 
@@ -103,7 +103,7 @@ class _BufferLayout:
                 block_table_device=views[block_table_index].view(shape),
                 slot_mapping_device=views[slot_mapping_index],
             )
-            for slot_mapping_index, block_table_index in self.places[1:]
+            for slot_mapping_index, block_table_index in self.slot_and_table_indices[1:]
         ]
 
 
@@ -131,7 +131,7 @@ class StepInputs:
     num_scheduled: np.ndarray
     first_positions: np.ndarray
     sampling: np.ndarray
-    num_drafts: np.ndarray
+    num_draft_tokens: np.ndarray
     token_ids: torch.Tensor
     positions: torch.Tensor
     logits_indices: torch.Tensor
@@ -147,7 +147,7 @@ class StepInputs:
     @property
     def num_logits_rows(self) -> np.ndarray:
         """int32 [S]: of the L lines of logits, how many each sampling row has."""
-        return self.num_drafts + 1
+        return self.num_draft_tokens + 1
 
 
 class StepInputBuilder:
@@ -277,7 +277,7 @@ class StepInputBuilder:
         token_ids[:num_tokens] = history.token_ids[row_of_token, position]
         positions[:num_tokens] = position
         page, offset = position // self._block_size, position % self._block_size
-        for group, (slot_mapping_index, block_table_index) in enumerate(packing.places):
+        for group, (slot_mapping_index, block_table_index) in enumerate(packing.slot_and_table_indices):
             slots, block_table = parts[slot_mapping_index], parts[block_table_index].reshape(padded_requests, pages)
             tables = table.block_table[group * table.max_rows :]
             known = block_table[:num_requests, : tables.shape[1]]  # a bucket may be wider than any sequence
@@ -305,7 +305,7 @@ class StepInputBuilder:
             query_start_loc[num_requests + 1 :] = num_tokens
             lens[num_requests:] = 0
 
-        views = packing.parts(self.staging.send(buffer[:num_places]))
+        views = packing.parts(self.staging.copy_to_device(buffer[:num_places]))
         lengths = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
         layouts = packing.layouts(parts, views, block_size=self._block_size, **lengths)
         return StepInputs(
@@ -393,7 +393,7 @@ def dummy_inputs(
     query_start_loc[:] = np.minimum(np.arange(padded_requests + 1, dtype=np.int32) * query_len, num_tokens)
     seq_lens[:] = np.diff(query_start_loc)
     logits_indices[:] = np.maximum(query_start_loc[1:] - 1, 0)
-    for slot_mapping_index, _ in packing.places:
+    for slot_mapping_index, _ in packing.slot_and_table_indices:
         parts[slot_mapping_index][:] = -1
     views = packing.parts(runtime.from_numpy(buffer))
     return StepInputs(
@@ -401,7 +401,7 @@ def dummy_inputs(
         num_scheduled=seq_lens[:num_requests],
         first_positions=np.zeros(num_requests, dtype=np.int32),
         sampling=np.arange(num_requests),
-        num_drafts=np.zeros(num_requests, dtype=np.int32),
+        num_draft_tokens=np.zeros(num_requests, dtype=np.int32),
         token_ids=views[0],
         positions=views[1],
         logits_indices=views[5],

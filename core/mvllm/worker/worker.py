@@ -6,7 +6,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.parallel_groups import ParallelGroups, join_groups
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.platform.checked_calls import ask
+from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.topology import WorkerContext
@@ -44,7 +44,7 @@ class Worker:
         self._runner: ModelRunner | None = None
 
     def init_device(self) -> None:
-        self._runtime = ask(self._platform, "init_device", self._ctx, returns=DeviceRuntime)
+        self._runtime = call_checked(self._platform, "init_device", self._ctx, returns=DeviceRuntime)
         self._groups = join_groups(self._config.parallel, self._platform, self._ctx, self._runtime.device)
         self._runner = ModelRunner(
             self._config,
@@ -96,7 +96,10 @@ class Worker:
         runtime, scheduler, capabilities = self.runtime, self._config.scheduler, self._platform.capabilities
         runtime.reset_peak_memory()
         start = runtime.memory()
-        is_large = scheduler.max_num_batched_tokens >= _MIN_TOKENS_FOR_SMALL_PROFILE and scheduler.max_num_seqs >= _PROFILE_DIVISOR
+        is_large = (
+            scheduler.max_num_batched_tokens >= _MIN_TOKENS_FOR_SMALL_PROFILE
+            and scheduler.max_num_seqs >= _PROFILE_DIVISOR
+        )
         on_host = capabilities.unified_memory and not capabilities.static_shapes
         if not (is_large and on_host) or start.peak_by_me > start.used_by_me + _RESET_SLACK:
             return self._peak_step_bytes_of(1)
@@ -140,10 +143,10 @@ class Worker:
         self.runner.wake_up(tags)
 
     def add_lora(self, request: LoRARequest) -> None:
-        self.runner.adapters.add(request)
+        self.runner.lora_manager.add_adapter(request)
 
     def remove_lora(self, lora_int_id: int) -> None:
-        self.runner.adapters.remove(lora_int_id)
+        self.runner.lora_manager.remove_adapter(lora_int_id)
 
     def check_health(self) -> None:
         self.runtime.health()

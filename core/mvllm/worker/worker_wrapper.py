@@ -10,7 +10,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ConfigError, MvllmError, PlatformError
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.platform.checked_calls import ask
+from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.discovery import load_attribute
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
@@ -36,7 +36,7 @@ class WorkerWrapper:
 
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         with enter_phase(Phase.WORKER):
-            path = ask(platform, "worker_class", returns=(str, type(None))) or _default_worker_class(platform)
+            path = call_checked(platform, "worker_class", returns=(str, type(None))) or _default_worker_class(platform)
             if platform.spec.torch_backend is not None:  # others need not have torch
                 from mvllm.worker.torch_backend import check_torch_backend
 

@@ -26,7 +26,7 @@ from mvllm.plugin_api import (
     WorkerContext,
 )
 from mvllm.testing.attention_cases import make_spec
-from mvllm_cpu import kernels, host_resources
+from mvllm_cpu import host_resources, kernels
 from mvllm_cpu.platform import CAPABILITIES, make_platform
 from mvllm_cpu.plugin import SPEC
 
@@ -120,7 +120,9 @@ class TestTopology:
 
     def test_several_workers_share_the_cores(self, platform, monkeypatch):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr(host_resources, "physical_cores", lambda: [host_resources.Core(i, i // 4) for i in range(8)])
+        monkeypatch.setattr(
+            host_resources, "physical_cores", lambda: [host_resources.Core(i, i // 4) for i in range(8)]
+        )
         monkeypatch.setattr(host_resources, "cpu_quota", lambda: None)
         topology = platform.topology(ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2))
         assert topology.num_workers == 4 and "uni" not in topology.executors
@@ -129,7 +131,9 @@ class TestTopology:
 
     def test_more_workers_than_cores_get_one_thread_each(self, monkeypatch):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr(host_resources, "physical_cores", lambda: [host_resources.Core(0, 0), host_resources.Core(1, 0)])
+        monkeypatch.setattr(
+            host_resources, "physical_cores", lambda: [host_resources.Core(0, 0), host_resources.Core(1, 0)]
+        )
         assert [host_resources.core_share(r, 3).threads for r in range(3)] == [1, 1, 1]
 
 
@@ -178,9 +182,15 @@ class TestMachine:
         monkeypatch.setattr(host_resources, "allowed_cpus", allowed_cpus)
         for cpu in range(4):  # 2 and 3 are one core
             fake(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{min(cpu, 2)}\n")
-        assert [host_resources.cores_of(pids) for pids in ([1], [1, 2], [2, 2], [1, 2, 3], [1, 99])] == [1, 2, 1, 3, 1]
+        assert [host_resources.num_cores_of_processes(pids) for pids in ([1], [1, 2], [2, 2], [1, 2, 3], [1, 99])] == [
+            1,
+            2,
+            1,
+            3,
+            1,
+        ]
         monkeypatch.setattr(host_resources, "cpu_quota", lambda: 1.5)
-        assert host_resources.cores_of([1, 2, 3]) == 2
+        assert host_resources.num_cores_of_processes([1, 2, 3]) == 2
 
     def test_thread_count_that_the_user_set_wins(self, fake, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "5,2")

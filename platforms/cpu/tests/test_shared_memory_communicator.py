@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 
 from mvllm.plugin_api import GroupSpec, PlatformError
-from mvllm_cpu import kernels, host_resources
+from mvllm_cpu import host_resources, kernels
 from mvllm_cpu import shared_memory_communicator as module
 from mvllm_cpu.linear import Linear
 from mvllm_cpu.ops import KernelOps
@@ -300,7 +300,7 @@ def bound_to_cores(which: list[int], rank: int, world_size: int, address: str) -
     comm.close()
 
 
-@pytest.mark.skipif(host_resources.cores_of([0]) < 2, reason="one core")
+@pytest.mark.skipif(host_resources.num_cores_of_processes([0]) < 2, reason="one core")
 @pytest.mark.parametrize("which", [[0, 1], [1, 1]])
 def test_ranks_spin_where_each_has_a_core_of_its_own(which: list[int]) -> None:
     spawn(partial(bound_to_cores, which), 2)

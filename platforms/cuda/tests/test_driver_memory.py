@@ -22,7 +22,9 @@ def test_nvml_tells_what_this_process_holds(machine):
 def test_what_nvml_cannot_tell_is_not_made_up(machine, uuid):
     machine(A100.format(n=0), "process|1|77")
     assert NvmlDriverMemory(uuid).held_by_this_process() is None and NvmlDriverMemory(uuid).free() is None
-    assert NvmlDriverMemory(UUID).held_by_this_process() is None  # a container's processes are not among those that it sees
+    assert (
+        NvmlDriverMemory(UUID).held_by_this_process() is None
+    )  # a container's processes are not among those that it sees
 
 
 def test_a_device_without_memory_of_its_own_has_no_free_bytes(machine):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mvllm.plugin_api import PlatformError
-from tests.helpers.host_sync import ForbidSynchronizingOps, ForbidHostReads
+from tests.helpers.host_sync import ForbidHostReads, ForbidSynchronizingOps
 
 
 @dataclass

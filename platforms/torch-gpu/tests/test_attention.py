@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mvllm.plugin_api import WorkerContext
-from mvllm.testing.attention_cases import Bench, expected, make_case, make_layout, make_spec, run, tolerance
+from mvllm.testing.attention_cases import CacheHarness, expected, make_case, make_layout, make_spec, run, tolerance
 from mvllm_cpu.runtime import CPURuntime
 
 # Skips where there is no Triton; the kernels come after it.
@@ -72,7 +72,7 @@ def test_a_platform_chooses_the_format_of_float8(fields):
     backend = SomePlatform().attention_backend(spec)
     found = run(backend, runtime(), case)
     assert (found.double() - expected(case)).abs().max() <= tolerance(spec.dtype, spec.kv_dtype)
-    bench = Bench(backend, runtime(), 1, 16)
+    bench = CacheHarness(backend, runtime(), 1, 16)
     plan = bench.begin(make_layout([(0, 1)], np.array([[0]], dtype=np.int32), 16))
     key = torch.ones(1, spec.num_kv_heads, spec.head_size)
     backend.write_kv(bench.kv, key, key[..., : spec.value_size], plan)
@@ -85,7 +85,7 @@ def test_the_tables_of_a_graph_give_what_the_steps_own_give():
     spec = make_spec(head_size=16)
     backend = TritonAttention(spec)
     case = make_case(spec, [(37, 1), (15, 1), (0, 1)], block_size=16, padding=1, padding_requests=1)
-    bench = Bench(backend, runtime(), case.num_blocks, 16)
+    bench = CacheHarness(backend, runtime(), case.num_blocks, 16)
     bench.fill(0.5)
     plan = bench.begin(case.layout)
     assert plan.is_decode(4)

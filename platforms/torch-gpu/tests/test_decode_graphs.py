@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mvllm_torch_gpu.decode_graphs import TABLE_TOKENS, DecodeGraphBackend, Tables
+from mvllm_torch_gpu.decode_graphs import TABLE_TOKENS, DecodeGraphBackend, GraphBlockTables
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_torch_gpu.shapes import LARGEST_CAPTURE, decode_sizes, policy
 
@@ -112,17 +112,17 @@ def test_longer_tables_are_captured_anew_and_shorter_ones_fit(graphs):
         given = step_arguments(pages=pages, shift=number * 3)
         assert torch.equal(function(*given), Model()(*given))
     assert graphs.captures == 2
-    assert [Tables(256).width(pages, BLOCK) for pages in (1, 64, 65, 512, 513)] == [64, 64, 512, 512, 4096]
+    assert [GraphBlockTables(256).width(pages, BLOCK) for pages in (1, 64, 65, 512, 513)] == [64, 64, 512, 512, 4096]
 
 
 def test_sequences_of_any_usual_length_have_one_graph():
-    tables = Tables(TABLE_TOKENS)
+    tables = GraphBlockTables(TABLE_TOKENS)
     for block_size in (8, 16, 64, 256):
         assert tables.width(1, block_size) == tables.width(100_000 // block_size, block_size) == 2**17 // block_size
 
 
 def test_graphs_share_a_table_and_one_for_more_requests_leaves_the_others_theirs(graphs):
-    tables = Tables(TABLE * BLOCK)
+    tables = GraphBlockTables(TABLE * BLOCK)
     large, small, larger = (tables.of(4, plan(rows)) for rows in (8, 4, 16))
     assert small.data_ptr() == large.data_ptr() != larger.data_ptr()
     assert tables.of(5, plan(4)).data_ptr() != small.data_ptr(), "each of a step's tables has its own"
@@ -261,7 +261,10 @@ def test_a_function_is_fused_before_it_is_captured(graphs):
 
 def test_the_cache_key_names_what_made_the_graphs():
     keys = {DecodeGraphBackend(HostGraphs, version).cache_key() for version in ("graphs-2.13.0", "inductor-2.13.0")}
-    assert len(keys) == 2 and DecodeGraphBackend(HostGraphs, "x").cache_key() == DecodeGraphBackend(HostGraphs, "x").cache_key()
+    assert (
+        len(keys) == 2
+        and DecodeGraphBackend(HostGraphs, "x").cache_key() == DecodeGraphBackend(HostGraphs, "x").cache_key()
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- sizes

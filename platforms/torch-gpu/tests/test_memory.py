@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mvllm_torch_gpu import memory
-from mvllm_torch_gpu.memory import Figures
+from mvllm_torch_gpu.memory import MemoryStats
 
 GIB = 1 << 30
 
@@ -21,7 +21,7 @@ def figures(**changed):
         "reserved": 20 * GIB,
         "outside": 1 * GIB,
     }
-    return Figures(**{**facts, **changed})
+    return MemoryStats(**{**facts, **changed})
 
 
 def test_cached_memory_is_free_to_us_and_other_tenants_are_not_ours():

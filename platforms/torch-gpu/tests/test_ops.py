@@ -10,7 +10,7 @@ import torch
 
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.plugin_api import OpCase
-from mvllm.testing.op_cases import exact, tolerance, trials
+from mvllm.testing.op_cases import exact, op_calls, tolerance
 
 # Skips where there is no Triton; the kernels come after it.
 importlib.import_module("platforms.torch-gpu.tests.interpreted")
@@ -39,7 +39,7 @@ def test_a_provider_has_the_references_parameters(op):
 
 @pytest.mark.parametrize("op", PROVIDERS)
 def test_a_provider_gives_what_the_reference_gives(op):
-    provider, trial = PROVIDERS[op], next(iter(trials(op, "float32")))
+    provider, trial = PROVIDERS[op], next(iter(op_calls(op, "float32")))
     assert provider.supports(OpCase(op, "float32", trial.facts)) == []
     arguments = list(trial.make())
     if provider.prepare is not None:
@@ -75,7 +75,7 @@ def test_blocks_of_8_bit_floats_that_the_kernel_cannot_take_are_declined():
 @pytest.mark.parametrize("multiplied", [False, True])
 def test_weights_of_8_bit_floats_take_the_devices_format(name, multiplied):
     [provider] = [p for p in providers(name, multiplies_float8=multiplied) if p.op == "float8_linear"]
-    trial = next(iter(trials("float8_linear", "float32")))
+    trial = next(iter(op_calls("float8_linear", "float32")))
     x, weight, bias = trial.make()
     packed = provider.prepare(weight)
     assert packed.weight.dtype == FLOAT8[name] and packed.native is multiplied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mvllm_tpu import xla_devices, runtimes
+from mvllm_tpu import runtimes, xla_devices
 
 VARIABLES = (xla_devices.PJRT_VARIABLE, xla_devices.NUM_CPUS_VARIABLE, xla_devices.VISIBLE_VARIABLE, runtimes.VARIABLE)
 

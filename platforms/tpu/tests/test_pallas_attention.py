@@ -13,7 +13,7 @@ import torch
 
 from mvllm.plugin_api import PlatformError
 from mvllm.testing.attention_cases import expected, make_case, make_spec, run, tolerance
-from mvllm_tpu import xla_devices, pallas_attention
+from mvllm_tpu import pallas_attention, xla_devices
 from mvllm_tpu.pallas_attention import VARIABLE, PallasAttention, kernel_chosen
 from mvllm_tpu.runtimes.torch_tpu import TorchTpu
 from tests.unit.worker.builders import HostRuntime

@@ -6,7 +6,7 @@ import pytest
 
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import ConfigError, ParallelConfig, PlatformError
-from mvllm_tpu import compile_cache, xla_devices, runtimes
+from mvllm_tpu import compile_cache, runtimes, xla_devices
 from mvllm_tpu.platform import DEVICES_VARIABLE, make_platform
 from mvllm_tpu.runtimes.torch_xla import TorchXla
 

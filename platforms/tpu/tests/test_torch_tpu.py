@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.backends.registry import _BACKENDS, register_backend
 
 from mvllm.plugin_api import PlatformError
-from mvllm_tpu import eager_runtime, host_memory, xla_devices, runtimes
+from mvllm_tpu import eager_runtime, host_memory, runtimes, xla_devices
 from mvllm_tpu.platform import make_platform
 from mvllm_tpu.probe import probe
 from mvllm_tpu.runtimes.torch_tpu import LIBRARY_VARIABLE

@@ -153,7 +153,7 @@ EYE = torch.eye(64).to(torch.float8_e4m3fn)
 @pytest.mark.parametrize("format_", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
 @pytest.mark.parametrize("most", [80, pytest.param(384, marks=pytest.mark.exhaustive)])
 def test_packed_weights_are_cores_in_either_format(most, format_):
-    trials = [t for t in op_cases.trials("float8_linear", "float32") if t.facts["in_features"] <= most]
+    trials = [t for t in op_cases.op_calls("float8_linear", "float32") if t.facts["in_features"] <= most]
     trials = [t for t in trials if t.facts["bias"] or most > 80]
     assert {t.facts["inputs"] for t in trials} == {"floats", "dynamic", "static"}
     for trial in trials:

@@ -19,7 +19,7 @@ from mvllm_triton.tiles import expert_tiles  # noqa: E402
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("op", ["moe", "clamped_moe"])
 def test_every_case_of_core(op, dtype):
-    for trial in op_cases.trials(op, dtype):
+    for trial in op_cases.op_calls(op, dtype):
         exact, found = op_cases.exact(trial), getattr(moe, op)(*trial.make())
         assert found.dtype == getattr(torch, dtype) and found.shape == exact.shape
         assert (found.double() - exact).abs().max() <= op_cases.tolerance(dtype) * exact.abs().max(), trial

@@ -29,17 +29,17 @@ def assert_right(trials, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_cases_of_core(dtype):
-    assert_right([t for t in op_cases.trials("quantized_linear", dtype) if t.facts["in_features"] == 80], dtype)
+    assert_right([t for t in op_cases.op_calls("quantized_linear", dtype) if t.facts["in_features"] == 80], dtype)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_case_of_core(dtype):
-    assert_right(op_cases.trials("quantized_linear", dtype), dtype)
+    assert_right(op_cases.op_calls("quantized_linear", dtype), dtype)
 
 
 def test_four_bits_take_half_the_memory_of_eight():
-    trials = list(op_cases.trials("quantized_linear", "float32"))
+    trials = list(op_cases.op_calls("quantized_linear", "float32"))
     sizes = {}
     for trial in trials:
         if trial.facts["in_features"] == 384:
@@ -48,7 +48,7 @@ def test_four_bits_take_half_the_memory_of_eight():
 
 
 def test_leading_dimensions_and_strided_rows():
-    trial = next(iter(op_cases.trials("quantized_linear", "float32")))
+    trial = next(iter(op_cases.op_calls("quantized_linear", "float32")))
     _, weight, bias = trial.make()
     packed = quantized.pack(weight)
     x = torch.randn(2, 3, 2 * packed.in_features)[..., : packed.in_features]

@@ -97,7 +97,7 @@ def test_draws_are_those_of_core(size):
 
 @pytest.mark.parametrize("size", [64, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (300, 1000))])
 def test_cases_of_core(size):
-    for trial in op_cases.trials("filtered_draw", "float32"):
+    for trial in op_cases.op_calls("filtered_draw", "float32"):
         if trial.facts["size"] == size:
             assert torch.equal(sampling.filtered_draw(*trial.make()), op_cases.exact(trial)), trial
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 
 import torch
-from platforms.xpu.tests.hosted_plugin import SDPA, SPEC
 from platforms.xpu.tests.fake_device import HOSTED
+from platforms.xpu.tests.hosted_plugin import SDPA, SPEC
 
 from mvllm.plugin_api import (
     AttentionBackend,
@@ -45,7 +45,7 @@ class HostedRuntime(XpuRuntime):
         """Torch's allocator for the host raises a plain RuntimeError."""
         return "can't allocate memory" in str(error) or super().is_out_of_memory(error)
 
-    def books(self, index: int) -> FdinfoDriverMemory:
+    def driver_memory(self, index: int) -> FdinfoDriverMemory:
         return FdinfoDriverMemory(None)
 
 

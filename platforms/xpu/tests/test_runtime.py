@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 from platforms.xpu.tests import fake_device
-from platforms.xpu.tests.hosted_platform import HostedPlatform, HostedRuntime
 from platforms.xpu.tests.fake_device import HOSTED, XPU
+from platforms.xpu.tests.hosted_platform import HostedPlatform, HostedRuntime
 
 from mvllm.plugin_api import PlatformError, WorkerContext
 from mvllm_torch_gpu.graphs import DeviceGraphs

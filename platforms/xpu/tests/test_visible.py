@@ -151,5 +151,5 @@ def test_tiles_have_names_and_their_share_of_the_memory(see):
 
 def test_the_variables_are_shown_as_they_are():
     environ = {"ZE_AFFINITY_MASK": "1", "ONEAPI_DEVICE_SELECTOR": "level_zero:0", "OTHER": "x"}
-    assert visible.shown(environ) == "ZE_AFFINITY_MASK='1', ONEAPI_DEVICE_SELECTOR='level_zero:0'"
-    assert visible.shown({}) == ""
+    assert visible.describe_variables(environ) == "ZE_AFFINITY_MASK='1', ONEAPI_DEVICE_SELECTOR='level_zero:0'"
+    assert visible.describe_variables({}) == ""

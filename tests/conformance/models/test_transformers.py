@@ -13,14 +13,16 @@ import pytest
 
 from mvllm import LLM
 from tests.helpers import parity
-from tests.helpers.transformers_backend_zoo import TRANSFORMERS_BACKEND_ZOO, make_transformers_backend_checkpoint
 from tests.helpers.parity import BLOCK_SIZE, Oracle
+from tests.helpers.transformers_backend_zoo import TRANSFORMERS_BACKEND_ZOO, make_transformers_backend_checkpoint
 
 WHICH = (0, 1, 3, 4, 6, 9, 11, 12)
 """Prompts by their place in PROMPT_LENGTHS; five of them begin alike."""
 NUM_TOKENS = 64
 EVERY_DAY = ("cohere2", "gemma2")
-NAMES = [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRANSFORMERS_BACKEND_ZOO]
+NAMES = [
+    name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRANSFORMERS_BACKEND_ZOO
+]
 
 
 def generate(llm: LLM, prompts: list[list[int]], **settings: object) -> list:

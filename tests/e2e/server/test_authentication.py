@@ -17,11 +17,11 @@ import pytest
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 
-from mvllm.entrypoints.openai.server.app import build_app, build_fastapi_app
-from mvllm.entrypoints.openai.server.middleware import UNAUTHENTICATED_PATHS
-from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
-from mvllm.entrypoints.openai.server.authentication import Keys, Role, read_api_keys
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.server.app import build_app, build_fastapi_app
+from mvllm.entrypoints.openai.server.authentication import APIKeys, Role, read_api_keys
+from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
+from mvllm.entrypoints.openai.server.middleware import UNAUTHENTICATED_PATHS
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import ConfigError
@@ -35,7 +35,9 @@ BEARERS = {"none": None, "wrong": "Bearer nobody", "user": f"Bearer {USER}", "ad
 
 def routes() -> list[APIRoute]:
     settings = ServerSettings(api_keys=(USER,), admin_api_keys=(ADMIN,))
-    app = build_fastapi_app(ServerState(60), OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
+    app = build_fastapi_app(
+        ServerState(60), OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings
+    )
     found = []
     pending = list(app.routes)
     while pending:
@@ -52,7 +54,14 @@ ROUTES = [(method, route.path, "admin" in route.tags) for route in routes() for 
 
 def test_the_routes_are_known() -> None:
     paths = {path for _, path, _ in ROUTES}
-    assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/server_info", "/docs", *UNAUTHENTICATED_PATHS} <= paths
+    assert {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/metrics",
+        "/server_info",
+        "/docs",
+        *UNAUTHENTICATED_PATHS,
+    } <= paths
     assert [path for _, path, is_admin in ROUTES if is_admin]
 
 
@@ -184,17 +193,17 @@ def test_keys_appear_in_no_log_and_no_response(guarded: ServerProcess) -> None:
 
 class TestKeys:
     def test_without_any_users_are_free_and_administration_is_closed(self) -> None:
-        keys = Keys()
-        assert keys.caller([]).role is Role.USER
-        assert keys.caller([(b"authorization", b"Bearer x")]).role is Role.USER
+        keys = APIKeys()
+        assert keys.authenticate([]).role is Role.USER
+        assert keys.authenticate([(b"authorization", b"Bearer x")]).role is Role.USER
 
     def test_each_of_many_is_its_own_and_nothing_like_one_is_one(self) -> None:
-        keys = Keys([f"user-{index}" for index in range(5000)], ["boss"])
-        callers = {keys.caller([(b"authorization", b"Bearer user-%d" % index)]) for index in range(5000)}
+        keys = APIKeys([f"user-{index}" for index in range(5000)], ["boss"])
+        callers = {keys.authenticate([(b"authorization", b"Bearer user-%d" % index)]) for index in range(5000)}
         assert len(callers) == 5000 and {caller.role for caller in callers} == {Role.USER}
         for bearer in (b"Bearer user-", b"Bearer user-50000", b"Bearer ", b"Bearer " + b"u" * 60_000, b"Bearer \xff"):
-            assert keys.caller([(b"authorization", bearer)]).role is Role.NOBODY
-        assert keys.caller([(b"authorization", b"Bearer boss")]).role is Role.ADMIN
+            assert keys.authenticate([(b"authorization", bearer)]).role is Role.UNAUTHENTICATED
+        assert keys.authenticate([(b"authorization", b"Bearer boss")]).role is Role.ADMIN
 
     @pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "ü"])
     def test_what_cannot_be_one_is_refused(self, key: str, tmp_path: Path) -> None:

@@ -116,7 +116,9 @@ class TestForms:
         text, reason = both(client, path, {**ask, "response_format": {"type": "json_object"}})
         assert text.startswith("{") and (reason == "length" or isinstance(json.loads(text), dict))
 
-    def test_response_format_text_leaves_the_output_free(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+    def test_response_format_text_leaves_the_output_free(
+        self, client: httpx.Client, path: str, ask: dict[str, Any]
+    ) -> None:
         ask = {**ask, "max_tokens": 12}
         free = both(client, path, ask)
         assert both(client, path, {**ask, "response_format": {"type": "text"}}) == free

@@ -39,11 +39,11 @@ def model(folder: Path, modules: object = None, pooling: object = None, **config
 
 
 def test_without_files_it_is_the_last_token_scaled(tmp_path: Path) -> None:
-    assert PoolerConfig.of(model(tmp_path)) == PoolerConfig(PoolingType.LAST, normalize=True, max_dimensions=64)
+    assert PoolerConfig.from_model(model(tmp_path)) == PoolerConfig(PoolingType.LAST, normalize=True, max_dimensions=64)
 
 
 def test_without_files_an_encoders_is_the_first(tmp_path: Path) -> None:
-    found = PoolerConfig.of(model(tmp_path, architectures=["BertModel"], model_type="bert"))
+    found = PoolerConfig.from_model(model(tmp_path, architectures=["BertModel"], model_type="bert"))
     assert (found.pooling_type, found.normalize) == (PoolingType.CLS, True)
 
 
@@ -61,7 +61,7 @@ def test_without_files_an_encoders_is_the_first(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("modules", [[TRANSFORMER, POOLING], [TRANSFORMER, POOLING, NORMALIZE]])
 def test_the_files_decide(tmp_path: Path, pooling: object, kind: str, modules: list[object]) -> None:
-    found = PoolerConfig.of(model(tmp_path, modules, pooling))
+    found = PoolerConfig.from_model(model(tmp_path, modules, pooling))
     assert (found.pooling_type, found.normalize) == (kind, len(modules) == 3)
 
 
@@ -80,36 +80,36 @@ def test_the_files_decide(tmp_path: Path, pooling: object, kind: str, modules: l
 )
 def test_what_is_not_known_is_refused_by_name(tmp_path: Path, modules: object, pooling: object, match: str) -> None:
     with pytest.raises(ModelError, match=match):
-        PoolerConfig.of(model(tmp_path, modules, pooling))
+        PoolerConfig.from_model(model(tmp_path, modules, pooling))
 
 
 def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("{")
     with pytest.raises(ModelError, match=r"modules\.json cannot be read"):
-        PoolerConfig.of(model(tmp_path))
+        PoolerConfig.from_model(model(tmp_path))
 
 
 def test_requests_choose_and_the_model_fills_in_the_rest(tmp_path: Path) -> None:
-    config = PoolerConfig.of(model(tmp_path))
-    assert config.settle(PoolingParams()) == PoolingParams(
+    config = PoolerConfig.from_model(model(tmp_path))
+    assert config.resolve_params(PoolingParams()) == PoolingParams(
         pooling_type=PoolingType.LAST, normalize=True, task=PoolingTask.EMBED
     )
     asked = PoolingParams(pooling_type=PoolingType.MEAN, normalize=False, dimensions=64, task=PoolingTask.EMBED)
-    assert config.settle(asked) == asked
+    assert config.resolve_params(asked) == asked
     with pytest.raises(RequestError, match="64 components"):
-        config.settle(PoolingParams(dimensions=65))
+        config.resolve_params(PoolingParams(dimensions=65))
 
 
 def test_a_model_that_names_its_sizes_gives_no_others(tmp_path: Path) -> None:
-    config = PoolerConfig.of(model(tmp_path, matryoshka_dimensions=[16, 32]))
+    config = PoolerConfig.from_model(model(tmp_path, matryoshka_dimensions=[16, 32]))
     for size in (16, 32, 64):
-        assert config.settle(PoolingParams(dimensions=size)).dimensions == size
+        assert config.resolve_params(PoolingParams(dimensions=size)).dimensions == size
     with pytest.raises(RequestError, match="16, 32, 64"):
-        config.settle(PoolingParams(dimensions=20))
+        config.resolve_params(PoolingParams(dimensions=20))
 
 
 def test_a_model_that_projects_its_states_has_as_many_components_as_come_out(tmp_path: Path) -> None:
-    assert PoolerConfig.of(model(tmp_path, word_embed_proj_dim=40)).max_dimensions == 40
+    assert PoolerConfig.from_model(model(tmp_path, word_embed_proj_dim=40)).max_dimensions == 40
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def test_pooling_types_may_be_given_by_their_names() -> None:
 def test_what_a_classifier_was_trained_for_makes_its_scores(
     tmp_path: Path, config: dict[str, Any], labels: int, activation: str
 ) -> None:
-    found = PoolerConfig.of(model(tmp_path, architectures=["LlamaForSequenceClassification"], **config))
+    found = PoolerConfig.from_model(model(tmp_path, architectures=["LlamaForSequenceClassification"], **config))
     assert (found.num_labels, found.activation, found.pooling_type) == (labels, activation, PoolingType.LAST)
-    settled = found.settle(PoolingParams())
+    settled = found.resolve_params(PoolingParams())
     assert (settled.task, settled.activation, settled.normalize) == (PoolingTask.CLASSIFY, activation, False)
-    assert found.settle(PoolingParams(use_activation=False)).activation is Activation.IDENTITY
+    assert found.resolve_params(PoolingParams(use_activation=False)).activation is Activation.IDENTITY
 
 
 def test_a_classifiers_labels_must_be_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from mvllm.distributed.torch_communicator import TorchCommunicator
 from mvllm.messages.scheduler_output import ModelRunnerOutput
 from mvllm.platform.communicator import Communicator
 from mvllm.platform.topology import GroupSpec, WorkerContext
-from mvllm.worker.pipeline_transport import Pipeline
+from mvllm.worker.pipeline_transport import PipelineTransport
 from tests.helpers.forked_ranks import start_ranks
 from tests.helpers.thread_ranks import ThreadCommunicator, _ThreadRendezvous, run_ranks
 from tests.unit.distributed.test_torch_communicator import spawn
@@ -115,14 +115,16 @@ def device_groups(rank: int, world_size: int, address: str, kind: type, tp: int,
             assert isinstance(group.device_group, kind) and group.cpu_group.communicator is not group.device_group
             exchange(group.cpu_group)
     if pp > 1:
-        pipeline = Pipeline(groups.pp, HostRuntime(), hidden_size=2, dtype=torch.float32, every_rank_answers=True)
+        pipeline = PipelineTransport(
+            groups.pp, HostRuntime(), hidden_size=2, dtype=torch.float32, every_rank_answers=True
+        )
         output = ModelRunnerOutput(step=7, sampled_token_ids=list(range(3000)))
         if pipeline.is_last:
             pipeline.send_output(output, any_sampled=True)
         else:
             nobody = np.zeros(0, dtype=np.int64)
-            pipeline.expect(7, nobody, nobody)
-            assert pipeline.collect(7, make_rows()).sampled_token_ids == output.sampled_token_ids
+            pipeline.expect_output(7, nobody, nobody)
+            assert pipeline.collect_output(7, make_rows()).sampled_token_ids == output.sampled_token_ids
     groups.close()
     assert not dist.is_initialized(), "a group was left behind"
 

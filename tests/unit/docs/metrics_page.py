@@ -13,8 +13,8 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from mvllm.engine.metrics.stats import EngineMetrics
 from mvllm.engine.metrics.prometheus import EngineCollector
+from mvllm.engine.metrics.stats import EngineMetrics
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.messages.requests import SchedulerStats
 

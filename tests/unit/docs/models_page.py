@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.helpers.model_coverage import IMPLS, Shown, as_json, from_json
+from tests.helpers.model_coverage import IMPLS, Coverage, as_json, from_json
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "models.md"
@@ -33,11 +33,11 @@ HOWS = {
 """Ways of quantization as users write them; others as the tests call them."""
 
 
-def read_record() -> Shown:
+def read_record() -> Coverage:
     return from_json(json.loads(RECORD.read_text(encoding="utf-8")))
 
 
-def taken_in(record: Shown, collected: Shown, passed: Shown) -> Shown:
+def taken_in(record: Coverage, collected: Coverage, passed: Coverage) -> Coverage:
     """The record after a run: what passed is added, and what a collected file no longer claims is dropped."""
     files = {test.partition("::")[0] for tests in collected.values() for test in tests}
     kept = {
@@ -49,7 +49,7 @@ def taken_in(record: Shown, collected: Shown, passed: Shown) -> Shown:
     return {claim: tests for claim, tests in kept.items() if tests}
 
 
-def table(record: Shown) -> str:
+def table(record: Coverage) -> str:
     """One row for each family and implementation."""
     rows = sorted({(family, IMPLS.index(impl)) for family, impl, _, _ in record})
     lines = [f"| `model_type` | implementation | {' | '.join(COLUMNS.values())} |", "|---" * (2 + len(COLUMNS)) + "|"]
@@ -62,7 +62,7 @@ def table(record: Shown) -> str:
     return "\n".join(lines)
 
 
-def sources(record: Shown) -> str:
+def sources(record: Coverage) -> str:
     """The tests behind each column."""
     lines = []
     for feature, title in COLUMNS.items():
@@ -75,7 +75,7 @@ def sources(record: Shown) -> str:
     return "\n".join(lines)
 
 
-def with_table(page: str, record: Shown) -> str:
+def with_table(page: str, record: Coverage) -> str:
     """The page with its table made anew."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)

@@ -19,7 +19,7 @@ from tests.unit.docs.models_page import PAGE, ROOT, read_record, table, taken_in
 COMMAND = "run: python -m tests.unit.docs.models_page"
 
 
-def collected_from(files: set[str], folder: Path) -> model_coverage.Shown:
+def collected_from(files: set[str], folder: Path) -> model_coverage.Coverage:
     """What the marks of all tests in `files` claim."""
     path = folder / "notes.json"
     done = subprocess.run(
@@ -41,7 +41,7 @@ def test_the_page_is_that_of_the_record() -> None:
 
 def test_every_entry_has_a_test_that_shows_it(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     notes = request.config.pluginmanager.get_plugin("mvllm-shown")
-    assert isinstance(notes, model_coverage.Notes)
+    assert isinstance(notes, model_coverage.CoverageRecorder)
     record, claimed = read_record(), dict(notes.collected)
     missing = {test for claim, tests in record.items() for test in tests - claimed.get(claim, set())}
     if missing:  # of files that are not part of this run, or of tests that are gone
@@ -97,7 +97,9 @@ def test_a_mark_and_the_parameters_say_what_is_shown(mark: Any, params: dict[str
 
 def test_a_class_may_say_the_rest() -> None:
     cls = type("TestIt", (), {"shown_impl": "transformers", "shown_family": "bert"})
-    assert list(model_coverage.coverage_of(item_with(SHOWS("tokens"), cls=cls))) == [("bert", "transformers", "tokens", "")]
+    assert list(model_coverage.coverage_of(item_with(SHOWS("tokens"), cls=cls))) == [
+        ("bert", "transformers", "tokens", "")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class FakeClient:
             raise self.fail_with
         return EngineCoreOutputs(outputs=[self._advance(request_id) for request_id in list(self._running)])
 
-    def wake(self) -> None:
+    def interrupt_step(self) -> None:
         pass
 
     def reset_prefix_cache(self) -> bool:

@@ -22,7 +22,7 @@ def begin(processor: OutputProcessor, **settings: object) -> tuple[RequestState,
     params = SamplingParams(**given)  # type: ignore[arg-type]
     core = EngineCoreRequest(request_id="r", prompt_token_ids=[7, 8], sampling_params=params, eos_token_ids=[1])
     search = BeamSearch(core, CoreRequestIds())
-    round_ = search.requests()
+    round_ = search.make_requests()
     return processor.add_request(ProcessedRequest(None, params, core), round_, search=search), round_
 
 
@@ -35,14 +35,14 @@ def take(
     processor: OutputProcessor, *outputs: EngineCoreOutput
 ) -> tuple[list[EngineCoreRequest], list[str], list[str]]:
     """Requests that follow, core ids to abort, and requests that have ended."""
-    taken = processor.take(EngineCoreOutputs(outputs=list(outputs)))
+    taken = processor.apply_outputs(EngineCoreOutputs(outputs=list(outputs)))
     assert len(taken.requests_to_add) <= 1
     added = taken.requests_to_add[0] if taken.requests_to_add else []
     return added, taken.requests_to_abort, [request.request_id for request in taken.finished]
 
 
 def shown(processor: OutputProcessor, state: RequestState) -> RequestOutput:
-    output, broken = processor.show(state)
+    output, broken = processor.make_request_output(state)
     assert output is not None and output.finished and not broken
     return output
 

@@ -10,11 +10,11 @@ from functools import partial
 import msgspec
 import pytest
 
-from mvllm.engine.process.coordinator_client import CoordinatorClient
 from mvllm.engine.process.coordinator import DPCoordinator
-from mvllm.engine.process.message_socket import MessageSocket, message_socket_pair
+from mvllm.engine.process.coordinator_client import CoordinatorClient
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
-from mvllm.messages.coordinator_protocol import CoreLoad, Loads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
+from mvllm.engine.process.message_socket import MessageSocket, message_socket_pair
+from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
 from mvllm.messages.requests import SchedulerStats
 
 PROMPT = list(range(100))
@@ -81,13 +81,13 @@ def test_each_front_end_gets_the_load_of_the_others(net: Net) -> None:
     async def work(fronts: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]) -> None:
         net.cores[0].send(CoreLoad(0, SchedulerStats(num_running=5), [0, 3, 2]))
         await until(lambda: all(loads))
-        assert [choice.elsewhere for choice in choices] == [[2, 0], [3, 0]]
+        assert [choice.loads_elsewhere for choice in choices] == [[2, 0], [3, 0]]
         assert loads[0][-1].stats.num_running == 5
         assert [choices[0].choose([index], None, 1) for index in range(2)] == [1, 1]  # the other has more to do
         net.cores[0].send(CoreLoad(0, SchedulerStats(), [0, 0, 0]))
         net.cores[1].send(CoreLoad(1, SchedulerStats(), [0, 2, 9]))
-        await until(lambda: choices[0].elsewhere == [0, 9])
-        await until(lambda: choices[1].elsewhere == [0, 2])
+        await until(lambda: choices[0].loads_elsewhere == [0, 9])
+        await until(lambda: choices[1].loads_elsewhere == [0, 2])
 
     run(net, work)
 
@@ -97,13 +97,13 @@ def test_a_prompt_goes_where_another_front_end_has_sent_its_beginning(net: Net) 
         one, other = choices
         for salt in (None, "pepper"):
             replica = one.choose(PROMPT, salt, 1)
-            one.end(replica)
+            one.finish_sequence(replica)
             fronts[0].schedule_prefix_publish()
             names = other._prefix_hashes(PROMPT, salt)
             await until(partial(other._num_cached_chunks, replica, names))
             for _ in range(3):
                 assert other.choose(PROMPT, salt, 1) == replica
-                other.end(replica)
+                other.finish_sequence(replica)
         assert list(choices[0].pop_new_prefixes()) == []  # it has been told
 
     run(net, work)
@@ -125,7 +125,7 @@ def test_sleep_is_answered_when_all_others_sleep(net: Net) -> None:
 
 def test_a_slow_reader_blocks_nobody_and_gets_the_latest_load_later() -> None:
     with Net() as net:
-        decoder = msgspec.msgpack.Decoder(Loads)
+        decoder = msgspec.msgpack.Decoder(CoreLoads)
 
         def newest(door: MessageSocket) -> int:
             count = -1

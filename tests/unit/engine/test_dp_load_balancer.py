@@ -12,7 +12,7 @@ def test_requests_are_dealt_out_evenly():
     sent = [choice.choose([i], None, 1) for i in range(9)]
     assert sorted(sent) == [0, 0, 0, 1, 1, 1, 2, 2, 2] and choice.loads == [3, 3, 3]
     for _ in range(3):
-        choice.end(1)
+        choice.finish_sequence(1)
     assert [choice.choose([i], None, 1) for i in range(3)] == [1, 1, 1]
 
 
@@ -28,7 +28,7 @@ def test_a_replica_at_rest_gets_its_turn_though_others_rest_too():
     seen = set()
     for i in range(4):
         replica = choice.choose([i], None, 1)
-        choice.end(replica)
+        choice.finish_sequence(replica)
         seen.add(replica)
     assert seen == {0, 1}
 
@@ -50,7 +50,7 @@ def test_the_longest_common_beginning_wins():
     long = choice.choose([9, 9, 1, 2], None, 1)
     assert short != long
     choice.choose([1, 2, 3, 4], None, 1)  # goes where [1, 2] is
-    choice.end(short)
+    choice.finish_sequence(short)
     assert choice.choose([1, 2, 3, 4, 5], None, 1) == short
 
 
@@ -61,14 +61,14 @@ def test_a_prompt_is_compared_to_its_end():
     texts = {user: shared + [user] * 128 for user in range(8)}
     homes = {user: choice.choose(text, None, 1) for user, text in texts.items()}
     for replica in homes.values():
-        choice.report(replica, 0, 8)
-        choice.end(replica)
+        choice.update_load(replica, 0, 8)
+        choice.finish_sequence(replica)
     assert {list(homes.values()).count(replica) for replica in range(4)} == {2}
     for user in (3, 0, 7, 5, 1, 2, 6, 4):
         replica = choice.choose(texts[user] + [9] * 200, None, 1)
         assert replica == homes[user]
-        choice.report(replica, 0, 99)
-        choice.end(replica)
+        choice.update_load(replica, 0, 99)
+        choice.finish_sequence(replica)
 
 
 def test_a_cache_is_worth_the_tokens_that_it_saves_and_no_queue():
@@ -80,7 +80,7 @@ def test_a_cache_is_worth_the_tokens_that_it_saves_and_no_queue():
     sent = []
     for i in range(40):
         sent.append(choice.choose(list(range(num_tokens)), None, 1))
-        choice.report(sent[-1], 0, i + 1)  # computed
+        choice.update_load(sent[-1], 0, i + 1)  # computed
     assert sent[:16] == [sent[0]] * 16 and abs(sent.count(0) - sent.count(1)) <= 2
 
 
@@ -89,7 +89,7 @@ def test_no_replica_starves_of_a_text_that_all_requests_begin_with():
     shared = list(range(8192))
     for i in range(400):
         replica = choice.choose(shared + [i] * 64, None, 1)
-        choice.report(replica, 0, i + 1)
+        choice.update_load(replica, 0, i + 1)
     assert min(choice.loads) >= 90
 
 
@@ -98,11 +98,11 @@ def test_prompts_that_wait_count_by_their_length_until_they_are_computed():
     long = choice.choose(list(range(50_000)), None, 1)
     others = [choice.choose([i] * 1000, None, 1) for i in range(20)]
     assert others == [1 - long] * 20
-    choice.report(long, 0, 1)  # computed; and what the other has still waits
+    choice.update_load(long, 0, 1)  # computed; and what the other has still waits
     assert choice.choose([77], None, 1) == long
-    choice.report(1 - long, 0, 19)  # all but the last one, which it had not taken
+    choice.update_load(1 - long, 0, 19)  # all but the last one, which it had not taken
     assert [choice.choose([88 + i], None, 1) for i in range(17)] == [long] * 17
-    choice.report(long, 100_000, 99)  # of other front ends
+    choice.update_load(long, 100_000, 99)  # of other front ends
     assert choice.choose([99], None, 1) == 1 - long
 
 
@@ -119,18 +119,18 @@ def test_salts_and_adapters_share_nothing():
 
 def test_as_much_is_remembered_as_a_cache_holds():
     choice = DPLoadBalancer(2)
-    choice.fit(block_size=16, num_blocks=256)
+    choice.set_cache_size(block_size=16, num_blocks=256)
     rng = random.Random(0)
     for _ in range(500):
-        choice.end(choice.choose([rng.randrange(1000) for _ in range(640)], None, 1))
-        assert max(len(names) for names in choice._names) <= 64
+        choice.finish_sequence(choice.choose([rng.randrange(1000) for _ in range(640)], None, 1))
+        assert max(len(names) for names in choice._prefixes) <= 64
     assert not any(choice._sent) and not any(choice._unreported)  # nobody is to be told
     assert choice.loads == [0, 0]
-    choice.fit(block_size=16, num_blocks=1 << 24)  # longer chunks, since names are bounded, too
+    choice.set_cache_size(block_size=16, num_blocks=1 << 24)  # longer chunks, since names are bounded, too
     choice.choose([0] * 100_000, None, 1)
-    assert max(len(names) for names in choice._names) <= 100_000 // 4096 + 64
+    assert max(len(names) for names in choice._prefixes) <= 100_000 // 4096 + 64
     choice = DPLoadBalancer(2)
-    choice.fit(block_size=16, num_blocks=0)  # nothing is cached
+    choice.set_cache_size(block_size=16, num_blocks=0)  # nothing is cached
     assert {choice.choose([1] * 640, None, 1) for _ in range(4)} == {0, 1}
 
 
@@ -138,6 +138,6 @@ def test_emptied_caches_are_forgotten():
     choice = DPLoadBalancer(2, chunk=2)
     sent = []
     for _ in range(4):
-        choice.forget()
+        choice.clear_prefixes()
         sent.append(choice.choose([1, 2, 3, 4], None, 1))
     assert sorted(sent) == [0, 0, 1, 1]

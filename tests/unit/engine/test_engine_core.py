@@ -10,8 +10,8 @@ import pytest
 
 from mvllm.config.engine_config import CacheConfig, ParallelConfig, SchedulerConfig
 from mvllm.engine.core import engine_core as core_module
-from mvllm.engine.process import inproc_client
 from mvllm.engine.core.engine_core import EngineCore
+from mvllm.engine.process import inproc_client
 from mvllm.errors import CacheError, ConfigError, EngineDeadError
 from mvllm.executor.interface import Executor
 from mvllm.messages.requests import EngineCoreRequest, FinishReason

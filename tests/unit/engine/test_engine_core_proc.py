@@ -10,13 +10,13 @@ import pytest
 import zmq
 
 from mvllm.engine.process import inproc_client
-from mvllm.engine.process.zmq_channel import CoreInputChannel, CoreOutputChannel, ClientChannel, new_addresses
-from mvllm.engine.process.remote_exceptions import rebuild_exception
-from mvllm.engine.process.engine_core_proc import EngineCoreProc
 from mvllm.engine.process.client_output_queues import make_output_queues
+from mvllm.engine.process.engine_core_proc import EngineCoreProc
+from mvllm.engine.process.remote_exceptions import rebuild_exception
+from mvllm.engine.process.zmq_channel import ClientChannel, CoreInputChannel, CoreOutputChannel, new_addresses
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
-from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, EngineCoreUpdate, DropClient, StopCore
+from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, DropClient, EngineCoreUpdate, StopCore
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -108,7 +108,7 @@ def test_requests_sent_together_start_together_and_updates_have_content(loop):
     assert loop.steps == [["a", "b", "c"]] * 2
     last = news[-1]
     assert [output.request_id for output in last.outputs.outputs] == ["a", "b", "c"]
-    assert (last.taken, last.is_busy) == (2, False)
+    assert (last.num_acknowledged, last.is_busy) == (2, False)
     assert len(news) <= 2  # the first step's only if nothing was told for long
 
 
@@ -178,7 +178,7 @@ def test_messages_without_the_token_are_dropped_on_both_sides():
     front, name = ClientChannel([address]), address.identity
     context = zmq.Context()
     strangers = []
-    for kind, to in ((zmq.DEALER, address.commands), (zmq.PUSH, address.news)):
+    for kind, to in ((zmq.DEALER, address.commands), (zmq.PUSH, address.updates)):
         stranger = context.socket(kind)
         stranger.connect(to)
         for frames in ([b""], [b"x" * 40], [address.token[:-1] + b"?", b"y"], [b"a", b"b", b"c"]):
@@ -195,9 +195,9 @@ def test_messages_without_the_token_are_dropped_on_both_sides():
     target.send(0, EngineCoreUpdate(1, False, EngineCoreOutputs()))
     news = None
     while news is None:
-        assert front.news.poll(30_000)
+        assert front.update_socket.poll(30_000)
         news = front.receive()
-    assert news.taken == 1
+    assert news.num_acknowledged == 1
     for stranger in strangers:
         stranger.close(0)
     context.term()

@@ -107,7 +107,7 @@ class TestStopStrings:
         text=st.text("ab", max_size=12), stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3)
     )
     def test_exactly_what_may_begin_a_stop_string_is_held_back(self, text, stop):
-        held = StopStringFinder(stop, False).held_back(text)
+        held = StopStringFinder(stop, False).num_held_back(text)
         could_begin = [n for n in range(1, len(text) + 1) for s in stop if n < len(s) and s.startswith(text[-n:])]
         assert held == max(could_begin, default=0)
 

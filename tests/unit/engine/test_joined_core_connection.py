@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from mvllm.engine.process.async_mp_client import AsyncMPClient
-from mvllm.engine.process.zmq_channel import new_addresses
 from mvllm.engine.process.joined_core_connection import JoinedCoreConnection
+from mvllm.engine.process.zmq_channel import new_addresses
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 
 

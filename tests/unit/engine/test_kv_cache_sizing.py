@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvllm.config.engine_config import CacheConfig, SchedulerConfig
-from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, blocks_for, choose_block_size, size_kv_cache
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, max_blocks_of_sequence, size_kv_cache
 from mvllm.errors import CacheError
 from mvllm.platform.worker_protocol import KVCacheNeeds
 from tests.unit.engine.builders import make_config
@@ -75,11 +75,11 @@ class TestSize:
         try:
             summary = size_kv_cache(settings, needs, [available])
         except CacheError:
-            assert available < blocks_for(max_len, block_size) * block_size * bytes_per_token
+            assert available < max_blocks_of_sequence(max_len, block_size) * block_size * bytes_per_token
             return
         assert summary.total_bytes <= available
-        assert blocks_for(max_len, block_size) <= summary.num_blocks
-        assert caching or summary.num_blocks <= seqs * blocks_for(max_len, block_size)
+        assert max_blocks_of_sequence(max_len, block_size) <= summary.num_blocks
+        assert caching or summary.num_blocks <= seqs * max_blocks_of_sequence(max_len, block_size)
 
 
 class TestRefusal:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from mvllm.config.engine_config import ParallelConfig
-from mvllm.engine.process.launch import ChildProcess, failing_together, start_seconds
+from mvllm.engine.process.launch import ChildProcess, failing_together, start_timeout_seconds
 from mvllm.executor.worker_group import WorkerGroup
 
 
@@ -23,7 +23,7 @@ class Starting(WorkerGroup):
     def workers(self) -> Sequence[Any]:
         return [SimpleNamespace(is_ready=False, activity=SimpleNamespace(seconds=0.0))]
 
-    def end(self, *, gracefully: bool = False) -> None:
+    def terminate(self, *, gracefully: bool = False) -> None:
         self.is_ended = True
 
     def is_monitor_thread(self) -> bool:
@@ -40,8 +40,8 @@ def process(group: WorkerGroup) -> ChildProcess:
 
 
 def test_a_core_without_worker_processes_has_the_time_that_was_given() -> None:
-    assert start_seconds(ParallelConfig(start_timeout=8.0, data_parallel_size=2)) == 8.0
-    assert start_seconds(ParallelConfig(start_timeout=8.0, tensor_parallel_size=2)) > 8.0
+    assert start_timeout_seconds(ParallelConfig(start_timeout=8.0, data_parallel_size=2)) == 8.0
+    assert start_timeout_seconds(ParallelConfig(start_timeout=8.0, tensor_parallel_size=2)) > 8.0
 
 
 def test_whoever_waits_for_one_is_told_that_another_has_failed() -> None:

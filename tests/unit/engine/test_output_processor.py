@@ -48,7 +48,7 @@ class Run:
 
     def steps(self, news, **output):
         outputs = [EngineCoreOutput(self.children[c].request_id, list(i), f, **output) for c, (i, f) in news.items()]
-        processed = self.processor.process(EngineCoreOutputs(outputs=outputs))
+        processed = self.processor.process_outputs(EngineCoreOutputs(outputs=outputs))
         self.aborted += processed.requests_to_abort
         assert len(processed.request_outputs) <= 1
         return processed.request_outputs[0] if processed.request_outputs else None
@@ -86,9 +86,11 @@ def test_what_is_not_asked_for_at_once_adds_up(kind):
     requests = []
     for n, token in enumerate(ids):
         end = FinishReason.LENGTH if n == len(ids) - 1 else None
-        requests += run.processor.take(EngineCoreOutputs([EngineCoreOutput(child.request_id, [token], end)])).requests
+        requests += run.processor.apply_outputs(
+            EngineCoreOutputs([EngineCoreOutput(child.request_id, [token], end)])
+        ).requests
     (request,) = requests  # it had something to show all the time since
-    output, broken = run.processor.show(request)
+    output, broken = run.processor.make_request_output(request)
     assert output.finished and not broken
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("The cat sat on the 🎉 mat.", ids)
 
@@ -100,10 +102,10 @@ def test_a_request_is_ended_with_what_it_has():
     assert shown is not None and not shown.finished
     taken, core_ids = run.processor.end_requests([request])
     assert core_ids == [run.children[0].request_id] and taken.finished == [request]
-    output, _ = run.processor.show(request)
+    output, _ = run.processor.make_request_output(request)
     assert output.finished and [(c.index, c.finish_reason) for c in output.outputs] == [(0, "abort")]
     assert run.processor.num_requests == 0
-    assert run.processor.end_requests([request]) == (run.processor.take(EngineCoreOutputs()), [])
+    assert run.processor.end_requests([request]) == (run.processor.apply_outputs(EngineCoreOutputs()), [])
 
 
 def test_times_between_tokens_are_counted_once_per_token():
@@ -111,7 +113,7 @@ def test_times_between_tokens_are_counted_once_per_token():
     ids = [child.request_id for child in run.children]
 
     def take(*which):
-        return run.processor.take(EngineCoreOutputs([EngineCoreOutput(ids[i], [5]) for i in which]))
+        return run.processor.apply_outputs(EngineCoreOutputs([EngineCoreOutput(ids[i], [5]) for i in which]))
 
     first = take(0)
     assert len(first.started) == 1 and not first.gaps

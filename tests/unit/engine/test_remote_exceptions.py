@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mvllm.engine.process.remote_exceptions import ProcessTraceback, rebuild_exception, describe_process_failure
+from mvllm.engine.process.remote_exceptions import ProcessTraceback, describe_process_failure, rebuild_exception
 from mvllm.errors import CacheError, EngineDeadError, PlatformError, RequestError, WorkerDiedError, WorkerStuckError
 from mvllm.messages.core_protocol import ProcessFailure
 
@@ -79,4 +79,4 @@ def test_texts_of_any_size_and_content_fit():
     failure = describe_process_failure(ValueError("\ud800" + "x" * 10**6 + "end"), name="EngineCore", activity="a")
     encoded = msgspec.msgpack.encode(failure)
     assert len(encoded) < 64 << 10
-    assert failure.links[0].message.startswith("\\ud800xx") and failure.links[0].message.endswith("end")
+    assert failure.exceptions[0].message.startswith("\\ud800xx") and failure.exceptions[0].message.endswith("end")

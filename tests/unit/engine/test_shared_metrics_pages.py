@@ -57,7 +57,7 @@ def test_metrics_of_several_front_ends_add_up():
         each.prompt_tokens += index
         each.finished["stop"] += index
         each.time_to_first_token.observe(0.003 * index)
-    total = metrics[0].plus([each.figures() for each in metrics[1:]])
+    total = metrics[0].merged_with([each.snapshot() for each in metrics[1:]])
     assert total.prompt_tokens == 6 and total.finished == {"stop": 6}
     assert total.time_to_first_token.sum == pytest.approx(0.018)
     assert sum(total.time_to_first_token.counts) == 3 and len(total.time_to_first_token.counts) == 23

@@ -54,7 +54,7 @@ class Run:
     def step(self, ids: list[int], finish: FinishReason | None = None, scheduled: float = 0.0) -> None:
         output = EngineCoreOutput(self.children[0].request_id, ids, finish)
         output.scheduled_time = scheduled
-        self.processor.take(EngineCoreOutputs(outputs=[output]))
+        self.processor.apply_outputs(EngineCoreOutputs(outputs=[output]))
 
 
 def named(written: InMemorySpanExporter) -> dict[str, tuple[float, dict[str, object]]]:
@@ -65,11 +65,11 @@ def named(written: InMemorySpanExporter) -> dict[str, tuple[float, dict[str, obj
 
 def test_parts_have_the_times_at_which_things_happened(tracer: Tracer, written: InMemorySpanExporter) -> None:
     run = Run(max_tokens=5)
-    tracer.begin(run.state)
+    tracer.start_request(run.state)
     run.step([7], scheduled=run.arrived + 4)
     run.step([8], FinishReason.STOP)
     assert not written.get_finished_spans()
-    tracer.end(run.state)
+    tracer.finish_request(run.state)
     spans = named(written)
     assert list(spans) == ["queue", "prefill", "decode", "text_completion small"]
     assert spans["queue"][0] == pytest.approx(4, abs=1e-3) and spans["prefill"][0] == pytest.approx(6, abs=1)
@@ -81,8 +81,8 @@ def test_parts_have_the_times_at_which_things_happened(tracer: Tracer, written: 
 
 def test_a_request_that_was_never_scheduled_only_waited(tracer: Tracer, written: InMemorySpanExporter) -> None:
     run = Run(n=2)
-    tracer.begin(run.state)
-    tracer.end(run.state)
+    tracer.start_request(run.state)
+    tracer.finish_request(run.state)
     spans = named(written)
     assert list(spans) == ["queue", "text_completion small"]
     assert spans["queue"][0] == pytest.approx(10, abs=1)
@@ -92,10 +92,10 @@ def test_a_request_that_was_never_scheduled_only_waited(tracer: Tracer, written:
 def test_what_the_engine_could_not_finish_is_an_error(tracer: Tracer, written: InMemorySpanExporter) -> None:
     failed, died = Run(), Run()
     for run in (failed, died):
-        tracer.begin(run.state)
+        tracer.start_request(run.state)
     failed.step([], FinishReason.ERROR, scheduled=failed.arrived + 1)
-    tracer.end(failed.state)
-    tracer.end(died.state, EngineDeadError("It has stopped."))
+    tracer.finish_request(failed.state)
+    tracer.finish_request(died.state, EngineDeadError("It has stopped."))
     roots = [span for span in written.get_finished_spans() if span.name == "text_completion small"]
     assert [span.status.status_code for span in roots] == [trace.StatusCode.ERROR] * 2
     assert all(span.attributes and span.attributes["error.type"] == "engine_error" for span in roots)
@@ -106,19 +106,19 @@ def test_a_request_belongs_to_the_span_that_was_current_when_it_came(
 ) -> None:
     run = Run()
     with tracer.otel.tracer.start_as_current_span("theirs") as theirs:
-        tracer.begin(run.state)
-    tracer.end(run.state)
+        tracer.start_request(run.state)
+    tracer.finish_request(run.state)
     [span] = [span for span in written.get_finished_spans() if span.name == "text_completion small"]
     assert span.parent is not None and span.parent.span_id == theirs.get_span_context().span_id
 
 
 def test_a_request_ends_once(tracer: Tracer, written: InMemorySpanExporter) -> None:
     run = Run()
-    tracer.end(run.state)
+    tracer.finish_request(run.state)
     assert not written.get_finished_spans()
-    tracer.begin(run.state)
+    tracer.start_request(run.state)
     for _ in range(2):
-        tracer.end(run.state)
+        tracer.finish_request(run.state)
     assert len(written.get_finished_spans()) == 2
 
 
@@ -128,8 +128,8 @@ def test_a_tracer_that_fails_says_so_once_and_stops_nobody(tracer: Tracer, monke
     monkeypatch.setattr("mvllm.engine.metrics.tracing.logger.error", lambda text, **_: said.append(text))
     for _ in range(2):
         run = Run()
-        tracer.begin(run.state)
-        tracer.end(run.state)
+        tracer.start_request(run.state)
+        tracer.finish_request(run.state)
     assert said == ["Spans of requests cannot be written; no more are."]
 
 

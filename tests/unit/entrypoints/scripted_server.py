@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.server.app import build_app
 from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
-from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.server.app import build_app
+from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from tests.unit.entrypoints.builders import TOKENIZER
 
@@ -92,11 +92,13 @@ class Server:
             engine = AsyncLLM(self.core.config, log_stats=False, client=self.core)  # type: ignore[arg-type]
             tokenizer_pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len)
             state = ServerState(60)
-            state.ready(engine, tokenizer_pool, ChatPromptRenderer(engine, tokenizer_pool, **self.parsers))
+            state.set_ready(engine, tokenizer_pool, ChatPromptRenderer(engine, tokenizer_pool, **self.parsers))
             app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), self.settings)
             answers: list[httpx.Response] = []
             try:
-                async with httpx.AsyncEngineCoreClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+                async with httpx.AsyncEngineCoreClient(
+                    transport=httpx.ASGITransport(app), base_url="http://x"
+                ) as client:
                     last = ""
                     for (method, path, body), key in itertools.zip_longest(requests, keys):
                         headers = {} if key is None else {"Authorization": f"Bearer {key}"}

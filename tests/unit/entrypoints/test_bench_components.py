@@ -9,8 +9,8 @@ import pytest
 
 from mvllm.entrypoints.bench import datasets
 from mvllm.entrypoints.bench.arrivals import request_arrival_times
-from mvllm.entrypoints.bench.metrics import Trace, compute, interpolated_percentile
-from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, make_samples
+from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, sample_requests
+from mvllm.entrypoints.bench.metrics import RequestResult, calculate_metrics, interpolated_percentile
 from mvllm.entrypoints.cli.main import main
 from mvllm.errors import ConfigError
 
@@ -22,13 +22,13 @@ def tokenizer():
 
 class TestFigures:
     TRACES = (
-        Trace(10.0, 0.1, 0.5, [0.1, 0.3], prompt_tokens=4, output_tokens=5, text="x"),
-        Trace(10.2, 0.2, 0.2, [], prompt_tokens=6, output_tokens=1, text="y"),
-        Trace(10.5, 0.0, 0.4, [], prompt_tokens=9, error="broken"),
+        RequestResult(10.0, 0.1, 0.5, [0.1, 0.3], prompt_tokens=4, output_tokens=5, text="x"),
+        RequestResult(10.2, 0.2, 0.2, [], prompt_tokens=6, output_tokens=1, text="y"),
+        RequestResult(10.5, 0.0, 0.4, [], prompt_tokens=9, error="broken"),
     )
 
     def test_each_is_what_its_name_says(self):
-        result = compute(self.TRACES, 2.0, percentiles=[50, 99], goodput={"ttft": 150, "tpot": 100.1})
+        result = calculate_metrics(self.TRACES, 2.0, percentiles=[50, 99], goodput={"ttft": 150, "tpot": 100.1})
         expected = {
             "duration": 2.0,
             "completed": 2,
@@ -57,7 +57,7 @@ class TestFigures:
             assert result[name] == pytest.approx(value), name
 
     def test_nothing_that_came_gives_zeros(self):
-        result = compute(self.TRACES[2:], 0.0)
+        result = calculate_metrics(self.TRACES[2:], 0.0)
         assert (result["completed"], result["failed"], result["p99_e2el_ms"], result["max_output_tokens_per_s"]) == (
             0, 1, 0, 0,
         )  # fmt: skip
@@ -84,27 +84,27 @@ class TestArrivals:
 
 class TestRequests:
     def test_random_ones_have_their_lengths(self, tokenizer):
-        samples = make_samples("random", 20, tokenizer=tokenizer, seed=1, input_len=50, output_len=10)
+        samples = sample_requests("random", 20, tokenizer=tokenizer, seed=1, input_len=50, output_len=10)
         assert {s.prompt_len for s in samples} == {50} and {s.output_len for s in samples} == {10}
         assert len({s.prompt for s in samples}) == 20
         assert all(list(s.token_ids) == tokenizer.encode(s.prompt) for s in samples)
-        assert samples == make_samples("random", 20, tokenizer=tokenizer, seed=1, input_len=50, output_len=10)
-        assert samples != make_samples("random", 20, tokenizer=tokenizer, seed=2, input_len=50, output_len=10)
+        assert samples == sample_requests("random", 20, tokenizer=tokenizer, seed=1, input_len=50, output_len=10)
+        assert samples != sample_requests("random", 20, tokenizer=tokenizer, seed=2, input_len=50, output_len=10)
 
     def test_lengths_are_spread_by_the_ratio(self, tokenizer):
         spread = {"input_len": 40, "output_len": 20, "range_ratio": 0.5}
-        samples = make_samples("random", 200, tokenizer=tokenizer, seed=0, **spread)
+        samples = sample_requests("random", 200, tokenizer=tokenizer, seed=0, **spread)
         inputs, outputs = {s.prompt_len for s in samples}, {s.output_len for s in samples}
         assert min(inputs) >= 20 and max(inputs) <= 60 and len(inputs) > 30
         assert min(outputs) == 10 and max(outputs) == 30
 
     def test_prefixes_are_shared(self, tokenizer):
         lengths = {"input_len": 12, "prefix_len": 30}
-        samples = make_samples("prefix_repetition", 8, tokenizer=tokenizer, seed=0, num_prefixes=2, **lengths)
+        samples = sample_requests("prefix_repetition", 8, tokenizer=tokenizer, seed=0, num_prefixes=2, **lengths)
         first = {s.token_ids[:30] for s in samples[::2]}
         assert len(first) == 1 and {s.token_ids[:30] for s in samples[1::2]} != first
         assert {s.prompt_len for s in samples} == {42} and len({s.token_ids[30:] for s in samples}) == 8
-        assert {s.prompt_len for s in make_samples("random", 2, tokenizer=tokenizer, seed=0, **lengths)} == {42}
+        assert {s.prompt_len for s in sample_requests("random", 2, tokenizer=tokenizer, seed=0, **lengths)} == {42}
 
     def test_a_file_of_conversations(self, tokenizer, tmp_path):
         def said(*texts):
@@ -120,24 +120,24 @@ class TestRequests:
         ]
         path = tmp_path / "chats.json"
         path.write_text(json.dumps(entries))
-        samples = make_samples("sharegpt", 5, tokenizer=tokenizer, seed=0, path=path)
+        samples = sample_requests("sharegpt", 5, tokenizer=tokenizer, seed=0, path=path)
         assert {s.prompt for s in samples} == {question, question + "!"} and len(samples) == 5
         assert {s.output_len for s in samples} == {len(tokenizer.encode(answer))}
-        fixed = make_samples("sharegpt", 2, tokenizer=tokenizer, seed=0, path=path, output_len=7)
+        fixed = sample_requests("sharegpt", 2, tokenizer=tokenizer, seed=0, path=path, output_len=7)
         assert {s.output_len for s in fixed} == {7}
-        assert {s.prompt_len for s in make_samples("sharegpt", 2, tokenizer=None, seed=0, path=path)} == {None}
+        assert {s.prompt_len for s in sample_requests("sharegpt", 2, tokenizer=None, seed=0, path=path)} == {None}
 
     @pytest.mark.parametrize(("content", "expected"), [("{", "not JSON"), ("{}", "list"), ("[]", "of use")])
     def test_a_file_that_is_none_is_refused(self, tokenizer, tmp_path, content, expected):
         path = tmp_path / "chats.json"
         path.write_text(content)
         with pytest.raises(ConfigError, match=expected):
-            make_samples("sharegpt", 5, tokenizer=tokenizer, seed=0, path=path)
+            sample_requests("sharegpt", 5, tokenizer=tokenizer, seed=0, path=path)
         with pytest.raises(ConfigError, match="cannot be read"):
-            make_samples("sharegpt", 5, tokenizer=tokenizer, seed=0, path=tmp_path / "none.json")
+            sample_requests("sharegpt", 5, tokenizer=tokenizer, seed=0, path=tmp_path / "none.json")
 
     def test_the_written_ones_need_no_tokenizer(self):
-        samples = make_samples("builtin", 20, tokenizer=None, seed=0)
+        samples = sample_requests("builtin", 20, tokenizer=None, seed=0)
         assert {s.prompt for s in samples} == set(datasets.BUILTIN_PROMPTS)
         assert {(s.prompt_len, s.output_len) for s in samples} == {(None, 128)}
 

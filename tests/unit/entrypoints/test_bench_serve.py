@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from mvllm.entrypoints.bench.client import Target
+from mvllm.entrypoints.bench.client import ServerEndpoint
 from mvllm.entrypoints.cli.main import main
 from mvllm.entrypoints.urls import join_url
 from tests.unit.entrypoints.sse_server import DONE, Answer, SSEServer, completion, event, usage
@@ -301,4 +301,4 @@ def test_without_the_client_library_the_extra_is_named(bench, monkeypatch):
 @pytest.mark.parametrize("base", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
 def test_base_urls_of_either_form_are_taken(base):
     assert join_url(base, "/v1/models") == "http://h:1/v1/models"
-    assert Target(base, "/generate", "m").url in ("http://h:1/generate", "http://h:1/v1/generate")
+    assert ServerEndpoint(base, "/generate", "m").url in ("http://h:1/generate", "http://h:1/v1/generate")

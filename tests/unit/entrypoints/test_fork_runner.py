@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mvllm.entrypoints.cli.fork_runner import Outcome, run_in_fork
+from mvllm.entrypoints.cli.fork_runner import ForkResult, run_in_fork
 
 CHANGED: list[int] = []
 
@@ -36,13 +36,13 @@ def change() -> int:
 def test_each_function_has_an_outcome_and_those_behind_a_crash_run_too(capfd: pytest.CaptureFixture[str]) -> None:
     found = run_in_fork([change, change, crash, change, raise_exit, leave, change], 60)
     assert found == [
-        Outcome(1),
-        Outcome(2),  # in the same process, where what was imported is there
-        Outcome(failure="its process was ended by signal 9 (SIGKILL)"),
-        Outcome(1),
-        Outcome(failure="SystemExit: no device"),
-        Outcome(failure="its process ended with exit status 3"),
-        Outcome(1),
+        ForkResult(1),
+        ForkResult(2),  # in the same process, where what was imported is there
+        ForkResult(failure="its process was ended by signal 9 (SIGKILL)"),
+        ForkResult(1),
+        ForkResult(failure="SystemExit: no device"),
+        ForkResult(failure="its process ended with exit status 3"),
+        ForkResult(1),
     ]
     assert CHANGED == []
     assert capfd.readouterr() == ("", "")
@@ -52,4 +52,4 @@ def test_what_takes_too_long_is_ended() -> None:
     def hang() -> Any:
         time.sleep(600)
 
-    assert run_in_fork([hang, change], 0.5) == [Outcome(failure="no answer in 0.5 s"), Outcome(1)]
+    assert run_in_fork([hang, change], 0.5) == [ForkResult(failure="no answer in 0.5 s"), ForkResult(1)]

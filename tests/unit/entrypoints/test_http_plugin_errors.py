@@ -10,8 +10,8 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from mvllm.entrypoints.openai.server.app import _add_handlers
 from mvllm.entrypoints.openai.common.request_body import BodyReader
+from mvllm.entrypoints.openai.server.app import _add_handlers
 from mvllm.entrypoints.openai.server.http_plugins import LoadedPlugin
 from mvllm.platform.discovery import PluginSource
 
@@ -28,7 +28,7 @@ def ask(method: str, path: str, **more: Any) -> httpx.Response:
     plugin.add_api_route("/save", save, methods=["POST"])
     plugin.add_api_route("/find", find, methods=["GET"])
     loaded = LoadedPlugin("p", PluginSource("p", "p:make_router", "acme", "1"), plugin)
-    app.mount(loaded.prefix, loaded.guarded(BodyReader(100, 5.0)))
+    app.mount(loaded.prefix, loaded.asgi_app(BodyReader(100, 5.0)))
 
     async def run() -> httpx.Response:
         async with httpx.AsyncEngineCoreClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:

@@ -15,10 +15,14 @@ import uvicorn
 import uvloop
 from starlette.responses import Response
 
+from mvllm.entrypoints.openai.common.streaming_response import (
+    ClientDisconnected,
+    EventStreamResponse,
+    cancel_on_disconnect,
+)
 from mvllm.entrypoints.openai.server import connections
 from mvllm.entrypoints.openai.server.connections import ConnectionTable
 from mvllm.entrypoints.openai.server.http_protocol import MAX_PIPELINED_REQUESTS, LimitedHttpProtocol, uvicorn_settings
-from mvllm.entrypoints.openai.common.streaming_response import ClientDisconnected, EventStreamResponse, cancel_on_disconnect
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 PROBE = GET.replace(b"GET /", b"GET /health/live")
@@ -117,7 +121,9 @@ class TestPipelines:
         async def test(listener: Listener) -> None:
             reader, writer = await listener.connect()
             for _ in range(5):
-                writer.write(b"".join(GET.replace(b"/ ", b"/%d " % index, 1) for index in range(MAX_PIPELINED_REQUESTS)))
+                writer.write(
+                    b"".join(GET.replace(b"/ ", b"/%d " % index, 1) for index in range(MAX_PIPELINED_REQUESTS))
+                )
                 listener.app.answers.set()
                 answers = [await read_answer(reader) for _ in range(MAX_PIPELINED_REQUESTS)]
                 assert answers == [(200, b"/%d" % index) for index in range(MAX_PIPELINED_REQUESTS)]

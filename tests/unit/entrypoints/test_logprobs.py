@@ -18,7 +18,7 @@ def test_offsets_are_right_behind_a_character_that_is_split_over_tokens(piece: i
     lists = CompletionLogprobs(names, 0)
     offsets, tokens = [], []
     for i in range(0, len(ids), piece):
-        part = lists.piece(ids[i : i + piece], [None] * len(ids[i : i + piece]))
+        part = lists.format_next(ids[i : i + piece], [None] * len(ids[i : i + piece]))
         offsets += part["text_offset"]
         tokens += part["tokens"]
     split = [token for token in tokens if "\ufffd" in token]

@@ -9,8 +9,14 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from mvllm.entrypoints.openai.common.request_body import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.entrypoints.openai.common.request_body import (
+    MAX_CONTAINERS,
+    MAX_STRINGS,
+    MAX_VALUES,
+    BodyDecoder,
+    BodyReader,
+)
 from mvllm.entrypoints.openai.protocol import CompletionRequest
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from mvllm.entrypoints.openai.chat.serving import MAX_TOOLS
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.server.authentication import Caller, Role
 from mvllm.entrypoints.openai.responses.input_items import MAX_ITEMS, items_to_messages
 from mvllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
+from mvllm.entrypoints.openai.server.authentication import Caller, Role
 from mvllm.errors import RequestError
 from mvllm.messages.requests import FinishReason
 from tests.unit.entrypoints.builders import TOKENIZER, save_model_folder
@@ -309,7 +309,7 @@ CALLER = Caller(Role.USER, b"a key")
 class TestStore:
     def test_one_that_is_being_written_is_its_owners(self) -> None:
         store = ResponseStore(2, 1 << 20)
-        store.begin("a", SimpleNamespace(snapshot=lambda: b"half", cancel=lambda: None), CALLER)
+        store.add_running("a", SimpleNamespace(snapshot=lambda: b"half", cancel=lambda: None), CALLER)
         for use in (store.body, store.cancel, store.delete, store.conversation):
             with pytest.raises(APIError) as raised:
                 use("a", Caller(Role.USER, b"another"))
@@ -320,20 +320,20 @@ class TestStore:
     def test_those_used_longest_ago_go_first(self) -> None:
         store = ResponseStore(2, 1 << 20)
         for name in ("a", "b"):
-            store.end(name, StoredResponse(name.encode(), b"[]", owner=CALLER.key))
+            store.finish(name, StoredResponse(name.encode(), b"[]", owner=CALLER.key))
         assert store.body("a", CALLER) == b"a"
-        store.end("c", StoredResponse(b"c", b"[]", owner=CALLER.key))
+        store.finish("c", StoredResponse(b"c", b"[]", owner=CALLER.key))
         assert (store.body("a", CALLER), store.body("c", CALLER), len(store)) == (b"a", b"c", 2)
         with pytest.raises(APIError):
             store.body("b", CALLER)
 
     def test_stored_bytes_are_bounded_and_a_too_large_response_evicts_nothing(self) -> None:
         store = ResponseStore(1000, 10_000)
-        store.end("small", StoredResponse(b"x", b"[]"))
-        store.end("huge", StoredResponse(b"x" * 20_000, b"[]"))
+        store.finish("small", StoredResponse(b"x", b"[]"))
+        store.finish("huge", StoredResponse(b"x" * 20_000, b"[]"))
         assert len(store) == 1 and store.num_bytes < 10_000
         for i in range(50):
-            store.end(str(i), StoredResponse(b"x" * 1000, b"[]", owner=CALLER.key))
+            store.finish(str(i), StoredResponse(b"x" * 1000, b"[]", owner=CALLER.key))
             assert store.num_bytes <= 10_000
         for name in [str(i) for i in range(50)]:
             try:

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from mvllm.entrypoints.cli.main import main
 from mvllm.entrypoints.openai import batch_runner
 from mvllm.entrypoints.openai.batch_runner import BatchRunner
-from mvllm.entrypoints.cli.main import main
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.errors import EngineDeadError, QueueFullError
 
@@ -41,8 +41,8 @@ class Runner(BatchRunner):
         super().__init__(self.engine, OpenAIServingModels(["m"], "m"), None, None, max_concurrency=max_concurrency)
         self.respond = respond
 
-    def _call(self, line):
-        super_call = super()._call
+    def _make_handler(self, line):
+        super_call = super()._make_handler
         return SimpleNamespace(start=self.start, answer=lambda: self.respond(line, super_call), close=lambda: None)
 
     async def start(self):

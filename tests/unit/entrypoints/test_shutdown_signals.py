@@ -29,7 +29,11 @@ def test_when_the_interpreter_is_held_up_the_clock_ends_it_and_shows_where() -> 
 
 def test_a_process_that_is_no_server_has_no_clock() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", "from mvllm.entrypoints.shutdown_signals import *; force_exit_after(0.01); time.sleep(0.1)"],
+        [
+            sys.executable,
+            "-c",
+            "from mvllm.entrypoints.shutdown_signals import *; force_exit_after(0.01); time.sleep(0.1)",
+        ],
         capture_output=True,
         timeout=60,
     )

@@ -10,13 +10,13 @@ from typing import Any, cast
 import httpx
 from prometheus_client import CollectorRegistry
 
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.server.app import build_app
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.routes import MAX_DETOKENIZE_TOKENS
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 
 
 class SlowTokenizer:
@@ -24,7 +24,7 @@ class SlowTokenizer:
 
     loaded_by: str | None = None
 
-    def piece(self, token_id: int) -> str | None:
+    def token_name(self, token_id: int) -> str | None:
         self.loaded_by = threading.current_thread().name
         return str(token_id)
 
@@ -40,7 +40,7 @@ def post(tokenizer: SlowTokenizer, path: str, body: dict[str, Any]) -> httpx.Res
         state = ServerState(60.0)
         config = SimpleNamespace(max_model_len=16, vocab_size=4)
         work = TokenizerPool(cast(Any, tokenizer), 16)
-        state.ready(cast(Any, SimpleNamespace(tokenizer=tokenizer, model_config=config)), work, cast(Any, None))
+        state.set_ready(cast(Any, SimpleNamespace(tokenizer=tokenizer, model_config=config)), work, cast(Any, None))
         metrics = HTTPMetrics(CollectorRegistry())
         app = build_app(state, OpenAIServingModels(["m"], "m"), metrics, ServerSettings())
         async with httpx.AsyncEngineCoreClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:

@@ -14,10 +14,11 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from mvllm.entrypoints.openai.server.app import build_app
-from mvllm.entrypoints.openai.common.request_body import BodyDecoder
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
+from mvllm.entrypoints.openai.common.request_body import BodyDecoder
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.common.unknown_fields import MAX_LOGGED_NAMES, MAX_NAMES, UnknownFields
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ClientRequest,
@@ -26,11 +27,10 @@ from mvllm.entrypoints.openai.protocol import (
     RerankRequest,
     ResponsesRequest,
 )
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.server.app import build_app
+from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings, UnknownFieldsPolicy
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
-from mvllm.entrypoints.openai.common.unknown_fields import MAX_LOGGED_NAMES, MAX_NAMES, UnknownFields
 
 SECRET = "the secret prompt\r\nset-cookie: a=b"
 
@@ -46,7 +46,7 @@ def post(bodies: list[dict[str, Any]], policy: UnknownFieldsPolicy = "warn") -> 
         engine = SimpleNamespace(
             tokenizer=Tokenizer(), model_config=SimpleNamespace(max_model_len=16, hf_config={}), errored=False
         )
-        state.ready(cast(Any, engine), TokenizerPool(cast(Any, Tokenizer()), 16), cast(Any, None))
+        state.set_ready(cast(Any, engine), TokenizerPool(cast(Any, Tokenizer()), 16), cast(Any, None))
         settings = ServerSettings(unknown_fields=policy)
         app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
         async with httpx.AsyncEngineCoreClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
@@ -112,7 +112,7 @@ def test_parameters_of_administration_are_checked_too() -> None:
                 levels.append(level)
 
         state = ServerState(60.0)
-        state.ready(cast(Any, Engine()), cast(Any, None), cast(Any, None))
+        state.set_ready(cast(Any, Engine()), cast(Any, None), cast(Any, None))
         settings = ServerSettings(unknown_fields=policy, admin_api_keys=("k",))
         app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
         headers = {"Authorization": "Bearer k"}

@@ -16,7 +16,12 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from mvllm.executor.process.fd_server import FileDescriptorServer, FileDescriptorServerAddress, MessageWithFds, fetch_descriptors
+from mvllm.executor.process.fd_server import (
+    FileDescriptorServer,
+    FileDescriptorServerAddress,
+    MessageWithFds,
+    fetch_descriptors,
+)
 
 
 class Files(msgspec.Struct, frozen=True):
@@ -36,7 +41,9 @@ def pipes() -> Iterator[list[tuple[int, int]]]:
 @pytest.fixture
 def door(pipes: list[tuple[int, int]]) -> Iterator[FileDescriptorServer]:
     fds = (pipes[0][1], pipes[1][1])
-    door = FileDescriptorServer({0: MessageWithFds(Files(*fds), fds), 7: MessageWithFds(Files(*reversed(fds)), tuple(reversed(fds)))})
+    door = FileDescriptorServer(
+        {0: MessageWithFds(Files(*fds), fds), 7: MessageWithFds(Files(*reversed(fds)), tuple(reversed(fds)))}
+    )
     yield door
     door.close()
 
@@ -72,7 +79,9 @@ def test_the_connection_outlives_the_server_and_signals_the_end_of_either_side(d
 
 
 @pytest.mark.parametrize("token", [b"", b"x" * 32, b"x" * 31])
-def test_a_client_without_the_token_gets_nothing_and_others_are_served(door: FileDescriptorServer, token: bytes) -> None:
+def test_a_client_without_the_token_gets_nothing_and_others_are_served(
+    door: FileDescriptorServer, token: bytes
+) -> None:
     with pytest.raises((EOFError, OSError)):
         fetch_descriptors(FileDescriptorServerAddress(door.address.path, token), 0, Files)
     _, fds, control = fetch_descriptors(door.address, 0, Files)

@@ -12,10 +12,10 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import ParallelConfig, replace_field
 from mvllm.errors import ConfigError, ModelError, WorkerError
 from mvllm.executor.config_codec import decode_config, encode_config
-from mvllm.executor.process.process_utils import PrefixedStream
-from mvllm.executor.rpc_messages import WorkerFailure, codec_of, describe_failure, method_codecs
-from mvllm.executor.rpc_executor import worker_names
 from mvllm.executor.process.activity_table import STARTING, ActivityTable
+from mvllm.executor.process.process_utils import PrefixedStream
+from mvllm.executor.rpc_executor import worker_names
+from mvllm.executor.rpc_messages import WorkerFailure, codec_of, describe_failure, method_codecs
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from mvllm.platform.worker_protocol import KVCacheNeeds

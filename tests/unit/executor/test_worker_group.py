@@ -26,7 +26,7 @@ class Worker:
     def dump_stack(self) -> str:
         return "stack"
 
-    def stuck(self, message: str) -> Exception:
+    def stuck_error(self, message: str) -> Exception:
         return WorkerStuckError(message, rank=self.rank, pid=self.pid, activity="step")
 
 
@@ -40,7 +40,7 @@ class Group(WorkerGroup):
     def workers(self) -> Sequence[Any]:
         return self._workers
 
-    def end(self, *, gracefully: bool = False) -> None: ...
+    def terminate(self, *, gracefully: bool = False) -> None: ...
 
     def is_monitor_thread(self) -> bool:
         return False
@@ -55,7 +55,7 @@ def first_line(error: Exception) -> str:
 
 def test_of_late_workers_the_stopped_one_comes_first() -> None:
     group = Group(Worker(0), Worker(1), Worker(2, is_stopped=True))
-    error = group.stuck(group.workers, 2.0, "has not finished its step")
+    error = group.stuck_error(group.workers, 2.0, "has not finished its step")
     assert isinstance(error, WorkerStuckError) and error.rank == 2
     assert first_line(error).startswith("Worker_TP2 (rank 2, pid 102) has not finished its step within 2 s")
     assert "is stopped" in first_line(error) and "Worker_TP0" in str(error)
@@ -65,7 +65,7 @@ def test_of_late_workers_the_stopped_one_comes_first() -> None:
 def test_a_failure_of_one_that_waited_for_a_stopped_one_names_that_first() -> None:
     waited = WorkerError("Worker_TP0 failed in all_reduce: timeout", rank=0, pid=100, activity="all_reduce")
     group = Group(Worker(0), Worker(1, is_stopped=True))
-    error = group.settle(waited)
+    error = group.fail_with_root_cause(waited)
     assert isinstance(error, WorkerStuckError) and error.rank == 1 and error.__cause__ is waited
     assert first_line(error).startswith("Worker_TP1 (rank 1, pid 101) is stopped, as by SIGSTOP, in ")
     assert "Worker_TP0 failed in all_reduce: timeout" in str(error)
@@ -76,5 +76,5 @@ def test_a_failure_of_one_that_waited_for_a_stopped_one_names_that_first() -> No
 def test_a_failure_with_no_other_one_stopped_stays_as_it_is(stopped: list[int]) -> None:
     failure = WorkerError("Worker_TP0 failed", rank=0, pid=100, activity="")
     group = Group(*(Worker(rank, is_stopped=rank in stopped) for rank in range(2)))
-    assert group.settle(failure) is failure
+    assert group.fail_with_root_cause(failure) is failure
     group.close()

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mvllm.kv_cache.block_hash import make_root_hash, hash_block, request_root_hash
+from mvllm.kv_cache.block_hash import hash_block, make_root_hash, request_root_hash
 
 ROOT = make_root_hash(0)
 text = st.text(alphabet="ab|,:\0\ud800é", max_size=4)

@@ -18,9 +18,9 @@ def pool_with_named_blocks(num_blocks: int) -> BlockPool:
     """A pool whose blocks are all free and named, freed in the order 0, 1, 2, ..."""
     pool = BlockPool(num_blocks)
     for block in pool.allocate(num_blocks):
-        pool.name(block, name(block))
+        pool.set_hash(block, name(block))
     for block in range(num_blocks):
-        pool.release([block])
+        pool.free([block])
     return pool
 
 
@@ -39,15 +39,15 @@ def test_a_new_pool_hands_out_every_block_once():
 def test_a_released_block_can_be_allocated_again():
     pool = BlockPool(2)
     blocks = pool.allocate(2)
-    pool.release(blocks[:1])
+    pool.free(blocks[:1])
     assert pool.num_free == 1
     assert pool.allocate(1) == blocks[:1]
 
 
 def test_named_blocks_are_forgotten_least_recently_used_first():
     pool = pool_with_named_blocks(4)
-    pool.share([0])  # used again ...
-    pool.release([0])  # ... so it is the most recent now
+    pool.touch([0])  # used again ...
+    pool.free([0])  # ... so it is the most recent now
     taken = [pool.allocate(1)[0] for _ in range(4)]
     assert taken == [1, 2, 3, 0]
 
@@ -56,68 +56,68 @@ def test_the_tail_of_a_table_is_forgotten_before_its_beginning():
     pool = BlockPool(3)
     table = pool.allocate(3)
     for block in table:
-        pool.name(block, name(block))
-    pool.release(table)
-    assert pool.free_blocks() == table[::-1]
+        pool.set_hash(block, name(block))
+    pool.free(table)
+    assert pool.free_block_ids() == table[::-1]
 
 
 def test_nameless_blocks_are_taken_before_any_named_one():
     pool = pool_with_named_blocks(4)
     a, b = pool.allocate(2)  # 0 and 1, which lose their names
-    pool.name(a, name(9))
-    pool.release([a, b])
-    assert pool.free_blocks() == [b, 2, 3, a]
+    pool.set_hash(a, name(9))
+    pool.free([a, b])
+    assert pool.free_block_ids() == [b, 2, 3, a]
 
 
 def test_a_free_block_keeps_its_name_until_it_is_allocated():
     pool = pool_with_named_blocks(2)
-    assert pool.lookup(name(0)) == 0
+    assert pool.get_cached_block(name(0)) == 0
     pool.allocate(1)
-    assert pool.lookup(name(0)) is None
-    assert pool.lookup(name(1)) == 1
+    assert pool.get_cached_block(name(0)) is None
+    assert pool.get_cached_block(name(1)) == 1
 
 
 def test_sharing_takes_a_free_block_out_of_the_free_list_with_its_name():
     pool = pool_with_named_blocks(3)
-    pool.share([1])
-    assert pool.free_blocks() == [0, 2]
-    assert pool.lookup(name(1)) == 1
+    pool.touch([1])
+    assert pool.free_block_ids() == [0, 2]
+    assert pool.get_cached_block(name(1)) == 1
     pool.check_integrity()
 
 
 def test_a_shared_block_is_free_only_after_its_last_user():
     pool = BlockPool(1)
     blocks = pool.allocate(1)
-    pool.share(blocks)
-    pool.release(blocks)
+    pool.touch(blocks)
+    pool.free(blocks)
     assert pool.num_free == 0
-    pool.release(blocks)
+    pool.free(blocks)
     assert pool.num_free == 1
 
 
 def test_the_first_block_of_a_name_keeps_it():
     pool = BlockPool(2)
     a, b = pool.allocate(2)
-    pool.name(a, name(7))
-    pool.name(b, name(7))
-    assert pool.lookup(name(7)) == a
+    pool.set_hash(a, name(7))
+    pool.set_hash(b, name(7))
+    assert pool.get_cached_block(name(7)) == a
     pool.check_integrity()
 
 
 def test_a_forgotten_name_is_not_found_and_its_user_keeps_the_block():
     pool = BlockPool(2)
     [block] = pool.allocate(1)
-    pool.name(block, name(1))
-    pool.forget(block)
-    assert pool.lookup(name(1)) is None
+    pool.set_hash(block, name(1))
+    pool.evict(block)
+    assert pool.get_cached_block(name(1)) is None
     assert pool.ref_counts[block] == 1
     pool.check_integrity()
 
 
 def test_forgetting_all_leaves_no_name():
     pool = pool_with_named_blocks(3)
-    pool.forget_all()
-    assert [pool.lookup(name(i)) for i in range(3)] == [None] * 3
+    pool.evict_all()
+    assert [pool.get_cached_block(name(i)) for i in range(3)] == [None] * 3
     pool.check_integrity()
 
 
@@ -136,7 +136,7 @@ def test_check_integrity_notices_damage(damage):
     pool = BlockPool(3)
     pool.check_integrity()
     damage(pool)
-    pool.free_blocks = lambda: [0, 1, 2]  # a broken list may have no end
+    pool.free_block_ids = lambda: [0, 1, 2]  # a broken list may have no end
     with pytest.raises(AssertionError):
         pool.check_integrity()
 
@@ -168,21 +168,21 @@ def check_against_model(data, num_blocks):
             users.append(taken)
         elif action == "share" and names:
             block = data.draw(st.sampled_from(sorted(names.values())))
-            pool.share([block])
+            pool.touch([block])
             free = [b for b in free if b != block]
             users.append([block])
         elif action == "name" and any(users):
             block = data.draw(st.sampled_from(sorted({b for table in users for b in table})))
             number = data.draw(st.integers(0, 8))
-            pool.name(block, name(number))
+            pool.set_hash(block, name(number))
             if block not in names.values():
                 names.setdefault(number, block)
         elif action == "release" and users:
             table = users.pop(data.draw(st.integers(0, len(users) - 1)))
-            pool.release(table)
+            pool.free(table)
             for block in reversed(table):
                 if not any(block in other for other in users):
                     free = [*free, block] if block in names.values() else [block, *free]
         pool.check_integrity()
-        assert pool.free_blocks() == free
-        assert all(pool.lookup(name(n)) == names.get(n) for n in range(9))
+        assert pool.free_block_ids() == free
+        assert all(pool.get_cached_block(name(n)) == names.get(n) for n in range(9))

@@ -127,9 +127,11 @@ def test_a_prefix_is_found_only_as_far_as_all_groups_have_it():
     assert num_hit(manager, tokens) == 32
     window_block = table.groups[1].block_ids[7]
     manager.free(table, 33)
-    manager._pool.forget(window_block)
+    manager._pool.evict(window_block)
     assert num_hit(manager, tokens) == 28
-    manager._pool.forget(manager._pool.lookup(table.block_hashes[2]))  # the third block of the group that sees all
+    manager._pool.evict(
+        manager._pool.get_cached_block(table.block_hashes[2])
+    )  # the third block of the group that sees all
     assert num_hit(manager, tokens) == 8
 
 
@@ -146,7 +148,7 @@ def test_the_failure_of_a_request_reaches_every_group_and_what_was_given_back():
     failed = compute(manager, list(range(33)))
     manager.discard([failed])
     assert num_hit(manager, list(range(33))) == 0
-    assert not manager._pool._named
+    assert not manager._pool._block_by_hash
     manager.check_integrity()
 
 

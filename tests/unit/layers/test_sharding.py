@@ -13,14 +13,14 @@ from torch import nn
 
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError
-from mvllm.layers.context import BuildContext, Share
+from mvllm.layers.context import BuildContext, ShardIndex
 from mvllm.layers.embedding import LMHead, VocabEmbedding
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.linear import ColumnParallelLinear, HeadShard, QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import GatedMLP
-from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.pipeline_stage import PipelineStage
 from mvllm.layers.routing import Routing
+from mvllm.layers.sparse_moe_block import SparseMoeBlock
 from tests.helpers.paged_driver import make_context
 from tests.helpers.thread_ranks import fake_group, run_ranks
 
@@ -144,7 +144,7 @@ def test_moe_equals_a_loop_over_tokens_and_experts(size: int, normalize: bool) -
 
     def body(ctx: BuildContext) -> torch.Tensor:
         experts = FusedMoE(ctx, "experts", 8, 12, num_experts=5, top_k=2)
-        layer = MoE(ctx, "gate", experts, 8, 5, Routing(2, normalize=normalize))
+        layer = SparseMoeBlock(ctx, "gate", experts, 8, 5, Routing(2, normalize=normalize))
         return fill(layer, weights)(x)
 
     outputs = on_ranks(size, body)
@@ -160,7 +160,7 @@ def test_moe_equals_a_loop_over_tokens_and_experts(size: int, normalize: bool) -
 
 
 def test_key_value_heads_fewer_than_ranks_are_copied_to_neighbours() -> None:
-    shares = [HeadShard.of(8, 2, [Share(rank, 4)]) for rank in range(4)]
+    shares = [HeadShard.for_shards(8, 2, [ShardIndex(rank, 4)]) for rank in range(4)]
     assert [(s.first_head, s.num_heads) for s in shares] == [(0, 2), (2, 2), (4, 2), (6, 2)]
     assert [(s.first_kv_head, s.num_kv_heads) for s in shares] == [(0, 1), (0, 1), (1, 1), (1, 1)]
 
@@ -205,7 +205,7 @@ def test_each_device_of_a_worker_has_what_a_worker_of_its_own_would(
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(6, 3, 2), (12, 3, 4), (5, 5, 2)])
 def test_heads_that_do_not_divide_are_refused(num_heads: int, num_kv_heads: int, size: int) -> None:
     with pytest.raises(ConfigError, match="heads"):
-        HeadShard.of(num_heads, num_kv_heads, [Share(0, size)])
+        HeadShard.for_shards(num_heads, num_kv_heads, [ShardIndex(0, size)])
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_heads_that_do_not_divide_are_refused(num_heads: int, num_kv_heads: int,
 def test_layers_are_dealt_to_stages_with_the_extra_ones_before_the_last(
     num_layers: int, stages: int, expected: list[int]
 ) -> None:
-    dealt = [PipelineStage.of(num_layers, fake_group("pp", rank, stages)) for rank in range(stages)]
+    dealt = [PipelineStage.for_rank(num_layers, fake_group("pp", rank, stages)) for rank in range(stages)]
     assert [stage.stop - stage.first for stage in dealt] == expected
     assert dealt[0].first == 0 and dealt[-1].stop == num_layers
     assert all(a.stop == b.first for a, b in itertools.pairwise(dealt))

@@ -8,7 +8,16 @@ import subprocess
 
 import pytest
 
-from mvllm.executor.message_queue import MessageQueue, QueueSettings, RingShape, SharedMemoryError, shared_memory_budget, plan_rings, shared_segment, shared_memory_space
+from mvllm.executor.message_queue import (
+    MessageQueue,
+    QueueSettings,
+    RingShape,
+    SharedMemoryError,
+    plan_rings,
+    shared_memory_budget,
+    shared_memory_space,
+    shared_segment,
+)
 from mvllm.executor.message_queue.shared_memory_budget import SharedMemorySpace
 
 MIB = 1 << 20

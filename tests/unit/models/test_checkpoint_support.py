@@ -9,8 +9,8 @@ import pytest
 from mvllm.config.hf_config import HFConfig
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
-from mvllm.models.registry import supported_architectures
 from mvllm.models.checkpoint_support import check_architecture
+from mvllm.models.registry import supported_architectures
 
 
 def config(architecture: str, *, trust_remote_code: bool = False, **keys) -> ModelConfig:

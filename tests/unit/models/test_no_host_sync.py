@@ -14,9 +14,9 @@ import torch
 
 from mvllm.layers.context import ForwardStep
 from mvllm.layers.fused_moe import FusedMoE
-from mvllm.layers.sparse_moe_block import MoE
 from mvllm.layers.routing import Routing
-from tests.helpers.host_sync import ForbidSynchronizingOps, ForbidHostReads
+from mvllm.layers.sparse_moe_block import SparseMoeBlock
+from tests.helpers.host_sync import ForbidHostReads, ForbidSynchronizingOps
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import HOST, load_model, make_context, make_layout
 
@@ -76,6 +76,6 @@ def test_models_ask_nothing(name: str, tmp_path: Path) -> None:
 def test_mixture_of_experts_asks_nothing() -> None:
     ctx = make_context()
     experts = FusedMoE(ctx, "experts", 8, 12, num_experts=5, top_k=2)
-    layer = MoE(ctx, "gate", experts, 8, 5, Routing(2))
+    layer = SparseMoeBlock(ctx, "gate", experts, 8, 5, Routing(2))
     with torch.inference_mode(), ForbidSynchronizingOps():
         layer(torch.randn(7, 8))

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from mvllm.config.model import ModelConfig
 from mvllm.errors import ConfigError, ModelError
 from mvllm.models.causal_lm import CausalLM
+from mvllm.models.checkpoint_support import check_architecture
+from mvllm.models.registry import is_native, resolve_model_class
 from mvllm.models.transformers_backend.dry_run import UnsupportedModelError, window_of
 from mvllm.models.transformers_backend.replacement_modules import LinearReplacement
-from mvllm.models.registry import is_native, resolve_model_class
-from mvllm.models.checkpoint_support import check_architecture
-from tests.helpers.transformers_backend_zoo import TRANSFORMERS_BACKEND_ZOO, make_transformers_backend_checkpoint
 from tests.helpers.model_zoo import load_reference, make_checkpoint
 from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
 from tests.helpers.thread_ranks import fake_group, run_ranks
+from tests.helpers.transformers_backend_zoo import TRANSFORMERS_BACKEND_ZOO, make_transformers_backend_checkpoint
 from tests.unit.models.test_parity import draw_tokens, reference_logits, run_mixed
 
 TOLERANCE = 1e-4
@@ -94,10 +94,14 @@ def test_what_ranks_cannot_share_is_refused(name: str, ranks: int, words: str, t
 
 
 def test_what_each_layer_asks_for_becomes_its_spec(tmp_path: Path) -> None:
-    specs = [layer.spec for layer in load(make_transformers_backend_checkpoint("gemma2", tmp_path / "g")).attention_layers()]
+    specs = [
+        layer.spec for layer in load(make_transformers_backend_checkpoint("gemma2", tmp_path / "g")).attention_layers()
+    ]
     assert [spec.sliding_window for spec in specs] == [9, None, 9]
     assert {(spec.soft_cap, spec.scale, spec.sinks, spec.num_kv_heads) for spec in specs} == {(2.0, 0.25, False, 2)}
-    specs = [layer.spec for layer in load(make_transformers_backend_checkpoint("gpt_oss", tmp_path / "o")).attention_layers()]
+    specs = [
+        layer.spec for layer in load(make_transformers_backend_checkpoint("gpt_oss", tmp_path / "o")).attention_layers()
+    ]
     assert [spec.sliding_window for spec in specs] == [9, None, 9] and all(spec.sinks for spec in specs)
 
 
@@ -248,9 +252,13 @@ def test_auto_takes_the_native_class_where_there_is_one(tmp_path: Path) -> None:
 
 
 def test_folders_with_code_of_their_own_run_transformers_class(tmp_path: Path) -> None:
-    folder = edit_config(make_transformers_backend_checkpoint("smollm3", tmp_path), auto_map={"AutoModelForCausalLM": "m.M"})
+    folder = edit_config(
+        make_transformers_backend_checkpoint("smollm3", tmp_path), auto_map={"AutoModelForCausalLM": "m.M"}
+    )
     check_architecture(config_of(folder, "auto"))
-    expected = reference_logits(load_reference(make_transformers_backend_checkpoint("smollm3", tmp_path / "x")), TOKENS, PROMPT_LEN)
+    expected = reference_logits(
+        load_reference(make_transformers_backend_checkpoint("smollm3", tmp_path / "x")), TOKENS, PROMPT_LEN
+    )
     torch.testing.assert_close(run(load(folder)), expected, atol=TOLERANCE, rtol=0)
 
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from mvllm.ops.float8_linear import LARGEST, Float8Weight, float8_linear
-from mvllm.testing.op_cases import exact, tolerance, trials
+from mvllm.testing.op_cases import exact, op_calls, tolerance
 
 EYE = torch.eye(4).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_it_is_what_the_definition_says_for_every_kind_of_weight(dtype: str) -> None:
-    for trial in trials("float8_linear", dtype):
+    for trial in op_calls("float8_linear", dtype):
         x, weight, bias = trial.make()
         found, wanted = float8_linear(x, weight, bias), exact(trial)
         off = (found.double() - wanted).abs().max() / wanted.abs().max()

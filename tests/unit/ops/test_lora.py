@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from mvllm.ops.lora import add_lora
-from mvllm.testing.op_cases import trials
+from mvllm.testing.op_cases import op_calls
 
 
 def test_each_token_gets_what_its_own_adapter_adds() -> None:
-    for trial in trials("add_lora", "float64"):
+    for trial in op_calls("add_lora", "float64"):
         y, x, down, up, tokens, segments, bands = trial.make()
         expected = y.clone()
         places = torch.arange(len(x)) if tokens is None else tokens

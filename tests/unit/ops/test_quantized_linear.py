@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from mvllm.ops.quantized_linear import QuantizedWeight, quantized_linear
-from mvllm.testing.op_cases import exact, tolerance, trials
+from mvllm.testing.op_cases import exact, op_calls, tolerance
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_what_the_definition_says_for_every_kind_of_weight(dtype: str) -> None:
-    for trial in trials("quantized_linear", dtype):
+    for trial in op_calls("quantized_linear", dtype):
         x, weight, bias = trial.make()
         found, wanted = quantized_linear(x, weight, bias), exact(trial)
         off = (found.double() - wanted).abs().max() / wanted.abs().max()

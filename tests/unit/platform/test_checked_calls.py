@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mvllm.errors import ConfigError, PlatformError
-from mvllm.platform.checked_calls import ask
+from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.shapes import ShapePolicy
 from tests.unit.worker.fake_platform import FakePlatform
 
@@ -24,30 +24,30 @@ def raises(error):
 
 
 def test_the_answer_comes_back():
-    assert ask(platform_that(ShapePolicy), "shapes", returns=ShapePolicy) == ShapePolicy()
-    assert ask(FakePlatform(), "capabilities", returns=object) is FakePlatform.capabilities
+    assert call_checked(platform_that(ShapePolicy), "shapes", returns=ShapePolicy) == ShapePolicy()
+    assert call_checked(FakePlatform(), "capabilities", returns=object) is FakePlatform.capabilities
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit("boom"), KeyError("boom"), GeneratorExit("boom")])
 def test_what_it_raises_becomes_an_error_of_the_platform_by_name(error):
     with pytest.raises(PlatformError, match=rf"'acme' failed in shapes: {type(error).__name__}: '?boom") as caught:
-        ask(platform_that(raises(error)), "shapes", returns=ShapePolicy)
+        call_checked(platform_that(raises(error)), "shapes", returns=ShapePolicy)
     assert caught.value.__cause__ is error
 
 
 @pytest.mark.parametrize("error", [PlatformError("no kernel"), ConfigError("no room"), KeyboardInterrupt()])
 def test_what_it_says_in_the_contracts_terms_is_left_alone(error):
     with pytest.raises(type(error)) as caught:
-        ask(platform_that(raises(error)), "shapes", returns=ShapePolicy)
+        call_checked(platform_that(raises(error)), "shapes", returns=ShapePolicy)
     assert caught.value is error
 
 
 @pytest.mark.parametrize(("answer", "found"), [(None, "NoneType"), (5, "int"), (ShapePolicy, "type")])
 def test_an_answer_of_another_kind_is_refused(answer, found):
     with pytest.raises(PlatformError, match=f"answered shapes with a {found}; the contract says ShapePolicy or str"):
-        ask(platform_that(lambda: answer), "shapes", returns=(ShapePolicy, str))
+        call_checked(platform_that(lambda: answer), "shapes", returns=(ShapePolicy, str))
 
 
 def test_a_method_that_is_not_there_is_an_error_of_the_platform():
     with pytest.raises(PlatformError, match="'acme' failed in graphs: AttributeError"):
-        ask(FakePlatform(), "graphs", returns=object)
+        call_checked(FakePlatform(), "graphs", returns=object)

@@ -7,8 +7,8 @@ import inspect
 
 from mvllm.entrypoints.cli.main import main
 from mvllm.ops.all_schemas import SCHEMAS
-from mvllm.platform.contract_surface import as_text, read_surface
 from mvllm.platform.contract_changes import changes
+from mvllm.platform.contract_surface import as_text, read_surface
 from tests.unit.docs import operations_page
 
 SURFACE = read_surface()

@@ -19,9 +19,9 @@ import pytest
 
 from mvllm import plugin_api
 from mvllm.entrypoints.cli.main import main
-from mvllm.platform.hookspecs import mvllm_platform
-from mvllm.platform.contract_surface import Member, Name, as_data, as_text, from_data, read_surface
 from mvllm.platform.contract_changes import changes, needed_version
+from mvllm.platform.contract_surface import Member, Name, as_data, as_text, from_data, read_surface
+from mvllm.platform.hookspecs import mvllm_platform
 
 FOLDER = Path(__file__).parent / "contracts"
 CURRENT = FOLDER / "current.json"

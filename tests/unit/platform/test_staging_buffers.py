@@ -62,4 +62,4 @@ def test_each_dtype_has_a_buffer_of_its_own_that_grows_when_it_must() -> None:
     assert staging.buffer(2, torch.int32) is ids
     assert len(staging.buffer(100, torch.int32)) >= 100
     ids[:2] = torch.tensor([7, 8])
-    assert staging.send(ids[:2]).tolist() == [7, 8]
+    assert staging.copy_to_device(ids[:2]).tolist() == [7, 8]

@@ -12,7 +12,7 @@ import torch
 
 from mvllm.messages.pooling_params import Activation, PoolingParams, PoolingTask, PoolingType
 from mvllm.platform.runtime import FinishedHostCopy
-from mvllm.pooling.pooler import PooledRows, PoolingState, postprocess_vector, pool
+from mvllm.pooling.pooler import PooledRows, PoolingState, pool_step, postprocess_vector
 
 RUNTIME = cast(Any, SimpleNamespace(to_host=FinishedHostCopy))
 
@@ -25,7 +25,7 @@ def step(state: PoolingState, batch: list[tuple[int, torch.Tensor, int, int]]) -
     """One step over (row, states of its tokens, first position, length of the prompt), and some padding."""
     pieces = [piece for _, piece, _, _ in batch]
     starts = [0, *np.cumsum([len(piece) for piece in pieces]).tolist()]
-    return pool(
+    return pool_step(
         state,
         RUNTIME,
         torch.cat([*pieces, torch.full_like(pieces[0][:1], torch.nan)]),
@@ -129,7 +129,9 @@ def test_the_head_scores_those_who_want_scores_and_no_others() -> None:
         asked.append(pooled.clone())
         return torch.tensor([[1e5, -1e5]])
 
-    pooled = pool(state, RUNTIME, hidden, rows=[0, 1], starts=[0, 2, 6], firsts=[0, 0], prompt_lens=[2, 4], scores=head)
+    pooled = pool_step(
+        state, RUNTIME, hidden, rows=[0, 1], starts=[0, 2, 6], firsts=[0, 0], prompt_lens=[2, 4], scores=head
+    )
     vectors, errors = pooled.read()
     assert not errors and len(asked) == 1 and torch.equal(asked[0], hidden[1:2])
     scores = np.frombuffer(vectors[0], "<f4")

@@ -16,10 +16,10 @@ from mvllm.layers.quantization.packing_formats import AWQPacking, GPTQPacking, I
 from tests.helpers.paged_driver import make_context
 from tests.helpers.quantized_zoo import (
     Packer,
+    int_quantized,
     pack_awq,
     pack_gptq,
     pack_gptq_v2,
-    int_quantized,
     pack_quantized,
     round_matrix,
 )

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.sampler import Sampler
+from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.sampling_state import SamplingState, TokenHistory
 
 

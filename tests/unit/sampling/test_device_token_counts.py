@@ -26,7 +26,9 @@ class DeviceBench(Bench):
 
     def __init__(self, *, static: bool = False, max_len: int = MAX_LEN) -> None:
         super().__init__(vocab_size=VOCAB, max_rows=MAX_ROWS, max_len=max_len)
-        self.counts = DeviceTokenCounts(lambda shape, dtype: torch.full(shape, 77, dtype=dtype), MAX_ROWS, VOCAB, max_len)
+        self.counts = DeviceTokenCounts(
+            lambda shape, dtype: torch.full(shape, 77, dtype=dtype), MAX_ROWS, VOCAB, max_len
+        )
         self.state = SamplingState(MAX_ROWS, VOCAB, 0, device_counts=self.counts)
         self.staging = StagingBuffers(HostRuntime())
         self.sampler = Sampler(self.staging, static=static)
@@ -117,7 +119,7 @@ def test_there_is_no_table_before_the_first_penalised_row_and_none_after_it_was_
     for _ in range(2):
         bench.set_row(0, Sampled(SamplingParams(temperature=0, repetition_penalty=50.0), prompt=[best]))
         assert bench.step(logits, [0]) != [best]
-        bench.counts.drop()
+        bench.counts.free()
     assert made == [(MAX_ROWS + 1, VOCAB)] * 2
 
 

@@ -55,7 +55,7 @@ def test_a_line_gives_what_it_gives_when_it_is_the_only_one(
     bench, rows, lengths = Bench(vocab_size=VOCAB_SIZE), [], []
     for row, name in enumerate(names):
         bench.set_row(row, Sampled(make_params(name), PROMPT, OUTPUT, f"request-{row}", [0]))
-        bench.history.guess(row, GUESSES)
+        bench.history.set_draft_tokens(row, GUESSES)
         count = len(GUESSES) + 1 if len(names) == 1 else row % len(GUESSES) + 1
         rows += [row] * count
         lengths += range(count)

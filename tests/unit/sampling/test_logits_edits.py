@@ -8,7 +8,7 @@ import torch
 
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.sampling.bad_words import BadWords
-from mvllm.sampling.token_masks import TokenMasks, both, mask_from_token_ids
+from mvllm.sampling.token_masks import TokenMasks, intersect_masks, mask_from_token_ids
 from tests.unit.sampling.builders import Bench, Sampled, random_logits, sample_batch
 from tests.unit.sampling.test_token_masks import pack
 
@@ -46,8 +46,10 @@ def test_masks_of_lists(vocab_size: int) -> None:
 
 def test_both_of_two_masks_of_different_lengths() -> None:
     one, other = mask_from_token_ids(range(20), 20), mask_from_token_ids(range(10, 64), 64)
-    assert np.array_equal(both(one, other, 4), both(mask_from_token_ids(range(10, 20), 64), None, 4))
-    assert np.array_equal(both(None, one, 4), mask_from_token_ids(range(20), 64))
+    assert np.array_equal(
+        intersect_masks(one, other, 4), intersect_masks(mask_from_token_ids(range(10, 20), 64), None, 4)
+    )
+    assert np.array_equal(intersect_masks(None, one, 4), mask_from_token_ids(range(20), 64))
 
 
 def test_a_form_of_some_rows_does_not_shorten_the_lists_of_others() -> None:

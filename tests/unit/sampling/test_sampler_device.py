@@ -89,7 +89,7 @@ def test_copies_that_were_started_are_what_is_read():
     expected, sampled = sample_batch(logits, MIXED), sample_batch(logits, MIXED)
     sampled.send_to_host(HostRuntime().to_host)
     sampled.token_ids.fill_(0)
-    sampled.peaks.fill_(torch.nan)
+    sampled.max_logits.fill_(torch.nan)
     assert sampled.gathered_logprobs is not None
     sampled.gathered_logprobs.gathered.fill_(0)
     assert sampled.tolist() == expected.tolist() and sampled.logprobs == expected.logprobs and not sampled.errors

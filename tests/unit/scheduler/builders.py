@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 
 from mvllm.config.engine_config import SchedulerConfig
-from mvllm.kv_cache.kv_cache_manager import KVCacheManager, _name
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager, _group_hash
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams, PoolingType
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, PositionLogprobs
@@ -170,15 +170,15 @@ class Engine:
     def check_names(self) -> None:
         """Raises AssertionError unless every block whose name is confirmed holds what the name says."""
         kv_cache, runner = self.scheduler._kv_cache, self.runner
-        unconfirmed = {block for record in kv_cache.unconfirmed.records for block in record.names}
+        unconfirmed = {block for record in kv_cache.unconfirmed.records for block in record.writers}
         contents: dict[bytes, list[int]] = {}
         for request in self.requests:
             prints = fingerprints(request.token_ids, first_print(request.lora_int_id))
             for i, block_hash in enumerate(request.table.block_hashes):
                 for group in range(kv_cache.num_groups):
                     own = prints[i * kv_cache.block_size : (i + 1) * kv_cache.block_size]
-                    contents[_name(block_hash, group)] = [each + group * GROUP for each in own]
-        for name, block in kv_cache._pool._named.items():
+                    contents[_group_hash(block_hash, group)] = [each + group * GROUP for each in own]
+        for name, block in kv_cache._pool._block_by_hash.items():
             if block not in unconfirmed:
                 held = runner.slots[block * kv_cache.block_size : (block + 1) * kv_cache.block_size]
                 assert held == contents[name], f"block {block} does not hold what its name says"

@@ -170,7 +170,7 @@ def test_a_reader_keeps_what_it_had_generated_before_it_was_preempted():
         engine.step()
     scheduler = engine.scheduler
     scheduler._preempt(scheduler._running[-1])
-    scheduler._kv_cache._pool.forget_all()
+    scheduler._kv_cache._pool.evict_all()
     collect_all(engine)
     assert 3 < len(engine.results["b"].token_ids) < 12
     engine.runner.steps_without_memory = {scheduler.next_step}

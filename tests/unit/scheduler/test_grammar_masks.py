@@ -206,7 +206,7 @@ class TestMasksThatFollow:
             second = scheduler.schedule()
             assert second.masks_follow and len(second.rows) == 2 and not second.mask_rows
             answer(scheduler, first)
-            assert scheduler.masks(second) == (first.rows[:1], bytes([num_tokens] * 4))
+            assert scheduler.masks_for(second) == (first.rows[:1], bytes([num_tokens] * 4))
             first = second
 
     def test_who_has_ended_has_no_mask_and_no_further_token(self) -> None:
@@ -215,7 +215,7 @@ class TestMasksThatFollow:
         second = scheduler.schedule()
         assert len(second.rows) == 3
         assert "short" in [o.request_id for o in answer(scheduler, first) if o.finish_reason is FinishReason.STOP]
-        rows, masks = scheduler.masks(second)
+        rows, masks = scheduler.masks_for(second)
         assert rows == [second.rows[1]] and masks == bytes([1] * 4)
         third = scheduler.schedule()
         assert len(third.rows) == 2
@@ -229,5 +229,5 @@ class TestMasksThatFollow:
         second = scheduler.schedule()
         assert second.rows == [first.rows[0], first.rows[2]] and second.masks_follow
         answer(scheduler, first)
-        assert scheduler.masks(second)[0] == first.rows[:1]
+        assert scheduler.masks_for(second)[0] == first.rows[:1]
         assert len(scheduler.schedule().rows) == 3

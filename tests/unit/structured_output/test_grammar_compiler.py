@@ -18,11 +18,11 @@ from mvllm.demo import demo_model_path
 from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.structured_output import grammar_compiler as compiler_module
-from mvllm.structured_output.grammar_compiler import CompiledGrammar, GrammarCache, job_of
-from mvllm.structured_output.structured_output_manager import StructuredOutputManager, GrammarResult
-from mvllm.structured_output.sequence_grammar import SequenceGrammar
-from mvllm.structured_output.sandbox_main import CompileJob
+from mvllm.structured_output.grammar_compiler import CompiledGrammar, GrammarCache, make_compile_job
 from mvllm.structured_output.sandbox import GrammarSandbox
+from mvllm.structured_output.sandbox_main import CompileJob
+from mvllm.structured_output.sequence_grammar import SequenceGrammar
+from mvllm.structured_output.structured_output_manager import GrammarResult, StructuredOutputManager
 from mvllm.structured_output.vocabulary import Vocabulary
 
 PATIENCE = 240.0
@@ -65,7 +65,7 @@ def outcomes(manager: StructuredOutputManager, number: int) -> dict[str, Grammar
     while len(found) < number:
         assert time.monotonic() < deadline
         manager.wait(0.1)
-        found |= {outcome.request_id: outcome for outcome in manager.collect()}
+        found |= {outcome.request_id: outcome for outcome in manager.pop_results()}
     return found
 
 
@@ -136,7 +136,9 @@ def test_a_failed_part_of_a_schema_is_named(manager: StructuredOutputManager) ->
     assert "#/items/properties/q/anyOf/1" in str(outcomes(manager, 1)["request"].error)
 
 
-def test_memory_stays_bounded_over_many_schemas(manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_stays_bounded_over_many_schemas(
+    manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiler_module, "CACHE_ENTRIES", 16)
     begin(manager, regex="warm up")
     for i in range(300):
@@ -162,18 +164,20 @@ def test_the_cache_forgets_what_was_used_longest_ago_and_counts_bytes() -> None:
     assert cache.memory <= compiler_module.CACHE_BYTES
 
 
-def test_cancelled_requests_are_forgotten_and_equal_grammars_are_compiled_once(manager: StructuredOutputManager) -> None:
+def test_cancelled_requests_are_forgotten_and_equal_grammars_are_compiled_once(
+    manager: StructuredOutputManager,
+) -> None:
     for name in ("first", "second", "third"):
         manager.submit(request(name, json={"type": "object"}))
     manager.cancel(["second"])
     assert set(outcomes(manager, 2)) == {"first", "third"}
     manager.submit(request("fourth", json_object=True))  # the same grammar by another name
-    assert {outcome.request_id for outcome in manager.collect()} == {"fourth"}
+    assert {outcome.request_id for outcome in manager.pop_results()} == {"fourth"}
 
 
 def test_a_process_that_is_killed_is_started_again(vocabulary: Vocabulary) -> None:
     trial = GrammarSandbox(vocabulary)
-    job = job_of(StructuredOutputsParams(regex="ab"))
+    job = make_compile_job(StructuredOutputsParams(regex="ab"))
     try:
         assert trial.run(job).error is None
         assert trial.pid is not None
@@ -218,7 +222,9 @@ def test_tokens_that_end_a_sequence_wait_for_complete_text_and_for_min_tokens(
     assert {1, a, b} <= allowed(grammar)
 
 
-def test_what_is_complete_ends_whatever_else_was_asked(manager: StructuredOutputManager, vocabulary: Vocabulary) -> None:
+def test_what_is_complete_ends_whatever_else_was_asked(
+    manager: StructuredOutputManager, vocabulary: Vocabulary
+) -> None:
     (a,) = tokens_of(vocabulary, "a")
     for settings in ({"ignore_eos": True}, {"min_tokens": 50}, {"eos": []}):
         grammar = begin(manager, regex="a", **settings)
@@ -235,7 +241,9 @@ def test_a_token_outside_of_the_grammar_is_an_error(manager: StructuredOutputMan
     assert grammar.error is not None and not grammar.is_complete
 
 
-def test_sequences_of_one_grammar_do_not_share_their_place(manager: StructuredOutputManager, vocabulary: Vocabulary) -> None:
+def test_sequences_of_one_grammar_do_not_share_their_place(
+    manager: StructuredOutputManager, vocabulary: Vocabulary
+) -> None:
     first, second = begin(manager, regex="a[0-9]"), begin(manager, regex="a[0-9]")
     before = second.mask
     first.accept(tokens_of(vocabulary, "a")[0])
@@ -285,7 +293,9 @@ class TestThoughts:
             assert self.go(grammar, vocabulary, "7") and allowed(grammar) == {1}
         assert not self.go(begin(kept, **form, thoughts_start="<think>", thoughts_end="</think>"), vocabulary, "hm")
 
-    def test_ended_by_a_token_that_no_text_stands_for(self, kept: StructuredOutputManager, vocabulary: Vocabulary) -> None:
+    def test_ended_by_a_token_that_no_text_stands_for(
+        self, kept: StructuredOutputManager, vocabulary: Vocabulary
+    ) -> None:
         tokenizer = vocabulary.build()
         special = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i) and i not in (0, 1)]
         [tag] = [i for i in special if tokenizer.decode_str([i]) == "<|im_start|>"]
@@ -294,7 +304,9 @@ class TestThoughts:
         grammar.accept(tag)
         assert not self.go(grammar, vocabulary, "8") and self.go(grammar, vocabulary, "7")
 
-    def test_an_impossible_grammar_is_refused_although_its_reasoning_part_could_match(self, kept: StructuredOutputManager) -> None:
+    def test_an_impossible_grammar_is_refused_although_its_reasoning_part_could_match(
+        self, kept: StructuredOutputManager
+    ) -> None:
         kept.submit(request(json={"allOf": [{"type": "string"}, {"type": "integer"}]}, thoughts_end="</think>"))
         assert outcomes(kept, 1)["request"].grammar is None
 
@@ -340,7 +352,9 @@ class TestStructuralTags:
             ('<fun=a>{"x": 5}</fun', ">"),
         ],
     )
-    def test_what_must_come(self, kept: StructuredOutputManager, vocabulary: Vocabulary, text: str, allows: str) -> None:
+    def test_what_must_come(
+        self, kept: StructuredOutputManager, vocabulary: Vocabulary, text: str, allows: str
+    ) -> None:
         grammar = begin(kept, structural_tag=TAGS)
         for token in tokens_of(vocabulary, text):
             assert token in allowed(grammar)

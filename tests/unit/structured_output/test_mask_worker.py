@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from mvllm.structured_output import mask_worker
-from mvllm.structured_output.mask_worker import INLINE_SECONDS, MaskWorker, MaskTimeBudget
+from mvllm.structured_output.mask_worker import INLINE_SECONDS, MaskTimeBudget, MaskWorker
 from tests.unit.structured_output.test_grammar_compiler import (  # noqa: F401  (fixtures)
     StructuredOutputManager,
     Vocabulary,
@@ -97,9 +97,9 @@ def test_a_sequence_that_has_ended_costs_nothing(worker: MaskWorker) -> None:
 def test_work_may_grow_with_the_tokens() -> None:
     budget = MaskTimeBudget()
     for _ in range(10_000):
-        budget.spend(mask_worker.SECONDS_PER_TOKEN)
+        budget.add_token(mask_worker.SECONDS_PER_TOKEN)
     assert not budget.is_exceeded
-    budget.spend(1.1 * mask_worker.FREE_SECONDS)
+    budget.add_token(1.1 * mask_worker.FREE_SECONDS)
     assert budget.is_exceeded
 
 

@@ -18,7 +18,7 @@ from mvllm.engine.frontend.tokenizer import load_tokenizer
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.structured_outputs import MAX_CHOICES
 from mvllm.structured_output import sandbox
-from mvllm.structured_output.structured_output_manager import StructuredOutputManager, GrammarResult
+from mvllm.structured_output.structured_output_manager import GrammarResult, StructuredOutputManager
 
 KILLS_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -39,7 +39,7 @@ def make_request(**form: Any) -> EngineCoreRequest:
 def outcome_of(manager: StructuredOutputManager, request: EngineCoreRequest) -> GrammarResult:
     manager.submit(request)
     deadline = time.monotonic() + 240
-    while not (found := manager.collect()):
+    while not (found := manager.pop_results()):
         assert time.monotonic() < deadline
         manager.wait(0.1)
     return found[0]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mvllm.testing.attention_cases import Reading, expected, make_case, make_spec
+from mvllm.testing.attention_cases import AttentionVariant, expected, make_case, make_spec
 from mvllm.testing.attention_diagnosis import assert_near, mistakes
 from mvllm.testing.tensor_assertions import assert_close, assert_equal
 
@@ -73,7 +73,7 @@ def test_a_window_is_no_hypothesis_where_there_is_none():
     assert not any(
         "num_kv_heads" in name for name, _ in mistakes(make_case(make_spec(2, 2, 16), REQUESTS, block_size=16))
     )
-    wider = Reading(spec=replace(make_spec(4, 2, 16), sliding_window=3))
+    wider = AttentionVariant(spec=replace(make_spec(4, 2, 16), sliding_window=3))
     assert not torch.equal(expected(case_of(), wider), expected(case_of()))
 
 

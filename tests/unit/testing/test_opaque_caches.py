@@ -12,7 +12,7 @@ from mvllm.attention.reference import ReferenceAttention
 from mvllm.platform.choose import choose_platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import KVLayout, PlatformError, WorkerContext
-from mvllm.testing.attention_cases import Bench, make_layout, make_spec
+from mvllm.testing.attention_cases import CacheHarness, make_layout, make_spec
 from mvllm.testing.suite import test_kvl_layout as kvl
 from mvllm.worker.kv_cache_groups import layer_windows
 from tests.unit.worker.test_kv_cache_groups import layer
@@ -165,7 +165,7 @@ def test_a_written_slot_is_the_one_that_is_read():
         device=torch.device("cpu"), step_mark=lambda: None, from_numpy=torch.from_numpy, to_device=lambda x: x
     )
     with enter_phase(Phase.WORKER):
-        bench = Bench(backend, runtime, 4, 16)
+        bench = CacheHarness(backend, runtime, 4, 16)
         assert backend.kv_bytes(bench.kv) == 64 * backend.kv_layout().bytes_per_token
         bench.fill(float("nan"))
         assert all(torch.isnan(part).all() for part in backend.read_slots(bench.kv, torch.arange(64)))

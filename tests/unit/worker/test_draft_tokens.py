@@ -25,13 +25,13 @@ def three_rows() -> InputBatch:
         make_new(1, list(range(20, 30)), [9, 2, 6], computed=4),
         make_new(0, [30, 31], [7], num_prompt=1, computed=1),
     ]
-    rows.apply(make_plan({}, new_requests=begin))
+    rows.apply_plan(make_plan({}, new_requests=begin))
     return rows
 
 
 def build(rows: InputBatch) -> StepInputs:
     plan = make_plan({3: 4, 1: 3, 0: 2}, draft_token_ids=GUESSES)
-    rows.apply(plan)
+    rows.apply_plan(plan)
     return make_builder(rows, max_drafts=3).build(plan)
 
 
@@ -46,7 +46,7 @@ def test_draft_tokens_are_computed_behind_the_known_token():
 
 def test_there_are_logits_behind_the_known_token_and_each_draft_token():
     inputs = build(three_rows())
-    assert (as_list(inputs.sampling), as_list(inputs.num_drafts)) == ([0, 2], [3, 1])
+    assert (as_list(inputs.sampling), as_list(inputs.num_draft_tokens)) == ([0, 2], [3, 1])
     assert as_list(inputs.logits_indices) == [0, 1, 2, 3, 7, 8]
     assert as_list(inputs.num_logits_rows) == [4, 2]
 
@@ -54,9 +54,9 @@ def test_there_are_logits_behind_the_known_token_and_each_draft_token():
 def test_a_step_without_draft_tokens_is_unchanged():
     plan = make_plan({3: 1, 0: 1})
     rows = three_rows()
-    rows.apply(plan)
+    rows.apply_plan(plan)
     inputs = make_builder(rows, max_drafts=3).build(plan)
-    assert (as_list(inputs.logits_indices), as_list(inputs.num_drafts)) == ([0, 1], [0, 0])
+    assert (as_list(inputs.logits_indices), as_list(inputs.num_draft_tokens)) == ([0, 1], [0, 0])
 
 
 def test_draft_tokens_are_not_counted_until_they_are_accepted():
@@ -132,9 +132,9 @@ def test_a_first_line_that_fails_fails_its_row_alone():
 def test_the_largest_step_with_draft_tokens_fits_the_buffer():
     rows = make_rows()
     begin = [make_new(row, [1, 2], [row + 1], num_prompt=1, computed=1) for row in range(4)]
-    rows.apply(make_plan({}, new_requests=begin))
+    rows.apply_plan(make_plan({}, new_requests=begin))
     plan = make_plan(dict.fromkeys(range(4), 4), draft_token_ids={row: [VOCAB_SIZE - 1] * 3 for row in range(4)})
-    rows.apply(plan)
+    rows.apply_plan(plan)
     builder = make_builder(rows, max_drafts=3)
     reserved = len(builder.staging.buffer(1, torch.int32))
     inputs = builder.build(plan)

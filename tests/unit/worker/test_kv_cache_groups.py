@@ -9,7 +9,7 @@ from mvllm.attention.reference import ReferenceAttention
 from mvllm.engine.core.kv_cache_groups import choose_group_windows
 from mvllm.platform.attention import AttentionSpec
 from mvllm.platform.worker_protocol import KVCacheNeeds
-from mvllm.worker.kv_cache_groups import layer_windows, reported_windows, assign_layers_to_groups
+from mvllm.worker.kv_cache_groups import assign_layers_to_groups, layer_windows, reported_windows
 
 HOST = torch.device("cpu")
 

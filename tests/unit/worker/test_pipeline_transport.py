@@ -8,21 +8,23 @@ import torch
 
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.scheduler_output import ModelRunnerOutput
-from mvllm.worker.pipeline_transport import Pipeline
+from mvllm.worker.pipeline_transport import PipelineTransport
 from tests.helpers.thread_ranks import make_groups
 from tests.unit.worker.builders import HostRuntime, make_new, make_plan, make_rows
 
 
-def make_stages(count: int, *, every_rank_answers: bool = False) -> list[Pipeline]:
+def make_stages(count: int, *, every_rank_answers: bool = False) -> list[PipelineTransport]:
     return [
-        Pipeline(group, HostRuntime(), hidden_size=3, dtype=torch.float32, every_rank_answers=every_rank_answers)
+        PipelineTransport(
+            group, HostRuntime(), hidden_size=3, dtype=torch.float32, every_rank_answers=every_rank_answers
+        )
         for group in make_groups("pp", count)
     ]
 
 
 def rows_with(*rows: int):
     table = make_rows()
-    table.apply(make_plan({}, new_requests=[make_new(row, [1, 2], [row]) for row in rows]))
+    table.apply_plan(make_plan({}, new_requests=[make_new(row, [1, 2], [row]) for row in rows]))
     return table
 
 
@@ -45,19 +47,21 @@ def test_hidden_states_go_from_stage_to_stage() -> None:
 
 def test_a_pass_of_a_stage_by_itself_needs_no_other() -> None:
     first, last = make_stages(2)
-    assert first.placeholder(4) is None
-    assert last.placeholder(4).shape == (4, 3)
+    assert first.zero_hidden_states(4) is None
+    assert last.zero_hidden_states(4).shape == (4, 3)
 
 
 @pytest.mark.parametrize("touch", [{"rows": True}, {"freed": True}])
 def test_tokens_are_taken_in_when_a_plan_touches_their_row(touch) -> None:
     first, last = make_stages(2)
     table = rows_with(0, 1)
-    first.expect(0, at(0, 1), at(0, 1))
+    first.expect_output(0, at(0, 1), at(0, 1))
     last.send_output(ModelRunnerOutput(step=0, sampled_token_ids=[40, 41]), any_sampled=True)
-    first.catch_up(make_plan({2: 1}, step=1), table)
+    first.apply_pending_outputs(make_plan({2: 1}, step=1), table)
     assert tokens_of(table, 1) == [1, 2], "a plan of other rows does not wait"
-    first.catch_up(make_plan({1: 1}, step=2) if touch.get("rows") else make_plan({}, step=2, freed_rows=[1]), table)
+    first.apply_pending_outputs(
+        make_plan({1: 1}, step=2) if touch.get("rows") else make_plan({}, step=2, freed_rows=[1]), table
+    )
     assert (tokens_of(table, 0), tokens_of(table, 1)) == ([1, 2, 40], [1, 2, 41])
 
 
@@ -65,27 +69,27 @@ def test_earlier_tokens_come_in_first_and_later_ones_wait() -> None:
     first, last = make_stages(2)
     table = rows_with(0, 1, 2)
     for step, row in enumerate((0, 1, 2)):
-        first.expect(step, at(row), at(0))
+        first.expect_output(step, at(row), at(0))
         last.send_output(ModelRunnerOutput(step=step, sampled_token_ids=[50 + row]), any_sampled=True)
-    first.catch_up(make_plan({1: 1}, step=3), table)
+    first.apply_pending_outputs(make_plan({1: 1}, step=3), table)
     assert [tokens_of(table, row)[2:] for row in range(3)] == [[50], [51], []]
 
 
 def test_only_rows_that_sample_get_a_token() -> None:
     first, last = make_stages(2)
     table = rows_with(0, 1)
-    first.expect(0, at(1, 0), at(1))
+    first.expect_output(0, at(1, 0), at(1))
     last.send_output(ModelRunnerOutput(step=0, sampled_token_ids=[-1, 9]), any_sampled=True)
-    first.catch_up(make_plan({0: 1}, step=1), table)
+    first.apply_pending_outputs(make_plan({0: 1}, step=1), table)
     assert (tokens_of(table, 0), tokens_of(table, 1)) == ([1, 2, 9], [1, 2])
 
 
 def test_a_step_that_samples_nothing_is_not_talked_about() -> None:
     first, last = make_stages(2)
     table = rows_with(0)
-    first.expect(0, at(0), at())
+    first.expect_output(0, at(0), at())
     last.send_output(ModelRunnerOutput(step=0, sampled_token_ids=[-1]), any_sampled=False)
-    first.catch_up(make_plan({0: 1}, step=1), table)
+    first.apply_pending_outputs(make_plan({0: 1}, step=1), table)
     assert tokens_of(table, 0) == [1, 2]
 
 
@@ -97,40 +101,40 @@ def test_a_rank_that_answers_gets_the_whole_output_however_long(num_logprobs: in
     output = ModelRunnerOutput(
         step=0, sampled_token_ids=[7], logprobs={0: entry}, prompt_logprobs={0: [entry]}, errors={0: "not a number"}
     )
-    first.expect(0, at(0), at(0))
+    first.expect_output(0, at(0), at(0))
     last.send_output(output, any_sampled=True)
-    assert first.collect(0, table) == output
+    assert first.collect_output(0, table) == output
     assert tokens_of(table, 0) == [1, 2, 7]
 
 
 def test_empty_steps_and_steps_taken_in_early_are_answered_too() -> None:
     first, last = make_stages(2, every_rank_answers=True)
     table = rows_with(0)
-    first.expect(0, at(0), at(0))
-    first.skip(1)
+    first.expect_output(0, at(0), at(0))
+    first.skip_step(1)
     last.send_output(ModelRunnerOutput(step=0, sampled_token_ids=[7]), any_sampled=True)
-    first.catch_up(make_plan({0: 1}, step=2), table)
-    assert first.collect(0, table).sampled_token_ids == [7]
-    assert first.collect(1, table) == ModelRunnerOutput(step=1)
+    first.apply_pending_outputs(make_plan({0: 1}, step=2), table)
+    assert first.collect_output(0, table).sampled_token_ids == [7]
+    assert first.collect_output(1, table) == ModelRunnerOutput(step=1)
 
 
 def test_one_core_for_all_ranks_needs_only_the_tokens_and_keeps_nothing() -> None:
     first, last = make_stages(2)
     table = rows_with(0)
-    first.expect(0, at(0), at(0))
-    first.skip(1)
+    first.expect_output(0, at(0), at(0))
+    first.skip_step(1)
     entry = PositionLogprobs([7], [-0.5], 1)
     last.send_output(ModelRunnerOutput(step=0, sampled_token_ids=[7], logprobs={0: entry}), any_sampled=True)
-    first.catch_up(make_plan({0: 1}, step=2), table)
+    first.apply_pending_outputs(make_plan({0: 1}, step=2), table)
     assert not first._outputs and not first._awaited_steps
 
 
 def test_all_earlier_stages_are_told() -> None:
     *others, last = make_stages(3)
     for stage in others:
-        stage.expect(0, at(0), at(0))
+        stage.expect_output(0, at(0), at(0))
     last.send_output(ModelRunnerOutput(step=0, sampled_token_ids=[8]), any_sampled=True)
     for stage in others:
         table = rows_with(0)
-        stage.catch_up(make_plan({0: 1}, step=1), table)
+        stage.apply_pending_outputs(make_plan({0: 1}, step=1), table)
         assert tokens_of(table, 0) == [1, 2, 8]

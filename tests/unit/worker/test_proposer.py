@@ -13,7 +13,7 @@ def propose(*sequences: list[int], num_tokens: int = 3, shortest: int = 2, longe
     history = TokenHistory(len(sequences) + 1, 64)
     for row, tokens in enumerate(sequences, start=1):
         history.set_row(row, tokens, 1)
-        history.guess(row, [1, 2, 3, 1, 2, 3])  # of a step before: no token of the row
+        history.set_draft_tokens(row, [1, 2, 3, 1, 2, 3])  # of a step before: no token of the row
     proposer = NgramProposer(history, num_tokens=num_tokens, shortest=shortest, longest=longest)
     return proposer.propose(np.arange(1, len(sequences) + 1), np.array([0]))
 

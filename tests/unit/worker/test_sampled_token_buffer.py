@@ -62,16 +62,16 @@ def tokens(runtime: CountingRuntime, history: TokenHistory) -> SampledTokenBuffe
 
 
 def test_placeholders_become_the_last_tokens_of_their_rows_and_other_ids_stay(tokens: SampledTokenBuffer) -> None:
-    tokens.keep(sampled(70, 71), torch.tensor([3, 0, 4], dtype=torch.int32))  # one of padding
-    tokens.keep(sampled(80), torch.tensor([3], dtype=torch.int32))
+    tokens.store(sampled(70, 71), torch.tensor([3, 0, 4], dtype=torch.int32))  # one of padding
+    tokens.store(sampled(80), torch.tensor([3], dtype=torch.int32))
     ids = torch.tensor([5, -1 - 3, 0, -1 - 0, 6], dtype=torch.int32)
-    resolved = tokens.resolve(ids)
+    resolved = tokens.replace_placeholders(ids)
     assert as_list(resolved) == [5, 80, 0, 71, 6] and resolved.dtype == torch.int32
 
 
 def test_the_input_of_a_step_contains_placeholders_of_the_step_before() -> None:
     rows = make_rows()
-    rows.apply(make_plan({}, new_requests=[make_new(2, [5, 6, 7], [1]), make_new(0, [8], [2])]))
+    rows.apply_plan(make_plan({}, new_requests=[make_new(2, [5, 6, 7], [1]), make_new(0, [8], [2])]))
     builder = make_builder(rows, with_sample_rows=True)
     first = builder.build(make_plan({2: 3, 0: 1}))
     assert first.sample_rows is not None and as_list(first.sample_rows) == [2, 0]
@@ -86,36 +86,38 @@ def test_the_input_of_a_step_contains_placeholders_of_the_step_before() -> None:
 def test_nothing_is_waited_for_until_a_step_is_collected_and_then_only_what_it_needs(
     tokens: SampledTokenBuffer, history: TokenHistory, runtime: CountingRuntime
 ) -> None:
-    tokens.add(result(0, [1, 3], 50))
-    tokens.add(result(1, [1], 51))
+    tokens.add_step(result(0, [1, 3], 50))
+    tokens.add_step(result(1, [1], 51))
     assert history.num_tokens[1] == 4 and history.ends_in_placeholder(np.array([0, 1])) and not runtime.waited
-    output = tokens.collect(0)
+    output = tokens.collect_output(0)
     assert output.step == 0 and output.sampled_token_ids == [50, -1] and runtime.waited == [0]
     assert as_list(history.token_ids[1, :4]) == [10, 11, 50, -2]
-    assert tokens.collect(1).sampled_token_ids == [51]
+    assert tokens.collect_output(1).sampled_token_ids == [51]
     assert as_list(history.token_ids[1, :4]) == [10, 11, 50, 51] and not history.ends_in_placeholder(np.array([0, 1]))
 
 
 def test_what_is_read_early_is_kept_for_whoever_collects_it(tokens: SampledTokenBuffer, history: TokenHistory) -> None:
-    tokens.add(result(0, [1], 50))
-    tokens.add(result(1, [2]))
-    tokens.read_all()
+    tokens.add_step(result(0, [1], 50))
+    tokens.add_step(result(1, [2]))
+    tokens.read_all_steps()
     assert as_list(history.token_ids[1, :3]) == [10, 11, 50]
-    assert tokens.collect(1).sampled_token_ids == [-1]
-    assert tokens.collect(0).sampled_token_ids == [50]
+    assert tokens.collect_output(1).sampled_token_ids == [-1]
+    assert tokens.collect_output(0).sampled_token_ids == [50]
 
 
-def test_a_token_does_not_reach_the_request_that_has_its_row_now(tokens: SampledTokenBuffer, history: TokenHistory) -> None:
-    tokens.add(result(0, [1], 50))
+def test_a_token_does_not_reach_the_request_that_has_its_row_now(
+    tokens: SampledTokenBuffer, history: TokenHistory
+) -> None:
+    tokens.add_step(result(0, [1], 50))
     history.clear_row(1)
     history.set_row(1, [20, 21], 2)
-    tokens.add(result(1, [1], 60))
-    assert tokens.collect(0).sampled_token_ids == [50]
+    tokens.add_step(result(1, [1], 60))
+    assert tokens.collect_output(0).sampled_token_ids == [50]
     assert as_list(history.token_ids[1, :3]) == [20, 21, -2]
-    tokens.collect(1)
+    tokens.collect_output(1)
     assert as_list(history.token_ids[1, :3]) == [20, 21, 60]
 
 
 def test_a_row_without_usable_logits_is_reported_when_its_step_is_collected(tokens: SampledTokenBuffer) -> None:
-    tokens.add(result(0, [1], 50, peak=float("nan")))
-    assert "NaN" in tokens.collect(0).errors[0]
+    tokens.add_step(result(0, [1], 50, peak=float("nan")))
+    assert "NaN" in tokens.collect_output(0).errors[0]

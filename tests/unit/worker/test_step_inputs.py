@@ -29,7 +29,7 @@ LONG_BLOCKS = [9, 2, 6]
 def mixed_rows():
     """Row 3 continues a prompt of ten tokens at its fifth; row 1 decodes its fourth token."""
     rows = make_rows()
-    rows.apply(
+    rows.apply_plan(
         make_plan(
             {},
             new_requests=[
@@ -92,7 +92,7 @@ class TestWithFreeShapes:
 
     def test_a_step_of_few_rows_copies_their_blocks_only(self):
         rows = make_rows(max_rows=512, max_model_len=BLOCK_SIZE * 512)
-        rows.apply(make_plan({}, new_requests=[make_new(row, [5, 6], [row]) for row in (7, 500)]))
+        rows.apply_plan(make_plan({}, new_requests=[make_new(row, [5, 6], [row]) for row in (7, 500)]))
         rows.history.num_tokens[7] = rows.num_computed[7] = BLOCK_SIZE * 512 - 1
         builder = make_builder(rows)
         builder.build(make_plan({7: 1, 500: 2}))
@@ -123,7 +123,7 @@ class TestGroupsOfLayers:
             make_new(3, LONG, LONG_BLOCKS, self.OTHER_BLOCKS, computed=4),
             make_new(1, [5, 6, 7, 8], [1], [8], num_prompt=2, computed=3),
         ]
-        rows.apply(make_plan({}, new_requests=begin))
+        rows.apply_plan(make_plan({}, new_requests=begin))
         return rows
 
     @pytest.mark.parametrize("shapes", [ShapePolicy(), ShapePolicy(tokens=(8, 16), requests=(3, 4), pages=(2, 8))])
@@ -152,7 +152,7 @@ class TestGroupsOfLayers:
         rows = make_rows(num_groups=3)
         tokens = [1] * 16
         begin = [make_new(row, tokens, [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]) for row in range(4)]
-        rows.apply(make_plan({}, new_requests=begin))
+        rows.apply_plan(make_plan({}, new_requests=begin))
         builder = make_builder(rows, with_prompt_lens=True, with_sample_rows=True)
         inputs = builder.build(make_plan({0: 4, 1: 4, 2: 4, 3: 4}))
         assert [as_list(layout.slot_mapping)[:4] for layout in inputs.layouts] == [
@@ -195,7 +195,7 @@ class TestWithBuckets:
 
     def test_the_fullest_step_fits_into_the_buffer(self):
         rows = make_rows()
-        rows.apply(make_plan({}, new_requests=[make_new(row, [row] * 4, [row]) for row in range(4)]))
+        rows.apply_plan(make_plan({}, new_requests=[make_new(row, [row] * 4, [row]) for row in range(4)]))
         full = ShapePolicy(tokens=(16,), requests=(4,), pages=(4,))
         inputs = make_builder(rows, full, with_prompt_lens=True).build(make_plan(dict.fromkeys(range(4), 4)))
         assert inputs.layout.block_table.shape == (4, 4)

@@ -9,8 +9,8 @@ from mvllm.engine.core.capability_checks import required_config_changes
 from mvllm.errors import ConfigError, PlatformError
 from mvllm.executor.interface import log_drawn_seed
 from mvllm.logging import get_logger
-from mvllm.platform.checked_calls import ask
 from mvllm.platform.capabilities import Capabilities
+from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.spec import ConfigChange, Plan, Refusal, Refusals
@@ -30,7 +30,7 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
         PlatformError: The platform fails, or does not answer as the contract says.
     """
     with enter_phase(Phase.FRONTEND):
-        answer: Plan | Refusals = ask(platform, "plan", config, returns=(Plan, Refusals))
+        answer: Plan | Refusals = call_checked(platform, "plan", config, returns=(Plan, Refusals))
     _check_plan_items(platform, answer)
     if isinstance(answer, Refusals):
         lines = [f"  {r.field}: {r.reason} Remedy: {r.remedy}" for r in answer.reasons]
@@ -43,7 +43,7 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
         _log(change)
     if config.cache.memory_utilization is None:
         config = replace_field(config, "cache.memory_utilization", DEFAULT_MEMORY_UTILIZATION)
-    capabilities: Capabilities = ask(platform, "capabilities", returns=Capabilities)
+    capabilities: Capabilities = call_checked(platform, "capabilities", returns=Capabilities)
     dtype = _resolve_dtype(config, capabilities, platform.spec.name)
     config = replace_field(config, dtype.field, dtype.value) if dtype else config
     if config.speculative is not None and config.speculative.model is not None:

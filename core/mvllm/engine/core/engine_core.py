@@ -18,10 +18,10 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.rope_parameters import prompt_cache_key
-from mvllm.engine.core.lora_manager import LoRAManager
-from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
+from mvllm.engine.core.lora_manager import LoRAManager
 from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
+from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
@@ -69,9 +69,9 @@ class EngineCore:
         num_stages = config.parallel.pipeline_parallel_size
         # A pipeline is full with one step per stage. More would only queue up, also with asynchronous scheduling.
         self._max_in_flight = num_stages if num_stages > 1 else 2 if config.scheduler.async_scheduling else 1
-        self._grammars: StructuredOutputManager | None = None
+        self._grammar_manager: StructuredOutputManager | None = None
         self._released_memory: tuple[str, ...] = ()  # of TAGS, what has been given back
-        self._held: list[EngineCoreOutput] = []  # to be told by the next step
+        self._pending_outputs: list[EngineCoreOutput] = []  # to be told by the next step
         # Through transformers, only sequences that all rotate alike are taken.
         self._position_key = prompt_cache_key(config.model) if runs_natively(config.model) else lambda prompt_len: 0
         self._needs_identical_plans = config.parallel.distributed_executor_backend == "external_launcher"
@@ -105,9 +105,9 @@ class EngineCore:
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
             can_defer_masks=self._max_in_flight == 2 and num_stages == 1 and can_sample_later(self._executor),
         )
-        self._adapters: LoRAManager | None = None
+        self._lora_manager: LoRAManager | None = None
         if config.lora is not None:
-            self._adapters = LoRAManager(config.lora, self._executor, lambda: self.scheduler.running_lora_ids)
+            self._lora_manager = LoRAManager(config.lora, self._executor, lambda: self.scheduler.running_lora_ids)
         logger.info("%s", self.cache_summary)
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -133,16 +133,16 @@ class EngineCore:
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops requests in whatever state they are; unknown ids are ignored. No output follows for them."""
-        if self._grammars is None:
+        if self._grammar_manager is None:
             self.scheduler.abort_requests(request_ids)
         else:
             ids = list(request_ids)
             self.scheduler.abort_requests(ids)
-            self._grammars.cancel(ids)
+            self._grammar_manager.cancel(ids)
 
     def has_requests(self) -> bool:
         """Whether a call of `step` would have work."""
-        return bool(self._in_flight or self._held) or self.scheduler.has_requests()
+        return bool(self._in_flight or self._pending_outputs) or self.scheduler.has_requests()
 
     def step(self) -> EngineCoreOutputs:
         """Plans a step, starts it, and returns what the oldest step under way has to tell.
@@ -151,20 +151,22 @@ class EngineCore:
             EngineDeadError: A step failed as a whole, now or earlier; the cause is kept.
         """
         if self._fatal_error is not None:
-            raise EngineDeadError(f"The engine stopped after an earlier error: {self._fatal_error!r}") from self._fatal_error
-        if self._held:
-            held, self._held = self._held, []
+            raise EngineDeadError(
+                f"The engine stopped after an earlier error: {self._fatal_error!r}"
+            ) from self._fatal_error
+        if self._pending_outputs:
+            held, self._pending_outputs = self._pending_outputs, []
             return EngineCoreOutputs(outputs=held, stats=self.make_stats())
         try:
-            if self._grammars is not None:
-                self._grammars.begin_step()
-                self._apply_compiled_grammars(self._grammars)
+            if self._grammar_manager is not None:
+                self._grammar_manager.begin_step()
+                self._apply_compiled_grammars(self._grammar_manager)
                 if not self._in_flight and self.scheduler.is_waiting_for_masks:
                     return EngineCoreOutputs(stats=self.make_stats())
             while len(self._in_flight) < self._max_in_flight and self.scheduler.has_requests():
-                if not self._launch():
+                if not self._launch_step():
                     break
-            return self._collect() if self._in_flight else EngineCoreOutputs(stats=self.make_stats())
+            return self._collect_step() if self._in_flight else EngineCoreOutputs(stats=self.make_stats())
         except BaseException as e:
             # What did not end leaves scheduler, rows and cached blocks at different points: no result of theirs could
             # be trusted. That holds for an interrupt, too.
@@ -202,18 +204,18 @@ class EngineCore:
         """
         given_back = SLEEP_LEVELS[check_sleep_level(level)]
         while self._in_flight:
-            self._held += self._collect().outputs
+            self._pending_outputs += self._collect_step().outputs
         ids = self.scheduler.request_ids
         for request_id in ids:
             self.scheduler.fail_request(request_id, "The engine was put to sleep.")
-        if self._grammars is not None:
-            self._grammars.cancel(ids)
-        self._held += self.scheduler.pop_outputs()
+        if self._grammar_manager is not None:
+            self._grammar_manager.cancel(ids)
+        self._pending_outputs += self.scheduler.pop_outputs()
         freed = self.scheduler.reset_prefix_cache()
         assert freed, "blocks without a request"
         self._executor.collective_rpc("sleep", (level,))
-        if self._adapters is not None and WEIGHTS in given_back:
-            self._adapters.forget_all()
+        if self._lora_manager is not None and WEIGHTS in given_back:
+            self._lora_manager.clear()
         self._released_memory = tuple(tag for tag in TAGS if tag in (*given_back, *self._released_memory))
 
     def wake_up(self, tags: Sequence[str] = ()) -> bool:
@@ -254,11 +256,11 @@ class EngineCore:
 
     @property
     def _required_lora_manager(self) -> LoRAManager:
-        if self._adapters is None:
+        if self._lora_manager is None:
             raise RequestError(
                 "The engine was started without enable_lora: it takes no adapters.", parameter="lora_request"
             )
-        return self._adapters
+        return self._lora_manager
 
     def check_health(self) -> None:
         """Raises unless every worker answers."""
@@ -266,8 +268,8 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Ends the workers. Idempotent."""
-        if self._grammars is not None:
-            self._grammars.shutdown()
+        if self._grammar_manager is not None:
+            self._grammar_manager.shutdown()
         self._executor.shutdown()
 
     def _submit_grammar(self, request: EngineCoreRequest) -> None:
@@ -275,24 +277,26 @@ class EngineCore:
 
         Ranks that each run a whole engine have to make the same plans, so there it does.
         """
-        if self._grammars is None:
-            self._grammars = StructuredOutputManager(partial(load_vocabulary, self.config.model), deterministic_timing=self._needs_identical_plans)
-        self._grammars.submit(request)
+        if self._grammar_manager is None:
+            self._grammar_manager = StructuredOutputManager(
+                partial(load_vocabulary, self.config.model), deterministic_timing=self._needs_identical_plans
+            )
+        self._grammar_manager.submit(request)
         while self._needs_identical_plans and self.scheduler.is_waiting_for_grammar(request.request_id):
-            self._grammars.wait(_GRAMMAR_WAIT_SECONDS)
-            self._apply_compiled_grammars(self._grammars)
+            self._grammar_manager.wait(_GRAMMAR_WAIT_SECONDS)
+            self._apply_compiled_grammars(self._grammar_manager)
 
     def _apply_compiled_grammars(self, grammars: StructuredOutputManager) -> None:
         """Gives requests their grammars, or ends them; waits for one where there is nothing else to do."""
         if not self._in_flight and self.scheduler.is_waiting_for_masks:
             grammars.wait(_GRAMMAR_WAIT_SECONDS)
-        for outcome in grammars.collect():
+        for outcome in grammars.pop_results():
             if outcome.error is not None:
                 self.scheduler.fail_request(outcome.request_id, outcome.error, outcome.parameter, outcome.grammar)
             elif outcome.grammar is not None:
                 self.scheduler.start_grammar(outcome.request_id, outcome.grammar)
 
-    def _launch(self) -> bool:
+    def _launch_step(self) -> bool:
         """Plans a step and starts it; returns whether there was one.
 
         While something is under way, a step in which nobody computes would only be in the way of one that comes when
@@ -302,7 +306,7 @@ class EngineCore:
         if plan is None:
             return False
         try:
-            if self._adapters is not None and (errors := self._adapters.prepare(plan)):
+            if self._lora_manager is not None and (errors := self._lora_manager.load_for_step(plan)):
                 self._row_errors[plan.step] = errors
             future = self._executor.execute_model(plan)
         except Exception as e:
@@ -311,7 +315,7 @@ class EngineCore:
         self._in_flight.append((plan, future))
         return True
 
-    def _collect(self) -> EngineCoreOutputs:
+    def _collect_step(self) -> EngineCoreOutputs:
         plan, future = self._in_flight.popleft()
         try:
             output = future.result()
@@ -328,7 +332,7 @@ class EngineCore:
     def _send_masks(self, plan: SchedulerOutput) -> None:
         """Has a step sampled whose model the workers run. Its masks depend on the tokens taken in last."""
         try:
-            self._executor.sample_tokens(plan.step, *self.scheduler.masks(plan))
+            self._executor.sample_tokens(plan.step, *self.scheduler.masks_for(plan))
         except Exception as e:
             self._fatal_error = e
             raise EngineDeadError(f"Step {plan.step} could not be sampled: {type(e).__name__}: {e}") from e

@@ -62,7 +62,9 @@ def _count_layers_by_window(need: KVCacheNeeds, max_model_len: int) -> Counter[i
     return Counter(window if window is not None and window < max_model_len else None for window in need.layer_windows)
 
 
-def _possible_group_counts(counts: Sequence[Counter[int | None]], kinds: Sequence[int | None]) -> Iterator[dict[int | None, int]]:
+def _possible_group_counts(
+    counts: Sequence[Counter[int | None]], kinds: Sequence[int | None]
+) -> Iterator[dict[int | None, int]]:
     """Numbers of groups by kind, the fewest groups first: of up to n layers for each n that there can be."""
     for size in range(max(max(count.values()) for count in counts), 0, -1):
         yield {kind: max(-(-count[kind] // size) for count in counts) for kind in kinds}

@@ -49,14 +49,14 @@ class KVCacheSummary:
     @property
     def blocks_per_request(self) -> int:
         """The most blocks that a request of the longest length holds at once."""
-        return blocks_for(self.max_model_len, self.block_size, self.windows, self.max_step_tokens)
+        return max_blocks_of_sequence(self.max_model_len, self.block_size, self.windows, self.max_step_tokens)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that fit, of requests of the longest length."""
         return (
             self.num_blocks
-            * blocks_for(self.max_model_len, self.block_size)
+            * max_blocks_of_sequence(self.max_model_len, self.block_size)
             * self.block_size
             // self.blocks_per_request
         )
@@ -71,7 +71,7 @@ class KVCacheSummary:
             return "KV cache: none, as the model keeps nothing of a prompt"
         return (
             f"KV cache: {self.num_tokens:,} tokens ({self.num_blocks:,} blocks of {self.block_size}, "
-            f"{_size(self.total_bytes)}), enough for {self.max_concurrency:,.1f} concurrent requests of "
+            f"{_format_bytes(self.total_bytes)}), enough for {self.max_concurrency:,.1f} concurrent requests of "
             f"{self.max_model_len:,} tokens" + (f"; sized by {self.limit}" if self.limit else "")
         )
 
@@ -81,7 +81,7 @@ def no_kv_cache(max_model_len: int) -> KVCacheSummary:
     return KVCacheSummary(0, max_model_len, 0, max_model_len)
 
 
-def blocks_for(
+def max_blocks_of_sequence(
     num_tokens: int, block_size: int, windows: Sequence[int | None] = (None,), max_step_tokens: int = 1
 ) -> int:
     """The most blocks that a request of `num_tokens` tokens holds at once, in all groups of layers together."""
@@ -118,10 +118,10 @@ def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available
     max_len, max_step_tokens = config.model.max_model_len, config.scheduler.max_num_batched_tokens
     windows = choose_group_windows(needs, max_len)
     costs = [bytes_per_block(need, windows, max_len, block_size) for need in needs]
-    longest = blocks_for(max_len, block_size, windows, max_step_tokens)
+    longest = max_blocks_of_sequence(max_len, block_size, windows, max_step_tokens)
     affordable = min(max(0, free) // cost for free, cost in zip(available, costs, strict=True))
     num_blocks, limit = min(affordable, _MAX_SLOTS // block_size), _memory_limit(config)
-    usable = config.scheduler.max_num_seqs * blocks_for(max_len, block_size) * len(windows)
+    usable = config.scheduler.max_num_seqs * max_blocks_of_sequence(max_len, block_size) * len(windows)
     if not config.cache.enable_prefix_caching and usable < num_blocks:
         num_blocks, limit = usable, f"max_num_seqs {config.scheduler.max_num_seqs}, without prefix caching"
     if num_blocks < longest:
@@ -141,9 +141,11 @@ def _longest_that_fits(
     num_blocks: int, max_model_len: int, block_size: int, windows: Sequence[int | None], max_step_tokens: int
 ) -> int:
     """The largest whole number of blocks, in tokens, that a request may have; less than `max_model_len`."""
-    fitting = range(1, blocks_for(max_model_len, block_size))
+    fitting = range(1, max_blocks_of_sequence(max_model_len, block_size))
     return block_size * bisect_right(
-        fitting, num_blocks, key=lambda pages: blocks_for(pages * block_size, block_size, windows, max_step_tokens)
+        fitting,
+        num_blocks,
+        key=lambda pages: max_blocks_of_sequence(pages * block_size, block_size, windows, max_step_tokens),
     )
 
 
@@ -158,22 +160,22 @@ def _too_small_error(
     tightest = min(range(len(needs)), key=lambda i: available[i] / required_by[i])
     required, found = required_by[tightest], available[tightest]
     per_token = needs[tightest].bytes_per_token
-    asked = f"max_model_len {max_len:,} needs {_size(required)} of KV cache ({per_token:,} bytes per token)"
+    asked = f"max_model_len {max_len:,} needs {_format_bytes(required)} of KV cache ({per_token:,} bytes per token)"
     if config.cache.kv_cache_memory_bytes is not None:
-        limits = f"kv_cache_memory_bytes gives {_size(found)}"
+        limits = f"kv_cache_memory_bytes gives {_format_bytes(found)}"
         grow = f"raise kv_cache_memory_bytes to {required}"
     elif found <= 0:
         limits = (
-            f"the weights and one step already take {_size(-found)} more than memory_utilization "
+            f"the weights and one step already take {_format_bytes(-found)} more than memory_utilization "
             f"{config.cache.memory_utilization} allows"
         )
         grow = "raise memory_utilization, free memory on the device, or use a smaller model"
     else:
-        limits = f"memory_utilization {config.cache.memory_utilization} leaves {_size(found)}"
+        limits = f"memory_utilization {config.cache.memory_utilization} leaves {_format_bytes(found)}"
         grow = "raise memory_utilization, or give the KV cache its size with kv_cache_memory_bytes"
     shrink = f"set max_model_len to {fits} or less, or " if fits > 0 else ""
     return CacheError(f"{asked}, but {limits}. To mend it, {shrink}{grow}.")
 
 
-def _size(num_bytes: int) -> str:
+def _format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB" if abs(num_bytes) >= 2**28 else f"{num_bytes / 2**20:,.1f} MiB"

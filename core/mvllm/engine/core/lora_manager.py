@@ -49,7 +49,7 @@ class LoRAManager:
         """
         known = self._loaded.get(request.lora_int_id)
         if known is not None and known != request and request.lora_int_id not in self._in_use():
-            self._forget(request.lora_int_id)
+            self._unload(request.lora_int_id)
             known = None
         if known is not None and known != request:
             raise RequestError(
@@ -71,14 +71,14 @@ class LoRAManager:
         request = self._loaded.get(lora_int_id)
         if request is None or lora_int_id in self._in_use():
             return False
-        self._forget(lora_int_id)
+        self._unload(lora_int_id)
         return True
 
-    def forget_all(self) -> None:
+    def clear(self) -> None:
         """The workers have dropped their models, and all adapters with them."""
         self._loaded.clear()
 
-    def prepare(self, plan: SchedulerOutput) -> dict[int, str]:
+    def load_for_step(self, plan: SchedulerOutput) -> dict[int, str]:
         """Loads what the requests need that begin in a plan, before it is executed.
 
         Returns:
@@ -120,9 +120,9 @@ class LoRAManager:
         in_use = self._in_use()
         idle = next((lora_int_id for lora_int_id in self._loaded if lora_int_id not in in_use), None)
         if idle is not None:
-            self._forget(idle)
+            self._unload(idle)
         return idle is not None
 
-    def _forget(self, lora_int_id: int) -> None:
+    def _unload(self, lora_int_id: int) -> None:
         self._executor.collective_rpc("remove_lora", (lora_int_id,))
         del self._loaded[lora_int_id]

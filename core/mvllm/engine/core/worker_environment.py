@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from mvllm.config.engine_config import ParallelConfig
-from mvllm.platform.checked_calls import ask
+from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.platform.topology import LaunchTopology
@@ -32,7 +32,7 @@ def worker_environment(parallel: ParallelConfig, platform: Platform) -> Iterator
 
     Does nothing where workers have processes of their own, or where torch is loaded, and with it what reads them.
     """
-    wanted = {} if "torch" in sys.modules else _wanted(parallel, platform)
+    wanted = {} if "torch" in sys.modules else _platform_variables(parallel, platform)
     ours: dict[str, str] = {}
     try:
         _add(wanted, ours)
@@ -60,11 +60,11 @@ def _remove(ours: Mapping[str, str]) -> None:
                 del os.environ[name]
 
 
-def _wanted(parallel: ParallelConfig, platform: Platform) -> dict[str, str]:
+def _platform_variables(parallel: ParallelConfig, platform: Platform) -> dict[str, str]:
     if parallel.distributed_executor_backend not in (None, "uni"):
         return {}
     with enter_phase(Phase.ENGINE):
-        topology: LaunchTopology = ask(platform, "topology", parallel, returns=LaunchTopology)
+        topology: LaunchTopology = call_checked(platform, "topology", parallel, returns=LaunchTopology)
     if topology.num_workers > 1 or not topology.env_per_worker:
         return {}
     return dict(topology.env_per_worker[0])

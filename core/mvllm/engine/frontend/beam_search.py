@@ -76,14 +76,14 @@ class BeamSearch:
         self._running = [Beam()]
         self._waiting: dict[str, int] = {}  # core id to beam
         self._found: dict[int, PositionLogprobs] = {}
-        self.ended: list[Beam] = []
+        self.finished_beams: list[Beam] = []
 
     @property
     def core_ids(self) -> list[str]:
         """Of the round's requests that are still out."""
         return list(self._waiting)
 
-    def requests(self) -> list[EngineCoreRequest]:
+    def make_requests(self) -> list[EngineCoreRequest]:
         """Begins a round: one request per beam."""
         made = [
             msgspec.structs.replace(
@@ -99,7 +99,7 @@ class BeamSearch:
         self._waiting = {request.request_id: i for i, request in enumerate(made)}
         return made
 
-    def take(self, output: EngineCoreOutput) -> bool:
+    def record_output(self, output: EngineCoreOutput) -> bool:
         """Takes what has come of one of the round's requests; returns whether that was the last of them."""
         beam = self._waiting.pop(output.request_id)
         if output.logprobs:
@@ -117,12 +117,12 @@ class BeamSearch:
             if not (ends or is_last):
                 running.append(self._extend_beam(beam, rank, token_id))
             elif place < self._width:  # what stands behind is there only for enough to go on
-                self._end(self._extend_beam(beam, rank, token_id), by_token=ends)
+                self._finish_beam(self._extend_beam(beam, rank, token_id), by_token=ends)
             if len(running) == self._width or (is_last and place >= self._width):
                 break
-        self.ended = sorted(self.ended, key=lambda beam: -beam.score)[: self._width]
+        self.finished_beams = sorted(self.finished_beams, key=lambda beam: -beam.score)[: self._width]
         self._running, self._found = running, {}
-        return is_last or not running or self._is_settled(length)
+        return is_last or not running or self._is_finished(length)
 
     def _candidates(self, *, may_end: bool) -> list[tuple[int, int, int]]:
         """(beam, rank among its candidates, token id) of all that could come next, best first."""
@@ -147,25 +147,25 @@ class BeamSearch:
             grown.positions = [*before.positions, here]
         return grown
 
-    def _end(self, beam: Beam, *, by_token: bool) -> None:
+    def _finish_beam(self, beam: Beam, *, by_token: bool) -> None:
         beam.score = beam.cumulative_logprob / len(beam.token_ids) ** self._params.length_penalty
         beam.finish_reason = FinishReason.STOP if by_token else FinishReason.LENGTH
         last = beam.token_ids[-1]
         if by_token and last in (self._params.stop_token_ids or ()):
             beam.stop_reason = last
-        self.ended.append(beam)
+        self.finished_beams.append(beam)
 
-    def _is_settled(self, length: int) -> bool:
+    def _is_finished(self, length: int) -> bool:
         """Whether what runs is not followed any further, with sequences of `length` tokens."""
         params = self._params
-        if len(self.ended) < self._width:
+        if len(self.finished_beams) < self._width:
             return False
         if params.early_stopping is True:
             return True
         at_best = self._max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
         best = self._running[0].cumulative_logprob / at_best**params.length_penalty
-        return best <= self.ended[-1].score
+        return best <= self.finished_beams[-1].score
 
     def results(self) -> Sequence[Beam]:
         """The best `n`, once the search is over."""
-        return self.ended[: self._params.n]
+        return self.finished_beams[: self._params.n]

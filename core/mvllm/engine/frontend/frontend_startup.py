@@ -7,9 +7,9 @@ from typing import Generic, TypeVar, cast
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.tokenizer_check import check_tokenizer
+from mvllm.engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from mvllm.engine.metrics.startup_timer import StartupTimer
 from mvllm.engine.metrics.stat_loggers import StatLoggerManager
-from mvllm.engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from mvllm.errors import ConfigError
 from mvllm.executor.process.process_utils import gc_paused
 from mvllm.logging import get_logger
@@ -36,7 +36,7 @@ def check_config(config: EngineConfig) -> None:
     processor_classes(config.logits_processors)
 
 
-class FrontEnd(Generic[Client]):
+class FrontendStartup(Generic[Client]):
     """Loads what the front end needs, beside an engine core that starts.
 
     Args:
@@ -75,7 +75,7 @@ class FrontEnd(Generic[Client]):
         except BaseException:
             self.stat_loggers.close()
             raise
-        phases.end(getattr(self.client, "start_seconds", {}))
+        phases.finish(getattr(self.client, "start_seconds", {}))
 
     def require_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.

@@ -7,15 +7,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.engine.frontend.beam_search import BeamSearch
 from mvllm.engine.frontend.input_processor import ProcessedRequest
-from mvllm.engine.metrics.stats import EngineMetrics
-from mvllm.engine.frontend.output_processor import OutputProcessor, RequestState, ProcessedStep
+from mvllm.engine.frontend.output_processor import OutputProcessor, ProcessedStep, RequestState
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
 from mvllm.engine.frontend.request_output_stream import RequestOutputStream
+from mvllm.engine.metrics.stats import EngineMetrics
 from mvllm.engine.metrics.tracing import Tracer
+from mvllm.engine.process.async_core_client import AsyncEngineCoreClient
 from mvllm.errors import EngineDeadError, QueueFullError
 from mvllm.messages.requests import EngineCoreOutputs
 
@@ -109,26 +109,26 @@ class InFlightRequests:
         count = sum(latency.counts)
         return min(60.0, max(1.0, latency.sum / count)) if count else 1.0
 
-    def begin(self, request: ProcessedRequest) -> RequestOutputStream:
+    def add_request(self, request: ProcessedRequest) -> RequestOutputStream:
         """Queues a request in the engine core."""
         search = BeamSearch(request.core, self._core_ids) if request.params.use_beam_search else None
-        children = fan_out(request.core, self._core_ids) if search is None else search.requests()
+        children = fan_out(request.core, self._core_ids) if search is None else search.make_requests()
         state = self._output_processor.add_request(request, children, key=children[0].request_id, search=search)
-        stream = RequestOutputStream(state, self._show, self._drop)
+        stream = RequestOutputStream(state, self._make_output, self._abort_abandoned)
         self._streams[state] = stream
         self._by_id.setdefault(state.request_id, []).append(state)
         self._num_sequences += state.num_sequences
         self._num_prompt_tokens += state.num_prompt_tokens
         if self.tracer is not None:
-            self.tracer.begin(state)
+            self.tracer.start_request(state)
         self._client.add_requests(children)
         return stream
 
     # --- what comes of them
 
-    def take(self, outputs: EngineCoreOutputs) -> int:
+    def process_outputs(self, outputs: EngineCoreOutputs) -> int:
         """Hands out what a step brought; returns how many tokens are new."""
-        taken = self._output_processor.take(outputs)
+        taken = self._output_processor.apply_outputs(outputs)
         if taken.requests_to_abort:
             self._client.abort_requests(taken.requests_to_abort)
         for children in taken.requests_to_add:
@@ -139,44 +139,44 @@ class InFlightRequests:
     def _notify_streams(self, taken: ProcessedStep) -> None:
         streams = self._streams
         for state in taken.requests:
-            streams[state].wake()
+            streams[state].notify()
         self._metrics.record(taken)
         for state in taken.finished:
-            self._forget(state)
+            self._remove(state)
 
-    def _show(self, state: RequestState) -> RequestOutput | None:
+    def _make_output(self, state: RequestState) -> RequestOutput | None:
         """What a caller gets who has come for more."""
-        output, broken = self._output_processor.show(state)
+        output, broken = self._output_processor.make_request_output(state)
         if broken and state in self._streams:
             self._client.abort_requests(broken)
             if state.num_unfinished == 0:
                 self._metrics.finish(state)
-                self._forget(state)
+                self._remove(state)
         return output
 
     # --- the ways out
 
-    def end(self, request_ids: Iterable[str]) -> None:
+    def abort(self, request_ids: Iterable[str]) -> None:
         """Ends the requests of these ids with what they have; unknown ids are ignored."""
-        self._end([state for request_id in request_ids for state in self._by_id.get(request_id, ())])
+        self._abort([state for request_id in request_ids for state in self._by_id.get(request_id, ())])
 
     def abort_all(self) -> None:
         """Ends every request with what it has."""
-        self._end(list(self._streams))
+        self._abort(list(self._streams))
 
     def fail_all(self, error: EngineDeadError) -> None:
         """Ends every request with an error."""
         for state, stream in list(self._streams.items()):
             self._output_processor.abort_requests([state.key])
-            self._forget(state, error)
+            self._remove(state, error)
             stream.fail(error)
 
-    def _end(self, states: Sequence[RequestState]) -> None:
+    def _abort(self, states: Sequence[RequestState]) -> None:
         taken, core_ids = self._output_processor.end_requests(states)
         self._client.abort_requests(core_ids)
         self._notify_streams(taken)
 
-    def _drop(self, state: RequestState) -> None:
+    def _abort_abandoned(self, state: RequestState) -> None:
         """Ends a request that nobody waits for any more."""
         if state not in self._streams:
             return  # it had ended
@@ -184,9 +184,9 @@ class InFlightRequests:
         if self._is_core_usable():
             self._client.abort_requests(core_ids)
         self._metrics.finish(state)
-        self._forget(state)
+        self._remove(state)
 
-    def _forget(self, state: RequestState, error: EngineDeadError | None = None) -> None:
+    def _remove(self, state: RequestState, error: EngineDeadError | None = None) -> None:
         del self._streams[state]
         same_id = self._by_id[state.request_id]
         same_id.remove(state)
@@ -195,4 +195,4 @@ class InFlightRequests:
         self._num_sequences -= state.num_sequences
         self._num_prompt_tokens -= state.num_prompt_tokens
         if self.tracer is not None:
-            self.tracer.end(state, error)
+            self.tracer.finish_request(state, error)

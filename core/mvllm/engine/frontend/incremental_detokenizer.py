@@ -52,13 +52,13 @@ class IncrementalDetokenizer:
         text = self._decode(self._context + self._pending)
         if text.endswith(_INCOMPLETE):
             return self._emit_long_window() if len(self._pending) > _LONG_WINDOW else ""
-        return self._settle(text)
+        return self._emit_window(text)
 
     def finish(self) -> str:
         """The text that was still waiting, with incomplete characters as U+FFFD."""
-        return self._settle(self._decode(self._context + self._pending)) if self._pending else ""
+        return self._emit_window(self._decode(self._context + self._pending)) if self._pending else ""
 
-    def _settle(self, text: str) -> str:
+    def _emit_window(self, text: str) -> str:
         """Gives out the window, whose text after the context is `text`, and makes it the context of the next."""
         piece = text[len(self._context_text) :]
         if self._needs_context:
@@ -120,7 +120,7 @@ class StopStringFinder:
         start, length, stop = best
         return stop, start + length if self._include else start
 
-    def held_back(self, text: str) -> int:
+    def num_held_back(self, text: str) -> int:
         """How many characters at the end of `text` could be the beginning of a stop string."""
         if not text or text[-1] not in self._inner:
             return 0

@@ -74,14 +74,14 @@ class InputProcessor:
         tokenizer: The model's tokenizer; with None, text and stop strings are refused, and outputs have no text.
     """
 
-    num_generated = 1
+    num_reserved_tokens = 1
     """Tokens for which a prompt has to leave room."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self._model = config.model
         self._tokenizer = tokenizer
         self._priorities_allowed = config.scheduler.policy == "priority"
-        self._eos_token_ids = self._end_tokens()
+        self._eos_token_ids = self._end_token_ids()
         self._processor_classes = processor_classes(config.logits_processors)
 
     def default_params(self) -> SamplingParams:
@@ -130,7 +130,10 @@ class InputProcessor:
             RequestError: One of them is not acceptable; names it by its position where there are several.
         """
         arrival = time.monotonic() if arrival_time is None else _check_arrival_time(arrival_time)
-        parts = [self._check_for_prompt(i, prompts, self._parse_prompt, prompt, params[i]) for i, prompt in enumerate(prompts)]
+        parts = [
+            self._check_for_prompt(i, prompts, self._parse_prompt, prompt, params[i])
+            for i, prompt in enumerate(prompts)
+        ]
         self._tokenize(parts)
         processed = []
         checked: dict[int, SamplingParams] = {}  # what is given for many prompts may be long, and is checked once
@@ -191,7 +194,7 @@ class InputProcessor:
             return _Prompt(None, self._check_token_ids(prompt, keep))
         raise RequestError(
             "A prompt is a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}; "
-            f"found {_show(prompt)}.",
+            f"found {_describe_value(prompt)}.",
             parameter="prompt",
         )
 
@@ -204,10 +207,10 @@ class InputProcessor:
         if asked > limit:
             raise RequestError(
                 f"truncate_prompt_tokens must be an integer from 1 to {limit}, the model's context (max_model_len), or "
-                f"-1; got {_show(asked)}",
+                f"-1; got {_describe_value(asked)}",
                 parameter="truncate_prompt_tokens",
             )
-        most = limit - self.num_generated
+        most = limit - self.num_reserved_tokens
         return most if asked == -1 else min(asked, most)
 
     def _parse_prompt_dict(self, prompt: Mapping[str, Any], keep: int | None) -> _Prompt:
@@ -222,11 +225,11 @@ class InputProcessor:
         salt = _check_cache_salt(prompt.get("cache_salt"))
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
-            raise RequestError(f"'prompt' must be a text; found {_show(text)}.", parameter="prompt")
+            raise RequestError(f"'prompt' must be a text; found {_describe_value(text)}.", parameter="prompt")
         if ids is not None:
             if not _is_token_sequence(ids):
                 raise RequestError(
-                    f"'prompt_token_ids' must be a list of token ids; found {_show(ids)}.", parameter="prompt"
+                    f"'prompt_token_ids' must be a list of token ids; found {_describe_value(ids)}.", parameter="prompt"
                 )
             return _Prompt(text, self._check_token_ids(ids, keep), salt)
         if text is None:
@@ -246,16 +249,16 @@ class InputProcessor:
             i, bad = next((i, v) for i, v in enumerate(values) if not 0 <= v < self._model.vocab_size)
             raise RequestError(
                 f"Token ids must be from 0 to {self._model.vocab_size - 1}, the model's vocabulary; "
-                f"found {_show(bad)} at position {i} of the prompt.",
+                f"found {_describe_value(bad)} at position {i} of the prompt.",
                 parameter="prompt",
             )
         return values
 
     def _check_length(self, length: int, how: str = "") -> None:
         limit = self._model.max_model_len
-        if length > limit - self.num_generated:
-            what = "prompt and output together" if self.num_generated else "a prompt"
-            and_one = ", and at least one token is to be generated" if self.num_generated else ""
+        if length > limit - self.num_reserved_tokens:
+            what = "prompt and output together" if self.num_reserved_tokens else "a prompt"
+            and_one = ", and at least one token is to be generated" if self.num_reserved_tokens else ""
             raise RequestError(
                 f"The prompt has {how}{length} tokens, but {what} may have {limit} (max_model_len){and_one}. "
                 "Shorten the prompt"
@@ -277,14 +280,16 @@ class InputProcessor:
 
         for at, text in enumerate(texts):  # what is far too long need not be tokenized to know that
             if waiting[at][1].keep is None:
-                self._check_for_prompt(waiting[at][0], parts, self._check_length, self._tokenizer.num_tokens_lower_bound(text), "at least ")
+                self._check_for_prompt(
+                    waiting[at][0], parts, self._check_length, self._tokenizer.num_tokens_lower_bound(text), "at least "
+                )
             else:
                 self._check_for_prompt(waiting[at][0], parts, check_text_to_truncate, text)
         encoded = self._tokenizer.encode_batch(texts, check_length=check_length)
         for (i, part), ids in zip(waiting, encoded, strict=True):
             if not ids:
                 raise RequestError(
-                    f"{_prompt_label(i, parts)}The prompt is empty: its text {_show(part.text)} gives no tokens.",
+                    f"{_prompt_label(i, parts)}The prompt is empty: its text {_describe_value(part.text)} gives no tokens.",
                     parameter="prompt",
                 )
             part.token_ids = self._check_for_prompt(i, parts, self._check_token_ids, ids, part.keep)
@@ -294,7 +299,7 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams | PoolingParams) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise RequestError(
-                f"sampling_params must be SamplingParams; found {_show(params)}.", parameter="sampling_params"
+                f"sampling_params must be SamplingParams; found {_describe_value(params)}.", parameter="sampling_params"
             )
         if not self._model.kind.generates:
             what = "classifies prompts" if self._model.kind.num_labels else "makes vectors of prompts"
@@ -331,7 +336,7 @@ class InputProcessor:
     def _check_lora_request(self, request: LoRARequest | None) -> LoRARequest | None:
         if request is not None and not isinstance(request, LoRARequest):
             raise RequestError(
-                f"lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path); found {_show(request)}.",
+                f"lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path); found {_describe_value(request)}.",
                 parameter="lora_request",
             )
         return request
@@ -347,7 +352,7 @@ class InputProcessor:
 
     def _check_priority(self, priority: int) -> int:
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _PRIORITY_LIMIT:
-            raise RequestError(f"priority must be an integer; found {_show(priority)}.", parameter="priority")
+            raise RequestError(f"priority must be an integer; found {_describe_value(priority)}.", parameter="priority")
         if priority != 0 and not self._priorities_allowed:
             raise RequestError(
                 f"priority is {priority}, but the engine serves requests in the order of arrival. "
@@ -356,7 +361,7 @@ class InputProcessor:
             )
         return priority
 
-    def _end_tokens(self) -> list[int]:
+    def _end_token_ids(self) -> list[int]:
         ids = list(self._model.eos_token_ids)
         own = self._tokenizer.eos_token_id if self._tokenizer is not None else None
         if own is not None and own not in ids and 0 <= own < self._model.vocab_size:
@@ -405,7 +410,8 @@ def _as_token_id(value: Any, position: int) -> int:
         except TypeError:
             pass
     raise RequestError(
-        f"Token ids must be integers; found {_show(value)} at position {position} of the prompt.", parameter="prompt"
+        f"Token ids must be integers; found {_describe_value(value)} at position {position} of the prompt.",
+        parameter="prompt",
     )
 
 
@@ -414,7 +420,7 @@ def _check_cache_salt(salt: object) -> str | None:
         return None
     if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_LENGTH or not salt.isprintable():
         raise RequestError(
-            f"cache_salt must be a text of 1 to {MAX_CACHE_SALT_LENGTH} printable characters; found {_show(salt)}.",
+            f"cache_salt must be a text of 1 to {MAX_CACHE_SALT_LENGTH} printable characters; found {_describe_value(salt)}.",
             parameter="cache_salt",
         )
     return salt
@@ -422,12 +428,14 @@ def _check_cache_salt(salt: object) -> str | None:
 
 def _check_request_id(request_id: object) -> str:
     if not isinstance(request_id, str) or not request_id:
-        raise RequestError(f"request_id must be a non-empty text; found {_show(request_id)}.", parameter="request_id")
+        raise RequestError(
+            f"request_id must be a non-empty text; found {_describe_value(request_id)}.", parameter="request_id"
+        )
     try:
         request_id.encode()  # as it travels to the engine core, together with what others ask
     except UnicodeEncodeError:
         raise RequestError(
-            f"request_id must be valid Unicode, without lone surrogates; found {_show(request_id)}.",
+            f"request_id must be valid Unicode, without lone surrogates; found {_describe_value(request_id)}.",
             parameter="request_id",
         ) from None
     return request_id
@@ -436,12 +444,13 @@ def _check_request_id(request_id: object) -> str:
 def _check_arrival_time(seconds: object) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         raise RequestError(
-            f"arrival_time must be a finite number of seconds; found {_show(seconds)}.", parameter="arrival_time"
+            f"arrival_time must be a finite number of seconds; found {_describe_value(seconds)}.",
+            parameter="arrival_time",
         )
     return float(seconds)
 
 
-def _show(value: object) -> str:
+def _describe_value(value: object) -> str:
     """A value in a few characters, whatever it is."""
     if isinstance(value, str):
         text = value[:40] + "..." if len(value) > 40 else value

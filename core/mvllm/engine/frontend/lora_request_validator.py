@@ -28,39 +28,39 @@ class LoRARequestValidator:
         """The adapters that were taken."""
         return set(self._by_id)
 
-    def check(self, request: object) -> LoRARequest:
+    def validate(self, request: object) -> LoRARequest:
         """The request, whose fields are as they should be.
 
         Raises:
             RequestError: They are not, or the engine takes no adapters, or its id is another adapter's.
         """
         if self._lora is None:
-            raise _refusal("The engine was started without enable_lora: it takes no adapters.")
+            raise _request_error("The engine was started without enable_lora: it takes no adapters.")
         if not isinstance(request, LoRARequest):
-            raise _refusal(
+            raise _request_error(
                 f"lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path); found a value of type "
                 f"{type(request).__name__}."
             )
         name, number, path = request.lora_name, request.lora_int_id, request.lora_path
         if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_LENGTH or not name.isprintable():
-            raise _refusal(f"lora_name must be a text of 1 to {_MAX_NAME_LENGTH} printable characters.")
+            raise _request_error(f"lora_name must be a text of 1 to {_MAX_NAME_LENGTH} printable characters.")
         if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= _MAX_LORA_ID:
-            raise _refusal(f"lora_int_id must be an integer from 1 to {_MAX_LORA_ID}.")
+            raise _request_error(f"lora_int_id must be an integer from 1 to {_MAX_LORA_ID}.")
         if not isinstance(path, str) or not 0 < len(path) <= _MAX_PATH_LENGTH or "\0" in path or not _is_unicode(path):
-            raise _refusal("lora_path must be the path of the adapter's folder, as a text.")
+            raise _request_error("lora_path must be the path of the adapter's folder, as a text.")
         known = self._by_id.get(number, request)
         if known != request:
-            raise _refusal(
+            raise _request_error(
                 f"The adapter id {number} is that of {known.lora_name!r} in {known.lora_path}. Choose another, or "
                 "remove that adapter first."
             )
         return request
 
-    def is_known(self, request: LoRARequest) -> bool:
+    def is_loaded(self, request: LoRARequest) -> bool:
         """Whether the engine core has taken it."""
         return request.lora_int_id in self._by_id
 
-    def inspect(self, request: LoRARequest) -> None:
+    def check_files(self, request: LoRARequest) -> None:
         """Looks at an adapter's files, without the values in them.
 
         Raises:
@@ -70,13 +70,13 @@ class LoRARequestValidator:
         try:
             read_peft_adapter(request.lora_path, self._lora.max_lora_rank)
         except ModelError as e:
-            raise _refusal(f"The adapter {request.lora_name!r} cannot be loaded: {e}") from e
+            raise _request_error(f"The adapter {request.lora_name!r} cannot be loaded: {e}") from e
 
-    def note(self, request: LoRARequest) -> None:
+    def add(self, request: LoRARequest) -> None:
         """The engine core has taken it."""
         self._by_id[request.lora_int_id] = request
 
-    def forget(self, lora_int_id: int) -> bool:
+    def remove(self, lora_int_id: int) -> bool:
         """Its id is free again; whether it was known."""
         return self._by_id.pop(lora_int_id, None) is not None
 
@@ -89,5 +89,5 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _refusal(message: str) -> RequestError:
+def _request_error(message: str) -> RequestError:
     return RequestError(message, parameter="lora_request")

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from mvllm.engine.frontend.beam_search import Beam, BeamSearch
 from mvllm.engine.frontend.input_processor import ProcessedRequest
-from mvllm.engine.frontend.sequence_detokenizer import LazyDetokenizer, make_sequence_detokenizer
 from mvllm.engine.frontend.outputs import CompletionOutput, Logprob, PositionLogprobMap, RequestMetrics, RequestOutput
+from mvllm.engine.frontend.sequence_detokenizer import LazyDetokenizer, make_sequence_detokenizer
 from mvllm.engine.frontend.tokenizer import Tokenizer
 from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.requests import (
@@ -66,7 +66,7 @@ class ProcessedStep:
     num_new_tokens: int = 0
     started: list[RequestState] = field(default_factory=list)
     finished: list[RequestState] = field(default_factory=list)
-    gaps: dict[float, int] = field(default_factory=dict)
+    inter_token_gaps: dict[float, int] = field(default_factory=dict)
     requests_to_add: list[list[EngineCoreRequest]] = field(default_factory=list)
 
 
@@ -112,25 +112,25 @@ class OutputProcessor:
     def _register_beam_round(self, entry: RequestState, children: Sequence[EngineCoreRequest]) -> None:
         self._sequences.update((child.request_id, _BeamStep(entry, child.request_id)) for child in children)
 
-    def process(self, core_outputs: EngineCoreOutputs) -> OutputProcessorOutput:
+    def process_outputs(self, core_outputs: EngineCoreOutputs) -> OutputProcessorOutput:
         """Takes in one step's outputs and shows what they mean, at once. Unknown sequences are passed over."""
-        taken = self.take(core_outputs)
+        taken = self.apply_outputs(core_outputs)
         result = OutputProcessorOutput([], taken.requests_to_abort, taken.num_new_tokens, taken.requests_to_add)
         for request in taken.requests:
-            shown, broken = self.show(request)
+            shown, broken = self.make_request_output(request)
             result.requests_to_abort += broken
             if shown is not None:
                 result.request_outputs.append(shown)
         return result
 
-    def take(self, core_outputs: EngineCoreOutputs) -> ProcessedStep:
+    def apply_outputs(self, core_outputs: EngineCoreOutputs) -> ProcessedStep:
         """Takes in one step's outputs. Sequences that are not followed (any more) are passed over.
 
         What requests have to show is left to `RequestState.show`; until that is called, what comes adds up.
         """
         taken = ProcessedStep()
         now = time.monotonic()
-        sequences, gaps = self._sequences, taken.gaps
+        sequences, gaps = self._sequences, taken.inter_token_gaps
         num_new_tokens = 0
         for output in core_outputs.outputs:
             sequence = sequences.get(output.request_id)
@@ -156,22 +156,22 @@ class OutputProcessor:
                 request.has_new_output = True
                 taken.requests.append(request)
         taken.num_new_tokens = num_new_tokens
-        taken.gaps = {now - last: count for last, count in gaps.items()}
+        taken.inter_token_gaps = {now - last: count for last, count in gaps.items()}
         return taken
 
     def _apply_slow_path(self, sequence: _Sequence, output: EngineCoreOutput, now: float, taken: ProcessedStep) -> bool:
         """Takes in an output that may be a sequence's first or last, or more than tokens; whether there is news."""
         request = sequence.request
         try:
-            request.note(output, now)
-            sequence.take(output)
+            request.update_from_output(output, now)
+            sequence.append_output(output)
         except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends of it)
             sequence.fail(e)
         if sequence.finish_reason is None:
             return not request.final_only
         if output.finish_reason is None:
             taken.requests_to_abort.append(sequence.core_id)
-        if self._end(sequence, now):
+        if self._finish_sequence(sequence, now):
             taken.finished.append(request)
         return True
 
@@ -181,9 +181,9 @@ class OutputProcessor:
         request, search = step.request, step.request.search
         assert search is not None
         beams: Sequence[Beam] = ()
-        request.note(output, now)
+        request.update_from_output(output, now)
         del self._sequences[step.core_id]
-        is_round_over = search.take(output)
+        is_round_over = search.record_output(output)
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             parameter = output.error_parameter
             end = EngineCoreOutput("", [], output.finish_reason, error=output.error, error_parameter=parameter)
@@ -195,7 +195,7 @@ class OutputProcessor:
         elif not is_round_over:
             return False
         elif not search.advance():
-            children = search.requests()
+            children = search.make_requests()
             self._register_beam_round(request, children)
             taken.requests_to_add.append(children)
             return False
@@ -209,43 +209,43 @@ class OutputProcessor:
         for sequence, end in zip(request.sequences, ends, strict=True):
             sequence.last_token_time = now
             try:
-                sequence.take(end)
+                sequence.append_output(end)
             except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends of it)
                 sequence.fail(e)
         for sequence, beam in zip(request.sequences, beams, strict=False):
             sequence.cumulative_logprob = beam.cumulative_logprob
         request.num_unfinished = 0
-        self._finish(request, now)
+        self._finish_request(request, now)
         taken.finished.append(request)
         return True
 
-    def _end(self, sequence: _Sequence, now: float) -> bool:
+    def _finish_sequence(self, sequence: _Sequence, now: float) -> bool:
         """Stops following a sequence that has ended; returns whether its request has, too."""
         del self._sequences[sequence.core_id]
         request = sequence.request
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
-            self._finish(request, now)
+            self._finish_request(request, now)
         return request.num_unfinished == 0
 
-    def _finish(self, request: RequestState, now: float) -> None:
+    def _finish_request(self, request: RequestState, now: float) -> None:
         request.metrics.finished_time = now
         self._requests.pop(request.key, None)
 
-    def show(self, request: RequestState) -> tuple[RequestOutput | None, list[str]]:
+    def make_request_output(self, request: RequestState) -> tuple[RequestOutput | None, list[str]]:
         """What the caller gets now, if anything: all there is, or all that was not shown yet.
 
         Returns:
             It, and the core ids of sequences that end here, because their tokens cannot be turned into text.
         """
-        output = request.show()
-        if not request.broken:
+        output = request.make_request_output()
+        if not request.undecodable_core_ids:
             return output, []
-        broken, request.broken = request.broken, []
+        broken, request.undecodable_core_ids = request.undecodable_core_ids, []
         for core_id in broken:
             self._sequences.pop(core_id, None)
         if request.num_unfinished == 0:
-            self._finish(request, time.monotonic())
+            self._finish_request(request, time.monotonic())
         return output, broken
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
@@ -269,7 +269,7 @@ class OutputProcessor:
         """
         running = [i for request in requests for i in request.core_ids if i in self._sequences]
         ends = [EngineCoreOutput(core_id, [], FinishReason.ABORT) for core_id in running]
-        return self.take(EngineCoreOutputs(outputs=ends)), running
+        return self.apply_outputs(EngineCoreOutputs(outputs=ends)), running
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id is under way."""
@@ -309,7 +309,7 @@ class RequestState:
         self.sequences: list[_Sequence] = []
         self.num_unfinished = 0
         self.has_new_output = False
-        self.broken: list[str] = []
+        self.undecodable_core_ids: list[str] = []
         self.num_sequences = request.params.num_sequences
         self.search: BeamSearch | None = None
         self.is_ranked = request.params.is_ranked
@@ -349,7 +349,7 @@ class RequestState:
         """Tokens so far, over all sequences."""
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
-    def note(self, output: EngineCoreOutput, now: float) -> None:
+    def update_from_output(self, output: EngineCoreOutput, now: float) -> None:
         """Takes in what concerns the request as a whole."""
         metrics = self.metrics
         if output.new_token_ids and metrics.first_token_time is None:
@@ -363,7 +363,7 @@ class RequestState:
         if output.pooling_output is not None:
             self._pooled = output.pooling_output
 
-    def show(self) -> RequestOutput | None:
+    def make_request_output(self) -> RequestOutput | None:
         """What the caller gets now, if anything: all there is, or all that was not shown yet."""
         self.has_new_output = False
         sequences = self.sequences
@@ -372,7 +372,7 @@ class RequestState:
                 return None
             shown = [sequence.make_full_output() for sequence in sequences]
             if self.is_ranked and self.search is None:
-                shown = _best(shown, self.params.n)
+                shown = _best_sequences(shown, self.params.n)
         elif self.kind == RequestOutputKind.DELTA:
             shown = [sequence.make_delta_output() for sequence in sequences if sequence.has_new_output]
         else:
@@ -430,12 +430,12 @@ class _Sequence:
         self._num_tokens_returned = 0
         self._end_returned = False
 
-    def take(self, output: EngineCoreOutput) -> None:
+    def append_output(self, output: EngineCoreOutput) -> None:
         """Takes in the newest tokens and whether the core has ended the sequence."""
         new = output.new_token_ids
         ended = output.finish_reason
         if self._text is not None:
-            num_used, stop = self._text.take(new, len(self.token_ids), ended)
+            num_used, stop = self._text.append(new, len(self.token_ids), ended)
             if stop is not None:
                 self.finish_reason, self.stop_reason = _STOP, stop
                 new = new[:num_used]
@@ -458,39 +458,41 @@ class _Sequence:
     @property
     def has_new_output(self) -> bool:
         """Whether `make_delta_output` would show anything."""
-        return len(self.token_ids) > self._num_tokens_returned or (self.finish_reason is not None and not self._end_returned)
+        return len(self.token_ids) > self._num_tokens_returned or (
+            self.finish_reason is not None and not self._end_returned
+        )
 
     def make_full_output(self) -> CompletionOutput:
         """Everything so far. Later steps do not change what was shown."""
-        text = self._written(new=False)
+        text = self._visible_text(new=False)
         logprobs = list(self._logprobs) if self._wants_logprobs else None
-        return self._completion(text, list(self.token_ids), logprobs)
+        return self._make_completion_output(text, list(self.token_ids), logprobs)
 
     def make_delta_output(self) -> CompletionOutput:
         """What has come since the last call."""
-        text = self._written(new=True)
+        text = self._visible_text(new=True)
         start = self._num_tokens_returned
         logprobs = self._logprobs[start:] if self._wants_logprobs else None
-        shown = self._completion(text, self.token_ids[start:], logprobs)
+        shown = self._make_completion_output(text, self.token_ids[start:], logprobs)
         self._num_tokens_returned = len(self.token_ids)
         self._end_returned = self.finish_reason is not None
         return shown
 
-    def _written(self, *, new: bool) -> str:
+    def _visible_text(self, *, new: bool) -> str:
         """The text that may be shown; only what was not, if `new`. Ends the sequence if there is no having it."""
         if self._text is None:
             return ""
         ended = self.finish_reason is not None
         try:
-            return self._text.new(ended=ended) if new else self._text.visible(ended=ended)
+            return self._text.new_text(ended=ended) if new else self._text.full_text(ended=ended)
         except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends of it)
             if not ended:
                 self.request.num_unfinished -= 1
-                self.request.broken.append(self.core_id)
+                self.request.undecodable_core_ids.append(self.core_id)
             self.fail(e)
             return ""
 
-    def _completion(
+    def _make_completion_output(
         self, text: str, token_ids: list[int], logprobs: list[PositionLogprobMap] | None
     ) -> CompletionOutput:
         return CompletionOutput(
@@ -523,7 +525,7 @@ def _beam_to_core_output(beam: Beam) -> EngineCoreOutput:
     return EngineCoreOutput("", beam.token_ids, beam.finish_reason, beam.stop_reason, beam.positions)
 
 
-def _best(shown: list[CompletionOutput], n: int) -> list[CompletionOutput]:
+def _best_sequences(shown: list[CompletionOutput], n: int) -> list[CompletionOutput]:
     """The `n` sequences with the largest sums of log-probabilities, best first; those that failed come last."""
     ranked = sorted(shown, key=lambda each: (each.finish_reason == "error", -(each.cumulative_logprob or 0.0)))[:n]
     for index, each in enumerate(ranked):

@@ -24,7 +24,7 @@ class PoolingInputProcessor(InputProcessor):
         config, tokenizer: As InputProcessor.
     """
 
-    num_generated = 0
+    num_reserved_tokens = 0
 
     @cached_property
     def pooler(self) -> PoolerConfig:
@@ -34,7 +34,7 @@ class PoolingInputProcessor(InputProcessor):
             RequestError: Its folder describes something that is not known here.
         """
         try:
-            return PoolerConfig.of(self._model)
+            return PoolerConfig.from_model(self._model)
         except ModelError as e:  # the model generates all the same
             raise RequestError(f"The model {self._model.model} gives no embeddings: {e}") from e
 
@@ -52,8 +52,11 @@ class PoolingInputProcessor(InputProcessor):
         arrival_time: float | None = None,
         lora_requests: Sequence[LoRARequest | None] | None = None,
     ) -> list[ProcessedRequest]:
-        settled = [self._settle(each) for each in params]
-        prompts = [self._check_for_prompt(i, prompts, self._truncate_prompt, prompt, params[i]) for i, prompt in enumerate(prompts)]
+        settled = [self._resolve_params(each) for each in params]
+        prompts = [
+            self._check_for_prompt(i, prompts, self._truncate_prompt, prompt, params[i])
+            for i, prompt in enumerate(prompts)
+        ]
         nothing: list[SamplingParams | None] = [None] * len(prompts)
         requests = super().process_batch(
             request_ids,
@@ -68,7 +71,7 @@ class PoolingInputProcessor(InputProcessor):
             request.core.eos_token_ids = []
         return requests
 
-    def pair(self, first: str, second: str, params: PoolingParams) -> tuple[TokensPrompt, PoolingParams]:
+    def make_pair_prompt(self, first: str, second: str, params: PoolingParams) -> tuple[TokensPrompt, PoolingParams]:
         """The prompt by which a model that classifies compares two texts, and how it is to be asked.
 
         Raises:
@@ -77,11 +80,11 @@ class PoolingInputProcessor(InputProcessor):
         for text in (first, second):
             self.check_text(text)
         assert self._tokenizer is not None
-        ids, start = self._tokenizer.encode_truncated(first, second, max_tokens=self._limit(params))
+        ids, start = self._tokenizer.encode_truncated(first, second, max_tokens=self._truncation_limit(params))
         asked = msgspec.structs.replace(params, truncate_prompt_tokens=None, second_text_start=start)
         return TokensPrompt(prompt_token_ids=ids), asked
 
-    def _limit(self, params: PoolingParams) -> int | None:
+    def _truncation_limit(self, params: PoolingParams) -> int | None:
         """Tokens that a prompt is cut to."""
         limit, longest = params.truncate_prompt_tokens, self._model.max_model_len
         if limit is not None and limit > longest:
@@ -93,14 +96,14 @@ class PoolingInputProcessor(InputProcessor):
 
     def _truncate_prompt(self, prompt: PromptType, params: SamplingParams | PoolingParams | None) -> PromptType:
         """The prompt as it is, or cut and as token ids, where that was asked for."""
-        limit = self._limit(params) if isinstance(params, PoolingParams) else None
+        limit = self._truncation_limit(params) if isinstance(params, PoolingParams) else None
         if limit is None:
             return prompt
         parts = {"prompt": prompt} if isinstance(prompt, str) else prompt
         if not isinstance(parts, Mapping):
-            return _first(prompt, limit)
+            return _truncate_ids(prompt, limit)
         if (ids := parts.get("prompt_token_ids")) is not None:
-            return cast(PromptType, {**parts, "prompt_token_ids": _first(ids, limit)})
+            return cast(PromptType, {**parts, "prompt_token_ids": _truncate_ids(ids, limit)})
         if not isinstance(parts.get("prompt"), str):
             return prompt  # which will be refused
         text = self.check_text(str(parts["prompt"]))
@@ -113,7 +116,7 @@ class PoolingInputProcessor(InputProcessor):
         """Scores that the model gives a prompt; 0 where it does not classify."""
         return self._model.kind.num_labels
 
-    def _settle(self, params: SamplingParams | PoolingParams | None) -> PoolingParams:
+    def _resolve_params(self, params: SamplingParams | PoolingParams | None) -> PoolingParams:
         """`params` with every choice made."""
         if params is not None and not isinstance(params, PoolingParams):
             kind = type(params).__name__
@@ -121,7 +124,7 @@ class PoolingInputProcessor(InputProcessor):
                 f"pooling_params must be PoolingParams; found a value of type {kind}.", parameter="pooling_params"
             )
         # Checked anew: fields may have been set since.
-        return self.pooler.settle(PoolingParams() if params is None else msgspec.structs.replace(params))
+        return self.pooler.resolve_params(PoolingParams() if params is None else msgspec.structs.replace(params))
 
     def _check_params(self, params: SamplingParams | PoolingParams) -> SamplingParams:
         assert isinstance(params, SamplingParams)
@@ -131,6 +134,6 @@ class PoolingInputProcessor(InputProcessor):
         return params
 
 
-def _first(ids: Any, limit: int) -> Any:
+def _truncate_ids(ids: Any, limit: int) -> Any:
     """The first so many of what may be token ids; of anything else all, as it will be refused."""
     return ids[:limit] if isinstance(ids, list | tuple | range) or getattr(ids, "ndim", None) == 1 else ids

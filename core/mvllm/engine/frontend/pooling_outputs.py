@@ -99,7 +99,7 @@ class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
     __slots__ = ()
 
     @classmethod
-    def of(cls, output: RequestOutput) -> PoolingRequestOutput:
+    def from_request_output(cls, output: RequestOutput) -> PoolingRequestOutput:
         """The answer in the final output of a request that was started with PoolingParams.
 
         Raises:
@@ -132,7 +132,7 @@ class EmbeddingRequestOutput(PooledRequestOutput[EmbeddingOutput]):
     __slots__ = ()
 
     @classmethod
-    def of(cls, output: PoolingRequestOutput) -> EmbeddingRequestOutput:
+    def from_base(cls, output: PoolingRequestOutput) -> EmbeddingRequestOutput:
         """The same answer with Python numbers."""
         return cls(*_replace_output(output, EmbeddingOutput(output.outputs.data.tolist())))
 
@@ -143,7 +143,7 @@ class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
     __slots__ = ()
 
     @classmethod
-    def of(cls, output: PoolingRequestOutput) -> ClassificationRequestOutput:
+    def from_base(cls, output: PoolingRequestOutput) -> ClassificationRequestOutput:
         """The same answer with Python numbers."""
         return cls(*_replace_output(output, ClassificationOutput(output.outputs.data.tolist())))
 
@@ -154,7 +154,7 @@ class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
     __slots__ = ()
 
     @classmethod
-    def of(cls, output: PoolingRequestOutput) -> ScoringRequestOutput:
+    def from_base(cls, output: PoolingRequestOutput) -> ScoringRequestOutput:
         """The one score of an answer."""
         [score] = output.outputs.data.tolist()
         return cls(*_replace_output(output, ScoringOutput(score)))

@@ -26,7 +26,7 @@ class RequestOutputStream:
         request_id: As it was given.
     """
 
-    __slots__ = ("_drop", "_error", "_has_ended", "_show", "_state", "_waiter", "request_id")
+    __slots__ = ("_abort", "_error", "_has_ended", "_make_output", "_state", "_waiter", "request_id")
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class RequestOutputStream:
     ) -> None:
         self.request_id = state.request_id
         self._state = state
-        self._show = show
-        self._drop = drop
+        self._make_output = show
+        self._abort = drop
         self._waiter: asyncio.Future[None] | None = None
         self._error: EngineDeadError | None = None
         self._has_ended = False
@@ -58,7 +58,7 @@ class RequestOutputStream:
         """
         while not self._has_ended:
             if self._state.has_new_output:
-                output = self._show(self._state)
+                output = self._make_output(self._state)
                 if output is not None:
                     self._has_ended = output.finished
                     return output
@@ -85,8 +85,8 @@ class RequestOutputStream:
         """Aborts the request if it has not ended, whatever state it is in. Idempotent; in the loop's thread."""
         if not self._has_ended:
             self._has_ended = True
-            self._drop(self._state)
-            self.wake()
+            self._abort(self._state)
+            self.notify()
 
     async def aclose(self) -> None:
         """As `close`, under the name that async generators have for it."""
@@ -94,7 +94,7 @@ class RequestOutputStream:
 
     # --- the engine's side
 
-    def wake(self) -> None:
+    def notify(self) -> None:
         """There is something to take."""
         waiter = self._waiter
         if waiter is not None and not waiter.done():
@@ -103,4 +103,4 @@ class RequestOutputStream:
     def fail(self, error: EngineDeadError) -> None:
         """The engine has died: what has come is still handed out, then this is raised."""
         self._error = error
-        self.wake()
+        self.notify()

@@ -36,7 +36,7 @@ class ScoringRequests:
     pairs: list[tuple[int, int]] | None
 
     @classmethod
-    def of(
+    def from_texts(
         cls,
         processor: PoolingInputProcessor,
         first: Sequence[str],
@@ -70,7 +70,7 @@ class ScoringRequests:
                 parameter="model",
             )
         if processor.num_labels == 1:
-            each = [processor.pair(first[i % len(first)], text, params) for i, text in enumerate(second)]
+            each = [processor.make_pair_prompt(first[i % len(first)], text, params) for i, text in enumerate(second)]
             return cls([prompt for prompt, _ in each], [asked for _, asked in each], None)
         asked = msgspec.structs.replace(params, normalize=True)
         places = {text: i for i, text in enumerate(dict.fromkeys((*first, *second)))}
@@ -84,7 +84,7 @@ class ScoringRequests:
             answers: To the requests, in their order.
         """
         if self.pairs is None:
-            return [ScoringRequestOutput.of(answer) for answer in answers]
+            return [ScoringRequestOutput.from_base(answer) for answer in answers]
         found = []
         for a, b in self.pairs:
             one, other = answers[a], answers[b]

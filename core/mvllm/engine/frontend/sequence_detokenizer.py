@@ -21,7 +21,7 @@ class StopStringDetokenizer:
         self._text = ""
         self._num_shown = 0
 
-    def take(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
+    def append(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
         """Decodes new tokens up to the first stop string.
 
         Args:
@@ -33,29 +33,29 @@ class StopStringDetokenizer:
         """
         shown = _without_end_token(new, ended, self._include_stop)
         for i, token_id in enumerate(shown, start=1):
-            stop = self._grow(self._detokenizer.append((token_id,)), checked=num_before + i > self._min_tokens)
+            stop = self._append_text(self._detokenizer.append((token_id,)), checked=num_before + i > self._min_tokens)
             if stop is not None:
                 return i, stop
         if ended is not None:
-            stop = self._grow(self._detokenizer.finish(), checked=num_before + len(new) > self._min_tokens)
+            stop = self._append_text(self._detokenizer.finish(), checked=num_before + len(new) > self._min_tokens)
             if stop is not None:
                 return len(new), stop
         return len(new), None
 
-    def visible(self, *, ended: bool) -> str:
+    def full_text(self, *, ended: bool) -> str:
         """The text that may be shown: all of it at the end, before that nothing that may begin a stop string."""
         if ended:
             return self._text
-        held = self._stop.held_back(self._text)
+        held = self._stop.num_held_back(self._text)
         return self._text[:-held] if held else self._text
 
-    def new(self, *, ended: bool) -> str:
+    def new_text(self, *, ended: bool) -> str:
         """What has become visible since the last call."""
-        text = self.visible(ended=ended)
+        text = self.full_text(ended=ended)
         shown, self._num_shown = self._num_shown, len(text)
         return text[shown:]
 
-    def _grow(self, piece: str, *, checked: bool) -> str | None:
+    def _append_text(self, piece: str, *, checked: bool) -> str | None:
         settled = len(self._text)
         self._text += piece
         if not checked or not piece:
@@ -84,17 +84,17 @@ class LazyDetokenizer:
         self._excludes_last_token = False
         self._text = ""
 
-    def take(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
+    def append(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
         """Notes whether the last token is part of the text; see `StopStringDetokenizer.take`."""
         self._excludes_last_token = ended == FinishReason.STOP and not self._include_stop
         return len(new), None
 
-    def visible(self, *, ended: bool) -> str:
+    def full_text(self, *, ended: bool) -> str:
         """All that is settled; at the end, all."""
-        self._text += self.new(ended=ended)
+        self._text += self.new_text(ended=ended)
         return self._text
 
-    def new(self, *, ended: bool) -> str:
+    def new_text(self, *, ended: bool) -> str:
         """What has become visible since the last call."""
         ids = self._token_ids[self._num_decoded : -1 if self._excludes_last_token else None]
         self._num_decoded = len(self._token_ids)
@@ -111,16 +111,16 @@ class FinalOnlyDetokenizer:
         self._token_ids: list[int] = []
         self._include_stop = params.include_stop_str_in_output
 
-    def take(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
+    def append(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
         """Keeps new tokens; see `StopStringDetokenizer.take`."""
         self._token_ids += new if ended is None else _without_end_token(new, ended, self._include_stop)
         return len(new), None
 
-    def new(self, *, ended: bool) -> str:
+    def new_text(self, *, ended: bool) -> str:
         """The whole text; asked for once."""
-        return self.visible(ended=ended)
+        return self.full_text(ended=ended)
 
-    def visible(self, *, ended: bool) -> str:
+    def full_text(self, *, ended: bool) -> str:
         """The whole text."""
         return self._tokenizer.decode(
             self._token_ids,

@@ -12,8 +12,8 @@ from typing import Any
 
 from mvllm.config.hf_config import read_json_object
 from mvllm.config.model import ModelConfig
-from mvllm.engine.frontend.tokenizer_json import JsonTokenizer, read_tokenizer_json
 from mvllm.engine.frontend.tokenizer_expansion import check_tokenizer_expansion
+from mvllm.engine.frontend.tokenizer_json import JsonTokenizer, read_tokenizer_json
 from mvllm.errors import ModelError, RequestError, plain_reason
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
@@ -38,7 +38,7 @@ class Tokenizer:
 
     def __init__(self, hf: Callable[[], Any], plain: JsonTokenizer | None = None) -> None:
         self._make_hf = hf
-        self._plain = plain
+        self._json_tokenizer = plain
         self._fast: Any = plain.fast if plain is not None else None
         if plain is None and getattr(self.hf, "is_fast", False):
             self._fast = getattr(self.hf, "backend_tokenizer", None)
@@ -48,14 +48,14 @@ class Tokenizer:
     def hf(self) -> Any:
         """The tokenizer as `transformers` makes it."""
         hf = self._make_hf()
-        if self._plain is not None:
-            self._fast, self._plain = hf.backend_tokenizer, None
+        if self._json_tokenizer is not None:
+            self._fast, self._json_tokenizer = hf.backend_tokenizer, None
         return hf
 
     @property
     def backend(self) -> Any:
         """The `tokenizers` library's own object, or None; had without transformers where the tokenizer is."""
-        plain = self._plain
+        plain = self._json_tokenizer
         return plain.fast if plain is not None else getattr(self.hf, "backend_tokenizer", None)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -110,7 +110,7 @@ class Tokenizer:
 
     def _encode_truncated(self, first: str, second: str | None, max_tokens: int | None) -> tuple[list[int], list[int]]:
         """Token ids, and which text each counts for."""
-        plain = self._plain
+        plain = self._json_tokenizer
         if plain is None and not (self._encodes_by_backend and self._has_default_settings()):
             longest = {} if max_tokens is None else {"max_length": max_tokens}
             truncation = max_tokens is not None and ("longest_first" if second is not None else "only_first")
@@ -132,7 +132,7 @@ class Tokenizer:
                 f"{texts.count(None)} tokens that the tokenizer adds.",
                 parameter="truncate_prompt_tokens",
             )
-        left = _shares(*sizes, room)
+        left = _truncated_lengths(*sizes, room)
         kept = []
         for i, text in enumerate(texts):
             if text is not None:
@@ -143,7 +143,7 @@ class Tokenizer:
 
     def _encode(self, texts: list[str], add_special_tokens: bool) -> Sequence[Any]:
         """Token ids, or encodings that have them. No length limit of the tokenizer's own: max_model_len counts."""
-        if (plain := self._plain) is not None:
+        if (plain := self._json_tokenizer) is not None:
             found: Sequence[Any] = plain.fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             return found
         if self._encodes_by_backend and self._has_default_settings():
@@ -211,7 +211,7 @@ class Tokenizer:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
-    def piece(self, token_id: int) -> str | None:
+    def token_name(self, token_id: int) -> str | None:
         """The token's name in the vocabulary; None where no token has the id."""
         backend = self.backend
         name = self.hf.convert_ids_to_tokens(token_id) if backend is None else backend.id_to_token(token_id)
@@ -245,13 +245,13 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """The end-of-sequence token, if there is one."""
-        if (plain := self._plain) is not None:
+        if (plain := self._json_tokenizer) is not None:
             return plain.eos_token_id
         value = self.hf.eos_token_id
         return value if isinstance(value, int) else None
 
 
-def _shares(first: int, second: int, room: int) -> list[int]:
+def _truncated_lengths(first: int, second: int, room: int) -> list[int]:
     """What is left of two texts that have room for so many tokens together: the longer one gives way first."""
     shorter = min(first, second)
     if 2 * shorter <= room:
@@ -294,7 +294,9 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     if folder.is_dir():
         _require_files(folder)
         check_tokenizer_expansion(folder / "tokenizer.json")
-        plain = read_tokenizer_json(folder, _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json"))
+        plain = read_tokenizer_json(
+            folder, _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
+        )
     return Tokenizer(lambda: _load_with_transformers(config, folder), plain)
 
 
@@ -312,7 +314,7 @@ def _load_with_transformers(config: ModelConfig, folder: Path) -> Any:
                 local_files_only=local,
             )
         except Exception as e:
-            raise _unreadable(config, folder if local else None, e) from e
+            raise _load_error(config, folder if local else None, e) from e
 
 
 @contextlib.contextmanager
@@ -362,7 +364,7 @@ def _require_files(folder: Path) -> None:
         )
 
 
-def _unreadable(config: ModelConfig, folder: Path | None, error: Exception) -> ModelError:
+def _load_error(config: ModelConfig, folder: Path | None, error: Exception) -> ModelError:
     found = [name for name in TOKENIZER_FILES if folder and (folder / name).is_file()]
     where = f"{folder} (files: {', '.join(found)})" if folder else repr(config.tokenizer)
     hint = ""

@@ -164,7 +164,13 @@ def read_tokenizer_json(folder: Path, settings: Mapping[str, Any], model: Mappin
     if model.get("model_type") not in (_MODEL_TYPES if built is None else built.model_types) or "auto_map" in model:
         return None
     if built is not None:
-        if not settings.keys() <= {*_SPECIAL_TOKEN_KEYS, *_SPECIAL_TOKEN_LIST_KEYS, *_IGNORED_KEYS, *built.named, *built.ignored}:
+        if not settings.keys() <= {
+            *_SPECIAL_TOKEN_KEYS,
+            *_SPECIAL_TOKEN_LIST_KEYS,
+            *_IGNORED_KEYS,
+            *built.named,
+            *built.ignored,
+        }:
             return None
         settings = {**built.tokens, **settings}
         if not _file_matches_spec(built, folder / "tokenizer.json", settings):
@@ -179,9 +185,9 @@ def read_tokenizer_json(folder: Path, settings: Mapping[str, Any], model: Mappin
         fast = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception:  # noqa: BLE001  # the library raises nothing narrower; transformers will say what is wrong
         return None
-    known = {i: _facts(token) for i, token in fast.get_added_tokens_decoder().items()}
+    known = {i: _added_token_fields(token) for i, token in fast.get_added_tokens_decoder().items()}
     special = {facts["content"] for facts in known.values() if facts["special"]}
-    wanted = _wanted(settings, () if built is None else built.named) | (
+    wanted = _special_token_texts(settings, () if built is None else built.named) | (
         {fast.padding["pad_token"]} if fast.padding else set()
     )
     if not wanted <= special or not _added_tokens_match(settings.get("added_tokens_decoder", {}), known):
@@ -218,7 +224,7 @@ def _file_matches_spec(built: _TokenizerClassSpec, path: Path, settings: Mapping
     )
 
 
-def _wanted(settings: Mapping[str, Any], more: Collection[str]) -> set[str]:
+def _special_token_texts(settings: Mapping[str, Any], more: Collection[str]) -> set[str]:
     """The special tokens that the settings name; what is no token's name is one that no file has.
 
     Args:
@@ -245,7 +251,7 @@ def _added_tokens_match(listed: object, known: Mapping[int, Mapping[str, Any]]) 
     return all(key.isdecimal() and known.get(int(key)) == facts for key, facts in listed.items())
 
 
-def _facts(token: Any) -> dict[str, Any]:
+def _added_token_fields(token: Any) -> dict[str, Any]:
     return {
         "content": token.content,
         "single_word": token.single_word,

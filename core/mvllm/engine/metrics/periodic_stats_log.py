@@ -27,7 +27,7 @@ class PeriodicStatsLog:
         self._timer: asyncio.TimerHandle | None = None
         self._queries = self._hits = 0
 
-    def wake(self) -> None:
+    def schedule(self) -> None:
         """There is something to do: a line follows in ten seconds, if none is due already."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(INTERVAL_SECONDS, self._write)
@@ -54,4 +54,4 @@ class PeriodicStatsLog:
             100 * hits / queries if queries else 0.0,
         )
         if load.num_requests:
-            self.wake()
+            self.schedule()

@@ -164,7 +164,7 @@ class EngineCollector(Collector):
             ("iteration_tokens_total", "Prompt and output tokens of a step.", metrics.iteration_tokens),
         ):
             family = HistogramMetricFamily(prefix + name, text, labels=("model_name",))
-            family.add_metric(self._labels, cumulative(histogram), histogram.sum)
+            family.add_metric(self._labels, cumulative_buckets(histogram), histogram.sum)
             yield family
 
     def _cache_config(self, prefix: str) -> Metric:
@@ -181,7 +181,7 @@ class EngineCollector(Collector):
         return family
 
 
-def cumulative(histogram: Histogram) -> list[tuple[str, float]]:
+def cumulative_buckets(histogram: Histogram) -> list[tuple[str, float]]:
     """Counts of all that is not above each bound, as Prometheus wants them."""
     buckets, total = [], 0
     for bound, count in zip((*histogram.bounds, float("inf")), list(histogram.counts)):

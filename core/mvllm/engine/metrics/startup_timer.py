@@ -32,7 +32,7 @@ class StartupTimer:
         yield
         self.seconds[name] = time.perf_counter() - begun  # of what succeeds: nothing else is told
 
-    def end(self, core_seconds: Mapping[str, float]) -> None:
+    def finish(self, core_seconds: Mapping[str, float]) -> None:
         """The engine can be used; adds the phases of its core, and tells all of them."""
         self.seconds.update(core_seconds)
         total = time.perf_counter() - self._begun

@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from mvllm.engine.frontend.output_processor import RequestState, ProcessedStep
+from mvllm.engine.frontend.output_processor import ProcessedStep, RequestState
 from mvllm.messages.requests import SchedulerStats
 
 _WINDOW_SECONDS = 10
@@ -161,11 +161,11 @@ class EngineMetrics:
         """Takes in what one step has changed."""
         num_prompt = 0
         for request in taken.started:
-            num_prompt += self._start(request)
+            num_prompt += self._observe_first_token(request)
         if taken.num_new_tokens:
             self.generation_tokens += taken.num_new_tokens
             self.iteration_tokens.observe(num_prompt + taken.num_new_tokens)
-        for gap, count in taken.gaps.items():
+        for gap, count in taken.inter_token_gaps.items():
             self.inter_token_latency.observe(gap, count)
         for request in taken.finished:
             self.finish(request)
@@ -174,7 +174,7 @@ class EngineMetrics:
         """Takes in a request that has ended, or that nobody waits for any more."""
         self.finished.update(sequence.finish_reason or "abort" for sequence in request.sequences)
         if request.is_pooling:
-            self._finish_pooled(request)
+            self._finish_pooling(request)
             return
         num_generated = request.num_generated_tokens
         self.request_prompt_tokens.observe(request.num_prompt_tokens)
@@ -182,9 +182,9 @@ class EngineMetrics:
         self.max_num_generation_tokens.observe(max(len(sequence.token_ids) for sequence in request.sequences))
         self.params_n.observe(request.params.n)
         self.params_max_tokens.observe(request.params.max_tokens or 0)
-        self._time(request, num_generated)
+        self._observe_latencies(request, num_generated)
 
-    def _finish_pooled(self, request: RequestState) -> None:
+    def _finish_pooling(self, request: RequestState) -> None:
         """Takes in a request for a vector, which has no tokens of its own."""
         metrics = request.metrics
         self.request_prompt_tokens.observe(request.num_prompt_tokens)
@@ -196,7 +196,7 @@ class EngineMetrics:
         self.queue_time.observe(metrics.first_scheduled_time - metrics.arrival_time)
         self.inference_time.observe(metrics.finished_time - metrics.first_scheduled_time)
 
-    def figures(self) -> EngineMetricsSnapshot:
+    def snapshot(self) -> EngineMetricsSnapshot:
         """All of them as of now, for another process."""
         found = EngineMetricsSnapshot(finished=dict(self.finished))
         for name, value in vars(self).items():
@@ -207,10 +207,10 @@ class EngineMetrics:
                     found.counters[name] = value
         return found
 
-    def plus(self, others: Iterable[EngineMetricsSnapshot]) -> EngineMetrics:
+    def merged_with(self, others: Iterable[EngineMetricsSnapshot]) -> EngineMetrics:
         """These figures and those of other front ends together. Neither is changed."""
         total = EngineMetrics(self._max_model_len)
-        for figures in (self.figures(), *others):
+        for figures in (self.snapshot(), *others):
             total.finished.update(figures.finished)
             for name, count in figures.counters.items():
                 setattr(total, name, getattr(total, name) + count)
@@ -220,7 +220,7 @@ class EngineMetrics:
                 histogram.sum += sum_
         return total
 
-    def _start(self, request: RequestState) -> int:
+    def _observe_first_token(self, request: RequestState) -> int:
         """Takes in a request whose first token has come. Returns the tokens of its prompt."""
         metrics = request.metrics
         assert metrics.first_token_time is not None
@@ -229,7 +229,7 @@ class EngineMetrics:
         self.cached_prompt_tokens += request.num_cached_tokens
         return request.num_prompt_tokens
 
-    def _time(self, request: RequestState, num_generated: int) -> None:
+    def _observe_latencies(self, request: RequestState, num_generated: int) -> None:
         metrics = request.metrics
         arrived, scheduled = metrics.arrival_time, metrics.first_scheduled_time
         first, ended = metrics.first_token_time, metrics.finished_time

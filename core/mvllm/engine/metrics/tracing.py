@@ -74,11 +74,11 @@ class Tracer:
         """OpenTelemetry, as this tracer has set it up."""
         return self._otel
 
-    def begin(self, request: RequestState) -> None:
+    def start_request(self, request: RequestState) -> None:
         """A request goes to the engine; its span will belong to the caller's current one."""
         self._contexts[request] = self._otel.context.get_current()
 
-    def end(self, request: RequestState, error: Exception | None = None) -> None:
+    def finish_request(self, request: RequestState, error: Exception | None = None) -> None:
         """A request has ended, however it did: writes its spans.
 
         Args:

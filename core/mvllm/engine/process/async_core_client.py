@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
-from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
-from mvllm.engine.process.dp_async_mp_client import start_replicas
-from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.core.config_resolution import resolve_config
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
+from mvllm.engine.process.dp_async_mp_client import start_replicas
+from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.errors import ConfigError, EngineDeadError
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreRequest, SchedulerStats
@@ -58,7 +58,7 @@ class AsyncEngineCoreClient(Protocol):
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops sequences."""
 
-    async def call(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
+    async def call_utility(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
         """Calls a method of every core."""
 
     @property

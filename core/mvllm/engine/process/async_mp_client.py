@@ -18,12 +18,12 @@ import msgspec
 import zmq
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.process.zmq_channel import ClientChannel
-from mvllm.engine.process.remote_exceptions import rebuild_exception
-from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS, ChildProcess, failing_together
-from mvllm.engine.process.core_handshake import CoreReady
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.core.sleep import LONG_RUNNING_METHODS
+from mvllm.engine.process.core_handshake import CoreReady
+from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS, ChildProcess, failing_together
+from mvllm.engine.process.remote_exceptions import rebuild_exception
+from mvllm.engine.process.zmq_channel import ClientChannel
 from mvllm.errors import EngineDeadError
 from mvllm.executor.process.activity_table import Activity
 from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, Command, EngineCoreUpdate
@@ -55,9 +55,9 @@ class CoreConnection(Protocol):
     def failure_fd(self) -> int: ...
     def launch(self) -> None: ...
     def wait_ready(self) -> tuple[CoreReady, dict[str, float]]: ...
-    def check(self) -> None: ...
+    def check_usable(self) -> None: ...
     def send(self, command: Command) -> int: ...
-    def give_up(self) -> None: ...
+    def kill_unresponsive(self) -> None: ...
     def shutdown(self) -> None: ...
 
 
@@ -100,7 +100,7 @@ class AsyncMPClient:
         self._is_busy = False
         self._last_heard_at = 0.0  # or, where that is later, when the core was given something to do after a rest
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watch: asyncio.TimerHandle | None = None
+        self._heartbeat_timer: asyncio.TimerHandle | None = None
         self._on_outputs: OnOutputs = lambda outputs: None
         self._on_death: OnDeath = lambda error: None
 
@@ -148,7 +148,7 @@ class AsyncMPClient:
     def failure(self) -> EngineDeadError | None:
         """Why the core can no longer be used, or None."""
         try:
-            self._link.check()
+            self._link.check_usable()
         except EngineDeadError as e:
             return e
         return None
@@ -176,14 +176,14 @@ class AsyncMPClient:
         if self._aborted:
             self._flush_soon()
 
-    async def call(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
+    async def call_utility(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
         """Calls a method of the core (see CallUtility) and returns whether it succeeded, where it says so.
 
         Raises:
             EngineDeadError: The core has ended.
             Exception: What the method raised.
         """
-        self._link.check()
+        self._link.check_usable()
         assert self._loop is not None
         self._flush()  # the core sees things in the order in which they were asked
         self._num_calls += 1
@@ -232,8 +232,8 @@ class AsyncMPClient:
         # A core that cannot be reached has ended: what waits for it is told so when that is noticed.
         with contextlib.suppress(zmq.ZMQError):
             self._link.send(command)
-        if self._watch is None:
-            self._watch = self._loop.call_later(self._link.unresponsive_timeout, self._check_heartbeat)
+        if self._heartbeat_timer is None:
+            self._heartbeat_timer = self._loop.call_later(self._link.unresponsive_timeout, self._check_heartbeat)
 
     # --- what it says
 
@@ -244,13 +244,13 @@ class AsyncMPClient:
             news = self._channel.receive()
             if news is None:
                 return
-            self._take(news)
+            self._handle_update(news)
         if self._loop is not None:
             self._loop.call_soon(self._read_updates)  # the descriptor says nothing about what is left
 
-    def _take(self, news: EngineCoreUpdate) -> None:
-        self._num_acknowledged = news.taken
-        while self._unacknowledged and self._unacknowledged[0][0] <= news.taken:
+    def _handle_update(self, news: EngineCoreUpdate) -> None:
+        self._num_acknowledged = news.num_acknowledged
+        while self._unacknowledged and self._unacknowledged[0][0] <= news.num_acknowledged:
             self.num_acknowledged_requests = self._unacknowledged.popleft()[1]
         self._is_busy = news.is_busy
         self._last_heard_at = time.monotonic()
@@ -283,23 +283,23 @@ class AsyncMPClient:
     def _check_heartbeat(self) -> None:
         """Ends a core that has work and does not get on."""
         assert self._loop is not None
-        self._watch = None
+        self._heartbeat_timer = None
         limit, age = self._link.unresponsive_timeout, self.heartbeat_age
         if self._link.activity.text in LONG_RUNNING_METHODS:  # the weights may be read again
             limit = max(limit, self.config.parallel.start_timeout + TIMEOUT_MARGIN_SECONDS)
         if age < limit:
             if self._is_busy or self._num_acknowledged != self._channel.num_sent:
                 soon = min(limit - age, self._link.unresponsive_timeout)  # what comes next may be a step
-                self._watch = self._loop.call_later(soon, self._check_heartbeat)
+                self._heartbeat_timer = self._loop.call_later(soon, self._check_heartbeat)
             return
-        self._loop.run_in_executor(None, self._link.give_up)
+        self._loop.run_in_executor(None, self._link.kill_unresponsive)
 
     def _detach(self) -> None:
         loop, self._loop = self._loop, None
         if loop is None or loop.is_closed():
             return
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._heartbeat_timer is not None:
+            self._heartbeat_timer.cancel()
         with contextlib.suppress(zmq.ZMQError):
             loop.remove_reader(self._channel.update_fd)
         loop.remove_reader(self._link.failure_fd)

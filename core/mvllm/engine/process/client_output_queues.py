@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 import msgspec
 
-from mvllm.messages.core_protocol import UtilityResult, EngineCoreUpdate
+from mvllm.messages.core_protocol import EngineCoreUpdate, UtilityResult
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 
 UPDATE_INTERVAL_SECONDS = 0.1
@@ -34,30 +34,30 @@ class ClientOutputQueues(ABC):
     """
 
     def __init__(self, output_queue: OutputQueue) -> None:
-        self._outbox = output_queue
+        self._output_queue = output_queue
 
     @abstractmethod
     def acknowledge(self, source: int, number: int) -> None:
         """A front end's command of this number has been taken."""
 
     @abstractmethod
-    def begin(self, source: int, request_id: str) -> None:
+    def add_request(self, source: int, request_id: str) -> None:
         """A request of a front end's has been queued."""
 
     @abstractmethod
-    def refuse(self, source: int, output: EngineCoreOutput) -> None:
+    def reject_request(self, source: int, output: EngineCoreOutput) -> None:
         """A request has ended before it could begin."""
 
     @abstractmethod
-    def answer(self, source: int, result: UtilityResult) -> None:
+    def add_result(self, source: int, result: UtilityResult) -> None:
         """A call has been answered."""
 
     @abstractmethod
-    def own(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
+    def pop_owned(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
         """Those that a front end may abort; they count as ended."""
 
     @abstractmethod
-    def drop(self, source: int) -> Sequence[str]:
+    def drop_client(self, source: int) -> Sequence[str]:
         """A front end has died. Returns the requests that it leaves behind; they count as ended."""
 
     def is_disconnected(self, source: int) -> bool:
@@ -65,7 +65,7 @@ class ClientOutputQueues(ABC):
         return False
 
     @abstractmethod
-    def tell(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
+    def publish(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
         """Passes on what there is to tell.
 
         Args:
@@ -81,34 +81,34 @@ class SingleClientOutputQueue(ClientOutputQueues):
         super().__init__(output_queue)
         self._num_acknowledged = 0
         self._sent_at = 0.0
-        self._refused: list[EngineCoreOutput] = []
+        self._rejected: list[EngineCoreOutput] = []
         self._results: list[UtilityResult] = []
 
     def acknowledge(self, source: int, number: int) -> None:
         self._num_acknowledged = number
 
-    def begin(self, source: int, request_id: str) -> None:
+    def add_request(self, source: int, request_id: str) -> None:
         pass
 
-    def refuse(self, source: int, output: EngineCoreOutput) -> None:
-        self._refused.append(output)
+    def reject_request(self, source: int, output: EngineCoreOutput) -> None:
+        self._rejected.append(output)
 
-    def answer(self, source: int, result: UtilityResult) -> None:
+    def add_result(self, source: int, result: UtilityResult) -> None:
         self._results.append(result)
 
-    def own(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
+    def pop_owned(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
         return request_ids
 
-    def drop(self, source: int) -> Sequence[str]:
+    def drop_client(self, source: int) -> Sequence[str]:
         return ()
 
-    def tell(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
-        if self._refused:
-            outputs.outputs = self._refused + outputs.outputs
-            self._refused = []
+    def publish(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
+        if self._rejected:
+            outputs.outputs = self._rejected + outputs.outputs
+            self._rejected = []
         now = time.monotonic()
         if outputs.outputs or self._results or not is_busy or now - self._sent_at >= UPDATE_INTERVAL_SECONDS:
-            self._outbox.put((0, EngineCoreUpdate(self._num_acknowledged, is_busy, outputs, self._results)))
+            self._output_queue.put((0, EngineCoreUpdate(self._num_acknowledged, is_busy, outputs, self._results)))
             self._results = []
             self._sent_at = now
 
@@ -117,7 +117,7 @@ class _ClientState:
     """What one of several is to be told."""
 
     def __init__(self) -> None:
-        self.taken = 0
+        self.num_acknowledged = 0
         self.sent_num_acknowledged = 0
         self.sent_busy = False
         self.sent_at = 0.0
@@ -131,7 +131,7 @@ class _ClientState:
         if self.outputs or self.results:
             return True
         if not self.unfinished:  # it has nothing here: news are that all it said has been heard, and once
-            return self.sent_busy or self.taken != self.sent_num_acknowledged
+            return self.sent_busy or self.num_acknowledged != self.sent_num_acknowledged
         return now - self.sent_at >= UPDATE_INTERVAL_SECONDS
 
 
@@ -145,35 +145,35 @@ class MultiClientOutputQueues(ClientOutputQueues):
 
     def __init__(self, output_queue: OutputQueue, count: int, report: LoadReporter | None = None) -> None:
         super().__init__(output_queue)
-        self._front_ends = [_ClientState() for _ in range(count)]
+        self._clients = [_ClientState() for _ in range(count)]
         self._owner: dict[str, _ClientState] = {}
-        self._report = report
+        self._report_load = report
         self._reported_at = 0.0
         self._reported_busy = False
 
     def acknowledge(self, source: int, number: int) -> None:
-        self._front_ends[source].taken = number
+        self._clients[source].num_acknowledged = number
 
-    def begin(self, source: int, request_id: str) -> None:
-        front_end = self._front_ends[source]
+    def add_request(self, source: int, request_id: str) -> None:
+        front_end = self._clients[source]
         self._owner[request_id] = front_end
         front_end.unfinished.add(request_id)
 
-    def refuse(self, source: int, output: EngineCoreOutput) -> None:
-        self._front_ends[source].outputs.append(output)
+    def reject_request(self, source: int, output: EngineCoreOutput) -> None:
+        self._clients[source].outputs.append(output)
 
-    def answer(self, source: int, result: UtilityResult) -> None:
-        self._front_ends[source].results.append(result)
+    def add_result(self, source: int, result: UtilityResult) -> None:
+        self._clients[source].results.append(result)
 
-    def own(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
-        front_end = self._front_ends[source]
+    def pop_owned(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
+        front_end = self._clients[source]
         named = dict.fromkeys(request_ids)  # whoever names one twice means it once
         own = [request_id for request_id in named if self._owner.get(request_id) is front_end]
         self._forget(own)
         return own
 
-    def drop(self, source: int) -> Sequence[str]:
-        front_end = self._front_ends[source]
+    def drop_client(self, source: int) -> Sequence[str]:
+        front_end = self._clients[source]
         front_end.is_disconnected = True
         front_end.outputs.clear()
         front_end.results.clear()
@@ -182,9 +182,9 @@ class MultiClientOutputQueues(ClientOutputQueues):
         return left
 
     def is_disconnected(self, source: int) -> bool:
-        return self._front_ends[source].is_disconnected
+        return self._clients[source].is_disconnected
 
-    def tell(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
+    def publish(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
         for output in outputs.outputs:
             owner = self._owner.get(output.request_id)
             if owner is None:
@@ -193,20 +193,20 @@ class MultiClientOutputQueues(ClientOutputQueues):
             if output.finish_reason is not None:
                 self._forget([output.request_id])
         now = time.monotonic()
-        for index, front_end in enumerate(self._front_ends):
+        for index, front_end in enumerate(self._clients):
             if not front_end.is_disconnected and front_end.has_new_output(now):
                 self._send(index, front_end, outputs, now)
-        if self._report is not None and outputs.stats is not None:
+        if self._report_load is not None and outputs.stats is not None:
             if now - self._reported_at >= UPDATE_INTERVAL_SECONDS or is_busy != self._reported_busy:
-                self._report(outputs.stats, [len(each.unfinished) for each in self._front_ends])
+                self._report_load(outputs.stats, [len(each.unfinished) for each in self._clients])
                 self._reported_at, self._reported_busy = now, is_busy
 
     def _send(self, index: int, front_end: _ClientState, outputs: EngineCoreOutputs, now: float) -> None:
         own = msgspec.structs.replace(outputs, outputs=front_end.outputs)
         busy = bool(front_end.unfinished)
-        self._outbox.put((index, EngineCoreUpdate(front_end.taken, busy, own, front_end.results)))
+        self._output_queue.put((index, EngineCoreUpdate(front_end.num_acknowledged, busy, own, front_end.results)))
         front_end.outputs, front_end.results = [], []
-        front_end.sent_num_acknowledged, front_end.sent_busy, front_end.sent_at = front_end.taken, busy, now
+        front_end.sent_num_acknowledged, front_end.sent_busy, front_end.sent_at = front_end.num_acknowledged, busy, now
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -214,6 +214,12 @@ class MultiClientOutputQueues(ClientOutputQueues):
             front_end.unfinished.discard(request_id)
 
 
-def make_output_queues(num_front_ends: int, output_queue: OutputQueue, report: LoadReporter | None = None) -> ClientOutputQueues:
+def make_output_queues(
+    num_front_ends: int, output_queue: OutputQueue, report: LoadReporter | None = None
+) -> ClientOutputQueues:
     """The desk for a core with so many front ends."""
-    return SingleClientOutputQueue(output_queue) if num_front_ends == 1 else MultiClientOutputQueues(output_queue, num_front_ends, report)
+    return (
+        SingleClientOutputQueue(output_queue)
+        if num_front_ends == 1
+        else MultiClientOutputQueues(output_queue, num_front_ends, report)
+    )

@@ -18,15 +18,15 @@ from dataclasses import asdict
 
 import msgspec
 
-from mvllm.engine.process.remote_exceptions import describe_process_failure
-from mvllm.engine.process.launch import ChildProcess, ProcessStartArgs, CoreHandle
 from mvllm.engine.process.core_handshake import CoreHandshake
+from mvllm.engine.process.launch import ChildProcess, CoreHandle, ProcessStartArgs
 from mvllm.engine.process.message_socket import MessageSocket
-from mvllm.executor.process.child_startup import begin
-from mvllm.executor.process.handshake import send_message
-from mvllm.executor.process.process_utils import leave
+from mvllm.engine.process.remote_exceptions import describe_process_failure
 from mvllm.executor.process.activity_table import IDLE
-from mvllm.messages.coordinator_protocol import CoreLoad, FromFrontEnd, Loads, SentPrefixes, Sleep, SleepDone
+from mvllm.executor.process.child_startup import initialize_child
+from mvllm.executor.process.handshake import send_message
+from mvllm.executor.process.process_utils import exit_process
+from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, FromFrontEnd, SentPrefixes, Sleep, SleepDone
 
 PUBLISH_SECONDS = 0.05
 HEARTBEAT_INTERVAL_SECONDS = 1.0
@@ -96,14 +96,16 @@ class DPCoordinator:
             self._poll.register(door.fd, select.POLLIN)
         self._loads: dict[int, CoreLoad] = {}
         self._unpublished_ranks: list[set[int]] = [set() for _ in front_ends]  # ranks whose load each does not know
-        self._undelivered: list[deque[Sleep | SleepDone]] = [deque() for _ in front_ends]  # that had no room and must arrive
+        self._undelivered: list[deque[Sleep | SleepDone]] = [
+            deque() for _ in front_ends
+        ]  # that had no room and must arrive
         self._disconnected: set[int] = set()  # front ends that have ended
         self._published_at = 0.0
-        self._asked: dict[tuple[int, int], set[int]] = {}  # who asked for sleep, and who has not answered
+        self._pending_sleeps: dict[tuple[int, int], set[int]] = {}  # who asked for sleep, and who has not answered
         self._forwarded: dict[int, tuple[int, int]] = {}
         self._num_forwarded = 0
-        self._load = msgspec.msgpack.Decoder(CoreLoad)
-        self._said: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)
+        self._load_decoder = msgspec.msgpack.Decoder(CoreLoad)
+        self._front_end_decoder: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)
 
     def run_once(self, seconds: float | None = None) -> None:
         """Waits until there is something to do, and does it.
@@ -132,7 +134,7 @@ class DPCoordinator:
 
     def _read_core(self, core: MessageSocket) -> None:
         while (data := core.receive()) is not None:
-            load = self._load.decode(data)
+            load = self._load_decoder.decode(data)
             self._loads[load.rank] = load
             for index, ranks in enumerate(self._unpublished_ranks):
                 if index not in self._disconnected:
@@ -142,12 +144,12 @@ class DPCoordinator:
         self._published_at = time.monotonic()
         for door, ranks in zip(self._front_ends, self._unpublished_ranks):
             told = sorted(ranks)[:_MAX_LOADS_PER_MESSAGE]
-            if told and door.send(Loads([self._loads[rank] for rank in told])):
+            if told and door.send(CoreLoads([self._loads[rank] for rank in told])):
                 ranks.difference_update(told)  # the others, and who has no room now, come the next time
 
     def _read_front_end(self, source: int) -> None:
         while (data := self._front_ends[source].receive()) is not None:
-            message = self._said.decode(data)
+            message = self._front_end_decoder.decode(data)
             match message:
                 case SentPrefixes():
                     for index, door in enumerate(self._front_ends):
@@ -164,7 +166,7 @@ class DPCoordinator:
         asker = (source, message.id)
         self._forwarded[number] = asker
         others = set(range(len(self._front_ends))) - self._disconnected - {source}
-        self._asked[asker] = others
+        self._pending_sleeps[asker] = others
         for index in others:
             self._undelivered[index].append(Sleep(number, message.is_sleeping))
         self._reply_if_complete(number)
@@ -172,13 +174,13 @@ class DPCoordinator:
     def _record_sleep_done(self, source: int, number: int) -> None:
         asker = self._forwarded.get(number)
         if asker is not None:
-            self._asked[asker].discard(source)
+            self._pending_sleeps[asker].discard(source)
             self._reply_if_complete(number)
 
     def _reply_if_complete(self, number: int) -> None:
         source, id_ = asker = self._forwarded[number]
-        if not self._asked[asker]:
-            del self._forwarded[number], self._asked[asker]
+        if not self._pending_sleeps[asker]:
+            del self._forwarded[number], self._pending_sleeps[asker]
             if source not in self._disconnected:
                 self._undelivered[source].append(SleepDone(id_))
 
@@ -199,7 +201,7 @@ class DPCoordinator:
 
 def main() -> None:
     """The program. Never returns."""
-    start, control, board = begin(CoordinatorStartArgs)
+    start, control, board = initialize_child(CoordinatorStartArgs)
     try:
         coordinator = DPCoordinator(
             [MessageSocket(fd) for fd in start.core_fds], [MessageSocket(fd) for fd in start.front_end_fds]
@@ -211,7 +213,7 @@ def main() -> None:
             board.write(0, IDLE)  # the sign of life that its parent looks for
     except BaseException as e:  # noqa: BLE001  (travels to the one who started it)
         send_message(control, CoreHandshake(failure=describe_process_failure(e, name=start.name, activity="routing")))
-        leave(1)
+        exit_process(1)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from mvllm.engine.process.message_socket import MessageSocket
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
+from mvllm.engine.process.message_socket import MessageSocket
 from mvllm.logging import get_logger
-from mvllm.messages.coordinator_protocol import CoreLoad, Loads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
+from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, SentPrefixes, Sleep, SleepDone, ToFrontEnd
 
 logger = get_logger(__name__)
 
@@ -36,14 +36,14 @@ class CoordinatorClient:
 
     def __init__(self, door: MessageSocket, index: int) -> None:
         self.on_sleep: Callable[[bool], None] = lambda is_sleeping: None
-        self._door = door
+        self._socket = door
         self._index = index
         self._decoder: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._publish_timer: asyncio.TimerHandle | None = None
-        self._choice: DPLoadBalancer | None = None
+        self._load_balancer: DPLoadBalancer | None = None
         self._on_loads: Callable[[Sequence[CoreLoad]], None] = lambda loads: None
-        self._asked: dict[int, asyncio.Future[None]] = {}
+        self._pending_sleeps: dict[int, asyncio.Future[None]] = {}
         self._num_sleep_calls = 0
 
     def attach(
@@ -55,9 +55,9 @@ class CoordinatorClient:
             choice: Kept up to date with what others have sent.
             on_loads: Told what cores have to do.
         """
-        self._loop, self._choice, self._on_loads = loop, choice, on_loads
+        self._loop, self._load_balancer, self._on_loads = loop, choice, on_loads
         choice.records_new_prefixes = True
-        loop.add_reader(self._door.fd, self._read)
+        loop.add_reader(self._socket.fd, self._read)
         self._read()
 
     def schedule_prefix_publish(self) -> None:
@@ -70,13 +70,13 @@ class CoordinatorClient:
         assert self._loop is not None
         self._num_sleep_calls += 1
         number = self._num_sleep_calls
-        done = self._asked[number] = self._loop.create_future()
+        done = self._pending_sleeps[number] = self._loop.create_future()
         try:
-            while not self._door.send(Sleep(number, is_sleeping)):
+            while not self._socket.send(Sleep(number, is_sleeping)):
                 await asyncio.sleep(PREFIX_PUBLISH_SECONDS)
             await done
         finally:
-            self._asked.pop(number, None)
+            self._pending_sleeps.pop(number, None)
 
     def close(self) -> None:
         """Idempotent; from any thread once the loop has ended, else from its own."""
@@ -84,41 +84,41 @@ class CoordinatorClient:
         if loop is not None and not loop.is_closed():
             if self._publish_timer is not None:
                 self._publish_timer.cancel()
-            loop.remove_reader(self._door.fd)
-        self._door.close()
+            loop.remove_reader(self._socket.fd)
+        self._socket.close()
 
     def _publish_prefixes(self) -> None:
         self._publish_timer = None
-        assert self._choice is not None
-        for replica, names in self._choice.pop_new_prefixes():
+        assert self._load_balancer is not None
+        for replica, names in self._load_balancer.pop_new_prefixes():
             for start in range(0, len(names), MAX_HASHES_PER_MESSAGE):
-                self._door.send(SentPrefixes(replica, names[start : start + MAX_HASHES_PER_MESSAGE]))
+                self._socket.send(SentPrefixes(replica, names[start : start + MAX_HASHES_PER_MESSAGE]))
 
-    def _answer(self, done: SleepDone) -> None:
+    def _send_sleep_done(self, done: SleepDone) -> None:
         """Sends it, later where there is no room now: somebody waits for it."""
-        if not self._door.send(done) and self._loop is not None:
-            self._loop.call_later(PREFIX_PUBLISH_SECONDS, self._answer, done)
+        if not self._socket.send(done) and self._loop is not None:
+            self._loop.call_later(PREFIX_PUBLISH_SECONDS, self._send_sleep_done, done)
 
     def _read(self) -> None:
-        while self._loop is not None and (data := self._door.receive()) is not None:
+        while self._loop is not None and (data := self._socket.receive()) is not None:
             try:
-                self._take(self._decoder.decode(data))
+                self._handle_message(self._decoder.decode(data))
             except msgspec.MsgspecError as e:
                 logger.error("Dropped a message of the coordinator that cannot be read: %s", e)
 
-    def _take(self, message: ToFrontEnd) -> None:
-        assert self._choice is not None
+    def _handle_message(self, message: ToFrontEnd) -> None:
+        assert self._load_balancer is not None
         match message:
-            case Loads():
+            case CoreLoads():
                 for load in message.loads:
                     others = (count for index, count in enumerate(load.unfinished) if index != self._index)
-                    self._choice.elsewhere[load.rank] = sum(others)
+                    self._load_balancer.loads_elsewhere[load.rank] = sum(others)
                 self._on_loads(message.loads)
             case SentPrefixes():
-                self._choice.learn(message.rank, message.names)
+                self._load_balancer.record_prefixes(message.rank, message.hashes)
             case Sleep():
                 self.on_sleep(message.is_sleeping)
-                self._answer(SleepDone(message.id))
+                self._send_sleep_done(SleepDone(message.id))
             case SleepDone():
                 with contextlib.suppress(KeyError, asyncio.InvalidStateError):
-                    self._asked[message.id].set_result(None)
+                    self._pending_sleeps[message.id].set_result(None)

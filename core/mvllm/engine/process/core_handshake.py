@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from mvllm.engine.process.zmq_channel import ChannelAddress
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.engine.process.zmq_channel import ChannelAddress
 from mvllm.messages.core_protocol import ProcessFailure
 
 

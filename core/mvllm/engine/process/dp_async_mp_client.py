@@ -11,12 +11,12 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from mvllm.config.engine_config import EngineConfig, replace_field
-from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
-from mvllm.engine.process.coordinator_client import CoordinatorClient
-from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.metrics.stats import sum_scheduler_stats
+from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
+from mvllm.engine.process.coordinator_client import CoordinatorClient
 from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
+from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.errors import EngineDeadError
 from mvllm.messages.coordinator_protocol import CoreLoad
 from mvllm.messages.lora import LoRARequest
@@ -49,7 +49,10 @@ def start_replicas(
         Exception: A core's own exception, if one cannot be started. Nothing stays behind.
     """
     configs = replica_configs(config)
-    links = [LaunchedCoreConnection(replica_name(config, rank), each, chosen.source.name) for rank, each in enumerate(configs)]
+    links = [
+        LaunchedCoreConnection(replica_name(config, rank), each, chosen.source.name)
+        for rank, each in enumerate(configs)
+    ]
     cores = [AsyncMPClient(each, link, str(chosen)) for each, link in zip(configs, links)]
     start_all(cores, lambda: meanwhile(config), [link.process for link in links])
     return DPLBAsyncMPClient(config, cores)
@@ -75,7 +78,7 @@ class DPLBAsyncMPClient:
         self.platform_summary = cores[0].platform_summary
         self.stats = SchedulerStats()
         self._cores = cores
-        self._choice = DPLoadBalancer(len(cores))
+        self._load_balancer = DPLoadBalancer(len(cores))
         self._rank_by_request_id: dict[str, int] = {}  # sequences under way
         self._coordinator_client = coordination
         self._on_outputs: OnOutputs = lambda outputs: None
@@ -86,11 +89,11 @@ class DPLBAsyncMPClient:
         self._on_outputs, self._on_death = on_outputs, on_death
         summary = self.cache_summary
         is_caching = self.config.cache.enable_prefix_caching
-        self._choice.fit(summary.block_size, summary.num_blocks if is_caching else 0)
+        self._load_balancer.set_cache_size(summary.block_size, summary.num_blocks if is_caching else 0)
         for rank, core in enumerate(self._cores):
-            core.attach(loop, functools.partial(self._take, rank), self._handle_core_death)
+            core.attach(loop, functools.partial(self._handle_outputs, rank), self._handle_core_death)
         if self._coordinator_client is not None:
-            self._coordinator_client.attach(loop, self._choice, self._handle_core_loads)
+            self._coordinator_client.attach(loop, self._load_balancer, self._handle_core_loads)
 
     def shutdown(self) -> None:
         """Ends all cores. Idempotent."""
@@ -128,18 +131,18 @@ class DPLBAsyncMPClient:
     @property
     def num_unfinished(self) -> list[int]:
         """Sequences under way, by core."""
-        return list(self._choice.loads)
+        return list(self._load_balancer.loads)
 
     @property
     def num_other_sequences(self) -> int:
         """Sequences that other front ends have under way."""
-        return sum(self._choice.elsewhere)
+        return sum(self._load_balancer.loads_elsewhere)
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         """Queues the sequences of one request, on the core that suits it best."""
         first = requests[0]
         adapter = first.lora_request.lora_int_id if first.lora_request is not None else 0
-        rank = self._choice.choose(first.prompt_token_ids, first.cache_salt, len(requests), adapter)
+        rank = self._load_balancer.choose(first.prompt_token_ids, first.cache_salt, len(requests), adapter)
         self._rank_by_request_id.update((request.request_id, rank) for request in requests)
         self._cores[rank].add_requests(requests)
         if self._coordinator_client is not None:
@@ -150,14 +153,14 @@ class DPLBAsyncMPClient:
         for request_id in request_ids:
             rank = self._rank_by_request_id.get(request_id)
             if rank is not None:
-                self._forget(request_id)
+                self._remove_request(request_id)
                 self._cores[rank].abort_requests([request_id])
 
-    async def call(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
+    async def call_utility(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
         """Calls a method of every core; returns whether it succeeded everywhere."""
         if method in ("reset_prefix_cache", "sleep"):
-            self._choice.forget()
-        return all(await asyncio.gather(*(core.call(method, argument) for core in self._cores)))
+            self._load_balancer.clear_prefixes()
+        return all(await asyncio.gather(*(core.call_utility(method, argument) for core in self._cores)))
 
     def on_sleep(self, callback: Callable[[bool], None]) -> None:
         """Has `callback` told when another front end puts the engine to sleep or wakes it up."""
@@ -169,12 +172,14 @@ class DPLBAsyncMPClient:
         if self._coordinator_client is not None:
             await self._coordinator_client.broadcast_sleep(is_sleeping)
 
-    def _take(self, rank: int, outputs: EngineCoreOutputs) -> None:
+    def _handle_outputs(self, rank: int, outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:
             if output.finish_reason is not None and output.request_id in self._rank_by_request_id:
-                self._forget(output.request_id)
+                self._remove_request(output.request_id)
         if outputs.stats is not None:
-            self._choice.report(rank, outputs.stats.num_waiting_tokens, self._cores[rank].num_acknowledged_requests)
+            self._load_balancer.update_load(
+                rank, outputs.stats.num_waiting_tokens, self._cores[rank].num_acknowledged_requests
+            )
             self._update_stats(outputs)
         self._on_outputs(outputs)
 
@@ -183,7 +188,7 @@ class DPLBAsyncMPClient:
         for load in loads:
             core = self._cores[load.rank]
             core.stats = load.stats
-            self._choice.report(load.rank, load.stats.num_waiting_tokens, core.num_acknowledged_requests)
+            self._load_balancer.update_load(load.rank, load.stats.num_waiting_tokens, core.num_acknowledged_requests)
         outputs = EngineCoreOutputs()
         self._update_stats(outputs)
         self._on_outputs(outputs)
@@ -195,5 +200,5 @@ class DPLBAsyncMPClient:
         self.abort_requests(list(self._rank_by_request_id))  # nobody waits for what the others do
         self._on_death(error)
 
-    def _forget(self, request_id: str) -> None:
-        self._choice.end(self._rank_by_request_id.pop(request_id))
+    def _remove_request(self, request_id: str) -> None:
+        self._load_balancer.finish_sequence(self._rank_by_request_id.pop(request_id))

@@ -42,20 +42,20 @@ class DPLoadBalancer:
 
     def __init__(self, num_replicas: int, chunk: int = _CHUNK) -> None:
         self.loads = [0] * num_replicas
-        self.elsewhere = [0] * num_replicas
+        self.loads_elsewhere = [0] * num_replicas
         self.records_new_prefixes = False
         self._chunk = chunk
         self._max_prefixes = _MAX_PREFIXES
-        self._names: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
+        self._prefixes: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
         self._sent: list[dict[int, None]] = [{} for _ in range(num_replicas)]
-        self._turn = 0
-        self._waiting = [0] * num_replicas  # tokens, as last reported
+        self._round_robin_start = 0
+        self._num_waiting_tokens = [0] * num_replicas  # tokens, as last reported
         self._num_sent = [0] * num_replicas  # sequences
         # Tokens that no report can have counted yet, each with the number of sequences sent up to it.
         self._unreported: list[deque[tuple[int, int]]] = [deque() for _ in range(num_replicas)]
         self._num_unreported = [0] * num_replicas  # tokens
 
-    def fit(self, block_size: int, num_blocks: int) -> None:
+    def set_cache_size(self, block_size: int, num_blocks: int) -> None:
         """Remembers as much of each replica as its KV cache holds, in chunks that are large enough for that.
 
         Args:
@@ -76,9 +76,10 @@ class DPLoadBalancer:
         names = self._prefix_hashes(prompt, salt, adapter) if self._max_prefixes else []
         known = [self._num_cached_chunks(replica, names) for replica in range(len(self.loads))]
         count = len(self.loads)
-        self._turn = (self._turn + 1) % count  # among equals, each in turn
+        self._round_robin_start = (self._round_robin_start + 1) % count  # among equals, each in turn
         best = min(
-            range(count), key=lambda replica: (self._cost(replica, known[replica]), (replica - self._turn) % count)
+            range(count),
+            key=lambda replica: (self._cost(replica, known[replica]), (replica - self._round_robin_start) % count),
         )
         self.loads[best] += num_sequences
         self._num_sent[best] += num_sequences
@@ -87,31 +88,31 @@ class DPLoadBalancer:
         self._num_unreported[best] += tokens
         if self.records_new_prefixes:
             self._sent[best].update(dict.fromkeys(names[known[best] :]))
-        self.learn(best, names)
+        self.record_prefixes(best, names)
         return best
 
-    def learn(self, replica: int, names: Sequence[int]) -> None:
+    def record_prefixes(self, replica: int, names: Sequence[int]) -> None:
         """A replica was sent a prompt whose chunks have these names, from the first on."""
-        known = self._names[replica]
+        known = self._prefixes[replica]
         for name in reversed(names):  # so that a prompt's end is forgotten before its beginning
             known[name] = None
             known.move_to_end(name)
         while len(known) > self._max_prefixes:
             known.popitem(last=False)
 
-    def forget(self) -> None:
+    def clear_prefixes(self) -> None:
         """The caches of all replicas have been emptied."""
-        for known in self._names:
+        for known in self._prefixes:
             known.clear()
 
-    def report(self, replica: int, num_waiting_tokens: int, num_acknowledged: int) -> None:
+    def update_load(self, replica: int, num_waiting_tokens: int, num_acknowledged: int) -> None:
         """What a replica has said of itself.
 
         Args:
             num_waiting_tokens: Of all front ends' prompts that it has not computed yet.
             num_acknowledged: How many of the sequences that were sent from here it had taken by then.
         """
-        self._waiting[replica] = num_waiting_tokens
+        self._num_waiting_tokens[replica] = num_waiting_tokens
         unreported = self._unreported[replica]
         while unreported and unreported[0][0] <= num_acknowledged:
             self._num_unreported[replica] -= unreported.popleft()[1]
@@ -123,7 +124,7 @@ class DPLoadBalancer:
                 self._sent[replica] = {}
                 yield replica, list(names)
 
-    def end(self, replica: int) -> None:
+    def finish_sequence(self, replica: int) -> None:
         """A sequence of a replica has ended."""
         self.loads[replica] -= 1
         if not self.loads[replica]:
@@ -132,8 +133,8 @@ class DPLoadBalancer:
 
     def _cost(self, replica: int, num_known: int) -> int:
         """Up to what is the same for all replicas: the length of the prompt."""
-        sequences = self.loads[replica] + self.elsewhere[replica]
-        waiting = self._waiting[replica] + self._num_unreported[replica]
+        sequences = self.loads[replica] + self.loads_elsewhere[replica]
+        waiting = self._num_waiting_tokens[replica] + self._num_unreported[replica]
         return waiting + TOKENS_PER_SEQUENCE * sequences - num_known * self._chunk
 
     def _prefix_hashes(self, prompt: Sequence[int], salt: str | None, adapter: int = 0) -> list[int]:
@@ -147,7 +148,7 @@ class DPLoadBalancer:
 
     def _num_cached_chunks(self, replica: int, names: Sequence[int]) -> int:
         """Chunks from the first on that a replica was sent."""
-        known = self._names[replica]
+        known = self._prefixes[replica]
         for count, name in enumerate(names):
             if name not in known:
                 return count

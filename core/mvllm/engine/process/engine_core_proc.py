@@ -20,25 +20,25 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mvllm.engine.process.remote_exceptions import describe_process_failure
+from mvllm.engine.process.client_output_queues import ClientOutputQueues, LoadReporter, OutputQueue, make_output_queues
 from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, EngineCoreStartArgs
 from mvllm.engine.process.message_socket import MessageSocket
-from mvllm.engine.process.client_output_queues import LoadReporter, ClientOutputQueues, OutputQueue, make_output_queues
+from mvllm.engine.process.remote_exceptions import describe_process_failure
 from mvllm.errors import ConfigError, EngineDeadError
-from mvllm.executor.process.child_startup import begin
-from mvllm.executor.process.handshake import send_message
-from mvllm.executor.process.process_utils import gc_paused, leave
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
+from mvllm.executor.process.child_startup import initialize_child
+from mvllm.executor.process.handshake import send_message
+from mvllm.executor.process.process_utils import exit_process, gc_paused
 from mvllm.logging import get_logger
 from mvllm.messages.coordinator_protocol import CoreLoad
 from mvllm.messages.core_protocol import (
     AbortRequests,
     AddRequests,
     CallUtility,
-    UtilityResult,
     Command,
     DropClient,
     StopCore,
+    UtilityResult,
 )
 from mvllm.messages.requests import (
     EngineCoreOutput,
@@ -71,12 +71,14 @@ class EngineCoreProc:
         board: Where it says what it is doing.
     """
 
-    def __init__(self, name: str, core: EngineCore, input_queue: InputQueue, desk: ClientOutputQueues, board: ActivityTable) -> None:
+    def __init__(
+        self, name: str, core: EngineCore, input_queue: InputQueue, desk: ClientOutputQueues, board: ActivityTable
+    ) -> None:
         self._name = name
         self._core = core
-        self._inbox = input_queue
+        self._input_queue = input_queue
         self._output_queues = desk
-        self._board = board
+        self._activity_table = board
         self._decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
         self._calls: Mapping[str, Callable[..., bool | None]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
@@ -96,18 +98,18 @@ class EngineCoreProc:
         """
         while self._process_commands():
             if self._core.has_requests():
-                self._board.write(0, _STEP, self._num_received, self._core.next_step)
+                self._activity_table.write(0, _STEP, self._num_received, self._core.next_step)
                 outputs = self._core.step()
             else:
                 outputs = EngineCoreOutputs(stats=self._core.make_stats())
-            self._output_queues.tell(outputs, is_busy=self._core.has_requests())
+            self._output_queues.publish(outputs, is_busy=self._core.has_requests())
 
     def _process_commands(self) -> bool:
         """Takes all commands there are, and waits for one while there is no work; False when one says stop."""
-        input_queue = self._inbox
+        input_queue = self._input_queue
         is_waiting = not self._core.has_requests()
         if is_waiting:
-            self._board.write(0, IDLE, self._num_received)
+            self._activity_table.write(0, IDLE, self._num_received)
         while is_waiting or not input_queue.empty():
             item = input_queue.get()
             is_waiting = False
@@ -119,61 +121,65 @@ class EngineCoreProc:
             if isinstance(command, StopCore):
                 return False
             if not self._output_queues.is_disconnected(source):
-                self._take(source, command)
+                self._handle_command(source, command)
         return True
 
-    def _take(self, source: int, command: Command) -> None:
+    def _handle_command(self, source: int, command: Command) -> None:
         match command:
             case AddRequests():
                 for request_id, request in zip(command.request_ids, command.requests):
-                    self._add(source, request_id, request)
+                    self._add_request(source, request_id, request)
             case AbortRequests():
-                self._core.abort_requests(self._output_queues.own(source, command.request_ids))
+                self._core.abort_requests(self._output_queues.pop_owned(source, command.request_ids))
             case CallUtility():
-                self._output_queues.answer(source, self._call(command))
+                self._output_queues.add_result(source, self._call_utility(command))
             case DropClient():
-                self._core.abort_requests(self._output_queues.drop(command.index))
+                self._core.abort_requests(self._output_queues.drop_client(command.index))
 
-    def _add(self, source: int, request_id: str, encoded: msgspec.Raw) -> None:
+    def _add_request(self, source: int, request_id: str, encoded: msgspec.Raw) -> None:
         """Queues a request. One that cannot be read or taken ends with an error, and nothing else does."""
         try:
             self._core.add_request(self._decoder.decode(encoded))
-            self._output_queues.begin(source, request_id)
+            self._output_queues.add_request(source, request_id)
         except Exception as e:  # noqa: BLE001  (goes to whoever asked)
             logger.warning("The engine core cannot take a request: %s", e)
             error = f"The engine core cannot take this request: {e}"
-            self._output_queues.refuse(source, EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error))
+            self._output_queues.reject_request(
+                source, EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error)
+            )
 
-    def _call(self, command: CallUtility) -> UtilityResult:
-        self._board.write(0, command.method, self._num_received)
+    def _call_utility(self, command: CallUtility) -> UtilityResult:
+        self._activity_table.write(0, command.method, self._num_received)
         try:
             call = self._calls.get(command.method)
             if call is None:
                 raise ConfigError(f"An engine core offers {', '.join(sorted(self._calls))}; not {command.method!r}.")
             return UtilityResult(command.id, call() if command.argument is None else call(command.argument))
         except Exception as e:  # noqa: BLE001  (raised where it was called)
-            return UtilityResult(command.id, None, describe_process_failure(e, name=self._name, activity=command.method))
+            return UtilityResult(
+                command.id, None, describe_process_failure(e, name=self._name, activity=command.method)
+            )
 
 
 def main() -> None:
     """The program. Never returns."""
-    start, control, board = begin(EngineCoreStartArgs)
+    start, control, board = initialize_child(EngineCoreStartArgs)
     try:
         _serve(start, control, board)
     except BaseException as e:  # noqa: BLE001  (travels to the front end)
         failure = describe_process_failure(e, name=start.name, activity=str(board.read(0)))
         send_message(control, CoreHandshake(failure=failure))
-        leave(1)
-    leave(0)
+        exit_process(1)
+    exit_process(0)
 
 
 def _serve(start: EngineCoreStartArgs, control: socket.socket, board: ActivityTable) -> None:
     input_queue: InputQueue = SimpleQueue()
     output_queue: OutputQueue = SimpleQueue()
-    threading.Thread(target=_receive, args=(start, input_queue), name="core-input", daemon=True).start()
-    sender = threading.Thread(target=_send, args=(start, output_queue), name="core-output", daemon=True)
+    threading.Thread(target=_receive_commands, args=(start, input_queue), name="core-input", daemon=True).start()
+    sender = threading.Thread(target=_send_updates, args=(start, output_queue), name="core-output", daemon=True)
     sender.start()
-    core = _build(start, board)
+    core = _build_core(start, board)
     try:
         core.on_failure(input_queue.put)
         desk = make_output_queues(len(start.addresses), output_queue, _make_load_reporter(start, core))
@@ -189,7 +195,7 @@ def _serve(start: EngineCoreStartArgs, control: socket.socket, board: ActivityTa
         sender.join(_FLUSH_TIMEOUT_SECONDS)
 
 
-def _build(start: EngineCoreStartArgs, board: ActivityTable) -> EngineCore:
+def _build_core(start: EngineCoreStartArgs, board: ActivityTable) -> EngineCore:
     from mvllm.executor.config_codec import decode_config
     from mvllm.platform.choose import choose_platform
 
@@ -217,7 +223,7 @@ def _make_load_reporter(start: EngineCoreStartArgs, core: EngineCore) -> LoadRep
     return report
 
 
-def _receive(start: EngineCoreStartArgs, input_queue: InputQueue) -> None:
+def _receive_commands(start: EngineCoreStartArgs, input_queue: InputQueue) -> None:
     from mvllm.engine.process.zmq_channel import CoreInputChannel
 
     try:
@@ -228,7 +234,7 @@ def _receive(start: EngineCoreStartArgs, input_queue: InputQueue) -> None:
         input_queue.put(e)
 
 
-def _send(start: EngineCoreStartArgs, output_queue: OutputQueue) -> None:
+def _send_updates(start: EngineCoreStartArgs, output_queue: OutputQueue) -> None:
     from mvllm.engine.process.zmq_channel import CoreOutputChannel
 
     channel = CoreOutputChannel(start.addresses)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
+from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.engine.core.engine_core import EngineCore
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
-from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.engine.core.worker_environment import worker_environment
 from mvllm.errors import ConfigError
 from mvllm.messages.lora import LoRARequest
@@ -58,7 +58,7 @@ class InprocClient:
         """Runs one step."""
         return self._core.step()
 
-    def wake(self) -> None:
+    def interrupt_step(self) -> None:
         """Nothing: `step` does not wait for anybody."""
 
     def reset_prefix_cache(self) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mvllm.engine.process.zmq_channel import ChannelAddress, ClientChannel
-from mvllm.engine.process.launched_core_connection import wait_connected
 from mvllm.engine.process.core_handshake import CoreReady
+from mvllm.engine.process.launched_core_connection import wait_connected
+from mvllm.engine.process.zmq_channel import ChannelAddress, ClientChannel
 from mvllm.errors import EngineDeadError
 from mvllm.executor.message_queue import StopSignal
 from mvllm.executor.process.activity_table import Activity, ActivityTable
@@ -33,7 +33,7 @@ class JoinedCoreConnection:
         self.unresponsive_timeout = unresponsive_timeout
         self.channel = ClientChannel([address])
         self._identity = address.identity
-        self._board = ActivityTable(activity_fd)
+        self._activity_table = ActivityTable(activity_fd)
         self._stop = StopSignal()
         self._report_hung = report_hung
         self._failure: EngineDeadError | None = None
@@ -41,7 +41,7 @@ class JoinedCoreConnection:
         self._pid = 0
         self._is_open = True
 
-    def note_ready(self, ready: CoreReady, pid: int) -> None:
+    def mark_ready(self, ready: CoreReady, pid: int) -> None:
         """The core waits for requests."""
         self._ready, self._pid = ready, pid
 
@@ -69,7 +69,7 @@ class JoinedCoreConnection:
     @property
     def activity(self) -> Activity:
         """What the core said last that it is doing."""
-        return self._board.read(0)
+        return self._activity_table.read(0)
 
     @property
     def shared_step_age(self) -> float:
@@ -94,11 +94,13 @@ class JoinedCoreConnection:
             EngineDeadError: The core has died, or does not come.
         """
         assert self._ready is not None
-        if not wait_connected(self.channel, self.failure_fd, self.unresponsive_timeout, self.check):
-            raise EngineDeadError(f"The engine core (pid {self._pid}) has not connected in {self.unresponsive_timeout:g} s.")
+        if not wait_connected(self.channel, self.failure_fd, self.unresponsive_timeout, self.check_usable):
+            raise EngineDeadError(
+                f"The engine core (pid {self._pid}) has not connected in {self.unresponsive_timeout:g} s."
+            )
         return self._ready, self._ready.start_seconds
 
-    def check(self) -> None:
+    def check_usable(self) -> None:
         """Raises unless the core can be used.
 
         Raises:
@@ -117,7 +119,7 @@ class JoinedCoreConnection:
         """
         return self.channel.send(self._identity, command)
 
-    def give_up(self) -> None:
+    def kill_unresponsive(self) -> None:
         """Has its parent end a core that has been silent for too long."""
         self._report_hung()
 
@@ -127,4 +129,4 @@ class JoinedCoreConnection:
             return
         self._is_open = False
         self.channel.close()
-        self._board.close()
+        self._activity_table.close()

@@ -15,17 +15,17 @@ from dataclasses import asdict, dataclass
 import msgspec
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
-from mvllm.engine.process.zmq_channel import ChannelAddress
-from mvllm.engine.process.remote_exceptions import rebuild_exception
 from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, EngineCoreStartArgs
+from mvllm.engine.process.remote_exceptions import rebuild_exception
+from mvllm.engine.process.zmq_channel import ChannelAddress
 from mvllm.errors import EngineDeadError
 from mvllm.executor.config_codec import encode_config
-from mvllm.executor.process.handshake import receive_message
 from mvllm.executor.message_queue import StopSignal
-from mvllm.executor.process.child_process_group import Launch, ProcessGroup
-from mvllm.executor.process.process_utils import module_search_path, anonymous_file
 from mvllm.executor.process.activity_table import Activity, ActivityTable
-from mvllm.executor.process.child_process_handle import ChildStartArgs, ChildProcessHandle
+from mvllm.executor.process.child_process_group import ChildProcessGroup, ProcessLaunch
+from mvllm.executor.process.child_process_handle import ChildProcessHandle, ChildStartArgs
+from mvllm.executor.process.handshake import receive_message
+from mvllm.executor.process.process_utils import anonymous_file, module_search_path
 from mvllm.messages.core_protocol import ProcessFailure
 
 TIMEOUT_MARGIN_SECONDS = 15.0
@@ -50,12 +50,12 @@ class CoreHandle(ChildProcessHandle):
         self.ready = handshake.ready
         return _Handshake(handshake.failure)
 
-    def death(self) -> Exception:
+    def death_error(self) -> Exception:
         """What it said before it ended; or, where it could say nothing, how it ended and what it was doing."""
         last = self._read_crash_report()
         return EngineDeadError(self.describe_exit()) if last is None else rebuild_exception(last)
 
-    def stuck(self, message: str) -> EngineDeadError:
+    def stuck_error(self, message: str) -> EngineDeadError:
         return EngineDeadError(message)
 
     def _receive(self) -> CoreHandshake | None:
@@ -112,17 +112,17 @@ class ChildProcess:
         self, make_start: Callable[[ProcessStartArgs], ChildStartArgs], fds: Sequence[int], kind: type[CoreHandle]
     ) -> None:
         self._pid = os.getpid()
-        self._board = ActivityTable.create(1)
+        self._activity_table = ActivityTable.create(1)
         stack_fd = anonymous_file("stacks")
         common = ProcessStartArgs(
-            activity_fd=self._board.fd,
+            activity_fd=self._activity_table.fd,
             stack_fd=stack_fd,
             sys_path=module_search_path(),
             python_path=os.environ.get("PYTHONPATH"),
             log_level=logging.getLevelName(logging.getLogger("mvllm").getEffectiveLevel()),
         )
-        launch = Launch(make_start(common), {}, (stack_fd, self._board.fd, *fds), kind)
-        self._group = ProcessGroup([launch], self._board)
+        launch = ProcessLaunch(make_start(common), {}, (stack_fd, self._activity_table.fd, *fds), kind)
+        self._group = ChildProcessGroup([launch], self._activity_table)
 
     def launch(self) -> None:
         """Starts the process; returns when it exists."""
@@ -130,7 +130,7 @@ class ChildProcess:
 
     def set_phase(self, text: str) -> None:
         """Says what the process does from now on, where its parent knows first."""
-        self._board.write(0, text)
+        self._activity_table.write(0, text)
 
     def wait_handshake(self, timeout: float) -> CoreReady | None:
         """Returns when it can do its work: what it says of itself.
@@ -156,17 +156,17 @@ class ChildProcess:
     @property
     def activity_fd(self) -> int:
         """The board on which it says what it is doing."""
-        return self._board.fd
+        return self._activity_table.fd
 
     @property
     def activity(self) -> Activity:
         """What it said last that it is doing."""
-        return self._board.read(0)
+        return self._activity_table.read(0)
 
     @property
     def last_heartbeat(self) -> float:
         """When it last said so, by the monotonic clock, in seconds."""
-        return self._board.since(0)
+        return self._activity_table.since(0)
 
     @property
     def stop(self) -> StopSignal:
@@ -183,11 +183,11 @@ class ChildProcess:
         """Why the process can no longer be used, or None."""
         return self._group.failure
 
-    def check(self) -> None:
+    def check_usable(self) -> None:
         """Raises the failure, if there is one."""
         self._group.check()
 
-    def settle(self, error: Exception) -> Exception:
+    def terminate_with_error(self, error: Exception) -> Exception:
         """Ends the process because of `error`, or of what was behind it; returns that."""
         return self._group.settle(error)
 
@@ -207,7 +207,7 @@ class ChildProcess:
         """Whether the calling thread is the one that notices the process' end: it must not wait for that."""
         return self._group.is_monitor_thread()
 
-    def end(self, *, told: bool) -> None:
+    def terminate(self, *, told: bool) -> None:
         """Ends the process: nothing of it is left when this returns. Idempotent.
 
         Args:
@@ -215,7 +215,7 @@ class ChildProcess:
         """
         if os.getpid() != self._pid:  # a fork of the front end's process
             return
-        self._group.end(gracefully=told)
+        self._group.terminate(gracefully=told)
 
     def expect_exit(self) -> None:
         """From now on, its end is no failure."""
@@ -226,7 +226,7 @@ class ChildProcess:
         if os.getpid() != self._pid:
             return
         self._group.close()
-        self._board.close()
+        self._activity_table.close()
 
     @property
     def _handle(self) -> CoreHandle:
@@ -276,7 +276,7 @@ class CoreChildProcess(ChildProcess):
         addresses: Sequence[ChannelAddress],
         coordinator_fd: int | None = None,
     ) -> None:
-        self._start_seconds = start_seconds(config.parallel)
+        self._start_seconds = start_timeout_seconds(config.parallel)
 
         def make_start(common: ProcessStartArgs) -> EngineCoreStartArgs:
             return EngineCoreStartArgs(
@@ -301,7 +301,7 @@ class CoreChildProcess(ChildProcess):
         return ready
 
 
-def start_seconds(parallel: ParallelConfig) -> float:
+def start_timeout_seconds(parallel: ParallelConfig) -> float:
     """What a phase of an engine core's start may take: `start_timeout`, and more where workers have processes of their
     own, whose limit the core enforces.
     """

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.process.zmq_channel import ChannelAddress, ClientChannel, new_addresses
-from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS, CoreChildProcess
 from mvllm.engine.process.core_handshake import CoreReady
+from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS, CoreChildProcess
+from mvllm.engine.process.zmq_channel import ChannelAddress, ClientChannel, new_addresses
 from mvllm.errors import EngineDeadError
-from mvllm.executor.process.process_utils import ensure_standard_streams
 from mvllm.executor.process.activity_table import Activity
+from mvllm.executor.process.process_utils import ensure_standard_streams
 from mvllm.messages.core_protocol import Command, StopCore
 
 
@@ -101,7 +101,7 @@ class LaunchedCoreConnection:
         rest = time.perf_counter() - self._launched - sum(ready.start_seconds.values())
         return ready, {"start engine core": rest, **ready.start_seconds}
 
-    def check(self) -> None:
+    def check_usable(self) -> None:
         """Raises unless the core can be used.
 
         Raises:
@@ -120,21 +120,21 @@ class LaunchedCoreConnection:
         """
         return self.channel.send(self._identity, command)
 
-    def settle(self, error: EngineDeadError) -> EngineDeadError:
+    def terminate_with_error(self, error: EngineDeadError) -> EngineDeadError:
         """Ends the engine core because of `error`, or of what was behind it; returns that."""
-        return as_engine_dead_error(self.process.settle(error))
+        return as_engine_dead_error(self.process.terminate_with_error(error))
 
-    def give_up(self) -> None:
+    def kill_unresponsive(self) -> None:
         """Ends a core that has been silent for too long. Asks it for its stacks first, and waits for them."""
-        self.settle(self.process.stuck(self.unresponsive_timeout, "has given no sign of life"))
+        self.terminate_with_error(self.process.stuck(self.unresponsive_timeout, "has given no sign of life"))
 
     def shutdown(self) -> None:
         """Ends the engine core and its workers. Idempotent."""
         self._finalizer()
 
     def _wait_connected(self) -> None:
-        if not wait_connected(self.channel, self.failure_fd, self.unresponsive_timeout, self.process.check):
-            raise self.process.settle(self.process.stuck(self.unresponsive_timeout, "has not connected"))
+        if not wait_connected(self.channel, self.failure_fd, self.unresponsive_timeout, self.process.check_usable):
+            raise self.process.terminate_with_error(self.process.stuck(self.unresponsive_timeout, "has not connected"))
 
 
 def wait_connected(channel: ClientChannel, failure_fd: int, seconds: float, check: Callable[[], None]) -> bool:
@@ -186,8 +186,8 @@ def _shut_down(process: CoreChildProcess, channel: ClientChannel, identity: byte
                 told = True
             except zmq.ZMQError:  # it is on its way out already
                 told = False
-        process.end(told=told)
+        process.terminate(told=told)
     finally:  # also when Ctrl-C interrupts what is above
-        process.end(told=False)
+        process.terminate(told=False)
         channel.close()
         process.close()

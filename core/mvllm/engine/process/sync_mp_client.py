@@ -16,14 +16,21 @@ import msgspec
 import zmq
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.process.remote_exceptions import rebuild_exception
-from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS
-from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection, milliseconds
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.core.sleep import LONG_RUNNING_METHODS
+from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS
+from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection, milliseconds
+from mvllm.engine.process.remote_exceptions import rebuild_exception
 from mvllm.errors import EngineDeadError
 from mvllm.executor.message_queue.notifier import make_notifier
-from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, UtilityResult, Command, EngineCoreUpdate
+from mvllm.messages.core_protocol import (
+    AbortRequests,
+    AddRequests,
+    CallUtility,
+    Command,
+    EngineCoreUpdate,
+    UtilityResult,
+)
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
@@ -66,12 +73,12 @@ class SyncMPClient:
         self._stats: SchedulerStats | None = None
         self._link = LaunchedCoreConnection("EngineCore", config, chosen.source.name)
         self._channel, self._process = self._link.channel, self._link.process
-        self._wake = make_notifier()
-        self._close_wake = weakref.finalize(self, self._wake.close)
+        self._interrupt_notifier = make_notifier()
+        self._close_wake = weakref.finalize(self, self._interrupt_notifier.close)
         self._poller = zmq.Poller()
-        self._poller.register(self._channel.news, zmq.POLLIN)
+        self._poller.register(self._channel.update_socket, zmq.POLLIN)
         self._poller.register(self._process.stop.fd, zmq.POLLIN)
-        self._poller.register(self._wake.read_fd, zmq.POLLIN)
+        self._poller.register(self._interrupt_notifier.read_fd, zmq.POLLIN)
         try:
             self._link.launch()
             meanwhile(config)
@@ -88,7 +95,7 @@ class SyncMPClient:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queues a validated request."""
-        self._link.check()
+        self._link.check_usable()
         encoded = self._encoder.encode(request)
         self._new_ids.append(request.request_id)
         self._new_requests.append(msgspec.Raw(encoded))
@@ -112,7 +119,7 @@ class SyncMPClient:
         Raises:
             EngineDeadError: The core has failed; the cause is kept. Or its process has ended, or does not get on.
         """
-        self._link.check()
+        self._link.check_usable()
         self._flush()
         started = time.monotonic()
         while not self._unread_outputs:
@@ -120,34 +127,34 @@ class SyncMPClient:
                 return EngineCoreOutputs(stats=self._stats)
         return self._unread_outputs.popleft()
 
-    def wake(self) -> None:
+    def interrupt_step(self) -> None:
         """Has the `step` that waits, or the next one, return at once. From any thread, or a signal handler."""
         if self._link.is_open:
-            self._wake.notify()
+            self._interrupt_notifier.notify()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
-        return bool(self._call("reset_prefix_cache"))
+        return bool(self.call_utility("reset_prefix_cache"))
 
     def sleep(self, level: int) -> None:
         """Gives memory back; see `EngineCore.sleep`."""
-        self._call("sleep", level)
+        self.call_utility("sleep", level)
 
     def wake_up(self, tags: Sequence[str]) -> bool:
         """Claims it again; see `EngineCore.wake_up`."""
-        return bool(self._call("wake_up", list(tags)))
+        return bool(self.call_utility("wake_up", list(tags)))
 
     def add_lora(self, request: LoRARequest) -> None:
         """Loads an adapter; see `EngineCore.add_lora`."""
-        self._call("add_lora", request)
+        self.call_utility("add_lora", request)
 
     def remove_lora(self, lora_int_id: int) -> bool:
         """Forgets it; see `EngineCore.remove_lora`."""
-        return bool(self._call("remove_lora", lora_int_id))
+        return bool(self.call_utility("remove_lora", lora_int_id))
 
     def check_health(self) -> None:
         """Raises unless the core and every worker answer."""
-        self._call("check_health")
+        self.call_utility("check_health")
 
     def shutdown(self) -> None:
         """Ends the engine core and its workers. Idempotent."""
@@ -156,8 +163,8 @@ class SyncMPClient:
 
     # --- inside
 
-    def _call(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool | None:
-        self._link.check()
+    def call_utility(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool | None:
+        self._link.check_usable()
         self._num_calls += 1
         call_id = self._num_calls
         self._send(CallUtility(call_id, method, argument))
@@ -188,7 +195,7 @@ class SyncMPClient:
         try:
             self._link.send(command)
         except zmq.ZMQError as e:  # its end of the socket is closed: the news of its death are on their way
-            failure = self._link.settle(EngineDeadError(f"The engine core cannot be reached: {e}"))
+            failure = self._link.terminate_with_error(EngineDeadError(f"The engine core cannot be reached: {e}"))
         if failure is not None:  # not raised above: it has a cause of its own to tell of
             raise failure
 
@@ -201,7 +208,7 @@ class SyncMPClient:
         while True:
             news = self._channel.receive()
             if news is not None:
-                self._take(news)
+                self._handle_update(news)
                 return True
             # A step that is late or a core that does not even begin one: whichever began later counts.
             activity, limit = self._process.activity, self._link.unresponsive_timeout
@@ -209,18 +216,18 @@ class SyncMPClient:
                 limit = max(limit, self.config.parallel.start_timeout + TIMEOUT_MARGIN_SECONDS)
             stalled = min(time.monotonic() - started, activity.seconds)
             if stalled >= limit:
-                raise self._link.settle(self._process.stuck(limit, "has given no sign of life"))
+                raise self._link.terminate_with_error(self._process.stuck(limit, "has given no sign of life"))
             ready = {socket for socket, _ in self._poller.poll(milliseconds(limit - stalled))}
-            if self._channel.news in ready:
+            if self._channel.update_socket in ready:
                 continue
             if self._process.stop.fd in ready:
-                raise self._link.settle(EngineDeadError("The engine core has been shut down."))
-            if self._wake.read_fd in ready:
-                self._wake.take()
+                raise self._link.terminate_with_error(EngineDeadError("The engine core has been shut down."))
+            if self._interrupt_notifier.read_fd in ready:
+                self._interrupt_notifier.drain()
                 return False
 
-    def _take(self, news: EngineCoreUpdate) -> None:
-        self._num_acknowledged = news.taken
+    def _handle_update(self, news: EngineCoreUpdate) -> None:
+        self._num_acknowledged = news.num_acknowledged
         self._is_busy = news.is_busy
         self._stats = news.outputs.stats or self._stats
         self._results.update((result.id, result) for result in news.results)

@@ -50,7 +50,7 @@ class ChannelAddress(msgspec.Struct, frozen=True):
     """
 
     commands: str
-    news: str
+    updates: str
     identity: bytes
     token: bytes
 
@@ -83,9 +83,9 @@ class ClientChannel:
         self._unconnected_identities = {address.identity for address in addresses}
         self._number = 0
         self._context = zmq.Context()
-        self._commands = self._bound(zmq.ROUTER, place.commands, _MAX_UNREAD_CONNECT_MESSAGES)
+        self._commands = self._bind_socket(zmq.ROUTER, place.commands, _MAX_UNREAD_CONNECT_MESSAGES)
         self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.news = self._bound(zmq.PULL, place.news, 0)
+        self.update_socket = self._bind_socket(zmq.PULL, place.updates, 0)
         self._decoder = msgspec.msgpack.Decoder(EngineCoreUpdate)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -102,7 +102,7 @@ class ClientChannel:
     @property
     def update_fd(self) -> int:
         """A descriptor that becomes readable when news may have come, and says so once: read until there are none."""
-        fd = self.news.getsockopt(zmq.FD)
+        fd = self.update_socket.getsockopt(zmq.FD)
         assert isinstance(fd, int)
         return fd
 
@@ -133,7 +133,7 @@ class ClientChannel:
         """The next news, or None when there are none now. What a stranger sent is dropped."""
         while True:
             try:
-                message = self.news.recv(zmq.NOBLOCK)
+                message = self.update_socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return None
             if hmac.compare_digest(message[:_TOKEN_BYTES], self._token):
@@ -143,10 +143,10 @@ class ClientChannel:
     def close(self) -> None:
         """Idempotent."""
         self._commands.close(linger=0)
-        self.news.close(linger=0)
+        self.update_socket.close(linger=0)
         self._context.term()
 
-    def _bound(self, kind: int, address: str, receive_limit: int) -> zmq.Socket[bytes]:
+    def _bind_socket(self, kind: int, address: str, receive_limit: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, receive_limit)
@@ -222,7 +222,7 @@ class CoreOutputChannel:
 
     def __init__(self, addresses: Sequence[ChannelAddress]) -> None:
         self._context = zmq.Context()
-        self._sockets = [_connect_socket(self._context, zmq.PUSH, address.news, None) for address in addresses]
+        self._sockets = [_connect_socket(self._context, zmq.PUSH, address.updates, None) for address in addresses]
         self._encoder = msgspec.msgpack.Encoder()
         self._messages = [bytearray(address.token) for address in addresses]
 
@@ -239,7 +239,9 @@ class CoreOutputChannel:
         self._context.term()
 
 
-def _connect_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, identity: bytes | None) -> zmq.Socket:
+def _connect_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, identity: bytes | None
+) -> zmq.Socket:
     socket = context.socket(kind)
     if identity is not None:
         socket.setsockopt(zmq.ROUTING_ID, identity)

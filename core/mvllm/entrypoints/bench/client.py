@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mvllm.entrypoints.bench.metrics import Trace
 from mvllm.entrypoints.bench.datasets import SampleRequest
+from mvllm.entrypoints.bench.metrics import RequestResult
 from mvllm.entrypoints.urls import join_url
 from mvllm.errors import ConfigError, MvllmError
 
@@ -63,7 +63,7 @@ class StreamError(MvllmError):
 
 
 @dataclass(frozen=True)
-class Target:
+class ServerEndpoint:
     """Where requests go, and what every one of them says.
 
     Attributes:
@@ -115,13 +115,13 @@ def require_aiohttp() -> None:
         raise ConfigError("`mvllm bench serve` needs aiohttp. Run: pip install 'mvllm[bench]'")
 
 
-class Client:
+class BenchmarkClient:
     """Connections to a server. Used within one event loop, as an asynchronous context manager."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ServerEndpoint) -> None:
         self._target = target
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> BenchmarkClient:
         import aiohttp
 
         self._failures = (aiohttp.ClientError, OSError, TimeoutError, StreamError, msgspec.DecodeError, ValueError)
@@ -154,10 +154,10 @@ class Client:
         except (*self._failures, LookupError, TypeError) as e:
             raise ConfigError(f"{url} names no model ({_describe(e)}). Name one with --model.") from e
 
-    async def send(self, sample: SampleRequest) -> Trace:
+    async def send(self, sample: SampleRequest) -> RequestResult:
         """Sends a request and follows its answer. Whatever goes wrong is in the trace."""
         body = self._target.body(sample)
-        watch = _Watch(Trace(start=time.perf_counter()))
+        watch = _StreamRecorder(RequestResult(start=time.perf_counter()))
         try:
             async with self._session.post(self._target.url, data=body) as response:
                 if response.status != 200:
@@ -166,7 +166,7 @@ class Client:
                     if line == b"[DONE]":
                         watch.ended = True
                     else:
-                        watch.see(_decode_chunk(line))
+                        watch.record(_decode_chunk(line))
             watch.close()
         except self._failures as e:
             watch.trace.error = _describe(e)
@@ -174,18 +174,18 @@ class Client:
         return watch.trace
 
 
-class _Watch:
+class _StreamRecorder:
     """Notes what comes, and when."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: RequestResult) -> None:
         self.trace = trace
         self.ended = False
         self._texts: list[str] = []
-        self._newest: float | None = None
+        self._last_text_time: float | None = None
         self._first_choice: float | None = None
         self._last_choice: float | None = None
 
-    def see(self, chunk: _Chunk) -> None:
+    def record(self, chunk: _Chunk) -> None:
         """Takes in a chunk that has just come.
 
         Raises:
@@ -208,11 +208,11 @@ class _Watch:
         text = _text_of(choice)
         if text is None:
             return
-        if self._newest is None:
+        if self._last_text_time is None:
             self.trace.ttft = now - self.trace.start
         else:
-            self.trace.itl.append(now - self._newest)
-        self._newest = now
+            self.trace.itl.append(now - self._last_text_time)
+        self._last_text_time = now
         self._texts.append(text)
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ class _Watch:
             raise StreamError("the stream ended without an answer")
         if not self.ended:
             raise StreamError("the stream ended in the middle of the answer")
-        if self._newest is None:  # tokens without text, such as special ones
+        if self._last_text_time is None:  # tokens without text, such as special ones
             self.trace.ttft = self._first_choice - self.trace.start
         self.trace.latency = self._last_choice - self.trace.start
         self.trace.text = "".join(self._texts)

@@ -141,7 +141,7 @@ def text_of_length(tokenizer: BenchmarkTokenizer, length: int, random: np.random
     return prefix + text
 
 
-def make_samples(
+def sample_requests(
     dataset: str,
     count: int,
     *,

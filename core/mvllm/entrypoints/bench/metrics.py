@@ -25,7 +25,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(slots=True)
-class Trace:
+class RequestResult:
     """What was seen of one request.
 
     Attributes:
@@ -65,8 +65,8 @@ class Trace:
         return (self.latency - self.ttft) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else 0.0
 
 
-def compute(
-    traces: Sequence[Trace],
+def calculate_metrics(
+    traces: Sequence[RequestResult],
     duration: float,
     *,
     percentiles: Sequence[float] = (99,),
@@ -111,7 +111,7 @@ def compute(
     return result
 
 
-def details(traces: Sequence[Trace]) -> dict[str, Any]:
+def per_request_details(traces: Sequence[RequestResult]) -> dict[str, Any]:
     """What was seen of each request, under the field's usual keys."""
     return {
         "input_lens": [trace.num_prompt_tokens for trace in traces],
@@ -153,12 +153,12 @@ def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float
     return figures | {f"{percentile_key(p)}_{name}_ms": interpolated_percentile(ordered, p) for p in percentiles}
 
 
-def _is_good(trace: Trace, limits: Mapping[str, float]) -> bool:
+def _is_good(trace: RequestResult, limits: Mapping[str, float]) -> bool:
     found = {"ttft": trace.ttft, "tpot": trace.tpot, "e2el": trace.latency}
     return all(1000 * found[name] <= limit for name, limit in limits.items())
 
 
-def _peak_token_throughput(done: Sequence[Trace]) -> float:
+def _peak_token_throughput(done: Sequence[RequestResult]) -> float:
     """Most tokens that came within one second of the run. A text with several tokens in it counts as so many."""
     counts: dict[int, float] = {}
     begin = min((trace.start for trace in done), default=0.0)
@@ -171,7 +171,7 @@ def _peak_token_throughput(done: Sequence[Trace]) -> float:
     return max(counts.values(), default=0.0)
 
 
-def _peak_concurrency(traces: Sequence[Trace]) -> int:
+def _peak_concurrency(traces: Sequence[RequestResult]) -> int:
     """Most requests under way at once. One that ends as another begins is not beside it."""
     events = sorted(event for t in traces if t.latency > 0 for event in ((t.start, 1), (t.start + t.latency, -1)))
     peak = current = 0

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mvllm.entrypoints.bench.metrics import METRICS, percentile_key, interpolated_percentile
+from mvllm.entrypoints.bench.metrics import METRICS, interpolated_percentile, percentile_key
 from mvllm.errors import ConfigError
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -42,7 +42,7 @@ def format_serving_table(result: Mapping[str, Any], percentiles: Sequence[float]
     return "\n".join([*lines, "=" * _WIDTH])
 
 
-def table(title: str, rows: Iterable[tuple[str, object]]) -> str:
+def format_table(title: str, rows: Iterable[tuple[str, object]]) -> str:
     """Names and values, for reading."""
     return "\n".join([_title(title, "="), *_rows(rows), "=" * _WIDTH])
 
@@ -71,10 +71,10 @@ def _title(text: str, line: str) -> str:
 
 
 def _rows(rows: Iterable[tuple[str, object]]) -> list[str]:
-    return [f"{name + ':':<{_WIDTH - 15}}{_figure(value):>15}" for name, value in rows]
+    return [f"{name + ':':<{_WIDTH - 15}}{_format_value(value):>15}" for name, value in rows]
 
 
-def _figure(value: object) -> str:
+def _format_value(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mvllm.entrypoints.bench.arrivals import request_arrival_times
-from mvllm.entrypoints.bench.client import Client, Target
-from mvllm.entrypoints.bench.metrics import Trace
+from mvllm.entrypoints.bench.client import BenchmarkClient, ServerEndpoint
 from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, SampleRequest
+from mvllm.entrypoints.bench.metrics import RequestResult
 from mvllm.errors import ConfigError
 
 _READY_PAUSE = 0.5
@@ -21,7 +21,7 @@ DEFAULT_MAX_CONCURRENCY = 1024
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadPattern:
     """How requests are sent.
 
     Attributes:
@@ -40,7 +40,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BenchmarkRun:
     """What became of a run.
 
     Attributes:
@@ -48,25 +48,25 @@ class Outcome:
         duration: Seconds from the start to the last answer.
     """
 
-    traces: list[Trace]
+    traces: list[RequestResult]
     duration: float
 
 
-async def get_first_model(target: Target) -> str:
+async def get_first_model(target: ServerEndpoint) -> str:
     """The name of the first model that a server offers."""
-    async with Client(target) as client:
+    async with BenchmarkClient(target) as client:
         return await client.first_model()
 
 
 async def run_benchmark(
-    target: Target,
+    target: ServerEndpoint,
     samples: Sequence[SampleRequest],
-    load: Load,
+    load: LoadPattern,
     *,
     tokenizer: BenchmarkTokenizer | None = None,
     ready_timeout: float = 0.0,
-    on_done: Callable[[Trace], None] = lambda trace: None,
-) -> Outcome:
+    on_done: Callable[[RequestResult], None] = lambda trace: None,
+) -> BenchmarkRun:
     """Sends every request at its time and waits for all answers.
 
     Args:
@@ -85,17 +85,17 @@ async def run_benchmark(
     times = request_arrival_times(len(samples), load.request_rate, load.burstiness, load.seed)
     gate = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else contextlib.nullcontext()
 
-    async with Client(target) as client:
+    async with BenchmarkClient(target) as client:
         if ready_timeout > 0:
             await _wait_ready(client, target, samples[0], ready_timeout)
 
-        async def send(sample: SampleRequest) -> Trace:
+        async def send(sample: SampleRequest) -> RequestResult:
             async with gate:
                 return await client.send(sample)
 
         await asyncio.gather(*(send(samples[i % len(samples)]) for i in range(load.num_warmups)))
 
-        async def measure(sample: SampleRequest) -> Trace:
+        async def measure(sample: SampleRequest) -> RequestResult:
             trace = await send(sample)
             _count(trace, sample, tokenizer)
             on_done(trace)
@@ -109,10 +109,10 @@ async def run_benchmark(
                 if delay > 0:
                     await asyncio.sleep(delay)
                 tasks.append(group.create_task(measure(sample)))
-        return Outcome([task.result() for task in tasks], time.perf_counter() - start)
+        return BenchmarkRun([task.result() for task in tasks], time.perf_counter() - start)
 
 
-async def _wait_ready(client: Client, target: Target, sample: SampleRequest, seconds: float) -> None:
+async def _wait_ready(client: BenchmarkClient, target: ServerEndpoint, sample: SampleRequest, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while True:
         trace = await client.send(sample)
@@ -126,7 +126,7 @@ async def _wait_ready(client: Client, target: Target, sample: SampleRequest, sec
         await asyncio.sleep(_READY_PAUSE)
 
 
-def _count(trace: Trace, sample: SampleRequest, tokenizer: BenchmarkTokenizer | None) -> None:
+def _count(trace: RequestResult, sample: SampleRequest, tokenizer: BenchmarkTokenizer | None) -> None:
     """Fills in what the server did not say. Without a tokenizer, texts stand for tokens."""
     if trace.prompt_tokens is None:
         trace.prompt_tokens = sample.prompt_len

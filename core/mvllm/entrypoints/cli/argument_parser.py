@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from mvllm.entrypoints.cli.help import subcommands
 
 
-class Parser(argparse.ArgumentParser):
+class CommandLineParser(argparse.ArgumentParser):
     """Says what is wrong in two lines, where argparse would list every option first."""
 
     arguments: Sequence[str] = ()
@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
         """Ends the program with status 2."""
         parser: argparse.ArgumentParser = self
         if message.startswith("unrecognized arguments:"):
-            parser = innermost(self, self.arguments)[0]
+            parser = find_subcommand(self, self.arguments)[0]
             message += _suggest_options(parser, message.split()[2:])
         self.exit(2, f"{parser.prog}: error: {message}\n`{parser.prog} --help` lists what there is.\n")
 
@@ -34,7 +34,8 @@ class Parser(argparse.ArgumentParser):
         else:
             text = f"invalid choice: {value!r} (choose from {', '.join(known)})"
         raise argparse.ArgumentError(
-            None if isinstance(action, argparse._SubParsersAction) else action, f"{text}.{meant(str(value), known)}"
+            None if isinstance(action, argparse._SubParsersAction) else action,
+            f"{text}.{did_you_mean(str(value), known)}",
         )
 
 
@@ -76,7 +77,7 @@ def check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(f"name a model, as in `{parser.prog} MODEL` or with --model")
 
 
-def meant(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean ...?`, or nothing where nothing is near."""
     nearest = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean {nearest[0]}?" if nearest else ""
@@ -98,7 +99,7 @@ def shorten_usage(parser: argparse.ArgumentParser) -> None:
     parser.usage = " ".join(words).replace("%", "%%")
 
 
-def innermost(
+def find_subcommand(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> tuple[argparse.ArgumentParser, Sequence[str]]:
     """The parser of the command that is called, and the arguments behind the command's name."""
@@ -113,6 +114,6 @@ def innermost(
 def _suggest_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
     known = [text for action in parser._actions if action.help != argparse.SUPPRESS for text in action.option_strings]
     for word in words:
-        if word.startswith("--") and (hint := meant(word.partition("=")[0], known)):
+        if word.startswith("--") and (hint := did_you_mean(word.partition("=")[0], known)):
             return f".{hint}"
     return ""

@@ -14,9 +14,9 @@ import msgspec
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.option import Option
+from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
 from mvllm.entrypoints.cli.config_file import add_config_argument
 from mvllm.entrypoints.cli.human_readable_int import human_readable_int
-from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
 from mvllm.errors import ConfigError
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -160,7 +160,9 @@ def _add_sampling_option(group: Any, name: str, hint: Any, text: str) -> None:
         group.add_argument(flag, action="append", type=int if list[int] in kinds else str, metavar="TEXT", **common)
     else:
         is_float = float in kinds
-        group.add_argument(flag, type=float if is_float else human_readable_int, metavar="X" if is_float else "N", **common)
+        group.add_argument(
+            flag, type=float if is_float else human_readable_int, metavar="X" if is_float else "N", **common
+        )
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -12,15 +12,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mvllm.entrypoints.bench.metrics import GOODPUT_METRICS, METRICS
 from mvllm.entrypoints.bench.datasets import DATASETS, DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PREFIX_LEN
+from mvllm.entrypoints.bench.metrics import GOODPUT_METRICS, METRICS
+from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.cli.config_file import add_config_argument
-from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
 from mvllm.errors import ConfigError, MvllmError
 
 if TYPE_CHECKING:
-    from mvllm.entrypoints.bench.client import Target
+    from mvllm.entrypoints.bench.client import ServerEndpoint
     from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, SampleRequest
     from mvllm.messages.sampling_params import SamplingParams
 
@@ -258,7 +258,7 @@ def _add_quiet(group: Any) -> None:
 
 def _run_throughput(args: argparse.Namespace) -> int:
     from mvllm.entrypoints.bench.offline import measure_throughput
-    from mvllm.entrypoints.bench.report import table, write_json
+    from mvllm.entrypoints.bench.report import format_table, write_json
     from mvllm.entrypoints.llm import LLM
 
     settings = engine_args(args)
@@ -276,7 +276,7 @@ def _run_throughput(args: argparse.Namespace) -> int:
         ("Tokens per second", result["tokens_per_second"]),
         ("Output tokens per second", result["output_tokens_per_second"]),
     ]
-    print(table("Throughput", rows))
+    print(format_table("Throughput", rows))
     print(f"Platform {where}.")
     if args.output_json is not None:
         write_json(args.output_json, result)
@@ -285,7 +285,7 @@ def _run_throughput(args: argparse.Namespace) -> int:
 
 def _run_latency(args: argparse.Namespace) -> int:
     from mvllm.entrypoints.bench.offline import measure_latency
-    from mvllm.entrypoints.bench.report import table, write_json
+    from mvllm.entrypoints.bench.report import format_table, write_json
     from mvllm.entrypoints.llm import LLM
 
     settings = engine_args(args)
@@ -310,7 +310,7 @@ def _run_latency(args: argparse.Namespace) -> int:
         *((f"{p}% percentile latency (s)", f"{value:.4f}") for p, value in result["percentiles"].items()),
         ("Output tokens per second", result["output_tokens_per_second"]),
     ]
-    print(table(f"Latency of {args.batch_size} x ({args.input_len} in, {args.output_len} out)", rows))
+    print(format_table(f"Latency of {args.batch_size} x ({args.input_len} in, {args.output_len} out)", rows))
     print(f"Platform {where}.")
     if args.output_json is not None:
         write_json(args.output_json, result)
@@ -318,8 +318,8 @@ def _run_latency(args: argparse.Namespace) -> int:
 
 
 def _run_startup(args: argparse.Namespace) -> int:
-    from mvllm.entrypoints.bench.report import table, write_json
-    from mvllm.entrypoints.bench.startup import measure_startup, measure_one_startup
+    from mvllm.entrypoints.bench.report import format_table, write_json
+    from mvllm.entrypoints.bench.startup import measure_one_startup, measure_startup
 
     settings = engine_args(args)
     settings.create_model_config()  # what cannot be started is said before the first try
@@ -335,7 +335,7 @@ def _run_startup(args: argparse.Namespace) -> int:
         ("Average time to the first token (s)", result["avg_first_token_time"]),
         *((f"  {name} (s)", sum(run[name] for run in phases) / len(phases)) for name in phases[0]),
     ]
-    print(table("Startup", rows))
+    print(format_table("Startup", rows))
     if args.output_json is not None:
         write_json(args.output_json, result)
     return 0
@@ -346,9 +346,9 @@ def _run_serve(args: argparse.Namespace) -> int:
     import dataclasses
 
     from mvllm.entrypoints.bench.client import require_aiohttp
-    from mvllm.entrypoints.bench.metrics import compute, details
+    from mvllm.entrypoints.bench.metrics import calculate_metrics, per_request_details
     from mvllm.entrypoints.bench.report import format_serving_table, write_json
-    from mvllm.entrypoints.bench.serving import DEFAULT_MAX_CONCURRENCY, Load, get_first_model, run_benchmark
+    from mvllm.entrypoints.bench.serving import DEFAULT_MAX_CONCURRENCY, LoadPattern, get_first_model, run_benchmark
 
     selected = _names(args.percentile_metrics)
     percentiles = _percentiles(args.metric_percentiles)
@@ -365,7 +365,7 @@ def _run_serve(args: argparse.Namespace) -> int:
     if max_concurrency is None and math.isinf(args.request_rate) and len(samples) > DEFAULT_MAX_CONCURRENCY:
         max_concurrency = DEFAULT_MAX_CONCURRENCY
         print(f"At most {max_concurrency} requests are sent at a time (--max-concurrency).", file=sys.stderr)
-    load = Load(args.request_rate, args.burstiness, max_concurrency, args.num_warmups, args.seed)
+    load = LoadPattern(args.request_rate, args.burstiness, max_concurrency, args.num_warmups, args.seed)
     with _Progress(args, len(samples)) as step:
         outcome = asyncio.run(
             run_benchmark(
@@ -377,7 +377,9 @@ def _run_serve(args: argparse.Namespace) -> int:
                 on_done=lambda trace: step(),
             )
         )
-    result = compute(outcome.traces, outcome.duration, percentiles=percentiles, selected=selected, goodput=goodput)
+    result = calculate_metrics(
+        outcome.traces, outcome.duration, percentiles=percentiles, selected=selected, goodput=goodput
+    )
     print(format_serving_table(result, percentiles, selected))
     _print_errors([trace.error for trace in outcome.traces if trace.error is not None])
     if args.save_result or args.append_result or args.save_detailed or args.result_filename:
@@ -400,7 +402,7 @@ def _run_serve(args: argparse.Namespace) -> int:
         model = target.model.rstrip("/").rpartition("/")[2]
         default = f"{args.label or args.endpoint_type}-{rate}qps{concurrency}-{model}-{now}.json"
         path = args.result_dir / (args.result_filename or default)
-        more = details(outcome.traces) if args.save_detailed else {}
+        more = per_request_details(outcome.traces) if args.save_detailed else {}
         write_json(path, {**head, **result, **more}, append=args.append_result)
         print(f"Result written to {path}.")
     return 0 if result["completed"] else 1
@@ -441,9 +443,9 @@ def _tokenizer_of_server(name: str) -> BenchmarkTokenizer:
 
 
 def _samples(args: argparse.Namespace, tokenizer: BenchmarkTokenizer | None) -> list[SampleRequest]:
-    from mvllm.entrypoints.bench.datasets import make_samples
+    from mvllm.entrypoints.bench.datasets import sample_requests
 
-    return make_samples(
+    return sample_requests(
         args.dataset_name,
         args.num_prompts,
         tokenizer=tokenizer,
@@ -469,13 +471,13 @@ def _params(ignore_eos: bool) -> SamplingParams:
     return SamplingParams(ignore_eos=ignore_eos, detokenize=True)
 
 
-def _target(args: argparse.Namespace) -> Target:
-    from mvllm.entrypoints.bench.client import ENDPOINTS, Target
+def _target(args: argparse.Namespace) -> ServerEndpoint:
+    from mvllm.entrypoints.bench.client import ENDPOINTS, ServerEndpoint
 
     key = args.api_key or os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     sampling = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
-    return Target(
+    return ServerEndpoint(
         base_url=args.base_url or f"http://{args.host}:{args.port}",
         endpoint=args.endpoint or ENDPOINTS[args.endpoint_type],
         model=getattr(args, "model", ""),

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         if args.chat_template is not None:
             raise ConfigError("--chat-template is for an engine in this process; with --url, the server has its own.")
         remote = RemoteModel(args)
-        return _run_conversation(Conversation(remote.print_chat, system=args.system), remote.summary)
+        return _run_conversation(ChatSession(remote.print_chat, system=args.system), remote.summary)
 
     from mvllm.entrypoints.llm import LLM
 
@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
     with LLM.from_engine_args(settings) as llm:
         params = sampling_params(args, llm.get_default_sampling_params())
         say = _make_printer(llm.llm_engine, params, template)
-        return _run_conversation(Conversation(say, system=args.system), f"platform {llm.llm_engine.platform_summary}")
+        return _run_conversation(ChatSession(say, system=args.system), f"platform {llm.llm_engine.platform_summary}")
 
 
-def _run_conversation(conversation: Conversation, where: str) -> int:
+def _run_conversation(conversation: ChatSession, where: str) -> int:
     """Goes through the lines of input until one ends the conversation."""
     from mvllm.entrypoints.cli.terminal import ThroughputCounter, read_lines
 
@@ -99,7 +99,7 @@ def _make_printer(engine: LLMEngine, params: SamplingParams, template: str | Non
     return say
 
 
-class Conversation:
+class ChatSession:
     """What has been said so far.
 
     Args:
@@ -109,14 +109,14 @@ class Conversation:
 
     def __init__(self, speaker: MessagePrinter, *, system: str | None) -> None:
         self._make_printer = speaker
-        self._first: Messages = [{"role": "system", "content": system}] if system else []
-        self._messages = list(self._first)
+        self._system_messages: Messages = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._system_messages)
 
     def reset(self) -> None:
         """Forgets everything but the system message."""
-        self._messages = list(self._first)
+        self._messages = list(self._system_messages)
 
-    def say(self, text: str, speed: ThroughputCounter) -> None:
+    def respond(self, text: str, speed: ThroughputCounter) -> None:
         """Prints the answer to `text` as it comes. What was printed is remembered, also where the answer was stopped.
 
         Raises:
@@ -129,9 +129,9 @@ class Conversation:
             raise RequestError(error)
 
 
-def _answer(conversation: Conversation, line: str, speed: ThroughputCounter) -> None:
+def _answer(conversation: ChatSession, line: str, speed: ThroughputCounter) -> None:
     try:
-        conversation.say(line, speed)
+        conversation.respond(line, speed)
     except RequestError as e:
         print(f"error: {e}", file=sys.stderr)
     except KeyboardInterrupt:

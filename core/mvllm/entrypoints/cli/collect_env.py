@@ -90,7 +90,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that matter, with secrets masked. Those of an installed executor begin with its name."""
     from mvllm.platform import plugin_groups
 
-    executors = tuple(f"{name.upper()}_" for name in plugin_groups.offered(plugin_groups.EXECUTORS))
+    executors = tuple(f"{name.upper()}_" for name in plugin_groups.allowed_names(plugin_groups.EXECUTORS))
     return {
         name: MASK if _SECRET.search(name) and value else _USER_IN_URL.sub(f"{MASK}@", value)
         for name, value in sorted(environ.items())
@@ -176,7 +176,7 @@ def _packages() -> dict[str, str | None]:
     from mvllm.platform.discovery import find_sources
 
     names: set[str] = set()
-    sources = [*find_sources(), *(source for door in plugin_groups.ALL for source in plugin_groups.installed(door))]
+    sources = [*find_sources(), *(source for door in plugin_groups.ALL for source in plugin_groups.list_plugins(door))]
     for distribution in {"mvllm", *(source.distribution for source in sources)}:
         try:
             required = importlib.metadata.requires(distribution) or []
@@ -219,7 +219,7 @@ def _plugins() -> dict[str, str]:
         f"{door.group}: {source.name}": f"{source.distribution} {source.version}"
         + ("" if plugin_groups.is_allowed(source) else f" (not let in by {plugin_groups.ENVIRONMENT_VARIABLE})")
         for door in plugin_groups.ALL
-        for source in plugin_groups.installed(door)
+        for source in plugin_groups.list_plugins(door)
     }
 
 

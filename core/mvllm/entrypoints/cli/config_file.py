@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mvllm.entrypoints.cli.argument_parser import innermost
+from mvllm.entrypoints.cli.argument_parser import find_subcommand
 from mvllm.errors import ConfigError
 
 FLAG = "--config"
@@ -45,7 +45,7 @@ def expand_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
     Raises:
         ConfigError: The file cannot be read, or a line of it is not acceptable; names the file and the option.
     """
-    command, rest = innermost(parser, list(arguments))
+    command, rest = find_subcommand(parser, list(arguments))
     options = _options(command)
     if "config" not in options:
         return list(arguments)
@@ -59,7 +59,11 @@ def expand_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
         action = options.get(name)
         if action is None or name in _NOT_IN_A_FILE:
             raise ConfigError(_unknown(path, key, command.prog, options))
-        if value is None or given & set(action.option_strings) or (name == "model" and _has_positional_model(command, rest)):
+        if (
+            value is None
+            or given & set(action.option_strings)
+            or (name == "model" and _has_positional_model(command, rest))
+        ):
             continue
         try:
             extra += _as_arguments(action, value)

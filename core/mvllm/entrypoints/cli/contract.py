@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from mvllm.errors import ConfigError
-from mvllm.platform.contract_surface import Surface, as_data, as_text, from_data, read_surface
 from mvllm.platform.contract_changes import changes, needed_version
+from mvllm.platform.contract_surface import Surface, as_data, as_text, from_data, read_surface
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

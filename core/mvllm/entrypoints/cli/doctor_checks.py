@@ -20,7 +20,7 @@ from typing import Any
 
 from mvllm.config.engine_config import ParallelConfig
 from mvllm.config.env import describe_unknown, unknown_variables
-from mvllm.entrypoints.cli.fork_runner import Outcome, run_in_fork
+from mvllm.entrypoints.cli.fork_runner import ForkResult, run_in_fork
 from mvllm.errors import MvllmError, PlatformError
 from mvllm.platform import plugin_groups
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
@@ -61,7 +61,9 @@ def run_checks(*, platform: str | None = None, model: str | None = None) -> list
         prefix = f"platform.{candidate.name}"
         checks += _run_guarded(f"{prefix}.plugin", lambda c=candidate: _plugin(c))  # type: ignore[misc]
         checks += _run_guarded(f"{prefix}.doctor", partial(_platform_checks, own.get(candidate.name)))
-        checks += _run_guarded(f"{prefix}.visible_devices", partial(_hidden_device_checks, candidate, hiding.get(candidate.name)))
+        checks += _run_guarded(
+            f"{prefix}.visible_devices", partial(_hidden_device_checks, candidate, hiding.get(candidate.name))
+        )
     checks += _run_guarded("torch.backends", lambda: _torch_backends(candidates))
     checks += _run_guarded("platform.choice", lambda: _choice(candidates, platform))
     checks += _run_guarded("extensions.installed", _extensions)
@@ -75,7 +77,7 @@ def run_checks(*, platform: str | None = None, model: str | None = None) -> list
     return checks
 
 
-def _run_forked(candidates: Sequence[Candidate]) -> tuple[Outcome, dict[str, Outcome], dict[str, Outcome]]:
+def _run_forked(candidates: Sequence[Candidate]) -> tuple[ForkResult, dict[str, ForkResult], dict[str, ForkResult]]:
     """Imports torch; runs the own checks of each platform that can be used; asks the others by which variable devices
     are hidden from them. The last two by the platform's name.
     """
@@ -181,7 +183,7 @@ def _problem_with(requirement: str) -> str | None:
     return None if fits else f"{name} is {installed}, needed is {wanted.specifier}"
 
 
-def _torch(candidates: Sequence[Candidate], tried: Outcome) -> Checks:
+def _torch(candidates: Sequence[Candidate], tried: ForkResult) -> Checks:
     """Whether torch can be imported, and is as new as each platform needs."""
     floors = {c.name: c.spec.torch_floor for c in candidates if c.spec is not None and c.spec.torch_floor}
     plugins = {c.name: c.source.distribution for c in candidates}
@@ -255,7 +257,7 @@ def _requirements(candidate: Candidate) -> Checks:
     )
 
 
-def _platform_checks(outcome: Outcome | None) -> Checks:
+def _platform_checks(outcome: ForkResult | None) -> Checks:
     """What the platform itself has to say, where it can be used."""
     if outcome is None:
         return
@@ -265,7 +267,7 @@ def _platform_checks(outcome: Outcome | None) -> Checks:
         yield Check(check_id, CheckStatus(status), found, remedy)
 
 
-def _hidden_device_checks(candidate: Candidate, outcome: Outcome | None) -> Checks:
+def _hidden_device_checks(candidate: Candidate, outcome: ForkResult | None) -> Checks:
     """Whether the variable that the platform names in its topology hides all its devices."""
     if outcome is None or outcome.failure is not None:  # without a device, its library may not even load
         return
@@ -342,9 +344,14 @@ def _unavailable_platform_check(candidates: Sequence[Candidate], asked: str | No
 
 def _extensions() -> Checks:
     """What plugs in beside platforms, by metadata alone, and whether two of them cannot be told apart."""
-    sources = [(door, source) for door in plugin_groups.ALL for source in plugin_groups.installed(door) if plugin_groups.is_allowed(source)]
+    sources = [
+        (door, source)
+        for door in plugin_groups.ALL
+        for source in plugin_groups.list_plugins(door)
+        if plugin_groups.is_allowed(source)
+    ]
     listed = [f"{door.noun} {source.name} ({source.distribution} {source.version})" for door, source in sources]
-    shut_out = [source.distribution for door in plugin_groups.ALL for source in plugin_groups.installed(door)]
+    shut_out = [source.distribution for door in plugin_groups.ALL for source in plugin_groups.list_plugins(door)]
     shut_out = sorted(set(shut_out) - {source.distribution for _, source in sources})
     found = "; ".join(listed) if listed else "none"
     if shut_out:

@@ -21,7 +21,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ForkResult:
     """How a function ended.
 
     Attributes:
@@ -33,7 +33,7 @@ class Outcome:
     failure: str | None = None
 
 
-def run_in_fork(functions: Sequence[Callable[[], Any]], timeout: float) -> list[Outcome]:
+def run_in_fork(functions: Sequence[Callable[[], Any]], timeout: float) -> list[ForkResult]:
     """The outcome of each function, in order. What they print is dropped.
 
     Where the process of one ends or takes too long, those behind it get another process.
@@ -42,13 +42,13 @@ def run_in_fork(functions: Sequence[Callable[[], Any]], timeout: float) -> list[
         functions: Return what JSON can hold.
         timeout: Seconds that each may take.
     """
-    outcomes: list[Outcome] = []
+    outcomes: list[ForkResult] = []
     while len(outcomes) < len(functions):
         outcomes += _run_until_crash(functions[len(outcomes) :], timeout)
     return outcomes
 
 
-def _run_until_crash(functions: Sequence[Callable[[], Any]], timeout: float) -> list[Outcome]:
+def _run_until_crash(functions: Sequence[Callable[[], Any]], timeout: float) -> list[ForkResult]:
     """As many outcomes as one process gives, and that of the function that it ended in."""
     receive, send = os.pipe()
     with warnings.catch_warnings():
@@ -57,7 +57,7 @@ def _run_until_crash(functions: Sequence[Callable[[], Any]], timeout: float) -> 
     if pid == 0:
         _serve(functions, receive, send)
     os.close(send)
-    outcomes: list[Outcome] = []
+    outcomes: list[ForkResult] = []
     has_ended = False
     try:
         with os.fdopen(receive, "rb", buffering=0) as pipe:
@@ -66,7 +66,7 @@ def _run_until_crash(functions: Sequence[Callable[[], Any]], timeout: float) -> 
                 has_ended = line == b""
                 if not line:
                     break
-                outcomes.append(Outcome(**json.loads(line)))
+                outcomes.append(ForkResult(**json.loads(line)))
             else:
                 has_ended = True
     finally:
@@ -74,7 +74,7 @@ def _run_until_crash(functions: Sequence[Callable[[], Any]], timeout: float) -> 
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
     if len(outcomes) < len(functions):
-        outcomes.append(Outcome(failure=_describe(status) if has_ended else f"no answer in {timeout:g} s"))
+        outcomes.append(ForkResult(failure=_describe(status) if has_ended else f"no answer in {timeout:g} s"))
     return outcomes
 
 

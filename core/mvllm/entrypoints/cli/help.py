@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 def add_help_about(parser: argparse.ArgumentParser) -> None:
     """Adds the option behind `--help=WORD` to a command and to the commands below it."""
     for each in (parser, *subcommands(parser).values()):
-        each.add_argument("--help-about", metavar="WORD", action=_HelpAbout, help=argparse.SUPPRESS)
+        each.add_argument("--help-about", metavar="WORD", action=_FilteredHelp, help=argparse.SUPPRESS)
 
 
 def expand_help(arguments: Sequence[str]) -> list[str]:
@@ -23,7 +23,7 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     return {name: each for action in actions for name, each in action.choices.items()}
 
 
-class _HelpAbout(argparse.Action):
+class _FilteredHelp(argparse.Action):
     """Prints the options that have to do with a word, and exits."""
 
     def __call__(
@@ -34,12 +34,12 @@ class _HelpAbout(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         below = subcommands(parser)
-        texts = [text for each in (parser, *below.values()) if (text := _about(each, str(values), bool(below)))]
+        texts = [text for each in (parser, *below.values()) if (text := _filtered_help(each, str(values), bool(below)))]
         print("\n\n".join(texts) or f"No option of `{parser.prog}` has to do with {values!r}.")
         parser.exit()
 
 
-def _about(parser: argparse.ArgumentParser, word: str, named: bool) -> str:
+def _filtered_help(parser: argparse.ArgumentParser, word: str, named: bool) -> str:
     """The help of the options that have to do with a word, under the command's name if that is not clear."""
     chosen = argparse.ArgumentParser(prog=parser.prog, add_help=False, usage=argparse.SUPPRESS)
     for group in parser._action_groups:

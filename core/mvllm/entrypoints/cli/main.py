@@ -10,9 +10,9 @@ from types import MappingProxyType, ModuleType
 from typing import cast
 
 from mvllm.config.env import describe_unknown, unknown_variables
+from mvllm.entrypoints.cli.argument_parser import CommandLineParser, check_model, find_subcommand, shorten_usage
 from mvllm.entrypoints.cli.config_file import expand_config
 from mvllm.entrypoints.cli.help import add_help_about, expand_help
-from mvllm.entrypoints.cli.argument_parser import Parser, check_model, innermost, shorten_usage
 from mvllm.entrypoints.shutdown_signals import exit_on_signals, exit_program
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import configure_logging, get_logger
@@ -72,7 +72,7 @@ def _run(name: str | None, arguments: list[str]) -> int:
         parser = _make_parser(name, module, installed)
         parser.arguments = arguments
         args = parser.parse_args(expand_config(parser, expand_help(arguments)))
-        check_model(innermost(parser, arguments)[0], args)
+        check_model(find_subcommand(parser, arguments)[0], args)
         configure_logging()
         _warn_about_environment()
         assert module is not None
@@ -113,7 +113,9 @@ def _installed_commands() -> dict[str, str]:
     """Commands of other packages that may be used, each with who offers it. None of them is imported."""
     from mvllm.platform import plugin_groups
 
-    sources = [source for source in plugin_groups.installed(plugin_groups.COMMANDS) if plugin_groups.is_allowed(source)]
+    sources = [
+        source for source in plugin_groups.list_plugins(plugin_groups.COMMANDS) if plugin_groups.is_allowed(source)
+    ]
     return {s.name: f"added by {s.distribution} {s.version}" for s in sources if s.name not in COMMANDS}
 
 
@@ -128,8 +130,8 @@ def _load_installed(name: str) -> ModuleType:
 
 def _make_parser(
     name: str | None, module: ModuleType | None, installed: Mapping[str, str] = MappingProxyType({})
-) -> Parser:
-    parser = Parser(
+) -> CommandLineParser:
+    parser = CommandLineParser(
         prog="mvllm",
         description="Run large language models on the hardware for which a platform plugin is installed.",
         epilog="`mvllm COMMAND --help` explains a command, `mvllm COMMAND --help=WORD` only its options about WORD.",

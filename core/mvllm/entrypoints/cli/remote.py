@@ -71,13 +71,13 @@ class RemoteModel:
 
     def print_chat(self, messages: list[dict[str, Any]], speed: ThroughputCounter) -> tuple[str, str | None]:
         """Prints the next message of a conversation as it comes; returns it, and the error that ended it."""
-        return self._print("/v1/chat/completions", {"messages": messages}, speed)
+        return self._stream_and_print("/v1/chat/completions", {"messages": messages}, speed)
 
     def print_completion(self, prompt: str, speed: ThroughputCounter) -> tuple[str, str | None]:
         """Prints what follows a text as it comes; returns it, and the error that ended it."""
-        return self._print("/v1/completions", {"prompt": prompt}, speed)
+        return self._stream_and_print("/v1/completions", {"prompt": prompt}, speed)
 
-    def _print(self, path: str, body: dict[str, Any], speed: ThroughputCounter) -> tuple[str, str | None]:
+    def _stream_and_print(self, path: str, body: dict[str, Any], speed: ThroughputCounter) -> tuple[str, str | None]:
         start, text, num_pieces, num_tokens, error = time.perf_counter(), "", 0, 0, None
         body = {**self._sampling, **body, "model": self._model, "stream": True}
         body["stream_options"] = {"include_usage": True}

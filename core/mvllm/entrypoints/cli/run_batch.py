@@ -92,8 +92,8 @@ async def _answer_all(args: argparse.Namespace, template: str | None, source: IO
     from mvllm.engine.async_llm import AsyncLLM
     from mvllm.entrypoints.openai.batch_runner import BatchRunner
     from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
-    from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
     from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
+    from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
     from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
     from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields
     from mvllm.progress import show_progress

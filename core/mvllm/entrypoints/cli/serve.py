@@ -13,11 +13,11 @@ from typing import Any, get_args
 from mvllm.config.engine_args import SERVER_MAX_QUEUED_REQUESTS, EngineArgs
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.cli.human_readable_int import human_readable_int
-from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
 from mvllm.entrypoints.openai.server.authentication import read_api_keys
 from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
 from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
+from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
 from mvllm.errors import ConfigError
 from mvllm.platform import plugin_groups
 
@@ -207,11 +207,11 @@ def run(args: argparse.Namespace) -> int:
             "Run: pip install --upgrade --force-reinstall mvllm"
         )
     from mvllm.entrypoints.openai.server.connections import raise_descriptor_limit
-    from mvllm.entrypoints.openai.server.listener import listen, listen_unix
+    from mvllm.entrypoints.openai.server.listener import listen_tcp, listen_unix
 
     raise_descriptor_limit()
     if settings.uds is None:
-        listener = listen(settings.host, settings.port)
+        listener = listen_tcp(settings.host, settings.port)
     else:
         listener = listen_unix(settings.uds)
         remove_on_exit(Path(settings.uds))

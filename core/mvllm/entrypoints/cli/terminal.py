@@ -7,9 +7,9 @@ import sys
 import time
 from collections.abc import Iterator
 
-from mvllm.engine.llm_engine import LLMEngine
 from mvllm.engine.frontend.outputs import CompletionOutput
-from mvllm.entrypoints.stream_request import stream
+from mvllm.engine.llm_engine import LLMEngine
+from mvllm.entrypoints.stream_request import stream_request
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -38,7 +38,7 @@ def print_stream(
     start = time.perf_counter()
     text, error = "", None
     try:
-        for output in stream(engine, prompt, params):
+        for output in stream_request(engine, prompt, params):
             for sequence in output.outputs:
                 speed.num_tokens += len(sequence.token_ids)
                 error = error or sequence.error

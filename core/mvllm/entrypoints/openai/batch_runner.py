@@ -19,11 +19,14 @@ from typing import IO, Protocol
 import msgspec
 
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.common.request_body import BodyDecoder
 from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler, ChatPromptRenderer
+from mvllm.entrypoints.openai.common.errors import APIError, error_body, to_api_error
+from mvllm.entrypoints.openai.common.request_body import BodyDecoder
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields
 from mvllm.entrypoints.openai.completions.serving import CompletionHandler
 from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingHandler
-from mvllm.entrypoints.openai.common.errors import APIError, to_api_error, error_body
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -31,16 +34,13 @@ from mvllm.entrypoints.openai.protocol import (
     GenerationRequest,
     reject_unsupported_fields,
 )
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
-from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields
 from mvllm.errors import QueueFullError, RequestError
 
 MAX_LINE_BYTES = 64 << 20
 _RETRY_SECONDS = 0.05  # seconds until another try where the engine's queue is full
 
 
-class Line(msgspec.Struct):
+class BatchRequestInput(msgspec.Struct):
     """A request as it stands in the file."""
 
     custom_id: str
@@ -49,7 +49,7 @@ class Line(msgspec.Struct):
     method: str = "POST"
 
 
-class Response(msgspec.Struct):
+class BatchResponseData(msgspec.Struct):
     """What a server would have answered."""
 
     status_code: int
@@ -57,20 +57,20 @@ class Response(msgspec.Struct):
     body: msgspec.Raw
 
 
-class Failure(msgspec.Struct):
+class BatchRequestError(msgspec.Struct):
     """Why a line is no request."""
 
     code: str
     message: str
 
 
-class Answer(msgspec.Struct):
+class BatchRequestOutput(msgspec.Struct):
     """A line of the output."""
 
     id: str
     custom_id: str | None
-    response: Response | None
-    error: Failure | None
+    response: BatchResponseData | None
+    error: BatchRequestError | None
 
 
 @dataclass
@@ -81,13 +81,13 @@ class BatchCounts:
     failed: int = 0
 
 
-class Call(Protocol):
+class RequestHandler(Protocol):
     """A request that is being answered."""
 
     async def start(self) -> None:
         """Hands it to the engine."""
 
-    async def answer(self) -> bytes:
+    async def full_response(self) -> bytes:
         """The answer's body."""
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class BatchRunner:
         self._max_concurrency = max_concurrency
         self._on_done = on_done
         self._unknown_fields = unknown_fields or UnknownFields()
-        self._lines = msgspec.json.Decoder(Line)
+        self._lines = msgspec.json.Decoder(BatchRequestInput)
         self._chat = BodyDecoder(ChatCompletionRequest)
         self._completion = BodyDecoder(CompletionRequest)
         self._embedding = BodyDecoder(EmbeddingRequest)
@@ -142,7 +142,7 @@ class BatchRunner:
 
         async def answer(data: bytes) -> None:
             try:
-                found = await self._answer(data)
+                found = await self._process_line(data)
             finally:
                 room.release()
             tally.total += 1
@@ -165,15 +165,15 @@ class BatchRunner:
             raise self._engine.dead_error
         return tally
 
-    async def _answer(self, data: bytes) -> Answer:
+    async def _process_line(self, data: bytes) -> BatchRequestOutput:
         answer_id = f"batch_req_{uuid.uuid4().hex}"
         try:
             if len(data) > MAX_LINE_BYTES:
                 raise ValueError(f"The line is longer than {MAX_LINE_BYTES} bytes")
             line = self._lines.decode(data)
         except (ValueError, RecursionError) as e:  # msgspec's errors are ValueErrors
-            failure = Failure("invalid_line", f"The line is no request: {str(e).replace('`', '')}.")
-            return Answer(answer_id, _custom_id(data), None, failure)
+            failure = BatchRequestError("invalid_line", f"The line is no request: {str(e).replace('`', '')}.")
+            return BatchRequestOutput(answer_id, _custom_id(data), None, failure)
         request_id = uuid.uuid4().hex
         try:
             status, body = 200, await self._respond(line)
@@ -181,9 +181,11 @@ class BatchRunner:
             error = to_api_error(e)
             status = error.status
             body = error_body(error.status, error.message, param=error.param, code=error.code)
-        return Answer(answer_id, line.custom_id, Response(status, request_id, msgspec.Raw(body)), None)
+        return BatchRequestOutput(
+            answer_id, line.custom_id, BatchResponseData(status, request_id, msgspec.Raw(body)), None
+        )
 
-    async def _respond(self, line: Line) -> bytes:
+    async def _respond(self, line: BatchRequestInput) -> bytes:
         """The body of the answer to a request.
 
         Raises:
@@ -192,26 +194,28 @@ class BatchRunner:
         if line.method != "POST":
             raise APIError(405, f"method is {line.method[:20]!a}; it must be 'POST'.", param="method")
         while True:
-            call = self._call(line)
+            call = self._make_handler(line)
             try:
                 await call.start()
-                return await call.answer()
+                return await call.full_response()
             except QueueFullError:  # which an engine at rest never is
                 await asyncio.sleep(_RETRY_SECONDS)
             finally:
                 call.close()
 
-    def _call(self, line: Line) -> Call | EmbeddingHandler:
+    def _make_handler(self, line: BatchRequestInput) -> RequestHandler | EmbeddingHandler:
         body = bytes(line.body)
         if line.url == "/v1/chat/completions":
             chat = self._chat.decode(body, self._unknown_fields)
-            return ChatCompletionHandler(self._engine, self._prompts, self._checked(chat), chat)
+            return ChatCompletionHandler(self._engine, self._prompts, self._check_request(chat), chat)
         if line.url == "/v1/completions":
             completion = self._completion.decode(body, self._unknown_fields)
-            return CompletionHandler(self._engine, self._text_work, self._checked(completion), completion)
+            return CompletionHandler(self._engine, self._text_work, self._check_request(completion), completion)
         if line.url == "/v1/embeddings":
             embedding = self._embedding.decode(body, self._unknown_fields)
-            return EmbeddingHandler(self._engine, self._text_work, self._models.check(embedding.model), embedding)
+            return EmbeddingHandler(
+                self._engine, self._text_work, self._models.resolve_name(embedding.model), embedding
+            )
         raise APIError(
             404,
             f"url is {line.url[:60]!a}; a batch may ask for '/v1/chat/completions', '/v1/completions' and "
@@ -220,12 +224,12 @@ class BatchRunner:
             code="invalid_url",
         )
 
-    def _checked(self, request: GenerationRequest) -> str:
+    def _check_request(self, request: GenerationRequest) -> str:
         """The model's name in the answer to a request that a batch may have."""
         if request.stream:
             raise RequestError("stream is not possible in a batch; leave it out.", parameter="stream")
         reject_unsupported_fields(request)
-        return self._models.check(request.model)
+        return self._models.resolve_name(request.model)
 
 
 def _read_line(source: IO[bytes]) -> bytes | None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from mvllm.entrypoints.openai.tokenizer_trial_process import LOAD_SECONDS, MEMORY_BYTES, SECONDS, CompileJob, TrialStep
 from mvllm.errors import ModelError
 from mvllm.executor.process.pipe_process import (
-    kill_pipe_process,
     find_exceeded_limit,
+    kill_pipe_process,
     receive_message,
     start_pipe_process,
     write_message,

@@ -26,7 +26,7 @@ _MAX_TEMPLATE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Rule:
+class DetectionRule:
     """When a template belongs to a format.
 
     Attributes:
@@ -49,12 +49,12 @@ class Rule:
 _Q = r"\\*\""
 
 TOOL_RULES = (
-    Rule(
+    DetectionRule(
         "hermes",
         (rf"<tool_call>[^<>]{{0,40}}?\{{{_Q}(?:name|arguments){_Q}", rf"{_Q}arguments{_Q}", "</tool_call>"),
         ("<function=", "<parameter=", "<arg_key>", "<tool_sep>", r"<\|python_tag\|>", r"\[TOOL_CALLS\]"),
     ),
-    Rule(
+    DetectionRule(
         "llama3_json",
         (
             r"<\|start_header_id\|>",
@@ -62,31 +62,35 @@ TOOL_RULES = (
         ),
         ("<tool_call>", "<function=", r"\[TOOL_CALLS\]"),
     ),
-    Rule("mistral", (r"\[TOOL_CALLS\]", r"\[AVAILABLE_TOOLS\]"), ("<tool_call>", r"<\|python_tag\|>")),
+    DetectionRule("mistral", (r"\[TOOL_CALLS\]", r"\[AVAILABLE_TOOLS\]"), ("<tool_call>", r"<\|python_tag\|>")),
 )
 
 REASONING_RULES = (
-    Rule("qwen3", (r"\benable_thinking\b", "<think>", "</think>"), ("<answer>", "<｜Assistant｜>")),
-    Rule("qwen3", (r"<\|im_start\|>assistant(?:\\+n|\n)<think>", "</think>"), ("<answer>",)),  # it always thinks
-    Rule("deepseek_r1", (r"<｜Assistant｜><think>", "</think>"), (r"\benable_thinking\b", r"\bthinking\b", "<answer>")),
+    DetectionRule("qwen3", (r"\benable_thinking\b", "<think>", "</think>"), ("<answer>", "<｜Assistant｜>")),
+    DetectionRule(
+        "qwen3", (r"<\|im_start\|>assistant(?:\\+n|\n)<think>", "</think>"), ("<answer>",)
+    ),  # it always thinks
+    DetectionRule(
+        "deepseek_r1", (r"<｜Assistant｜><think>", "</think>"), (r"\benable_thinking\b", r"\bthinking\b", "<answer>")
+    ),
 )
 
 
-def detect(template: str, rules: tuple[Rule, ...]) -> str | None:
+def detect_format(template: str, rules: tuple[DetectionRule, ...]) -> str | None:
     """The parser of the rules that apply; None where none applies, or those that do name several."""
     found = {rule.parser for rule in rules if rule.applies(template)}
     return found.pop() if len(found) == 1 else None
 
 
 @dataclass(frozen=True)
-class Parsers:
+class ParserNames:
     """Names of the parsers of a server; None for none."""
 
     tool: str | None
     reasoning: str | None
 
 
-def resolve_parsers(tool: str, reasoning: str, chat_template: str | None, folder: Path) -> Parsers:
+def resolve_parsers(tool: str, reasoning: str, chat_template: str | None, folder: Path) -> ParserNames:
     """The parsers to use. Logs what the template decided.
 
     Args:
@@ -95,18 +99,20 @@ def resolve_parsers(tool: str, reasoning: str, chat_template: str | None, folder
         folder: Of the tokenizer.
     """
 
-    def choose(asked: str, rules: tuple[Rule, ...], names: Callable[[], tuple[str, ...]], what: str) -> str | None:
+    def choose(
+        asked: str, rules: tuple[DetectionRule, ...], names: Callable[[], tuple[str, ...]], what: str
+    ) -> str | None:
         if asked != AUTO:
             return None if asked == NONE else asked
         template = chat_template or read_chat_template(folder, for_tools=rules is TOOL_RULES)
-        found = detect(template, rules) if template else None
+        found = detect_format(template, rules) if template else None
         if found is None or found not in names():
             return None
         option = "--tool-call-parser" if rules is TOOL_RULES else "--reasoning-parser"
         logger.info("%s %s, as the chat template shows its format (%s none for none).", what, found, option)
         return found
 
-    return Parsers(
+    return ParserNames(
         choose(tool, TOOL_RULES, tool_parser_names, "Tool call parser"),
         choose(reasoning, REASONING_RULES, reasoning_parser_names, "Reasoning parser"),
     )

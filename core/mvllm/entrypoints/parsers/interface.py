@@ -151,7 +151,7 @@ class ToolParser(ABC):
     def parse(self, text: str) -> ParsedOutput:
         """Reads a whole answer."""
         stream = self.stream()
-        return collect([*stream.feed(text), *stream.finish()])
+        return merge_deltas([*stream.feed(text), *stream.finish()])
 
 
 class ReasoningStream(ABC):
@@ -196,10 +196,10 @@ class ReasoningParser(ABC):
     def parse(self, text: str, prompt: str | None = None) -> ParsedOutput:
         """Reads a whole answer."""
         stream = self.stream(prompt)
-        return collect([*stream.feed(text), *stream.finish()])
+        return merge_deltas([*stream.feed(text), *stream.finish()])
 
 
-def collect(deltas: Iterable[Delta]) -> ParsedOutput:
+def merge_deltas(deltas: Iterable[Delta]) -> ParsedOutput:
     """Puts an answer's deltas together."""
     content: list[str] = []
     reasoning: list[str] = []

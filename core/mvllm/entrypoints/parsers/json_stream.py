@@ -34,11 +34,11 @@ class JsonValueReader:
         broken: A `<` stood outside of a string, which no value has: a marker may begin there. It was not consumed.
     """
 
-    __slots__ = ("_depth", "_escaped", "_in_plain_word", "_quote", "_scalar", "_word", "broken", "done")
+    __slots__ = ("_depth", "_escaped", "_in_plain_word", "_quote", "_scalar", "_word", "done", "failed")
 
     def __init__(self) -> None:
         self.done = False
-        self.broken = False
+        self.failed = False
         self._depth = 0
         self._quote = ""
         self._escaped = False
@@ -49,7 +49,7 @@ class JsonValueReader:
     def feed(self, text: str, start: int, out: list[str]) -> int:
         """Reads on from `start`, appends to `out` what is to be passed on, and returns where it stopped."""
         i = start
-        while i < len(text) and not (self.done or self.broken):
+        while i < len(text) and not (self.done or self.failed):
             if self._quote:
                 i = self._read_string(text, i, out)
             elif self._word is not None:
@@ -104,7 +104,7 @@ class JsonValueReader:
     def _read_structural(self, text: str, i: int, out: list[str]) -> int:
         c = text[i]
         if c == "<":
-            self.broken = True
+            self.failed = True
             return i
         if c in QUOTES:
             self._quote = c

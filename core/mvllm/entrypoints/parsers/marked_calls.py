@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE, ToolCallReader
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ToolCallDelta, ToolStream, make_call_id
-from mvllm.entrypoints.parsers.markers import compile_markers, held_back, is_partial_marker
+from mvllm.entrypoints.parsers.markers import compile_markers, is_partial_marker, partial_marker_length
+from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE, ToolCallReader
 
 State = Callable[[str, int, list[Delta]], int]
 """Reads on from an index of the text, appends what is certain, and returns where it stopped."""
@@ -56,7 +56,7 @@ class MarkedCalls(ToolStream):
         self._make_id = make_id
         self._tail = ""  # the end of the last piece, where it may be the beginning of a marker
         self._space: list[str] = []  # white space that is content only if more content follows
-        self._behind: list[str] = []  # white space behind a call: layout, if more of the format follows
+        self._space_after_call: list[str] = []  # white space behind a call: layout, if more of the format follows
         self._held: list[str] = []  # what may be a call, as it was written
         self._reader: ToolCallReader | None = None
         self._in_list = False
@@ -78,7 +78,7 @@ class MarkedCalls(ToolStream):
     def finish(self) -> list[Delta]:
         """Gives what was held back."""
         out: list[Delta] = []
-        if self._reader is not None and self._reader.begun:
+        if self._reader is not None and self._reader.started:
             self._reader.finish(out)
             self._reader = None
         self.say("".join(self._held) + self._tail, out)
@@ -94,7 +94,7 @@ class MarkedCalls(ToolStream):
         """Outside of calls."""
         found = self._pattern.search(text, i)
         if found is None:
-            end = len(text) - held_back(text, i, self._markers)
+            end = len(text) - partial_marker_length(text, i, self._markers)
             self.say(text[i:end], out)
             return self.wait(text, end)
         self.say(text[i : found.start()], out)
@@ -127,14 +127,14 @@ class MarkedCalls(ToolStream):
         reader = self._reader
         assert reader is not None
         end = reader.feed(text, i, out)
-        if not reader.begun:
+        if not reader.started:
             self.hold(text, i, end)
-            return self.give_up(end, out) if reader.broken else end
+            return self.give_up(end, out) if reader.failed else end
         if reader.index == self.num_calls:
             self.num_calls += 1
             self._held = []
             self._unclosed = True
-        if reader.done or reader.broken:
+        if reader.done or reader.failed:
             self._reader = None
             self.state = self.after if reader.done else self.content
             self._in_list &= reader.done
@@ -144,13 +144,13 @@ class MarkedCalls(ToolStream):
         """Behind a call: another one, the end of the list, the end marker, or content."""
         found = NOT_SPACE.search(text, i)
         if found is None:
-            self._behind.append(text[i:])
+            self._space_after_call.append(text[i:])
             return len(text)
-        self._behind.append(text[i : found.start()])
+        self._space_after_call.append(text[i : found.start()])
         i, c = found.start(), found.group()
         if self._end is not None and is_partial_marker(text, i, self._end):
             return self.wait(text, i)
-        behind, self._behind = "".join(self._behind), []
+        behind, self._space_after_call = "".join(self._space_after_call), []
         if self._in_list and c == "]":
             self._in_list = False
             return i + 1

@@ -11,7 +11,7 @@ def compile_markers(markers: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)")
 
 
-def held_back(text: str, start: int, markers: Sequence[str]) -> int:
+def partial_marker_length(text: str, start: int, markers: Sequence[str]) -> int:
     """Characters at the end of `text`, not before `start`, that may be the beginning of one of `markers`."""
     longest = 0
     end = len(text)

@@ -15,7 +15,7 @@ from mvllm.entrypoints.parsers.interface import (
     ToolParser,
     ToolStream,
     finish_reason_with_tools,
-    collect,
+    merge_deltas,
 )
 
 
@@ -48,7 +48,7 @@ class OutputParser:
         return tuple(marker for one in (self._reasoning, self._tools) if one is not None for marker in one.markers)
 
     @property
-    def is_plain(self) -> bool:
+    def is_passthrough(self) -> bool:
         """Whether all is content as it comes, so that a caller may do without."""
         return self._tools is None and self._reasoning is None
 
@@ -94,7 +94,7 @@ class OutputParser:
     def parse(self, text: str, prompt: str | None = None) -> ParsedOutput:
         """Reads a whole answer: what its pieces would add up to."""
         stream = self.stream(prompt)
-        return collect([*stream.feed(text), *stream.finish()])
+        return merge_deltas([*stream.feed(text), *stream.finish()])
 
 
 class OutputParserStream:

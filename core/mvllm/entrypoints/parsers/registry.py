@@ -30,12 +30,12 @@ _REASONING = {
 
 def tool_parser_names() -> tuple[str, ...]:
     """Names that `tool_parser` takes, sorted: core's and those of installed plugins. Imports nothing."""
-    return tuple(sorted({*_TOOLS, *plugin_groups.offered(plugin_groups.TOOL_PARSERS)}))
+    return tuple(sorted({*_TOOLS, *plugin_groups.allowed_names(plugin_groups.TOOL_PARSERS)}))
 
 
 def reasoning_parser_names() -> tuple[str, ...]:
     """Names that `reasoning_parser` takes, sorted: core's and those of installed plugins. Imports nothing."""
-    return tuple(sorted({*_REASONING, *plugin_groups.offered(plugin_groups.REASONING_PARSERS)}))
+    return tuple(sorted({*_REASONING, *plugin_groups.allowed_names(plugin_groups.REASONING_PARSERS)}))
 
 
 def tool_parser(name: str) -> type[ToolParser]:
@@ -61,9 +61,11 @@ def reasoning_parser(name: str) -> type[ReasoningParser]:
     return found
 
 
-def _find(door: plugin_groups.Door, own: Mapping[str, str], name: str, kind: type, names: tuple[str, ...]) -> Any:
+def _find(
+    door: plugin_groups.PluginGroup, own: Mapping[str, str], name: str, kind: type, names: tuple[str, ...]
+) -> Any:
     if name in own:
-        for rival in plugin_groups.installed(door):
+        for rival in plugin_groups.list_plugins(door):
             if rival.name == name:
                 logger.warning("%s offers the %s %s, which core has itself: core's runs.", rival, door.noun, name)
         module, _, attribute = own[name].partition(":")

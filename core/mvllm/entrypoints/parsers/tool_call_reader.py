@@ -46,9 +46,9 @@ class ToolCallReader:
         strict: bool = False,
         make_id: Callable[[], str] = make_call_id,
     ) -> None:
-        self.begun = False
+        self.started = False
         self.done = False
-        self.broken = False
+        self.failed = False
         self.index = index
         self._name = name
         self._strict = strict
@@ -64,7 +64,7 @@ class ToolCallReader:
     def feed(self, text: str, start: int, out: list[Delta]) -> int:
         """Reads on from `start`, appends what is certain to `out`, and returns where it stopped."""
         i = start
-        while i < len(text) and not (self.done or self.broken):
+        while i < len(text) and not (self.done or self.failed):
             i = self._read_structure(text, i, out) if self._value is None else self._read_value(text, i, out)
         return i
 
@@ -99,14 +99,14 @@ class ToolCallReader:
         elif expected in (_KEY, _MORE) and c == "}":
             self._end(out)
         else:
-            self._break(out)
+            self._fail(out)
             return i
-        return i if self.broken else i + 1
+        return i if self.failed else i + 1
 
     def _begin_value(self, i: int, c: str, out: list[Delta]) -> int:
         misplaced = self._key == "name" and self._name is None and c not in QUOTES
         if misplaced or (self._arguments_only and c != "{"):
-            self._break(out)
+            self._fail(out)
             return i
         self._value, self._value_text = JsonValueReader(), []
         self._streams_arguments = False
@@ -126,8 +126,8 @@ class ToolCallReader:
             self._emit_arguments("".join(pieces), out)
         else:
             self._value_text += pieces
-        if self._value.broken:
-            self._break(out)
+        if self._value.failed:
+            self._fail(out)
         elif self._value.done:
             self._value = None
             self._end_value(out)
@@ -136,16 +136,16 @@ class ToolCallReader:
     def _end_value(self, out: list[Delta]) -> None:
         text = "".join(self._value_text)
         if self._expected == _KEY:
-            self._key = self._meaning(unquote(text))
+            self._key = self._normalize_key(unquote(text))
             self._expected = _COLON
             if self._strict and self._key not in _KNOWN_KEYS:
-                self._break(out)
+                self._fail(out)
             return
         self._expected = _MORE
         if self._key == "name" and self._name is None:
             self._name = unquote(text)
             if not self._name:
-                self._break(out)
+                self._fail(out)
             elif self._arguments is not None:
                 self._begin(out)
                 self._emit_arguments("".join(self._arguments), out)
@@ -155,31 +155,31 @@ class ToolCallReader:
             if self._arguments_only:
                 self.done = True
 
-    def _meaning(self, key: str) -> str:
+    def _normalize_key(self, key: str) -> str:
         """What a key is read as: arguments that come a second time are read over."""
-        return "type" if key in _ARGUMENTS and (self.begun or self._arguments is not None) else key
+        return "type" if key in _ARGUMENTS and (self.started or self._arguments is not None) else key
 
     def _end(self, out: list[Delta]) -> None:
-        if not self.begun:
+        if not self.started:
             if self._name is None or self._strict:
-                self._break(out)
+                self._fail(out)
                 return
             self._begin(out)
             self._emit_arguments("{}", out)
         self.done = True
 
-    def _break(self, out: list[Delta]) -> None:
+    def _fail(self, out: list[Delta]) -> None:
         self.finish(out)
-        self.broken = True
+        self.failed = True
 
     def _begin(self, out: list[Delta]) -> None:
-        self.begun = True
+        self.started = True
         out.append(ToolCallDelta(self.index, self._make_id(), self._name))
 
     def _emit_arguments(self, text: str, out: list[Delta]) -> None:
         if not text:
             return
-        if self.begun:
+        if self.started:
             out.append(ToolCallDelta(self.index, arguments=text))
         elif self._arguments is not None:
             self._arguments.append(text)

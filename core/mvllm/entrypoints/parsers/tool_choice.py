@@ -68,7 +68,9 @@ class ToolChoice:
             "type": "array",
             "minItems": 1,
             "items": {"anyOf": [_call_schema(i, function) for i, function in enumerate(functions)]},
-            "$defs": {str(i): _moved(_closed_parameters(f), f"#/$defs/{i}") for i, f in enumerate(functions)},
+            "$defs": {
+                str(i): _rebase_references(_closed_parameters(f), f"#/$defs/{i}") for i, f in enumerate(functions)
+            },
         }
         if not self.parallel:
             schema["maxItems"] = 1
@@ -220,7 +222,7 @@ def _call_schema(i: int, function: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _moved(schema: Mapping[str, Any], root: str) -> dict[str, Any]:
+def _rebase_references(schema: Mapping[str, Any], root: str) -> dict[str, Any]:
     """A copy of a schema whose root is now `root`: references to places in it are to the same places. No recursion."""
     top: dict[str, Any] = {}
     # Where a copy goes, under which key, what is copied, and whether that is a map of names to schemas.

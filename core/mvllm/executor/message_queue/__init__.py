@@ -13,7 +13,6 @@
 Nothing here imports torch, pickles, or leaves anything behind when its process is killed.
 """
 
-from mvllm.executor.message_queue.shared_memory_budget import plan_rings, shared_memory_space
 from mvllm.executor.message_queue.errors import (
     PeerDiedError,
     QueueClosedError,
@@ -29,6 +28,7 @@ from mvllm.executor.message_queue.message_writer import MessageWriter
 from mvllm.executor.message_queue.notifier import StopSignal
 from mvllm.executor.message_queue.queue import MessageQueue, QueueSettings
 from mvllm.executor.message_queue.ring_buffer import RingShape
+from mvllm.executor.message_queue.shared_memory_budget import plan_rings, shared_memory_space
 
 __all__ = [
     "MessageQueue",

@@ -49,7 +49,7 @@ class MessageSource(Protocol):
 
     def has_message(self) -> bool: ...
     def hint(self) -> bool: ...
-    def take(self, deadline: float | None) -> list[memoryview]:
+    def receive(self, deadline: float | None) -> list[memoryview]:
         """The next message's frames. Taking again before `release` gives the same message."""
         ...
 
@@ -90,7 +90,7 @@ class LocalSource:
     def sequence(self) -> int:
         return self._in.sequence
 
-    def take(self, deadline: float | None) -> list[memoryview]:
+    def receive(self, deadline: float | None) -> list[memoryview]:
         self._in.wait_for_message(deadline)
         payload, kind = self._in.current()
         self.in_place = kind != OVERFLOW
@@ -158,7 +158,7 @@ class MessageReader(Generic[T]):
         """
         if self._is_closed:
             raise self._closed()
-        frames = self.source.take(deadline_after(timeout))
+        frames = self.source.receive(deadline_after(timeout))
         try:
             message = self._decode(frames[0])
             buffers = frames[1:]
@@ -181,7 +181,7 @@ class MessageReader(Generic[T]):
         """
         if self._is_closed:
             raise self._closed()
-        frames = self.source.take(deadline_after(timeout))
+        frames = self.source.receive(deadline_after(timeout))
         try:
             yield self._decode(frames[0]), frames[1:]
         except BaseException:

@@ -31,7 +31,7 @@ class Notifier(ABC):
         """Adds one token. Never blocks, as long as fewer than 4,096 are outstanding."""
 
     @abstractmethod
-    def take(self) -> int:
+    def drain(self) -> int:
         """Takes all tokens; 0 when there are none. Never blocks."""
 
     @property
@@ -55,7 +55,7 @@ if sys.platform == "linux":
         def notify(self) -> None:
             os.eventfd_write(self.write_fd, 1)
 
-        def take(self) -> int:
+        def drain(self) -> int:
             try:
                 return os.eventfd_read(self.read_fd)
             except BlockingIOError:
@@ -72,7 +72,7 @@ class PipeNotifier(Notifier):
     def notify(self) -> None:
         os.write(self.write_fd, b"\0")
 
-    def take(self) -> int:
+    def drain(self) -> int:
         try:
             return len(os.read(self.read_fd, 4096))
         except BlockingIOError:

@@ -74,7 +74,7 @@ class Peer:
         self.is_dead = True
         self._changed()
 
-    def look(self) -> None:
+    def check_alive(self) -> None:
         """Finds out as much as can be known without a descriptor, and gets one where possible."""
         if self._fd >= 0 or self.is_dead or self.is_dropped:
             return
@@ -94,7 +94,7 @@ class Peer:
         doing = f", which last said it was doing: {activity}" if activity else ""
         return f"{role} ({self.name}, {f'pid {pid}' if pid else 'never attached'}){doing}"
 
-    def death(self, queue: str, waiting_for: str) -> PeerDiedError:
+    def died_error(self, queue: str, waiting_for: str) -> PeerDiedError:
         return PeerDiedError(
             f"Queue {queue}: {self.describe()}, has ended. It was needed for {waiting_for}.",
             name=self.name,

@@ -62,7 +62,7 @@ class RingReader:
     def has_message(self) -> bool:
         """Whether `wait_for_message` would return at once."""
         if not self._tokens:
-            self._tokens = self._items.take()
+            self._tokens = self._items.drain()
         return self._tokens > 0
 
     def wait_for_message(self, deadline: float | None) -> None:
@@ -76,13 +76,13 @@ class RingReader:
         if self._tokens:
             return
         if self._spin.spin(self.hint):
-            self._tokens = self._items.take()
+            self._tokens = self._items.drain()
         while not self._tokens:
             if not self.waiter.wait(deadline, f"message {self._next}"):
                 raise QueueTimeoutError(
                     f"Queue {self._name}: message {self._next} did not come in time from {self.peer.describe()}."
                 )
-            self._tokens = self._items.take()
+            self._tokens = self._items.drain()
         self._spin.ended()
 
     def current(self) -> tuple[memoryview, int]:

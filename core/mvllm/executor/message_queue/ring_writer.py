@@ -111,7 +111,7 @@ class RingWriter:
     def _reserve_space(self) -> None:
         for index, notifier in enumerate(self._space):
             if not self.peers[index].is_dropped:
-                self._released[index] += notifier.take()
+                self._released[index] += notifier.drain()
         self._update_limit()
 
     def _update_limit(self) -> None:

@@ -178,7 +178,7 @@ class RemoteSender:
     def _raise_if_dead(self, waiting_for: str) -> None:
         for peer in self.peers:
             if peer.is_dead and not peer.is_dropped:
-                raise peer.death(self._name, waiting_for)
+                raise peer.died_error(self._name, waiting_for)
 
     def _behind(self, oldest: int) -> list[int]:
         return [
@@ -255,7 +255,7 @@ class RemoteSource:
                 raise self._broken()
         return self._frames is not None
 
-    def take(self, deadline: float | None) -> list[memoryview]:
+    def receive(self, deadline: float | None) -> list[memoryview]:
         while not self.has_message():
             if not self._waiter.wait(deadline, f"message {self.sequence}"):
                 raise QueueTimeoutError(

@@ -78,7 +78,7 @@ class Waiter:
             if stopped:
                 raise QueueStoppedError(f"Queue {self._queue} was stopped while it waited for {waiting_for}.")
             for peer in dead:
-                raise peer.death(self._queue, waiting_for)
+                raise peer.died_error(self._queue, waiting_for)
             # One that was found dead just now is not reported yet: poll() looks at one descriptor after the other, so
             # what the peer did last may have come after the look at the data and before the look at the peer.
             if any(peer.is_dead and not peer.is_dropped for peer in self._peers):
@@ -106,7 +106,7 @@ class Waiter:
         known = True
         for peer in self._peers:
             if peer.fd < 0 and not peer.is_dropped:
-                peer.look()
+                peer.check_alive()
                 known = known and (peer.fd >= 0 or peer.is_dead)
         wanted = {peer.fd: peer for peer in self._peers if peer.fd >= 0 and not peer.is_dropped}
         if wanted != self._watched:

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mvllm.executor.process.activity_table import ActivityTable
+from mvllm.executor.process.child_process_handle import ChildProcessHandle, ChildStartArgs
 from mvllm.executor.worker_group import WorkerGroup
-from mvllm.executor.process.child_process_handle import ChildStartArgs, ChildProcessHandle
 
 _POLL_SECONDS = 0.1  # how often processes are looked at where there are no process descriptors
 _GRACE_SECONDS = 2.0  # for workers that were told to stop
@@ -29,7 +29,7 @@ _KILL_SECONDS = 5.0  # after SIGKILL, which only a process stuck in the kernel o
 
 
 @dataclass(frozen=True)
-class Launch:
+class ProcessLaunch:
     """One process to start: what it is told, its environment, the descriptors it inherits, and its kind."""
 
     start: ChildStartArgs
@@ -38,7 +38,7 @@ class Launch:
     kind: type[ChildProcessHandle] = ChildProcessHandle
 
 
-class ProcessGroup(WorkerGroup):
+class ChildProcessGroup(WorkerGroup):
     """See WorkerGroup.
 
     Args:
@@ -46,11 +46,11 @@ class ProcessGroup(WorkerGroup):
         board: Where workers say what they do.
     """
 
-    def __init__(self, launches: Sequence[Launch], board: ActivityTable) -> None:
+    def __init__(self, launches: Sequence[ProcessLaunch], board: ActivityTable) -> None:
         super().__init__()
         self._workers: list[ChildProcessHandle] = []
         self._launches = launches
-        self._board = board
+        self._activity_table = board
         self._launched = False
         self._launch_error: BaseException | None = None
         self._ended = False
@@ -70,7 +70,7 @@ class ProcessGroup(WorkerGroup):
         if self._launch_error is not None:
             raise self._launch_error
 
-    def end(self, *, gracefully: bool = False) -> None:
+    def terminate(self, *, gracefully: bool = False) -> None:
         """Ends every process, each step with a deadline: death pipe, SIGTERM, SIGKILL. Idempotent; safe at exit.
 
         Args:
@@ -106,7 +106,7 @@ class ProcessGroup(WorkerGroup):
         """Ends what still runs and gives back all descriptors. Nobody may wait on `stop` any more."""
         if os.getpid() != self._pid:
             return
-        self.end()
+        self.terminate()
         if self._thread.ident:
             self._thread.join(_PIPE_SECONDS)  # it reads what is closed next
         for worker in self.workers:
@@ -121,7 +121,7 @@ class ProcessGroup(WorkerGroup):
             for launch in self._launches:
                 if self._ending:
                     break
-                self._workers.append(launch.kind.launch(launch.start, launch.env, launch.fds, self._board))
+                self._workers.append(launch.kind.launch(launch.start, launch.env, launch.fds, self._activity_table))
         except BaseException as e:  # noqa: BLE001  (raised by launch(), in the caller's thread)
             self._launch_error = e
         with self._changed:

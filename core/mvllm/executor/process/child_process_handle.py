@@ -14,9 +14,9 @@ from typing import ClassVar, Protocol, Self, cast
 import msgspec
 
 from mvllm.errors import WorkerDiedError, WorkerStuckError
+from mvllm.executor.process.activity_table import STARTING, Activity, ActivityTable
 from mvllm.executor.process.handshake import receive_handshake, send_message
 from mvllm.executor.process.process_utils import STACK_SIGNAL, StackFile, is_stopped, open_pidfd
-from mvllm.executor.process.activity_table import STARTING, Activity, ActivityTable
 
 
 class SerializedFailure(Protocol):
@@ -77,11 +77,13 @@ class ChildProcessHandle:
         self.control = control
         self._process = process
         self._stacks = StackFile(start.stack_fd)
-        self._board = board
+        self._activity_table = board
         self.pidfd = open_pidfd(process.pid)
 
     @classmethod
-    def launch(cls, start: ChildStartArgs, env: Mapping[str, str], pass_fds: Sequence[int], board: ActivityTable) -> Self:
+    def launch(
+        cls, start: ChildStartArgs, env: Mapping[str, str], pass_fds: Sequence[int], board: ActivityTable
+    ) -> Self:
         """Starts the process. The calling thread must live as long as the worker: the kernel ties the two together.
 
         Args:
@@ -121,7 +123,7 @@ class ChildProcessHandle:
     @property
     def activity(self) -> Activity:
         """What it said last that it is doing."""
-        return self._board.read(self.rank)
+        return self._activity_table.read(self.rank)
 
     def __str__(self) -> str:
         return f"{self.name} (rank {self.rank}, pid {self.pid})"
@@ -163,15 +165,15 @@ class ChildProcessHandle:
         """
         if self.activity.text == STARTING:
             return ""
-        return self._stacks.after(lambda: self.send_signal(STACK_SIGNAL))
+        return self._stacks.read_after(lambda: self.send_signal(STACK_SIGNAL))
 
-    def death(self) -> Exception:
+    def death_error(self) -> Exception:
         """The error that says how it ended and what it was doing."""
         assert self.exit_code is not None
         message, activity = self.describe_exit(), str(self.activity)
         return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=activity, exit_code=self.exit_code)
 
-    def stuck(self, message: str) -> Exception:
+    def stuck_error(self, message: str) -> Exception:
         """The error for its not having done in time what `message` says."""
         return WorkerStuckError(message, rank=self.rank, pid=self.pid, activity=str(self.activity))
 

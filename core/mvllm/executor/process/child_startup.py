@@ -10,16 +10,16 @@ import socket
 import sys
 from typing import Protocol, TypeVar
 
+from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.executor.process.handshake import receive_message
 from mvllm.executor.process.process_utils import (
     configure_child_process,
     die_with_parent,
     ensure_standard_streams,
-    leave,
+    exit_process,
     set_process_name,
     watch_parent,
 )
-from mvllm.executor.process.activity_table import ActivityTable
 
 
 class ChildStartMessage(Protocol):
@@ -42,7 +42,7 @@ class ChildStartMessage(Protocol):
 Start = TypeVar("Start", bound=ChildStartMessage)
 
 
-def begin(kind: type[Start]) -> tuple[Start, socket.socket, ActivityTable]:
+def initialize_child(kind: type[Start]) -> tuple[Start, socket.socket, ActivityTable]:
     """Makes this interpreter the child that its arguments and the first message on the control socket describe.
 
     Ends the process where the parent has ended or given up before it said what is wanted.
@@ -61,7 +61,7 @@ def begin(kind: type[Start]) -> tuple[Start, socket.socket, ActivityTable]:
     try:
         start = receive_message(control, kind)
     except (EOFError, ConnectionError):
-        leave(1)
+        exit_process(1)
     watch_parent(control)
     configure_child_process(start.name, start.sys_path, start.python_path, start.stack_fd, start.log_level)
     return start, control, ActivityTable(start.activity_fd)

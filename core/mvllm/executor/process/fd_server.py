@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from mvllm.executor.process.handshake import FRAME_LENGTH, receive_frame, send_frame
 from mvllm.executor.message_queue.queue import HAS_ABSTRACT_SOCKETS
+from mvllm.executor.process.handshake import FRAME_LENGTH, receive_frame, send_frame
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -41,7 +41,7 @@ _REQUEST_BYTES = _TOKEN_BYTES + _KEY.size
 _CREDENTIALS = struct.Struct("=iII")  # Linux' struct ucred: pid, uid, gid
 _POLL_SECONDS = 0.2
 _CONNECTION_TIMEOUT_SECONDS = 10.0
-_REFUSED = "it did not know the token, or asked for what is not there"
+_REFUSED_MESSAGE = "it did not know the token, or asked for what is not there"
 _MAX_PENDING_CONNECTIONS = 64  # who have not said yet what they want
 _MAX_FDS = 250  # the kernel takes 253 at once
 
@@ -123,7 +123,9 @@ class FileDescriptorServer:
         while self._messages and not self._is_closed:
             ready = {fd for fd, _ in poll.poll(_POLL_SECONDS * 1e3)}
             for fd, pending_connection in list(pending_connections.items()):
-                if (fd in ready and self._serve_connection(pending_connection)) or time.monotonic() > pending_connection.deadline:
+                if (
+                    fd in ready and self._serve_connection(pending_connection)
+                ) or time.monotonic() > pending_connection.deadline:
                     poll.unregister(fd)
                     pending_connections.pop(fd).leave()
             if self._listener.fileno() in ready:
@@ -158,7 +160,7 @@ class FileDescriptorServer:
     def _send_descriptors(self, pending_connection: _PendingConnection, request: bytes) -> None:
         token, (key,) = request[:_TOKEN_BYTES], _KEY.unpack(request[_TOKEN_BYTES:].ljust(_KEY.size, b"\0"))
         if not hmac.compare_digest(token, self.address.token) or key not in self._messages:
-            raise ConnectionError(_REFUSED)
+            raise ConnectionError(_REFUSED_MESSAGE)
         message_with_fds, peer = self._messages[key], pending_connection.socket
         peer.settimeout(_CONNECTION_TIMEOUT_SECONDS)
         # The worker may say that it has its message_with_fds as soon as this is sent, so the connection is noted first.
@@ -203,7 +205,7 @@ class _PendingConnection:
             return None
         (length,) = FRAME_LENGTH.unpack_from(self._heard)
         if length > _REQUEST_BYTES:
-            raise ConnectionError(_REFUSED)
+            raise ConnectionError(_REFUSED_MESSAGE)
         request = self._heard[FRAME_LENGTH.size :]
         return request[:length] if len(request) >= length else None
 
@@ -213,7 +215,9 @@ class _PendingConnection:
             self.socket.close()
 
 
-def fetch_descriptors(address: FileDescriptorServerAddress, key: int, kind: type[T]) -> tuple[T, dict[int, int], socket.socket]:
+def fetch_descriptors(
+    address: FileDescriptorServerAddress, key: int, kind: type[T]
+) -> tuple[T, dict[int, int], socket.socket]:
     """Fetches a message_with_fds.
 
     Args:

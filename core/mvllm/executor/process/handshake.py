@@ -14,8 +14,8 @@ from typing import TypeVar
 import msgspec
 
 from mvllm.executor.message_queue.handles import ReaderHandle, WriterHandle
-from mvllm.executor.rpc_messages import WorkerFailure, describe_failure
 from mvllm.executor.process.activity_table import ActivityTable
+from mvllm.executor.rpc_messages import WorkerFailure, describe_failure
 from mvllm.platform.topology import WorkerContext
 
 FRAME_LENGTH = struct.Struct("=I")

@@ -100,7 +100,7 @@ class StackFile:
         head, _, stack = text.removeprefix(_CRASH_REPORT_PREFIX).partition("\n")
         return head, stack
 
-    def after(self, ask: Callable[[], None]) -> str:
+    def read_after(self, ask: Callable[[], None]) -> str:
         """What `ask`, which sends STACK_SIGNAL, makes the process write; what there is of it after half a second."""
         before = size = len(self._read())
         ask()
@@ -185,7 +185,9 @@ def module_search_path() -> list[str]:
     return found
 
 
-def configure_child_process(name: str, sys_path: Sequence[str], python_path: str | None, stack_fd: int, log_level: str) -> None:
+def configure_child_process(
+    name: str, sys_path: Sequence[str], python_path: str | None, stack_fd: int, log_level: str
+) -> None:
     """Makes this interpreter like its parent: module search path, logging, and stacks where they are looked for.
 
     Args:
@@ -217,7 +219,7 @@ def label_output(name: str, log_level: str) -> None:
     configure_logging(log_level)
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """Ends the process without the interpreter's and the libraries' destructors, which have been seen to hang."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it any more

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.config_fields import group_size, names, one_of
 from mvllm.layers.quantization.interface import PackedFormat, QuantizationMethod, format_of_all
-from mvllm.layers.quantization.config_fields import choice, group_size, names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,8 +35,8 @@ class AWQ(QuantizationMethod):
 
     @classmethod
     def of(cls, settings: HFConfig) -> AWQ:
-        choice(settings, ("bits", "w_bit"), (4,))
-        choice(settings, ("version",), ("gemm",), default="gemm", fold=True)
+        one_of(settings, ("bits", "w_bit"), (4,))
+        one_of(settings, ("version",), ("gemm",), default="gemm", fold=True)
         if settings.get("zero_point", True) is not True:
             raise ModelError(f"{settings.source}: 'zero_point' is false, but AWQ is supported with zero points only.")
         size = group_size(settings, ("group_size", "q_group_size"))

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.config_fields import REMEDY, group_size, names, one_of, pattern
 from mvllm.layers.quantization.float8 import block_sizes, float8_matrix, is_activation_scale
 from mvllm.layers.quantization.interface import Float8Format, PackedFormat, QuantizationMethod, format_of_all
-from mvllm.layers.quantization.config_fields import REMEDY, choice, group_size, names, pattern
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +44,7 @@ Matcher = Callable[[str, str], bool]
 
 
 @dataclass(frozen=True)
-class Group:
+class ConfigGroup:
     """Modules that are stored alike.
 
     Attributes:
@@ -64,7 +64,7 @@ class CompressedTensors(QuantizationMethod):
         ignore: Modules that are not quantized.
     """
 
-    def __init__(self, groups: tuple[Group, ...], ignore: Matcher) -> None:
+    def __init__(self, groups: tuple[ConfigGroup, ...], ignore: Matcher) -> None:
         self.groups, self.ignore = groups, ignore
 
     @classmethod
@@ -103,7 +103,9 @@ class CompressedTensors(QuantizationMethod):
         from mvllm.layers.quantization.packed_matrix import PackedMatrix
         from mvllm.layers.quantization.packing_formats import IntQuantizedPacking, PackQuantizedPacking
 
-        return PackedMatrix(ctx, layout, PackQuantizedPacking() if format.packing == WORDS else IntQuantizedPacking(), format)
+        return PackedMatrix(
+            ctx, layout, PackQuantizedPacking() if format.packing == WORDS else IntQuantizedPacking(), format
+        )
 
     def ignores(self, name: str) -> bool:
         """The shapes, which are known, groups that are as expected, and scales of inputs of FP8."""
@@ -115,42 +117,42 @@ class CompressedTensors(QuantizationMethod):
         return next((group.format for group in self.groups if group.targets(name, kind)), None)
 
 
-def _group(group: HFConfig, settings: HFConfig) -> Group:
-    packing = choice(group if "format" in group else settings, ("format",), _FORMATS)
+def _group(group: HFConfig, settings: HFConfig) -> ConfigGroup:
+    packing = one_of(group if "format" in group else settings, ("format",), _FORMATS)
     weights = _part(group, "weights", None, group.require("weights", dict))
     kinds = {FLOATS: ("float",), "naive-quantized": ("int", "float")}.get(packing, ("int",))
-    if choice(weights, ("type",), kinds, default=kinds[0]) == "float":
-        return Group(_matcher(names(group, "targets"), settings), _float8(group, weights))
-    strategy = choice(weights, ("strategy",), ("channel", "group"), default="channel")
-    order = choice(weights, ("actorder",), ("group", "weight", "static", "dynamic"), default="weight")
+    if one_of(weights, ("type",), kinds, default=kinds[0]) == "float":
+        return ConfigGroup(_matcher(names(group, "targets"), settings), _float8(group, weights))
+    strategy = one_of(weights, ("strategy",), ("channel", "group"), default="channel")
+    order = one_of(weights, ("actorder",), ("group", "weight", "static", "dynamic"), default="weight")
     size = group_size(weights, ("group_size",)) if strategy == "group" else None
     if strategy == "group" and size is None:
         raise ModelError(f"{weights.source}: the strategy is 'group', but there is no 'group_size'.")
     format = PackedFormat(
-        bits=choice(weights, ("num_bits",), (4, 8) if packing == WORDS else (8,)),
+        bits=one_of(weights, ("num_bits",), (4, 8) if packing == WORDS else (8,)),
         group_size=size,
-        symmetric=choice(weights, ("symmetric",), (True, False), default=True),
+        symmetric=one_of(weights, ("symmetric",), (True, False), default=True),
         int8_activations=_int8_activations(group),
         order_tensor=_ORDER_TENSOR if size is not None and order in ("group", "dynamic") else None,
         packing=WORDS if packing == WORDS else INTEGERS,
     )
-    return Group(_matcher(names(group, "targets"), settings), format)
+    return ConfigGroup(_matcher(names(group, "targets"), settings), format)
 
 
 def _float8(group: HFConfig, weights: HFConfig) -> Float8Format:
     """FP8. Its inputs may be meant to be FP8 as well, with scales that are found in each row or one that is stored."""
-    choice(weights, ("num_bits",), (8,))
-    choice(weights, ("symmetric",), (True,), default=True)
+    one_of(weights, ("num_bits",), (8,))
+    one_of(weights, ("symmetric",), (True,), default=True)
     inputs: Float8Inputs = "floats"
     if group.get("input_activations"):
         given = _part(group, "input_activations", None, group.require("input_activations", dict))
-        choice(given, ("num_bits",), (8,))
-        choice(given, ("type",), ("float",))
+        one_of(given, ("num_bits",), (8,))
+        one_of(given, ("type",), ("float",))
         if given.get("dynamic", False) is True:
             inputs = "dynamic"
         elif given.get("strategy", "tensor") == "tensor":
             inputs = "static"
-    strategy = choice(weights, ("strategy",), ("tensor", "channel", "group", "block"), default="tensor")
+    strategy = one_of(weights, ("strategy",), ("tensor", "channel", "group", "block"), default="tensor")
     if strategy == "block":
         rows, columns = block_sizes(weights, "block_structure")
         return Float8Format(_SCALE_TENSOR, rows, columns, inputs)
@@ -165,11 +167,11 @@ def _int8_activations(group: HFConfig) -> bool:
     if not group.get("input_activations"):
         return False
     inputs = _part(group, "input_activations", None, group.require("input_activations", dict))
-    choice(inputs, ("num_bits",), (8,))
-    choice(inputs, ("type",), ("int",), default="int")
-    choice(inputs, ("symmetric",), (True,), default=True)
-    choice(inputs, ("dynamic",), (True,), default=False)
-    choice(inputs, ("strategy",), ("token",), default="tensor")
+    one_of(inputs, ("num_bits",), (8,))
+    one_of(inputs, ("type",), ("int",), default="int")
+    one_of(inputs, ("symmetric",), (True,), default=True)
+    one_of(inputs, ("dynamic",), (True,), default=False)
+    one_of(inputs, ("strategy",), ("token",), default="tensor")
     return True
 
 

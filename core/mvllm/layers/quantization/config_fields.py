@@ -12,7 +12,7 @@ from mvllm.errors import ModelError
 REMEDY = "Take a checkpoint of this model in a form that is supported, or the unquantized one with quantization='int8'."
 
 
-def choice(
+def one_of(
     settings: HFConfig,
     keys: Sequence[str],
     permitted: Sequence[Any],

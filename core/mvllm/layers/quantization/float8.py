@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, ClassVar
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.config_fields import REMEDY, names, one_of
 from mvllm.layers.quantization.interface import Float8Format, QuantizationMethod, format_of_all
-from mvllm.layers.quantization.config_fields import REMEDY, choice, names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,9 +42,9 @@ class Float8(QuantizationMethod):
 
     @classmethod
     def of(cls, settings: HFConfig) -> Float8:
-        choice(settings, ("fmt",), ("e4m3",), default="e4m3", fold=True)
-        inputs = choice(settings, ("activation_scheme",), ("dynamic", "static"), default="dynamic", fold=True)
-        choice(settings, ("expert_dtype",), ("fp8",), default="fp8", fold=True)
+        one_of(settings, ("fmt",), ("e4m3",), default="e4m3", fold=True)
+        inputs = one_of(settings, ("activation_scheme",), ("dynamic", "static"), default="dynamic", fold=True)
+        one_of(settings, ("expert_dtype",), ("fp8",), default="fp8", fold=True)
         format = replace(_blocks(settings), inputs=inputs)
         return cls(format, (*names(settings, "modules_to_not_convert"), *names(settings, "ignored_layers")))
 

@@ -37,7 +37,7 @@ _INPUT_SCALE = "input_scale"
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _BlockRange:
     """One dimension of a part: what a rank takes of it, and the scales for that.
 
     Attributes:
@@ -172,11 +172,11 @@ class Float8Matrix(QuantizedMatrix):
             min(columns or self.layout.num_columns, self.layout.num_columns),
         )
 
-    def _blocks(self, part: Part) -> tuple[_Blocks, _Blocks]:
+    def _blocks(self, part: Part) -> tuple[_BlockRange, _BlockRange]:
         size_in = self.layout.in_features
         return (
-            _Blocks(part.num_rows, self.format.block_rows or part.num_rows, part.source),
-            _Blocks(size_in, self.format.block_columns or size_in, self.layout.columns),
+            _BlockRange(part.num_rows, self.format.block_rows or part.num_rows, part.source),
+            _BlockRange(size_in, self.format.block_columns or size_in, self.layout.columns),
         )
 
     def _stage(self, part: Part) -> nn.Module:

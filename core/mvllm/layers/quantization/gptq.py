@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.config_fields import group_size, names, one_of, pattern
 from mvllm.layers.quantization.interface import PackedFormat, QuantizationMethod, format_of_all
-from mvllm.layers.quantization.config_fields import choice, group_size, names, pattern
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,17 +49,17 @@ class GPTQ(QuantizationMethod):
 
     @classmethod
     def of(cls, settings: HFConfig) -> GPTQ:
-        packing = choice(settings, ("checkpoint_format",), ("gptq", "gptq_v2"), default="gptq")
+        packing = one_of(settings, ("checkpoint_format",), ("gptq", "gptq_v2"), default="gptq")
         format = PackedFormat(
-            bits=choice(settings, ("bits",), (4, 8)),
+            bits=one_of(settings, ("bits",), (4, 8)),
             group_size=group_size(settings, ("group_size",)),
-            symmetric=choice(settings, ("sym",), (True, False), default=True),
-            order_tensor="g_idx" if choice(settings, ("desc_act",), (True, False), default=False) else None,
+            symmetric=one_of(settings, ("sym",), (True, False), default=True),
+            order_tensor="g_idx" if one_of(settings, ("desc_act",), (True, False), default=False) else None,
             packing=packing,
         )
         return cls(
             _drop_irrelevant_act_order(format),
-            head=choice(settings, ("lm_head",), (True, False), default=False),
+            head=one_of(settings, ("lm_head",), (True, False), default=False),
             only=_names_in_blocks(settings, "modules_in_block_to_quantize"),
             floats=names(settings, "modules_to_not_convert"),
             dynamic=_dynamic(settings, format),
@@ -112,13 +112,13 @@ def _dynamic(settings: HFConfig, format: PackedFormat) -> tuple[tuple[re.Pattern
 
 
 def _changed(changes: HFConfig, format: PackedFormat) -> PackedFormat:
-    orders = choice(changes, ("desc_act",), (True, False), default=format.order_tensor is not None)
+    orders = one_of(changes, ("desc_act",), (True, False), default=format.order_tensor is not None)
     return _drop_irrelevant_act_order(
         dataclasses.replace(
             format,
-            bits=choice(changes, ("bits",), (4, 8), default=format.bits),
+            bits=one_of(changes, ("bits",), (4, 8), default=format.bits),
             group_size=group_size(changes, ("group_size",)) if "group_size" in changes else format.group_size,
-            symmetric=choice(changes, ("sym",), (True, False), default=format.symmetric),
+            symmetric=one_of(changes, ("sym",), (True, False), default=format.symmetric),
             order_tensor="g_idx" if orders else None,
         )
     )

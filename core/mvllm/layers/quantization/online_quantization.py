@@ -34,9 +34,7 @@ class OnlineQuantization(QuantizationMethod):
     def of(cls, settings: HFConfig) -> OnlineQuantization:
         return cls()
 
-    def matrix(
-        self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
-    ) -> RTNMatrix | None:
+    def matrix(self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None) -> RTNMatrix | None:
         from mvllm.layers.quantization.rtn_matrix import RTNMatrix
 
         format = self.format

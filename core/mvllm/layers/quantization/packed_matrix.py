@@ -29,7 +29,7 @@ from mvllm.ops.quantized_linear import QuantizedWeight
 
 
 @dataclass(frozen=True)
-class Share:
+class MatrixShard:
     """What a rank takes of one checkpoint matrix.
 
     Attributes:
@@ -70,7 +70,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Stored:
+class CheckpointTensor:
     """One tensor of a checkpoint module.
 
     Attributes:
@@ -88,19 +88,19 @@ class Packing(ABC):
     """One way to store a quantized matrix."""
 
     @abstractmethod
-    def tensors(self, share: Share, *, symmetric: bool) -> Mapping[str, Stored]:
+    def tensors(self, share: MatrixShard, *, symmetric: bool) -> Mapping[str, CheckpointTensor]:
         """The tensors of a module, by what is appended to its name."""
 
     @abstractmethod
-    def values(self, share: Share, read: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def values(self, share: MatrixShard, read: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """[rows, columns], int8, from what was read of `tensors`."""
 
     @abstractmethod
-    def scales(self, share: Share, read: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def scales(self, share: MatrixShard, read: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """[rows, groups], float32."""
 
     @abstractmethod
-    def zero_points(self, share: Share, read: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def zero_points(self, share: MatrixShard, read: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """[rows, groups], int8; None where none are stored."""
 
 
@@ -119,7 +119,7 @@ class PackedMatrix(IntegerMatrix):
         groups = _groups(layout, how, ctx)
         num_groups = 1 if how.group_size is None else -(-layout.in_features // how.group_size)
         self._shares = [
-            Share(part.num_rows, layout.in_features, num_groups, part.source, layout.columns, groups, how.bits)
+            MatrixShard(part.num_rows, layout.in_features, num_groups, part.source, layout.columns, groups, how.bits)
             for part in layout.parts
         ]
         self.stored = nn.ModuleList(self._stage(share) for share in self._shares)
@@ -163,14 +163,14 @@ class PackedMatrix(IntegerMatrix):
                 "it is the config."
             )
 
-    def _tensors(self, share: Share) -> dict[str, Stored]:
+    def _tensors(self, share: MatrixShard) -> dict[str, CheckpointTensor]:
         tensors = dict(self._packing.tensors(share, symmetric=self._how.symmetric))
         if self._how.order_tensor is not None:
             size = share.num_columns
-            tensors[self._how.order_tensor] = Stored((size,), (slice(0, size),), torch.int32)
+            tensors[self._how.order_tensor] = CheckpointTensor((size,), (slice(0, size),), torch.int32)
         return tensors
 
-    def _stage(self, share: Share) -> nn.Module:
+    def _stage(self, share: MatrixShard) -> nn.Module:
         module = nn.Module()
         for suffix, stored in self._tensors(share).items():
             shape = tuple(part.stop - part.start for part in stored.source)
@@ -209,7 +209,7 @@ def _groups(layout: MatrixLayout, how: PackedFormat, ctx: BuildContext) -> slice
     if how.group_size is None:
         return slice(0, 1)
     start, stop, size = layout.columns.start, layout.columns.stop, how.group_size
-    ranks = ctx.shares[0].of
+    ranks = ctx.shares[0].count
     cut = (start, stop) != (0, layout.in_features)
     if cut and how.order_tensor is not None:
         raise ConfigError(

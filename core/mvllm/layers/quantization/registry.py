@@ -33,7 +33,7 @@ _METHODS = {
 
 def supported_methods() -> tuple[str, ...]:
     """Names that `quantization_method` takes, sorted: core's and those of installed plugins."""
-    return tuple(sorted({*_METHODS, *plugin_groups.offered(plugin_groups.QUANTIZATION)}))
+    return tuple(sorted({*_METHODS, *plugin_groups.allowed_names(plugin_groups.QUANTIZATION)}))
 
 
 def quantization_method(config: ModelConfig) -> QuantizationMethod | None:
@@ -72,13 +72,17 @@ def _made(method: type[QuantizationMethod], settings: HFConfig) -> QuantizationM
 
 def _resolve(name: str, stored_as: str | None) -> type[QuantizationMethod]:
     if name in _METHODS:
-        for rival in plugin_groups.installed(plugin_groups.QUANTIZATION):
+        for rival in plugin_groups.list_plugins(plugin_groups.QUANTIZATION):
             if method_name(rival.name) == name:
                 logger.warning("%s offers %s, which core has itself: core's runs.", rival, name)
         module, _, attribute = _METHODS[name].partition(":")
         method: type[QuantizationMethod] = getattr(importlib.import_module(module), attribute)
         return method
-    spelled = {source.name for source in plugin_groups.installed(plugin_groups.QUANTIZATION) if method_name(source.name) == name}
+    spelled = {
+        source.name
+        for source in plugin_groups.list_plugins(plugin_groups.QUANTIZATION)
+        if method_name(source.name) == name
+    }
     source = plugin_groups.find(plugin_groups.QUANTIZATION, min(spelled, default=name))
     if source is None:
         if stored_as is None:

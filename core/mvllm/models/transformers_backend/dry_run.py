@@ -89,7 +89,7 @@ class DryRun:
         self._masks: list[torch.Tensor] = []  # kept, so that no other gets the id of one
 
     @contextlib.contextmanager
-    def going(self, config: Any) -> Iterator[None]:
+    def active(self, config: Any) -> Iterator[None]:
         """While the model of `config` runs."""
         token = _current.set(self)
         experts = getattr(config, "_experts_implementation", None)
@@ -158,7 +158,7 @@ class DryRun:
         return self._windows[id(mask)]
 
 
-class Watch(TorchDispatchMode):
+class CrossTokenOpDetector(TorchDispatchMode):
     """Finds what a model does across tokens besides attention.
 
     Args:
@@ -217,7 +217,7 @@ def window_of(rule: MaskRule, max_len: int) -> int | None:
     return None if window >= max_len else window
 
 
-def register() -> None:
+def register_attention() -> None:
     """Makes our attention known to transformers under both of its names. Again does nothing."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface

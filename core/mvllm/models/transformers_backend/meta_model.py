@@ -13,14 +13,26 @@ from torch import nn
 from mvllm.config.model import ModelConfig
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.errors import ConfigError, ModelError, MvllmError
-from mvllm.layers.context import Share
-from mvllm.layers.linear import share
+from mvllm.layers.context import ShardIndex
+from mvllm.layers.linear import shard_slice
 from mvllm.logging import get_logger
+from mvllm.models.transformers_backend.dry_run import (
+    NAME,
+    AttentionParameters,
+    CrossTokenOpDetector,
+    DryRun,
+    UnsupportedModelError,
+    register_attention,
+)
+from mvllm.models.transformers_backend.replacement_modules import (
+    CallDetector,
+    ModuleCalled,
+    PrecomputedHiddenStates,
+    RecordingLinear,
+)
 from mvllm.models.transformers_backend.supported_classes import model_class
-from mvllm.models.transformers_backend.tp_plan import Cut, TPPlan
-from mvllm.models.transformers_backend.dry_run import NAME, AttentionParameters, DryRun, UnsupportedModelError, Watch, register
-from mvllm.models.transformers_backend.weight_conversion import Renaming
-from mvllm.models.transformers_backend.replacement_modules import RecordingLinear, Given, Probe, ModuleCalled
+from mvllm.models.transformers_backend.tp_plan import ParallelStyle, TPPlan
+from mvllm.models.transformers_backend.weight_conversion import CheckpointNameMap
 
 # What says nothing about the model: how it is stored, which code runs it, and what calls of it return.
 _NOT_MODEL_SETTINGS = (
@@ -47,7 +59,7 @@ _building = threading.Lock()
 """transformers sets defaults of the whole process while it builds."""
 
 
-class Skeleton:
+class MetaModel:
     """A model of transformers without weights, in two parts, with dry linear layers in it.
 
     Args:
@@ -72,10 +84,10 @@ class Skeleton:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, tp: GroupCoordinator) -> None:
         self._config, self._tp = config, tp
-        self._shares = [Share(tp.rank_in_group, tp.world_size)]
+        self._shares = [ShardIndex(tp.rank_in_group, tp.world_size)]
         self._where = f"{config.hf_config.source}: {config.architecture}, run through transformers,"
         chosen = model_class(config.architecture)
-        register()
+        register_attention()
         with _building:
             self.causal = self._built(chosen, dtype)
             self._check_modules()
@@ -120,8 +132,8 @@ class Skeleton:
                     "every sequence rotates alike."
                 )
 
-    def _renaming(self) -> Renaming:
-        renaming = Renaming.of(self.causal)
+    def _renaming(self) -> CheckpointNameMap:
+        renaming = CheckpointNameMap.from_model(self.causal)
         try:
             for name, parameter in self.causal.named_parameters():
                 renaming.pieces(name, tuple(parameter.shape))
@@ -151,7 +163,7 @@ class Skeleton:
         base = causal._modules.get(prefix)
         if base is None:
             return ""
-        causal._modules[prefix] = Probe(base, prefix)
+        causal._modules[prefix] = CallDetector(base, prefix)
         try:
             with torch.inference_mode():
                 causal(input_ids=torch.zeros((1, 1), dtype=torch.int32, device="meta"), use_cache=False)
@@ -175,24 +187,24 @@ class Skeleton:
                 set_module(self.causal, name, self._dry_linear(name, module))
         for module_name, module in self.causal.named_modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                cut = self.cuts.of(f"{module_name}.{name}" if module_name else name)
-                if cut is Cut.OUTPUTS and parameter.dim() == 1:
+                cut = self.cuts.style_of(f"{module_name}.{name}" if module_name else name)
+                if cut is ParallelStyle.COLWISE and parameter.dim() == 1:
                     size = parameter.shape[0] // self._tp.world_size
                     setattr(module, name, nn.Parameter(parameter.new_empty(size), requires_grad=False))
-                elif cut is not Cut.WHOLE:
+                elif cut is not ParallelStyle.REPLICATED:
                     raise ConfigError(
                         f"{self._where} cannot be shared by {self._tp.world_size} ranks: {module_name}.{name} is no "
                         "linear layer. Use tensor_parallel_size=1."
                     )
 
     def _dry_linear(self, name: str, linear: nn.Linear) -> RecordingLinear:
-        cut, in_width, out_width = self.cuts.of(name), linear.in_features, linear.out_features
-        if cut in (Cut.OUTPUTS, Cut.COLWISE_GATHERED):
-            band = share(out_width, self._shares, f"output features of {name}")
-            out_width = out_width if cut is Cut.COLWISE_GATHERED else band.stop - band.start
-        elif cut in (Cut.INPUTS, Cut.ROWWISE_SPLIT_INPUT):
-            band = share(in_width, self._shares, f"input features of {name}")
-            in_width = in_width if cut is Cut.ROWWISE_SPLIT_INPUT else band.stop - band.start
+        cut, in_width, out_width = self.cuts.style_of(name), linear.in_features, linear.out_features
+        if cut in (ParallelStyle.COLWISE, ParallelStyle.COLWISE_GATHERED):
+            band = shard_slice(out_width, self._shares, f"output features of {name}")
+            out_width = out_width if cut is ParallelStyle.COLWISE_GATHERED else band.stop - band.start
+        elif cut in (ParallelStyle.ROWWISE, ParallelStyle.ROWWISE_SPLIT_INPUT):
+            band = shard_slice(in_width, self._shares, f"input features of {name}")
+            in_width = in_width if cut is ParallelStyle.ROWWISE_SPLIT_INPUT else band.stop - band.start
         return RecordingLinear(linear, in_width, out_width)
 
     def _run_dry(self) -> dict[nn.Module, AttentionParameters]:
@@ -201,15 +213,15 @@ class Skeleton:
         run = DryRun(num_tokens, self._config.max_model_len)
         inputs = torch.zeros((1, num_tokens), dtype=torch.int32, device="meta")
         positions = torch.zeros((1, num_tokens), dtype=torch.int32, device="meta")
-        watch = Watch(num_tokens, positions)
+        watch = CrossTokenOpDetector(num_tokens, positions)
         try:
-            with torch.inference_mode(), run.going(self.causal.config), _plain_rope(self.layers):
+            with torch.inference_mode(), run.active(self.causal.config), _plain_rope(self.layers):
                 ones = torch.ones((1, num_tokens), dtype=torch.bool, device="meta")
                 with watch:
                     hidden = self.layers(
                         input_ids=inputs, position_ids=positions, attention_mask=ones, use_cache=False
                     ).last_hidden_state
-                given = Given()
+                given = PrecomputedHiddenStates()
                 set_module(self.causal, self.layers_name, given)
                 given.hidden = hidden
                 logits = self.causal(input_ids=inputs, attention_mask=ones, use_cache=False).logits

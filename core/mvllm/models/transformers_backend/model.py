@@ -13,20 +13,27 @@ from mvllm.errors import ConfigError
 from mvllm.layers.attention import Attention
 from mvllm.layers.context import BuildContext, ForwardStep
 from mvllm.layers.embedding import LMHead, VocabEmbedding
-from mvllm.layers.linear import ColumnParallelLinear, HeadShard, Linear, ReplicatedLinear, RowParallelLinear, share
+from mvllm.layers.linear import (
+    ColumnParallelLinear,
+    HeadShard,
+    Linear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    shard_slice,
+)
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.causal_lm import CausalLM
-from mvllm.models.transformers_backend.tp_plan import Cut
-from mvllm.models.transformers_backend.meta_model import Skeleton, set_module
+from mvllm.models.transformers_backend.meta_model import MetaModel, set_module
 from mvllm.models.transformers_backend.replacement_modules import (
-    RecordingLinear,
+    CurrentStep,
     EmbeddingReplacement,
-    Given,
-    LMHeadReplacement,
     LinearReplacement,
-    Now,
+    LMHeadReplacement,
     PagedAttention,
+    PrecomputedHiddenStates,
+    RecordingLinear,
 )
+from mvllm.models.transformers_backend.tp_plan import ParallelStyle
 
 _UNSET = -(2**31) + 7
 """Fills buffers of integers before transformers computes them; NaN fills those of floats."""
@@ -56,11 +63,11 @@ class TransformersForCausalLM(CausalLM):
                 "devices that one worker drives here. Use tensor_parallel_size=1, with data_parallel_size for more "
                 "devices."
             )
-        skeleton = Skeleton(config, ctx.dtype, ctx.tp)
+        skeleton = MetaModel(config, ctx.dtype, ctx.tp)
         given = skeleton.causal.get_submodule(skeleton.layers_name)
-        assert isinstance(given, Given), "the dry run leaves it there"
+        assert isinstance(given, PrecomputedHiddenStates), "the dry run leaves it there"
         self._given = [given]  # in a list: it belongs to the head
-        self._now = Now()
+        self._now = CurrentStep()
         self._renaming = skeleton.renaming
         self._unexpected = [re.compile(p) for p in skeleton.causal._keys_to_ignore_on_load_unexpected or ()]
         self._own_targets: list[tuple[str, WeightTarget]] = []
@@ -111,7 +118,7 @@ class TransformersForCausalLM(CausalLM):
         return super().given_name(self._renaming.new_name(name))
 
     def _make_weights(
-        self, skeleton: Skeleton, ctx: BuildContext, prefix: str, root: nn.Module, made: dict[int, nn.Parameter]
+        self, skeleton: MetaModel, ctx: BuildContext, prefix: str, root: nn.Module, made: dict[int, nn.Parameter]
     ) -> None:
         """Gives memory to what transformers' own modules hold: weights, and buffers that checkpoints store."""
         for module_name, module in root.named_modules():
@@ -131,7 +138,7 @@ class TransformersForCausalLM(CausalLM):
         if skeleton.is_tied:
             self._aliases.add(f"{skeleton.head_name}.weight")
 
-    def _replace_attention(self, skeleton: Skeleton, ctx: BuildContext) -> None:
+    def _replace_attention(self, skeleton: MetaModel, ctx: BuildContext) -> None:
         for module, facts in skeleton.attention.items():
             attention = Attention(
                 ctx,
@@ -145,7 +152,7 @@ class TransformersForCausalLM(CausalLM):
             module.paged_attention = PagedAttention(attention, facts, self._now)
 
 
-def _replace_embedding_and_head(skeleton: Skeleton, ctx: BuildContext) -> None:
+def _replace_embedding_and_head(skeleton: MetaModel, ctx: BuildContext) -> None:
     """Puts our token embedding and head where transformers' are plain ones."""
     causal, prefix = skeleton.causal, f"{skeleton.layers_name}."
     head: Any = causal.get_submodule(skeleton.head_name)  # its bias may be None
@@ -172,13 +179,13 @@ def _replace_embedding_and_head(skeleton: Skeleton, ctx: BuildContext) -> None:
         set_module(causal, skeleton.head_name, LMHeadReplacement(placed))
 
 
-def _replace_linear_layers(skeleton: Skeleton, ctx: BuildContext, prefix: str, root: nn.Module) -> None:
+def _replace_linear_layers(skeleton: MetaModel, ctx: BuildContext, prefix: str, root: nn.Module) -> None:
     """Puts our linear layers in the places of transformers', where these are called and nothing else."""
     for local, dry in [(name, m) for name, m in root.named_modules() if isinstance(m, RecordingLinear)]:
-        name, original, cut = prefix + local, dry.original, skeleton.cuts.of(prefix + local)
+        name, original, cut = prefix + local, dry.original, skeleton.cuts.style_of(prefix + local)
         if dry.is_called and not dry.is_read and original.weight.dtype == ctx.dtype:
             set_module(root, local, _linear(ctx, name, original, cut))
-        elif cut is Cut.WHOLE:
+        elif cut is ParallelStyle.REPLICATED:
             set_module(root, local, original)
         else:
             raise ConfigError(
@@ -187,21 +194,25 @@ def _replace_linear_layers(skeleton: Skeleton, ctx: BuildContext, prefix: str, r
             )
 
 
-def _linear(ctx: BuildContext, name: str, original: nn.Linear, cut: Cut) -> LinearReplacement:
+def _linear(ctx: BuildContext, name: str, original: nn.Linear, cut: ParallelStyle) -> LinearReplacement:
     size_in, size_out, bias = original.in_features, original.out_features, original.bias is not None
     linear: Linear
-    if cut in (Cut.OUTPUTS, Cut.COLWISE_GATHERED):
+    if cut in (ParallelStyle.COLWISE, ParallelStyle.COLWISE_GATHERED):
         linear = ColumnParallelLinear(ctx, [(name, size_out)], size_in, bias=bias)
-    elif cut in (Cut.INPUTS, Cut.ROWWISE_SPLIT_INPUT):
+    elif cut in (ParallelStyle.ROWWISE, ParallelStyle.ROWWISE_SPLIT_INPUT):
         linear = RowParallelLinear(ctx, name, size_in, size_out, bias=bias)
     else:
         linear = ReplicatedLinear(ctx, name, size_in, size_out, bias=bias)
-    columns = share(size_in, ctx.shares, f"input features of {name}") if cut is Cut.ROWWISE_SPLIT_INPUT else None
-    return LinearReplacement(linear, original, ctx.tp, columns=columns, gathers=cut is Cut.COLWISE_GATHERED)
+    columns = (
+        shard_slice(size_in, ctx.shares, f"input features of {name}")
+        if cut is ParallelStyle.ROWWISE_SPLIT_INPUT
+        else None
+    )
+    return LinearReplacement(linear, original, ctx.tp, columns=columns, gathers=cut is ParallelStyle.COLWISE_GATHERED)
 
 
 def _targets(
-    name: str, parameter: nn.Parameter, skeleton: Skeleton, ctx: BuildContext
+    name: str, parameter: nn.Parameter, skeleton: MetaModel, ctx: BuildContext
 ) -> list[tuple[str, WeightTarget]]:
     """Where the checkpoint has a parameter of transformers' own, in one piece or in several."""
     pieces = skeleton.renaming.pieces(name, tuple(parameter.shape))
@@ -211,10 +222,10 @@ def _targets(
             for piece in pieces
         ]
     everything = tuple(slice(0, size) for size in parameter.shape)
-    if skeleton.cuts.of(name) is Cut.WHOLE:
+    if skeleton.cuts.style_of(name) is ParallelStyle.REPLICATED:
         return [(name, WeightTarget(parameter, tuple(parameter.shape), everything, everything))]
     size = parameter.shape[0] * ctx.tp.world_size  # a vector with an element per output, see Skeleton
-    return [(name, WeightTarget(parameter, (size,), (share(size, ctx.shares, "elements"),), everything))]
+    return [(name, WeightTarget(parameter, (size,), (shard_slice(size, ctx.shares, "elements"),), everything))]
 
 
 def _stored_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -222,7 +233,7 @@ def _stored_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: buffer for name, buffer in module._buffers.items() if name not in kept}
 
 
-def _make_buffers(skeleton: Skeleton, root: nn.Module, device: torch.device) -> None:
+def _make_buffers(skeleton: MetaModel, root: nn.Module, device: torch.device) -> None:
     """Has transformers compute the buffers that checkpoints do not store, angles for instance.
 
     Raises:

@@ -125,7 +125,7 @@ class LMHeadReplacement(nn.Module):
 
 
 @dataclass
-class Now:
+class CurrentStep:
     """The step that runs, for all attention layers of one model."""
 
     step: ForwardStep | None = None
@@ -141,7 +141,7 @@ class PagedAttention(nn.Module):
         now: Where the step is found.
     """
 
-    def __init__(self, attention: Attention, facts: AttentionParameters, now: Now) -> None:
+    def __init__(self, attention: Attention, facts: AttentionParameters, now: CurrentStep) -> None:
         super().__init__()
         self.attention = attention
         self._facts, self._now = facts, now
@@ -157,7 +157,7 @@ class PagedAttention(nn.Module):
         return found[..., : self._facts.value_size] if self._value_fill else found
 
 
-class Given(nn.Module):
+class PrecomputedHiddenStates(nn.Module):
     """Stands for the layers while the rest of a language model makes logits: gives the hidden states it was given."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class ModuleCalled(Exception):
         self.name = name
 
 
-class Probe(nn.Module):
+class CallDetector(nn.Module):
     """Stands for a part of a model to find out whether it, or which part of it, is called.
 
     Args:
@@ -198,7 +198,7 @@ class Probe(nn.Module):
         if own is None or name == "_original":
             return super().__getattr__(name)
         found = getattr(own[0], name)
-        return Probe(found, f"{self._name}.{name}") if isinstance(found, nn.Module) else found
+        return CallDetector(found, f"{self._name}.{name}") if isinstance(found, nn.Module) else found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Ends the run."""

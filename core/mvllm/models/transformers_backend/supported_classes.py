@@ -9,7 +9,7 @@ from typing import Any
 from mvllm.errors import ModelError
 
 
-def objection(architecture: str) -> str | None:
+def unsupported_reason(architecture: str) -> str | None:
     """Why transformers' class of that name cannot be run here, as a sentence; None where nothing is known against it.
 
     What only shows when the model is built is found by the dry run, before any weight is read.
@@ -41,7 +41,7 @@ def model_class(architecture: str) -> Any:
     Raises:
         ModelError: There is none, or it does not qualify.
     """
-    reason = objection(architecture)
+    reason = unsupported_reason(architecture)
     if reason is not None:
         raise ModelError(f"The architecture {architecture!r} cannot be run through transformers: {reason}")
     return _class(architecture)

@@ -14,28 +14,28 @@ from enum import Enum
 from mvllm.errors import ConfigError
 
 
-class Cut(Enum):
+class ParallelStyle(Enum):
     """How one module is shared."""
 
-    WHOLE = "whole"
-    OUTPUTS = "outputs"
+    REPLICATED = "whole"
+    COLWISE = "outputs"
     COLWISE_GATHERED = "outputs, gathered"
-    INPUTS = "inputs"
+    ROWWISE = "inputs"
     ROWWISE_SPLIT_INPUT = "inputs, split"
 
 
 _STYLES = {
-    "colwise": Cut.OUTPUTS,
-    "colwise_gather_output": Cut.COLWISE_GATHERED,
-    "colwise_rep": Cut.COLWISE_GATHERED,
-    "rowwise": Cut.INPUTS,
-    "rowwise_split_input": Cut.ROWWISE_SPLIT_INPUT,
-    "rowwise_rep": Cut.ROWWISE_SPLIT_INPUT,
-    "replicate": Cut.WHOLE,
-    "replicated_with_grad_allreduce": Cut.WHOLE,
-    "mla_kv_a_proj": Cut.WHOLE,
-    "local_params": Cut.WHOLE,
-    "embedding_rowwise": Cut.WHOLE,  # embeddings are cut by our own layers, or not at all
+    "colwise": ParallelStyle.COLWISE,
+    "colwise_gather_output": ParallelStyle.COLWISE_GATHERED,
+    "colwise_rep": ParallelStyle.COLWISE_GATHERED,
+    "rowwise": ParallelStyle.ROWWISE,
+    "rowwise_split_input": ParallelStyle.ROWWISE_SPLIT_INPUT,
+    "rowwise_rep": ParallelStyle.ROWWISE_SPLIT_INPUT,
+    "replicate": ParallelStyle.REPLICATED,
+    "replicated_with_grad_allreduce": ParallelStyle.REPLICATED,
+    "mla_kv_a_proj": ParallelStyle.REPLICATED,
+    "local_params": ParallelStyle.REPLICATED,
+    "embedding_rowwise": ParallelStyle.REPLICATED,  # embeddings are cut by our own layers, or not at all
 }
 
 
@@ -57,12 +57,15 @@ class TPPlan:
             return
         asked = f"{model} runs through transformers, and tensor_parallel_size is {num_ranks}, but"
         remedy = "Use tensor_parallel_size=1, with data_parallel_size for more devices."
-        if not any(_STYLES.get(style, Cut.WHOLE) is not Cut.WHOLE for style in self._styles.values()):
+        if not any(
+            _STYLES.get(style, ParallelStyle.REPLICATED) is not ParallelStyle.REPLICATED
+            for style in self._styles.values()
+        ):
             raise ConfigError(f"{asked} transformers has no tensor parallel plan for this model. {remedy}")
         unknown = sorted({style for style in self._styles.values() if style not in _STYLES})
         if unknown:
             raise ConfigError(f"{asked} its plan has parts that cannot be shared here ({', '.join(unknown)}). {remedy}")
 
-    def of(self, name: str) -> Cut:
+    def style_of(self, name: str) -> ParallelStyle:
         """How a module or parameter is shared."""
         return _STYLES[self._styles.get(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), "replicate")]

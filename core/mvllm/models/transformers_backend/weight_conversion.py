@@ -16,7 +16,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Piece:
+class StackedTensorSlice:
     """A matrix of a stack as the checkpoint has it.
 
     Attributes:
@@ -30,7 +30,7 @@ class Piece:
     place: tuple[slice | int, ...]
 
 
-class Renaming:
+class CheckpointNameMap:
     """The lists of one model.
 
     Args:
@@ -42,7 +42,7 @@ class Renaming:
         self._renamings, self._conversions = renamings, conversions
 
     @classmethod
-    def of(cls, causal: Any) -> Renaming:
+    def from_model(cls, causal: Any) -> CheckpointNameMap:
         """The lists for a model of transformers."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
@@ -57,7 +57,7 @@ class Renaming:
             name = renaming.rename_source_key(name)[0]
         return name
 
-    def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece] | None:
+    def pieces(self, name: str, shape: tuple[int, ...]) -> list[StackedTensorSlice] | None:
         """What a parameter is put together from; None where the checkpoint has it as it is.
 
         Raises:
@@ -70,7 +70,7 @@ class Renaming:
         return None
 
 
-def _stacked(conversion: Any, target: str, name: str, shape: tuple[int, ...]) -> list[Piece]:
+def _stacked(conversion: Any, target: str, name: str, shape: tuple[int, ...]) -> list[StackedTensorSlice]:
     sources = conversion.source_patterns
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in conversion.operations]
     known = steps == [("MergeModulelist", 0), ("Concatenate", 1)] or (steps == [("MergeModulelist", 0)])
@@ -79,7 +79,7 @@ def _stacked(conversion: Any, target: str, name: str, shape: tuple[int, ...]) ->
         raise ValueError(f"checkpoints store {name} in another form than transformers computes with")
     rows = shape[1] // len(sources)
     return [
-        Piece(
+        StackedTensorSlice(
             name.replace(target, source.replace("*", str(expert)), 1),
             (rows, shape[2]),
             (expert, slice(part * rows, (part + 1) * rows), slice(0, shape[2])),

@@ -11,11 +11,11 @@ import torch
 from mvllm.errors import PlatformError
 from mvllm.platform.checked_calls import checked_attention_backend
 from mvllm.plugin_api import AttentionBackend, AttentionSpec, DeviceRuntime
-from mvllm.testing.attention_cases import Bench, expected, make_case, make_layout, make_spec, run, tolerance
+from mvllm.testing.attention_cases import CacheHarness, expected, make_case, make_layout, make_spec, run, tolerance
 from mvllm.testing.attention_diagnosis import assert_near
-from mvllm.testing.tensor_assertions import assert_close, assert_equal
-from mvllm.testing.markers import clause, exhaustive, not_claimed
+from mvllm.testing.markers import clause, exhaustive, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.tensor_assertions import assert_close, assert_equal
 
 BATCHES: dict[str, list[tuple[int, int]]] = {
     "one prompt": [(0, 37)],
@@ -61,7 +61,7 @@ def requests_of(subject: PlatformUnderTest, batch: str) -> list[tuple[int, int]]
     if subject.capabilities.chunked_prefill or subject.capabilities.prefix_caching:
         return requests
     kept = [(before, new) for before, new in requests if before == 0 or new == 1]
-    return kept or not_claimed("chunked_prefill, prefix_caching")
+    return kept or skip_not_claimed("chunked_prefill, prefix_caching")
 
 
 def assert_exact(
@@ -82,7 +82,9 @@ def assert_exact(
 
 @clause("ATT-03")
 @pytest.mark.parametrize("batch", grid(FEW | CHUNKED))
-def test_every_kind_of_step(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, batch: str) -> None:
+def test_every_kind_of_step(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, batch: str
+) -> None:
     assert_exact(subject, bound_device, simple_spec(claimed_dtype), requests_of(subject, batch))
 
 
@@ -104,7 +106,7 @@ def test_a_request_sees_blocks_that_another_request_of_the_same_step_writes(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     if not subject.capabilities.prefix_caching:
-        not_claimed("prefix_caching")
+        skip_not_claimed("prefix_caching")
     spec = simple_spec(claimed_dtype)
     backend = backend_for(subject, spec)
     size = backend.kv_layout().block_sizes[0]
@@ -113,7 +115,7 @@ def test_a_request_sees_blocks_that_another_request_of_the_same_step_writes(
     table = np.array([[0, 2], [0, 1]], dtype=np.int32)
     layout = make_layout([(size, 3), (0, size + 3)], table, size)
     keys, values, query = whole.keys[0], whole.values[0], whole.query
-    bench = Bench(backend, bound_device, 4, size)
+    bench = CacheHarness(backend, bound_device, 4, size)
     metadata = bench.write(layout, torch.cat([keys[size:], keys]), torch.cat([values[size:], values]))
     there = bound_device.to_device(torch.cat([query[size:], query]))
     found = bound_device.to_host(backend.forward(there, bench.kv, metadata)).wait().double()
@@ -135,9 +137,9 @@ def test_a_query_sees_its_own_past_and_nothing_of_its_future(
     size = backend.kv_layout().block_sizes[0]
     case = make_case(spec, [(0, 2 * size + 3)], block_size=size)
     blocks = case.layout.block_table[0]
-    bench = Bench(backend, bound_device, case.num_blocks, size)
+    bench = CacheHarness(backend, bound_device, case.num_blocks, size)
     bench.write(case.layout, case.keys[0], case.values[0])
-    seen = bench.look(blocks[blocks < case.num_blocks].tolist(), 2 * size + 3, as_prompt=True)
+    seen = bench.mean_of_visible_values(blocks[blocks < case.num_blocks].tolist(), 2 * size + 3, as_prompt=True)
     positions = torch.arange(1, 2 * size + 4).view(-1, 1, 1)
     means = case.values[0].double().cumsum(0) / positions
     allowed = tolerance(claimed_dtype, claimed_dtype)
@@ -213,24 +215,28 @@ def test_every_head_size_up_to_the_largest(
 ) -> None:
     largest = subject.capabilities.max_head_size
     if largest is not None and head_size > largest:
-        not_claimed(f"heads of more than {largest} elements")
+        skip_not_claimed(f"heads of more than {largest} elements")
     spec = make_spec(4, 2, head_size, claimed_dtype)
     try:
         checked_attention_backend(subject.platform, spec)
     except PlatformError as e:
         assert head_size not in (64, 128), f"heads of {head_size} are in every second model: {e}"
-        not_claimed(f"heads of {head_size} elements: {e}")
+        skip_not_claimed(f"heads of {head_size} elements: {e}")
     assert_exact(subject, bound_device, spec, requests_of(subject, "prompts and decodes"))
 
 
 @clause("ATT-07")
-def test_the_largest_head_that_is_claimed(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+def test_the_largest_head_that_is_claimed(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
     head_size = subject.capabilities.max_head_size or 512
     assert_exact(subject, bound_device, make_spec(4, 2, head_size, claimed_dtype), requests_of(subject, "one prompt"))
 
 
 @clause("ATT-07")
-def test_every_block_size_that_is_offered(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+def test_every_block_size_that_is_offered(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
     spec = make_spec(dtype=claimed_dtype)
     for block_size in backend_for(subject, spec).kv_layout().block_sizes[:12]:
         assert_exact(
@@ -304,7 +310,9 @@ def test_mla_that_is_not_claimed_is_refused(subject: PlatformUnderTest, bound_de
 
 
 @clause("ATT-05")
-def test_a_spec_that_cannot_be_is_refused_with_the_reasons(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
+def test_a_spec_that_cannot_be_is_refused_with_the_reasons(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime
+) -> None:
     dtype = subject.capabilities.dtypes[0]
     impossibles = [make_spec(5, 2, 64, dtype), make_spec(4, 2, 64, dtype, kv_dtype="complex64")]
     if subject.capabilities.mla:

@@ -26,13 +26,19 @@ from mvllm.plugin_api import (
     Platform,
     Refusals,
 )
-from mvllm.testing.subprocess_checks import open_devices
 from mvllm.testing.markers import clause, exhaustive
-from mvllm.testing.rank_launcher import parallel_config
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.rank_launcher import parallel_config
+from mvllm.testing.subprocess_checks import open_devices
 from mvllm.worker.worker_wrapper import WorkerWrapper
 
-EXECUTORS = {"uni", "mp", "external_launcher", *installable_executors(), *plugin_groups.offered(plugin_groups.EXECUTORS)}
+EXECUTORS = {
+    "uni",
+    "mp",
+    "external_launcher",
+    *installable_executors(),
+    *plugin_groups.allowed_names(plugin_groups.EXECUTORS),
+}
 COLLECTIVES = {
     *("all_reduce", "all_gather", "reduce_scatter", "broadcast"),
     *("send_recv", "gather", "all_to_all", "barrier"),

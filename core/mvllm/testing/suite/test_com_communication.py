@@ -6,9 +6,9 @@ import pytest
 
 from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.plugin_api import DeviceRuntime
-from mvllm.testing.markers import clause, exhaustive, not_claimed, not_run
-from mvllm.testing.rank_launcher import RankResult, run_collectives, parallel_config, topology_of, why_not_ranks
+from mvllm.testing.markers import clause, exhaustive, skip_not_claimed, skip_not_run
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.rank_launcher import RankResult, parallel_config, run_collectives, topology_of, why_not_ranks
 
 WORLDS = [2, pytest.param(4, marks=exhaustive)]
 
@@ -17,11 +17,11 @@ def ranks_of(subject: PlatformUnderTest, world_size: int) -> tuple[RankResult, .
     """What the ranks of a world found."""
     topology = topology_of(subject, parallel_config(tensor=world_size))
     if topology.num_workers != world_size:
-        not_claimed(f"{world_size} ranks are {topology.num_workers} workers, which share nothing through core")
+        skip_not_claimed(f"{world_size} ranks are {topology.num_workers} workers, which share nothing through core")
     if not subject.capabilities.collectives:
-        not_claimed("collectives")
+        skip_not_claimed("collectives")
     if why := why_not_ranks(subject, world_size):
-        not_run(why)
+        skip_not_run(why)
     return run_collectives(subject.name, world_size)
 
 
@@ -58,7 +58,7 @@ def test_calls_made_in_the_same_order_meet(subject: PlatformUnderTest, world_siz
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_results_are_the_same_bits_on_all_ranks(subject: PlatformUnderTest, world_size: int, what: str) -> None:
     if what not in subject.capabilities.collectives:
-        not_claimed(what)
+        skip_not_claimed(what)
     """Whether they are the right ones is for the clause of each operation to say."""
     results = ranks_of(subject, world_size)
     failed = [result.error_of(what) for result in results if what not in result.answers]
@@ -123,7 +123,9 @@ def test_a_group_may_be_left_twice(subject: PlatformUnderTest, world_size: int) 
 
 
 @clause("COM-01")
-def test_a_rank_on_its_own_asks_the_platform_for_nothing(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
+def test_a_rank_on_its_own_asks_the_platform_for_nothing(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime
+) -> None:
     import torch
 
     alone = GroupCoordinator.single("tp")

@@ -11,10 +11,10 @@ import torch
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import DeviceRuntime, MemoryInfo, WorkerContext
-from mvllm.testing.tensor_assertions import assert_equal
-from mvllm.testing.markers import clause, exhaustive, not_run
-from mvllm.testing.rank_launcher import parallel_config, run_ranks, topology_of, why_not_ranks
+from mvllm.testing.markers import clause, exhaustive, skip_not_run
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.rank_launcher import parallel_config, run_ranks, topology_of, why_not_ranks
+from mvllm.testing.tensor_assertions import assert_equal
 
 CARRIED = [torch.int32, torch.int64, torch.uint8, torch.bool]
 """Dtypes that core itself moves, besides the compute dtypes."""
@@ -40,9 +40,9 @@ def test_a_worker_binds_its_device(subject: PlatformUnderTest) -> None:
 def test_each_local_rank_binds_a_device_of_its_own(subject: PlatformUnderTest) -> None:
     topology = topology_of(subject, parallel_config(tensor=2))
     if topology.num_workers < 2:
-        not_run("one worker drives the devices of all ranks")
+        skip_not_run("one worker drives the devices of all ranks")
     if why := why_not_ranks(subject, 2):
-        not_run(why)
+        skip_not_run(why)
     results = run_ranks(subject, 2, ["bind"], local_ranks=[0, 1])
     for rank, result in enumerate(results):
         assert not result.error_of("bind"), f"local_rank {rank}: {result.error_of('bind')}"
@@ -108,7 +108,7 @@ def test_copies_are_ordered_after_the_work_before_them(bound_device: DeviceRunti
 @clause("DEV-02")
 def test_a_host_copy_holds_what_was_there_when_it_was_asked_for(bound_device: DeviceRuntime) -> None:
     if bound_device.device == torch.empty(0).device:
-        not_run("the device is the host: a copy is the tensor itself")
+        skip_not_run("the device is the host: a copy is the tensor itself")
     tensor = bound_device.to_device(torch.zeros(1 << 20))
     copy = bound_device.to_host(tensor)
     tensor.add_(1)  # ordered after the copy

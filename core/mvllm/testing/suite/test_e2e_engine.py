@@ -10,10 +10,10 @@ from mvllm.errors import ConfigError
 from mvllm.platform.checked_calls import checked_attention_backend
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.testing.attention_cases import make_spec
-from mvllm.testing.markers import clause, exhaustive, not_claimed, not_run
+from mvllm.testing.markers import clause, exhaustive, skip_not_claimed, skip_not_run
+from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.plugin import DeviceHolder
 from mvllm.testing.rank_launcher import parallel_config, topology_of, why_not_ranks
-from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.zoo import FAMILIES, MAX_LEN, NUM_TOKENS, Zoo, assert_tokens, engine, generate, main_dtype, tie_of
 
 PLAIN = [family for family in FAMILIES if "-" not in family]
@@ -38,7 +38,9 @@ def check(subject: PlatformUnderTest, zoo: Zoo, family: str, dtype: str | None =
 
 @clause("E2E-01")
 @pytest.mark.parametrize("family", some("llama"))
-def test_one_worker_generates_the_oracles_tokens(subject: PlatformUnderTest, free_device: None, zoo: Zoo, family: str) -> None:
+def test_one_worker_generates_the_oracles_tokens(
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, family: str
+) -> None:
     check(subject, zoo, family)
 
 
@@ -50,7 +52,9 @@ def test_every_claimed_dtype_generates_the_oracles_tokens_up_to_ties(
 
 
 @clause("E2E-01", needs="sliding_window")
-def test_a_model_with_a_window_generates_the_oracles_tokens(subject: PlatformUnderTest, free_device: None, zoo: Zoo) -> None:
+def test_a_model_with_a_window_generates_the_oracles_tokens(
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo
+) -> None:
     check(subject, zoo, "mistral-window")
 
 
@@ -64,14 +68,16 @@ def check_parallel(subject: PlatformUnderTest, zoo: Zoo, family: str, tensor: in
     if not possible or (subject.capabilities.torch_device and topology.num_workers > 1 and missing):
         with pytest.raises(ConfigError):
             engine(subject, zoo.checkpoint(family), **sizes).__enter__()
-        not_claimed(f"two workers in processes; {', '.join(missing) or 'executors ' + ', '.join(topology.executors)}")
+        skip_not_claimed(
+            f"two workers in processes; {', '.join(missing) or 'executors ' + ', '.join(topology.executors)}"
+        )
     of_core = subject.capabilities.torch_device and subject.platform.worker_class() is None
     if of_core and tensor % (tensor * pipeline // topology.num_workers):
         with pytest.raises(ConfigError, match="several pipeline stages"):
             engine(subject, zoo.checkpoint(family), **sizes).__enter__()
-        not_claimed("several pipeline stages in one worker: its devices share layers")
+        skip_not_claimed("several pipeline stages in one worker: its devices share layers")
     if topology.num_workers > 1 and (why := why_not_ranks(subject, tensor, pipeline)):
-        not_run(why)
+        skip_not_run(why)
     check(subject, zoo, family, **sizes)
 
 
@@ -85,7 +91,9 @@ def test_two_tensor_parallel_workers_generate_the_same(
 
 @clause("E2E-03")
 @pytest.mark.parametrize("family", some("gpt2"))
-def test_two_pipeline_stages_generate_the_same(subject: PlatformUnderTest, free_device: None, zoo: Zoo, family: str) -> None:
+def test_two_pipeline_stages_generate_the_same(
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, family: str
+) -> None:
     check_parallel(subject, zoo, family, 1, 2)
 
 
@@ -96,7 +104,7 @@ def test_a_cached_prefix_changes_no_token(subject: PlatformUnderTest, free_devic
         size = llm.llm_engine.cache_summary.block_size
         length = size + 5
         if length + NUM_TOKENS > MAX_LEN:
-            not_run(f"blocks of {size} tokens are longer than the test's model can take")
+            skip_not_run(f"blocks of {size} tokens are longer than the test's model can take")
         expected = zoo.oracle("llama", (length,))
         assert_tokens(zoo, "llama", expected, generate(llm, expected.prompts), tie)
         again = generate(llm, expected.prompts)
@@ -106,7 +114,9 @@ def test_a_cached_prefix_changes_no_token(subject: PlatformUnderTest, free_devic
 
 @clause("E2E-05")
 @pytest.mark.parametrize("family", some("llama"))
-def test_chunks_of_a_prompt_change_no_token(subject: PlatformUnderTest, free_device: None, zoo: Zoo, family: str) -> None:
+def test_chunks_of_a_prompt_change_no_token(
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, family: str
+) -> None:
     check(subject, zoo, family, max_num_seqs=8, max_num_batched_tokens=11)
 
 
@@ -123,7 +133,7 @@ def test_a_request_that_was_preempted_changes_no_token(
     begin, num_tokens = size - 4, size + 8
     longest = begin + num_tokens
     if longest > MAX_LEN or num_tokens > 100:
-        not_run(f"blocks of {size} tokens are too long for the test's model and its oracle")
+        skip_not_run(f"blocks of {size} tokens are too long for the test's model and its oracle")
     expected = zoo.oracle("llama", (begin,) * 3, num_tokens)
     settings = {"max_model_len": longest, "kv_cache_memory_bytes": 4 * bytes_per_block, **small}
     with engine(subject, expected.folder, **settings) as llm:

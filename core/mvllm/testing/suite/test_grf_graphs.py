@@ -6,9 +6,9 @@ import torch
 
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.plugin_api import CompileBackend, DeviceRuntime, GraphBackend
-from mvllm.testing.tensor_assertions import assert_equal
 from mvllm.testing.markers import clause
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.tensor_assertions import assert_equal
 
 
 def graphs_of(subject: PlatformUnderTest, runtime: DeviceRuntime) -> GraphBackend:

@@ -14,22 +14,24 @@ from mvllm.ops.dtypes import torch_dtype
 from mvllm.platform.checked_calls import checked_attention_backend
 from mvllm.platform.tensor_caches import tensors_of
 from mvllm.plugin_api import AttentionBackend, DeviceRuntime
-from mvllm.testing.attention_cases import Bench, make_case, make_layout, make_spec, run, stored, tolerance
+from mvllm.testing.attention_cases import CacheHarness, make_case, make_layout, make_spec, run, stored, tolerance
 from mvllm.testing.attention_diagnosis import assert_near
-from mvllm.testing.tensor_assertions import assert_close, assert_equal
 from mvllm.testing.markers import clause
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.tensor_assertions import assert_close, assert_equal
 
 NUM_BLOCKS = 6
 
 
-def bench_of(subject: PlatformUnderTest, runtime: DeviceRuntime, dtype: str, num_blocks: int = NUM_BLOCKS) -> Bench:
+def bench_of(
+    subject: PlatformUnderTest, runtime: DeviceRuntime, dtype: str, num_blocks: int = NUM_BLOCKS
+) -> CacheHarness:
     # One query head for each key/value head: how several share one is a matter of attention (ATT-04).
     backend = checked_attention_backend(subject.platform, make_spec(2, 2, 64, dtype))
-    return Bench(backend, runtime, num_blocks, backend.kv_layout().block_sizes[0])
+    return CacheHarness(backend, runtime, num_blocks, backend.kv_layout().block_sizes[0])
 
 
-def contents(bench: Bench) -> list[torch.Tensor]:
+def contents(bench: CacheHarness) -> list[torch.Tensor]:
     """All that the cache stores, on the host."""
     try:
         slots = torch.arange(bench.num_blocks * bench.block_size)
@@ -91,7 +93,7 @@ def test_a_cache_takes_the_bytes_that_the_layout_says(
         except PlatformError:
             assert spec.kv_dtype != claimed_dtype  # which dtypes go together is the subject of ATT-07
             continue
-        bench = Bench(backend, bound_device, 64, backend.kv_layout().block_sizes[0])
+        bench = CacheHarness(backend, bound_device, 64, backend.kv_layout().block_sizes[0])
         taken = backend.kv_bytes(bench.kv)
         said = 64 * bench.block_size * backend.kv_layout().bytes_per_token
         assert said == pytest.approx(taken, rel=0.02), f"{spec}: kv_layout says {said} bytes, the cache takes {taken}"
@@ -115,7 +117,7 @@ def test_each_slot_gives_back_the_value_it_was_given(
         except Exception:  # noqa: BLE001  (which dtypes go together is the subject of ATT-07)
             assert kv_dtype != claimed_dtype
             continue
-        bench = Bench(backend, bound_device, NUM_BLOCKS, backend.kv_layout().block_sizes[0])
+        bench = CacheHarness(backend, bound_device, NUM_BLOCKS, backend.kv_layout().block_sizes[0])
         keys, values = random_kv(backend, NUM_BLOCKS)
         # One token at the head of each block, each a request of its own: it sees itself alone.
         layout = make_layout([(0, 1)] * NUM_BLOCKS, np.arange(NUM_BLOCKS, dtype=np.int32)[:, None], bench.block_size)
@@ -125,7 +127,7 @@ def test_each_slot_gives_back_the_value_it_was_given(
         largest = float(values.abs().max())
         other = {"int8": (0.0, largest / 127), "float8_e4m3fn": (1 / 8, largest / 2**17)}.get(kv_dtype, (0.0, 0.0))
         for block in range(NUM_BLOCKS):
-            seen = bench.look([block], 1)[0]
+            seen = bench.mean_of_visible_values([block], 1)[0]
             step = float(torch.finfo(torch_dtype(claimed_dtype)).eps)
             allowed = (step + other[0]) * kept[block].abs() + step + other[1]
             what = f"the value at the head of block {block}, stored as {kv_dtype}, by head and element"
@@ -146,11 +148,13 @@ def test_a_sequence_written_in_pieces_reads_as_one(
         bench.write(layout, keys[begin:end], values[begin:end])
     means = values.double().cumsum(0) / torch.arange(1, length + 1).view(-1, 1, 1)
     what = f"means of the values at [0, position], by position and head, written in pieces that begin at {cuts[:-1]}"
-    assert_close(bench.look(order, length), means, tolerance(claimed_dtype, claimed_dtype), what)
+    assert_close(bench.mean_of_visible_values(order, length), means, tolerance(claimed_dtype, claimed_dtype), what)
 
 
 @clause("KVL-03")
-def test_slots_of_minus_one_store_nothing(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+def test_slots_of_minus_one_store_nothing(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
     bench = bench_of(subject, bound_device, claimed_dtype)
     bench.fill(0.25)
     before = contents(bench)
@@ -176,15 +180,17 @@ def test_a_write_touches_no_slot_that_it_was_not_given(
     size = bench.block_size
     bench.fill(0.25)
     others = [block for block in range(NUM_BLOCKS) if block != 2]
-    untouched = [bench.look([block], size) for block in others]
+    untouched = [bench.mean_of_visible_values([block], size) for block in others]
     keys, values = random_kv(bench.backend, 8)
     # Three tokens in the middle of block 2, and five of padding.
     length = min(3, size)
     layout = make_layout([(0, length)], np.array([[2]], dtype=np.int32), size, padding=8 - length)
     bench.write(layout, keys, values)
     for block, before in zip(others, untouched, strict=True):
-        assert_equal(bench.look([block], size), before, f"block {block}, to which nothing was written")
-    seen = bench.look([2], size)
+        assert_equal(
+            bench.mean_of_visible_values([block], size), before, f"block {block}, to which nothing was written"
+        )
+    seen = bench.mean_of_visible_values([2], size)
     sums = torch.cat([values[:length].double(), torch.full((size - length, *values.shape[1:]), 0.25).double()]).cumsum(
         0
     )
@@ -194,16 +200,18 @@ def test_a_write_touches_no_slot_that_it_was_not_given(
 
 
 @clause("KVL-04")
-def test_blocks_are_copied_whole_and_alone(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
+def test_blocks_are_copied_whole_and_alone(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
+) -> None:
     bench = bench_of(subject, bound_device, claimed_dtype)
     size = bench.block_size
     length = NUM_BLOCKS * size
     keys, values = random_kv(bench.backend, length)
     bench.write(make_layout([(0, length)], np.arange(NUM_BLOCKS, dtype=np.int32)[None], size), keys, values)
-    before = [bench.look([block], size) for block in range(NUM_BLOCKS)]
+    before = [bench.mean_of_visible_values([block], size) for block in range(NUM_BLOCKS)]
     source, destination = (bound_device.to_device(torch.tensor(ids, dtype=torch.int64)) for ids in ([0, 3], [5, 1]))
     bench.backend.copy_blocks(bench.kv, source, destination)
-    after = [bench.look([block], size) for block in range(NUM_BLOCKS)]
+    after = [bench.mean_of_visible_values([block], size) for block in range(NUM_BLOCKS)]
     for block, came_from in enumerate([0, 3, 2, 3, 4, 0]):
         assert_equal(after[block], before[came_from], f"block {block}, which should be what block {came_from} was")
 

@@ -16,11 +16,11 @@ from mvllm.entrypoints.llm import LLM
 from mvllm.errors import CacheError, EngineDeadError, EngineSleepingError, WorkerDiedError, WorkerStuckError
 from mvllm.platform.discovery import load_attribute
 from mvllm.plugin_api import AttentionBackend, AttentionSpec
-from mvllm.testing.subprocess_checks import SIGN
-from mvllm.testing.markers import clause, not_claimed
 from mvllm.testing.leftover_processes import ProcessSnapshot, process_snapshot, wait_until
-from mvllm.testing.rank_launcher import parallel_config, topology_of, why_not_ranks
+from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.rank_launcher import parallel_config, topology_of, why_not_ranks
+from mvllm.testing.subprocess_checks import ANSWER_PREFIX
 from mvllm.testing.zoo import Zoo, engine, generate, make_llm
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -46,7 +46,7 @@ def worker_settings(subject: PlatformUnderTest) -> dict[str, Any]:
 def one_worker(subject: PlatformUnderTest) -> dict[str, Any]:
     """An engine with one worker process."""
     if "mp" not in topology_of(subject, parallel_config()).executors:
-        not_claimed("worker processes: the topology does not allow mp")
+        skip_not_claimed("worker processes: the topology does not allow mp")
     return {"distributed_executor_backend": "mp"}
 
 
@@ -185,7 +185,7 @@ def test_an_engine_in_this_process_may_be_closed_twice(
 ) -> None:
     topology = topology_of(subject, parallel_config())
     if "uni" not in topology.executors:
-        not_claimed("an engine in this process: the topology does not allow uni")
+        skip_not_claimed("an engine in this process: the topology does not allow uni")
     llm: LLM = make_llm(subject, zoo.checkpoint("llama"))
     generate(llm, PROMPTS)
     llm.close()
@@ -194,7 +194,9 @@ def test_an_engine_in_this_process_may_be_closed_twice(
 
 
 @clause("LIF-06")
-def test_workers_end_with_their_caller(subject: PlatformUnderTest, free_device: None, zoo: Zoo, trace: ProcessSnapshot) -> None:
+def test_workers_end_with_their_caller(
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, trace: ProcessSnapshot
+) -> None:
     order = {"name": subject.name, "folder": str(zoo.checkpoint("llama")), **worker_settings(subject)}
     caller = subprocess.Popen(
         [sys.executable, "-m", "mvllm.testing._engine_process", json.dumps(order)],
@@ -209,7 +211,7 @@ def test_workers_end_with_their_caller(subject: PlatformUnderTest, free_device: 
         assert caller.stdout is not None
         for line in caller.stdout:
             said.append(line)
-            if line.startswith(SIGN):
+            if line.startswith(ANSWER_PREFIX):
                 break
         else:
             pytest.fail("the engine did not start:\n" + "".join(said[-40:]), pytrace=False)
@@ -230,7 +232,7 @@ def test_awake_again_an_engine_gives_the_same_tokens(
 ) -> None:
     path = subject.platform.worker_class()
     if path is not None and not hasattr(load_attribute(path), "sleep"):
-        not_claimed("sleep: the platform's worker has no such method")
+        skip_not_claimed("sleep: the platform's worker has no such method")
     with engine(subject, zoo.checkpoint("llama")) as llm:
         expected = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS)]
         for _ in range(2):

@@ -13,23 +13,23 @@ from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import REFERENCE, OpTable
 from mvllm.plugin_api import DeviceRuntime, Float8Weight, OpCase, OpProvider, QuantizedWeight
-from mvllm.testing.tensor_assertions import assert_equal
-from mvllm.testing.markers import clause, not_claimed
-from mvllm.testing.op_cases import exact, tolerance, trials
+from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.op_call import OpCall
+from mvllm.testing.op_cases import exact, op_calls, tolerance
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.tensor_assertions import assert_equal
 
 OPS = sorted(SCHEMAS)
 
 
 def providers_of(subject: PlatformUnderTest, op: str) -> list[OpProvider]:
     found = [provider for provider in subject.platform.ops() if provider.op == op]
-    return found or not_claimed(f"{op}: the reference runs")
+    return found or skip_not_claimed(f"{op}: the reference runs")
 
 
 def taken(provider: OpProvider, dtype: str) -> list[OpCall]:
     """The trials that the provider supports."""
-    return [t for t in trials(provider.op, dtype) if not provider.supports(OpCase(provider.op, dtype, t.facts))]
+    return [t for t in op_calls(provider.op, dtype) if not provider.supports(OpCase(provider.op, dtype, t.facts))]
 
 
 def move(runtime: DeviceRuntime, arguments: tuple[Any, ...]) -> list[Any]:
@@ -80,7 +80,9 @@ def call(runtime: DeviceRuntime, provider: OpProvider, trial: OpCall) -> tuple[l
 
 
 @clause("OPS-01")
-def test_every_provider_replaces_an_operation_that_there_is(subject: PlatformUnderTest, bound_device: DeviceRuntime) -> None:
+def test_every_provider_replaces_an_operation_that_there_is(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime
+) -> None:
     providers = list(subject.platform.ops())
     others = [type(provider).__name__ for provider in providers if not isinstance(provider, OpProvider)]
     assert not others, f"ops() returns OpProviders, and here {', '.join(others)}"
@@ -117,7 +119,7 @@ def test_a_provider_gives_what_the_reference_gives(
                 assert off < tolerance(claimed_dtype), f"{provider.name}, {trial}: off by {off:.2g}"
             tried += 1
     if not tried:
-        not_claimed(f"{op} in {claimed_dtype}: the reference runs")
+        skip_not_claimed(f"{op} in {claimed_dtype}: the reference runs")
 
 
 @clause("OPS-01")
@@ -129,7 +131,7 @@ def test_rows_of_a_prepared_weight_are_those_of_the_weight(
         if provider.lookup is None:
             continue
         assert provider.prepare is not None, f"{provider.name} has a form to look up rows in, and nothing makes it"
-        for trial in trials("embedding", claimed_dtype):
+        for trial in op_calls("embedding", claimed_dtype):
             ids, weight, *first = move(bound_device, trial.make())
             facts = {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": False}
             if provider.supports(OpCase("linear", claimed_dtype, facts)):
@@ -141,7 +143,7 @@ def test_rows_of_a_prepared_weight_are_those_of_the_weight(
             assert_equal(bound_device.to_host(found).wait().double(), wanted, f"{provider.name}: {trial}")
             tried += 1
     if not tried:
-        not_claimed(f"in {claimed_dtype} no provider reads rows of a weight that it prepared")
+        skip_not_claimed(f"in {claimed_dtype} no provider reads rows of a weight that it prepared")
 
 
 @clause("OPS-02")
@@ -152,7 +154,7 @@ def test_supports_answers_with_reasons_for_whatever_it_is_asked(
     dtypes = [*subject.capabilities.dtypes, "float64"]
     for provider in providers_of(subject, op):
         for dtype in dtypes:
-            for trial in trials(op, dtype):
+            for trial in op_calls(op, dtype):
                 case = OpCase(op, dtype, trial.facts)
                 reasons = provider.supports(case)
                 assert reasons == provider.supports(case), "supports is pure"
@@ -161,9 +163,11 @@ def test_supports_answers_with_reasons_for_whatever_it_is_asked(
 
 @clause("OPS-02")
 @pytest.mark.parametrize("op", OPS)
-def test_the_reference_runs_what_no_provider_supports(subject: PlatformUnderTest, bound_device: DeviceRuntime, op: str) -> None:
+def test_the_reference_runs_what_no_provider_supports(
+    subject: PlatformUnderTest, bound_device: DeviceRuntime, op: str
+) -> None:
     table = OpTable.resolve(subject.platform.ops())
-    for trial in trials(op, "float64"):
+    for trial in op_calls(op, "float64"):
         refused = all(
             provider.supports(OpCase(op, "float64", trial.facts))
             for provider in subject.platform.ops()
@@ -177,7 +181,7 @@ def test_the_reference_runs_what_no_provider_supports(subject: PlatformUnderTest
 def test_references_run_on_the_device(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, op: str
 ) -> None:
-    for trial in trials(op, claimed_dtype):
+    for trial in op_calls(op, claimed_dtype):
         arguments = move(bound_device, trial.make())
         with bound_device.inference_mode():
             found = results(SCHEMAS[op].reference(*arguments))
@@ -207,4 +211,4 @@ def test_a_provider_leaves_its_arguments_alone(
                 assert_equal(bound_device.to_host(new).wait(), old, f"{provider.name} changed {name}: {trial}")
             tried += 1
     if not tried:
-        not_claimed(f"{op} in {claimed_dtype}: the reference runs")
+        skip_not_claimed(f"{op} in {claimed_dtype}: the reference runs")

@@ -13,9 +13,9 @@ import pytest
 from mvllm.errors import MvllmError
 from mvllm.platform.choose import choose_platform
 from mvllm.platform.discovery import check_contract, find_sources
-from mvllm.testing.subprocess_checks import run_in_subprocess
 from mvllm.testing.markers import clause
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.subprocess_checks import run_in_subprocess
 
 IMPORT_CPU_SECONDS = 2.0
 """Processor time that the entry point's module may take beyond `mvllm.plugin_api`. An ordinary one takes 0.01."""
@@ -26,7 +26,9 @@ OWN_TESTS = "mvllm.testing"
 
 def look_at(platform_under_test: PlatformUnderTest, **order: Any) -> dict[str, Any]:
     """The plugin, seen from a fresh process."""
-    assert platform_under_test.candidate is not None, f"no installed distribution offers a platform {platform_under_test.name!r}"
+    assert platform_under_test.candidate is not None, (
+        f"no installed distribution offers a platform {platform_under_test.name!r}"
+    )
     module = platform_under_test.candidate.source.entry_point.partition(":")[0]
     whole = {"module": module, "bind_after_fork": False, **order}
     return run_in_subprocess("mvllm.testing._probe_process", whole, environment=platform_under_test.environment)
@@ -49,7 +51,9 @@ def test_importing_the_entry_point_takes_hardly_any_time(facts: dict[str, Any]) 
 
 
 @clause("PLG-02")
-def test_the_plugin_calls_itself_what_its_entry_point_is_called(platform_under_test: PlatformUnderTest, facts: dict[str, Any]) -> None:
+def test_the_plugin_calls_itself_what_its_entry_point_is_called(
+    platform_under_test: PlatformUnderTest, facts: dict[str, Any]
+) -> None:
     assert facts["is_spec"], "mvllm_platform() must return a PlatformSpec"
     assert facts["name"] == platform_under_test.name
 

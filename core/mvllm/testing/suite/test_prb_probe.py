@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mvllm.testing.markers import clause, not_run
-from mvllm.testing.report import WITHOUT_DEVICE
+from mvllm.testing.markers import clause, skip_not_run
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.report import WITHOUT_DEVICE
 from mvllm.testing.suite.test_plg_plugin import look_at
 
 PROBE_CPU_SECONDS = 1.0
@@ -48,9 +48,11 @@ def test_a_process_that_has_probed_can_be_forked_and_the_child_can_probe(probed:
 
 
 @clause("PRB-02", needs="fork_safe")
-def test_the_child_of_a_process_that_has_probed_can_use_the_device(platform_under_test: PlatformUnderTest, probed: dict[str, Any]) -> None:
+def test_the_child_of_a_process_that_has_probed_can_use_the_device(
+    platform_under_test: PlatformUnderTest, probed: dict[str, Any]
+) -> None:
     if platform_under_test.without_device:
-        not_run(WITHOUT_DEVICE)
+        skip_not_run(WITHOUT_DEVICE)
     assert probed.get("bind_after_fork", "") == ""
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from mvllm.config.engine_args import EngineArgs
-from mvllm.engine.core.kv_cache_sizing import size_kv_cache
 from mvllm.engine.core.config_resolution import resolve_config
+from mvllm.engine.core.kv_cache_sizing import size_kv_cache
 from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import DeviceRuntime, KVCacheNeeds, WorkerContext
 from mvllm.testing.markers import clause, exhaustive
-from mvllm.testing.plugin import DeviceHolder
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.plugin import DeviceHolder
 from mvllm.testing.zoo import FAMILIES, LOGPROB_TOLERANCE, Zoo, main_dtype
 from mvllm.worker.worker_wrapper import WorkerWrapper
 

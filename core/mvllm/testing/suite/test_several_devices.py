@@ -13,16 +13,16 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.executor.worker_topology import check_topology
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import LaunchTopology, PlatformError
-from mvllm.testing.markers import clause, not_claimed
-from mvllm.testing.rank_launcher import run_on_multiple_devices, parallel_config, why_not_devices
+from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.rank_launcher import parallel_config, run_on_multiple_devices, why_not_devices
 from mvllm.testing.zoo import Zoo
 
 
 def check(subject: PlatformUnderTest, what: str, zoo: Zoo | None = None) -> None:
     """Two devices try it."""
     if why := why_not_devices(subject, 2):
-        not_claimed(why)
+        skip_not_claimed(why)
     checkpoint = None if zoo is None else zoo.checkpoint("llama")
     error = run_on_multiple_devices(subject, what, checkpoint=checkpoint).error_of(what)
     assert not error, error
@@ -36,7 +36,7 @@ def test_tensors_are_spread_over_the_devices(subject: PlatformUnderTest) -> None
 @clause("MEM-05")
 def test_the_memory_of_all_devices_counts(subject: PlatformUnderTest) -> None:
     if why := why_not_devices(subject, 2):
-        not_claimed(why)
+        skip_not_claimed(why)
     totals = []
     for count in (1, 2):
         result = run_on_multiple_devices(subject, "total", count)
@@ -62,7 +62,7 @@ def test_weights_are_spread_over_the_devices(subject: PlatformUnderTest, free_de
 @clause("DEV-09", "MEM-05", "KVL-06", "RUN-03", refusal=True)
 def test_a_worker_of_several_devices_that_are_not_claimed_is_refused(subject: PlatformUnderTest) -> None:
     if subject.platform.worker_class() is not None:
-        not_claimed("it has a worker class of its own, which drives what it likes")
+        skip_not_claimed("it has a worker class of its own, which drives what it likes")
     config = EngineArgs.from_kwargs(model="demo").create_engine_config()
     config = dataclasses.replace(config, parallel=parallel_config(tensor=2))
     with enter_phase(Phase.ENGINE), pytest.raises(PlatformError, match="devices_per_process"):

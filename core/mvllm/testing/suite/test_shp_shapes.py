@@ -10,9 +10,9 @@ from mvllm.messages.inputs import TokensPrompt
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import CompileBackend, DeviceRuntime, ShapePolicy
-from mvllm.testing.tensor_assertions import assert_equal
-from mvllm.testing.markers import clause, not_claimed
+from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
+from mvllm.testing.tensor_assertions import assert_equal
 from mvllm.testing.zoo import MAX_LEN, VOCAB_SIZE, Zoo, assert_tokens, engine, generate, main_dtype, tie_of
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 from mvllm.worker.worker import Worker
@@ -43,9 +43,9 @@ def test_steps_have_sizes_among_the_buckets_and_nothing_is_compiled_after_warm_u
 ) -> None:
     shapes = shapes_of(subject)
     if subject.platform.worker_class() is not None:
-        not_claimed("core's worker")
+        skip_not_claimed("core's worker")
     if not any(getattr(shapes, name) for name in DIMENSIONS):
-        not_claimed("buckets: shapes are free")
+        skip_not_claimed("buckets: shapes are free")
     seen: dict[str, set[int]] = {name: set() for name in DIMENSIONS}
     build, warm_up = StepInputBuilder.build, Worker.warm_up
     compiled_after_warm_up: list[str] = []
@@ -91,7 +91,7 @@ def test_no_request_that_only_samples_compiles_anything(
     subject: PlatformUnderTest, free_device: None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if subject.platform.worker_class() is not None:
-        not_claimed("core's worker")
+        skip_not_claimed("core's worker")
     bound: list[DeviceRuntime] = []
     init_device = Worker.init_device
 
@@ -106,7 +106,7 @@ def test_no_request_that_only_samples_compiles_anything(
         with enter_phase(Phase.WORKER):
             warm = bound[0].num_compilations()
         if warm is None:
-            not_claimed("a count of compilations")
+            skip_not_claimed("a count of compilations")
         for round_ in range(4):
             params = [
                 SamplingParams(

@@ -11,11 +11,11 @@ import torch
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.plugin_api import DeviceRuntime
-from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.sampler import Sampler
+from mvllm.sampling.sampler_output import SamplerOutput
 from mvllm.sampling.sampling_state import SamplingState, TokenHistory
-from mvllm.testing.tensor_assertions import assert_equal
 from mvllm.testing.markers import clause, exhaustive
+from mvllm.testing.tensor_assertions import assert_equal
 
 VOCABULARY = 64
 DRAWS = 4096

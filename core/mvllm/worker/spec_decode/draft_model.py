@@ -26,8 +26,8 @@ from mvllm.config.model import ModelConfig
 from mvllm.layers.context import ForwardStep
 from mvllm.platform.attention import AttentionMetadata
 from mvllm.sampling.sampler import Sampler
-from mvllm.worker.kv_cache_layers import Plans
 from mvllm.worker.input_batch import InputBatch
+from mvllm.worker.kv_cache_layers import AttentionGroups
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class DraftModel:
         self.model = model
         self.layers = model.attention_layers()
 
-    def run(self, inputs: StepInputs, plans: Plans) -> None:
+    def run(self, inputs: StepInputs, plans: AttentionGroups) -> None:
         """Runs a step as large as any, for what it takes. `plans` are those of its layers."""
         metadata = {key: backend.build_metadata(inputs.layouts[group]) for key, (backend, group) in plans.items()}
         step = ForwardStep(metadata, inputs.prompt_lens)
@@ -80,7 +80,7 @@ class DraftModelProposer:
         rows: InputBatch,
         block_size: int,
         inputs: StepInputBuilder,
-        plans: Plans,
+        plans: AttentionGroups,
         sampler: Sampler,
         num_tokens: int,
         compile: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]],
@@ -92,14 +92,14 @@ class DraftModelProposer:
         self._rows = rows
         self._block_size = block_size
         self._inputs = inputs
-        self._plans = plans
+        self._attention_groups = plans
         self._sampler = sampler
         self._num_tokens = num_tokens
         self._run_model = compile(self._call_model)
         self._num_computed = np.zeros(rows.max_rows, dtype=np.int32)
         """int32 [max_rows]: leading tokens whose keys and values this model has, of those that are known."""
 
-    def begin_rows(self, rows: Sequence[int]) -> None:
+    def on_requests_added(self, rows: Sequence[int]) -> None:
         """As in Proposer."""
         self._num_computed[rows] = self._rows.num_computed[rows]
 
@@ -125,7 +125,7 @@ class DraftModelProposer:
             ).tolist()
             for place, row, token in zip(at.tolist(), chosen.tolist(), sampled, strict=True):
                 drafts[place].append(token)
-                history.guess(row, drafts[place])
+                history.set_draft_tokens(row, drafts[place])
         return drafts
 
     def _catch_up(self, rows: np.ndarray) -> None:
@@ -152,7 +152,7 @@ class DraftModelProposer:
         token_ids = inputs.token_ids
         if self._draft_vocab_size < self._vocab_size:  # what it cannot know, it takes for anything
             token_ids = token_ids.clamp(max=self._draft_vocab_size - 1)
-        plans = [backend.build_metadata(inputs.layouts[group]) for backend, group in self._plans.values()]
+        plans = [backend.build_metadata(inputs.layouts[group]) for backend, group in self._attention_groups.values()]
         return self._run_model(token_ids, inputs.positions, inputs.prompt_lens, *plans)
 
     def _call_model(
@@ -162,6 +162,6 @@ class DraftModelProposer:
         prompt_lens: torch.Tensor | None,
         *plans: AttentionMetadata,
     ) -> torch.Tensor:
-        step = ForwardStep(dict(zip(self._plans, plans, strict=True)), prompt_lens)
+        step = ForwardStep(dict(zip(self._attention_groups, plans, strict=True)), prompt_lens)
         hidden: torch.Tensor = self._model(token_ids, positions, step, None)
         return hidden

@@ -15,7 +15,7 @@ class Proposer(Protocol):
     which.
     """
 
-    def begin_rows(self, rows: Sequence[int]) -> None:
+    def on_requests_added(self, rows: Sequence[int]) -> None:
         """Requests have taken rows, with the tokens that the cache has of them."""
 
     def propose(self, rows: np.ndarray, others: np.ndarray) -> list[list[int]]:
@@ -55,15 +55,15 @@ class NgramProposer:
         self._shortest = shortest
         self._longest = longest
 
-    def begin_rows(self, rows: Sequence[int]) -> None:
+    def on_requests_added(self, rows: Sequence[int]) -> None:
         """Nothing is kept of them."""
 
     def propose(self, rows: np.ndarray, others: np.ndarray) -> list[list[int]]:
         """As in Proposer."""
         history = self._history
-        return [self._continue(history.token_ids[row, : history.num_tokens[row]]) for row in rows.tolist()]
+        return [self._tokens_after_match(history.token_ids[row, : history.num_tokens[row]]) for row in rows.tolist()]
 
-    def _continue(self, tokens: np.ndarray) -> list[int]:
+    def _tokens_after_match(self, tokens: np.ndarray) -> list[int]:
         """What followed the last tokens when they came before."""
         found = np.flatnonzero(tokens[:-1] == tokens[-1])
         length = 1 if len(found) else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from mvllm.plugin_api import Check, CheckStatus
-from mvllm_cpu import kernels, host_resources, torch_build
+from mvllm_cpu import host_resources, kernels, torch_build
 
 LOW_MEMORY = 1 << 30
 ISAS = "generic, avx2, avx512, avx512_bf16, amx_bf16, neon_bf16"
@@ -38,7 +38,11 @@ def _kernels() -> Check:
 
 
 def _threads() -> Check:
-    cores, asked, quota = len(host_resources.physical_cores()), host_resources.threads_asked_for(), host_resources.cpu_quota()
+    cores, asked, quota = (
+        len(host_resources.physical_cores()),
+        host_resources.threads_asked_for(),
+        host_resources.cpu_quota(),
+    )
     found = f"{host_resources.usable_threads()} threads on {cores} physical cores of {host_resources.processor_name()}"
     if quota is not None:
         found += f", of which the control group grants {quota:g}"

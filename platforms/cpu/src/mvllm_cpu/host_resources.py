@@ -84,7 +84,7 @@ def usable_threads() -> int:
     return threads_asked_for() or _within_quota(len(physical_cores()))
 
 
-def cores_of(pids: Iterable[int]) -> int:
+def num_cores_of_processes(pids: Iterable[int]) -> int:
     """Cores that these processes have together, within this one's quota."""
     cpus: set[int] = set()
     for pid in pids:

@@ -28,7 +28,7 @@ from mvllm.plugin_api import (
     WorkerContext,
     get_logger,
 )
-from mvllm_cpu import worker_environment, host_resources, torch_build
+from mvllm_cpu import host_resources, torch_build, worker_environment
 from mvllm_cpu.plugin import SPEC
 
 if TYPE_CHECKING:

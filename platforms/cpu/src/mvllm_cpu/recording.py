@@ -52,9 +52,9 @@ class Kernel:
     def __call__(self, *args: Any) -> None:
         """Calls the function."""
         self._function(*args)
-        self._note(args)
+        self._record(args)
 
-    def _note(self, args: tuple[Any, ...]) -> None:
+    def _record(self, args: tuple[Any, ...]) -> None:
         if _here.calls is not None:
             _here.calls.append((self, args))
 
@@ -90,7 +90,7 @@ class BlockingKernel(Kernel):
         """Calls the function until it is through."""
         while not self._function(*args):
             self.check_peers()
-        self._note(args)
+        self._record(args)
 
 
 def record(run: Callable[[], Any]) -> tuple[Any, list[Call], str | None]:

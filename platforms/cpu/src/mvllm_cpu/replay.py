@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.plugin_api import CompileBackend, get_logger
 from mvllm_cpu import recording
-from mvllm_cpu.recording import Call, BlockingKernel
+from mvllm_cpu.recording import BlockingKernel, Call
 
 logger = get_logger("mvllm.cpu.replay")
 

@@ -20,7 +20,7 @@ import time
 import torch
 
 from mvllm.plugin_api import GroupSpec, PlatformError, TorchCommunicator, get_logger
-from mvllm_cpu import kernels, host_resources, recording
+from mvllm_cpu import host_resources, kernels, recording
 
 logger = get_logger("mvllm.cpu.communicator")
 
@@ -140,7 +140,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         begin = ctypes.c_char.from_buffer(memory)
         # A rank that spins for a core that the others need keeps them from arriving. Workers are bound to cores before
         # they meet: what counts is what all of them have.
-        spin_ns = _SPIN_NS if host_resources.cores_of(self._pids) >= self.world_size else 0
+        spin_ns = _SPIN_NS if host_resources.num_cores_of_processes(self._pids) >= self.world_size else 0
         self._shared = SharedGroup(
             *(ctypes.addressof(begin), self.world_size, self._slot_bytes, self.rank), spin_ns, _PATIENCE_MS
         )

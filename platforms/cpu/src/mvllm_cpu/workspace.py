@@ -49,7 +49,7 @@ class _Region:
     size: int
     holes: list[tuple[int, int]] = field(default_factory=list)
 
-    def take(self, size: int) -> int | None:
+    def allocate(self, size: int) -> int | None:
         """The lowest place of `size` bytes, no longer free; None where there is none."""
         for i, (begin, end) in enumerate(self.holes):
             if end - begin >= size:
@@ -57,7 +57,7 @@ class _Region:
                 return begin
         return None
 
-    def put(self, begin: int, end: int) -> None:
+    def free(self, begin: int, end: int) -> None:
         """Makes a place free."""
         i = 0
         while i < len(self.holes) and self.holes[i][0] < begin:
@@ -90,7 +90,7 @@ class Workspace:
         pages = max(1, -(-size // PAGE)) * PAGE
         with self._lock:
             self._collect()
-            begin = self._take(pages)
+            begin = self._allocate(pages)
             # The tensor keeps its buffer alive, and the buffer's end is the place's.
             buffer = (ctypes.c_char * max(1, size)).from_address(begin)
             place = (begin, begin + pages)
@@ -106,23 +106,23 @@ class Workspace:
                 for begin, end in region.holes:
                     region.pages.madvise(mmap.MADV_DONTNEED, begin - first, end - begin)
 
-    def taken(self) -> int:
+    def bytes_in_use(self) -> int:
         """Bytes under tensors that are alive."""
         with self._lock:
             self._collect()
             return sum(r.size - sum(end - begin for begin, end in r.holes) for r in self._regions)
 
-    def reserved(self) -> int:
+    def bytes_reserved(self) -> int:
         """Bytes of addresses."""
         return sum(region.size for region in self._regions)
 
-    def _take(self, size: int) -> int:
+    def _allocate(self, size: int) -> int:
         for region in self._regions:
-            if (begin := region.take(size)) is not None:
+            if (begin := region.allocate(size)) is not None:
                 return begin
         # Later ones are larger, so that a large model's tensors do not end up in one each. That many addresses may be
         # refused, where they are limited or more than the machine has memory, and what is needed be had all the same.
-        room = _whole_pages(max(REGION_BYTES, 4 * size, self.reserved()))
+        room = _whole_pages(max(REGION_BYTES, 4 * size, self.bytes_reserved()))
         try:
             pages, first = map_pages(room)
         except MemoryError:
@@ -130,7 +130,7 @@ class Workspace:
             pages, first = map_pages(room)
         address = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + first
         self._regions.append(_Region(pages, address, room, [(address, address + room)]))
-        taken = self._regions[-1].take(size)
+        taken = self._regions[-1].allocate(size)
         assert taken is not None
         return taken
 
@@ -138,7 +138,7 @@ class Workspace:
         while self._returned:
             begin, end = self._returned.popleft()
             del self._owners[begin]
-            next(r for r in self._regions if r.begin <= begin < r.begin + r.size).put(begin, end)
+            next(r for r in self._regions if r.begin <= begin < r.begin + r.size).free(begin, end)
 
 
 def _whole_pages(size: int) -> int:

@@ -26,11 +26,11 @@ class CudaRuntime(TorchGpuRuntime):
     def check_build(self) -> None:
         check_build()
 
-    def shown(self) -> str:
+    def visibility_variables(self) -> str:
         variable = os.environ.get(visible.VARIABLE)
         return "" if variable is None else f"{visible.VARIABLE}={variable!r}"
 
-    def books(self, index: int) -> NvmlDriverMemory:
+    def driver_memory(self, index: int) -> NvmlDriverMemory:
         return NvmlDriverMemory(nvml_uuid(index))
 
     def refusal(self, properties: Any) -> str | None:

@@ -29,10 +29,10 @@ class RocmRuntime(TorchGpuRuntime):
     def check_build(self) -> None:
         check_build()
 
-    def shown(self) -> str:
-        return visible.shown(os.environ)
+    def visibility_variables(self) -> str:
+        return visible.describe_variables(os.environ)
 
-    def books(self, index: int) -> SysfsDriverMemory:
+    def driver_memory(self, index: int) -> SysfsDriverMemory:
         return SysfsDriverMemory(device_at(index))
 
     def refusal(self, properties: Any) -> str | None:

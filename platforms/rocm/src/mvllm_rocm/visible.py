@@ -62,7 +62,7 @@ def resolve(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
     return _counted_by_torch(shown, environ)
 
 
-def shown(environ: Mapping[str, str]) -> str:
+def describe_variables(environ: Mapping[str, str]) -> str:
     """The lists that are set, for people; empty without any."""
     return ", ".join(f"{name}={environ[name]!r}" for name in VARIABLES if name in environ)
 
@@ -125,7 +125,7 @@ def _shown_by_hip(devices: Sequence[RocmDevice], environ: Mapping[str, str]) -> 
         if named not in found:
             found.append(named)
     if environ.get(OTHER) and environ[OTHER] != text:
-        problem = f"{shown(environ)}: HIP reads {VARIABLE} alone, and not {OTHER}"
+        problem = f"{describe_variables(environ)}: HIP reads {VARIABLE} alone, and not {OTHER}"
         return Visible(tuple(found), problem, f"Unset {OTHER}, or set both to the same list.")
     return Visible(tuple(found))
 
@@ -144,7 +144,7 @@ def _counted_by_torch(seen: Visible, environ: Mapping[str, str]) -> Visible:
     """What torch makes of that. It reads the lists for itself."""
     lower, own, other = (environ.get(name) for name in VARIABLES)
     if lower is not None and own is not None and len(own.split(",")) > len(lower.split(",")):
-        problem = f"{shown(environ)}: torch refuses a list for HIP that is longer than the other"
+        problem = f"{describe_variables(environ)}: torch refuses a list for HIP that is longer than the other"
         return Visible((), problem, f"{VARIABLE} counts what {LOWER} has left: unset one of them.")
     text = own if own is not None else None if lower is not None else other
     if text is not None:
@@ -153,9 +153,11 @@ def _counted_by_torch(seen: Visible, environ: Mapping[str, str]) -> Visible:
             name = VARIABLE if own is not None else OTHER
             return Visible((), f"{name}={text!r} hides every device from torch", _UNSET)
         if len(set(entries)) < len(entries):
-            return Visible((), f"{shown(environ)} names a device twice: torch then counts none", "Name each once.")
+            return Visible(
+                (), f"{describe_variables(environ)} names a device twice: torch then counts none", "Name each once."
+            )
     elif lower is not None and other and len(lower.split(",")) != len(seen.devices) and seen.problem is None:
-        problem = f"{shown(environ)}: torch counts the entries of {LOWER}, HIP shows {len(seen.devices)}"
+        problem = f"{describe_variables(environ)}: torch counts the entries of {LOWER}, HIP shows {len(seen.devices)}"
         return Visible(seen.devices, problem, f"Set {VARIABLE} in place of {OTHER}.")
     return seen
 

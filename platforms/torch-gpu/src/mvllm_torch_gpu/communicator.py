@@ -64,25 +64,25 @@ class DeviceCommunicator(TorchCommunicator):
                 f"The ranks {list(spec.ranks)} of group {spec.name!r} do not find each other: "
                 f"{str(e).partition(chr(10))[0]}. {advice}"
             ) from e
-        self._met: set[int] = set()
+        self._connected: set[int] = set()
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
-        self._meet(destination)
+        self._connect_pair(destination)
         super().send(tensor, destination)
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
-        self._meet(source)
+        self._connect_pair(source)
         return super().recv(shape, dtype, source)
 
-    def _meet(self, other: int) -> None:
+    def _connect_pair(self, other: int) -> None:
         """Connects this rank with another when they first have something to say to each other.
 
         Such libraries connect two ranks when one sends and the other receives: two that both begin by sending would
         wait for each other for ever. So they exchange a word first, in an order that both know.
         """
-        if other in self._met:
+        if other in self._connected:
             return
-        self._met.add(other)
+        self._connected.add(other)
         word, peer = torch.zeros(1, device=self._device), self._global(other)
         for sends in (True, False) if self.rank < other else (False, True):
             if sends:

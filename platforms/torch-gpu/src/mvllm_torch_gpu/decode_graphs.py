@@ -31,7 +31,7 @@ TABLE_TOKENS = 1 << 17
 """Tokens of a sequence that a graph's block table has room for. Longer ones have graphs of their own."""
 
 
-class Graphs(Protocol):
+class GraphCapturer(Protocol):
     """What captures. `DeviceGraphs` is one."""
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
@@ -54,7 +54,7 @@ class DecodeGraphBackend(CompileBackend):
 
     def __init__(
         self,
-        graphs: Callable[[], Graphs],
+        graphs: Callable[[], GraphCapturer],
         version: str,
         *,
         fuse: Callable[[Callable[..., Any], bool], Callable[..., Any]] | None = None,
@@ -71,14 +71,14 @@ class DecodeGraphBackend(CompileBackend):
         """A callable that replays decode steps. Each size is captured when the first step of it comes."""
         if self._fuse is not None:
             function = self._fuse(function, dynamic)
-        return _Function(function, self._graphs(), self._out_of_memory, Tables(self._table_tokens))
+        return _Function(function, self._graphs(), self._out_of_memory, GraphBlockTables(self._table_tokens))
 
     def cache_key(self) -> str:
         """Graphs live as long as their process; the version says what made them."""
         return f"graphs-1-{self._version}"
 
 
-class Tables:
+class GraphBlockTables:
     """The block tables that graphs read: one of each width for all of them, since one graph runs at a time.
 
     Args:
@@ -96,7 +96,7 @@ class Tables:
             width *= 8
         return width
 
-    def of(self, place: int, step: PagedMetadata) -> torch.Tensor:
+    def buffer_for(self, place: int, step: PagedMetadata) -> torch.Tensor:
         """The table of a graph for steps like this one.
 
         Args:
@@ -117,7 +117,11 @@ class _Function:
     """One function and its graphs, by the sizes of its arguments."""
 
     def __init__(
-        self, function: Callable[..., Any], graphs: Graphs, out_of_memory: Callable[[], str], tables: Tables
+        self,
+        function: Callable[..., Any],
+        graphs: GraphCapturer,
+        out_of_memory: Callable[[], str],
+        tables: GraphBlockTables,
     ) -> None:
         self._function = function
         self._graphs = graphs
@@ -157,7 +161,9 @@ class _Captured:
         PlatformError: The function cannot be captured.
     """
 
-    def __init__(self, function: Callable[..., Any], graphs: Graphs, tables: Tables, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], graphs: GraphCapturer, tables: GraphBlockTables, args: tuple[Any, ...]
+    ) -> None:
         self._inputs = tuple(_room_for(arg, place, tables) for place, arg in enumerate(args))
         self._load(args)
         with graphs.forbid_synchronization():
@@ -211,7 +217,7 @@ def _copy(room: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def _key_of(args: tuple[Any, ...], tables: Tables) -> Hashable | None:
+def _key_of(args: tuple[Any, ...], tables: GraphBlockTables) -> Hashable | None:
     """What has to be equal for steps to share a graph; None for steps that have none."""
     plans = [arg for arg in args if isinstance(arg, PagedMetadata)]
     rows = len(args[0]) if args and isinstance(args[0], torch.Tensor) else 0
@@ -230,10 +236,10 @@ def _key_of(args: tuple[Any, ...], tables: Tables) -> Hashable | None:
     return tuple(key)
 
 
-def _room_for(arg: Any, place: int, tables: Tables) -> Any:
+def _room_for(arg: Any, place: int, tables: GraphBlockTables) -> Any:
     """A place for what is like `arg`, at a place among the arguments."""
     if isinstance(arg, torch.Tensor):
         return torch.empty_like(arg, memory_format=torch.contiguous_format)
     if isinstance(arg, PagedMetadata):
-        return arg.room(tables.of(place, arg))
+        return arg.static_buffers(tables.buffer_for(place, arg))
     return arg

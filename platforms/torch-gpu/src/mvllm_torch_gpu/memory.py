@@ -28,7 +28,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Figures:
+class MemoryStats:
     """What driver, allocator and host say at one moment, in bytes.
 
     Attributes:
@@ -58,7 +58,7 @@ class Figures:
         return min(self.total, untouched + self.cached)
 
     @property
-    def others(self) -> int:
+    def used_by_others(self) -> int:
         """What is held by others; on a device that uses the host's memory, by the whole system."""
         return max(0, self.total - self.free - self.allocated - self.outside)
 
@@ -71,11 +71,11 @@ class Figures:
         """For people who lack memory."""
         return (
             f"{_gib(self.free)} of {_gib(self.total)} GiB are free; this process holds "
-            f"{_gib(self.allocated + self.outside)} GiB, others {_gib(self.others)} GiB"
+            f"{_gib(self.allocated + self.outside)} GiB, others {_gib(self.used_by_others)} GiB"
         )
 
 
-class Books(Protocol):
+class DriverMemory(Protocol):
     """What a driver says about one device, without a context on it."""
 
     def free(self) -> int | None:
@@ -110,7 +110,7 @@ class DeviceMemory:
     def __init__(
         self,
         device: torch.device,
-        books: Books,
+        books: DriverMemory,
         bound_bytes: int,
         *,
         unified: bool,
@@ -124,7 +124,7 @@ class DeviceMemory:
         self._unified = unified
         self._others_counted = others_counted
 
-    def figures(self) -> Figures:
+    def stats(self) -> MemoryStats:
         """The figures of now."""
         api = self._module.api
         driver_free, total = self._module.free_and_total(self._device)
@@ -135,7 +135,7 @@ class DeviceMemory:
         outside = self._bound_bytes if mine is None or mine < reserved else mine - reserved
         if driver_free is None:  # then nobody but us is known to be there; of the host's memory the host knows
             driver_free = 0 if self._unified else max(0, total - reserved - outside)
-        return Figures(
+        return MemoryStats(
             total=total,
             driver_free=driver_free if told is None else min(driver_free, told),
             allocated=api.memory_allocated(self._device),
@@ -170,7 +170,7 @@ def _file_cache(cgroup: Path) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
-def not_enough(what: str, figures: Figures, remedy: str) -> str:
+def not_enough(what: str, figures: MemoryStats, remedy: str) -> str:
     """The one message about memory that `what` did not find."""
     return f"{what} does not fit on the device: {figures.explain()}. {remedy}"
 

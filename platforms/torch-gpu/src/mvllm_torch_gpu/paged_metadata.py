@@ -40,7 +40,7 @@ class PagedMetadata:
         """Whether it is of a step of `num_tokens` requests with one token each, padding included."""
         return self.max_query_len == 1 and len(self.seq_lens) == self.num_tokens == num_tokens
 
-    def room(self, table: torch.Tensor) -> PagedMetadata:
+    def static_buffers(self, table: torch.Tensor) -> PagedMetadata:
         """Metadata for a graph: a place for steps of this many requests, whose block tables go into `table`."""
         return replace(
             self,

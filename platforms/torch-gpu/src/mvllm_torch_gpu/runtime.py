@@ -91,8 +91,8 @@ class TorchGpuRuntime(DeviceRuntime):
         self.check_build()
         count = self.module.device_count()
         if ctx.local_rank >= count:
-            raise PlatformError(too_few_devices(ctx, count, self.library, self.shown()))
-        books = self.books(ctx.local_rank)
+            raise PlatformError(too_few_devices(ctx, count, self.library, self.visibility_variables()))
+        books = self.driver_memory(ctx.local_rank)
         free_before = books.free()
         self.device = self.module.device(ctx.local_rank)
         try:
@@ -118,7 +118,7 @@ class TorchGpuRuntime(DeviceRuntime):
         self._side = self.module.api.Stream(self.device)
         self._open = True
         self.seed(ctx.seed)
-        logger.info("Rank %d: %s, %s.", ctx.rank, properties.name, self._memory.figures().explain())
+        logger.info("Rank %d: %s, %s.", ctx.rank, properties.name, self._memory.stats().explain())
 
     @abstractmethod
     def check_build(self) -> None:
@@ -129,11 +129,11 @@ class TorchGpuRuntime(DeviceRuntime):
         """
 
     @abstractmethod
-    def shown(self) -> str:
+    def visibility_variables(self) -> str:
         """The variables that limit what is visible, for people; empty without any."""
 
     @abstractmethod
-    def books(self, index: int) -> memory.Books:
+    def driver_memory(self, index: int) -> memory.DriverMemory:
         """What the driver says about the device that torch calls `index`."""
 
     @abstractmethod
@@ -144,7 +144,7 @@ class TorchGpuRuntime(DeviceRuntime):
         self.module.api.synchronize(self.device)
 
     def memory(self) -> MemoryInfo:
-        return self._memory.figures().as_info()
+        return self._memory.stats().as_info()
 
     def reset_peak_memory(self) -> None:
         self.module.api.reset_peak_memory_stats(self.device)
@@ -158,7 +158,7 @@ class TorchGpuRuntime(DeviceRuntime):
         except RuntimeError as e:
             size = math.prod(shape) * dtype.itemsize
             what = f"A tensor of {size / 2**30:.2f} GiB ({list(shape)}, {dtype})"
-            raise MemoryError(memory.not_enough(what, self._memory.figures(), _LESS)) from e
+            raise MemoryError(memory.not_enough(what, self._memory.stats(), _LESS)) from e
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.module.host_buffer(shape, dtype)

@@ -41,7 +41,7 @@ def version(name: str) -> str:
         return "none"
 
 
-def use() -> None:
+def enable() -> None:
     """Has torch_xla keep its programs. Before anything is compiled; later calls in the process do nothing."""
     global _done
     where = folder()

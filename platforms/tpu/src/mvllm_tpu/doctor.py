@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 from mvllm.plugin_api import Check, CheckStatus, ConfigError
-from mvllm_tpu import xla_devices, runtimes
+from mvllm_tpu import runtimes, xla_devices
 from mvllm_tpu.probe import INSTALL
 
 

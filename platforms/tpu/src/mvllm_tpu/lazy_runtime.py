@@ -49,7 +49,7 @@ class LazyRuntime(DeviceRuntime):
     def __init__(self, ctx: WorkerContext) -> None:
         try:
             find_nan_as_tpus_do()
-            compile_cache.use()
+            compile_cache.enable()
             self.device = torch_xla.device()
             self._kind = xr.device_type()
         except (RuntimeError, ValueError) as e:

@@ -28,7 +28,7 @@ from mvllm.plugin_api import (
     ShapePolicy,
     WorkerContext,
 )
-from mvllm_tpu import xla_devices, runtimes, shapes
+from mvllm_tpu import runtimes, shapes, xla_devices
 from mvllm_tpu.plugin import SPEC
 from mvllm_tpu.probe import INSTALL
 from mvllm_tpu.runtimes.interface import Runtime
@@ -72,7 +72,7 @@ class TPUPlatform(Platform):
             static_shapes=True,
             unified_memory=xla_devices.find().on_host,
             fork_safe=runtime is None or runtime.fork_safe,
-            devices_per_process=None if runtime is not None and runtime.spreads else 1,
+            devices_per_process=None if runtime is not None and runtime.supports_spmd else 1,
             collectives=COLLECTIVES,
             prefix_caching=True,
             chunked_prefill=True,
@@ -102,7 +102,7 @@ class TPUPlatform(Platform):
     def topology(self, parallel: ParallelConfig) -> LaunchTopology:
         across = ("mp", "external_launcher")
         runtime, found = runtimes.choose(), xla_devices.find()
-        num_devices = parallel.tensor_parallel_size if runtime is not None and runtime.spreads else 1
+        num_devices = parallel.tensor_parallel_size if runtime is not None and runtime.supports_spmd else 1
         if os.environ.get(DEVICES_VARIABLE) == "1":
             num_devices = 1
         num_workers = parallel.world_size // num_devices

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mvllm.plugin_api import ConfigError, DeviceInfo, ProbeResult
-from mvllm_tpu import xla_devices, runtimes
+from mvllm_tpu import runtimes, xla_devices
 
 
 def probe(root: Path | None = None) -> ProbeResult:

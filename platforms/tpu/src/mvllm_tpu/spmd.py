@@ -21,8 +21,8 @@ import torch_xla.runtime as xr
 from mvllm.plugin_api import AttentionSpec, KVLayout, MemoryInfo, PlatformError, WorkerContext
 from mvllm_tpu.attention import Cache
 from mvllm_tpu.lazy_runtime import LazyRuntime
-from mvllm_tpu.xla_devices import NUM_CPUS_VARIABLE
 from mvllm_tpu.runtimes.lazy_attention import LazyAttention
+from mvllm_tpu.xla_devices import NUM_CPUS_VARIABLE
 
 _AXIS = "devices"
 _HEADS = 2
@@ -66,7 +66,7 @@ class SpmdRuntime(LazyRuntime):
 
     def place(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
         torch_xla.sync(wait=True)  # what is still being computed, a transposed weight for one, lies nowhere yet
-        spread(tensor, self._mesh, dim)
+        shard_tensor(tensor, self._mesh, dim)
         torch_xla.sync()  # now, so that no more than one layer's weights lie on one device
         return tensor
 
@@ -96,7 +96,7 @@ class SpmdAttention(LazyAttention):
 
     def place(self, caches: Cache) -> None:
         for cache in caches:
-            spread(cache, mesh(self._num_devices), _HEADS if self._is_shared else None)
+            shard_tensor(cache, mesh(self._num_devices), _HEADS if self._is_shared else None)
 
 
 def mesh(num_devices: int) -> xs.Mesh:
@@ -104,6 +104,6 @@ def mesh(num_devices: int) -> xs.Mesh:
     return xs.Mesh(np.arange(num_devices), (num_devices,), (_AXIS,))
 
 
-def spread(tensor: torch.Tensor, over: xs.Mesh, dim: int | None) -> None:
+def shard_tensor(tensor: torch.Tensor, over: xs.Mesh, dim: int | None) -> None:
     """Has the devices share a tensor along `dim`, or each hold all of it. In place."""
     xs.mark_sharding(tensor, over, tuple(_AXIS if dim is not None and i == dim else None for i in range(tensor.dim())))

@@ -31,7 +31,7 @@ Cache = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _RequestGroup:
     """Requests that are computed together: one, or several with one query each.
 
     Attributes:
@@ -59,7 +59,7 @@ class SdpaMetadata:
         rows: Device, int64: the tokens written there; None for all, in order.
     """
 
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[_RequestGroup, ...]
     slots: torch.Tensor
     rows: torch.Tensor | None
 
@@ -139,7 +139,7 @@ class SdpaAttention(AttentionBackend):
         spec = self.spec
         return (spec.head_size,) if spec.values_in_keys else (spec.head_size, spec.value_size)
 
-    def _gathered(self, kv: Cache, piece: _Piece, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gathered(self, kv: Cache, piece: _RequestGroup, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a piece, [n, num_kv_heads, keys, size]; what is nobody's, NaN perhaps, is zero."""
         parts = []
         for cache in kv:
@@ -147,7 +147,7 @@ class SdpaAttention(AttentionBackend):
             parts.append(torch.where(piece.real[:, :, None, None], part, 0).transpose(1, 2).to(dtype))
         return parts[0], parts[-1][..., : self.spec.value_size]
 
-    def _pieces(self, batch: BatchLayout) -> Iterator[_Piece]:
+    def _pieces(self, batch: BatchLayout) -> Iterator[_RequestGroup]:
         """The step's requests, decodes together, sorted by length, so that little is padding."""
         lengths = np.diff(batch.query_start_loc[: batch.num_requests + 1])
         for request in np.flatnonzero(lengths > 1):
@@ -162,7 +162,7 @@ class SdpaAttention(AttentionBackend):
             yield self._piece(batch, decodes[begin:end])
             begin = end
 
-    def _piece(self, batch: BatchLayout, requests: np.ndarray) -> _Piece:
+    def _piece(self, batch: BatchLayout, requests: np.ndarray) -> _RequestGroup:
         """Requests together; all have one query, or there is only one request."""
         window, size = self.spec.sliding_window, batch.block_size
         start, stop = batch.query_start_loc[requests], batch.query_start_loc[requests + 1]
@@ -188,4 +188,4 @@ class SdpaAttention(AttentionBackend):
         real = key_at < end[:, None]
         # A column behind a request's last block names a block that nobody may know: block 0 stands for it.
         blocks = np.where(columns * size < end[:, None], batch.block_table[requests[:, None], columns], 0)
-        return _Piece(placed(tokens), placed(blocks.astype(np.int64)), placed(seen), placed(real), decodes)
+        return _RequestGroup(placed(tokens), placed(blocks.astype(np.int64)), placed(seen), placed(real), decodes)

@@ -13,8 +13,8 @@ import torch
 from mvllm.plugin_api import PlatformError, get_logger
 from mvllm_torch_gpu.runtime import TorchGpuRuntime
 from mvllm_xpu import chips, visible
-from mvllm_xpu.driver_memory import FdinfoDriverMemory
 from mvllm_xpu.device_module import XPU
+from mvllm_xpu.driver_memory import FdinfoDriverMemory
 from mvllm_xpu.topology import TopologyError, XpuDevice, read_inventory
 
 logger = get_logger("mvllm.xpu.runtime")
@@ -30,10 +30,10 @@ class XpuRuntime(TorchGpuRuntime):
     def check_build(self) -> None:
         check_build()
 
-    def shown(self) -> str:
-        return visible.shown(os.environ)
+    def visibility_variables(self) -> str:
+        return visible.describe_variables(os.environ)
 
-    def books(self, index: int) -> FdinfoDriverMemory:
+    def driver_memory(self, index: int) -> FdinfoDriverMemory:
         return FdinfoDriverMemory(device_at(index))
 
     def refusal(self, properties: Any) -> str | None:

@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9]\d*)")  # as C 
 
 
 @dataclass(frozen=True)
-class Shown:
+class CountedDevice:
     """What torch counts as one device.
 
     Attributes:
@@ -70,7 +70,7 @@ class Visible:
         remedy: What to do about it.
     """
 
-    devices: tuple[Shown, ...]
+    devices: tuple[CountedDevice, ...]
     problem: str | None = None
     remedy: str | None = None
 
@@ -84,7 +84,7 @@ class _Notes:
     def add(self, problem: str, remedy: str) -> None:
         self.problems.append((problem, remedy))
 
-    def of(self, devices: Sequence[Shown]) -> Visible:
+    def of(self, devices: Sequence[CountedDevice]) -> Visible:
         if not self.problems:
             return Visible(tuple(devices))
         return Visible(tuple(devices), "; ".join(what for what, _ in self.problems), self.problems[0][1])
@@ -101,7 +101,7 @@ def resolve(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
     return notes.of(shown)
 
 
-def shown(environ: Mapping[str, str]) -> str:
+def describe_variables(environ: Mapping[str, str]) -> str:
     """The variables that are set, for people; empty without any."""
     return ", ".join(f"{name}={environ[name]!r}" for name in VARIABLES if name in environ)
 
@@ -114,7 +114,7 @@ def hierarchy(devices: Sequence[XpuDevice], environ: Mapping[str, str]) -> str:
     return FLAT if devices and devices[0].chip.flat else COMPOSITE
 
 
-def _left_by_driver(devices: Sequence[XpuDevice], environ: Mapping[str, str], notes: _Notes) -> list[Shown]:
+def _left_by_driver(devices: Sequence[XpuDevice], environ: Mapping[str, str], notes: _Notes) -> list[CountedDevice]:
     """What the driver shows."""
     wanted, mode = environ.get(HIERARCHY), hierarchy(devices, environ)
     if wanted and wanted != mode:
@@ -122,8 +122,10 @@ def _left_by_driver(devices: Sequence[XpuDevice], environ: Mapping[str, str], no
             f"{HIERARCHY}={wanted!r} is not one of {FLAT}, {COMPOSITE}, {COMBINED}; the driver takes {mode}",
             f"Set it to one of these, or unset {HIERARCHY}.",
         )
-    whole = [Shown(device, tuple(range(device.tiles))) for device in devices]
-    all_shown = whole if mode == COMPOSITE else [Shown(each.device, (tile,)) for each in whole for tile in each.tiles]
+    whole = [CountedDevice(device, tuple(range(device.tiles))) for device in devices]
+    all_shown = (
+        whole if mode == COMPOSITE else [CountedDevice(each.device, (tile,)) for each in whole for tile in each.tiles]
+    )
     text = environ.get(MASK)
     if not text or text == "default":
         return all_shown
@@ -146,14 +148,18 @@ def _left_by_driver(devices: Sequence[XpuDevice], environ: Mapping[str, str], no
         else:
             enabled[number].update(tiles or all_shown[number].tiles)
             order.append(number)
-    left = [Shown(each.device, tuple(sorted(tiles))) for each, tiles in zip(all_shown, enabled, strict=True) if tiles]
+    left = [
+        CountedDevice(each.device, tuple(sorted(tiles)))
+        for each, tiles in zip(all_shown, enabled, strict=True)
+        if tiles
+    ]
     if not left:
         notes.add(f"{MASK}={text!r} hides every device", remedy)
     _check_order(f"{MASK}={text!r}", order, notes)
     return left
 
 
-def _left_by_sycl(devices: Sequence[Shown], environ: Mapping[str, str], notes: _Notes) -> list[Shown]:
+def _left_by_sycl(devices: Sequence[CountedDevice], environ: Mapping[str, str], notes: _Notes) -> list[CountedDevice]:
     """What the selector leaves of what the driver shows."""
     text = environ.get(SELECTOR)
     if not text:
@@ -171,7 +177,7 @@ def _left_by_sycl(devices: Sequence[Shown], environ: Mapping[str, str], notes: _
             notes.add(f"{said}: there is no device {target.number}, of {among}", remedy)
         elif target.discards and target.tile is not None:
             notes.add(f"{said}: {target.text!r} discards tiles, which SYCL does not", remedy)
-    left: list[Shown] = []
+    left: list[CountedDevice] = []
     for number, each in enumerate(devices):
         named = [target for target in targets if target.names(number)]
         if any(target.discards and target.tile is None for target in named):
@@ -186,7 +192,9 @@ def _left_by_sycl(devices: Sequence[Shown], environ: Mapping[str, str], notes: _
     return left
 
 
-def _tiles(shown: Shown, targets: Sequence[selector.Target], said: str, remedy: str, notes: _Notes) -> list[Shown]:
+def _tiles(
+    shown: CountedDevice, targets: Sequence[selector.Target], said: str, remedy: str, notes: _Notes
+) -> list[CountedDevice]:
     """The tiles of a device that targets ask for, as devices of their own."""
     wanted: set[int] = set()
     for target in targets:
@@ -195,7 +203,7 @@ def _tiles(shown: Shown, targets: Sequence[selector.Target], said: str, remedy: 
         if not chosen:
             notes.add(f"{said}: {shown.name} is shown without tiles, or without that of {target.text!r}", remedy)
         wanted |= {tile for tile in chosen if isinstance(tile, int)}
-    return [Shown(shown.device, (shown.tiles[tile],)) for tile in sorted(wanted)]
+    return [CountedDevice(shown.device, (shown.tiles[tile],)) for tile in sorted(wanted)]
 
 
 def _check_order(said: str, numbers: Sequence[int], notes: _Notes) -> None:

@@ -50,8 +50,8 @@ class RayDistributedExecutor(RpcExecutor):
         super().__init__(config, platform, topology.num_workers)
         launched = launch_actors(config, platform, topology)
         self._far = launched.far
-        self._board = launched.board
-        self._use(launched.group, launched.writer, launched.readers, launched.board)
+        self._activity_table = launched.board
+        self._attach_workers(launched.group, launched.writer, launched.readers, launched.board)
         atexit.register(self._finalizer)  # before Ray's own end: whoever registers last is called first
         try:
             launched.group.launch()
@@ -66,18 +66,18 @@ class RayDistributedExecutor(RpcExecutor):
 
     # Workers on other nodes cannot write on the board: there it says what they were asked for and have not answered.
 
-    def _sent(self, request: Request, args: tuple[Any, ...]) -> None:
+    def _on_request_sent(self, request: Request, args: tuple[Any, ...]) -> None:
         for rank in self._far:
-            if request.concerns(rank):
+            if request.is_addressed_to(rank):
                 step = args[0].step if request.method == _STEP_METHOD else -1
-                self._board.write(rank, request.method, request.id, step)
+                self._activity_table.write(rank, request.method, request.id, step)
 
-    def _answered(self, reply: Reply, method: str | None) -> None:
+    def _on_reply(self, reply: Reply, method: str | None) -> None:
         for rank in self._far:
             # Who answers a step stands for all: it needed the others to get there.
             is_through = reply.rank == rank or method == _STEP_METHOD
-            if is_through and self._board.read(rank).request_id <= reply.id:
-                self._board.write_idle(rank, reply.id)
+            if is_through and self._activity_table.read(rank).request_id <= reply.id:
+                self._activity_table.write_idle(rank, reply.id)
 
 
 def _in_placement_group() -> bool:

@@ -23,11 +23,11 @@ from ray.exceptions import RayError
 
 from mvllm.extension_api import (
     Activity,
+    ActivityTable,
     EngineDeadError,
     Handshake,
     PeerDiedError,
     StackFile,
-    ActivityTable,
     StopSignal,
     WorkerDiedError,
     WorkerGroup,
@@ -78,7 +78,7 @@ class RayWorkerHandle:
         self._pidfd = -1
         self.stack_fd = stack_fd
         self._stacks = StackFile(stack_fd)
-        self._board = board
+        self._activity_table = board
 
     def connected(self, control: socket.socket, pid: int | None) -> None:
         """A near worker has its ends of the queues. `pid` is its process id as the kernel says, if the kernel does."""
@@ -89,7 +89,7 @@ class RayWorkerHandle:
     @property
     def activity(self) -> Activity:
         """What a near worker said last, or what a far one was asked for last."""
-        return self._board.read(self.rank)
+        return self._activity_table.read(self.rank)
 
     def __str__(self) -> str:
         return f"{self.name} (rank {self.rank}, pid {self.pid} on node {self.node_ip})"
@@ -97,7 +97,7 @@ class RayWorkerHandle:
     def dump_stack(self) -> str:
         """A near worker's stacks come by signal, even from inside native code; a far one has to be able to answer."""
         if self._pidfd >= 0:
-            return self._stacks.after(lambda: self.send_signal(StackFile.SIGNAL))
+            return self._stacks.read_after(lambda: self.send_signal(StackFile.SIGNAL))
         if not ray.is_initialized():
             return ""
         ref = self.actor.report.remote()
@@ -107,14 +107,14 @@ class RayWorkerHandle:
             report = msgspec.msgpack.decode(ray.get(ref), type=RayWorkerReport)
         except RayError:
             return ""
-        self._board.write(self.rank, report.text, step=-1 if report.step is None else report.step)
+        self._activity_table.write(self.rank, report.text, step=-1 if report.step is None else report.step)
         return report.stacks
 
     @property
     def is_stopped(self) -> bool:
         return self._pidfd >= 0 and is_stopped(self.pid)
 
-    def death(self) -> WorkerDiedError:
+    def death_error(self) -> WorkerDiedError:
         message, activity = self.describe_exit(), str(self.activity)
         return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=activity, exit_code=None)
 
@@ -124,7 +124,7 @@ class RayWorkerHandle:
             message += f"\nIts stack:\n{stack.rstrip()}"
         return message
 
-    def stuck(self, message: str) -> WorkerStuckError:
+    def stuck_error(self, message: str) -> WorkerStuckError:
         return WorkerStuckError(message, rank=self.rank, pid=self.pid, activity=str(self.activity))
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class RayWorkerGroup(WorkerGroup):
         super().__init__()
         self._job = job
         self._workers = workers
-        self._board = board
+        self._activity_table = board
         self._wake = StopSignal()  # ends the monitor
         self._ended = False
         self._end_lock = threading.RLock()  # a garbage collection in the middle of `end` may end the same group
@@ -186,10 +186,10 @@ class RayWorkerGroup(WorkerGroup):
             for worker in self._workers:
                 if worker.name == error.name:
                     worker.account = worker.account or str(error)
-                    return worker.death()
+                    return worker.death_error()
         return found
 
-    def end(self, *, gracefully: bool = False) -> None:
+    def terminate(self, *, gracefully: bool = False) -> None:
         if os.getpid() != self._pid:  # a fork of the engine's process: the actors are not its own
             return
         self.expect_exits()
@@ -224,7 +224,7 @@ class RayWorkerGroup(WorkerGroup):
     def close(self) -> None:
         if os.getpid() != self._pid:
             return
-        self.end()
+        self.terminate()
         self._job.close()
         for worker in self._workers:
             worker.close()
@@ -296,7 +296,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def _run(self, worker: RayWorkerHandle) -> None:
         if not worker.is_near:
-            self._board.write_idle(worker.rank)
+            self._activity_table.write_idle(worker.rank)
         self._watched[worker.actor.run.remote()] = worker
         with self._changed:
             worker.is_ready = True

@@ -19,24 +19,24 @@ from typing import Any
 import msgspec
 
 from mvllm.extension_api import (
+    ActivityTable,
     ConfigError,
-    FileDescriptorServer,
     EngineConfig,
-    RpcQueues,
+    FileDescriptorServer,
     LaunchTopology,
     MessageReader,
-    MessageWriter,
     MessageWithFds,
+    MessageWriter,
     Platform,
     PlatformError,
     Reply,
-    ActivityTable,
+    RpcQueues,
     WorkerContext,
+    anonymous_file,
     devices_per_worker,
     encode_worker_configs,
     log_level,
     module_search_path,
-    anonymous_file,
     worker_names,
 )
 from mvllm_ray.cluster import RayJob
@@ -193,7 +193,7 @@ def _connect(
 
 
 def _parcel(worker: RayWorkerHandle, queues: RpcQueues, board: ActivityTable) -> MessageWithFds:
-    requests, replies = queues.ends(worker.rank)
+    requests, replies = queues.worker_handles(worker.rank)
     ends = NearEnds(requests, replies, board.fd, worker.stack_fd)
     return MessageWithFds(ends, (*requests.fds, *replies.fds, board.fd, worker.stack_fd))
 

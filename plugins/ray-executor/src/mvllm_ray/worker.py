@@ -24,22 +24,22 @@ import ray
 import ray.util
 
 from mvllm.extension_api import (
+    ActivityTable,
     FileDescriptorServerAddress,
-    RemoteResponseQueue,
     Handshake,
     MessageWriter,
     QueueError,
     ReaderHandle,
     RemoteReaderHandle,
-    ActivityTable,
+    RemoteResponseQueue,
     WorkerContext,
     WorkerProc,
     WriterHandle,
+    anonymous_file,
     decode_config,
     dump_stacks_to,
     fetch_descriptors,
     label_output,
-    anonymous_file,
     watch_parent,
 )
 
@@ -171,7 +171,7 @@ class RayWorker:
         watch_parent(control)
         self._control = control  # its end is the news of our death
         dump_stacks_to(fds[ends.stack_fd])
-        self._board = ActivityTable(fds[ends.activity_fd])
+        self._activity_table = ActivityTable(fds[ends.activity_fd])
         self._requests: ReaderHandle | RemoteReaderHandle = ends.requests.with_fds(fds)
         self._replies = MessageWriter.attach(ends.replies.with_fds(fds))
         return msgspec.msgpack.encode(RayWorkerAnswer())
@@ -181,7 +181,13 @@ class RayWorker:
         start = self._start
         try:
             self._proc = WorkerProc.build(
-                start.name, start.context, start.platform, start.config, self._requests, self._replies, self._board
+                start.name,
+                start.context,
+                start.platform,
+                start.config,
+                self._requests,
+                self._replies,
+                self._activity_table,
             )
         except Exception as e:  # noqa: BLE001  (travels to the executor)
             return self._failed(e)
@@ -200,7 +206,7 @@ class RayWorker:
     @ray.method(concurrency_group="control")
     def report(self) -> bytes:
         """Returns: RayWorkerReport."""
-        activity = self._board.read(self._start.context.rank)
+        activity = self._activity_table.read(self._start.context.rank)
         fd = anonymous_file("stacks")
         try:
             faulthandler.dump_traceback(fd, all_threads=True)
@@ -225,14 +231,16 @@ class RayWorker:
     def _open_far_ends(self, start: RayWorkerStart) -> bytes:
         assert start.requests is not None
         responses = RemoteResponseQueue(start.name, self._node_ip, decode_config(start.config).parallel)
-        self._board = ActivityTable.create(start.context.world_size)  # for its own errors; the executor keeps another
+        self._activity_table = ActivityTable.create(
+            start.context.world_size
+        )  # for its own errors; the executor keeps another
         self._requests = start.requests
         self._replies = responses.writer
         return msgspec.msgpack.encode(RayWorkerAnswer(replies=responses.handle))
 
     def _failed(self, error: Exception) -> bytes:
         start = self._start
-        return msgspec.msgpack.encode(Handshake.of_error(error, start.name, start.context.rank, self._board))
+        return msgspec.msgpack.encode(Handshake.of_error(error, start.name, start.context.rank, self._activity_table))
 
     def _keep_port(self) -> int:
         """Claims a port without listening at it.

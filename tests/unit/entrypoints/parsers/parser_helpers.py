@@ -10,8 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from mvllm.entrypoints.parsers.interface import ContentDelta, ParsedOutput, ReasoningDelta, ToolCallDelta, merge_deltas
 from mvllm.entrypoints.parsers.output_parser import OutputParser
-from mvllm.entrypoints.parsers.interface import ContentDelta, ParsedOutput, ReasoningDelta, ToolCallDelta, collect
 from mvllm.entrypoints.parsers.registry import reasoning_parser, tool_parser
 
 TOOLS = ("hermes", "llama3_json", "mistral")
@@ -48,7 +48,7 @@ def stream_deltas(parser, pieces: Sequence[str], prompt: str | None = None):
 
 
 def streamed(parser, pieces: Sequence[str], prompt: str | None = None) -> ParsedOutput:
-    return collect(stream_deltas(parser, pieces, prompt))
+    return merge_deltas(stream_deltas(parser, pieces, prompt))
 
 
 def without_ids(parsed: ParsedOutput) -> tuple[Any, ...]:

@@ -10,10 +10,10 @@ import pytest
 from mvllm.entrypoints.parsers.auto_detect import (
     REASONING_RULES,
     TOOL_RULES,
-    Parsers,
-    resolve_parsers,
-    detect,
+    ParserNames,
+    detect_format,
     read_chat_template,
+    resolve_parsers,
 )
 
 # Short templates in the manner of the families', with what is distinctive of each.
@@ -69,7 +69,7 @@ DROPS_THOUGHTS = r"""{%- set content = content.split('</think>')[-1] %}{{- '<|im
     ],
 )
 def test_a_tool_parser_is_chosen_where_the_format_is_certain(template: str, parser: str | None) -> None:
-    assert detect(template, TOOL_RULES) == parser
+    assert detect_format(template, TOOL_RULES) == parser
 
 
 @pytest.mark.parametrize(
@@ -85,19 +85,19 @@ def test_a_tool_parser_is_chosen_where_the_format_is_certain(template: str, pars
     ],
 )
 def test_a_reasoning_parser_is_chosen_where_the_format_is_certain(template: str, parser: str | None) -> None:
-    assert detect(template, REASONING_RULES) == parser
+    assert detect_format(template, REASONING_RULES) == parser
 
 
 def test_the_choice_is_logged_and_can_be_made_or_switched_off(tmp_path, caplog) -> None:
     (tmp_path / "chat_template.jinja").write_text(QWEN + QWEN3_THINKS, encoding="utf-8")
     with caplog.at_level(logging.INFO, logger="mvllm"):
-        assert resolve_parsers("auto", "auto", None, tmp_path) == Parsers("hermes", "qwen3")
+        assert resolve_parsers("auto", "auto", None, tmp_path) == ParserNames("hermes", "qwen3")
     tool, reasoning = caplog.messages
     assert "hermes" in tool and "--tool-call-parser none" in tool
     assert "qwen3" in reasoning and "--reasoning-parser none" in reasoning
-    assert resolve_parsers("none", "none", None, tmp_path) == Parsers(None, None)
-    assert resolve_parsers("mistral", "deepseek_r1", None, tmp_path) == Parsers("mistral", "deepseek_r1")
-    assert resolve_parsers("auto", "auto", CHATML, tmp_path) == Parsers(None, None)  # it is used in place of that
+    assert resolve_parsers("none", "none", None, tmp_path) == ParserNames(None, None)
+    assert resolve_parsers("mistral", "deepseek_r1", None, tmp_path) == ParserNames("mistral", "deepseek_r1")
+    assert resolve_parsers("auto", "auto", CHATML, tmp_path) == ParserNames(None, None)  # it is used in place of that
 
 
 def test_the_template_is_read_from_where_tokenizers_keep_it(tmp_path) -> None:

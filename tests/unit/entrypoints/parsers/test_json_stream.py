@@ -17,7 +17,7 @@ def read(pieces):
     value, out = JsonValueReader(), []
     rest = ""
     for piece in pieces:
-        end = value.feed(piece, 0, out) if not (value.done or value.broken) else 0
+        end = value.feed(piece, 0, out) if not (value.done or value.failed) else 0
         rest += piece[end:]
     value.finish(out)
     return "".join(out), rest

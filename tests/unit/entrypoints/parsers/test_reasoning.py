@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mvllm.entrypoints.parsers.output_parser import OutputParser
 from mvllm.entrypoints.parsers.interface import ContentDelta, ReasoningDelta, ToolCallDelta
+from mvllm.entrypoints.parsers.output_parser import OutputParser
 from mvllm.entrypoints.parsers.registry import reasoning_parser, tool_parser
 from tests.unit.entrypoints.parsers.parser_helpers import make_parser, stream_deltas, streamed, without_ids
 
@@ -122,7 +122,11 @@ def test_a_whole_answer_as_a_message():
 
 def test_without_parsers_all_is_content():
     assert without_ids(streamed(make_parser(), "<think>a")) == ("<think>a", [], None)
-    assert make_parser().is_plain and not make_parser("hermes").is_plain and not make_parser(None, "qwen3").is_plain
+    assert (
+        make_parser().is_passthrough
+        and not make_parser("hermes").is_passthrough
+        and not make_parser(None, "qwen3").is_passthrough
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,15 @@ from mvllm.entrypoints.parsers.registry import (
 )
 from mvllm.errors import ConfigError
 from tests.helpers.plugins import ROOT, prepend, write_metadata
-from tests.unit.entrypoints.parsers.parser_helpers import REASONING, TOOLS, cut, cuts, make_parser, streamed, without_ids
+from tests.unit.entrypoints.parsers.parser_helpers import (
+    REASONING,
+    TOOLS,
+    cut,
+    cuts,
+    make_parser,
+    streamed,
+    without_ids,
+)
 
 FOLDER = ROOT / "plugins" / "example-parser"
 

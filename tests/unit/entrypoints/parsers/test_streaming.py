@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvllm.entrypoints.parsers.interface import ContentDelta, ReasoningDelta, collect
+from mvllm.entrypoints.parsers.interface import ContentDelta, ReasoningDelta, merge_deltas
 from mvllm.entrypoints.parsers.tool_choice import parse_tool_choice
 from tests.unit.entrypoints.parsers.parser_helpers import (
     REASONING,
@@ -35,7 +35,7 @@ def test_however_a_text_is_cut_the_answer_is_that_of_the_whole(tools, reasoning,
     whole = without_ids(parser.parse(text, prompt))
     assert without_ids(streamed(parser, cut(text, at), prompt)) == whole
     deltas = stream_deltas(parser, list(text), prompt)
-    assert without_ids(collect(deltas)) == whole
+    assert without_ids(merge_deltas(deltas)) == whole
     # What is shown is a part of the text, in its order: nothing is shown twice, or shown and taken back.
     i = 0
     for delta in deltas:
@@ -68,7 +68,7 @@ def test_readers_of_constrained_text_bear_any_text_as_well(choice, text, at):
 
     def read(pieces):
         stream = choice.stream()
-        return without_ids(collect([d for piece in pieces for d in stream.feed(piece)] + stream.finish()))
+        return without_ids(merge_deltas([d for piece in pieces for d in stream.feed(piece)] + stream.finish()))
 
     assert read(cut(text, at)) == read([text]) == read(list(text))
 

@@ -8,7 +8,7 @@ import json
 import jsonschema
 import pytest
 
-from mvllm.entrypoints.parsers.interface import ToolCall, collect
+from mvllm.entrypoints.parsers.interface import ToolCall, merge_deltas
 from mvllm.entrypoints.parsers.tool_choice import parse_tool_choice
 from mvllm.errors import RequestError
 
@@ -151,21 +151,21 @@ class TestReading:
         choice = parse_tool_choice(TOOLS, "required")
         for pieces in ([json.dumps(value, indent=1)], json.dumps(value)):
             stream = choice.stream()
-            parsed = collect([d for piece in pieces for d in stream.feed(piece)] + stream.finish())
+            parsed = merge_deltas([d for piece in pieces for d in stream.feed(piece)] + stream.finish())
             read = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in parsed.tool_calls]
             assert (read, parsed.content) == (value, "") and choice.is_met_by(parsed.tool_calls)
 
     def test_named(self):
         choice = parse_tool_choice(TOOLS, WEATHER)
         stream = choice.stream()
-        parsed = collect([d for piece in '{"city": "Paris"}' for d in stream.feed(piece)] + stream.finish())
+        parsed = merge_deltas([d for piece in '{"city": "Paris"}' for d in stream.feed(piece)] + stream.finish())
         [call] = parsed.tool_calls
         assert (call.name, call.arguments, parsed.content) == ("weather", '{"city": "Paris"}', "")
         assert choice.is_met_by(parsed.tool_calls)
 
     def test_named_and_cut_off(self):
         stream = parse_tool_choice(TOOLS, WEATHER).stream()
-        [call] = collect(stream.feed('{"city": "Par') + stream.finish()).tool_calls
+        [call] = merge_deltas(stream.feed('{"city": "Par') + stream.finish()).tool_calls
         assert call.arguments == '{"city": "Par'
 
 

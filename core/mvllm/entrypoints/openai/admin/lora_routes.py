@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.common.server_sent_events import encode
-from mvllm.entrypoints.openai.server.middleware import require_admin
 from mvllm.entrypoints.openai.common.openapi import request_body_schema
-from mvllm.entrypoints.openai.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
+from mvllm.entrypoints.openai.common.server_sent_events import encode_json
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from mvllm.entrypoints.openai.server.middleware import require_admin
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import ConfigError, RequestError
@@ -32,7 +32,9 @@ class LoRARoutes:
         bodies: Reads bodies.
     """
 
-    def __init__(self, state: ServerState, models: OpenAIServingModels, settings: ServerSettings, bodies: BodyReader) -> None:
+    def __init__(
+        self, state: ServerState, models: OpenAIServingModels, settings: ServerSettings, bodies: BodyReader
+    ) -> None:
         self._state = state
         self._models = models
         self._settings = settings
@@ -40,13 +42,15 @@ class LoRARoutes:
         self._loads = BodyDecoder(LoadLoRAAdapterRequest)
         self._unloads = BodyDecoder(UnloadLoRAAdapterRequest)
 
-    def add_to(self, router: APIRouter) -> None:
+    def add_routes(self, router: APIRouter) -> None:
         """Adds the routes."""
         for path, endpoint, kind, summary in (
             ("/v1/load_lora_adapter", self.load, LoadLoRAAdapterRequest, "Offer an adapter."),
             ("/v1/unload_lora_adapter", self.unload, UnloadLoRAAdapterRequest, "Offer it no more."),
         ):
-            router.add_api_route(path, endpoint, methods=["POST"], summary=summary, openapi_extra=request_body_schema(kind))
+            router.add_api_route(
+                path, endpoint, methods=["POST"], summary=summary, openapi_extra=request_body_schema(kind)
+            )
 
     async def load(self, request: Request) -> Response:
         """Loads an adapter, and offers it under a name."""
@@ -96,4 +100,4 @@ def _required(value: str | None, name: str) -> str:
 
 
 def _json(value: dict[str, object]) -> Response:
-    return Response(encode(value), media_type="application/json")
+    return Response(encode_json(value), media_type="application/json")

@@ -10,16 +10,16 @@ import msgspec
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
-from mvllm.entrypoints.openai.common.serving_base import Call
 from mvllm.entrypoints.openai.common.errors import to_api_error
-from mvllm.entrypoints.openai.common.server_sent_events import DONE, ChunkEncoder, encode, error_event
 from mvllm.entrypoints.openai.common.logprobs import TokenFormatter, chat_logprobs, prompt_logprobs
 from mvllm.entrypoints.openai.common.output_constraint import output_constraint
 from mvllm.entrypoints.openai.common.request_sampling_params import chat_sampling_params
-from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
+from mvllm.entrypoints.openai.common.server_sent_events import DONE, ChunkEncoder, encode_json, error_event
+from mvllm.entrypoints.openai.common.serving_base import GenerationHandler
 from mvllm.entrypoints.openai.common.tokenizer_pool import MAX_TEMPLATE_LENGTH, TokenizerPool
+from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
+from mvllm.entrypoints.parsers.interface import finish_reason_with_tools, merge_deltas
 from mvllm.entrypoints.parsers.output_parser import OutputParser, OutputParserStream
-from mvllm.entrypoints.parsers.interface import finish_reason_with_tools, collect
 from mvllm.entrypoints.parsers.registry import reasoning_parser as find_reasoning_parser
 from mvllm.entrypoints.parsers.registry import tool_parser as find_tool_parser
 from mvllm.entrypoints.parsers.registry import tool_parser_names
@@ -65,9 +65,9 @@ class ChatPromptRenderer:
         self.tokenizer_pool = tokenizer_pool
         self._engine = engine
         self._chat_template = chat_template
-        self._trust = trust_request_chat_template
+        self._trust_request_template = trust_request_chat_template
 
-    async def prompt(self, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt:
+    async def render(self, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt:
         """The prompt of a request's conversation, as text and as token ids.
 
         Raises:
@@ -77,7 +77,7 @@ class ChatPromptRenderer:
             raise RequestError("messages is missing.", parameter="messages")
         self._check_length(request)
         foreign = bool(request.chat_template)
-        if foreign and not self._trust:
+        if foreign and not self._trust_request_template:
             raise RequestError(
                 "chat_template is refused, since a template is a program: this server uses the model's own. Start it "
                 "with --trust-request-chat-template to permit others.",
@@ -86,7 +86,7 @@ class ChatPromptRenderer:
         if len(request.chat_template or "") > MAX_TEMPLATE_LENGTH:
             raise RequestError(f"chat_template may have {MAX_TEMPLATE_LENGTH} characters.", parameter="chat_template")
         render = self.tokenizer_pool.render_with_request_template if foreign else self.tokenizer_pool.render
-        text = await render(request.messages, self._settings(request))
+        text = await render(request.messages, self._template_arguments(request))
         return await self.tokenizer_pool.run(lambda: self._tokenize(text, request))
 
     def _check_length(self, request: ChatCompletionRequest | TokenizeRequest) -> None:
@@ -109,7 +109,7 @@ class ChatPromptRenderer:
                 f"chat_template_kwargs may have {MAX_TEMPLATE_VARIABLES} entries.", parameter="chat_template_kwargs"
             )
 
-    def _settings(self, request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
+    def _template_arguments(self, request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
         """What `render_chat` is to be told."""
         go_on = bool(request.continue_final_message)
         extra = dict(request.chat_template_kwargs or {})
@@ -144,7 +144,7 @@ def check_tools(tools: Sequence[Any] | None) -> None:
         raise RequestError(f"tools may have {MAX_TOOLS} entries; found {len(tools or ())}.", parameter="tools")
 
 
-class ChatHandler(Call):
+class ChatHandler(GenerationHandler):
     """One request for an assistant's turn, in whatever shape it is answered.
 
     Args:
@@ -163,101 +163,107 @@ class ChatHandler(Call):
     def __init__(
         self, engine: AsyncLLM, prompts: ChatPromptRenderer, model: str, request: ChatCompletionRequest, kind: str
     ) -> None:
-        self._prompts = prompts
+        self._prompt_renderer = prompts
         check_tools(request.tools)
-        self._choice = parse_tool_choice(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-        form = output_constraint(request, self._choice)
+        self._tool_choice = parse_tool_choice(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+        form = output_constraint(request, self._tool_choice)
         params = chat_sampling_params(request, engine.model_config.generation_defaults, form)
-        self._parser = _build_output_parser(request, prompts, self._choice, in_form=form is not None)
-        if self._parser.needs_special_tokens(prompts.special_tokens):
+        self._output_parser = _build_output_parser(request, prompts, self._tool_choice, in_form=form is not None)
+        if self._output_parser.needs_special_tokens(prompts.special_tokens):
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         super().__init__(engine, model, request, kind, params, form)
 
     async def _build_prompts(self) -> Sequence[PromptType]:
-        prompt = await self._prompts.prompt(self._request)
+        prompt = await self._prompt_renderer.render(self._request)
         if self._request.cache_salt is not None:
             prompt["cache_salt"] = self._request.cache_salt
         form = self._params.structured_outputs
-        thoughts = None if form is None else self._parser.reasoning_tags_for(prompt.get("prompt"))
+        thoughts = None if form is None else self._output_parser.reasoning_tags_for(prompt.get("prompt"))
         if isinstance(form, StructuredOutputsParams) and thoughts is not None:
             start, end = thoughts
             behind = msgspec.structs.replace(form, thoughts_start=start, thoughts_end=end)
             self._params = msgspec.structs.replace(self._params, structured_outputs=behind)
         return [cast(PromptType, prompt)]
 
-    def _reader(self, output: RequestOutput) -> OutputParserStream:
+    def _make_output_stream(self, output: RequestOutput) -> OutputParserStream:
         """What takes one choice apart."""
-        return self._parser.stream(output.prompt, self._choice.stream())
+        return self._output_parser.stream(output.prompt, self._tool_choice.stream())
 
 
 class ChatCompletionHandler(ChatHandler):
     """One request for the next message. See ChatHandler."""
 
-    def __init__(self, engine: AsyncLLM, prompts: ChatPromptRenderer, model: str, request: ChatCompletionRequest) -> None:
+    def __init__(
+        self, engine: AsyncLLM, prompts: ChatPromptRenderer, model: str, request: ChatCompletionRequest
+    ) -> None:
         super().__init__(engine, prompts, model, request, "chatcmpl-")
-        self._names = TokenFormatter(
+        self._token_formatter = TokenFormatter(
             engine.tokenizer,
             as_ids=bool(request.return_tokens_as_token_ids),
             skip_special=self._params.skip_special_tokens,
         )
-        self._is_plain = self._parser.is_plain and not self._choice.is_constrained
+        self._is_passthrough = self._output_parser.is_passthrough and not self._tool_choice.is_constrained
 
-    async def answer(self) -> bytes:
+    async def full_response(self) -> bytes:
         """The whole answer."""
-        assert self._generation is not None
-        [output] = await self._generation.collect()
-        self._usage.take(0, output)
+        assert self._engine_requests is not None
+        [output] = await self._engine_requests.collect()
+        self._usage.add(0, output)
 
         def build() -> bytes:
             answer: dict[str, Any] = {
-                **self._head("chat.completion"),
-                "choices": [self._whole(sequence, output) for sequence in output.outputs],
-                "usage": self._usage.as_json(),
+                **self._common_fields("chat.completion"),
+                "choices": [self._full_choice(sequence, output) for sequence in output.outputs],
+                "usage": self._usage.to_usage(),
             }
-            self._add_prompt(answer, output)
-            return encode(answer)
+            self._add_prompt_fields(answer, output)
+            return encode_json(answer)
 
         if self._params.prompt_logprobs is None:
             return build()
-        return await self._prompts.tokenizer_pool.run(build)  # there may be many
+        return await self._prompt_renderer.tokenizer_pool.run(build)  # there may be many
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer's events; an error is one of them."""
-        assert self._generation is not None
+        assert self._engine_requests is not None
         request = self._request
         include, continuous = self._stream_usage_options()
-        frame = ChunkEncoder(self._head("chat.completion.chunk"), with_usage=include)
-        plain = self._is_plain and not (request.logprobs or request.return_token_ids or continuous)
+        frame = ChunkEncoder(self._common_fields("chat.completion.chunk"), with_usage=include)
+        plain = self._is_passthrough and not (request.logprobs or request.return_token_ids or continuous)
         streams: dict[int, OutputParserStream] = {}
         before = [b'{"index":%d,"delta":{"content":' % i for i in range(self._params.n)]
         begun: set[int] = set()
         written = b""
         try:
-            async for _, output in self._generation.outputs():
-                self._usage.take(0, output)
+            async for _, output in self._engine_requests.outputs():
+                self._usage.add(0, output)
                 for sequence in output.outputs:
                     index = sequence.index
                     if index not in begun:
                         begun.add(index)
                         if output.prompt_logprobs:  # there may be many
-                            opening = await self._prompts.tokenizer_pool.run(partial(self._opening, index, output))
+                            opening = await self._prompt_renderer.tokenizer_pool.run(
+                                partial(self._first_chunk, index, output)
+                            )
                         else:
-                            opening = self._opening(index, output)
-                        written += frame.chunk(opening)
+                            opening = self._first_chunk(index, output)
+                        written += frame.encode(opening)
                     if plain:
                         if sequence.text:
-                            content = encode(sequence.text)
-                            written += frame.chunk(before[index] + content + b'},"logprobs":null,"finish_reason":null}')
+                            content = encode_json(sequence.text)
+                            written += frame.encode(
+                                before[index] + content + b'},"logprobs":null,"finish_reason":null}'
+                            )
                     elif sequence.text or sequence.token_ids or sequence.finish_reason is not None:
                         if index not in streams:
-                            streams[index] = self._reader(output)
-                        for piece in self._pieces(sequence, streams[index]):
-                            usage = self._usage.as_json() if continuous else None
-                            written += frame.chunk(piece) if usage is None else frame.with_usage(piece, usage)
+                            streams[index] = self._make_output_stream(output)
+                        for piece in self._delta_chunks(sequence, streams[index]):
+                            usage = self._usage.to_usage() if continuous else None
+                            written += frame.encode(piece) if usage is None else frame.encode_with_usage(piece, usage)
                     if sequence.finish_reason is not None:
-                        written += frame.chunk(self._closing(sequence, streams.get(index)))
+                        written += frame.encode(self._last_chunk(sequence, streams.get(index)))
                         if sequence.finish_reason == "error":
-                            raise self._generation.failure(sequence)
+                            raise self._engine_requests.error_of(sequence)
                 if written and not output.finished:  # else it leaves together with the stream's end
                     yield written
                     written = b""
@@ -265,19 +271,19 @@ class ChatCompletionHandler(ChatHandler):
             yield written + error_event(to_api_error(e))
             return
         if include:
-            written += frame.with_usage(b"", self._usage.as_json())
+            written += frame.encode_with_usage(b"", self._usage.to_usage())
         yield written + DONE
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _common_fields(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def _finish_reason(self, reason: str | None, num_calls: int) -> str | None:
         """Why a choice ended: a call of the function that the request itself has named is no news."""
-        return reason if self._choice.mode == "named" else finish_reason_with_tools(reason, num_calls)
+        return reason if self._tool_choice.mode == "named" else finish_reason_with_tools(reason, num_calls)
 
-    def _whole(self, sequence: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
-        reader = self._reader(output)
-        parsed = collect([*reader.feed(sequence.text), *reader.finish()])
+    def _full_choice(self, sequence: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        reader = self._make_output_stream(output)
+        parsed = merge_deltas([*reader.feed(sequence.text), *reader.finish()])
         message = parsed.as_json()
         if self._request.echo and self._request.messages:
             message["content"] = _text_of(self._request.messages[-1]) + (message["content"] or "")
@@ -292,7 +298,7 @@ class ChatCompletionHandler(ChatHandler):
             choice["token_ids"] = sequence.token_ids
         return choice
 
-    def _opening(self, index: int, output: RequestOutput) -> bytes:
+    def _first_chunk(self, index: int, output: RequestOutput) -> bytes:
         """The first piece of a choice: who speaks."""
         content = _text_of(self._request.messages[-1]) if self._request.echo and self._request.messages else ""
         choice: dict[str, Any] = {
@@ -301,10 +307,10 @@ class ChatCompletionHandler(ChatHandler):
             "logprobs": None,
             "finish_reason": None,
         }
-        self._add_prompt(choice, output)
-        return encode(choice)
+        self._add_prompt_fields(choice, output)
+        return encode_json(choice)
 
-    def _pieces(self, sequence: CompletionOutput, stream: OutputParserStream) -> list[bytes]:
+    def _delta_chunks(self, sequence: CompletionOutput, stream: OutputParserStream) -> list[bytes]:
         """The next pieces of a choice; what concerns its tokens is in the first."""
         deltas = [delta.as_json() for delta in stream.feed(sequence.text)]
         if sequence.finish_reason is not None:
@@ -322,13 +328,13 @@ class ChatCompletionHandler(ChatHandler):
             }
             if self._request.return_token_ids:
                 piece["token_ids"] = sequence.token_ids if i == 0 else []
-            pieces.append(encode(piece))
+            pieces.append(encode_json(piece))
         return pieces
 
-    def _closing(self, sequence: CompletionOutput, stream: OutputParserStream | None) -> bytes:
+    def _last_chunk(self, sequence: CompletionOutput, stream: OutputParserStream | None) -> bytes:
         """The last piece of a choice: why it ended."""
         reason = sequence.finish_reason
-        return encode(
+        return encode_json(
             {
                 "index": sequence.index,
                 "delta": {},
@@ -341,9 +347,11 @@ class ChatCompletionHandler(ChatHandler):
     def _logprobs(self, sequence: CompletionOutput) -> dict[str, Any] | None:
         if not self._request.logprobs or sequence.logprobs is None:
             return None
-        return chat_logprobs(self._names, sequence.token_ids, sequence.logprobs, self._request.top_logprobs or 0)
+        return chat_logprobs(
+            self._token_formatter, sequence.token_ids, sequence.logprobs, self._request.top_logprobs or 0
+        )
 
-    def _add_prompt(self, target: dict[str, Any], output: RequestOutput) -> None:
+    def _add_prompt_fields(self, target: dict[str, Any], output: RequestOutput) -> None:
         if self._request.prompt_logprobs is not None:
             target["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
         if self._request.return_token_ids:

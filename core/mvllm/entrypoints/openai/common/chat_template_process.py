@@ -47,7 +47,7 @@ class ChatTemplateJob(msgspec.Struct):
     conversation: bytes
 
 
-class Rendered(msgspec.Struct):
+class RenderedChat(msgspec.Struct):
     """The text, or why there is none.
 
     Attributes:
@@ -85,7 +85,7 @@ def main() -> None:
         os._exit(0)
 
 
-def render(job: ChatTemplateJob, render_jinja_template: Any) -> Rendered:
+def render(job: ChatTemplateJob, render_jinja_template: Any) -> RenderedChat:
     """Does one job; `render_jinja_template` is the function that transformers has."""
 
     def apply(conversation: list[dict[str, Any]], *, tokenize: bool, **settings: Any) -> str:
@@ -100,18 +100,18 @@ def render(job: ChatTemplateJob, render_jinja_template: Any) -> Rendered:
     except (RequestError, MemoryError) as e:
         if isinstance(e, MemoryError) or isinstance(e.__cause__, MemoryError):
             error = f"The chat template takes more memory than the {MEMORY_BYTES >> 20} MB allowed."
-            return Rendered(error=error, parameter="chat_template", over_limit=True, is_last=True)
+            return RenderedChat(error=error, parameter="chat_template", over_limit=True, is_last=True)
         error = str(e)[:_LONGEST_ERROR].encode("utf-8", "replace").decode()
-        return Rendered(error=error, parameter=e.parameter)
+        return RenderedChat(error=error, parameter=e.parameter)
     most = MAX_RENDERED + _COPIES * len(job.conversation)
     if len(text) > most:
         error = f"The chat template wrote {len(text)} characters; {most} are allowed."
-        return Rendered(error=error, parameter="chat_template", over_limit=True)
+        return RenderedChat(error=error, parameter="chat_template", over_limit=True)
     try:
         text.encode()
     except UnicodeEncodeError:
-        return Rendered(error="The chat template wrote text that is not valid Unicode.", parameter="chat_template")
-    return Rendered(text)
+        return RenderedChat(error="The chat template wrote text that is not valid Unicode.", parameter="chat_template")
+    return RenderedChat(text)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from mvllm.entrypoints.openai.common.chat_template_process import Rendered, ChatTemplateJob
+from mvllm.entrypoints.openai.common.chat_template_process import ChatTemplateJob, RenderedChat
 from mvllm.errors import ModelError, RequestError
 from mvllm.executor.process.pipe_process import (
-    kill_pipe_process,
     find_exceeded_limit,
+    kill_pipe_process,
     receive_message,
     start_pipe_process,
     write_message,
@@ -72,7 +72,7 @@ class ChatTemplateRenderer:
         """
         conversation = msgspec.json.encode([list(messages), dict(settings)])
         job = ChatTemplateJob(self._seconds, dict(special_tokens), conversation)
-        answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, job)
+        answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._run_job, job)
         if answer.text is None:
             kind = ChatTemplateLimitError if answer.over_limit else RequestError
             raise kind(answer.error or "The chat template failed.", parameter=answer.parameter)
@@ -108,31 +108,31 @@ class ChatTemplateRenderer:
         """Ends the process for good, whatever it is doing. Idempotent."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._end()
+        self._kill_process()
 
-    def _ask(self, job: ChatTemplateJob) -> Rendered:
+    def _run_job(self, job: ChatTemplateJob) -> RenderedChat:
         for _ in range(_ATTEMPTS):
             process = self._running_process()
             if process is None:
-                return Rendered(error="The server is shutting down.")
+                return RenderedChat(error="The server is shutting down.")
             assert process.stdin is not None and process.stdout is not None
             try:
                 write_message(process.stdin, job)
-                answer = receive_message(process.stdout, Rendered, WALL_SECONDS)
+                answer = receive_message(process.stdout, RenderedChat, WALL_SECONDS)
             except (EOFError, OSError) as e:  # TimeoutError is an OSError
                 error = "time" if isinstance(e, TimeoutError) else find_exceeded_limit(process, WALL_SECONDS)
-                self._end()
+                self._kill_process()
                 if error is not None:
                     return self._over_limit(error)
             else:
                 if answer.is_last:
-                    self._end()
+                    self._kill_process()
                 return answer
-        return Rendered(error="The process that renders chat templates was killed twice; try again.")
+        return RenderedChat(error="The process that renders chat templates was killed twice; try again.")
 
-    def _over_limit(self, what: str) -> Rendered:
+    def _over_limit(self, what: str) -> RenderedChat:
         limit = f"longer than {self._seconds:g} s" if what == "time" else "too much memory"
-        return Rendered(error=f"The chat template took {limit}.", parameter="chat_template", over_limit=True)
+        return RenderedChat(error=f"The chat template took {limit}.", parameter="chat_template", over_limit=True)
 
     def _running_process(self) -> subprocess.Popen[bytes] | None:
         with self._lock:
@@ -142,7 +142,7 @@ class ChatTemplateRenderer:
                 self._process = start_pipe_process("mvllm.entrypoints.openai.common.chat_template_process")
             return self._process
 
-    def _end(self) -> None:
+    def _kill_process(self) -> None:
         with self._lock:
             process, self._process = self._process, None
         if process is not None:

@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 _Item = tuple[int, RequestOutput | Exception | None]
 
 
-class Generation:
+class EngineRequests:
     """The engine's requests for one HTTP request. To be closed, however it ends.
 
     Args:
@@ -31,7 +31,7 @@ class Generation:
 
     def __init__(self, streams: Sequence[RequestOutputStream], form: OutputConstraint | None = None) -> None:
         self._streams = streams
-        self._form = form
+        self._constraint = form
         self._first: RequestOutput | None = None  # of the first prompt, taken and not shown yet
 
     @classmethod
@@ -44,7 +44,7 @@ class Generation:
         priority: int | None,
         form: OutputConstraint | None = None,
         lora_request: LoRARequest | None = None,
-    ) -> Generation:
+    ) -> EngineRequests:
         """Hands all prompts to the engine, or none.
 
         With a form it returns when there is a first output: whether a form can be had shows when it is compiled, and
@@ -74,19 +74,19 @@ class Generation:
         generation = cls(streams, form)
         if form is not None:
             try:
-                await generation._begin()
+                await generation._wait_first_output()
             except BaseException:
                 generation.close()
                 raise
         return generation
 
-    async def _begin(self) -> None:
+    async def _wait_first_output(self) -> None:
         """Takes the first output. All prompts have the same form, so one of them is enough."""
         async for output in self._streams[0]:
             self._first = output
             for sequence in output.outputs:
                 if sequence.finish_reason == "error":
-                    raise self.failure(sequence)
+                    raise self.error_of(sequence)
             return
 
     @property
@@ -110,7 +110,7 @@ class Generation:
                 raise APIError(503, "The request was dropped before it had begun.", code="aborted", retry_after=1)
             for sequence in output.outputs:
                 if sequence.finish_reason == "error":
-                    raise self.failure(sequence)
+                    raise self.error_of(sequence)
             outputs.append(output)
         return outputs
 
@@ -141,11 +141,11 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def failure(self, sequence: CompletionOutput) -> Exception:
+    def error_of(self, sequence: CompletionOutput) -> Exception:
         """What a client is told about a sequence that failed."""
         if sequence.error_parameter is not None:
-            ours = self._form is not None and sequence.error_parameter == "structured_outputs"
-            field = self._form.field if self._form is not None and ours else sequence.error_parameter
+            ours = self._constraint is not None and sequence.error_parameter == "structured_outputs"
+            field = self._constraint.field if self._constraint is not None and ours else sequence.error_parameter
             return RequestError(sequence.error or "", parameter=field)
         logger.error("The engine could not finish a request: %s", sequence.error)
         return APIError(

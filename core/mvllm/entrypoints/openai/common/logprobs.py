@@ -24,7 +24,7 @@ class TokenFormatter:
         self._as_ids = as_ids
         self._left_out = tokenizer.special_ids if skip_special else frozenset()
 
-    def name(self, token_id: int) -> str:
+    def format(self, token_id: int) -> str:
         """What the token is called."""
         return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_text(token_id)
 
@@ -32,7 +32,7 @@ class TokenFormatter:
         """The bytes that it adds to the text; none where it is left out."""
         return b"" if token_id in self._left_out else token_bytes(self._tokenizer, token_id)
 
-    def raw(self, token_id: int) -> list[int]:
+    def byte_values(self, token_id: int) -> list[int]:
         """The bytes that it stands for, which may be a part of a character."""
         return list(token_bytes(self._tokenizer, token_id))
 
@@ -52,14 +52,14 @@ class CompletionLogprobs:
         # A character may be split over tokens, and counts where its last byte comes.
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def piece(self, token_ids: Sequence[int], positions: Iterable[PositionLogprobMap | None]) -> dict[str, Any]:
+    def format_next(self, token_ids: Sequence[int], positions: Iterable[PositionLogprobMap | None]) -> dict[str, Any]:
         """The lists for the next tokens; a token without a position (the first of a prompt) has null."""
         tokens: list[str] = []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for token_id, position in zip(token_ids, positions, strict=False):
-            token = self._names.name(token_id)
+            token = self._names.format(token_id)
             tokens.append(token)
             offsets.append(self._offset)
             self._offset += len(self._characters.decode(self._names.text_bytes(token_id)))
@@ -75,8 +75,8 @@ class CompletionLogprobs:
         """The most probable tokens, and the token itself. Of tokens with one name, the most probable counts."""
         top: dict[str, float] = {}
         for other, entry in _most_probable(position, self._num_top):
-            top.setdefault(self._names.name(other), _finite(entry.logprob))
-        top.setdefault(self._names.name(token_id), _finite(position[token_id].logprob))
+            top.setdefault(self._names.format(other), _finite(entry.logprob))
+        top.setdefault(self._names.format(token_id), _finite(position[token_id].logprob))
         return top
 
 
@@ -109,7 +109,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     """The bytes that a token stands for."""
     if token_id in tokenizer.special_ids:
         return tokenizer.token_text(token_id).encode()
-    piece = tokenizer.piece(token_id)
+    piece = tokenizer.token_name(token_id)
     if piece is not None:
         if tokenizer.decodes_bytewise and all(c in _BYTE_OF_CHARACTER for c in piece):
             return bytes(_BYTE_OF_CHARACTER[c] for c in piece)
@@ -128,7 +128,7 @@ def _rank(entry: tuple[int, Logprob]) -> int:
 
 
 def _chat_entry(names: TokenFormatter, token_id: int, entry: Logprob) -> dict[str, Any]:
-    return {"token": names.name(token_id), "logprob": _finite(entry.logprob), "bytes": names.raw(token_id)}
+    return {"token": names.format(token_id), "logprob": _finite(entry.logprob), "bytes": names.byte_values(token_id)}
 
 
 def _finite(value: float) -> float:

@@ -100,7 +100,7 @@ def request_body_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
-def describe(app: FastAPI, parts: Mapping[str, FastAPI] | None = None) -> dict[str, Any]:
+def openapi_document(app: FastAPI, parts: Mapping[str, FastAPI] | None = None) -> dict[str, Any]:
     """The OpenAPI document of an application.
 
     Args:

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope
 
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.common.streaming_response import ClientDisconnected
 from mvllm.entrypoints.openai.common.unknown_fields import KnownFields, KnownParameters, UnknownFields
+from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.executor.process.process_utils import gc_paused
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -51,7 +51,7 @@ class BodyReader:
         self._unknown_fields = unknown_fields or UnknownFields()
 
     @classmethod
-    def of(cls, settings: ServerSettings) -> BodyReader:
+    def from_settings(cls, settings: ServerSettings) -> BodyReader:
         """With the limits of a server."""
         return cls(settings.max_body_bytes, settings.body_timeout, UnknownFields(settings.unknown_fields))
 
@@ -78,7 +78,7 @@ class BodyReader:
         if claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > self.max_bytes):
             raise self._body_too_long_error()
         pieces: list[bytes] = []
-        receive = self.limited(request.receive)
+        receive = self.limit_receive(request.receive)
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -95,9 +95,9 @@ class BodyReader:
         """
         unknown = [name for name in request.query_params if name not in known]
         if unknown and self._unknown_fields.policy != "ignore":
-            self._unknown_fields.report(unknown, KnownParameters(known), request.scope)
+            self._unknown_fields.handle(unknown, KnownParameters(known), request.scope)
 
-    def limited(self, receive: Receive) -> Receive:
+    def limit_receive(self, receive: Receive) -> Receive:
         """`receive` of a request, within the limits: raises as `read` where its body is not."""
         length, deadline = 0, 0.0
         has_ended = False
@@ -147,7 +147,7 @@ class BodyDecoder(Generic[T]):
         try:
             with gc_paused():  # which would look through everything again and again
                 request = self._decoder.decode(body)
-            unknown = self._known_fields.unknown(body) if reports else []  # an unknown name may not be UTF-8
+            unknown = self._known_fields.find_unknown(body) if reports else []  # an unknown name may not be UTF-8
         except msgspec.ValidationError as e:
             raise _field_type_error(str(e)) from None
         except RecursionError:
@@ -160,7 +160,7 @@ class BodyDecoder(Generic[T]):
         if reports and unknown_fields is not None:
             unknown += self._known_fields.find_unknown_in_mappings(request)
             if unknown:
-                unknown_fields.report(unknown, self._known_fields, scope)
+                unknown_fields.handle(unknown, self._known_fields, scope)
         return request
 
 

@@ -55,14 +55,14 @@ def completion_sampling_params(
     Raises:
         RequestError: A value is out of its range.
     """
-    given = _given(request, defaults, form)
+    given = _collect_fields(request, defaults, form)
     if request.logprobs is not None:
         given["logprobs"] = request.logprobs
         if request.echo and request.prompt_logprobs is None:
             given["prompt_logprobs"] = request.logprobs
     if request.echo and request.max_tokens == 0:  # the prompt alone is wanted; the engine always adds a token
         given["max_tokens"] = 1
-    return _checked(request, given)
+    return _validate(request, given)
 
 
 def chat_sampling_params(
@@ -73,17 +73,19 @@ def chat_sampling_params(
     Raises:
         RequestError: A value is out of its range.
     """
-    given = _given(request, {"max_tokens": None, **defaults}, form)
+    given = _collect_fields(request, {"max_tokens": None, **defaults}, form)
     if request.max_completion_tokens is not None:
         given["max_tokens"] = request.max_completion_tokens
     if request.logprobs:
         given["logprobs"] = request.top_logprobs or 0
     elif request.top_logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", parameter="top_logprobs")
-    return _checked(request, given)
+    return _validate(request, given)
 
 
-def _given(request: GenerationRequest, defaults: Mapping[str, Any], form: OutputConstraint | None) -> dict[str, Any]:
+def _collect_fields(
+    request: GenerationRequest, defaults: Mapping[str, Any], form: OutputConstraint | None
+) -> dict[str, Any]:
     given = {name: value for name in _SAME_NAMES if (value := getattr(request, name)) is not None}
     if form is not None:
         given["structured_outputs"] = form.params
@@ -95,7 +97,7 @@ def _given(request: GenerationRequest, defaults: Mapping[str, Any], form: Output
     return {**defaults, **given, "output_kind": kind}
 
 
-def _checked(request: GenerationRequest, given: dict[str, Any]) -> SamplingParams:
+def _validate(request: GenerationRequest, given: dict[str, Any]) -> SamplingParams:
     try:
         params = SamplingParams(**given)
     except RequestError as e:

@@ -29,16 +29,16 @@ class ChunkEncoder:
         self._before = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 
-    def chunk(self, choice: bytes) -> bytes:
+    def encode(self, choice: bytes) -> bytes:
         """A chunk with one choice, already encoded."""
         return self._before + choice + self._after
 
-    def with_usage(self, choice: bytes, usage: dict[str, Any]) -> bytes:
+    def encode_with_usage(self, choice: bytes, usage: dict[str, Any]) -> bytes:
         """A chunk that says how many tokens there were; `choice` is empty in the last one."""
         return self._before + choice + b'],"usage":' + _encode(usage) + b"}\n\n"
 
 
-def encode(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     """Any value as JSON."""
     return _encode(value)
 

@@ -8,16 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.common.engine_requests import Generation
+from mvllm.entrypoints.openai.common.engine_requests import EngineRequests
 from mvllm.entrypoints.openai.common.output_constraint import OutputConstraint
-from mvllm.entrypoints.openai.protocol import GenerationRequest
 from mvllm.entrypoints.openai.common.usage import UsageCounter
+from mvllm.entrypoints.openai.protocol import GenerationRequest
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.sampling_params import SamplingParams
 
 
-class Call(ABC):
+class GenerationHandler(ABC):
     """One request that the engine answers, at once or piece by piece.
 
     Args:
@@ -49,9 +49,9 @@ class Call(ABC):
         self._id = f"{kind}{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._params = params
-        self._form = form
+        self._constraint = form
         self._usage = UsageCounter()
-        self._generation: Generation | None = None
+        self._engine_requests: EngineRequests | None = None
 
     async def start(self) -> None:
         """Hands the request to the engine.
@@ -61,23 +61,23 @@ class Call(ABC):
             UnavailableError, EngineDeadError: The engine does not take it.
         """
         prompts = await self._build_prompts()
-        self._generation = await Generation.start(
+        self._engine_requests = await EngineRequests.start(
             self._engine,
             self._id,
             prompts,
             self._params,
             self._request.priority,
-            self._form,
+            self._constraint,
             self.lora_request,
         )
 
     def close(self) -> None:
         """Ends the request in the engine, if that goes on with it. Idempotent."""
-        if self._generation is not None:
-            self._generation.close()
+        if self._engine_requests is not None:
+            self._engine_requests.close()
 
     @abstractmethod
-    async def answer(self) -> bytes:
+    async def full_response(self) -> bytes:
         """The whole answer."""
 
     @abstractmethod

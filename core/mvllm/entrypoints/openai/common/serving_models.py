@@ -24,7 +24,7 @@ class OpenAIServingModels:
         self._names = list(dict.fromkeys(names))
         self._root = root
         self._created = int(time.time())
-        self._adapters: dict[str, LoRARequest] = {}
+        self._lora_requests: dict[str, LoRARequest] = {}
         self._loading: set[str] = set()
         self._adapter_ids = itertools.count(1)  # of none that was: what was computed with one is never another's
 
@@ -33,7 +33,7 @@ class OpenAIServingModels:
         """The name in answers to requests that name none."""
         return self._names[0]
 
-    def check(self, name: str | None, *, with_adapters: bool = False) -> str:
+    def resolve_name(self, name: str | None, *, with_adapters: bool = False) -> str:
         """The name that the answer to a request for `name` carries.
 
         Args:
@@ -44,21 +44,21 @@ class OpenAIServingModels:
         """
         if name is None or name in self._names:
             return name or self.name
-        if name in self._adapters:
+        if name in self._lora_requests:
             if with_adapters:
                 return name
             raise APIError(400, "An adapter cannot be had here: name the model itself.", param="model")
         raise APIError(
             404,
             f"The model `{ascii(name[:100])[1:-1]}` does not exist. There is: "
-            f"{', '.join([*self._names, *self._adapters])}.",
+            f"{', '.join([*self._names, *self._lora_requests])}.",
             param="model",
             code="model_not_found",
         )
 
-    def adapter(self, name: str) -> LoRARequest | None:
+    def lora_request(self, name: str) -> LoRARequest | None:
         """The adapter that is offered under a name; None for the model itself."""
-        return self._adapters.get(name)
+        return self._lora_requests.get(name)
 
     async def load_lora_adapter(self, engine: AsyncLLM, name: str, path: str) -> None:
         """Has the engine load an adapter, and offers it.
@@ -67,7 +67,7 @@ class OpenAIServingModels:
             APIError: The name is taken (400).
             RequestError: The adapter cannot be used.
         """
-        if name in self._names or name in self._adapters or name in self._loading:
+        if name in self._names or name in self._lora_requests or name in self._loading:
             raise APIError(
                 400,
                 f"The name `{ascii(name[:100])[1:-1]}` is in use. Unload that adapter first, or choose another name.",
@@ -79,7 +79,7 @@ class OpenAIServingModels:
             await engine.add_lora(request)
         finally:
             self._loading.remove(name)
-        self._adapters[name] = request
+        self._lora_requests[name] = request
 
     async def unload_lora_adapter(self, engine: AsyncLLM, name: str) -> None:
         """Offers an adapter no more.
@@ -87,7 +87,7 @@ class OpenAIServingModels:
         Raises:
             APIError: There is none of this name (404).
         """
-        request = self._adapters.pop(name, None)
+        request = self._lora_requests.pop(name, None)
         if request is None:
             raise APIError(
                 404,
@@ -97,10 +97,10 @@ class OpenAIServingModels:
             )
         await engine.remove_lora(request.lora_int_id)
 
-    def cards(self, max_model_len: int | None) -> list[dict[str, Any]]:
+    def model_cards(self, max_model_len: int | None) -> list[dict[str, Any]]:
         """An entry of `/v1/models` for each name."""
         named = [(name, self._root, None) for name in self._names]
-        adapters = [(name, request.lora_path, self.name) for name, request in self._adapters.items()]
+        adapters = [(name, request.lora_path, self.name) for name, request in self._lora_requests.items()]
         return [
             {
                 "id": name,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from mvllm.engine.frontend.input_processor import check_text_to_truncate
 from mvllm.engine.frontend.tokenizer import Tokenizer
-from mvllm.entrypoints.chat_template import resolve_chat_template, uses_transformers_template, render_chat
+from mvllm.entrypoints.chat_template import render_chat, resolve_chat_template, uses_transformers_template
 from mvllm.entrypoints.openai.common.chat_template_renderer import SECONDS, ChatTemplateRenderer
 from mvllm.errors import RequestError
 
@@ -51,7 +51,9 @@ class TokenizerPool:
 
     async def encode(self, text: str, *, add_special_tokens: bool, truncated: bool = False) -> list[int]:
         """The token ids of `text`; as `encode_sync`, in one of the threads."""
-        return await self.run(lambda: self.encode_sync(text, add_special_tokens=add_special_tokens, truncated=truncated))
+        return await self.run(
+            lambda: self.encode_sync(text, add_special_tokens=add_special_tokens, truncated=truncated)
+        )
 
     def encode_sync(self, text: str, *, add_special_tokens: bool, truncated: bool = False) -> list[int]:
         """The token ids of `text`.

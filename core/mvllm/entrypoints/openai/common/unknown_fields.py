@@ -23,10 +23,10 @@ from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
 
-SCOPE_KEY = "mvllm.unknown_fields"
+UNKNOWN_FIELDS_SCOPE_KEY = "mvllm.unknown_fields"
 """Where the ASGI scope of a request has the list of names for the response's header."""
 
-HEADER = "x-mvllm-unknown-fields"
+UNKNOWN_FIELDS_HEADER = "x-mvllm-unknown-fields"
 
 MAX_NAMES = 16
 """Names that are reported of one request."""
@@ -90,7 +90,7 @@ class KnownFields(KnownParameters):
         self._scan = msgspec.json.Decoder(scan)
         self._table = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
-    def unknown(self, body: bytes) -> list[str]:
+    def find_unknown(self, body: bytes) -> list[str]:
         """Paths of the unknown fields of a valid body, at most MAX_NAMES of them."""
         if not self.is_checked:
             return []
@@ -109,7 +109,7 @@ class KnownFields(KnownParameters):
             inner = {name: fields.get(name, msgspec.Raw()) for name in self.nested}
         for name, raw in inner.items():
             if raw:
-                found += [f"{name}.{each}" for each in self.nested[name].unknown(bytes(raw))]
+                found += [f"{name}.{each}" for each in self.nested[name].find_unknown(bytes(raw))]
         return found[:MAX_NAMES]
 
     def find_unknown_in_mappings(self, asked: msgspec.Struct) -> list[str]:
@@ -140,7 +140,7 @@ class UnknownFields:
         self.policy = policy
         self._logged: set[str] = set()
 
-    def report(self, paths: Sequence[str], known: KnownParameters, scope: Scope | None = None) -> None:
+    def handle(self, paths: Sequence[str], known: KnownParameters, scope: Scope | None = None) -> None:
         """Acts on the unknown fields of one request.
 
         Args:
@@ -152,7 +152,7 @@ class UnknownFields:
             APIError: The policy is to refuse (400).
         """
         shown = [path if _NAME.fullmatch(path) else _UNPRINTABLE for path in paths[:MAX_NAMES]]
-        if scope is not None and isinstance(header := scope.get(SCOPE_KEY), list):
+        if scope is not None and isinstance(header := scope.get(UNKNOWN_FIELDS_SCOPE_KEY), list):
             header[:] = shown
         if self.policy == "refuse":
             first = shown[0]
@@ -199,7 +199,7 @@ def unknown_fields_header(names: Sequence[str]) -> tuple[bytes, bytes]:
     text = ", ".join(dict.fromkeys(names))
     if len(text) > 512:
         text = text[:512].rpartition(", ")[0] + ", ..."
-    return HEADER.encode(), text.encode("ascii")
+    return UNKNOWN_FIELDS_HEADER.encode(), text.encode("ascii")
 
 
 def _did_you_mean(path: str, known: KnownParameters) -> str:

@@ -16,7 +16,7 @@ class UsageCounter:
         self._completion = 0
         self._seen: set[int] = set()
 
-    def take(self, position: int, output: RequestOutput) -> None:
+    def add(self, position: int, output: RequestOutput) -> None:
         """Counts a prompt once, and the tokens of each piece.
 
         Args:
@@ -29,7 +29,7 @@ class UsageCounter:
         for sequence in output.outputs:
             self._completion += len(sequence.token_ids)
 
-    def as_json(self, *, without_completion: bool = False) -> dict[str, Any]:
+    def to_usage(self, *, without_completion: bool = False) -> dict[str, Any]:
         """The `usage` object.
 
         Args:
@@ -43,7 +43,7 @@ class UsageCounter:
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
 
-    def as_response_json(self, num_reasoning_tokens: int) -> dict[str, Any]:
+    def to_response_usage(self, num_reasoning_tokens: int) -> dict[str, Any]:
         """The `usage` object of the Responses API.
 
         Args:

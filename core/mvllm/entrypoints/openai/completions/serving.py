@@ -8,14 +8,14 @@ from typing import Any, cast
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
-from mvllm.entrypoints.openai.common.serving_base import Call
 from mvllm.entrypoints.openai.common.errors import to_api_error
-from mvllm.entrypoints.openai.common.server_sent_events import DONE, ChunkEncoder, encode, error_event
 from mvllm.entrypoints.openai.common.logprobs import CompletionLogprobs, TokenFormatter, prompt_logprobs
 from mvllm.entrypoints.openai.common.output_constraint import output_constraint
 from mvllm.entrypoints.openai.common.request_sampling_params import completion_sampling_params
-from mvllm.entrypoints.openai.protocol import CompletionRequest
+from mvllm.entrypoints.openai.common.server_sent_events import DONE, ChunkEncoder, encode_json, error_event
+from mvllm.entrypoints.openai.common.serving_base import GenerationHandler
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.protocol import CompletionRequest
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
 
@@ -23,7 +23,7 @@ MAX_PROMPTS = 2048
 """Prompts in one request: each is a request of the engine's."""
 
 
-class CompletionHandler(Call):
+class CompletionHandler(GenerationHandler):
     """One request for completions.
 
     Args:
@@ -45,29 +45,29 @@ class CompletionHandler(Call):
         self._text_work = tokenizer_pool
         self._is_cut = params.truncate_prompt_tokens is not None
         self._is_prompt_only = bool(request.echo) and request.max_tokens == 0
-        self._names = TokenFormatter(
+        self._token_formatter = TokenFormatter(
             engine.tokenizer,
             as_ids=bool(request.return_tokens_as_token_ids),
             skip_special=self._params.skip_special_tokens,
         )
 
-    async def answer(self) -> bytes:
+    async def full_response(self) -> bytes:
         """The whole answer."""
-        assert self._generation is not None
-        outputs = await self._generation.collect()
+        assert self._engine_requests is not None
+        outputs = await self._engine_requests.collect()
         for position, output in enumerate(outputs):
-            self._usage.take(position, output)
+            self._usage.add(position, output)
 
         def build() -> bytes:
-            return encode(
+            return encode_json(
                 {
-                    **self._head(),
+                    **self._common_fields(),
                     "choices": [
                         self._choice(position, output, sequence)
                         for position, output in enumerate(outputs)
                         for sequence in output.outputs
                     ],
-                    "usage": self._usage.as_json(without_completion=self._is_prompt_only),
+                    "usage": self._usage.to_usage(without_completion=self._is_prompt_only),
                 }
             )
 
@@ -77,31 +77,31 @@ class CompletionHandler(Call):
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer's events; an error is one of them."""
-        assert self._generation is not None
+        assert self._engine_requests is not None
         include, continuous = self._stream_usage_options()
-        frame = ChunkEncoder(self._head(), with_usage=include)
+        frame = ChunkEncoder(self._common_fields(), with_usage=include)
         pieces: dict[int, _ChoiceEncoder] = {}
         written = b""
-        num_open = self._generation.num_prompts
+        num_open = self._engine_requests.num_prompts
         try:
-            async for position, output in self._generation.outputs():
-                self._usage.take(position, output)
+            async for position, output in self._engine_requests.outputs():
+                self._usage.add(position, output)
                 for sequence in output.outputs:
                     index = position * self._params.n + sequence.index
                     choice = pieces.get(index)
                     if choice is None:
                         choice = pieces[index] = _ChoiceEncoder(self, index)
                     if choice.is_first and output.prompt_logprobs:  # there may be many
-                        encoded = await self._text_work.run(partial(choice.piece, output, sequence))
+                        encoded = await self._text_work.run(partial(choice.encode_next, output, sequence))
                     else:
-                        encoded = choice.piece(output, sequence)
+                        encoded = choice.encode_next(output, sequence)
                     if encoded and continuous:
-                        usage = self._usage.as_json(without_completion=self._is_prompt_only)
-                        written += frame.with_usage(encoded, usage)
+                        usage = self._usage.to_usage(without_completion=self._is_prompt_only)
+                        written += frame.encode_with_usage(encoded, usage)
                     elif encoded:
-                        written += frame.chunk(encoded)
+                        written += frame.encode(encoded)
                     if sequence.finish_reason == "error":
-                        raise self._generation.failure(sequence)
+                        raise self._engine_requests.error_of(sequence)
                 num_open -= output.finished
                 if written and num_open:  # else it leaves together with the stream's end
                     yield written
@@ -110,7 +110,7 @@ class CompletionHandler(Call):
             yield written + error_event(to_api_error(e))
             return
         if include:
-            written += frame.with_usage(b"", self._usage.as_json(without_completion=self._is_prompt_only))
+            written += frame.encode_with_usage(b"", self._usage.to_usage(without_completion=self._is_prompt_only))
         yield written + DONE
 
     async def _build_prompts(self) -> list[PromptType]:
@@ -133,7 +133,7 @@ class CompletionHandler(Call):
                 made.append(cast(PromptType, {"prompt_token_ids": prompt, **salt}))
         return made
 
-    def _head(self) -> dict[str, Any]:
+    def _common_fields(self) -> dict[str, Any]:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model}
 
     def _choice(self, position: int, output: RequestOutput, sequence: CompletionOutput) -> dict[str, Any]:
@@ -158,18 +158,22 @@ class _ChoiceEncoder:
         self._echo = bool(request.echo)
         self.is_first = True
         self._return_token_ids = bool(request.return_token_ids)
-        self._logprobs = None if request.logprobs is None else CompletionLogprobs(call._names, request.logprobs)
+        self._logprobs = (
+            None if request.logprobs is None else CompletionLogprobs(call._token_formatter, request.logprobs)
+        )
         with_logprobs = request.logprobs is not None or request.prompt_logprobs is not None
         self._plain = not (self._echo or self._return_token_ids or with_logprobs)
         self._before = b'{"index":%d,"text":' % index
 
-    def piece(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
+    def encode_next(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
         """The next piece, encoded; empty where nothing in it would be new."""
         if self._plain and sequence.finish_reason is None:
             if not sequence.text:
                 return b""
-            return self._before + encode(sequence.text) + b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
-        return encode(self.build(output, sequence))
+            return (
+                self._before + encode_json(sequence.text) + b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
+            )
+        return encode_json(self.build(output, sequence))
 
     def build(self, output: RequestOutput, sequence: CompletionOutput) -> dict[str, Any]:
         """The choice, or its next piece. The first one has what is echoed."""
@@ -187,9 +191,11 @@ class _ChoiceEncoder:
         if self._logprobs is not None:
             if self._echo and first:
                 prompt_ids, prompt_positions = output.prompt_token_ids, output.prompt_logprobs or []
-                choice["logprobs"] = self._logprobs.piece([*prompt_ids, *token_ids], [*prompt_positions, *positions])
+                choice["logprobs"] = self._logprobs.format_next(
+                    [*prompt_ids, *token_ids], [*prompt_positions, *positions]
+                )
             else:
-                choice["logprobs"] = self._logprobs.piece(token_ids, positions)
+                choice["logprobs"] = self._logprobs.format_next(token_ids, positions)
         if self._call._request.prompt_logprobs is not None and first:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or [])
         if self._return_token_ids:

@@ -10,10 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
-from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingHandler, PoolingHandler
 from mvllm.entrypoints.openai.common.openapi import request_body_schema
+from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.pooling.serving_base import BasePoolingHandler
+from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingHandler, PoolingHandler
+from mvllm.entrypoints.openai.pooling.serving_score import ClassificationHandler, RerankHandler, ScoreHandler
 from mvllm.entrypoints.openai.protocol import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -22,11 +26,7 @@ from mvllm.entrypoints.openai.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from mvllm.entrypoints.openai.pooling.serving_score import ClassificationHandler, RerankHandler, ScoreHandler
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.server_state import ServerState
-from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 
 
 class _HandlerFactory(Protocol):
@@ -59,7 +59,7 @@ class PoolingRoutes:
         self._models = models
         self._bodies = bodies
 
-    def add_to(self, router: APIRouter) -> None:
+    def add_routes(self, router: APIRouter) -> None:
         """Adds the routes."""
         for paths, kind, make_call, summary in _ROUTES:
             decoder: BodyDecoder[Any] = BodyDecoder(kind)
@@ -82,13 +82,13 @@ class PoolingRoutes:
     async def _answer(self, request: Request, decoder: BodyDecoder[Any], make_call: _HandlerFactory) -> Response:
         engine = self._state.engine
         asked = await self._bodies.decode(request, decoder)
-        call = make_call(engine, self._state.tokenizer_pool, self._models.check(asked.model), asked)
-        self._state.enter()
+        call = make_call(engine, self._state.tokenizer_pool, self._models.resolve_name(asked.model), asked)
+        self._state.request_started()
         try:
             async with cancel_on_disconnect(request.receive):
                 await call.start()
-                answer = await call.answer()
+                answer = await call.full_response()
             return Response(answer, media_type="application/json")
         finally:
             call.close()
-            self._state.leave()
+            self._state.request_finished()

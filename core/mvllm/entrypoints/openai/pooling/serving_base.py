@@ -12,8 +12,8 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.entrypoints.openai.common.errors import APIError, to_api_error
-from mvllm.entrypoints.openai.protocol import ClassificationRequest, EmbeddingRequest
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.protocol import ClassificationRequest, EmbeddingRequest
 from mvllm.errors import PlatformError, RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
@@ -44,7 +44,9 @@ class BasePoolingHandler(ABC):
 
     field = "input"
 
-    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, kind: str, priority: int | None) -> None:
+    def __init__(
+        self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, kind: str, priority: int | None
+    ) -> None:
         self._engine = engine
         self._text_work = tokenizer_pool
         self._model = model
@@ -77,7 +79,7 @@ class BasePoolingHandler(ABC):
         for stream in self._streams:
             stream.close()
 
-    async def answer(self) -> bytes:
+    async def full_response(self) -> bytes:
         """The whole answer.
 
         Raises:
@@ -87,8 +89,8 @@ class BasePoolingHandler(ABC):
         """
         outputs = [await _output_of(stream) for stream in self._streams]
         if sum(output.outputs.data.size for output in outputs) <= _MAX_INLINE_VALUES:
-            return self._write(outputs)
-        return await self._text_work.run(lambda: self._write(outputs))
+            return self._encode_response(outputs)
+        return await self._text_work.run(lambda: self._encode_response(outputs))
 
     @abstractmethod
     async def _make_requests(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
@@ -99,10 +101,10 @@ class BasePoolingHandler(ABC):
         """
 
     @abstractmethod
-    def _write(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
+    def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         """The answer's body."""
 
-    def _head(self) -> dict[str, Any]:
+    def _common_fields(self) -> dict[str, Any]:
         """How answers begin."""
         return {"id": self._id, "object": "list", "created": self._created, "model": self._model}
 
@@ -169,7 +171,7 @@ async def _output_of(stream: RequestOutputStream) -> PoolingRequestOutput:
     """The answer of one of the engine's requests."""
     async for output in stream:
         try:
-            return PoolingRequestOutput.of(output)
+            return PoolingRequestOutput.from_request_output(output)
         except PlatformError as e:
             logger.error("The engine could not finish a request: %s", e)
             raise APIError(

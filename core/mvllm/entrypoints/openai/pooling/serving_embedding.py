@@ -10,10 +10,10 @@ import msgspec
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
-from mvllm.entrypoints.openai.common.server_sent_events import encode
+from mvllm.entrypoints.openai.common.server_sent_events import encode_json
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.pooling.serving_base import InputListHandler, pooling_usage
 from mvllm.entrypoints.openai.protocol import EmbeddingRequest, PoolingRequest
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.errors import RequestError
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask, PoolingType
 
@@ -40,12 +40,12 @@ class EmbeddingHandler(InputListHandler[EmbeddingRequest]):
             task=PoolingTask.EMBED,
         )
 
-    def _write(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
+    def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data: list[msgspec.Raw] = []
         for index, output in enumerate(outputs):  # one at a time: in between, others get their turn
-            shown = _shown(output, self._request.encoding_format)
-            data.append(msgspec.Raw(encode({"object": "embedding", "index": index, "embedding": shown})))
-        return encode({**self._head(), "data": data, "usage": pooling_usage(outputs)})
+            shown = _encode_values(output, self._request.encoding_format)
+            data.append(msgspec.Raw(encode_json({"object": "embedding", "index": index, "embedding": shown})))
+        return encode_json({**self._common_fields(), "data": data, "usage": pooling_usage(outputs)})
 
 
 class PoolingHandler(InputListHandler[PoolingRequest]):
@@ -76,12 +76,12 @@ class PoolingHandler(InputListHandler[PoolingRequest]):
             task=task,
         )
 
-    def _write(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
+    def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data: list[msgspec.Raw] = []
         for index, output in enumerate(outputs):
-            shown = _shown(output, self._request.encoding_format)
-            data.append(msgspec.Raw(encode({"object": "pooling", "index": index, "data": shown})))
-        return encode({**self._head(), "data": data, "usage": pooling_usage(outputs)})
+            shown = _encode_values(output, self._request.encoding_format)
+            data.append(msgspec.Raw(encode_json({"object": "pooling", "index": index, "data": shown})))
+        return encode_json({**self._common_fields(), "data": data, "usage": pooling_usage(outputs)})
 
 
 def _check_format(request: EmbeddingRequest | PoolingRequest) -> None:
@@ -89,7 +89,7 @@ def _check_format(request: EmbeddingRequest | PoolingRequest) -> None:
         raise RequestError("encoding_format must be 'float' or 'base64'.", parameter="encoding_format")
 
 
-def _shown(output: PoolingRequestOutput, encoding_format: str | None) -> Any:
+def _encode_values(output: PoolingRequestOutput, encoding_format: str | None) -> Any:
     """The numbers, or the bytes of little-endian float32 as text."""
     data = output.outputs.data
     return base64.b64encode(data.tobytes()).decode() if encoding_format == "base64" else data.tolist()

@@ -8,10 +8,15 @@ from typing import Any
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.frontend.scoring import ScoringRequests
-from mvllm.entrypoints.openai.common.server_sent_events import encode
-from mvllm.entrypoints.openai.pooling.serving_base import InputListHandler, BasePoolingHandler, check_num_inputs, pooling_usage
-from mvllm.entrypoints.openai.protocol import ClassificationRequest, TextPairRequest, RerankRequest, ScoreRequest
+from mvllm.entrypoints.openai.common.server_sent_events import encode_json
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.pooling.serving_base import (
+    BasePoolingHandler,
+    InputListHandler,
+    check_num_inputs,
+    pooling_usage,
+)
+from mvllm.entrypoints.openai.protocol import ClassificationRequest, RerankRequest, ScoreRequest, TextPairRequest
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask
@@ -28,7 +33,9 @@ class ClassificationHandler(InputListHandler[ClassificationRequest]):
         RequestError: On construction: a setting is not acceptable.
     """
 
-    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: ClassificationRequest) -> None:
+    def __init__(
+        self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: ClassificationRequest
+    ) -> None:
         super().__init__(engine, tokenizer_pool, model, "classify", request.priority)
         self._request = request
         self._params = PoolingParams(
@@ -37,7 +44,7 @@ class ClassificationHandler(InputListHandler[ClassificationRequest]):
             task=PoolingTask.CLASSIFY,
         )
 
-    def _write(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
+    def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         names = self._engine.model_config.hf_config.get("id2label")
         names = names if isinstance(names, dict) else {}
         data = []
@@ -53,7 +60,7 @@ class ClassificationHandler(InputListHandler[ClassificationRequest]):
                     "num_classes": len(scores),
                 }
             )
-        return encode({**self._head(), "data": data, "usage": pooling_usage(outputs)})
+        return encode_json({**self._common_fields(), "data": data, "usage": pooling_usage(outputs)})
 
 
 class _TextPairHandler(BasePoolingHandler):
@@ -90,7 +97,7 @@ class _TextPairHandler(BasePoolingHandler):
     async def _make_requests(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
         processor = self._engine.pooling_input_processor
         scoring = self._scoring = await self._text_work.run(
-            lambda: ScoringRequests.of(processor, self._first, self._second, self._settings, self._names)
+            lambda: ScoringRequests.from_texts(processor, self._first, self._second, self._settings, self._names)
         )
         return scoring.prompts, scoring.params
 
@@ -116,9 +123,9 @@ class ScoreHandler(_TextPairHandler):
         names = first_name, second_name
         super().__init__(engine, tokenizer_pool, model, "score", request, first, second, names)
 
-    def _write(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
+    def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(self._scores(outputs))]
-        return encode({**self._head(), "data": data, "usage": pooling_usage(outputs)})
+        return encode_json({**self._common_fields(), "data": data, "usage": pooling_usage(outputs)})
 
 
 class RerankHandler(_TextPairHandler):
@@ -140,15 +147,17 @@ class RerankHandler(_TextPairHandler):
         if request.top_n is not None and request.top_n < 0:
             raise RequestError("top_n must be at least 1, or 0 for all.", parameter="top_n")
         texts = [each if isinstance(each, str) else each.text for each in request.documents]
-        super().__init__(engine, tokenizer_pool, model, "rerank", request, [request.query], texts, ("query", "documents"))
+        super().__init__(
+            engine, tokenizer_pool, model, "rerank", request, [request.query], texts, ("query", "documents")
+        )
         self._top_n = request.top_n or len(texts)
         self._return_documents = request.return_documents is not False
 
-    def _write(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
+    def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         scores = self._scores(outputs)
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: self._top_n]  # equal ones stay in order
         results = [self._result(i, scores[i]) for i in best]
-        return encode({"id": self._id, "model": self._model, "usage": pooling_usage(outputs), "results": results})
+        return encode_json({"id": self._id, "model": self._model, "usage": pooling_usage(outputs), "results": results})
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
         shown = {"document": {"text": self._second[index]}} if self._return_documents else {}

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from mvllm.entrypoints.openai.common.server_sent_events import encode
+from mvllm.entrypoints.openai.common.server_sent_events import encode_json
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 
 _IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
@@ -28,11 +28,11 @@ class ResponseEventEncoder:
     def __init__(self) -> None:
         self._next = 0
 
-    def event(self, kind: str, **fields: Any) -> bytes:
+    def encode(self, kind: str, **fields: Any) -> bytes:
         """An event with these fields."""
-        return self.with_fields(kind, encode(fields)[1:-1])
+        return self.encode_raw(kind, encode_json(fields)[1:-1])
 
-    def with_fields(self, kind: str, fields: bytes) -> bytes:
+    def encode_raw(self, kind: str, fields: bytes) -> bytes:
         """An event whose fields are encoded already, without their braces."""
         name = kind.encode()
         number, self._next = self._next, self._next + 1
@@ -51,11 +51,11 @@ class OutputItems:
         self._events = events
         self._open: dict[str, Any] | None = None  # the last item, while more may come
         self._text: list[str] = []  # of the open item
-        self._frame = b""  # fields of its deltas, up to the new text
-        self._space = ""  # at the beginning of a message that may never come
+        self._delta_prefix = b""  # fields of its deltas, up to the new text
+        self._leading_space = ""  # at the beginning of a message that may never come
         self._call: int | None = None
 
-    def take(self, deltas: Iterable[Delta]) -> bytes:
+    def append(self, deltas: Iterable[Delta]) -> bytes:
         """Adds what has become certain of the answer; returns the events that say so."""
         written = b""
         for delta in deltas:
@@ -80,8 +80,8 @@ class OutputItems:
         written = b""
         if not self.items:  # an answer of nothing is an answer
             written = self._switch_to("message")
-            if self._space:
-                written += self._add(self._space)
+            if self._leading_space:
+                written += self._add(self._leading_space)
         return written + self._close(status)
 
     @property
@@ -90,11 +90,11 @@ class OutputItems:
 
     def _add_content(self, text: str) -> bytes:
         if self._kind != "message":
-            text = self._space + text
+            text = self._leading_space + text
             if not text.strip():  # between calls, or before the first: layout, unless an answer follows
-                self._space = text
+                self._leading_space = text
                 return b""
-            self._space = ""
+            self._leading_space = ""
         return self._switch_to("message") + self._add(text)
 
     def _switch_to(self, kind: str) -> bytes:
@@ -106,10 +106,10 @@ class OutputItems:
             item["role"] = "assistant"
         else:
             item["summary"] = []
-        written = self._push(item)
+        written = self._open_item(item)
         where = {"item_id": item["id"], "output_index": len(self.items) - 1, "content_index": 0}
-        self._frame = encode(where)[1:-1] + b',"delta":'
-        return written + self._events.event("response.content_part.added", **where, part=_part(kind, ""))
+        self._delta_prefix = encode_json(where)[1:-1] + b',"delta":'
+        return written + self._events.encode("response.content_part.added", **where, part=_part(kind, ""))
 
     def _begin_call(self, delta: ToolCallDelta) -> bytes:
         self._call = delta.index
@@ -121,23 +121,25 @@ class OutputItems:
             "name": delta.name,
             "arguments": "",
         }
-        written = self._push(item)
-        self._frame = encode({"item_id": item["id"], "output_index": len(self.items) - 1})[1:-1] + b',"delta":'
+        written = self._open_item(item)
+        self._delta_prefix = (
+            encode_json({"item_id": item["id"], "output_index": len(self.items) - 1})[1:-1] + b',"delta":'
+        )
         return written
 
-    def _push(self, item: dict[str, Any]) -> bytes:
+    def _open_item(self, item: dict[str, Any]) -> bytes:
         self._open, self._text = item, []
         self.items.append(item)
-        return self._events.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
+        return self._events.encode("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
     def _add(self, text: str) -> bytes:
         self._text.append(text)
-        fields = self._frame + encode(text)
+        fields = self._delta_prefix + encode_json(text)
         if self._kind == "message":
-            return self._events.with_fields("response.output_text.delta", fields + b',"logprobs":[]')
+            return self._events.encode_raw("response.output_text.delta", fields + b',"logprobs":[]')
         if self._kind == "reasoning":
-            return self._events.with_fields("response.reasoning_text.delta", fields)
-        return self._events.with_fields("response.function_call_arguments.delta", fields)
+            return self._events.encode_raw("response.reasoning_text.delta", fields)
+        return self._events.encode_raw("response.function_call_arguments.delta", fields)
 
     def _close(self, status: str) -> bytes:
         item, self._open = self._open, None
@@ -148,15 +150,15 @@ class OutputItems:
         where: dict[str, Any] = {"item_id": item["id"], "output_index": index}
         if kind == "function_call":
             item["arguments"] = text
-            written = events.event("response.function_call_arguments.done", **where, arguments=text)
+            written = events.encode("response.function_call_arguments.done", **where, arguments=text)
         else:
             where["content_index"] = 0
             more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            written = events.event(f"response.{_PARTS[kind]}.done", **where, text=text, **more)
+            written = events.encode(f"response.{_PARTS[kind]}.done", **where, text=text, **more)
             item["content"] = [_part(kind, text)]
-            written += events.event("response.content_part.done", **where, part=item["content"][0])
+            written += events.encode("response.content_part.done", **where, part=item["content"][0])
         item["status"] = status
-        return written + events.event("response.output_item.done", output_index=index, item=item)
+        return written + events.encode("response.output_item.done", output_index=index, item=item)
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:

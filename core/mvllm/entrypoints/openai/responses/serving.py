@@ -15,14 +15,19 @@ from typing import Any
 import msgspec
 
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer, ChatHandler
+from mvllm.entrypoints.openai.chat.serving import ChatHandler, ChatPromptRenderer
 from mvllm.entrypoints.openai.common.errors import to_api_error
-from mvllm.entrypoints.openai.common.server_sent_events import encode
-from mvllm.entrypoints.openai.server.authentication import Caller
+from mvllm.entrypoints.openai.common.server_sent_events import encode_json
 from mvllm.entrypoints.openai.protocol import ResponsesRequest
-from mvllm.entrypoints.openai.responses.input_items import CHAT_TO_RESPONSES_FIELDS, items_to_messages, to_chat_request, input_messages
-from mvllm.entrypoints.openai.responses.output_items import ResponseEventEncoder, OutputItems
+from mvllm.entrypoints.openai.responses.input_items import (
+    CHAT_TO_RESPONSES_FIELDS,
+    input_messages,
+    items_to_messages,
+    to_chat_request,
+)
+from mvllm.entrypoints.openai.responses.output_items import OutputItems, ResponseEventEncoder
 from mvllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
+from mvllm.entrypoints.openai.server.authentication import Caller
 from mvllm.entrypoints.parsers.interface import ReasoningDelta
 from mvllm.errors import RequestError
 
@@ -56,7 +61,7 @@ class ResponsesHandler(ChatHandler):
         store: ResponseStore,
         caller: Caller,
     ) -> None:
-        self._asked = request
+        self._response_request = request
         self._store = store
         self._caller = caller
         before = request.previous_response_id
@@ -78,11 +83,11 @@ class ResponsesHandler(ChatHandler):
         with _responses_field_names():
             await super().start()
         if self._is_stored:
-            self._store.begin(self._id, self, self._caller)
+            self._store.add_running(self._id, self, self._caller)
 
     def close(self) -> None:
         """Ends the request in the engine, if that goes on with it. Idempotent."""
-        self._store.end(self._id)
+        self._store.finish(self._id)
         super().close()
 
     def cancel(self) -> None:
@@ -90,21 +95,21 @@ class ResponsesHandler(ChatHandler):
         self._status = "cancelled"
         super().close()
 
-    async def answer(self) -> bytes:
+    async def full_response(self) -> bytes:
         """The whole answer."""
         with _responses_field_names():
-            async for _ in self._run():
+            async for _ in self._events_of_output():
                 pass
         return self.snapshot()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer's events; an error is one of them."""
         opening = b'"response":' + self.snapshot()
-        write = self._events.with_fields
+        write = self._events.encode_raw
         yield write("response.created", opening) + write("response.in_progress", opening)
         written = b""
         try:
-            async with contextlib.aclosing(self._run()) as pieces:
+            async with contextlib.aclosing(self._events_of_output()) as pieces:
                 async for piece in pieces:
                     written += piece
                     if self._status == "in_progress":  # else it leaves together with the stream's end
@@ -116,14 +121,14 @@ class ResponsesHandler(ChatHandler):
             code = "invalid_prompt" if error.status < 500 else "server_error"
             self._error = {"code": code, "message": error.message}
             written += self._items.finish("incomplete")
-            self._keep()
+            self._store_response()
         last = _LAST_EVENT.get(self._status, "incomplete")
         yield written + write(f"response.{last}", b'"response":' + self.snapshot())
 
     def snapshot(self) -> bytes:
         """The response as it is now."""
-        asked = self._asked
-        return encode(
+        asked = self._response_request
+        return encode_json(
             {
                 "id": self._id,
                 "object": "response",
@@ -157,45 +162,47 @@ class ResponsesHandler(ChatHandler):
             }
         )
 
-    async def _run(self) -> AsyncGenerator[bytes, None]:
+    async def _events_of_output(self) -> AsyncGenerator[bytes, None]:
         """Reads the answer to its end; gives the events that tell of it."""
-        assert self._generation is not None
+        assert self._engine_requests is not None
         reader = None
         prompt: str | None = None
         reason: str | None = None
         token_ids: list[int] = []
-        async with contextlib.aclosing(self._generation.outputs()) as outputs:
+        async with contextlib.aclosing(self._engine_requests.outputs()) as outputs:
             async for _, output in outputs:
-                self._usage.take(0, output)
+                self._usage.add(0, output)
                 if reader is None:
-                    reader, prompt = self._reader(output), output.prompt
+                    reader, prompt = self._make_output_stream(output), output.prompt
                 for sequence in output.outputs:  # of which there is one
                     token_ids += sequence.token_ids
                     reason = sequence.finish_reason
                     if reason == "error":
-                        raise self._generation.failure(sequence)
+                        raise self._engine_requests.error_of(sequence)
                     deltas = reader.feed(sequence.text)
                     if reason is not None:
                         deltas += reader.finish()
-                    written = self._items.take(deltas)
+                    written = self._items.append(deltas)
                     if written:
                         yield written
         written = self._items.finish("completed" if reason == "stop" else "incomplete")
         num_thoughts = 0
         if any(item["type"] == "reasoning" for item in self._items.items):
-            num_thoughts = await self._prompts.tokenizer_pool.run(lambda: self._count_reasoning_tokens(token_ids, prompt))
-        self._usage_json = self._usage.as_response_json(num_thoughts)
+            num_thoughts = await self._prompt_renderer.tokenizer_pool.run(
+                lambda: self._count_reasoning_tokens(token_ids, prompt)
+            )
+        self._usage_json = self._usage.to_response_usage(num_thoughts)
         if self._status != "cancelled":
             self._status = _STATUS.get(reason or "abort", "cancelled")
-        self._keep()
+        self._store_response()
         yield written
 
-    def _keep(self) -> None:
+    def _store_response(self) -> None:
         """Stores what has become of the response."""
         if self._is_stored:
-            conversation = encode([*self._messages, *items_to_messages(self._items.items)])
+            conversation = encode_json([*self._messages, *items_to_messages(self._items.items)])
             salt, owner = self._request.cache_salt, self._caller.key
-            self._store.end(self._id, StoredResponse(self.snapshot(), conversation, salt, owner))
+            self._store.finish(self._id, StoredResponse(self.snapshot(), conversation, salt, owner))
 
     def _count_reasoning_tokens(self, token_ids: Sequence[int], prompt: str | None) -> int:
         """How many tokens it took until the thoughts had come to their end."""
@@ -203,7 +210,7 @@ class ResponsesHandler(ChatHandler):
 
         def thoughts(num_tokens: int) -> tuple[bool, int]:
             """Whether they go on behind that many tokens, and how long they are by then."""
-            stream = self._parser.stream(prompt)
+            stream = self._output_parser.stream(prompt)
             text = tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=skip_special)
             deltas = stream.feed(text)
             return stream.in_reasoning, sum(len(delta.text) for delta in deltas if isinstance(delta, ReasoningDelta))

@@ -14,8 +14,8 @@ from typing import Protocol
 import msgspec
 
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.server.authentication import Caller
 from mvllm.entrypoints.openai.responses.input_items import Message
+from mvllm.entrypoints.openai.server.authentication import Caller
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -78,11 +78,11 @@ class ResponseStore:
         """Whether anything is kept here."""
         return self._max_responses > 0
 
-    def begin(self, response_id: str, response: RunningResponse, caller: Caller) -> None:
+    def add_running(self, response_id: str, response: RunningResponse, caller: Caller) -> None:
         """From now on it can be asked for."""
         self._running[response_id] = response, caller.key
 
-    def end(self, response_id: str, stored: StoredResponse | None = None) -> None:
+    def finish(self, response_id: str, stored: StoredResponse | None = None) -> None:
         """It is not written any more. Idempotent.
 
         Args:
@@ -156,11 +156,11 @@ class ResponseStore:
 
     def _find_running(self, response_id: str, caller: Caller) -> RunningResponse | None:
         running, owner = self._running.get(response_id, (None, None))
-        return running if caller.may_use(owner) else None
+        return running if caller.may_access(owner) else None
 
     def _find(self, response_id: str, caller: Caller) -> StoredResponse:
         found = self._ended.get(response_id)
-        if found is None or not caller.may_use(found.owner):
+        if found is None or not caller.may_access(found.owner):
             raise APIError(404, "There is no such response here.", param="response_id", code="response_not_found")
         self._ended.move_to_end(response_id)
         return found

@@ -29,23 +29,23 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.metrics.prometheus import EngineCollector
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.entrypoints.chat_template import read_default_template
-from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, exit_now, shutdown_signals, force_exit_after
 from mvllm.entrypoints.openai.admin.lora_routes import load_static_loras
-from mvllm.entrypoints.openai.server.app import build_app
 from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
+from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.server.app import build_app
 from mvllm.entrypoints.openai.server.connections import ConnectionTable, RateLimitedWarning, default_max_connections
 from mvllm.entrypoints.openai.server.heartbeat_monitor import HEARTBEAT_INTERVAL_SECONDS
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_protocol import LimitedHttpProtocol, uvicorn_settings
 from mvllm.entrypoints.openai.server.listener import is_public, listener_url
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.server.server_state import Phase, ServerState
+from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot, SharedServerMetrics
-from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
 from mvllm.entrypoints.parsers.auto_detect import resolve_parsers
+from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, exit_now, force_exit_after, shutdown_signals
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
 
@@ -77,10 +77,10 @@ def run_server(args: EngineArgs, settings: ServerSettings, listener: socket.sock
         trial.start(config.model.tokenizer)
         return AsyncLLM(config)
 
-    return run_in_event_loop(Server(load, args.model, settings, listener, tokenizer_trial=trial))
+    return run_in_event_loop(APIServer(load, args.model, settings, listener, tokenizer_trial=trial))
 
 
-def run_in_event_loop(server: Server) -> int:
+def run_in_event_loop(server: APIServer) -> int:
     """Runs a server in an event loop of its own; returns the exit status."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(server.run())
@@ -116,10 +116,10 @@ class _HTTPServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, *, is_shared: bool, beat: Callable[[], None]) -> None:
         super().__init__(config)
-        self._beat = beat
+        self._heartbeat = beat
         self.server_state: ConnectionTable = ConnectionTable(default_max_connections())
-        self._end = asyncio.Event()
-        self._most_at_once = 1 if is_shared else _MOST_ACCEPTED_AT_ONCE
+        self._stop_event = asyncio.Event()
+        self._max_accepts_per_turn = 1 if is_shared else _MOST_ACCEPTED_AT_ONCE
         self._connecting: set[asyncio.Task[Any]] = set()
         self._failed_accept = RateLimitedWarning()
 
@@ -140,7 +140,7 @@ class _HTTPServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(self._most_at_once):
+        for _ in range(self._max_accepts_per_turn):
             try:
                 connection, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -151,9 +151,9 @@ class _HTTPServer(uvicorn.Server):
                 loop.remove_reader(listener.fileno())
                 loop.call_later(_ACCEPT_AGAIN_SECONDS, self._resume_accepting, listener)
                 return
-            self._connect(connection)
+            self._start_connection(connection)
 
-    def _connect(self, connection: socket.socket) -> None:
+    def _start_connection(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
@@ -172,7 +172,7 @@ class _HTTPServer(uvicorn.Server):
     def stop(self) -> None:
         """Has it end when connections are done."""
         self.should_exit = True
-        self._end.set()
+        self._stop_event.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -182,9 +182,9 @@ class _HTTPServer(uvicorn.Server):
     async def main_loop(self) -> None:
         """Keeps the date in answers true, and gives signs of life, until told to end."""
         while not await self.on_tick(0):
-            self._beat()
+            self._heartbeat()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._end.wait(), HEARTBEAT_INTERVAL_SECONDS)
+                await asyncio.wait_for(self._stop_event.wait(), HEARTBEAT_INTERVAL_SECONDS)
 
 
 class ServerGroup(Protocol):
@@ -194,19 +194,19 @@ class ServerGroup(Protocol):
         figures: What all of them have counted.
     """
 
-    figures: SharedServerMetrics
+    shared_metrics: SharedServerMetrics
 
-    def attach(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
+    def start_receiving(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
         """Has news read in `loop`. Signals that the server as a whole was sent go to `on_signal`."""
 
-    def note_ready(self) -> None:
+    def report_ready(self) -> None:
         """This server answers requests."""
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """The event loop turns."""
 
 
-class Server:
+class APIServer:
     """One process' server.
 
     Args:
@@ -227,43 +227,45 @@ class Server:
         team: ServerGroup | None = None,
         tokenizer_trial: TokenizerTrial | None = None,
     ) -> None:
-        self._load = load
+        self._make_engine = load
         self._tokenizer_trial = tokenizer_trial
         self._settings = settings
         self._listener = listener
-        self._team = team
+        self._server_group = team
         self._models = OpenAIServingModels(settings.served_model_names or (model,), model)
         self._signals: list[int] = []
-        self._signalled = asyncio.Event()
+        self._signal_received = asyncio.Event()
 
     async def run(self) -> int:
         """Serves until told to end; returns the exit status."""
-        settings, team = self._settings, self._team
+        settings, team = self._settings, self._server_group
         self._registry = registry = CollectorRegistry()
         if team is None:
             ProcessCollector(registry=registry)
             self._state = ServerState(settings.heartbeat_timeout)
             self._metrics = HTTPMetrics(registry)
         else:
-            self._state = ServerState(settings.heartbeat_timeout, team.figures)
-            self._metrics = HTTPMetrics(registry, elsewhere=team.figures.other_http_metrics, changed=team.figures.touch)
+            self._state = ServerState(settings.heartbeat_timeout, team.shared_metrics)
+            self._metrics = HTTPMetrics(
+                registry, elsewhere=team.shared_metrics.other_http_metrics, changed=team.shared_metrics.schedule_publish
+            )
         endpoint = settings.otlp_traces_endpoint
         self._tracer = Tracer(endpoint, self._models.name) if endpoint is not None else None
         app = build_app(self._state, self._models, self._metrics, settings, self._tracer)
         config: dict[str, Any] = {"app": app, "timeout_graceful_shutdown": 2, **uvicorn_settings()}
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # anybody can send what is no HTTP
-        beat = team.beat if team is not None else lambda: None
+        beat = team.heartbeat if team is not None else lambda: None
         self._http = _HTTPServer(uvicorn.Config(**config), is_shared=team is not None, beat=beat)
         loop = asyncio.get_running_loop()
         for number in shutdown_signals():
             loop.add_signal_handler(number, self._on_signal, number)
         if team is not None:
-            team.attach(loop, self._on_signal)
+            team.start_receiving(loop, self._on_signal)
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         engine: AsyncLLM | None = None
-        self._templates = ChatTemplateRenderer()
+        self._chat_template_renderer = ChatTemplateRenderer()
         try:
-            self._templates.start()
+            self._chat_template_renderer.start()
             engine = await self._load_engine()
             if engine is None:
                 self._exit_before_loaded()
@@ -271,7 +273,7 @@ class Server:
         finally:
             force_exit_after(SHUTDOWN_SECONDS)
             self._http.stop()
-            self._templates.close()
+            self._chat_template_renderer.close()
             if self._tokenizer_trial is not None:
                 self._tokenizer_trial.close()
             await asyncio.wait([serving], timeout=_FINAL_RESPONSES_SECONDS)
@@ -291,7 +293,7 @@ class Server:
         def load() -> None:
             outcome: AsyncLLM | BaseException
             try:
-                outcome = self._load()
+                outcome = self._make_engine()
             except BaseException as e:  # noqa: BLE001  (raised where it is waited for)
                 outcome = e
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever wanted this
@@ -304,7 +306,7 @@ class Server:
                 loaded.set_result(outcome)
 
         threading.Thread(target=load, name="engine-start", daemon=True).start()
-        signalled = asyncio.create_task(self._signalled.wait())
+        signalled = asyncio.create_task(self._signal_received.wait())
         waiting: set[asyncio.Future[Any]] = {loaded}
         if self._tokenizer_trial is not None:
             waiting.add(asyncio.wrap_future(self._tokenizer_trial.result))
@@ -331,7 +333,9 @@ class Server:
 
     async def _serve(self, engine: AsyncLLM) -> int:
         settings, state = self._settings, self._state
-        tokenizer_pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len, self._templates)
+        tokenizer_pool = TokenizerPool(
+            engine.tokenizer, engine.model_config.max_model_len, self._chat_template_renderer
+        )
         folder = Path(engine.model_config.tokenizer or "")
         parsers = resolve_parsers(settings.tool_call_parser, settings.reasoning_parser, settings.chat_template, folder)
         prompts = ChatPromptRenderer(
@@ -348,18 +352,20 @@ class Server:
         engine.tracer = self._tracer
         await load_static_loras(engine, self._models, settings)
         await self._check_template(engine)
-        state.ready(engine, tokenizer_pool, prompts)
-        if self._team is None:
+        state.set_ready(engine, tokenizer_pool, prompts)
+        if self._server_group is None:
             seconds = time.monotonic() - state.started
-            logger.info("Ready at %s after %.1f s, as model %s.", listener_url(self._listener), seconds, self._models.name)
+            logger.info(
+                "Ready at %s after %.1f s, as model %s.", listener_url(self._listener), seconds, self._models.name
+            )
         else:
             await engine.check_health()  # which also has news of others read from now on
-            self._start_sharing_metrics(engine, self._team)
-            self._team.note_ready()
+            self._start_sharing_metrics(engine, self._server_group)
+            self._server_group.report_ready()
         try:
             if await self._wait_for_end(engine):
                 return await self._drain(engine)
-            state.phase = Phase.DEAD
+            state.phase = ServerPhase.DEAD
             logger.error("The engine has stopped: %s", engine.dead_error)
             await self._wait_idle(_FINAL_RESPONSES_SECONDS)
             return 1
@@ -376,13 +382,15 @@ class Server:
         template, special_tokens = read_default_template(Path(folder))
         given = self._settings.chat_template
         if given is not None or template is not None:
-            await self._templates.check(given or template or "", special_tokens, "--chat-template" if given else folder)
+            await self._chat_template_renderer.check(
+                given or template or "", special_tokens, "--chat-template" if given else folder
+            )
 
     def _start_sharing_metrics(self, engine: AsyncLLM, team: ServerGroup) -> None:
         def collect() -> ServerMetricsSnapshot:
-            return ServerMetricsSnapshot(self._state.num_in_flight, self._metrics.figures(), engine.metrics.figures())
+            return ServerMetricsSnapshot(self._state.num_in_flight, self._metrics.snapshot(), engine.metrics.snapshot())
 
-        team.figures.attach(collect)
+        team.shared_metrics.start(collect)
 
     async def _wait_for_end(self, engine: AsyncLLM) -> bool:
         """Waits for a signal, or for the engine's death; returns whether it was a signal."""
@@ -390,23 +398,23 @@ class Server:
             if engine.errored:
                 return False
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._signalled.wait(), _POLL_SECONDS)
+                await asyncio.wait_for(self._signal_received.wait(), _POLL_SECONDS)
         return True
 
     # --- its end
 
     async def _drain(self, engine: AsyncLLM) -> int:
         state, timeout = self._state, self._settings.shutdown_timeout
-        state.phase = Phase.DRAINING
+        state.phase = ServerPhase.DRAINING
         logger.info(
             "%s: no new requests; %d under way have %g s.",
             signal.Signals(self._signals[0]).name,
             state.num_in_flight,
             timeout,
         )
-        self._signalled.clear()
+        self._signal_received.clear()
         idle = asyncio.create_task(state.idle.wait())
-        again = asyncio.create_task(self._signalled.wait())
+        again = asyncio.create_task(self._signal_received.wait())
         try:
             deadline = time.monotonic() + timeout
             while not (idle.done() or again.done() or engine.errored) and (left := deadline - time.monotonic()) > 0:
@@ -415,7 +423,7 @@ class Server:
             idle.cancel()
             again.cancel()
         if engine.errored:
-            state.phase = Phase.DEAD
+            state.phase = ServerPhase.DEAD
             return 1
         if state.num_in_flight:
             logger.info("Aborting %d requests.", state.num_in_flight)
@@ -432,7 +440,7 @@ class Server:
         if number == signal.SIGHUP and self._signals:  # a terminal that closes sends several
             return
         self._signals.append(number)
-        self._signalled.set()
+        self._signal_received.set()
 
 
 def require_tokenizer(args: EngineArgs) -> None:

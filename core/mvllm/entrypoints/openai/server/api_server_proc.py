@@ -14,27 +14,33 @@ from dataclasses import asdict
 import msgspec
 
 from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
 from mvllm.engine.process.async_mp_client import AsyncMPClient
 from mvllm.engine.process.coordinator_client import CoordinatorClient
-from mvllm.engine.process.zmq_channel import ChannelAddress
-from mvllm.engine.process.remote_exceptions import describe_process_failure
-from mvllm.engine.process.launch import ChildProcess, ProcessStartArgs, CoreHandle
 from mvllm.engine.process.core_handshake import CoreHandshake
-from mvllm.engine.process.message_socket import MessageSocket
 from mvllm.engine.process.dp_async_mp_client import DPLBAsyncMPClient
-from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
 from mvllm.engine.process.joined_core_connection import JoinedCoreConnection
-from mvllm.entrypoints.openai.server.process_messages import CoreHung, CoreStarted, ShutdownSignal, EngineDied, Order
-from mvllm.entrypoints.openai.server.api_server import Server, run_in_event_loop
+from mvllm.engine.process.launch import ChildProcess, CoreHandle, ProcessStartArgs
+from mvllm.engine.process.message_socket import MessageSocket
+from mvllm.engine.process.remote_exceptions import describe_process_failure
+from mvllm.engine.process.zmq_channel import ChannelAddress
+from mvllm.entrypoints.openai.server.api_server import APIServer, run_in_event_loop
+from mvllm.entrypoints.openai.server.process_messages import (
+    CoreHung,
+    CoreStarted,
+    EngineDied,
+    ParentMessage,
+    ShutdownSignal,
+)
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
 from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
 from mvllm.errors import EngineDeadError
-from mvllm.executor.process.child_startup import begin
 from mvllm.executor.config_codec import decode_config
-from mvllm.executor.process.handshake import send_message
-from mvllm.executor.process.process_utils import leave
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
+from mvllm.executor.process.child_startup import initialize_child
+from mvllm.executor.process.handshake import send_message
+from mvllm.executor.process.process_utils import exit_process
 
 
 class EngineCoreAddress(msgspec.Struct, frozen=True):
@@ -49,7 +55,7 @@ class EngineCoreAddress(msgspec.Struct, frozen=True):
     activity_fd: int
 
 
-class Place(msgspec.Struct, frozen=True):
+class APIServerArgs(msgspec.Struct, frozen=True):
     """What an API server has of its own.
 
     Attributes:
@@ -65,7 +71,7 @@ class Place(msgspec.Struct, frozen=True):
     coordinator_fd: int
 
 
-class Common(msgspec.Struct, frozen=True):
+class SharedServerArgs(msgspec.Struct, frozen=True):
     """What all API servers are told alike.
 
     Attributes:
@@ -91,8 +97,8 @@ class APIServerStart(msgspec.Struct, frozen=True):
     """Everything an API server needs to know; the fields after `common` are as for a worker."""
 
     name: str
-    place: Place
-    common: Common
+    server_args: APIServerArgs
+    shared_args: SharedServerArgs
     activity_fd: int
     stack_fd: int
     sys_path: list[str]
@@ -118,7 +124,7 @@ class APIServerProcess(ChildProcess):
         place, common: What it is told. All descriptors in them are inherited.
     """
 
-    def __init__(self, place: Place, common: Common) -> None:
+    def __init__(self, place: APIServerArgs, common: SharedServerArgs) -> None:
         def make_start(own: ProcessStartArgs) -> APIServerStart:
             return APIServerStart(f"ApiServer_{place.index}", place, common, **asdict(own))
 
@@ -130,15 +136,17 @@ class _ServerGroupMember:
     """This server's place among the processes: joins the cores, and does what the parent says."""
 
     def __init__(self, start: APIServerStart, control: socket.socket, board: ActivityTable) -> None:
-        self._place, self._common = place, common = start.place, start.common
+        self._server_args, self._shared_args = place, common = start.server_args, start.shared_args
         self._control = control
-        self._board = board
-        self._orders = MessageSocket(place.control_messages_fd)
-        self._decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+        self._activity_table = board
+        self._control_socket = MessageSocket(place.control_messages_fd)
+        self._decoder: msgspec.msgpack.Decoder[ParentMessage] = msgspec.msgpack.Decoder(ParentMessage)
         self._coordinator_client = CoordinatorClient(MessageSocket(place.coordinator_fd), place.index + 1)
-        self.figures = SharedServerMetrics(SharedMetricsPages(common.shared_metrics_fd), place.index)
+        self.shared_metrics = SharedServerMetrics(SharedMetricsPages(common.shared_metrics_fd), place.index)
         self._links = [
-            JoinedCoreConnection(core.channel, core.activity_fd, common.unresponsive_timeout, self._hung_core_reporter(rank))
+            JoinedCoreConnection(
+                core.channel, core.activity_fd, common.unresponsive_timeout, self._hung_core_reporter(rank)
+            )
             for rank, core in enumerate(place.cores)
         ]
         self.tokenizer_trial = TokenizerTrial() if place.index == 0 else None  # one for all
@@ -147,51 +155,51 @@ class _ServerGroupMember:
         self._on_signal: Callable[[int], None] = lambda number: None
         self._is_ready = False
 
-    def load(self) -> AsyncLLM:
+    def load_engine(self) -> AsyncLLM:
         """The engine, as soon as its cores are ready."""
-        config = decode_config(self._common.config)
+        config = decode_config(self._shared_args.config)
         if self.tokenizer_trial is not None:
             self.tokenizer_trial.start(config.model.tokenizer)
-        self._board.write(0, "loading the tokenizer")
-        clients = [AsyncMPClient(config, link, self._common.platform_summary) for link in self._links]
+        self._activity_table.write(0, "loading the tokenizer")
+        clients = [AsyncMPClient(config, link, self._shared_args.platform_summary) for link in self._links]
         engine = AsyncLLM(
             config,
-            log_stats=self._place.index == 0,  # its line is about all of them
+            log_stats=self._server_args.index == 0,  # its line is about all of them
             client=DPLBAsyncMPClient(config, clients, self._coordinator_client),
-            name=f"{self._place.index}-",
-            elsewhere=self.figures.other_engine_metrics,
+            name=f"{self._server_args.index}-",
+            elsewhere=self.shared_metrics.other_engine_metrics,
         )
-        self._board.write(0, "waiting for the engine cores")
+        self._activity_table.write(0, "waiting for the engine cores")
         self._cores_ready.wait()
         if self._failure is not None:
             raise self._failure
-        self._board.write(0, "joining the engine cores")
+        self._activity_table.write(0, "joining the engine cores")
         for client in clients:
             client.wait_ready()
         return engine
 
-    def attach(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
+    def start_receiving(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
         """Does what the parent says, from now on."""
         self._on_signal = on_signal
-        loop.add_reader(self._orders.fd, self._receive_messages)
+        loop.add_reader(self._control_socket.fd, self._receive_messages)
         self._receive_messages()
 
-    def note_ready(self) -> None:
+    def report_ready(self) -> None:
         """Requests are answered from now on."""
         self._is_ready = True
-        self.beat()
+        self.heartbeat()
         send_message(self._control, CoreHandshake())
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """A sign of life for the parent, which looks for it as soon as requests are answered."""
         if self._is_ready:
-            self._board.write(0, IDLE)
+            self._activity_table.write(0, IDLE)
 
     def _receive_messages(self) -> None:
-        while (data := self._orders.receive()) is not None:
+        while (data := self._control_socket.receive()) is not None:
             match self._decoder.decode(data):
                 case CoreStarted(rank=rank, ready=ready, pid=pid):
-                    self._links[rank].note_ready(ready, pid)
+                    self._links[rank].mark_ready(ready, pid)
                     if all(link.is_ready for link in self._links):
                         self._cores_ready.set()
                 case EngineDied(message=message):
@@ -204,7 +212,7 @@ class _ServerGroupMember:
 
     def _hung_core_reporter(self, rank: int) -> Callable[[], None]:
         def report() -> None:
-            self._orders.send(CoreHung(rank))
+            self._control_socket.send(CoreHung(rank))
 
         return report
 
@@ -212,22 +220,24 @@ class _ServerGroupMember:
 def serve(start: APIServerStart, control: socket.socket, board: ActivityTable) -> int:
     """Runs one API server; returns its exit status."""
     membership = _ServerGroupMember(start, control, board)
-    listener = socket.socket(fileno=start.common.listener_fd)
-    common = start.common
-    server = Server(membership.load, common.model, common.settings, listener, membership, membership.tokenizer_trial)
+    listener = socket.socket(fileno=start.shared_args.listener_fd)
+    common = start.shared_args
+    server = APIServer(
+        membership.load_engine, common.model, common.settings, listener, membership, membership.tokenizer_trial
+    )
     return run_in_event_loop(server)
 
 
 def main() -> None:
     """The program. Never returns."""
-    start, control, board = begin(APIServerStart)
+    start, control, board = initialize_child(APIServerStart)
     try:
         status = serve(start, control, board)
     except BaseException as e:  # noqa: BLE001  (travels to the parent)
         failure = describe_process_failure(e, name=start.name, activity=str(board.read(0)))
         send_message(control, CoreHandshake(failure=failure))
-        leave(1)
-    leave(status)
+        exit_process(1)
+    exit_process(status)
 
 
 if __name__ == "__main__":

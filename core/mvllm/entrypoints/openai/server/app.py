@@ -11,21 +11,21 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp
 
 from mvllm.engine.metrics.tracing import Tracer
+from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
+from mvllm.entrypoints.openai.common.openapi import openapi_document
 from mvllm.entrypoints.openai.common.request_body import BodyReader
-from mvllm.entrypoints.openai.common.errors import APIError, to_api_error, error_response
-from mvllm.entrypoints.openai.server.middleware import Gate
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.common.streaming_response import CLIENT_CLOSED_REQUEST, ClientDisconnected
+from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_HEADER
+from mvllm.entrypoints.openai.server.authentication import APIKeys
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle, load_http_plugins
-from mvllm.entrypoints.openai.server.authentication import Keys
-from mvllm.entrypoints.openai.common.openapi import describe
-from mvllm.entrypoints.openai.server.web_pages import docs_page, playground_page
+from mvllm.entrypoints.openai.server.middleware import RequestMiddleware
 from mvllm.entrypoints.openai.server.routes import Routes
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.common.streaming_response import CLIENT_CLOSED_REQUEST, ClientDisconnected
-from mvllm.entrypoints.openai.server.tracing_middleware import Traced
-from mvllm.entrypoints.openai.common.unknown_fields import HEADER
+from mvllm.entrypoints.openai.server.tracing_middleware import TracingMiddleware
+from mvllm.entrypoints.openai.server.web_pages import docs_page, playground_page
 from mvllm.errors import MvllmError
 from mvllm.version import __version__
 
@@ -40,9 +40,9 @@ def build_app(
     """The application, as a server runs it."""
     app: ASGIApp = build_fastapi_app(state, models, metrics, settings)
     if tracer is not None:
-        app = Traced(app, tracer)
-    keys = Keys(settings.api_keys, settings.admin_api_keys)
-    gate: ASGIApp = Gate(app, keys, metrics.observe, access_log=settings.access_log)
+        app = TracingMiddleware(app, tracer)
+    keys = APIKeys(settings.api_keys, settings.admin_api_keys)
+    gate: ASGIApp = RequestMiddleware(app, keys, metrics.observe, access_log=settings.access_log)
     if settings.allowed_origins:
         # Outermost: a browser asks whether it may send the key before it sends it.
         gate = CORSMiddleware(
@@ -50,12 +50,14 @@ def build_app(
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", HEADER],
+            expose_headers=["x-request-id", UNKNOWN_FIELDS_HEADER],
         )
     return gate
 
 
-def build_fastapi_app(state: ServerState, models: OpenAIServingModels, metrics: HTTPMetrics, settings: ServerSettings) -> FastAPI:
+def build_fastapi_app(
+    state: ServerState, models: OpenAIServingModels, metrics: HTTPMetrics, settings: ServerSettings
+) -> FastAPI:
     """The application without the gate."""
     app = FastAPI(
         title="mvllm",
@@ -74,11 +76,11 @@ def build_fastapi_app(state: ServerState, models: OpenAIServingModels, metrics: 
     app.router.routes[:0] = routes.fast_routes()
     for router in routes.routers():
         app.include_router(router)
-    bodies = BodyReader.of(settings)
+    bodies = BodyReader.from_settings(settings)
     for plugin in plugins:
-        app.mount(plugin.prefix, plugin.guarded(bodies))
+        app.mount(plugin.prefix, plugin.asgi_app(bodies))
     parts = {plugin.prefix: plugin.app for plugin in plugins if plugin.app is not None}
-    app.openapi = lambda: describe(app, parts)  # type: ignore[method-assign]
+    app.openapi = lambda: openapi_document(app, parts)  # type: ignore[method-assign]
     if settings.docs:
 
         async def docs() -> HTMLResponse:

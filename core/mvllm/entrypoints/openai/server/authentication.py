@@ -20,7 +20,7 @@ _SCHEME = b"bearer "
 class Role(enum.IntEnum):
     """What a key permits; a greater one includes the smaller ones."""
 
-    NOBODY = 0
+    UNAUTHENTICATED = 0
     USER = 1
     ADMIN = 2
 
@@ -37,12 +37,12 @@ class Caller:
     role: Role
     key: bytes | None = field(default=None, repr=False)
 
-    def may_use(self, owner: bytes | None) -> bool:
+    def may_access(self, owner: bytes | None) -> bool:
         """Whether the caller may see and change what was made for the holder of a key, by its digest."""
         return self.key == owner or self.role is Role.ADMIN
 
 
-class Keys:
+class APIKeys:
     """The keys of one server.
 
     Args:
@@ -54,14 +54,14 @@ class Keys:
         users, admins = ([_digest(key.encode()) for key in keys] for keys in (user, admin))
         self._callers = {digest: Caller(Role.USER, digest) for digest in users}
         self._callers |= {digest: Caller(Role.ADMIN, digest) for digest in admins}
-        self._without = Caller(Role.NOBODY if users else Role.USER)
+        self._anonymous_caller = Caller(Role.UNAUTHENTICATED if users else Role.USER)
 
-    def caller(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
+    def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
         """Who has sent these headers. Several Authorization headers count as none."""
         values = [value for name, value in headers if name == b"authorization"]
         if len(values) == 1 and values[0][: len(_SCHEME)].lower() == _SCHEME:
-            return self._callers.get(_digest(values[0][len(_SCHEME) :].strip()), self._without)
-        return self._without
+            return self._callers.get(_digest(values[0][len(_SCHEME) :].strip()), self._anonymous_caller)
+        return self._anonymous_caller
 
 
 def read_api_keys(given: Sequence[str], files: Sequence[str], variable: str, value: str | None) -> list[str]:

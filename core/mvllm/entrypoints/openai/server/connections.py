@@ -53,15 +53,15 @@ class ConnectionTable(ServerState):
         super().__init__()
         self._max_connections = max_connections
         self._num_for_probes = num_for_probes
-        self._heads: dict[Connection, float] = {}  # since when; oldest first
+        self._reading_head: dict[Connection, float] = {}  # since when; oldest first
         self._idle: dict[Connection, None] = {}  # oldest first
         self._busy: set[Connection] = set()
-        self._for_probes: dict[Connection, None] = {}  # oldest first
+        self._probe_only: dict[Connection, None] = {}  # oldest first
         self._shortage = RateLimitedWarning()
 
     def __len__(self) -> int:
         """Connections that answer every request."""
-        return len(self._heads) + len(self._idle) + len(self._busy)
+        return len(self._reading_head) + len(self._idle) + len(self._busy)
 
     def admit(self, connection: Connection) -> bool:
         """Takes note of a new connection; returns whether it is for more than probes. Others may be closed for it."""
@@ -73,41 +73,41 @@ class ConnectionTable(ServerState):
             )
             victim = self._find_evictable()
             if victim is None:
-                if len(self._for_probes) >= self._num_for_probes:
-                    self._close(next(iter(self._for_probes)))
-                self._for_probes[connection] = None
+                if len(self._probe_only) >= self._num_for_probes:
+                    self._close(next(iter(self._probe_only)))
+                self._probe_only[connection] = None
                 return False
             self._close(victim)
-        self._heads[connection] = time.monotonic()
+        self._reading_head[connection] = time.monotonic()
         return True
 
     def mark_reading_head(self, connection: Connection) -> None:
         """The head of a request is on its way."""
-        if connection not in self._for_probes:
-            self._forget(connection)
-            self._heads[connection] = time.monotonic()
+        if connection not in self._probe_only:
+            self._untrack(connection)
+            self._reading_head[connection] = time.monotonic()
 
     def mark_busy(self, connection: Connection) -> None:
         """It has a request that is to be answered."""
-        if connection not in self._for_probes:
-            self._forget(connection)
+        if connection not in self._probe_only:
+            self._untrack(connection)
             self._busy.add(connection)
 
     def mark_idle(self, connection: Connection) -> None:
         """It has been answered."""
-        if connection not in self._for_probes:
-            self._forget(connection)
+        if connection not in self._probe_only:
+            self._untrack(connection)
             self._idle[connection] = None
 
     def remove(self, connection: Connection) -> None:
         """It is closed. Idempotent."""
-        self._forget(connection)
-        self._for_probes.pop(connection, None)
+        self._untrack(connection)
+        self._probe_only.pop(connection, None)
 
     def _find_evictable(self) -> Connection | None:
         """The connection to be closed for another, if one can be."""
-        oldest = next(iter(self._heads), None)
-        if oldest is not None and time.monotonic() - self._heads[oldest] >= REQUEST_HEAD_GRACE_SECONDS:
+        oldest = next(iter(self._reading_head), None)
+        if oldest is not None and time.monotonic() - self._reading_head[oldest] >= REQUEST_HEAD_GRACE_SECONDS:
             return oldest
         for connection in itertools.islice(self._idle, _MAX_LOOKS):
             if not connection.transport.get_write_buffer_size():  # else its answer has not been read
@@ -118,8 +118,8 @@ class ConnectionTable(ServerState):
         self.remove(connection)  # now: the transport tells of its end later
         connection.transport.abort()
 
-    def _forget(self, connection: Connection) -> None:
-        self._heads.pop(connection, None)
+    def _untrack(self, connection: Connection) -> None:
+        self._reading_head.pop(connection, None)
         self._idle.pop(connection, None)
         self._busy.discard(connection)
 

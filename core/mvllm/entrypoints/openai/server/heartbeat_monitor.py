@@ -26,7 +26,7 @@ class HeartbeatMonitor:
     def __init__(self, limit: float, num_processes: int, now: float) -> None:
         self._limit = limit
         self._interval = min(limit / _LOOKS, _LONGEST_INTERVAL)
-        self._looked_at = now
+        self._last_check = now
         self._last = [0.0] * num_processes
         self._silence = [0.0] * num_processes
 
@@ -35,15 +35,15 @@ class HeartbeatMonitor:
         """Milliseconds between two looks; None where none is needed."""
         return self._interval * 1e3 or None
 
-    def silent(self, signs: Sequence[float], now: float) -> list[int]:
+    def find_silent(self, signs: Sequence[float], now: float) -> list[int]:
         """Which processes have been silent for longer than the limit, by index.
 
         Args:
             signs: For each process something that is another number after each sign of life.
             now: The time, in seconds.
         """
-        elapsed = min(now - self._looked_at, self._interval)
-        self._looked_at = now
+        elapsed = min(now - self._last_check, self._interval)
+        self._last_check = now
         found = []
         for index, sign in enumerate(signs):
             if sign != self._last[index]:

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mvllm.engine.metrics.prometheus import cumulative_buckets
 from mvllm.engine.metrics.stats import Histogram
-from mvllm.engine.metrics.prometheus import cumulative
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _BUCKETS = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -39,25 +39,25 @@ class HTTPMetrics(Collector):
     ) -> None:
         self._registry = registry
         self._prefix = prefix
-        self._elsewhere = elsewhere
-        self._changed = changed
-        self._seconds: dict[Labels, Histogram] = {}
+        self._other_servers = elsewhere
+        self._on_change = changed
+        self._histograms: dict[Labels, Histogram] = {}
         registry.register(self)
 
     def observe(self, handler: str, method: str, status: int, seconds: float) -> None:
         """Counts one answer."""
         labels = (handler, method, f"{status // 100}xx" if status else "left")
-        histogram = self._seconds.get(labels)
+        histogram = self._histograms.get(labels)
         if histogram is None:
-            histogram = self._seconds[labels] = Histogram(_BUCKETS)
+            histogram = self._histograms[labels] = Histogram(_BUCKETS)
         histogram.observe(seconds)
-        self._changed()
+        self._on_change()
 
-    def figures(self) -> HTTPMetricsSnapshot:
+    def snapshot(self) -> HTTPMetricsSnapshot:
         """Everything counted here."""
-        return {labels: (list(each.counts), each.sum) for labels, each in list(self._seconds.items())}
+        return {labels: (list(each.counts), each.sum) for labels, each in list(self._histograms.items())}
 
-    def text(self) -> bytes:
+    def exposition(self) -> bytes:
         """All metrics of the registry, as Prometheus reads them."""
         return generate_latest(self._registry)
 
@@ -71,13 +71,13 @@ class HTTPMetrics(Collector):
         )
         for labels, histogram in sorted(self._total().items()):
             answers.add_metric(labels, sum(histogram.counts))
-            seconds.add_metric(labels, cumulative(histogram), histogram.sum)
+            seconds.add_metric(labels, cumulative_buckets(histogram), histogram.sum)
         yield answers
         yield seconds
 
     def _total(self) -> dict[Labels, Histogram]:
         total: dict[Labels, Histogram] = {}
-        for figures in (self.figures(), *self._elsewhere()):
+        for figures in (self.snapshot(), *self._other_servers()):
             for labels, (counts, sum_) in figures.items():
                 histogram = total.setdefault(labels, Histogram(_BUCKETS))
                 histogram.counts = [a + b for a, b in zip(histogram.counts, counts)]

@@ -24,14 +24,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.entrypoints.openai.common.engine_requests import EngineRequests
+from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
-from mvllm.entrypoints.openai.common.errors import APIError, to_api_error, error_response
-from mvllm.entrypoints.openai.common.server_sent_events import DONE, encode, error_event
-from mvllm.entrypoints.openai.common.engine_requests import Generation
+from mvllm.entrypoints.openai.common.server_sent_events import DONE, encode_json, error_event
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
@@ -58,7 +58,7 @@ class HTTPServerHandle:
         self._state = state
         self._models = models
         self._send_timeout = settings.send_timeout
-        self._bodies = BodyReader.of(settings)
+        self._bodies = BodyReader.from_settings(settings)
 
     @property
     def model_name(self) -> str:
@@ -110,7 +110,7 @@ class HTTPServerHandle:
             UnavailableError: The engine takes no more requests now.
         """
         with self._in_flight():
-            generation: Generation | None = None
+            generation: EngineRequests | None = None
             try:
                 async with cancel_on_disconnect(request.receive):
                     generation = await self._start(prompts, params, RequestOutputKind.FINAL_ONLY)
@@ -133,7 +133,7 @@ class HTTPServerHandle:
                 async for _, output in generation.outputs():
                     for sequence in output.outputs:
                         if sequence.finish_reason == "error":
-                            raise generation.failure(sequence)
+                            raise generation.error_of(sequence)
                     yield output
             finally:
                 generation.close()
@@ -156,21 +156,21 @@ class HTTPServerHandle:
 
     async def _start(
         self, prompts: Sequence[PromptType], params: SamplingParams | None, kind: RequestOutputKind
-    ) -> Generation:
+    ) -> EngineRequests:
         engine = self._state.engine
         chosen = SamplingParams(**engine.model_config.generation_defaults) if params is None else params
         chosen = msgspec.structs.replace(chosen, output_kind=kind)
-        return await Generation.start(engine, f"{self._name}-{uuid.uuid4().hex}", prompts, chosen, None)
+        return await EngineRequests.start(engine, f"{self._name}-{uuid.uuid4().hex}", prompts, chosen, None)
 
     @contextlib.contextmanager
     def _in_flight(self) -> Any:
         """Counts a request, so that the server's end waits for it."""
         self._state.engine  # noqa: B018  (raises where no request is let in)
-        self._state.enter()
+        self._state.request_started()
         try:
             yield
         finally:
-            self._state.leave()
+            self._state.request_finished()
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class LoadedPlugin:
         """What its paths begin with."""
         return f"{PREFIX}/{self.name}"
 
-    def guarded(self, bodies: BodyReader) -> ASGIApp:
+    def asgi_app(self, bodies: BodyReader) -> ASGIApp:
         """It as it is mounted: within the server's limits for bodies, however it reads them."""
         return _unavailable(self.name) if self.app is None else _BodyLimitMiddleware(self.app, self.prefix, bodies)
 
@@ -238,7 +238,7 @@ class _BodyLimitMiddleware:
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limited = self._bodies.limited(receive)
+        limited = self._bodies.limit_receive(receive)
 
         async def receive_limited() -> Message:
             try:
@@ -272,9 +272,9 @@ def _unavailable(name: str) -> ASGIApp:
 async def _events(first: Sequence[Any], values: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
     try:
         for value in first:
-            yield b"data: " + encode(value) + b"\n\n"
+            yield b"data: " + encode_json(value) + b"\n\n"
         async for value in values:
-            yield b"data: " + encode(value) + b"\n\n"
+            yield b"data: " + encode_json(value) + b"\n\n"
     except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
         yield error_event(to_api_error(e))
     else:

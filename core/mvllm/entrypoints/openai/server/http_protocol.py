@@ -16,10 +16,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from mvllm.entrypoints.openai.server.connections import ConnectionTable
 from mvllm.entrypoints.openai.common.errors import error_body
-from mvllm.entrypoints.openai.server.middleware import UNAUTHENTICATED_PATHS
 from mvllm.entrypoints.openai.common.streaming_response import RequestConnection
+from mvllm.entrypoints.openai.server.connections import ConnectionTable
+from mvllm.entrypoints.openai.server.middleware import UNAUTHENTICATED_PATHS
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 128
@@ -45,7 +45,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _is_closing = False
     _is_probe_only = False
     _has_no_more_requests = False  # the client has closed its sending side
-    _refusal: tuple[int, str] | None = None
+    _error_response: tuple[int, str] | None = None
     _receive_timer: asyncio.TimerHandle | None = None  # the client has to send something until then
     _probe_timer: asyncio.TimerHandle | None = None
 
@@ -58,7 +58,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._table = server_state
-        self._unanswered: deque[RequestResponseCycle] = deque()  # all but the first wait for it
+        self._pending_responses: deque[RequestResponseCycle] = deque()  # all but the first wait for it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -99,12 +99,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """
         if self._is_closing or self.transport.is_closing():
             return False
-        if self._unanswered and self._unanswered[-1].more_body:  # the rest of which will not come
-            cycle = self._unanswered.pop()
+        if self._pending_responses and self._pending_responses[-1].more_body:  # the rest of which will not come
+            cycle = self._pending_responses.pop()
             if self.pipeline and self.pipeline[0][0] is cycle:
                 self.pipeline.popleft()
             _drop_response(cycle)
-        if not self._unanswered or self._unanswered[0].scope["http_version"] == "1.0":
+        if not self._pending_responses or self._pending_responses[0].scope["http_version"] == "1.0":
             self._close()
             return False
         self._has_no_more_requests = True
@@ -120,34 +120,37 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._field_bytes = self._unused_bytes = 0
         self.scope["mvllm.connection"] = RequestConnection(self.transport.abort)  # type: ignore[typeddict-unknown-key]
         self._start_head_timer()
-        if not self._unanswered:
+        if not self._pending_responses:
             self._table.mark_reading_head(self)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        self._count(len(url))
+        self._count_head_bytes(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
-        self._count(len(name) + len(value) + 4)
+        self._count_head_bytes(len(name) + len(value) + 4)
 
     def on_headers_complete(self) -> None:
         self._stop_receive_timer()
         self._unused_bytes = 0
-        if len(self._unanswered) >= MAX_PIPELINED_REQUESTS:
+        if len(self._pending_responses) >= MAX_PIPELINED_REQUESTS:
             raise httptools.HttpParserError("too many requests wait for their answers")
         if self._is_probe_only and self.url.partition(b"?")[0] not in _PROBE_PATHS:
-            self._refusal = (503, "All connections of this server are in use. Try again in a moment.")
+            self._error_response = (503, "All connections of this server are in use. Try again in a moment.")
             raise httptools.HttpParserError("not a health probe")
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is before:
             return
-        self._unanswered.append(self.cycle)
+        self._pending_responses.append(self.cycle)
         self._table.mark_busy(self)
         if self._is_probe_only:
             self.cycle.keep_alive = False
-        if len(self._unanswered) > 1 and sum(len(cycle.body) for cycle in self._unanswered) <= HIGH_WATER_LIMIT:
+        if (
+            len(self._pending_responses) > 1
+            and sum(len(cycle.body) for cycle in self._pending_responses) <= HIGH_WATER_LIMIT
+        ):
             self.flow.resume_reading()  # otherwise nobody would notice if the client left
 
     def on_body(self, body: bytes) -> None:
@@ -156,20 +159,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        if not self._unanswered and not self.transport.is_closing():  # the rest of one that had been answered
+        if not self._pending_responses and not self.transport.is_closing():  # the rest of one that had been answered
             self._stop_receive_timer()
             self._table.mark_idle(self)
 
     # --- answers
 
     def on_response_complete(self) -> None:
-        if not self._unanswered:  # they have been given up
+        if not self._pending_responses:  # they have been given up
             return
-        cycle = self._unanswered.popleft()
+        cycle = self._pending_responses.popleft()
         super().on_response_complete()
         if self.transport.is_closing():
             self._abort_when_stalled()
-        elif self._unanswered:
+        elif self._pending_responses:
             return
         elif self._has_no_more_requests:
             self._close()
@@ -182,12 +185,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answers what is no request, and closes the connection."""
         self._stop_receive_timer()
-        is_for_another = len(self._unanswered) > 1 or any(cycle.response_started for cycle in self._unanswered)
+        is_for_another = len(self._pending_responses) > 1 or any(
+            cycle.response_started for cycle in self._pending_responses
+        )
         self._drop_unanswered()
         if is_for_another:  # so this would be taken for the answer to that
             self._close()
             return
-        status, text = self._refusal or (400, "This is not a valid HTTP/1.1 request.")
+        status, text = self._error_response or (400, "This is not a valid HTTP/1.1 request.")
         body = error_body(status, text)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
@@ -199,9 +204,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _drop_unanswered(self) -> None:
         """Whatever is being done for this client is of no use any more."""
         self.pipeline.clear()
-        for cycle in self._unanswered:
+        for cycle in self._pending_responses:
             _drop_response(cycle)
-        self._unanswered.clear()
+        self._pending_responses.clear()
 
     def _close(self) -> None:
         """Closes the connection when the client has read what has been sent to it."""
@@ -237,9 +242,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         If nobody is there, the next write fails, and the connection is lost.
         """
         self._probe_timer = None
-        if self.transport.is_closing() or not self._unanswered:
+        if self.transport.is_closing() or not self._pending_responses:
             return
-        cycle = self._unanswered[0]
+        cycle = self._pending_responses[0]
         piece = b""
         if not cycle.response_started:
             piece = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -256,14 +261,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     # --- limits
 
-    def _count(self, num_bytes: int) -> None:
+    def _count_head_bytes(self, num_bytes: int) -> None:
         self._field_bytes += num_bytes
         if self._field_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._reject_head()
             raise httptools.HttpParserError("the head is too long")
 
     def _reject_head(self) -> None:
-        self._refusal = (431, f"Headers may have {MAX_HEAD_BYTES} bytes, and there may be {MAX_HEADERS} of them.")
+        self._error_response = (
+            431,
+            f"Headers may have {MAX_HEAD_BYTES} bytes, and there may be {MAX_HEADERS} of them.",
+        )
 
     def _reject_body_overhead(self) -> None:
         """What a chunked body has beside its data grows without an end; the parser would keep all of it."""
@@ -280,7 +288,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _start_receive_timer(self) -> None:
         if self._receive_timer is None:
-            self._receive_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+            self._receive_timer = self.loop.call_later(HEAD_SECONDS, self._on_receive_timeout)
 
     def _stop_receive_timer(self) -> None:
         self._in_head = False
@@ -288,9 +296,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._receive_timer.cancel()
             self._receive_timer = None
 
-    def _give_up(self) -> None:
+    def _on_receive_timeout(self) -> None:
         self._receive_timer = None
-        if not self._unanswered:
+        if not self._pending_responses:
             self._close()
 
 

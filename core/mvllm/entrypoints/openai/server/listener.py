@@ -16,7 +16,7 @@ from mvllm.errors import ConfigError
 _BACKLOG = 2048
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen_tcp(host: str, port: int) -> socket.socket:
     """A socket that listens at an address; connections wait until somebody accepts them.
 
     Raises:
@@ -37,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         if e.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"Port {port} of {host} is taken by {_owner(port)}. End that, or choose another port with --port."
+                f"Port {port} of {host} is taken by {_port_owner(port)}. End that, or choose another port with --port."
             ) from e
         raise ConfigError(f"Nothing can listen at {host}, port {port}: {e.strerror or e}.") from e
     return listener
@@ -91,7 +91,7 @@ def _remove_stale(path: str) -> None:
                 Path(path).unlink()
 
 
-def _owner(port: int) -> str:
+def _port_owner(port: int) -> str:
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             local = connection.laddr

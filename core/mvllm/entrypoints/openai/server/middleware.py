@@ -14,9 +14,9 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mvllm.entrypoints.openai.common.errors import APIError, to_api_error, error_response
-from mvllm.entrypoints.openai.server.authentication import Caller, Keys, Role
-from mvllm.entrypoints.openai.common.unknown_fields import SCOPE_KEY, unknown_fields_header
+from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
+from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_SCOPE_KEY, unknown_fields_header
+from mvllm.entrypoints.openai.server.authentication import APIKeys, Caller, Role
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -26,13 +26,13 @@ _UNLOGGED_PATHS = UNAUTHENTICATED_PATHS | {"/metrics", "/ping", "/load"}
 _SLASHES = re.compile("/{2,}")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
-_NOBODY = Caller(Role.NOBODY)
+_UNAUTHENTICATED = Caller(Role.UNAUTHENTICATED)
 
 ObserveRequest = Callable[[str, str, int, float], None]
 """Told of each answer: the route's path, the method, the status, and the seconds it took."""
 
 
-class Gate:
+class RequestMiddleware:
     """The outermost layer of the server.
 
     Args:
@@ -42,7 +42,7 @@ class Gate:
         access_log: Whether each answer gets a line: method, path, status, time and request id, never a content.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, observe: ObserveRequest, *, access_log: bool = True) -> None:
+    def __init__(self, app: ASGIApp, keys: APIKeys, observe: ObserveRequest, *, access_log: bool = True) -> None:
         self._app = app
         self._keys = keys
         self._observe = observe
@@ -53,12 +53,12 @@ class Gate:
         if scope["type"] != "http":
             return  # lifespan and WebSockets are switched off
         start = time.perf_counter()
-        path = scope["path"] = _plain(scope["path"])
+        path = scope["path"] = _normalize_path(scope["path"])
         request_id = _request_id(scope)
         id_header = (b"x-request-id", request_id.encode())
         status = 0
         unknown_fields: list[str] = []
-        scope[SCOPE_KEY] = unknown_fields  # filled where the body is decoded
+        scope[UNKNOWN_FIELDS_SCOPE_KEY] = unknown_fields  # filled where the body is decoded
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -70,8 +70,8 @@ class Gate:
             await send(message)
 
         try:
-            caller = scope["mvllm.caller"] = self._keys.caller(scope["headers"])
-            if caller.role == Role.NOBODY and path not in UNAUTHENTICATED_PATHS:
+            caller = scope["mvllm.caller"] = self._keys.authenticate(scope["headers"])
+            if caller.role == Role.UNAUTHENTICATED and path not in UNAUTHENTICATED_PATHS:
                 raise APIError(401, "Send a valid API key: Authorization: Bearer <key>.", code="invalid_api_key")
             await self._app(scope, receive, send_with_id)
         except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
@@ -84,12 +84,14 @@ class Gate:
             self._observe(route, _known_method(scope["method"]), status, seconds)
             if self._access_log and path not in _UNLOGGED_PATHS:
                 shown = status or "left"
-                logger.info('"%s %s" %s %.1f ms %s', scope["method"], _shown(path), shown, seconds * 1e3, request_id)
+                logger.info(
+                    '"%s %s" %s %.1f ms %s', scope["method"], _printable_path(path), shown, seconds * 1e3, request_id
+                )
 
 
 def request_caller(scope: Scope) -> Caller:
     """Who has sent a request, as the gate has found."""
-    caller: Caller = scope.get("mvllm.caller", _NOBODY)
+    caller: Caller = scope.get("mvllm.caller", _UNAUTHENTICATED)
     return caller
 
 
@@ -107,7 +109,7 @@ def require_admin(request: Request) -> None:
         )
 
 
-def _plain(path: str) -> str:
+def _normalize_path(path: str) -> str:
     """A path without double slashes and without one at its end: clients join base and path in every way."""
     path = _SLASHES.sub("/", path)
     return path.rstrip("/") or "/" if path.startswith("/") else "/" + path
@@ -121,7 +123,7 @@ def _request_id(scope: Scope) -> str:
     return f"req-{uuid.uuid4().hex}"
 
 
-def _shown(path: str) -> str:
+def _printable_path(path: str) -> str:
     """A path that cannot disturb the log, whatever it holds."""
     return ascii(path[:200])[1:-1]
 

@@ -25,23 +25,33 @@ import msgspec
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig, replace_field
+from mvllm.engine.frontend.frontend_startup import check_config
+from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
+from mvllm.engine.metrics.startup_timer import StartupTimer
 from mvllm.engine.process.async_core_client import resolve_server_config
 from mvllm.engine.process.coordinator import CoordinatorChildProcess
-from mvllm.engine.process.zmq_channel import new_addresses
+from mvllm.engine.process.dp_async_mp_client import replica_configs, replica_name
 from mvllm.engine.process.launch import ChildProcess, failing_together
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection, as_engine_dead_error
 from mvllm.engine.process.message_socket import MessageSocket, message_socket_pair
-from mvllm.engine.process.dp_async_mp_client import replica_configs, replica_name
-from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
-from mvllm.engine.frontend.frontend_startup import check_config
-from mvllm.engine.metrics.startup_timer import StartupTimer
-from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, shutdown_signals, force_exit_after, ignore_shutdown_signals
-from mvllm.entrypoints.openai.server.api_server_proc import APIServerProcess, Common, EngineCoreAddress, Place
+from mvllm.engine.process.zmq_channel import new_addresses
+from mvllm.entrypoints.openai.server.api_server import log_listening
+from mvllm.entrypoints.openai.server.api_server_proc import (
+    APIServerArgs,
+    APIServerProcess,
+    EngineCoreAddress,
+    SharedServerArgs,
+)
 from mvllm.entrypoints.openai.server.heartbeat_monitor import HeartbeatMonitor
 from mvllm.entrypoints.openai.server.listener import listener_url
-from mvllm.entrypoints.openai.server.process_messages import CoreHung, CoreStarted, ShutdownSignal, EngineDied
-from mvllm.entrypoints.openai.server.api_server import log_listening
+from mvllm.entrypoints.openai.server.process_messages import CoreHung, CoreStarted, EngineDied, ShutdownSignal
 from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.shutdown_signals import (
+    SHUTDOWN_SECONDS,
+    force_exit_after,
+    ignore_shutdown_signals,
+    shutdown_signals,
+)
 from mvllm.executor.config_codec import encode_config
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import DropClient
@@ -71,10 +81,10 @@ def run_multi_api_server(args: EngineArgs, settings: ServerSettings, listener: s
     crew = _ProcessManager(args, settings, listener, count)
     try:
         crew.start()
-        return crew.watch()
+        return crew.supervise()
     finally:
         force_exit_after(SHUTDOWN_SECONDS)
-        crew.end()
+        crew.shutdown()
 
 
 class _ProcessManager:
@@ -93,11 +103,11 @@ class _ProcessManager:
         self._config = resolve_server_config(config, chosen)
         self._platform, self._platform_summary = chosen.source.name, str(chosen)
         self._count = count
-        self._links: list[LaunchedCoreConnection] = []
+        self._engine_cores: list[LaunchedCoreConnection] = []
         self._servers: list[APIServerProcess] = []
-        self._orders: list[MessageSocket] = []
+        self._control_sockets: list[MessageSocket] = []
         self._coordinator: CoordinatorChildProcess | None = None
-        self._board = SharedMetricsPages.create(count)
+        self._shared_metrics = SharedMetricsPages.create(count)
         self._status = 0
         self._deadline = float("inf")  # not at infinity once the server ends
 
@@ -119,8 +129,8 @@ class _ProcessManager:
             return ours, theirs.fileno()
 
         try:
-            self._make(pair, passed)
-            for process in (*self._servers, *self._links, self._coordinator):
+            self._create_processes(pair, passed)
+            for process in (*self._servers, *self._engine_cores, self._coordinator):
                 if process is not None:
                     process.launch()
         finally:
@@ -131,7 +141,7 @@ class _ProcessManager:
         name = (*self._settings.served_model_names, self._model)[0]
         logger.info("Ready at %s after %.1f s, as model %s.", listener_url(self._listener), seconds, name)
 
-    def _make(self, pair: Callable[[], tuple[socket.socket, int]], passed: list[socket.socket]) -> None:
+    def _create_processes(self, pair: Callable[[], tuple[socket.socket, int]], passed: list[socket.socket]) -> None:
         def both() -> tuple[int, int]:
             """Two ends, each for a child."""
             one, other = pair()
@@ -143,25 +153,30 @@ class _ProcessManager:
         core_ends, server_ends = [both() for _ in configs], [both() for _ in range(self._count)]
         for rank, config in enumerate(configs):
             name = replica_name(self._config, rank)
-            self._links.append(LaunchedCoreConnection(name, config, self._platform, meetings[rank], core_ends[rank][0]))
-        common = Common(
+            self._engine_cores.append(
+                LaunchedCoreConnection(name, config, self._platform, meetings[rank], core_ends[rank][0])
+            )
+        common = SharedServerArgs(
             model=self._model,
-            config=encode_config(self._config_of_one()),
+            config=encode_config(self._config_per_server()),
             platform_summary=self._platform_summary,
-            unresponsive_timeout=self._links[0].unresponsive_timeout,
+            unresponsive_timeout=self._engine_cores[0].unresponsive_timeout,
             settings=self._settings,
             listener_fd=self._listener.fileno(),
-            shared_metrics_fd=self._board.fd,
+            shared_metrics_fd=self._shared_metrics.fd,
         )
         for index in range(self._count):
             ours, theirs = pair()
-            self._orders.append(MessageSocket(ours))
-            cores = [EngineCoreAddress(meeting[index], link.process.activity_fd) for meeting, link in zip(meetings, self._links)]
-            place = Place(index, cores, control_messages_fd=theirs, coordinator_fd=server_ends[index][0])
+            self._control_sockets.append(MessageSocket(ours))
+            cores = [
+                EngineCoreAddress(meeting[index], link.process.activity_fd)
+                for meeting, link in zip(meetings, self._engine_cores)
+            ]
+            place = APIServerArgs(index, cores, control_messages_fd=theirs, coordinator_fd=server_ends[index][0])
             self._servers.append(APIServerProcess(place, common))
         self._coordinator = CoordinatorChildProcess([end for _, end in core_ends], [end for _, end in server_ends])
 
-    def _config_of_one(self) -> EngineConfig:
+    def _config_per_server(self) -> EngineConfig:
         """What an API server is told: of a limit that it cannot know the others' part of, it has its share."""
         limit = self._config.scheduler.max_queued_tokens
         if not limit:
@@ -170,16 +185,16 @@ class _ProcessManager:
 
     def _wait_ready(self) -> None:
         assert self._coordinator is not None
-        with failing_together([*self._servers, *(link.process for link in self._links), self._coordinator]):
+        with failing_together([*self._servers, *(link.process for link in self._engine_cores), self._coordinator]):
             self._wait_for_each()
 
     def _wait_for_each(self) -> None:
-        ready = [link.wait_ready() for link in self._links]
+        ready = [link.wait_ready() for link in self._engine_cores]
         cores = [msgspec.structs.replace(core, start_seconds=seconds) for core, seconds in ready]
-        for server, door in zip(self._servers, self._orders):
-            for rank, (core, link) in enumerate(zip(cores, self._links)):
+        for server, door in zip(self._servers, self._control_sockets):
+            for rank, (core, link) in enumerate(zip(cores, self._engine_cores)):
                 while not door.send(CoreStarted(rank, core, link.pid)):  # there is no room before it begins to read
-                    server.check()
+                    server.check_usable()
                     time.sleep(_POLL_MS / 1e3)
         timeout = self._config.parallel.start_timeout
         assert self._coordinator is not None
@@ -187,18 +202,22 @@ class _ProcessManager:
         for server in self._servers:
             server.set_phase("joining the engine cores")
             server.wait_handshake(timeout)
-        self._phases.end({phase: max(core.start_seconds[phase] for core in cores) for phase in cores[0].start_seconds})
+        self._phases.finish(
+            {phase: max(core.start_seconds[phase] for core in cores) for phase in cores[0].start_seconds}
+        )
 
     # --- its life
 
-    def watch(self) -> int:
+    def supervise(self) -> int:
         """Returns the exit status when all API servers have ended, for whatever reason."""
         with _signal_socket() as signals:
             poll = select.poll()
-            watched = self._descriptors()
+            watched = self._watched_descriptors()
             for fd in (signals.fileno(), *watched):
                 poll.register(fd, select.POLLIN)
-            heartbeats = HeartbeatMonitor(self._settings.api_server_timeout, len(self._heartbeat_processes), time.monotonic())
+            heartbeats = HeartbeatMonitor(
+                self._settings.api_server_timeout, len(self._heartbeat_processes), time.monotonic()
+            )
             while self._has_running_servers():
                 for fd, _ in poll.poll(_POLL_MS if self._is_ending else heartbeats.poll_interval_ms):
                     if fd == signals.fileno():
@@ -207,7 +226,7 @@ class _ProcessManager:
                     elif watched[fd]():
                         poll.unregister(fd)
                 signs = [process.last_heartbeat for process in self._heartbeat_processes]
-                for index in heartbeats.silent(signs, time.monotonic()):
+                for index in heartbeats.find_silent(signs, time.monotonic()):
                     self._terminate_silent(self._heartbeat_processes[index])
         return self._status or int(any(server.exit_code != 0 for server in self._servers))
 
@@ -220,16 +239,16 @@ class _ProcessManager:
             return True
         return time.monotonic() < self._deadline and any(server.exit_code is None for server in self._servers)
 
-    def _descriptors(self) -> dict[int, Callable[[], bool]]:
+    def _watched_descriptors(self) -> dict[int, Callable[[], bool]]:
         """What is watched, and what is done when it becomes readable: returns whether that was its last news."""
         assert self._coordinator is not None
         watched: dict[int, Callable[[], bool]] = {}
-        for link in self._links:
+        for link in self._engine_cores:
             watched[link.failure_fd] = lambda link=link: self._on_engine_death(link.process)  # type: ignore[misc]
         watched[self._coordinator.stop.fd] = lambda: self._on_engine_death(self._coordinator)
-        for index, (server, door) in enumerate(zip(self._servers, self._orders)):
+        for index, (server, door) in enumerate(zip(self._servers, self._control_sockets)):
             watched[server.stop.fd] = lambda index=index: self._on_server_death(index)  # type: ignore[misc]
-            watched[door.fd] = lambda door=door: self._take_report(door)  # type: ignore[misc]
+            watched[door.fd] = lambda door=door: self._receive_report(door)  # type: ignore[misc]
         return watched
 
     @property
@@ -245,14 +264,14 @@ class _ProcessManager:
         error = process.stuck(self._settings.api_server_timeout, "has given no sign of life")
         if self._is_ending:  # its end is expected, and so no failure
             logger.error("%s", error)
-            process.end(told=False)
+            process.terminate(told=False)
         else:
-            process.settle(error)
+            process.terminate_with_error(error)
 
-    def _take_report(self, door: MessageSocket) -> bool:
+    def _receive_report(self, door: MessageSocket) -> bool:
         data = door.receive()
         if data is not None:
-            self._links[msgspec.msgpack.decode(data, type=CoreHung).rank].give_up()
+            self._engine_cores[msgspec.msgpack.decode(data, type=CoreHung).rank].kill_unresponsive()
         return data is None
 
     # --- its end
@@ -264,11 +283,11 @@ class _ProcessManager:
         if not self._is_ending:
             name = signal.Signals(number).name
             logger.info("%s: no new requests; those under way have %g s.", name, self._settings.shutdown_timeout)
-        self._drain(number)
+        self._drain_servers(number)
 
-    def _drain(self, number: int) -> None:
+    def _drain_servers(self, number: int) -> None:
         self._begin_shutdown(self._settings.shutdown_timeout)
-        for door in self._orders:
+        for door in self._control_sockets:
             door.send(ShutdownSignal(number))
 
     def _begin_shutdown(self, seconds: float) -> None:
@@ -284,7 +303,7 @@ class _ProcessManager:
         logger.error("The engine has stopped: %s", message)
         self._status = 1
         self._begin_shutdown(0.0)
-        for door in self._orders:
+        for door in self._control_sockets:
             door.send(EngineDied(message[:_LONGEST_MESSAGE]))
         return True
 
@@ -293,24 +312,24 @@ class _ProcessManager:
             return True
         self._status = 1
         logger.error("%s The others finish what they have under way.", self._servers[index].failure)
-        for link in self._links:
+        for link in self._engine_cores:
             with contextlib.suppress(Exception):  # a core that is gone has dropped them
                 link.send(DropClient(index + 1))
         if not self._is_ending:  # those that end already would take it for a second signal, and abort what they have
-            self._drain(signal.SIGTERM)
+            self._drain_servers(signal.SIGTERM)
         return True
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         """Nothing is left when this returns. Idempotent."""
         for server in self._servers:
             server.close()
-        for link in self._links:
+        for link in self._engine_cores:
             link.shutdown()
         if self._coordinator is not None:
             self._coordinator.close()
-        for door in self._orders:
+        for door in self._control_sockets:
             door.close()
-        self._board.close()
+        self._shared_metrics.close()
 
 
 @contextlib.contextmanager

@@ -39,4 +39,4 @@ class CoreHung(msgspec.Struct, tag=4, frozen=True):
     rank: int
 
 
-Order = CoreStarted | EngineDied | ShutdownSignal
+ParentMessage = CoreStarted | EngineDied | ShutdownSignal

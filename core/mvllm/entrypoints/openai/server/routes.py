@@ -15,15 +15,15 @@ from starlette.types import Scope
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.admin.lora_routes import LoRARoutes
-from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
-from mvllm.entrypoints.openai.common.serving_base import Call
 from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler
-from mvllm.entrypoints.openai.completions.serving import CompletionHandler
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.common.server_sent_events import encode
-from mvllm.entrypoints.openai.server.middleware import request_caller, require_admin
-from mvllm.entrypoints.openai.server.http_metrics import CONTENT_TYPE, HTTPMetrics
 from mvllm.entrypoints.openai.common.openapi import request_body_schema
+from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
+from mvllm.entrypoints.openai.common.server_sent_events import encode_json
+from mvllm.entrypoints.openai.common.serving_base import GenerationHandler
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
+from mvllm.entrypoints.openai.completions.serving import CompletionHandler
 from mvllm.entrypoints.openai.pooling.routes import PoolingRoutes
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
@@ -34,12 +34,12 @@ from mvllm.entrypoints.openai.protocol import (
     TokenizeRequest,
     reject_unsupported_fields,
 )
-from mvllm.entrypoints.openai.responses.store import ResponseStore
 from mvllm.entrypoints.openai.responses.serving import ResponsesHandler
-from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.server.server_state import Phase, ServerState
+from mvllm.entrypoints.openai.responses.store import ResponseStore
+from mvllm.entrypoints.openai.server.http_metrics import CONTENT_TYPE, HTTPMetrics
+from mvllm.entrypoints.openai.server.middleware import request_caller, require_admin
+from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
 from mvllm.errors import ConfigError, ModelError, PlatformError, RequestError
 from mvllm.version import __version__
 
@@ -68,7 +68,7 @@ class Routes:
         self._models = models
         self._metrics = metrics
         self._settings = settings
-        self._bodies = BodyReader.of(settings)
+        self._bodies = BodyReader.from_settings(settings)
         self._decoders: dict[type[ModelRequest], BodyDecoder[Any]] = {}
         self._responses = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
 
@@ -76,9 +76,9 @@ class Routes:
         """All routes, with the tags of `openapi.TAGS`; those for administrators carry `admin`."""
         health = APIRouter(tags=["health"])
         for path in ("/health", "/health/live", "/ping"):
-            health.add_api_route(path, self.live, methods=["GET"], summary="Whether the server works.")
-            health.add_api_route(path, self.live, methods=["HEAD"], include_in_schema=False)
-        health.add_api_route("/ping", self.live, methods=["POST"], summary="Whether the server works.")
+            health.add_api_route(path, self.health, methods=["GET"], summary="Whether the server works.")
+            health.add_api_route(path, self.health, methods=["HEAD"], include_in_schema=False)
+        health.add_api_route("/ping", self.health, methods=["POST"], summary="Whether the server works.")
         health.add_api_route("/health/ready", self.readiness, methods=["GET"], summary="Whether it takes requests.")
         health.add_api_route("/health/ready", self.readiness, methods=["HEAD"], include_in_schema=False)
 
@@ -94,7 +94,7 @@ class Routes:
         generation.add_api_route(f"{one}/cancel", self.cancel_response, methods=["POST"], summary="End a response.")
 
         embeddings = APIRouter(tags=["embeddings"])
-        PoolingRoutes(self._state, self._models, self._bodies).add_to(embeddings)
+        PoolingRoutes(self._state, self._models, self._bodies).add_routes(embeddings)
 
         models = APIRouter(tags=["models"])
         models.add_api_route("/v1/models", self.list_models, methods=["GET"], summary="The models.")
@@ -117,7 +117,7 @@ class Routes:
         admin.add_api_route("/sleep", self.sleep, methods=["POST"], summary="Give memory back and take no requests.")
         admin.add_api_route("/wake_up", self.wake_up, methods=["POST"], summary="Claim it and take requests again.")
         admin.add_api_route("/is_sleeping", self.is_sleeping, methods=["GET"], summary="Whether the engine sleeps.")
-        LoRARoutes(self._state, self._models, self._settings, self._bodies).add_to(admin)
+        LoRARoutes(self._state, self._models, self._settings, self._bodies).add_routes(admin)
         admin.add_api_route("/server_info", self.server_info, methods=["GET"], summary="What runs here.")
         return [health, generation, embeddings, models, tokens, monitoring, admin]
 
@@ -132,14 +132,14 @@ class Routes:
 
     # --- health, from memory
 
-    async def live(self) -> Response:
+    async def health(self) -> Response:
         """Whether the process, and the engine if it has been started, make progress."""
-        reason = self._state.liveness()
+        reason = self._state.unhealthy_reason()
         return _json({"status": "ok"} if reason is None else {"status": reason}, 200 if reason is None else 503)
 
     async def readiness(self) -> Response:
         """Whether requests should come here."""
-        reason = self._state.readiness()
+        reason = self._state.not_ready_reason()
         return _json({"status": "ok"} if reason is None else {"status": reason}, 200 if reason is None else 503)
 
     # --- the OpenAI API
@@ -147,7 +147,7 @@ class Routes:
     async def chat_completions(self, request: Request) -> Response:
         """The next message of a conversation."""
 
-        def call(engine: AsyncLLM, model: str, asked: ChatCompletionRequest) -> Call:
+        def call(engine: AsyncLLM, model: str, asked: ChatCompletionRequest) -> GenerationHandler:
             return ChatCompletionHandler(engine, self._state.chat_prompt_renderer, model, asked)
 
         return await self._generate(request, ChatCompletionRequest, call)
@@ -155,7 +155,7 @@ class Routes:
     async def completions(self, request: Request) -> Response:
         """What follows a text."""
 
-        def call(engine: AsyncLLM, model: str, asked: CompletionRequest) -> Call:
+        def call(engine: AsyncLLM, model: str, asked: CompletionRequest) -> GenerationHandler:
             return CompletionHandler(engine, self._state.tokenizer_pool, model, asked)
 
         return await self._generate(request, CompletionRequest, call)
@@ -163,7 +163,7 @@ class Routes:
     async def create_response(self, request: Request) -> Response:
         """The next turn of a conversation."""
 
-        def call(engine: AsyncLLM, model: str, asked: ResponsesRequest) -> Call:
+        def call(engine: AsyncLLM, model: str, asked: ResponsesRequest) -> GenerationHandler:
             caller = request_caller(request.scope)
             return ResponsesHandler(engine, self._state.chat_prompt_renderer, model, asked, self._responses, caller)
 
@@ -187,31 +187,31 @@ class Routes:
 
     async def list_models(self) -> Response:
         """The names under which the model is offered."""
-        return _json({"object": "list", "data": self._models.cards(self._max_model_len())})
+        return _json({"object": "list", "data": self._models.model_cards(self._max_model_len())})
 
     async def get_model(self, model_id: str) -> Response:
         """One of the names."""
-        self._models.check(model_id, with_adapters=True)
-        [card] = [card for card in self._models.cards(self._max_model_len()) if card["id"] == model_id]
+        self._models.resolve_name(model_id, with_adapters=True)
+        [card] = [card for card in self._models.model_cards(self._max_model_len()) if card["id"] == model_id]
         return _json(card)
 
     # --- beside it
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a conversation."""
-        engine, _, asked = await self._read(request, TokenizeRequest)
+        engine, _, asked = await self._decode_request(request, TokenizeRequest)
         if (asked.prompt is None) == (asked.messages is None):
             raise RequestError("Give either prompt or messages.", parameter="prompt")
         ids: list[int]
         async with cancel_on_disconnect(request.receive):
             if asked.prompt is None:
-                ids = (await self._state.chat_prompt_renderer.prompt(asked))["prompt_token_ids"]
+                ids = (await self._state.chat_prompt_renderer.render(asked))["prompt_token_ids"]
             else:
                 special = asked.add_special_tokens is not False
                 ids = await self._state.tokenizer_pool.encode(asked.prompt, add_special_tokens=special)
         names: list[str | None] | None = None
         if asked.return_token_strs:  # in a thread: they may be many
-            names = await self._state.tokenizer_pool.run(lambda: [engine.tokenizer.piece(i) for i in ids])
+            names = await self._state.tokenizer_pool.run(lambda: [engine.tokenizer.token_name(i) for i in ids])
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": engine.model_config.max_model_len,
@@ -222,7 +222,7 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        engine, _, asked = await self._read(request, DetokenizeRequest)
+        engine, _, asked = await self._decode_request(request, DetokenizeRequest)
         ids = asked.tokens
         if ids is None:
             raise RequestError("tokens is missing.", parameter="tokens")
@@ -243,11 +243,13 @@ class Routes:
 
     async def load(self) -> Response:
         """How busy the server is, now."""
-        return _json({"server_load": self._state.total_num_in_flight, "phase": self._state.phase.value, **self._figures()})
+        return _json(
+            {"server_load": self._state.total_num_in_flight, "phase": self._state.phase.value, **self._engine_load()}
+        )
 
     async def get_metrics(self) -> Response:
         """Everything counted since the start."""
-        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+        return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
 
     # --- administration
 
@@ -305,7 +307,7 @@ class Routes:
 
     # --- what they share
 
-    async def _read(self, request: Request, kind: type[R]) -> tuple[AsyncLLM, str, R]:
+    async def _decode_request(self, request: Request, kind: type[R]) -> tuple[AsyncLLM, str, R]:
         """What answers a request, under which model's name, and the request itself.
 
         Raises:
@@ -318,19 +320,19 @@ class Routes:
             decoder = self._decoders[kind] = BodyDecoder(kind)
         asked: R = await self._bodies.decode(request, decoder)
         reject_unsupported_fields(asked)
-        return engine, self._models.check(asked.model, with_adapters=True), asked
+        return engine, self._models.resolve_name(asked.model, with_adapters=True), asked
 
     async def _generate(
-        self, request: Request, kind: type[R], make_call: Callable[[AsyncLLM, str, R], Call]
+        self, request: Request, kind: type[R], make_call: Callable[[AsyncLLM, str, R], GenerationHandler]
     ) -> Response:
-        engine, model, asked = await self._read(request, kind)
+        engine, model, asked = await self._decode_request(request, kind)
         call = make_call(engine, model, asked)
-        call.lora_request = self._models.adapter(model)
-        self._state.enter()
+        call.lora_request = self._models.lora_request(model)
+        self._state.request_started()
 
         def end() -> None:
             call.close()
-            self._state.leave()
+            self._state.request_finished()
 
         streams = False
         try:
@@ -341,7 +343,7 @@ class Routes:
                 return EventStreamResponse(call.stream(), self._settings.send_timeout, end)  # which notices who leaves
             async with cancel_on_disconnect(request.receive):
                 await call.start()
-                answer = await call.answer()
+                answer = await call.full_response()
             return Response(answer, media_type="application/json")
         finally:
             if not streams:
@@ -351,9 +353,9 @@ class Routes:
         engine = self._state.loaded_engine
         return None if engine is None else engine.model_config.max_model_len
 
-    def _figures(self) -> dict[str, Any]:
+    def _engine_load(self) -> dict[str, Any]:
         engine = self._state.loaded_engine
-        if engine is None or self._state.phase is Phase.DEAD:
+        if engine is None or self._state.phase is ServerPhase.DEAD:
             return {}
         load = engine.load
         return {
@@ -390,4 +392,4 @@ def _errors_shown_to_admin(code: str) -> Iterator[None]:
 
 
 def _json(value: dict[str, Any], status: int = 200) -> Response:
-    return Response(encode(value), status, media_type="application/json")
+    return Response(encode_json(value), status, media_type="application/json")

@@ -13,11 +13,11 @@ import time
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
 
 
-class Phase(enum.Enum):
+class ServerPhase(enum.Enum):
     """The stations of a server's life."""
 
     LOADING = "loading"
@@ -41,21 +41,23 @@ class ServerState:
     """
 
     def __init__(self, heartbeat_timeout: float, figures: SharedServerMetrics | None = None) -> None:
-        self.phase = Phase.LOADING
+        self.phase = ServerPhase.LOADING
         self.started = time.monotonic()
         self.num_in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self._heartbeat_timeout = heartbeat_timeout
-        self._figures = figures
+        self._shared_metrics = figures
         self._engine: AsyncLLM | None = None
         self._text_work: TokenizerPool | None = None
         self._chat_prompts: ChatPromptRenderer | None = None
 
-    def ready(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, chat_prompt_renderer: ChatPromptRenderer) -> None:
+    def set_ready(
+        self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, chat_prompt_renderer: ChatPromptRenderer
+    ) -> None:
         """From now on requests are answered."""
         self._engine, self._text_work, self._chat_prompts = engine, tokenizer_pool, chat_prompt_renderer
-        self.phase = Phase.READY
+        self.phase = ServerPhase.READY
 
     @property
     def loaded_engine(self) -> AsyncLLM | None:
@@ -69,11 +71,11 @@ class ServerState:
         Raises:
             APIError: There is none, or no more requests are let in (503).
         """
-        if self.phase is Phase.READY and self._engine is not None:
+        if self.phase is ServerPhase.READY and self._engine is not None:
             return self._engine
-        if self.phase is Phase.LOADING:
+        if self.phase is ServerPhase.LOADING:
             raise APIError(503, "The model is being loaded; try again soon.", code="loading", retry_after=2)
-        if self.phase is Phase.DRAINING:
+        if self.phase is ServerPhase.DRAINING:
             raise APIError(503, "The server is shutting down.", code="shutting_down", retry_after=5)
         raise APIError(503, "The engine has stopped; the server is going down.", code="engine_dead", retry_after=30)
 
@@ -89,30 +91,30 @@ class ServerState:
         assert self.engine is not None and self._chat_prompts is not None
         return self._chat_prompts
 
-    def enter(self) -> None:
+    def request_started(self) -> None:
         """A request goes to the engine."""
         self.num_in_flight += 1
         self.idle.clear()
-        if self._figures is not None:
-            self._figures.touch()
+        if self._shared_metrics is not None:
+            self._shared_metrics.schedule_publish()
 
-    def leave(self) -> None:
+    def request_finished(self) -> None:
         """It has been answered."""
         self.num_in_flight -= 1
         if self.num_in_flight == 0:
             self.idle.set()
-        if self._figures is not None:
-            self._figures.touch()
+        if self._shared_metrics is not None:
+            self._shared_metrics.schedule_publish()
 
     @property
     def total_num_in_flight(self) -> int:
         """Requests to the engine that have not been answered to the end, by any process of this server."""
-        elsewhere = 0 if self._figures is None else self._figures.num_in_flight_elsewhere()
+        elsewhere = 0 if self._shared_metrics is None else self._shared_metrics.num_in_flight_elsewhere()
         return self.num_in_flight + elsewhere
 
-    def liveness(self) -> str | None:
+    def unhealthy_reason(self) -> str | None:
         """Why the process should be started anew; None while it should not. From memory, at once."""
-        if self.phase is Phase.DEAD:
+        if self.phase is ServerPhase.DEAD:
             return "the engine has stopped"
         engine = self._engine
         if engine is None:
@@ -124,12 +126,12 @@ class ServerState:
             return f"the engine has given no sign of life for {age:.0f} s"
         return None
 
-    def readiness(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         """Why requests should go elsewhere; None while they should not."""
-        dead = self.liveness()
+        dead = self.unhealthy_reason()
         if dead is not None:
             return dead
-        if self.phase is not Phase.READY:
+        if self.phase is not ServerPhase.READY:
             return f"the server is {self.phase.value}"
         if self._engine is not None and self._engine.is_asleep:
             return "the engine sleeps"

@@ -27,7 +27,7 @@ class ServerMetricsSnapshot(msgspec.Struct, array_like=True):
         engine: Of its part of the engine.
     """
 
-    in_flight: int
+    num_in_flight: int
     http: HTTPMetricsSnapshot
     engine: EngineMetricsSnapshot
 
@@ -41,43 +41,43 @@ class SharedServerMetrics:
     """
 
     def __init__(self, board: SharedMetricsPages, page: int) -> None:
-        self._board = board
+        self._pages = board
         self._page = page
         self._collect: Callable[[], ServerMetricsSnapshot] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._decoder = msgspec.msgpack.Decoder(ServerMetricsSnapshot)
         self._encoder = msgspec.msgpack.Encoder()
 
-    def attach(self, collect: Callable[[], ServerMetricsSnapshot]) -> None:
+    def start(self, collect: Callable[[], ServerMetricsSnapshot]) -> None:
         """From now on, `touch` takes effect."""
         self._collect = collect
-        self.touch()
+        self.schedule_publish()
 
-    def touch(self) -> None:
+    def schedule_publish(self) -> None:
         """Something has changed."""
         if self._timer is None and self._collect is not None:
             self._timer = asyncio.get_running_loop().call_later(_SOON_SECONDS, self._publish)
 
-    def elsewhere(self) -> list[ServerMetricsSnapshot]:
+    def other_servers(self) -> list[ServerMetricsSnapshot]:
         """What the other servers have counted."""
-        return [self._decoder.decode(data) for data in self._board.read_others(self._page)]
+        return [self._decoder.decode(data) for data in self._pages.read_others(self._page)]
 
     def other_engine_metrics(self) -> list[EngineMetricsSnapshot]:
         """Of these, the engine's."""
-        return [figures.engine for figures in self.elsewhere()]
+        return [figures.engine for figures in self.other_servers()]
 
     def other_http_metrics(self) -> list[HTTPMetricsSnapshot]:
         """Of these, those of HTTP."""
-        return [figures.http for figures in self.elsewhere()]
+        return [figures.http for figures in self.other_servers()]
 
     def num_in_flight_elsewhere(self) -> int:
         """Requests under way in the other servers."""
-        return sum(figures.in_flight for figures in self.elsewhere())
+        return sum(figures.num_in_flight for figures in self.other_servers())
 
     def _publish(self) -> None:
         self._timer = None
         assert self._collect is not None
         figures = self._collect()
-        self._board.write(self._page, self._encoder.encode(figures))
-        if figures.in_flight:
+        self._pages.write(self._page, self._encoder.encode(figures))
+        if figures.num_in_flight:
             self._timer = asyncio.get_running_loop().call_later(_BUSY_SECONDS, self._publish)

@@ -27,7 +27,7 @@ _OPERATIONS = {
 """Paths that have spans, and what they are for; others are of no interest to who follows a request."""
 
 
-class Traced:
+class TracingMiddleware:
     """A layer around the server.
 
     Args:

@@ -6,9 +6,9 @@ pair of tags counts; whatever comes later is the answer.
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ReasoningStream
-from mvllm.entrypoints.parsers.markers import held_back, is_partial_marker
+from mvllm.entrypoints.parsers.markers import is_partial_marker, partial_marker_length
+from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE
 
 _BEFORE, _WITHIN, _BEHIND, _ANSWER = range(4)
 
@@ -30,7 +30,7 @@ class TaggedReasoning(ReasoningStream):
         self._state = _ANSWER if closed else _BEFORE
         self._tail = ""  # the end of the last piece, where it may be the beginning of a tag
         self._space: list[str] = []  # white space that is layout, or belongs to what follows
-        self._said = False
+        self._has_emitted = False
 
     @property
     def in_reasoning(self) -> bool:
@@ -87,8 +87,8 @@ class TaggedReasoning(ReasoningStream):
 
     def _read_thoughts(self, text: str, i: int, out: list[Delta]) -> int:
         at = text.find(self._end, i)
-        end = at if at >= 0 else len(text) - held_back(text, i, (self._end,))
-        self._say(text[i:end], out)
+        end = at if at >= 0 else len(text) - partial_marker_length(text, i, (self._end,))
+        self._emit(text[i:end], out)
         if at < 0:
             self._tail = text[end:]
             return len(text)
@@ -103,15 +103,15 @@ class TaggedReasoning(ReasoningStream):
         self._state = _ANSWER
         return found.start()
 
-    def _say(self, text: str, out: list[Delta]) -> None:
+    def _emit(self, text: str, out: list[Delta]) -> None:
         """Gives out thoughts, but for white space at their end, and at their beginning."""
-        if not self._said:
+        if not self._has_emitted:
             text = text.lstrip()
         said = text.rstrip()
         if said:
             out.append(ReasoningDelta("".join(self._space) + said))
             self._space = []
-            self._said = True
+            self._has_emitted = True
         if len(said) < len(text):
             self._space.append(text[len(said) :])
 

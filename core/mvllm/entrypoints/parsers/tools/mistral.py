@@ -13,10 +13,10 @@ import random
 import re
 import string
 
-from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE
 from mvllm.entrypoints.parsers.interface import Delta, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
 from mvllm.entrypoints.parsers.markers import is_partial_marker
+from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE
 
 START, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 

@@ -38,7 +38,7 @@ class Runtime(ABC):
     name: ClassVar[str]
     lazy: ClassVar[bool]
     compiles: ClassVar[bool] = False
-    spreads: ClassVar[bool] = False
+    supports_spmd: ClassVar[bool] = False
     fork_safe: ClassVar[bool] = True
 
     def problem(self, devices: Devices) -> str | None:

@@ -26,7 +26,7 @@ class TorchXla(Runtime):
 
     name: ClassVar[str] = "torch_xla"
     lazy: ClassVar[bool] = True
-    spreads: ClassVar[bool] = True
+    supports_spmd: ClassVar[bool] = True
     _num_devices: ClassVar[int] = 0
     """Of this process's workers; 0 until one has bound its own."""
 
