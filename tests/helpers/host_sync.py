@@ -40,7 +40,8 @@ class ForbidSynchronizingOps(TorchDispatchMode):
 class ForbidHostReads(TorchFunctionMode):
     """Fails on calls that read a tensor's values here, but for tensors of the host.
 
-    Needed beside ForbidSynchronizingOps where device tensors are really host tensors: `tolist` of those is no operation.
+    Needed beside ForbidSynchronizingOps where device tensors are really host tensors: `tolist` of those is no
+    operation.
 
     Args:
         is_host: Whether a tensor may be read.

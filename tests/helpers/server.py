@@ -87,7 +87,7 @@ class ServerProcess:
         return httpx.Client(base_url=self.url, timeout=settings.pop("timeout", 120), trust_env=False, **settings)
 
     def pids(self) -> set[int]:
-        """Of it and everything that it has started, but for `sandbox_pids`, which come with requests and are replaced."""
+        """Of it and all that it has started except `sandbox_pids`, which come with requests and are replaced."""
         return {process.pid for process in tagged(self.tag)} - self.sandbox_pids()
 
     def sandbox_pids(self) -> set[int]:

@@ -1,4 +1,6 @@
-"""Peak memory of loading a checkpoint, beside the size of its weights: python tests/perf/weight_loading_memory.py [--mib 600]
+"""Peak memory of loading a checkpoint, beside the size of its weights.
+
+    python tests/perf/weight_loading_memory.py [--mib 600]
 
 A synthetic checkpoint (three shards, a large embedding) is loaded by a fresh process into a model of the same dtype.
 Each tensor takes the form that the CPU platform's kernels want (packed) as soon as it is loaded, as layers do. The peak

@@ -2,7 +2,7 @@
 
     generate() ── validate, tokenize ── AsyncMPClient ══ EngineCoreProc
         ^                                     │
-        └── RequestOutputStream <── OutputProcessor ┘   news of a step: text, stop strings; wakes who has something to take
+        └── RequestOutputStream <── OutputProcessor ┘   a step's outputs: text and stop strings
 
 The idea: nothing is queued between engine and caller. What a request has not shown yet is kept where it is anyway, in
 the request's own state, and is put together when the caller comes for it. So a slow caller gets fewer and larger

@@ -9,8 +9,8 @@ plan still fills.
 A request that fails breaks the first promise: what its plan was to write may be missing or wrong. `discard` takes back
 all names of its chain of blocks, also of those that it found, since one of them may be what made it fail. It does the
 same for every request that shared a block which the failed one named in a plan whose results are not back, and for
-those that shared a block of such a request (see `unconfirmed_block_hashes.py`), and returns them: they have to begin again. Who
-shares blocks of earlier plans reads what was written.
+those that shared a block of such a request (see `unconfirmed_block_hashes.py`), and returns them: they have to begin
+again. Who shares blocks of earlier plans reads what was written.
 
 Layers that do not see alike have blocks of their own. They are dealt out into *groups* of about equally many layers, so
 that a block is as large in each and one pool serves all; a request has a list of blocks per group:

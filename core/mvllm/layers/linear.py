@@ -240,7 +240,8 @@ class HeadShard:
                 kv = slice(first, first + 1)
             else:
                 raise ConfigError(
-                    f"tensor_parallel_size={each.count} is not a multiple of the model's {num_kv_heads} key/value heads."
+                    f"tensor_parallel_size={each.count} is not a multiple of the model's {num_kv_heads} "
+                    "key/value heads."
                 )
             devices.append(cls(heads.stop - heads.start, kv.stop - kv.start, heads.start, kv.start))
         if len(devices) == 1:
@@ -378,7 +379,8 @@ def shard_slice(size: int, shares: Sequence[ShardIndex], what: str) -> slice:
     first, last = shares[0], shares[-1]
     if size % first.count:
         raise ConfigError(
-            f"{size} {what} cannot be shared evenly by {first.count} ranks: choose a tensor_parallel_size that divides it."
+            f"{size} {what} cannot be shared evenly by {first.count} ranks: choose a "
+            "tensor_parallel_size that divides it."
         )
     band = size // first.count
     return slice(band * first.index, band * (last.index + 1))

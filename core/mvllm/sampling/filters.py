@@ -12,8 +12,8 @@ ever sorted:
            (by 20 times on a processor core), and take the same time whatever the distribution.
 
 If the candidates of a small top_k hold all that stays, which they do unless dozens of tokens tie with the last one
-kept, no other weight is computed where the host may look at that (`may_synchronize`: nothing is under way that it would wait
-for).
+kept, no other weight is computed where the host may look at that (`may_synchronize`: nothing is under way that it
+would wait for).
 Whatever the other rows need, a row gets the same weights.
 
 Bisection begins with an interval of temperature * ln(vocab / (1 - top_p)) below the peak, since the tokens below that

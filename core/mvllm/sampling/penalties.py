@@ -5,7 +5,8 @@ multiplies it where negative; then `frequency * (times generated) + presence * (
 
 There are two ways to the same logits, bit for bit. Where the host reads the tokens of each step, it keeps the counts
 (TokenCounts), and only the tokens that occur are touched: their ids, factors and amounts go to the device as flat
-lists. Where tokens stay on the device, so do the counts (DeviceTokenCounts), and no step waits for the tokens of another.
+lists. Where tokens stay on the device, so do the counts (DeviceTokenCounts), and no step waits for the tokens of
+another.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ class DeviceTokenCounts:
         """Writes new rows.
 
         Args:
-            rows, token_ids, entries: int64 [m] on the device, as `list_new_rows` lists them; some may stand there twice.
+            rows, token_ids, entries: int64 [m] on the device, as `list_new_rows` lists them; some may stand there
+            twice.
 
         Raises:
             MemoryError: There is no room for the table.

@@ -1,7 +1,7 @@
 """Which tokens some rows of a batch may choose: a bit for each, from the host.
 
-They go to the device with the step's other numbers, as float32 (see BatchUpload), in words of 16 bits: float32 holds these
-exactly, and they are an eighth of what a float for each token would take.
+They go to the device with the step's other numbers, as float32 (see BatchUpload), in words of 16 bits: float32 holds
+these exactly, and they are an eighth of what a float for each token would take.
 
     token        0 1 2 ... 15 | 16 ...
     word         0            | 1             bit t % 16 of word t // 16

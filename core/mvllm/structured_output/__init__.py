@@ -1,7 +1,7 @@
 """Outputs of a wanted form: from a schema, pattern or grammar to the tokens that may come next.
 
     InputProcessor      is the wish acceptable at all (check_available; StructuredOutputsParams checks itself)
-    EngineCore ── submit ──> StructuredOutputManager ── thread ──> GrammarSandbox     a process that may be killed tries it first
+    EngineCore ── submit ──> StructuredOutputManager ── thread ──> GrammarSandbox     a killable process tries it first
         │                                        └──────> llguidance       then it is compiled here, and kept
         └── collect ── SequenceGrammar ──> Scheduler      one per sequence: mask of the next token, accept(token)
 

@@ -62,7 +62,8 @@ class StructuredOutputManager:
 
     Args:
         load_vocabulary: Called once, on such a thread, for the first request.
-        deterministic_timing: Several engines must come to the same masks in the same steps, so that none may depend on time:
+        deterministic_timing: Several engines must come to the same masks in the same steps, so that none may depend
+        on time:
             masks are computed at once, without a limit.
     """
 

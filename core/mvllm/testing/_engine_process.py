@@ -1,4 +1,4 @@
-"""An engine with worker processes in a process of its own, to be killed: `python -m mvllm.testing._engine_process SETTINGS`."""
+"""An engine with workers in a process that a test kills: `python -m mvllm.testing._engine_process SETTINGS`."""
 
 from __future__ import annotations
 

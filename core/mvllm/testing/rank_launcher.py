@@ -1,6 +1,6 @@
 """Worker processes without an engine: each binds a device, meets the others, and tries what it is told.
 
-run_ranks(platform_under_test, 2, ["all_reduce"]) ──> python -m mvllm.testing._rank_process, twice, as the platform's topology says
+run_ranks(platform_under_test, 2, ["all_reduce"]) ──> python -m mvllm.testing._rank_process, twice, as its topology says
                                       <── a line per thing tried: {"did": "all_reduce", "error": "", "digest": "..."}
 """
 

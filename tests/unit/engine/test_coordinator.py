@@ -187,7 +187,8 @@ def test_prefix_hashes_are_the_same_in_every_process() -> None:
     import subprocess
     import sys
 
-    code = "from mvllm.engine.process.dp_load_balancer import DPLoadBalancer as R; print(R(2)._prefix_hashes(range(200), 'salt'))"
+    imports = "from mvllm.engine.process.dp_load_balancer import DPLoadBalancer"
+    code = f"{imports}; print(DPLoadBalancer(2)._prefix_hashes(range(200), 'salt'))"
     names = {
         subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True

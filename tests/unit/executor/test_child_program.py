@@ -13,7 +13,8 @@ from tests.helpers.processes import wait_until
 
 PARENT = """
 import os, subprocess, sys
-command = [sys.executable, "-m", "mvllm.executor.process.child_program", "slow_to_import", "Name", "0", str(os.getpid())]
+program = [sys.executable, "-m", "mvllm.executor.process.child_program"]
+command = [*program, "slow_to_import", "Name", "0", str(os.getpid())]
 print(subprocess.Popen(command).pid, flush=True)
 sys.stdin.read()
 """

@@ -4,8 +4,8 @@ Blocks that running requests do not need keep prefixes for requests to come. Wit
 than running requests could need.
 
 All workers hold the same blocks, each for its own layers and heads, so the worker with the least room decides. Where
-layers see different spans, a request takes blocks in each group of them (`kv_cache_groups.py`), in the groups with a window
-only as many as are seen.
+layers see different spans, a request takes blocks in each group of them (`kv_cache_groups.py`), in the groups with a
+window only as many as are seen.
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ class InputProcessor:
             params: None takes the model's defaults.
             priorities: Lower is served earlier; needs the priority policy.
             arrival_time: Monotonic seconds; now by default.
-            lora_requests: The adapters, for those that have one. An LoRARequestValidator looks at their fields and files.
+            lora_requests: The adapters, for those that have one. An LoRARequestValidator looks at their fields and
+            files.
 
         Raises:
             RequestError: One of them is not acceptable; names it by its position where there are several.
@@ -289,7 +290,8 @@ class InputProcessor:
         for (i, part), ids in zip(waiting, encoded, strict=True):
             if not ids:
                 raise RequestError(
-                    f"{_prompt_label(i, parts)}The prompt is empty: its text {_describe_value(part.text)} gives no tokens.",
+                    f"{_prompt_label(i, parts)}The prompt is empty: its text {_describe_value(part.text)} gives "
+                    "no tokens.",
                     parameter="prompt",
                 )
             part.token_ids = self._check_for_prompt(i, parts, self._check_token_ids, ids, part.keep)
@@ -336,7 +338,8 @@ class InputProcessor:
     def _check_lora_request(self, request: LoRARequest | None) -> LoRARequest | None:
         if request is not None and not isinstance(request, LoRARequest):
             raise RequestError(
-                f"lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path); found {_describe_value(request)}.",
+                "lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path); found "
+                f"{_describe_value(request)}.",
                 parameter="lora_request",
             )
         return request
@@ -387,7 +390,8 @@ def check_text_to_truncate(text: str) -> None:
     """
     if len(text) > _MAX_TRUNCATED_TEXT_CHARS:
         raise RequestError(
-            f"The prompt has {len(text)} characters; a text that is to be cut to its end may have {_MAX_TRUNCATED_TEXT_CHARS}. "
+            f"The prompt has {len(text)} characters; a text that is to be cut to its end may have "
+            f"{_MAX_TRUNCATED_TEXT_CHARS}. "
             "Shorten the prompt.",
             parameter="prompt",
         )
@@ -420,7 +424,8 @@ def _check_cache_salt(salt: object) -> str | None:
         return None
     if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_LENGTH or not salt.isprintable():
         raise RequestError(
-            f"cache_salt must be a text of 1 to {MAX_CACHE_SALT_LENGTH} printable characters; found {_describe_value(salt)}.",
+            f"cache_salt must be a text of 1 to {MAX_CACHE_SALT_LENGTH} printable characters; found "
+            f"{_describe_value(salt)}.",
             parameter="cache_salt",
         )
     return salt

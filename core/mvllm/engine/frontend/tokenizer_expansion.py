@@ -49,7 +49,8 @@ def check_tokenizer_expansion(path: Path) -> None:
         if times > MAX_EXPANSION:
             raise ModelError(
                 f"{path}: its steps, one after the other, make up to {times:.4g} characters or tokens of one in the "
-                f"{part}, and {MAX_EXPANSION} are allowed: a short text would take all memory. Check where the tokenizer "
+                f"{part}, and {MAX_EXPANSION} are allowed: a short text would take all memory. Check where "
+                "the tokenizer "
                 "comes from, or name another folder with tokenizer=..."
             )
 

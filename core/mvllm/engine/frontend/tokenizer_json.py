@@ -1,12 +1,12 @@
 """Tokenizers that are all in their `tokenizer.json`: read without transformers.
 
 Importing transformers, and torch with it, is the longest part of a front end's start and most of its memory; for many
-models all that it does in the end is to hand `tokenizer.json` to the library `tokenizers`. `read_tokenizer_json` does that by
-itself where it is certain that nothing else would happen, and answers None everywhere else: a class with behaviour of
-its own, special tokens that the file does not have, a setting that it does not know.
+models all that it does in the end is to hand `tokenizer.json` to the library `tokenizers`. `read_tokenizer_json` does
+that by itself where it is certain that nothing else would happen, and answers None everywhere else: a class with
+behaviour of its own, special tokens that the file does not have, a setting that it does not know.
 
-Some classes of transformers build a tokenizer of their own from the file's vocabulary and merges (`_TokenizerClassSpec`). If
-the file says the same as the class builds, it is read, too.
+Some classes of transformers build a tokenizer of their own from the file's vocabulary and merges
+(`_TokenizerClassSpec`). If the file says the same as the class builds, it is read, too.
 """
 
 from __future__ import annotations

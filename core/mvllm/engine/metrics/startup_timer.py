@@ -10,7 +10,7 @@ from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
 
-_FIRST_TOKEN = "first token"
+_FIRST_TOKEN = "first token"  # noqa: S105  a phase, not a secret
 
 
 class StartupTimer:

@@ -1,8 +1,8 @@
 """What an engine counts and times, in plain numbers: cheap enough to be kept for every token.
 
-Whoever shows them (see `mvllm.engine.metrics.prometheus`) reads them when it is asked, so that no step waits for a client
-library. Times are taken in the front end, where the caller feels them, except those of scheduling, which the engine
-core tells; both are of one monotonic clock.
+Whoever shows them (see `mvllm.engine.metrics.prometheus`) reads them when it is asked, so that no step waits for a
+client library. Times are taken in the front end, where the caller feels them, except those of scheduling, which the
+engine core tells; both are of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mvllm.messages.requests import SchedulerStats
 
 _WINDOW_SECONDS = 10
 
-TIME_TO_FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-                       20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
-TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
-                  7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
-REQUEST_SECONDS_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
-                120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+TIME_TO_FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+                       10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+                  5.0, 7.5, 10.0, 20.0, 40.0, 80.0)  # fmt: skip
+REQUEST_SECONDS_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
+                60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
 STEP_TOKENS_BUCKETS = tuple(float(1 << i) for i in range(15))
 NUM_SEQUENCES_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 

@@ -1,6 +1,6 @@
 """Spans of requests, for OpenTelemetry: where a request's time went. Needs the extra `otel`.
 
-    POST /v1/chat/completions  ├───────────────────────────────────┤  an answer over HTTP (entrypoints/openai/server/tracing_middleware.py)
+    POST /v1/chat/completions  ├───────────────────────────────────┤  an HTTP answer (server/tracing_middleware.py)
       chat demo                   ├─────────────────────────────┤      one prompt in the engine
         queue                     ├─────┤
         prefill                         ├───────┤

@@ -37,7 +37,7 @@ _MAX_UPDATES_PER_CALLBACK = 8  # before others in the loop get their turn
 
 
 class CoreConnection(Protocol):
-    """A core and the sockets to it. See LaunchedCoreConnection, for one that this process has started, for what the members do."""
+    """A core and the sockets to it. LaunchedCoreConnection, whose process started the core, describes the members."""
 
     @property
     def channel(self) -> ClientChannel: ...

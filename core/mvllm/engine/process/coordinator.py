@@ -1,4 +1,6 @@
-"""The data parallel coordinator's process: `python -m mvllm.engine.process.coordinator <name> <control socket> <parent pid>`.
+"""The data parallel coordinator's process.
+
+Started as `python -m mvllm.engine.process.coordinator <name> <control socket> <parent pid>`.
 
     engine cores ── what each has to do ──> DPCoordinator ── to all of them ──> front ends
     front end ── which replica was sent which beginning of a prompt ──> DPCoordinator ──> the others

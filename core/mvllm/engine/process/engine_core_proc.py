@@ -1,4 +1,6 @@
-"""An engine core in a process of its own: `python -m mvllm.engine.process.engine_core_proc <name> <control socket> <parent pid>`.
+"""An engine core in a process of its own.
+
+Started as `python -m mvllm.engine.process.engine_core_proc <name> <control socket> <parent pid>`.
 
     input thread     DEALER → decode ─> input_queue
     main thread                         input_queue ─> EngineCoreProc.run_busy_loop ─> output_queue

@@ -1,7 +1,7 @@
 """An engine core that another process has started, for a front end that joins it.
 
-What a LaunchedCoreConnection knows of a core because it is its parent, this one is told: by whoever started both, when the core has
-died; and by the core's own status board, how long it has been at what it does.
+What a LaunchedCoreConnection knows of a core because it is its parent, this one is told: by whoever started both,
+when the core has died; and by the core's own status board, how long it has been at what it does.
 """
 
 from __future__ import annotations

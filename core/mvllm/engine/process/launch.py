@@ -189,11 +189,11 @@ class ChildProcess:
 
     def terminate_with_error(self, error: Exception) -> Exception:
         """Ends the process because of `error`, or of what was behind it; returns that."""
-        return self._group.settle(error)
+        return self._group.fail_with_root_cause(error)
 
     def stuck(self, seconds: float, what: str) -> EngineDeadError:
         """The error that names it, what it is doing, and where it is in its code."""
-        return EngineDeadError(str(self._group.stuck([self._handle], seconds, what)))
+        return EngineDeadError(str(self._group.stuck_error([self._handle], seconds, what)))
 
     def on_failure(self, callback: Callable[[Exception], None]) -> None:
         """Has `callback` called with the failure, in another thread; at once where it has happened. Never twice."""

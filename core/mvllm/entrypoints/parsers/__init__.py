@@ -21,7 +21,7 @@ How a caller drives them, for one sequence of one request:
         send(delta.as_json())
     finish_reason = stream.finish_reason(reason)  # "tool_calls" in place of "stop", never of "length"
 
-Without streaming, `parser.parse(text, prompt)` gives all of it as one `ParsedOutput`, which is a message by `as_json()`. What
-`tools` and `tool_choice` ask for is read by `tool_choice.parse_tool_choice`; where it is a grammar's work, text that was
-held to it is read by `OutputParserStream(choice.stream(), reasoning)`. Nothing here knows HTTP.
+Without streaming, `parser.parse(text, prompt)` gives all of it as one `ParsedOutput`, which is a message by
+`as_json()`. What `tools` and `tool_choice` ask for is read by `tool_choice.parse_tool_choice`; where it is a grammar's
+work, text that was held to it is read by `OutputParserStream(choice.stream(), reasoning)`. Nothing here knows HTTP.
 """

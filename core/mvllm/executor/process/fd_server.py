@@ -1,7 +1,7 @@
 """Open files for processes of this machine that are not our children, for those who know a token.
 
-    engine    door = FileDescriptorServer({0: MessageWithFds(message, fds), ...})   listens; door.address travels some other way
-    worker    message, fds, control = fetch_descriptors(address, 0, kind)       the files are its own now
+    engine    door = FileDescriptorServer({0: MessageWithFds(message, fds), ...})   listens; door.address travels some
+    other way worker    message, fds, control = fetch_descriptors(address, 0, kind)       the files are its own now
     engine    connection = door.connection(0)                         who came; the socket stays open between the two
 
 The socket stays open on purpose: each side's death closes it, which is how the other one hears of that.
@@ -100,7 +100,7 @@ class FileDescriptorServer:
         self._thread.start()
 
     def connection(self, key: int) -> Connection:
-        """The process that has got the message_with_fds `key`. Ask when it has said so; its connection is the caller's."""
+        """The process that received the message `key`. Call it after its report; the caller owns the connection."""
         return self._connections.pop(key)
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class FileDescriptorServer:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _serve(self) -> None:
-        """Nobody is waited for: a pending_connection who says nothing, or half of something, keeps no other from coming in."""
+        """Accepts connections without waiting: one that sends nothing, or half a message, delays no other."""
         pending_connections: dict[int, _PendingConnection] = {}
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
@@ -147,7 +147,7 @@ class FileDescriptorServer:
             pending_connection.leave()
 
     def _serve_connection(self, pending_connection: _PendingConnection) -> bool:
-        """Hears what the pending_connection says, and hands over when that was all of it; returns whether the visit is over."""
+        """Reads from the connection and answers a complete request; returns whether the connection is done."""
         try:
             request = pending_connection.hear()
             if request is None:

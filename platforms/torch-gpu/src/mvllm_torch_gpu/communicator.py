@@ -4,8 +4,8 @@ small sums.
 In torch's build for ROCm the backend of that name, with its variables, is RCCL.
 
 A decode step adds up a few kilobytes per layer, twice, and NCCL's ring or tree spends more time on its own steps than
-on the bytes. Devices that can map each other's memory do without: `custom_all_reduce.py`. Whoever computes a sum there is a
-`SmallAllReduce`; what it does not take goes to NCCL.
+on the bytes. Devices that can map each other's memory do without: `custom_all_reduce.py`. Whoever computes a sum
+there is a `SmallAllReduce`; what it does not take goes to NCCL.
 
 Not run on hardware.
 """

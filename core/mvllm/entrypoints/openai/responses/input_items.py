@@ -4,7 +4,8 @@
                        │             └── an assistant's turn is several items, and one message ──┐
     messages        instructions, the conversation so far, and these
 
-Whatever is refused is refused in the words of the request that was sent: `CHAT_TO_RESPONSES_FIELDS` says what its fields are called.
+Whatever is refused is refused in the words of the request that was sent: `CHAT_TO_RESPONSES_FIELDS` says what its
+fields are called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""One of several API servers: `python -m mvllm.entrypoints.openai.server.api_server_proc <name> <control socket> <parent pid>`.
+"""One of several API servers.
+
+Started as `python -m mvllm.entrypoints.openai.server.api_server_proc <name> <control socket> <parent pid>`.
 
 It listens at a socket that it shares with the others, and joins engine cores that their common parent has started.
 """
