@@ -24,6 +24,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -382,6 +383,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: mvllm needs Python {wanted} or newer; {sys.executable} is {found}", file=sys.stderr)
         print(f"  remedy: start this with a newer one, such as `python{wanted} ci/dev.py ...`", file=sys.stderr)
         return 2
+    # A shell starts background jobs with SIGINT ignored, children inherit that, and tests of Ctrl-C would fail.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options, rest = parse(argv)
     try:
         if options.command == "setup":

@@ -20,8 +20,8 @@ PATTERN = random.Random(0).randbytes(16 << 10)
 
 # Between which two instructions a process dies: (class, method, whether before or after it runs).
 READER_DEATHS = {
-    "before it takes the token": ("notifier", "take", "before"),
-    "after it took the token": ("notifier", "take", "after"),
+    "before it takes the token": ("notifier", "drain", "before"),
+    "after it took the token": ("notifier", "drain", "after"),
     "before it looks at the slot": (ShmRingBuffer, "label", "before"),
     "while it reads the payload": (ShmRingBuffer, "payload", "after"),
     "before it acknowledges": (ShmRingBuffer, "set_count", "before"),
@@ -33,7 +33,7 @@ WRITER_DEATHS = {
     "before it labels the filled slot": (ShmRingBuffer, "publish", "before"),
     "after it labelled the slot, before it tells anyone": (ShmRingBuffer, "publish", "after"),
     "after it told the first of two readers": ("notifier", "notify", "after"),
-    "after it took space": ("notifier", "take", "after"),
+    "after it took space": ("notifier", "drain", "after"),
 }
 
 

@@ -81,7 +81,7 @@ async def ours(url: str, streams: int) -> int:
 async def httpx_client(url: str, streams: int) -> int:
     import httpx
 
-    async def one(client: httpx.AsyncEngineCoreClient) -> int:
+    async def one(client: httpx.AsyncClient) -> int:
         times = []
         async with client.stream("POST", f"{url}/v1/completions", json={"prompt": "x", "stream": True}) as response:
             async for line in response.aiter_lines():
@@ -91,7 +91,7 @@ async def httpx_client(url: str, streams: int) -> int:
         return len(times) - 1
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncEngineCoreClient(timeout=None, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
         return sum(await asyncio.gather(*(one(client) for _ in range(streams))))
 
 

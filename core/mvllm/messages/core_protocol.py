@@ -109,7 +109,7 @@ class EngineCoreUpdate(msgspec.Struct, array_like=True, frozen=True):
     """What a front end learns at once.
 
     Attributes:
-        taken: The number of the last command that was taken.
+        num_acknowledged: The number of the last command that the core has received.
         is_busy: Whether there is work left, of this front end's.
         outputs: Of one step.
         results: Of calls.

@@ -78,7 +78,7 @@ class TestEveryRoute:
     def ask(app: object, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> httpx.Response:
         async def run() -> httpx.Response:
             transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
-            async with httpx.AsyncEngineCoreClient(transport=transport, base_url="http://server") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
                 return await client.request(method, path, headers=headers, content=body)
 
         return asyncio.run(run())

@@ -102,7 +102,7 @@ async def traffic(url: str, num_requests: int, at_once: int, seed: int) -> dict[
     ended = {"answered": 0, "refused": 0, "left": 0}
     limit = asyncio.Semaphore(at_once)
     limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once)
-    async with httpx.AsyncEngineCoreClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client:
 
         async def one(kind: float, seconds: float, stream: bool) -> None:
             body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": rng.choice((1, 8, 40)), "n": 1}

@@ -17,7 +17,7 @@ EXECUTORS = [
 ]
 SOURCES = [
     *EXECUTORS,
-    *(ROOT / "core" / "mvllm" / "engine").glob("*.py"),
+    *(ROOT / "core" / "mvllm" / "engine").rglob("*.py"),
     ROOT / "core" / "mvllm" / "platform" / "plugin_groups.py",
     *(ROOT / "platforms" / "cpu" / "src").rglob("*communicator.py"),
 ]

@@ -130,10 +130,10 @@ def pytester_run(tmp_path: Path) -> Any:
 
     def run(body: str) -> dict[str, list[list[Any]]]:
         (tmp_path / "conftest.py").write_text(
-            "from tests.helpers import shown\n\n"
+            "from tests.helpers import model_coverage\n\n"
             "def pytest_configure(config):\n"
             "    config.addinivalue_line('markers', 'shows: .')\n"
-            "    config.pluginmanager.register(model_coverage.Notes(), 'mvllm-shown')\n"
+            "    config.pluginmanager.register(model_coverage.CoverageRecorder(), 'mvllm-shown')\n"
             "    model_coverage.family_of = str\n"  # without the zoo, and so without torch
         )
         (tmp_path / "test_it.py").write_text(

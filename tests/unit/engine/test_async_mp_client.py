@@ -31,7 +31,7 @@ def look(activity: str, seconds: float) -> Loop:
         channel=SimpleNamespace(num_sent=1),
         unresponsive_timeout=315.0,
         activity=Activity(activity, None, 0, seconds),
-        give_up=lambda: None,
+        kill_unresponsive=lambda: None,
     )
     config = SimpleNamespace(parallel=SimpleNamespace(start_timeout=1800.0))
     client: Any = AsyncMPClient(config, link, "a platform")  # type: ignore[arg-type]

@@ -128,10 +128,10 @@ def test_a_core_without_work_says_so(loop):
     loop.input_queue.put((0, 1, add("a")))
     thread = threading.Thread(target=loop.proc.run_busy_loop)
     thread.start()
-    _, news = loop.output_queue.get(timeout=30)
-    while news.taken < 2:
-        _, news = loop.output_queue.get(timeout=30)
-    assert not news.is_busy and not news.outputs.outputs
+    _, update = loop.output_queue.get(timeout=30)
+    while update.num_acknowledged < 2:
+        _, update = loop.output_queue.get(timeout=30)
+    assert not update.is_busy and not update.outputs.outputs
     loop.input_queue.put(STOP)
     thread.join(30)
     assert loop.board.read(0).text == IDLE

@@ -116,10 +116,10 @@ def test_times_between_tokens_are_counted_once_per_token():
         return run.processor.apply_outputs(EngineCoreOutputs([EngineCoreOutput(ids[i], [5]) for i in which]))
 
     first = take(0)
-    assert len(first.started) == 1 and not first.gaps
+    assert len(first.started) == 1 and not first.inter_token_gaps
     second = take(0, 1)  # the other sequence's first token is not the request's
-    assert not second.started and list(second.gaps.values()) == [1]
-    assert list(take(0, 1).gaps.values()) == [2]
+    assert not second.started and list(second.inter_token_gaps.values()) == [1]
+    assert list(take(0, 1).inter_token_gaps.values()) == [2]
 
 
 def test_final_only_shows_nothing_before_the_end():

@@ -96,9 +96,7 @@ class Server:
             app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), self.settings)
             answers: list[httpx.Response] = []
             try:
-                async with httpx.AsyncEngineCoreClient(
-                    transport=httpx.ASGITransport(app), base_url="http://x"
-                ) as client:
+                async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
                     last = ""
                     for (method, path, body), key in itertools.zip_longest(requests, keys):
                         headers = {} if key is None else {"Authorization": f"Bearer {key}"}

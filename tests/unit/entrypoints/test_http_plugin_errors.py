@@ -31,7 +31,7 @@ def ask(method: str, path: str, **more: Any) -> httpx.Response:
     app.mount(loaded.prefix, loaded.asgi_app(BodyReader(100, 5.0)))
 
     async def run() -> httpx.Response:
-        async with httpx.AsyncEngineCoreClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             return await client.request(method, f"/plugins/p/{path}", **more)
 
     return asyncio.run(run())

@@ -16,12 +16,12 @@ from mvllm.entrypoints.openai.server.process_messages import ShutdownSignal
 def test_two_deaths_at_once_are_one_signal_to_the_others():
     """A second one would have them abort what they are to finish."""
     ours, theirs = (MessageSocket(end) for end in message_socket_pair())
-    crew: Any = object.__new__(_ProcessManager)
-    crew._servers = [SimpleNamespace(failure=f"{index} died.", expect_exit=lambda: None) for index in range(2)]
-    crew._settings = SimpleNamespace(shutdown_timeout=60.0)
-    crew._links, crew._orders, crew._deadline = [], [ours], float("inf")
-    assert crew._on_server_death(0) and crew._on_server_death(1)
-    told = [msgspec.msgpack.decode(data, type=ShutdownSignal) for data in iter(theirs.receive, None)]
-    assert told == [ShutdownSignal(signal.SIGTERM)] and crew._status == 1
+    manager: Any = object.__new__(_ProcessManager)
+    manager._servers = [SimpleNamespace(failure=f"{index} died.", expect_exit=lambda: None) for index in range(2)]
+    manager._settings = SimpleNamespace(shutdown_timeout=60.0)
+    manager._engine_cores, manager._control_sockets, manager._deadline = [], [ours], float("inf")
+    assert manager._on_server_death(0) and manager._on_server_death(1)
+    received = [msgspec.msgpack.decode(data, type=ShutdownSignal) for data in iter(theirs.receive, None)]
+    assert received == [ShutdownSignal(signal.SIGTERM)] and manager._status == 1
     for end in (ours, theirs):
         end.close()

@@ -43,7 +43,9 @@ class Runner(BatchRunner):
 
     def _make_handler(self, line):
         super_call = super()._make_handler
-        return SimpleNamespace(start=self.start, answer=lambda: self.respond(line, super_call), close=lambda: None)
+        return SimpleNamespace(
+            start=self.start, full_response=lambda: self.respond(line, super_call), close=lambda: None
+        )
 
     async def start(self):
         pass

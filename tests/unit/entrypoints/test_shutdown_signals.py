@@ -18,7 +18,7 @@ def run(rest: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_does_not_wait_for_a_thread_that_is_busy() -> None:
-    ended = run("threading.Thread(target=time.sleep, args=(1000,)).start()\nprint('a')\nleave_program(3)")
+    ended = run("threading.Thread(target=time.sleep, args=(1000,)).start()\nprint('a')\nexit_program(3)")
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "a\nexit functions are run\n", "")
 
 

@@ -43,7 +43,7 @@ def post(tokenizer: SlowTokenizer, path: str, body: dict[str, Any]) -> httpx.Res
         state.set_ready(cast(Any, SimpleNamespace(tokenizer=tokenizer, model_config=config)), work, cast(Any, None))
         metrics = HTTPMetrics(CollectorRegistry())
         app = build_app(state, OpenAIServingModels(["m"], "m"), metrics, ServerSettings())
-        async with httpx.AsyncEngineCoreClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             return await client.post(path, json=body)
 
     return asyncio.run(ask())

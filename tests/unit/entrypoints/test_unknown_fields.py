@@ -49,7 +49,7 @@ def post(bodies: list[dict[str, Any]], policy: UnknownFieldsPolicy = "warn") -> 
         state.set_ready(cast(Any, engine), TokenizerPool(cast(Any, Tokenizer()), 16), cast(Any, None))
         settings = ServerSettings(unknown_fields=policy)
         app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
-        async with httpx.AsyncEngineCoreClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             return [await client.post("/tokenize", json=body) for body in bodies]
 
     return asyncio.run(ask())
@@ -116,7 +116,7 @@ def test_parameters_of_administration_are_checked_too() -> None:
         settings = ServerSettings(unknown_fields=policy, admin_api_keys=("k",))
         app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
         headers = {"Authorization": "Bearer k"}
-        async with httpx.AsyncEngineCoreClient(
+        async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://x", headers=headers
         ) as client:
             return await client.post("/sleep?levl=2"), levels

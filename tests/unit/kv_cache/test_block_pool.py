@@ -128,7 +128,7 @@ def test_forgetting_all_leaves_no_name():
         lambda pool: pool._next.__setitem__(1, 1),
         lambda pool: pool._prev.__setitem__(2, 0),
         lambda pool: pool._hashes.__setitem__(0, name(5)),
-        lambda pool: pool._named.__setitem__(name(5), 0),
+        lambda pool: pool._block_by_hash.__setitem__(name(5), 0),
         lambda pool: setattr(pool, "num_free", 2),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_reader_that_dies_anywhere_is_named_and_the_others_lose_nothing(point)
 
 @pytest.mark.parametrize("point", processes.WRITER_DEATHS.values(), ids=processes.WRITER_DEATHS.keys())
 def test_a_writer_that_dies_anywhere_is_named_after_everything_it_sent(point):
-    call = 2 if point[1] == "take" else 5
+    call = 2 if point[1] == "drain" else 5
     with queue_of("Worker_TP0", "Worker_TP1") as queue:
         readers = [queue.open_reader(i, dict) for i in range(2)]
         child = processes.start(processes.write_until_death, queue.writer_handle(), point, call)

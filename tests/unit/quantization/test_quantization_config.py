@@ -175,7 +175,7 @@ def test_the_front_end_checks_settings_without_torch(folder: Path, tmp_path: Pat
     program = (
         "import sys, json\n"
         "from mvllm.config.hf_config import HFConfig\n"
-        "from mvllm.layers.quantization import awq, compressed_tensors, float8, gptq, on_load, registry\n"
+        "from mvllm.layers.quantization import awq, compressed_tensors, float8, gptq, online_quantization, registry\n"
         "from mvllm.config.quantization import resolve_quantization\n"
         f"for settings in json.loads({json.dumps([s.config for s in (SCHEMES | FLOAT8_SCHEMES).values()])!r}):\n"
         "    name = resolve_quantization(HFConfig({'quantization_config': settings}, 'config.json'), None)\n"

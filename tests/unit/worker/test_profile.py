@@ -47,7 +47,7 @@ def test_a_model_that_reads_the_prompts_lengths_gets_them(reads_them: bool, monk
     given: list[StepInputs] = []
     runner = ModelRunner.__new__(ModelRunner)
     runner._config, runner._platform, runner._runtime = make_config(), FakePlatform(), HostRuntime()
-    runner._pipeline = SimpleNamespace(is_last=False, placeholder=lambda num_tokens: None)
+    runner._pipeline = SimpleNamespace(is_last=False, zero_hidden_states=lambda num_tokens: None)
     runner._attention = KVCacheLayers(runner._config, runner._platform, runner._runtime)
     runner._block_size, runner.rows = BLOCK_SIZE, make_rows()
     model = SimpleNamespace(uses_prompt_lens=reads_them)

@@ -58,7 +58,7 @@ class ProcessedStep:
         requests_to_abort, num_new_tokens, requests_to_add: As in OutputProcessorOutput.
         started: Requests whose first token this is.
         finished: Requests that have ended.
-        gaps: How many tokens came how long after the one before, in seconds; the newest of each output.
+        inter_token_gaps: How many tokens came how long after the one before, in seconds; the newest of each output.
     """
 
     requests: list[RequestState] = field(default_factory=list)
