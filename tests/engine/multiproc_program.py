@@ -1,4 +1,4 @@
-"""An engine core in a process of its own, for tests that kill things: scripted_worker workers, and no torch anywhere.
+"""An engine core in a process of its own, for tests that kill things: scripted workers, and no torch anywhere.
 
 Says on stdout how far it is, one JSON line each; goes on from idle when it gets a line on stdin.
 """
@@ -26,7 +26,7 @@ def main() -> None:
     core = None
     try:
         say(phase="starting")
-        core = EngineCore(config, choose_platform("scripted_worker").platform)
+        core = EngineCore(config, choose_platform("scripted").platform)
         say(phase="idle")
         sys.stdin.readline()
         say(phase="running")

@@ -21,25 +21,25 @@ from mvllm.messages.sampling_params import RequestOutputKind
 from tests.helpers.plugins import prepend, scripted_platform_path
 from tests.helpers.processes import TAG, assert_nothing_left, named, new_tag, shared_memory_names, wait_until
 
-pytestmark = pytest.mark.fresh_programs  # the scripted_worker's workers show that core imports no torch
+pytestmark = pytest.mark.fresh_programs  # the scripted workers show that core imports no torch
 LONG = SamplingParams(max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA, detokenize=False)
 Make = Callable[..., AsyncLLM]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Builds engines on scripted_worker workers; after the test nothing may be left of them."""
+    """Builds engines on scripted workers; after the test nothing may be left of them."""
     prepend(monkeypatch, scripted_platform_path(tmp_path))
     tag, before = new_tag(), shared_memory_names()
     monkeypatch.setenv(TAG, tag)
 
     with ExitStack() as stack:
 
-        def build(scripted_worker: str, **settings: object) -> AsyncLLM:
-            monkeypatch.setenv("PUPPET", scripted_worker)
+        def build(mode: str, **settings: object) -> AsyncLLM:
+            monkeypatch.setenv("SCRIPTED_WORKER", mode)
             defaults = {
                 "model": "demo",
-                "platform": "scripted_worker",
+                "platform": "scripted",
                 "distributed_executor_backend": "mp",
                 "kv_cache_memory_bytes": 1 << 24,
                 "memory_utilization": 0.5,

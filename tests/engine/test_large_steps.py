@@ -21,7 +21,7 @@ from mvllm.messages.scheduler_output import NewRequestData, SchedulerOutput
 from mvllm.platform.choose import choose_platform
 from tests.helpers.plugins import prepend, scripted_platform_path
 
-pytestmark = pytest.mark.fresh_programs  # the scripted_worker's workers show that core imports no torch
+pytestmark = pytest.mark.fresh_programs  # the scripted workers show that core imports no torch
 NUM_REQUESTS = 256
 BUDGET = 8192
 BLOCK_SIZE = 16
@@ -62,13 +62,13 @@ def message_bytes(step: SchedulerOutput) -> int:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[object]:
     prepend(monkeypatch, scripted_platform_path(tmp_path / "scripted_worker"))
-    monkeypatch.setenv("PUPPET", "count")
+    monkeypatch.setenv("SCRIPTED_WORKER", "count")
     with ExitStack() as stack:
 
         def build(**settings: object) -> MultiprocExecutor:
             args = EngineArgs.from_kwargs(model="demo", distributed_executor_backend="mp", **settings)
             config = replace_field(args.create_engine_config(), "parallel.tensor_parallel_size", 2)
-            executor = make_executor(config, choose_platform("scripted_worker").platform)
+            executor = make_executor(config, choose_platform("scripted").platform)
             assert isinstance(executor, MultiprocExecutor)
             stack.callback(executor.shutdown)
             return executor

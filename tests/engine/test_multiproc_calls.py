@@ -48,7 +48,7 @@ from tests.helpers.scripted_worker import (
     SPAWN,
 )
 
-pytestmark = pytest.mark.fresh_programs  # the scripted_worker's workers show that core imports no torch
+pytestmark = pytest.mark.fresh_programs  # the scripted workers show that core imports no torch
 MakeExecutor = Callable[..., MultiprocExecutor]
 
 
@@ -62,11 +62,11 @@ def tag(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tag: str) -> Iterator[MakeExecutor]:
     prepend(monkeypatch, scripted_platform_path(tmp_path / "scripted_worker"))
-    monkeypatch.setenv("PUPPET", "yes")
+    monkeypatch.setenv("SCRIPTED_WORKER", "yes")
     with ExitStack() as stack:
 
         def build(num_workers: int = 1, **fields: object) -> MultiprocExecutor:
-            executor = make_executor(_config(num_workers, **fields), choose_platform("scripted_worker").platform)
+            executor = make_executor(_config(num_workers, **fields), choose_platform("scripted").platform)
             assert isinstance(executor, MultiprocExecutor)
             stack.callback(executor.shutdown)
             return executor
@@ -252,7 +252,7 @@ def test_shared_memory_that_holds_nonsense_ends_the_worker_with_the_reason(make:
 def test_a_result_of_another_kind_than_declared_fails_the_call_and_names_the_worker(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PUPPET", "odd")
+    monkeypatch.setenv("SCRIPTED_WORKER", "odd")
     executor = make(2)
     with pytest.raises(WorkerError, match=r"Worker_TP\d \(rank \d, pid \d+\) sent something else than available_kv_b"):
         executor.available_kv_bytes()
@@ -304,7 +304,7 @@ def test_a_rank_that_takes_no_messages_stops_the_writer_only_so_long(make: MakeE
 def test_a_worker_that_cannot_be_built_raises_its_own_error_and_leaves_nothing(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch, tag: str
 ) -> None:
-    monkeypatch.setenv("PUPPET", "fail-1")
+    monkeypatch.setenv("SCRIPTED_WORKER", "fail-1")
     with pytest.raises(PlatformError, match=r"Worker_TP1 \(rank 1, pid \d+\).*ValueError: no strings on rank 1"):
         make(2)
     assert not tagged(tag)
@@ -313,7 +313,7 @@ def test_a_worker_that_cannot_be_built_raises_its_own_error_and_leaves_nothing(
 def test_a_worker_that_does_not_start_in_time_is_named_with_its_stack(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch, tag: str
 ) -> None:
-    monkeypatch.setenv("PUPPET", "hang-0")
+    monkeypatch.setenv("SCRIPTED_WORKER", "hang-0")
     with pytest.raises(WorkerStuckError, match=r"Worker_TP0 (?s:.*)importing the worker(?s:.*)in __init__"):
         make(2, start_timeout=6.0)
     assert not tagged(tag)
@@ -362,7 +362,7 @@ def test_workers_that_do_not_listen_are_ended_all_the_same(make: MakeExecutor, t
 
 
 def test_an_executor_that_is_forgotten_ends_its_workers(make: MakeExecutor, tag: str) -> None:
-    executor = make_executor(_config(1), choose_platform("scripted_worker").platform)
+    executor = make_executor(_config(1), choose_platform("scripted").platform)
     assert len(tagged(tag)) == 1
     del executor
     gc.collect()
@@ -376,7 +376,7 @@ def test_an_executor_that_is_collected_in_its_own_monitor_ends_its_workers_in_go
     monkeypatch.setattr(sys, "unraisablehook", problems.append)
     make(1).shutdown()  # what is opened once per process
     num_open = len(os.listdir("/proc/self/fd"))
-    executor = make_executor(_config(2), choose_platform("scripted_worker").platform)
+    executor = make_executor(_config(2), choose_platform("scripted").platform)
     victim = executor.worker_pids[0]
     is_collected = weakref.ref(executor)
     threads = {thread for thread in threading.enumerate() if thread.name == "worker-monitor"}
@@ -485,7 +485,7 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.executor.factory import make_executor
 from mvllm.platform.choose import choose_platform
 config = EngineArgs.from_kwargs(model="demo", tensor_parallel_size=2).create_engine_config()
-executor = make_executor(config, choose_platform("scripted_worker").platform)
+executor = make_executor(config, choose_platform("scripted").platform)
 print(*executor.worker_pids)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -42,13 +42,13 @@ ACTIVITY = {
 class Engine:
     """A running multiproc_program."""
 
-    def __init__(self, plugin_path: list[str], scripted_worker: str) -> None:
+    def __init__(self, plugin_path: list[str], mode: str) -> None:
         self.tag = new_tag()
         self.shared_memory_before = shared_memory_names()
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*plugin_path, *sys.path]),
-            "PUPPET": scripted_worker,
+            "SCRIPTED_WORKER": mode,
             TAG: self.tag,
         }
         self.process = subprocess.Popen(
@@ -108,8 +108,8 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
     plugin_path = scripted_platform_path(tmp_path / "plugins")
     with ExitStack() as stack:
 
-        def build(scripted_worker: str) -> Engine:
-            engine = Engine(plugin_path, scripted_worker)
+        def build(mode: str) -> Engine:
+            engine = Engine(plugin_path, mode)
 
             def clean_up() -> None:
                 for process in [engine.process, *tagged(engine.tag)]:

@@ -218,11 +218,11 @@ MakeExecutor = Callable[..., RayDistributedExecutor]
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: TwoNodes) -> Iterator[MakeExecutor]:
     prepend(monkeypatch, scripted_platform_path(tmp_path / "scripted_worker"))
-    monkeypatch.setenv("PUPPET", "yes")
+    monkeypatch.setenv("SCRIPTED_WORKER", "yes")
     with ExitStack() as stack:
 
         def build(num_workers: int = 2, **fields: object) -> RayDistributedExecutor:
-            executor = make_executor(config(num_workers, **fields), choose_platform("scripted_worker").platform)
+            executor = make_executor(config(num_workers, **fields), choose_platform("scripted").platform)
             assert isinstance(executor, RayDistributedExecutor)
             stack.callback(executor.shutdown)
             return executor
@@ -255,8 +255,8 @@ def test_ranks_on_our_node_use_the_ring_and_those_elsewhere_the_network(make: Ma
 def test_devices_that_ray_numbers_are_given_by_number_with_the_environment_of_the_engine(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PUPPET_RESOURCE", DEVICE)
-    monkeypatch.setenv("HF_PUPPET_MARK", "from the engine")
+    monkeypatch.setenv("SCRIPTED_WORKER_RESOURCE", DEVICE)
+    monkeypatch.setenv("HF_SCRIPTED_WORKER_MARK", "from the engine")
     executor = make()
     assert sources(executor) == [LocalSource, LocalSource]  # the devices are on our node, both of them
     for rank in range(2):
@@ -310,7 +310,7 @@ def test_a_step_that_hangs_on_another_node_fails_with_the_stack_of_the_rank(make
 def test_a_worker_that_cannot_be_built_raises_its_own_error(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    monkeypatch.setenv("PUPPET", f"fail-{rank}")
+    monkeypatch.setenv("SCRIPTED_WORKER", f"fail-{rank}")
     with pytest.raises(PlatformError, match=rf"Worker_TP{rank} \(rank {rank}.*ValueError: no strings on rank {rank}"):
         make()
 
@@ -334,7 +334,7 @@ from mvllm.executor.factory import make_executor
 from mvllm.platform.choose import choose_platform
 from tests.engine.test_ray_executor import config
 from tests.helpers.scripted_worker import SLEEP_MS
-executor = make_executor(config(2), choose_platform("scripted_worker").platform)
+executor = make_executor(config(2), choose_platform("scripted").platform)
 executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 600_000), ranks=[int(sys.argv[1])], non_block=True)
 print(*executor.worker_pids, flush=True)
 time.sleep(600)
@@ -363,7 +363,7 @@ from mvllm.executor.factory import make_executor
 from mvllm.platform.choose import choose_platform
 from tests.engine.test_ray_executor import config
 for leaves_first in (False, True):
-    executor = make_executor(config(2), choose_platform("scripted_worker").platform)
+    executor = make_executor(config(2), choose_platform("scripted").platform)
     failures = []
     executor.on_failure(failures.append)
     executor.collective_rpc("check_health")
@@ -416,8 +416,8 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_would_help(make: MakeE
 def test_a_platform_that_names_no_resource_is_refused_with_the_field(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PUPPET_RESOURCE", "")
-    with pytest.raises(ConfigError, match=r"'scripted_worker'.*LaunchTopology leaves the field ray_resource unset"):
+    monkeypatch.setenv("SCRIPTED_WORKER_RESOURCE", "")
+    with pytest.raises(ConfigError, match=r"'scripted'.*LaunchTopology leaves the field ray_resource unset"):
         make()
 
 

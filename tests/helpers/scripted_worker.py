@@ -1,7 +1,7 @@
 """A platform whose worker has no model and no torch: its methods do what their arguments say.
 
-`allocate_kv_cache(code, value)` is the string that the tests pull; the environment variable PUPPET says where a worker
-fails or hangs before anybody can pull: `fail-<rank>`, `hang-<rank>`, `hang-starting`, `hang-loading`, or `slow` steps.
+`allocate_kv_cache(code, value)` runs an action that a test sends. The environment variable SCRIPTED_WORKER names an
+earlier failure: `fail-<rank>`, `hang-<rank>`, `hang-starting`, `hang-loading`, or `slow` for slow steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mvllm.plugin_api import (
 SLEEP_MS, RAISE, EXIT, KILL, RAISE_ON_RANK, SLEEP_ON_RANK_0_MS, PRINT, SPAWN, TELL, FORGE_ON_RANK_1 = range(10)
 
 SPEC = PlatformSpec(
-    name="scripted_worker",
+    name="scripted",
     vendor="tests",
     contract=(1, 0),
     probe="tests.helpers.scripted_worker:probe",
@@ -48,7 +48,7 @@ def mvllm_platform() -> PlatformSpec:
 
 
 def probe() -> ProbeResult:
-    return ProbeResult("PUPPET" in os.environ, "PUPPET is set or not", remedy="set PUPPET")
+    return ProbeResult("SCRIPTED_WORKER" in os.environ, "SCRIPTED_WORKER is set or not", remedy="set SCRIPTED_WORKER")
 
 
 class ScriptedPlatform(Platform):
@@ -64,11 +64,11 @@ class ScriptedPlatform(Platform):
             devices_per_worker=1,
             executors=("mp", "ray"),
             env_per_worker=tuple(
-                {"PUPPET_DEVICE": f"device-{rank}", "PUPPET": os.environ["PUPPET"]}
+                {"SCRIPTED_WORKER_DEVICE": f"device-{rank}", "SCRIPTED_WORKER": os.environ["SCRIPTED_WORKER"]}
                 for rank in range(parallel.world_size)
             ),
-            ray_resource=os.environ.get("PUPPET_RESOURCE", "CPU") or None,
-            device_variable="PUPPET_DEVICE",
+            ray_resource=os.environ.get("SCRIPTED_WORKER_RESOURCE", "CPU") or None,
+            device_variable="SCRIPTED_WORKER_DEVICE",
         )
 
     def init_device(self, ctx):
@@ -86,25 +86,25 @@ class ScriptedPlatform(Platform):
 
 class ScriptedWorker:
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
-        self.device = os.environ["PUPPET_DEVICE"]  # must be there before anything is imported
+        self.device = os.environ["SCRIPTED_WORKER_DEVICE"]  # must be there before anything is imported
         self.rank = ctx.rank
-        if os.environ["PUPPET"] == f"fail-{ctx.rank}":
+        if os.environ["SCRIPTED_WORKER"] == f"fail-{ctx.rank}":
             raise ValueError(f"no strings on rank {ctx.rank}")
-        if os.environ["PUPPET"] in (f"hang-{ctx.rank}", "hang-starting"):
+        if os.environ["SCRIPTED_WORKER"] in (f"hang-{ctx.rank}", "hang-starting"):
             time.sleep(3600)
 
     def init_device(self) -> None:
         pass
 
     def load_model(self) -> None:
-        if os.environ["PUPPET"] == "hang-loading":
+        if os.environ["SCRIPTED_WORKER"] == "hang-loading":
             time.sleep(3600)
 
     def kv_cache_needs(self) -> KVCacheNeeds:
         return KVCacheNeeds(bytes_per_token=1000 + self.rank, block_sizes=(16, 32))
 
     def available_kv_bytes(self) -> int:
-        return os.getpid() if os.environ["PUPPET"] != "odd" else "many"  # type: ignore[return-value]
+        return os.getpid() if os.environ["SCRIPTED_WORKER"] != "odd" else "many"  # type: ignore[return-value]
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         code, value = num_blocks, block_size
@@ -129,7 +129,7 @@ class ScriptedWorker:
         elif code == SPAWN:
             multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,)).start()  # a daemon must not
         elif code == TELL:
-            raise RuntimeError(f"{self.device} {os.environ.get('HF_PUPPET_MARK')}")
+            raise RuntimeError(f"{self.device} {os.environ.get('HF_SCRIPTED_WORKER_MARK')}")
         elif code == FORGE_ON_RANK_1 and self.rank == 1:
             forge_replies(rank=value)
 
@@ -137,15 +137,15 @@ class ScriptedWorker:
         pass
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        pulled = os.environ["PUPPET"] == "yes"
+        pulled = os.environ["SCRIPTED_WORKER"] == "yes"
         if pulled and plan.step == 13:
             raise RuntimeError("unlucky")
         if pulled and plan.step == 99 and self.rank == 1:
             time.sleep(3600)
-        if os.environ["PUPPET"] == "slow":
+        if os.environ["SCRIPTED_WORKER"] == "slow":
             time.sleep(0.1)
         assert "torch" not in sys.modules
-        if os.environ["PUPPET"] == "count":  # what arrived, told back
+        if os.environ["SCRIPTED_WORKER"] == "count":  # what arrived, told back
             tokens = [sum(request.token_ids) for request in plan.new_requests]
             return ModelRunnerOutput(step=plan.step, sampled_token_ids=tokens)
         return ModelRunnerOutput(step=plan.step, sampled_token_ids=[self.rank] * max(1, len(plan.rows)))
