@@ -16,6 +16,9 @@ import msgspec
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs
 
+UtilityArg = int | list[str] | LoRARequest
+"""What a utility method of the engine core takes."""
+
 
 class AddRequests(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """Requests that begin together.
@@ -40,13 +43,13 @@ class CallUtility(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
     Attributes:
         id: Given back in the result.
-        method: `reset_prefix_cache`, `check_health`, `sleep`, `wake_up`, `add_lora` or `remove_lora`.
-        argument: The level of `sleep`, the tags of `wake_up`, the adapter of `add_lora`, or the id of `remove_lora`'s.
+        method: One of the engine core's UTILITY_METHODS.
+        args: Its arguments.
     """
 
     id: int
     method: str
-    argument: int | list[str] | LoRARequest | None = None
+    args: tuple[UtilityArg, ...] = ()
 
 
 class StopCore(msgspec.Struct, tag=4, array_like=True, frozen=True):

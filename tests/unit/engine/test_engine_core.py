@@ -266,6 +266,15 @@ class TestFailure:
         with pytest.raises(RuntimeError, match="no answer"):
             core.check_health()
 
+    def test_utility_methods_are_called_by_name_and_no_other_method_is(self, make_core):
+        core = make_core()
+        assert core.call_utility("reset_prefix_cache") is True
+        assert core.call_utility("check_health") is False
+        assert make_core.executors[0].calls[-1] == "check_health"
+        for method in ("shutdown", "_launch_step", "nothing"):
+            with pytest.raises(ConfigError, match=rf"call_utility\('{method}'\): an engine core offers .*check_health"):
+                core.call_utility(method)
+
 
 def test_several_replicas_are_refused_and_not_ignored():
     config = make_config()

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import zmq
 
+from mvllm.engine.core.engine_core import EngineCore
 from mvllm.engine.process import inproc_client
 from mvllm.engine.process.client_output_queues import make_output_queues
 from mvllm.engine.process.engine_core_proc import EngineCoreProc
@@ -66,10 +67,7 @@ class TwoStepCore:
     def check_health(self):
         raise RuntimeError("no pulse")
 
-    def sleep(self, level):
-        self.slept = level
-
-    wake_up = add_lora = remove_lora = sleep
+    call_utility = EngineCore.call_utility
 
 
 @pytest.fixture

@@ -22,11 +22,12 @@ from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size,
 from mvllm.engine.core.lora_manager import LoRAManager
 from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
 from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
-from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
+from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.kv_cache.null_kv_cache_manager import NullKVCacheManager
 from mvllm.logging import get_logger
+from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -37,6 +38,9 @@ from mvllm.structured_output.llguidance_library import check_available
 from mvllm.structured_output.structured_output_manager import StructuredOutputManager
 
 logger = get_logger(__name__)
+
+UTILITY_METHODS = frozenset({"add_lora", "check_health", "remove_lora", "reset_prefix_cache", "sleep", "wake_up"})
+"""The methods of EngineCore that front ends call by name, through `call_utility`."""
 
 _GRAMMAR_WAIT_SECONDS = 0.01
 """How long a step waits for a grammar at a time, where nothing else can be done: commands are taken in between."""
@@ -187,6 +191,17 @@ class EngineCore:
     def on_failure(self, callback: Callable[[Exception], None]) -> None:
         """Has `callback` called, once and from any thread, when the workers can no longer be used."""
         self._executor.on_failure(callback)
+
+    def call_utility(self, method: str, *args: UtilityArg) -> bool:
+        """Calls one of UTILITY_METHODS; returns its result, False for None.
+
+        Raises:
+            ConfigError: `method` is not one of them.
+            Exception: What the method raised.
+        """
+        if method not in UTILITY_METHODS:
+            raise ConfigError(f"call_utility({method!r}): an engine core offers {', '.join(sorted(UTILITY_METHODS))}.")
+        return bool(getattr(self, method)(*args))
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False when requests still use some blocks."""

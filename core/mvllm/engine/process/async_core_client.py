@@ -13,7 +13,7 @@ from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutpu
 from mvllm.engine.process.dp_async_mp_client import start_replicas
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.errors import ConfigError, EngineDeadError
-from mvllm.messages.lora import LoRARequest
+from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.requests import EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
 
@@ -58,7 +58,7 @@ class AsyncEngineCoreClient(Protocol):
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops sequences."""
 
-    async def call_utility(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
+    async def call_utility(self, method: str, *args: UtilityArg) -> bool:
         """Calls a method of every core."""
 
     @property

@@ -26,8 +26,7 @@ from mvllm.engine.process.remote_exceptions import rebuild_exception
 from mvllm.engine.process.zmq_channel import ClientChannel
 from mvllm.errors import EngineDeadError
 from mvllm.executor.process.activity_table import Activity
-from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, Command, EngineCoreUpdate
-from mvllm.messages.lora import LoRARequest
+from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, Command, EngineCoreUpdate, UtilityArg
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 
 OnOutputs = Callable[[EngineCoreOutputs], None]
@@ -176,8 +175,8 @@ class AsyncMPClient:
         if self._aborted:
             self._flush_soon()
 
-    async def call_utility(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
-        """Calls a method of the core (see CallUtility) and returns whether it succeeded, where it says so.
+    async def call_utility(self, method: str, *args: UtilityArg) -> bool:
+        """Calls a method of the core, see `EngineCore.call_utility`.
 
         Raises:
             EngineDeadError: The core has ended.
@@ -190,7 +189,7 @@ class AsyncMPClient:
         call_id = self._num_calls
         answer = self._calls[call_id] = self._loop.create_future()
         try:
-            self._send(CallUtility(call_id, method, argument))
+            self._send(CallUtility(call_id, method, args))
             return bool(await answer)
         finally:
             self._calls.pop(call_id, None)

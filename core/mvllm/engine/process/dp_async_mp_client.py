@@ -19,7 +19,7 @@ from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.errors import EngineDeadError
 from mvllm.messages.coordinator_protocol import CoreLoad
-from mvllm.messages.lora import LoRARequest
+from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
 
@@ -156,11 +156,11 @@ class DPLBAsyncMPClient:
                 self._remove_request(request_id)
                 self._cores[rank].abort_requests([request_id])
 
-    async def call_utility(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
+    async def call_utility(self, method: str, *args: UtilityArg) -> bool:
         """Calls a method of every core; returns whether it succeeded everywhere."""
         if method in ("reset_prefix_cache", "sleep"):
             self._load_balancer.clear_prefixes()
-        return all(await asyncio.gather(*(core.call_utility(method, argument) for core in self._cores)))
+        return all(await asyncio.gather(*(core.call_utility(method, *args) for core in self._cores)))
 
     def on_sleep(self, callback: Callable[[bool], None]) -> None:
         """Has `callback` told when another front end puts the engine to sleep or wakes it up."""

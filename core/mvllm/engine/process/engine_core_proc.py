@@ -16,7 +16,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from mvllm.engine.process.client_output_queues import ClientOutputQueues, LoadRe
 from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, EngineCoreStartArgs
 from mvllm.engine.process.message_socket import MessageSocket
 from mvllm.engine.process.remote_exceptions import describe_process_failure
-from mvllm.errors import ConfigError, EngineDeadError
+from mvllm.errors import EngineDeadError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.executor.process.child_startup import initialize_child
 from mvllm.executor.process.handshake import send_message
@@ -82,14 +82,6 @@ class EngineCoreProc:
         self._output_queues = desk
         self._activity_table = board
         self._decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
-        self._calls: Mapping[str, Callable[..., bool | None]] = {
-            "reset_prefix_cache": core.reset_prefix_cache,
-            "check_health": core.check_health,
-            "sleep": core.sleep,
-            "wake_up": core.wake_up,
-            "add_lora": core.add_lora,
-            "remove_lora": core.remove_lora,
-        }
         self._num_received = 0
 
     def run_busy_loop(self) -> None:
@@ -153,10 +145,7 @@ class EngineCoreProc:
     def _call_utility(self, command: CallUtility) -> UtilityResult:
         self._activity_table.write(0, command.method, self._num_received)
         try:
-            call = self._calls.get(command.method)
-            if call is None:
-                raise ConfigError(f"An engine core offers {', '.join(sorted(self._calls))}; not {command.method!r}.")
-            return UtilityResult(command.id, call() if command.argument is None else call(command.argument))
+            return UtilityResult(command.id, self._core.call_utility(command.method, *command.args))
         except Exception as e:  # noqa: BLE001  (raised where it was called)
             return UtilityResult(
                 command.id, None, describe_process_failure(e, name=self._name, activity=command.method)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.engine.core.engine_core import EngineCore
-from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.core.worker_environment import worker_environment
 from mvllm.errors import ConfigError
-from mvllm.messages.lora import LoRARequest
-from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
 from mvllm.platform.choose import ChosenPlatform, choose_platform
 
 if TYPE_CHECKING:
@@ -20,74 +17,30 @@ if TYPE_CHECKING:
 
 
 class InprocClient:
-    """Calls the engine core directly.
+    """The client of an engine core in the same process: its methods are the core's own.
 
     Attributes:
         config: The configuration the engine runs with, after the platform's plan.
         platform_summary: The platform's name and the plugin it came from.
+        cache_summary, start_seconds, add_request, abort_requests, has_requests, step, call_utility, shutdown: The
+            EngineCore's.
     """
 
     def __init__(self, core: EngineCore, platform_summary: str) -> None:
         self._core = core
         self.config = core.config
         self.platform_summary = platform_summary
-
-    @property
-    def cache_summary(self) -> KVCacheSummary:
-        """The KV cache as it was sized."""
-        return self._core.cache_summary
-
-    @property
-    def start_seconds(self) -> dict[str, float]:
-        """Seconds per start-up phase."""
-        return self._core.start_seconds
-
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Queues a validated request."""
-        self._core.add_request(request)
-
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Drops requests; unknown ids are ignored."""
-        self._core.abort_requests(request_ids)
-
-    def has_requests(self) -> bool:
-        """Whether `step` has work."""
-        return self._core.has_requests()
-
-    def step(self) -> EngineCoreOutputs:
-        """Runs one step."""
-        return self._core.step()
+        self.cache_summary = core.cache_summary
+        self.start_seconds = core.start_seconds
+        self.add_request = core.add_request
+        self.abort_requests = core.abort_requests
+        self.has_requests = core.has_requests
+        self.step = core.step
+        self.call_utility = core.call_utility
+        self.shutdown = core.shutdown
 
     def interrupt_step(self) -> None:
-        """Nothing: `step` does not wait for anybody."""
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes."""
-        return self._core.reset_prefix_cache()
-
-    def sleep(self, level: int) -> None:
-        """Gives memory back; see `EngineCore.sleep`."""
-        self._core.sleep(level)
-
-    def wake_up(self, tags: Sequence[str]) -> bool:
-        """Claims it again; see `EngineCore.wake_up`."""
-        return self._core.wake_up(tags)
-
-    def add_lora(self, request: LoRARequest) -> None:
-        """Loads an adapter; see `EngineCore.add_lora`."""
-        self._core.add_lora(request)
-
-    def remove_lora(self, lora_int_id: int) -> bool:
-        """Forgets it; see `EngineCore.remove_lora`."""
-        return self._core.remove_lora(lora_int_id)
-
-    def check_health(self) -> None:
-        """Raises unless every worker answers."""
-        self._core.check_health()
-
-    def shutdown(self) -> None:
-        """Ends the engine. Idempotent."""
-        self._core.shutdown()
+        """Does nothing: `step` does not wait for another process."""
 
 
 def make_client(

@@ -10,7 +10,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import msgspec
 import zmq
@@ -29,9 +29,9 @@ from mvllm.messages.core_protocol import (
     CallUtility,
     Command,
     EngineCoreUpdate,
+    UtilityArg,
     UtilityResult,
 )
-from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
 
@@ -132,29 +132,24 @@ class SyncMPClient:
         if self._link.is_open:
             self._interrupt_notifier.notify()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes."""
-        return bool(self.call_utility("reset_prefix_cache"))
+    def call_utility(self, method: str, *args: UtilityArg) -> bool:
+        """Calls a method of the core, see `EngineCore.call_utility`; waits for the step under way.
 
-    def sleep(self, level: int) -> None:
-        """Gives memory back; see `EngineCore.sleep`."""
-        self.call_utility("sleep", level)
-
-    def wake_up(self, tags: Sequence[str]) -> bool:
-        """Claims it again; see `EngineCore.wake_up`."""
-        return bool(self.call_utility("wake_up", list(tags)))
-
-    def add_lora(self, request: LoRARequest) -> None:
-        """Loads an adapter; see `EngineCore.add_lora`."""
-        self.call_utility("add_lora", request)
-
-    def remove_lora(self, lora_int_id: int) -> bool:
-        """Forgets it; see `EngineCore.remove_lora`."""
-        return bool(self.call_utility("remove_lora", lora_int_id))
-
-    def check_health(self) -> None:
-        """Raises unless the core and every worker answer."""
-        self.call_utility("check_health")
+        Raises:
+            EngineDeadError: The core has ended.
+            Exception: What the method raised.
+        """
+        self._link.check_usable()
+        self._num_calls += 1
+        call_id = self._num_calls
+        self._send(CallUtility(call_id, method, args))
+        started = time.monotonic()
+        while call_id not in self._results:
+            self._wait(started)
+        result = self._results.pop(call_id)
+        if result.failure is not None:
+            raise rebuild_exception(result.failure)
+        return bool(result.value)
 
     def shutdown(self) -> None:
         """Ends the engine core and its workers. Idempotent."""
@@ -162,19 +157,6 @@ class SyncMPClient:
         self._close_wake()
 
     # --- inside
-
-    def call_utility(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool | None:
-        self._link.check_usable()
-        self._num_calls += 1
-        call_id = self._num_calls
-        self._send(CallUtility(call_id, method, argument))
-        started = time.monotonic()
-        while call_id not in self._results:
-            self._wait(started)
-        result = self._results.pop(call_id)
-        if result.failure is not None:
-            raise rebuild_exception(result.failure)
-        return result.value
 
     def _has_unacknowledged(self) -> bool:
         """Whether the core has not yet said that it took every command."""
