@@ -183,7 +183,7 @@ def test_a_step_without_adapters_goes_the_way_of_an_engine_without(llm: LLM, lla
     eager = runner._call_model
 
     def note(*args: object) -> torch.Tensor:
-        calls.append(runner.adapters.step.batch is not None)
+        calls.append(runner.lora_manager.step.batch is not None)
         return eager(*args)
 
     runner._call_model = note
