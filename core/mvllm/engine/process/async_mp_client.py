@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import msgspec
 import zmq
@@ -20,12 +19,10 @@ import zmq
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.core.sleep import LONG_RUNNING_METHODS
-from mvllm.engine.process.core_handshake import CoreReady
+from mvllm.engine.process.core_connection import CoreConnection
 from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS, ChildProcess, failing_together
 from mvllm.engine.process.remote_exceptions import rebuild_exception
-from mvllm.engine.process.zmq_channel import ClientChannel
 from mvllm.errors import EngineDeadError
-from mvllm.executor.process.activity_table import Activity
 from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, Command, EngineCoreUpdate, UtilityArg
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 
@@ -33,31 +30,6 @@ OnOutputs = Callable[[EngineCoreOutputs], None]
 OnDeath = Callable[[EngineDeadError], None]
 
 _MAX_UPDATES_PER_CALLBACK = 8  # before others in the loop get their turn
-
-
-class CoreConnection(Protocol):
-    """A core and the sockets to it. LaunchedCoreConnection, whose process started the core, describes the members."""
-
-    @property
-    def channel(self) -> ClientChannel: ...
-    @property
-    def unresponsive_timeout(self) -> float: ...
-    @property
-    def is_open(self) -> bool: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def activity(self) -> Activity: ...
-    @property
-    def shared_step_age(self) -> float: ...
-    @property
-    def failure_fd(self) -> int: ...
-    def launch(self) -> None: ...
-    def wait_ready(self) -> tuple[CoreReady, dict[str, float]]: ...
-    def check_usable(self) -> None: ...
-    def send(self, command: Command) -> int: ...
-    def kill_unresponsive(self) -> None: ...
-    def shutdown(self) -> None: ...
 
 
 class AsyncMPClient:

@@ -21,7 +21,7 @@ from mvllm.engine.process.zmq_channel import ChannelAddress
 from mvllm.errors import EngineDeadError
 from mvllm.executor.config_codec import encode_config
 from mvllm.executor.message_queue import StopSignal
-from mvllm.executor.process.activity_table import Activity, ActivityTable
+from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.executor.process.child_process_group import ChildProcessGroup, ProcessLaunch
 from mvllm.executor.process.child_process_handle import ChildProcessHandle, ChildStartArgs
 from mvllm.executor.process.handshake import receive_message
@@ -112,17 +112,17 @@ class ChildProcess:
         self, make_start: Callable[[ProcessStartArgs], ChildStartArgs], fds: Sequence[int], kind: type[CoreHandle]
     ) -> None:
         self._pid = os.getpid()
-        self._activity_table = ActivityTable.create(1)
+        self.activity_table = ActivityTable.create(1)
         stack_fd = anonymous_file("stacks")
         common = ProcessStartArgs(
-            activity_fd=self._activity_table.fd,
+            activity_fd=self.activity_table.fd,
             stack_fd=stack_fd,
             sys_path=module_search_path(),
             python_path=os.environ.get("PYTHONPATH"),
             log_level=logging.getLevelName(logging.getLogger("mvllm").getEffectiveLevel()),
         )
-        launch = ProcessLaunch(make_start(common), {}, (stack_fd, self._activity_table.fd, *fds), kind)
-        self._group = ChildProcessGroup([launch], self._activity_table)
+        launch = ProcessLaunch(make_start(common), {}, (stack_fd, self.activity_table.fd, *fds), kind)
+        self._group = ChildProcessGroup([launch], self.activity_table)
 
     def launch(self) -> None:
         """Starts the process; returns when it exists."""
@@ -130,7 +130,7 @@ class ChildProcess:
 
     def set_phase(self, text: str) -> None:
         """Says what the process does from now on, where its parent knows first."""
-        self._activity_table.write(0, text)
+        self.activity_table.write(0, text)
 
     def wait_handshake(self, timeout: float) -> CoreReady | None:
         """Returns when it can do its work: what it says of itself.
@@ -154,19 +154,9 @@ class ChildProcess:
         return self._handle.exit_code
 
     @property
-    def activity_fd(self) -> int:
-        """The board on which it says what it is doing."""
-        return self._activity_table.fd
-
-    @property
-    def activity(self) -> Activity:
-        """What it said last that it is doing."""
-        return self._activity_table.read(0)
-
-    @property
     def last_heartbeat(self) -> float:
         """When it last said so, by the monotonic clock, in seconds."""
-        return self._activity_table.since(0)
+        return self.activity_table.since(0)
 
     @property
     def stop(self) -> StopSignal:
@@ -226,7 +216,7 @@ class ChildProcess:
         if os.getpid() != self._pid:
             return
         self._group.close()
-        self._activity_table.close()
+        self.activity_table.close()
 
     @property
     def _handle(self) -> CoreHandle:

@@ -18,8 +18,9 @@ import zmq
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.core.sleep import LONG_RUNNING_METHODS
+from mvllm.engine.process.core_connection import milliseconds
 from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS
-from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection, milliseconds
+from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.engine.process.remote_exceptions import rebuild_exception
 from mvllm.errors import EngineDeadError
 from mvllm.executor.message_queue.notifier import make_notifier
@@ -193,7 +194,7 @@ class SyncMPClient:
                 self._handle_update(news)
                 return True
             # A step that is late or a core that does not even begin one: whichever began later counts.
-            activity, limit = self._process.activity, self._link.unresponsive_timeout
+            activity, limit = self._link.activity, self._link.unresponsive_timeout
             if activity.text in LONG_RUNNING_METHODS:  # the weights may be read again
                 limit = max(limit, self.config.parallel.start_timeout + TIMEOUT_MARGIN_SECONDS)
             stalled = min(time.monotonic() - started, activity.seconds)

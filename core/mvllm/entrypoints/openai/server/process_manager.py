@@ -169,7 +169,7 @@ class _ProcessManager:
             ours, theirs = pair()
             self._control_sockets.append(MessageSocket(ours))
             cores = [
-                EngineCoreAddress(meeting[index], link.process.activity_fd)
+                EngineCoreAddress(meeting[index], link.process.activity_table.fd)
                 for meeting, link in zip(meetings, self._engine_cores)
             ]
             place = APIServerArgs(index, cores, control_messages_fd=theirs, coordinator_fd=server_ends[index][0])
