@@ -13,17 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
 import zmq
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
-from mvllm.engine.core.sleep import LONG_RUNNING_METHODS
 from mvllm.engine.process.core_connection import CoreConnection
-from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS, ChildProcess, failing_together
+from mvllm.engine.process.launch import ChildProcess, failing_together
+from mvllm.engine.process.mp_client import MPClient
 from mvllm.engine.process.remote_exceptions import rebuild_exception
 from mvllm.errors import EngineDeadError
-from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, Command, EngineCoreUpdate, UtilityArg
+from mvllm.messages.core_protocol import AbortRequests, Command, EngineCoreUpdate, UtilityArg
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 
 OnOutputs = Callable[[EngineCoreOutputs], None]
@@ -32,43 +30,28 @@ OnDeath = Callable[[EngineDeadError], None]
 _MAX_UPDATES_PER_CALLBACK = 8  # before others in the loop get their turn
 
 
-class AsyncMPClient:
+class AsyncMPClient(MPClient):
     """Talks to an engine core. Made and shut down in any thread; all else happens in the loop's.
 
     Args:
         config: The settled configuration.
-        link: The core, which this process starts or joins.
+        connection: The core, which this process starts or joins.
         platform_summary: The platform's name and the plugin it came from.
 
     Attributes:
-        config, platform_summary: As given.
         stats: The scheduler's state as last told.
-        cache_summary: The KV cache as it was sized.
-        start_seconds: Seconds per start-up phase.
         num_acknowledged_requests: How many of the requests sent from here the core had taken when it was last heard of.
     """
 
-    cache_summary: KVCacheSummary
-    start_seconds: dict[str, float]
-
-    def __init__(self, config: EngineConfig, link: CoreConnection, platform_summary: str) -> None:
-        self.config = config
-        self.platform_summary = platform_summary
+    def __init__(self, config: EngineConfig, connection: CoreConnection, platform_summary: str) -> None:
+        super().__init__(config, connection, platform_summary)
         self.stats = SchedulerStats()
-        self._link = link
-        self._channel = link.channel
-        self._encoder = msgspec.msgpack.Encoder()
-        self._new_ids: list[str] = []
-        self._new_requests: list[msgspec.Raw] = []
         self._aborted: list[str] = []
         self._will_flush = False
         self._calls: dict[int, asyncio.Future[bool | None]] = {}
-        self._num_calls = 0
-        self._num_acknowledged = 0
         self.num_acknowledged_requests = 0
         self._num_requests = 0
         self._unacknowledged: deque[tuple[int, int]] = deque()  # numbers of commands, and of requests sent up to each
-        self._is_busy = False
         self._last_heard_at = 0.0  # or, where that is later, when the core was given something to do after a rest
         self._loop: asyncio.AbstractEventLoop | None = None
         self._heartbeat_timer: asyncio.TimerHandle | None = None
@@ -79,16 +62,7 @@ class AsyncMPClient:
 
     def launch(self) -> None:
         """Starts the process; returns when it exists."""
-        self._link.launch()
-
-    def wait_ready(self) -> None:
-        """Returns when requests can be sent.
-
-        Raises:
-            Exception: The core's own exception, if it cannot be started.
-        """
-        ready, self.start_seconds = self._link.wait_ready()
-        self.cache_summary = ready.cache_summary
+        self._connection.launch()
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
         """Has news read in `loop`, which runs in the calling thread.
@@ -99,7 +73,7 @@ class AsyncMPClient:
         """
         self._loop, self._on_outputs, self._on_death = loop, on_outputs, on_death
         loop.add_reader(self._channel.update_fd, self._read_updates)
-        loop.add_reader(self._link.failure_fd, self._handle_core_failure)
+        loop.add_reader(self._connection.failure_fd, self._handle_core_failure)
         self._read_updates()
 
     def shutdown(self) -> None:
@@ -108,18 +82,18 @@ class AsyncMPClient:
         self._detach()
         if loop is not None and not loop.is_closed():  # from now on, nobody would bring their answers
             loop.call_soon_threadsafe(self._fail_calls, "The engine core has been shut down.")
-        self._link.shutdown()
+        self._connection.shutdown()
 
     @property
     def core_pids(self) -> list[int]:
         """The process id of the engine core."""
-        return [self._link.pid]
+        return [self._connection.pid]
 
     @property
     def failure(self) -> EngineDeadError | None:
         """Why the core can no longer be used, or None."""
         try:
-            self._link.check_usable()
+            self._connection.check_usable()
         except EngineDeadError as e:
             return e
         return None
@@ -127,18 +101,17 @@ class AsyncMPClient:
     @property
     def heartbeat_age(self) -> float:
         """For how many seconds the core has given no sign of life although it has something to do; 0 if it has not."""
-        if not self._is_busy and self._num_acknowledged == self._channel.num_sent:
-            return self._link.shared_step_age
+        if not self._expects_update:
+            return self._connection.shared_step_age
         # A step that is late or a core that does not even begin one: whichever began later counts.
-        return min(time.monotonic() - self._last_heard_at, self._link.activity.seconds)
+        return min(time.monotonic() - self._last_heard_at, self._connection.activity.seconds)
 
     # --- what it is told
 
     def add_requests(self, requests: Iterable[EngineCoreRequest]) -> None:
         """Queues validated requests."""
         for request in requests:
-            self._new_ids.append(request.request_id)
-            self._new_requests.append(msgspec.Raw(self._encoder.encode(request)))
+            self._buffer_request(request)
         self._flush_soon()
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -154,17 +127,16 @@ class AsyncMPClient:
             EngineDeadError: The core has ended.
             Exception: What the method raised.
         """
-        self._link.check_usable()
+        self._connection.check_usable()
         assert self._loop is not None
         self._flush()  # the core sees things in the order in which they were asked
-        self._num_calls += 1
-        call_id = self._num_calls
-        answer = self._calls[call_id] = self._loop.create_future()
+        call = self._number_call(method, args)
+        answer = self._calls[call.id] = self._loop.create_future()
         try:
-            self._send(CallUtility(call_id, method, args))
+            self._send(call)
             return bool(await answer)
         finally:
-            self._calls.pop(call_id, None)
+            self._calls.pop(call.id, None)
 
     @property
     def num_other_sequences(self) -> int:
@@ -184,12 +156,10 @@ class AsyncMPClient:
 
     def _flush(self) -> None:
         self._will_flush = False
-        if self._loop is None or not self._link.is_open:  # the core has died: nobody takes what is said to it
+        if self._loop is None or not self._connection.is_open:  # the core has died: nobody takes what is said to it
             return
-        if self._new_ids:
-            command = AddRequests(self._new_ids, self._new_requests)
-            self._num_requests += len(self._new_ids)
-            self._new_ids, self._new_requests = [], []
+        if (command := self._take_buffered_requests()) is not None:
+            self._num_requests += len(command.request_ids)
             self._send(command)
             self._unacknowledged.append((self._channel.num_sent, self._num_requests))
         if self._aborted:
@@ -198,19 +168,19 @@ class AsyncMPClient:
 
     def _send(self, command: Command) -> None:
         assert self._loop is not None
-        if not self._is_busy and self._num_acknowledged == self._channel.num_sent:
+        if not self._expects_update:
             self._last_heard_at = time.monotonic()
         # A core that cannot be reached has ended: what waits for it is told so when that is noticed.
         with contextlib.suppress(zmq.ZMQError):
-            self._link.send(command)
+            self._connection.send(command)
         if self._heartbeat_timer is None:
-            self._heartbeat_timer = self._loop.call_later(self._link.unresponsive_timeout, self._check_heartbeat)
+            self._heartbeat_timer = self._loop.call_later(self._connection.unresponsive_timeout, self._check_heartbeat)
 
     # --- what it says
 
     def _read_updates(self) -> None:
         for _ in range(_MAX_UPDATES_PER_CALLBACK):
-            if self._loop is None or not self._link.is_open:
+            if self._loop is None or not self._connection.is_open:
                 return
             news = self._channel.receive()
             if news is None:
@@ -220,10 +190,9 @@ class AsyncMPClient:
             self._loop.call_soon(self._read_updates)  # the descriptor says nothing about what is left
 
     def _handle_update(self, news: EngineCoreUpdate) -> None:
-        self._num_acknowledged = news.num_acknowledged
+        self._record_progress(news)
         while self._unacknowledged and self._unacknowledged[0][0] <= news.num_acknowledged:
             self.num_acknowledged_requests = self._unacknowledged.popleft()[1]
-        self._is_busy = news.is_busy
         self._last_heard_at = time.monotonic()
         for result in news.results:
             answer = self._calls.get(result.id)
@@ -255,15 +224,13 @@ class AsyncMPClient:
         """Ends a core that has work and does not get on."""
         assert self._loop is not None
         self._heartbeat_timer = None
-        limit, age = self._link.unresponsive_timeout, self.heartbeat_age
-        if self._link.activity.text in LONG_RUNNING_METHODS:  # the weights may be read again
-            limit = max(limit, self.config.parallel.start_timeout + TIMEOUT_MARGIN_SECONDS)
+        limit, age = self._silence_limit(self._connection.activity), self.heartbeat_age
         if age < limit:
-            if self._is_busy or self._num_acknowledged != self._channel.num_sent:
-                soon = min(limit - age, self._link.unresponsive_timeout)  # what comes next may be a step
+            if self._expects_update:
+                soon = min(limit - age, self._connection.unresponsive_timeout)  # what comes next may be a step
                 self._heartbeat_timer = self._loop.call_later(soon, self._check_heartbeat)
             return
-        self._loop.run_in_executor(None, self._link.kill_unresponsive)
+        self._loop.run_in_executor(None, self._connection.kill_unresponsive)
 
     def _detach(self) -> None:
         loop, self._loop = self._loop, None
@@ -273,7 +240,7 @@ class AsyncMPClient:
             self._heartbeat_timer.cancel()
         with contextlib.suppress(zmq.ZMQError):
             loop.remove_reader(self._channel.update_fd)
-        loop.remove_reader(self._link.failure_fd)
+        loop.remove_reader(self._connection.failure_fd)
 
 
 def start_all(
