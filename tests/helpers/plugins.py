@@ -51,7 +51,7 @@ def null_platform_path(folder: Path) -> list[str]:
 def scripted_platform_path(folder: Path) -> list[str]:
     """The same for the platform whose worker does what the arguments of its methods say."""
     metadata = write_metadata(
-        folder, "mvllm-scripted_worker", "[mvllm.platforms]\npuppet = tests.helpers.scripted_worker\n"
+        folder, "mvllm-scripted_worker", "[mvllm.platforms]\nscripted_worker = tests.helpers.scripted_worker\n"
     )
     return [str(metadata), str(ROOT)]
 

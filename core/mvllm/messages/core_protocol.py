@@ -14,6 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from mvllm.messages.lora import LoRARequest
+from mvllm.messages.process_failure import ProcessFailure
 from mvllm.messages.requests import EngineCoreOutputs
 
 UtilityArg = int | list[str] | LoRARequest
@@ -67,37 +68,6 @@ class DropClient(msgspec.Struct, tag=5, array_like=True, frozen=True):
 
 
 Command = AddRequests | AbortRequests | CallUtility | StopCore | DropClient
-
-
-class ExceptionInfo(msgspec.Struct, frozen=True):
-    """One exception of a chain of causes.
-
-    Attributes:
-        kinds: Its class and the classes it is derived from, nearest first, `package.module.Class`.
-        message: Its text.
-        facts: Its plain attributes, under the names of its constructor's arguments, where it is one of mvllm's own.
-    """
-
-    class_names: list[str]
-    message: str
-    attributes: dict[str, int | float | str | None] = {}
-
-
-class ProcessFailure(msgspec.Struct, frozen=True):
-    """An exception on its way from an engine core.
-
-    Attributes:
-        name, pid: The process it was raised in.
-        activity: What that was doing.
-        links: The exception, then its causes.
-        traceback: The whole traceback, causes included.
-    """
-
-    name: str
-    pid: int
-    activity: str
-    exceptions: list[ExceptionInfo]
-    traceback: str
 
 
 class UtilityResult(msgspec.Struct, array_like=True, frozen=True):

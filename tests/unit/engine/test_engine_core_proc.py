@@ -13,7 +13,6 @@ from mvllm.engine.core.engine_core import EngineCore
 from mvllm.engine.process import inproc_client
 from mvllm.engine.process.client_output_queues import make_output_queues
 from mvllm.engine.process.engine_core_proc import EngineCoreProc
-from mvllm.engine.process.remote_exceptions import rebuild_exception
 from mvllm.engine.process.zmq_channel import ClientChannel, CoreInputChannel, CoreOutputChannel, new_addresses
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
@@ -158,9 +157,9 @@ def test_calls_are_answered_and_their_errors_travel(loop):
     loop.input_queue.put(STOP)
     thread.join(30)
     assert answers[1].value is True and answers[1].failure is None
-    error = rebuild_exception(answers[2].failure)
+    error = answers[2].failure.to_exception()
     assert isinstance(error, RuntimeError) and str(error) == "no pulse"
-    assert isinstance(rebuild_exception(answers[3].failure), ConfigError)  # only what is meant to be called
+    assert isinstance(answers[3].failure.to_exception(), ConfigError)  # only what is meant to be called
 
 
 def test_a_failure_of_the_workers_ends_the_loop_with_it_as_the_cause(loop):

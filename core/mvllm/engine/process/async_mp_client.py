@@ -19,7 +19,6 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.process.core_connection import CoreConnection
 from mvllm.engine.process.launch import ChildProcess, failing_together
 from mvllm.engine.process.mp_client import MPClient
-from mvllm.engine.process.remote_exceptions import rebuild_exception
 from mvllm.errors import EngineDeadError
 from mvllm.messages.core_protocol import AbortRequests, Command, EngineCoreUpdate, UtilityArg
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
@@ -199,7 +198,7 @@ class AsyncMPClient(MPClient):
             if answer is None or answer.done():
                 continue
             if result.failure is not None:
-                answer.set_exception(rebuild_exception(result.failure))
+                answer.set_exception(result.failure.to_exception())
             else:
                 answer.set_result(result.value)
         if news.outputs.stats is not None:

@@ -23,12 +23,12 @@ import msgspec
 from mvllm.engine.process.core_handshake import CoreHandshake
 from mvllm.engine.process.launch import ChildProcess, CoreHandle, ProcessStartArgs
 from mvllm.engine.process.message_socket import MessageSocket
-from mvllm.engine.process.remote_exceptions import describe_process_failure
 from mvllm.executor.process.activity_table import IDLE
 from mvllm.executor.process.child_startup import initialize_child
 from mvllm.executor.process.handshake import send_message
 from mvllm.executor.process.process_utils import exit_process
 from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, FromFrontEnd, SentPrefixes, Sleep, SleepDone
+from mvllm.messages.process_failure import describe_failure
 
 PUBLISH_SECONDS = 0.05
 HEARTBEAT_INTERVAL_SECONDS = 1.0
@@ -214,7 +214,7 @@ def main() -> None:
             coordinator.run_once(HEARTBEAT_INTERVAL_SECONDS)
             board.write(0, IDLE)  # the sign of life that its parent looks for
     except BaseException as e:  # noqa: BLE001  (travels to the one who started it)
-        send_message(control, CoreHandshake(failure=describe_process_failure(e, name=start.name, activity="routing")))
+        send_message(control, CoreHandshake(failure=describe_failure(e, name=start.name, activity="routing")))
         exit_process(1)
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.process.zmq_channel import ChannelAddress
-from mvllm.messages.core_protocol import ProcessFailure
+from mvllm.executor.process.handshake import Handshake
 
 
 class EngineCoreStartArgs(msgspec.Struct, frozen=True):
@@ -49,8 +49,11 @@ class CoreReady(msgspec.Struct, frozen=True):
     start_seconds: dict[str, float]
 
 
-class CoreHandshake(msgspec.Struct, frozen=True):
-    """The engine core waits for requests; or it has failed, before it could or later on."""
+class CoreHandshake(Handshake, frozen=True):
+    """The engine core's answer: it waits for requests, or has failed, before that or later.
+
+    Attributes:
+        ready: Set if it waits for requests.
+    """
 
     ready: CoreReady | None = None
-    failure: ProcessFailure | None = None

@@ -25,7 +25,6 @@ import msgspec
 from mvllm.engine.process.client_output_queues import ClientOutputQueues, LoadReporter, OutputQueue, make_output_queues
 from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, EngineCoreStartArgs
 from mvllm.engine.process.message_socket import MessageSocket
-from mvllm.engine.process.remote_exceptions import describe_process_failure
 from mvllm.errors import EngineDeadError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.executor.process.child_startup import initialize_child
@@ -42,6 +41,7 @@ from mvllm.messages.core_protocol import (
     StopCore,
     UtilityResult,
 )
+from mvllm.messages.process_failure import describe_failure
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -147,9 +147,7 @@ class EngineCoreProc:
         try:
             return UtilityResult(command.id, self._core.call_utility(command.method, *command.args))
         except Exception as e:  # noqa: BLE001  (raised where it was called)
-            return UtilityResult(
-                command.id, None, describe_process_failure(e, name=self._name, activity=command.method)
-            )
+            return UtilityResult(command.id, None, describe_failure(e, name=self._name, activity=command.method))
 
 
 def main() -> None:
@@ -158,7 +156,7 @@ def main() -> None:
     try:
         _serve(start, control, board)
     except BaseException as e:  # noqa: BLE001  (travels to the front end)
-        failure = describe_process_failure(e, name=start.name, activity=str(board.read(0)))
+        failure = describe_failure(e, name=start.name, activity=str(board.read(0)))
         send_message(control, CoreHandshake(failure=failure))
         exit_process(1)
     exit_process(0)
@@ -176,7 +174,7 @@ def _serve(start: EngineCoreStartArgs, control: socket.socket, board: ActivityTa
         desk = make_output_queues(len(start.addresses), output_queue, _make_load_reporter(start, core))
         proc = EngineCoreProc(start.name, core, input_queue, desk, board)
         board.write(0, IDLE)  # before the front end may look
-        send_message(control, CoreHandshake(CoreReady(core.cache_summary, core.start_seconds)))
+        send_message(control, CoreHandshake(ready=CoreReady(core.cache_summary, core.start_seconds)))
         proc.run_busy_loop()
     finally:
         output_queue.put(None)

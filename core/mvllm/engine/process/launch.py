@@ -12,11 +12,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-import msgspec
-
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, EngineCoreStartArgs
-from mvllm.engine.process.remote_exceptions import rebuild_exception
 from mvllm.engine.process.zmq_channel import ChannelAddress
 from mvllm.errors import EngineDeadError
 from mvllm.executor.config_codec import encode_config
@@ -24,9 +21,8 @@ from mvllm.executor.message_queue import StopSignal
 from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.executor.process.child_process_group import ChildProcessGroup, ProcessLaunch
 from mvllm.executor.process.child_process_handle import ChildProcessHandle, ChildStartArgs
-from mvllm.executor.process.handshake import receive_message
 from mvllm.executor.process.process_utils import anonymous_file, module_search_path
-from mvllm.messages.core_protocol import ProcessFailure
+from mvllm.messages.process_failure import ProcessFailure
 
 TIMEOUT_MARGIN_SECONDS = 15.0
 """What a core gets beyond the limits that its executor enforces: the executor knows better which worker is late."""
@@ -38,36 +34,31 @@ class CoreHandle(ChildProcessHandle):
     """The process."""
 
     module = "mvllm.engine.process.engine_core_proc"
+    handshake_type = CoreHandshake
     ready: CoreReady | None = None
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})"
 
-    def receive_handshake(self) -> _Handshake | None:
-        handshake = self._receive()
-        if handshake is None:
-            return None
-        self.ready = handshake.ready
-        return _Handshake(handshake.failure)
+    def receive_handshake(self) -> CoreHandshake | None:
+        handshake = super().receive_handshake()
+        assert handshake is None or isinstance(handshake, CoreHandshake)
+        if handshake is not None:
+            self.ready = handshake.ready
+        return handshake
 
     def death_error(self) -> Exception:
         """What it said before it ended; or, where it could say nothing, how it ended and what it was doing."""
         last = self._read_crash_report()
-        return EngineDeadError(self.describe_exit()) if last is None else rebuild_exception(last)
+        return EngineDeadError(self.describe_exit()) if last is None else last.to_exception()
 
     def stuck_error(self, message: str) -> EngineDeadError:
         return EngineDeadError(message)
 
-    def _receive(self) -> CoreHandshake | None:
-        try:
-            return receive_message(self.control, CoreHandshake)
-        except (OSError, EOFError, msgspec.MsgspecError):
-            return None
-
     def _read_crash_report(self) -> ProcessFailure | None:
         """What lies in the socket of the process, which has ended."""
         self.control.setblocking(False)
-        while (handshake := self._receive()) is not None:
+        while (handshake := super().receive_handshake()) is not None:
             if handshake.failure is not None:
                 return handshake.failure
         return None
@@ -82,21 +73,6 @@ class ProcessStartArgs:
     sys_path: list[str]
     python_path: str | None
     log_level: str
-
-
-class _Handshake:
-    """The answer, as the monitor wants it."""
-
-    def __init__(self, failure: ProcessFailure | None) -> None:
-        self.failure = None if failure is None else _Failure(failure)
-
-
-class _Failure:
-    def __init__(self, failure: ProcessFailure) -> None:
-        self._failure = failure
-
-    def to_exception(self) -> Exception:
-        return rebuild_exception(self._failure)
 
 
 class ChildProcess:

@@ -18,7 +18,6 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.process.core_connection import milliseconds
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.engine.process.mp_client import MPClient
-from mvllm.engine.process.remote_exceptions import rebuild_exception
 from mvllm.errors import EngineDeadError
 from mvllm.executor.message_queue.notifier import make_notifier
 from mvllm.messages.core_protocol import (
@@ -127,7 +126,7 @@ class SyncMPClient(MPClient):
             self._wait(started)
         result = self._results.pop(call.id)
         if result.failure is not None:
-            raise rebuild_exception(result.failure)
+            raise result.failure.to_exception()
         return bool(result.value)
 
     def shutdown(self) -> None:

@@ -15,23 +15,8 @@ import msgspec
 
 from mvllm.errors import WorkerDiedError, WorkerStuckError
 from mvllm.executor.process.activity_table import STARTING, Activity, ActivityTable
-from mvllm.executor.process.handshake import receive_handshake, send_message
+from mvllm.executor.process.handshake import Handshake, receive_message, send_message
 from mvllm.executor.process.process_utils import STACK_SIGNAL, StackFile, is_stopped, open_pidfd
-
-
-class SerializedFailure(Protocol):
-    """An exception that has travelled."""
-
-    def to_exception(self) -> Exception:
-        """The exception, as it is raised here."""
-
-
-class StartReply(Protocol):
-    """An answer to being started."""
-
-    @property
-    def failure(self) -> SerializedFailure | None:
-        """Why it could not start, or None."""
 
 
 class ChildStartArgs(Protocol):
@@ -59,12 +44,14 @@ class ChildProcessHandle:
 
     Attributes:
         module: What the process runs: its `main`.
+        handshake_type: The class of its answer to its start.
         name, rank, pid: Who it is.
         is_ready: It waits for requests.
         exit_code: Its exit status, minus a signal's number, or None while it runs.
     """
 
     module: ClassVar[str] = "mvllm.executor.worker_main"
+    handshake_type: ClassVar[type[Handshake]] = Handshake
 
     def __init__(
         self, start: ChildStartArgs, process: subprocess.Popen[bytes], control: socket.socket, board: ActivityTable
@@ -128,9 +115,12 @@ class ChildProcessHandle:
     def __str__(self) -> str:
         return f"{self.name} (rank {self.rank}, pid {self.pid})"
 
-    def receive_handshake(self) -> StartReply | None:
-        """Its answer to being started; None when it ended without one. Call when `control` is readable."""
-        return receive_handshake(self.control)
+    def receive_handshake(self) -> Handshake | None:
+        """Receives the answer to the start; None when the process ended without one. `control` must be readable."""
+        try:
+            return receive_message(self.control, self.handshake_type)
+        except (OSError, EOFError, msgspec.MsgspecError):
+            return None
 
     def reap(self) -> bool:
         """Collects the exit status if the process has ended; returns whether it has.

@@ -6,7 +6,6 @@ fact that the other side lives. Messages are msgpack behind a 4-byte length.
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from typing import TypeVar
@@ -15,7 +14,7 @@ import msgspec
 
 from mvllm.executor.message_queue.handles import ReaderHandle, WriterHandle
 from mvllm.executor.process.activity_table import ActivityTable
-from mvllm.executor.rpc_messages import WorkerFailure, describe_failure
+from mvllm.messages.process_failure import ProcessFailure, describe_failure
 from mvllm.platform.topology import WorkerContext
 
 FRAME_LENGTH = struct.Struct("=I")
@@ -61,13 +60,13 @@ class WorkerStartArgs(msgspec.Struct, frozen=True):
 class Handshake(msgspec.Struct, frozen=True):
     """The worker waits for requests, or has failed before it could."""
 
-    failure: WorkerFailure | None = None
+    failure: ProcessFailure | None = None
 
     @classmethod
     def of_error(cls, error: BaseException, name: str, rank: int, board: ActivityTable) -> Handshake:
         """Of a worker of this process that cannot go on because of `error`."""
         activity = str(board.read(rank))
-        return cls(describe_failure(error, rank=rank, pid=os.getpid(), name=name, activity=activity))
+        return cls(describe_failure(error, name=name, activity=activity, rank=rank))
 
 
 def send_message(to: socket.socket, message: msgspec.Struct) -> None:
@@ -78,14 +77,6 @@ def send_message(to: socket.socket, message: msgspec.Struct) -> None:
 def send_frame(to: socket.socket, data: bytes) -> None:
     """Sends bytes behind their length."""
     to.sendall(FRAME_LENGTH.pack(len(data)) + data)
-
-
-def receive_handshake(source: socket.socket) -> Handshake | None:
-    """The worker's answer, or None when it ended without one."""
-    try:
-        return receive_message(source, Handshake)
-    except (EOFError, ConnectionError):
-        return None
 
 
 def receive_message(source: socket.socket, kind: type[T]) -> T:

@@ -24,7 +24,6 @@ from mvllm.engine.process.dp_async_mp_client import DPLBAsyncMPClient
 from mvllm.engine.process.joined_core_connection import JoinedCoreConnection
 from mvllm.engine.process.launch import ChildProcess, CoreHandle, ProcessStartArgs
 from mvllm.engine.process.message_socket import MessageSocket
-from mvllm.engine.process.remote_exceptions import describe_process_failure
 from mvllm.engine.process.zmq_channel import ChannelAddress
 from mvllm.entrypoints.openai.server.api_server import APIServer, run_in_event_loop
 from mvllm.entrypoints.openai.server.process_messages import (
@@ -43,6 +42,7 @@ from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.executor.process.child_startup import initialize_child
 from mvllm.executor.process.handshake import send_message
 from mvllm.executor.process.process_utils import exit_process
+from mvllm.messages.process_failure import describe_failure
 
 
 class EngineCoreAddress(msgspec.Struct, frozen=True):
@@ -236,7 +236,7 @@ def main() -> None:
     try:
         status = serve(start, control, board)
     except BaseException as e:  # noqa: BLE001  (travels to the parent)
-        failure = describe_process_failure(e, name=start.name, activity=str(board.read(0)))
+        failure = describe_failure(e, name=start.name, activity=str(board.read(0)))
         send_message(control, CoreHandshake(failure=failure))
         exit_process(1)
     exit_process(status)
