@@ -13,22 +13,20 @@ It sleeps in the kernel while nothing changes, but for a sign of life every seco
 from __future__ import annotations
 
 import select
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
+from typing import NoReturn
 
 import msgspec
 
-from mvllm.engine.process.core_handshake import CoreHandshake
-from mvllm.engine.process.launch import ChildProcess, CoreHandle, ProcessStartArgs
+from mvllm.engine.process.launch import ChildProcess, CoreHandle
 from mvllm.engine.process.message_socket import MessageSocket
-from mvllm.executor.process.activity_table import IDLE
-from mvllm.executor.process.child_startup import initialize_child
-from mvllm.executor.process.handshake import send_message
-from mvllm.executor.process.process_utils import exit_process
+from mvllm.executor.process.activity_table import IDLE, ActivityTable
+from mvllm.executor.process.child_startup import run_child
+from mvllm.executor.process.handshake import ChildStartArgs, Handshake, send_message
 from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, FromFrontEnd, SentPrefixes, Sleep, SleepDone
-from mvllm.messages.process_failure import describe_failure
 
 PUBLISH_SECONDS = 0.05
 HEARTBEAT_INTERVAL_SECONDS = 1.0
@@ -36,29 +34,16 @@ _MAX_LOADS_PER_MESSAGE = 256  # in a message
 NAME = "DPCoordinator"
 
 
-class CoordinatorStartArgs(msgspec.Struct, frozen=True):
-    """Everything the coordinator needs to know.
+class CoordinatorStartArgs(ChildStartArgs, frozen=True, kw_only=True):
+    """What the coordinator process is started with.
 
     Attributes:
-        name: For logs, errors and the process list.
         core_fds: A socket to each engine core.
         front_end_fds: A socket to each front end.
-        activity_fd, stack_fd, sys_path, python_path, log_level: As for a worker.
     """
 
-    name: str
     core_fds: list[int]
     front_end_fds: list[int]
-    activity_fd: int
-    stack_fd: int
-    sys_path: list[str]
-    python_path: str | None
-    log_level: str
-
-    @property
-    def rank(self) -> int:
-        """Its line on the board."""
-        return 0
 
 
 class CoordinatorHandle(CoreHandle):
@@ -75,10 +60,8 @@ class CoordinatorChildProcess(ChildProcess):
     """
 
     def __init__(self, core_fds: Sequence[int], front_end_fds: Sequence[int]) -> None:
-        def make_start(common: ProcessStartArgs) -> CoordinatorStartArgs:
-            return CoordinatorStartArgs(NAME, list(core_fds), list(front_end_fds), **asdict(common))
-
-        super().__init__(make_start, [*core_fds, *front_end_fds], CoordinatorHandle)
+        start = CoordinatorStartArgs(name=NAME, core_fds=list(core_fds), front_end_fds=list(front_end_fds))
+        super().__init__(start, [*core_fds, *front_end_fds], CoordinatorHandle)
 
 
 class DPCoordinator:
@@ -203,19 +186,18 @@ class DPCoordinator:
 
 def main() -> None:
     """The program. Never returns."""
-    start, control, board = initialize_child(CoordinatorStartArgs)
-    try:
-        coordinator = DPCoordinator(
-            [MessageSocket(fd) for fd in start.core_fds], [MessageSocket(fd) for fd in start.front_end_fds]
-        )
-        board.write(0, IDLE)
-        send_message(control, CoreHandshake())
-        while True:
-            coordinator.run_once(HEARTBEAT_INTERVAL_SECONDS)
-            board.write(0, IDLE)  # the sign of life that its parent looks for
-    except BaseException as e:  # noqa: BLE001  (travels to the one who started it)
-        send_message(control, CoreHandshake(failure=describe_failure(e, name=start.name, activity="routing")))
-        exit_process(1)
+    run_child(CoordinatorStartArgs, _run)
+
+
+def _run(start: CoordinatorStartArgs, control: socket.socket, table: ActivityTable) -> NoReturn:
+    coordinator = DPCoordinator(
+        [MessageSocket(fd) for fd in start.core_fds], [MessageSocket(fd) for fd in start.front_end_fds]
+    )
+    table.write(0, IDLE)
+    send_message(control, Handshake())
+    while True:
+        coordinator.run_once(HEARTBEAT_INTERVAL_SECONDS)
+        table.write(0, IDLE)  # the heartbeat that its parent checks
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, Engine
 from mvllm.engine.process.message_socket import MessageSocket
 from mvllm.errors import EngineDeadError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
-from mvllm.executor.process.child_startup import initialize_child
+from mvllm.executor.process.child_startup import run_child
 from mvllm.executor.process.handshake import send_message
-from mvllm.executor.process.process_utils import exit_process, gc_paused
+from mvllm.executor.process.process_utils import gc_paused
 from mvllm.logging import get_logger
 from mvllm.messages.coordinator_protocol import CoreLoad
 from mvllm.messages.core_protocol import (
@@ -152,17 +152,10 @@ class EngineCoreProc:
 
 def main() -> None:
     """The program. Never returns."""
-    start, control, board = initialize_child(EngineCoreStartArgs)
-    try:
-        _serve(start, control, board)
-    except BaseException as e:  # noqa: BLE001  (travels to the front end)
-        failure = describe_failure(e, name=start.name, activity=str(board.read(0)))
-        send_message(control, CoreHandshake(failure=failure))
-        exit_process(1)
-    exit_process(0)
+    run_child(EngineCoreStartArgs, _serve)
 
 
-def _serve(start: EngineCoreStartArgs, control: socket.socket, board: ActivityTable) -> None:
+def _serve(start: EngineCoreStartArgs, control: socket.socket, board: ActivityTable) -> int:
     input_queue: InputQueue = SimpleQueue()
     output_queue: OutputQueue = SimpleQueue()
     threading.Thread(target=_receive_commands, args=(start, input_queue), name="core-input", daemon=True).start()
@@ -176,6 +169,7 @@ def _serve(start: EngineCoreStartArgs, control: socket.socket, board: ActivityTa
         board.write(0, IDLE)  # before the front end may look
         send_message(control, CoreHandshake(ready=CoreReady(core.cache_summary, core.start_seconds)))
         proc.run_busy_loop()
+        return 0
     finally:
         output_queue.put(None)
         if sys.exception() is None:

@@ -69,20 +69,24 @@ class LaunchedCoreConnection(CoreConnection):
         self.process.launch()
 
     def wait_ready(self) -> tuple[CoreReady, dict[str, float]]:
-        ready = self.process.wait_ready()
-        if not self._wait_connected(self.process.check_usable):
-            raise self.process.terminate_with_error(self.process.stuck(self.unresponsive_timeout, "has not connected"))
+        ready = self.process.wait_started()
+        if not self._wait_connected(self.process.check):
+            raise self.process.fail_with_root_cause(
+                self.process.unresponsive_error(self.unresponsive_timeout, "has not connected")
+            )
         # The rest is the time before the core's own first phase: the start of an interpreter, and its imports.
         rest = time.perf_counter() - self._launched - sum(ready.start_seconds.values())
         return ready, {"start engine core": rest, **ready.start_seconds}
 
     def terminate_with_error(self, error: EngineDeadError) -> EngineDeadError:
         """Ends the engine core because of `error`, or of the failure that caused it; returns that."""
-        return as_engine_dead_error(self.process.terminate_with_error(error))
+        return as_engine_dead_error(self.process.fail_with_root_cause(error))
 
     def kill_unresponsive(self) -> None:
         """Asks the core for its stacks first, and waits for them."""
-        self.terminate_with_error(self.process.stuck(self.unresponsive_timeout, "has given no sign of life"))
+        self.terminate_with_error(
+            self.process.unresponsive_error(self.unresponsive_timeout, "has given no sign of life")
+        )
 
 
 def as_engine_dead_error(error: Exception) -> EngineDeadError:
@@ -103,14 +107,14 @@ def _shut_down(process: CoreChildProcess, channel: ClientChannel, identity: byte
     told = False
     try:
         if process.is_usable:
-            process.expect_exit()
+            process.expect_exits()
             try:
                 channel.send(identity, StopCore())
                 told = True
             except zmq.ZMQError:  # it is ending already
                 told = False
-        process.terminate(told=told)
+        process.terminate(gracefully=told)
     finally:  # also when Ctrl-C interrupts the above
-        process.terminate(told=False)
+        process.terminate()
         channel.close()
         process.close()

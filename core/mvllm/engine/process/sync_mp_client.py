@@ -169,7 +169,9 @@ class SyncMPClient(MPClient):
             limit = self._silence_limit(activity)
             stalled = min(time.monotonic() - started, activity.seconds)
             if stalled >= limit:
-                raise self._connection.terminate_with_error(self._process.stuck(limit, "has given no sign of life"))
+                raise self._connection.terminate_with_error(
+                    self._process.unresponsive_error(limit, "has given no sign of life")
+                )
             ready = {socket for socket, _ in self._poller.poll(milliseconds(limit - stalled))}
             if self._channel.update_socket in ready:
                 continue

@@ -9,34 +9,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol, Self, cast
+from typing import ClassVar, Self
 
 import msgspec
 
 from mvllm.errors import WorkerDiedError, WorkerStuckError
 from mvllm.executor.process.activity_table import STARTING, Activity, ActivityTable
-from mvllm.executor.process.handshake import Handshake, receive_message, send_message
+from mvllm.executor.process.handshake import ChildStartArgs, Handshake, receive_message, send_message
 from mvllm.executor.process.process_utils import STACK_SIGNAL, StackFile, is_stopped, open_pidfd
-
-
-class ChildStartArgs(Protocol):
-    """What a process is told first, as far as the one who starts it must know. A msgspec struct."""
-
-    @property
-    def name(self) -> str:
-        """For logs, errors and the process list."""
-
-    @property
-    def rank(self) -> int:
-        """Its line on the status board."""
-
-    @property
-    def stack_fd(self) -> int:
-        """Where its stacks go."""
-
-    @property
-    def sys_path(self) -> list[str]:
-        """Where it finds modules."""
 
 
 class ChildProcessHandle:
@@ -95,7 +75,7 @@ class ChildProcessHandle:
             )
         handle = cls(start, process, ours, board)
         with contextlib.suppress(BrokenPipeError, ConnectionError):  # its death is noticed where deaths are
-            send_message(ours, cast(msgspec.Struct, start))
+            send_message(ours, start)
         return handle
 
     @property
