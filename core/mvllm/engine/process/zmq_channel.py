@@ -12,30 +12,23 @@ with.
 
 from __future__ import annotations
 
-import atexit
 import hmac
-import os
 import secrets
-import shutil
 import struct
-import sys
-import tempfile
 from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 import zmq
 
-from mvllm.executor.message_queue.queue import HAS_ABSTRACT_SOCKETS
+from mvllm.executor.message_queue.ipc_sockets import bind_ipc_socket, connect_ipc_socket, make_ipc_prefix
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import Command, EngineCoreUpdate
 
 logger = get_logger(__name__)
 
 LINGER_MS = 1000  # how long a core that ends waits for its last news to be taken
-RECONNECT_MS, MAX_RECONNECT_MS = 2, 100
 _MAX_UNREAD_CONNECT_MESSAGES = 16  # of strangers; a front end reads its ROUTER only until its cores have come
-_IPC_FILTER_UID = 59  # a socket option that pyzmq has no name for
 _NUMBER = struct.Struct("!Q")
 _TOKEN_BYTES = 32
 
@@ -60,7 +53,7 @@ def new_addresses(num_cores: int = 1) -> list[ChannelAddress]:
 
     A stranger who came first under a core's name would keep the core out.
     """
-    prefix = _socket_prefix()
+    prefix = make_ipc_prefix()
     token = secrets.token_bytes(_TOKEN_BYTES)
     identities = [b"core-" + secrets.token_hex(16).encode() for _ in range(num_cores)]
     return [ChannelAddress(f"{prefix}commands", f"{prefix}news", identity, token) for identity in identities]
@@ -150,9 +143,7 @@ class ClientChannel:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, receive_limit)
-        if sys.platform == "linux":
-            socket.setsockopt(_IPC_FILTER_UID, os.getuid())  # the kernel says who connects
-        socket.bind(address)
+        bind_ipc_socket(socket, address)
         return socket
 
 
@@ -247,15 +238,5 @@ def _connect_socket(
         socket.setsockopt(zmq.ROUTING_ID, identity)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
-    socket.connect(address)
+    connect_ipc_socket(socket, address)
     return socket
-
-
-def _socket_prefix() -> str:
-    if HAS_ABSTRACT_SOCKETS:
-        return f"ipc://@mvllm-{secrets.token_hex(16)}-"
-    folder = tempfile.mkdtemp(prefix="mvllm-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return f"ipc://{folder}/"
