@@ -35,7 +35,7 @@ def look(activity: str, seconds: float) -> Loop:
     )
     config = SimpleNamespace(parallel=SimpleNamespace(start_timeout=1800.0))
     client: Any = AsyncMPClient(config, link, "a platform")  # type: ignore[arg-type]
-    client._loop, client._last_heard_at = loop, time.monotonic() - seconds
+    client._loop, client._last_update_at = loop, time.monotonic() - seconds
     client._check_heartbeat()
     return loop
 

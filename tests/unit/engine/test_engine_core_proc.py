@@ -208,4 +208,4 @@ def test_a_process_per_core_is_refused_where_a_launcher_owns_the_processes():
 
     parallel = ParallelConfig(engine_core_process=True, distributed_executor_backend="external_launcher")
     with pytest.raises(ConfigError, match=r"external_launcher.*Leave engine_core_process unset"):
-        inproc_client._wants_own_process(parallel)
+        inproc_client._uses_core_process(parallel)

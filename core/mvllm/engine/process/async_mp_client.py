@@ -1,8 +1,8 @@
-"""An engine core in a process of its own, for a front end that lives in an event loop.
+"""The asyncio client of an engine core process.
 
-News are read where they are used: the loop watches the socket's descriptor, and a callback takes all messages there
-are. No thread and no task stands between socket and request, so nothing is handed over, and a loop that is late finds
-several steps at once. Requests go out at the end of the loop's turn, together: the core begins them together.
+The event loop watches the socket's descriptor, and a callback reads all messages there are: no thread and no task is
+between socket and request, and a late loop reads several steps at once. Requests are sent together at the end of the
+loop's iteration, so that the core starts them together.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, Schedu
 OnOutputs = Callable[[EngineCoreOutputs], None]
 OnDeath = Callable[[EngineDeadError], None]
 
-_MAX_UPDATES_PER_CALLBACK = 8  # before others in the loop get their turn
+_MAX_UPDATES_PER_CALLBACK = 8  # then other callbacks of the loop run
 
 
 class AsyncMPClient(MPClient):
-    """Talks to an engine core. Made and shut down in any thread; all else happens in the loop's.
+    """Client of one engine core. Constructed and shut down in any thread; everything else runs in the loop's thread.
 
     Args:
-        config: The settled configuration.
-        connection: The core, which this process starts or joins.
+        config: The resolved configuration.
+        connection: The core, started by this process or by another one.
         platform_summary: The platform's name and the plugin it came from.
 
     Attributes:
-        stats: The scheduler's state as last told.
-        num_acknowledged_requests: How many of the requests sent from here the core had taken when it was last heard of.
+        stats: The last reported state of the scheduler.
+        num_acknowledged_requests: How many of this client's requests the core had received at its last update.
     """
 
     def __init__(self, config: EngineConfig, connection: CoreConnection, platform_summary: str) -> None:
@@ -50,24 +50,24 @@ class AsyncMPClient(MPClient):
         self._calls: dict[int, asyncio.Future[bool | None]] = {}
         self.num_acknowledged_requests = 0
         self._num_requests = 0
-        self._unacknowledged: deque[tuple[int, int]] = deque()  # numbers of commands, and of requests sent up to each
-        self._last_heard_at = 0.0  # or, where that is later, when the core was given something to do after a rest
+        self._unacknowledged: deque[tuple[int, int]] = deque()  # (command number, requests sent up to it)
+        self._last_update_at = 0.0  # or, if later, when an idle core was sent a command
         self._loop: asyncio.AbstractEventLoop | None = None
         self._heartbeat_timer: asyncio.TimerHandle | None = None
         self._on_outputs: OnOutputs = lambda outputs: None
         self._on_death: OnDeath = lambda error: None
 
-    # --- its life
+    # --- start and shutdown
 
     def launch(self) -> None:
         """Starts the process; returns when it exists."""
         self._connection.launch()
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
-        """Has news read in `loop`, which runs in the calling thread.
+        """Starts to read updates in `loop`, which runs in the calling thread.
 
         Args:
-            on_outputs: Called with the outputs of each step that has some, and with changed stats.
+            on_outputs: Called with the outputs of each update, which may be empty but for the stats.
             on_death: Called once, when the core can no longer be used.
         """
         self._loop, self._on_outputs, self._on_death = loop, on_outputs, on_death
@@ -76,10 +76,10 @@ class AsyncMPClient(MPClient):
         self._read_updates()
 
     def shutdown(self) -> None:
-        """Ends the engine core and its workers; calls under way get an EngineDeadError. Idempotent."""
+        """Closes the connection; pending utility calls raise EngineDeadError. Idempotent."""
         loop = self._loop
         self._detach()
-        if loop is not None and not loop.is_closed():  # from now on, nobody would bring their answers
+        if loop is not None and not loop.is_closed():  # no update is read any more
             loop.call_soon_threadsafe(self._fail_calls, "The engine core has been shut down.")
         self._connection.shutdown()
 
@@ -99,13 +99,13 @@ class AsyncMPClient(MPClient):
 
     @property
     def heartbeat_age(self) -> float:
-        """For how many seconds the core has given no sign of life although it has something to do; 0 if it has not."""
+        """Seconds since the last update of a core that has work; 0 without work."""
         if not self._expects_update:
             return self._connection.shared_step_age
-        # A step that is late or a core that does not even begin one: whichever began later counts.
-        return min(time.monotonic() - self._last_heard_at, self._connection.activity.seconds)
+        # Either a step takes long, or the core does not start one: the later beginning counts.
+        return min(time.monotonic() - self._last_update_at, self._connection.activity.seconds)
 
-    # --- what it is told
+    # --- commands
 
     def add_requests(self, requests: Iterable[EngineCoreRequest]) -> None:
         """Queues validated requests."""
@@ -114,7 +114,7 @@ class AsyncMPClient(MPClient):
         self._flush_soon()
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Drops requests; unknown ids are ignored, and so is a core that has ended."""
+        """Drops requests; unknown ids are ignored, and so is a core that has exited."""
         self._aborted += request_ids
         if self._aborted:
             self._flush_soon()
@@ -123,12 +123,12 @@ class AsyncMPClient(MPClient):
         """Calls a method of the core, see `EngineCore.call_utility`.
 
         Raises:
-            EngineDeadError: The core has ended.
+            EngineDeadError: The core has exited.
             Exception: What the method raised.
         """
         self._connection.check_usable()
         assert self._loop is not None
-        self._flush()  # the core sees things in the order in which they were asked
+        self._flush()  # the core processes commands in the order of the calls
         call = self._number_call(method, args)
         answer = self._calls[call.id] = self._loop.create_future()
         try:
@@ -139,14 +139,14 @@ class AsyncMPClient(MPClient):
 
     @property
     def num_other_sequences(self) -> int:
-        """Sequences that other front ends have under way: there are none."""
+        """0: the core has no other front end."""
         return 0
 
     def on_sleep(self, callback: Callable[[bool], None]) -> None:
-        """Nobody else puts this engine to sleep."""
+        """Does nothing: the core has no other front end."""
 
     async def broadcast_sleep(self, is_sleeping: bool) -> None:
-        """There is nobody to tell."""
+        """Does nothing: the core has no other front end."""
 
     def _flush_soon(self) -> None:
         if not self._will_flush and self._loop is not None:
@@ -155,7 +155,7 @@ class AsyncMPClient(MPClient):
 
     def _flush(self) -> None:
         self._will_flush = False
-        if self._loop is None or not self._connection.is_open:  # the core has died: nobody takes what is said to it
+        if self._loop is None or not self._connection.is_open:  # the core has exited
             return
         if (command := self._take_buffered_requests()) is not None:
             self._num_requests += len(command.request_ids)
@@ -168,32 +168,32 @@ class AsyncMPClient(MPClient):
     def _send(self, command: Command) -> None:
         assert self._loop is not None
         if not self._expects_update:
-            self._last_heard_at = time.monotonic()
-        # A core that cannot be reached has ended: what waits for it is told so when that is noticed.
+            self._last_update_at = time.monotonic()
+        # A core that cannot be reached has exited: `_handle_core_failure` will be called.
         with contextlib.suppress(zmq.ZMQError):
             self._connection.send(command)
         if self._heartbeat_timer is None:
             self._heartbeat_timer = self._loop.call_later(self._connection.unresponsive_timeout, self._check_heartbeat)
 
-    # --- what it says
+    # --- updates
 
     def _read_updates(self) -> None:
         for _ in range(_MAX_UPDATES_PER_CALLBACK):
             if self._loop is None or not self._connection.is_open:
                 return
-            news = self._channel.receive()
-            if news is None:
+            update = self._channel.receive()
+            if update is None:
                 return
-            self._handle_update(news)
+            self._handle_update(update)
         if self._loop is not None:
-            self._loop.call_soon(self._read_updates)  # the descriptor says nothing about what is left
+            self._loop.call_soon(self._read_updates)  # the descriptor reports no more unread messages
 
-    def _handle_update(self, news: EngineCoreUpdate) -> None:
-        self._record_progress(news)
-        while self._unacknowledged and self._unacknowledged[0][0] <= news.num_acknowledged:
+    def _handle_update(self, update: EngineCoreUpdate) -> None:
+        self._record_progress(update)
+        while self._unacknowledged and self._unacknowledged[0][0] <= update.num_acknowledged:
             self.num_acknowledged_requests = self._unacknowledged.popleft()[1]
-        self._last_heard_at = time.monotonic()
-        for result in news.results:
+        self._last_update_at = time.monotonic()
+        for result in update.results:
             answer = self._calls.get(result.id)
             if answer is None or answer.done():
                 continue
@@ -201,14 +201,14 @@ class AsyncMPClient(MPClient):
                 answer.set_exception(result.failure.to_exception())
             else:
                 answer.set_result(result.value)
-        if news.outputs.stats is not None:
-            self.stats = news.outputs.stats
-        self._on_outputs(news.outputs)
+        if update.outputs.stats is not None:
+            self.stats = update.outputs.stats
+        self._on_outputs(update.outputs)
 
-    # --- its death
+    # --- failure
 
     def _handle_core_failure(self) -> None:
-        """The process can no longer be used; why is known before this is called."""
+        """Called by the loop when `failure_fd` is readable; the failure has been set before."""
         self._detach()
         error = self.failure or EngineDeadError("The engine core has been shut down.")
         self._fail_calls(str(error))
@@ -220,13 +220,13 @@ class AsyncMPClient(MPClient):
                 answer.set_exception(EngineDeadError(reason))
 
     def _check_heartbeat(self) -> None:
-        """Ends a core that has work and does not get on."""
+        """Ends a core that has work and sends no updates."""
         assert self._loop is not None
         self._heartbeat_timer = None
         limit, age = self._silence_limit(self._connection.activity), self.heartbeat_age
         if age < limit:
             if self._expects_update:
-                soon = min(limit - age, self._connection.unresponsive_timeout)  # what comes next may be a step
+                soon = min(limit - age, self._connection.unresponsive_timeout)  # a step may follow the long call
                 self._heartbeat_timer = self._loop.call_later(soon, self._check_heartbeat)
             return
         self._loop.run_in_executor(None, self._connection.kill_unresponsive)
@@ -243,13 +243,13 @@ class AsyncMPClient(MPClient):
 
 
 def start_all(
-    clients: Sequence[AsyncMPClient], meanwhile: Callable[[], None], processes: Sequence[ChildProcess] = ()
+    clients: Sequence[AsyncMPClient], during_start: Callable[[], None], processes: Sequence[ChildProcess] = ()
 ) -> None:
-    """Starts cores side by side; they wait for requests when this returns.
+    """Starts cores in parallel; they are ready when this returns.
 
     Args:
-        meanwhile: Called while their processes start.
-        processes: The cores', where there are several: none of them waits for one that has failed.
+        during_start: Called while their processes start.
+        processes: The cores' processes, where there are several: the first failure ends the wait for all of them.
 
     Raises:
         Exception: A core's own exception, if one cannot be started. Nothing stays behind.
@@ -257,7 +257,7 @@ def start_all(
     try:
         for client in clients:
             client.launch()
-        meanwhile()
+        during_start()
         with failing_together(processes):
             for client in clients:
                 client.wait_ready()

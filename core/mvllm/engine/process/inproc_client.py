@@ -1,4 +1,4 @@
-"""How a front end reaches an engine core: as an object in its own process, or in a process of its own."""
+"""The client of an engine core in the same process, and `make_client`, which chooses between it and SyncMPClient."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class InprocClient:
 def make_client(
     config: EngineConfig,
     chosen: ChosenPlatform | None = None,
-    meanwhile: Callable[[EngineConfig], None] = lambda config: None,
+    during_start: Callable[[EngineConfig], None] = lambda config: None,
 ) -> InprocClient | SyncMPClient:
-    """Chooses the platform, settles the configuration with it, and starts an engine core.
+    """Chooses the platform, resolves the configuration with it, and starts an engine core.
 
     Args:
-        config: What was asked for.
-        chosen: The platform, where it has been chosen before.
-        meanwhile: What this process has to do for its start, called with the settled configuration: beside an engine
-            core that starts in a process of its own, and before one in this process. What it raises ends the start.
+        config: The configuration as the user gave it.
+        chosen: The platform, if it has been chosen already.
+        during_start: Called with the resolved configuration while an engine core process starts, or before an engine
+            core in this process is constructed. An exception of it ends the start.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
@@ -65,22 +65,22 @@ def make_client(
             f"data_parallel_size is {config.parallel.data_parallel_size}, but offline there is one engine: replicas "
             "are for a server. Set it to 1, or start several processes."
         )
-    settled = resolve_config(config, chosen.platform)
-    if _wants_own_process(settled.parallel):
-        from mvllm.engine.process.sync_mp_client import SyncMPClient  # and with it ZeroMQ, which no other path needs
+    resolved = resolve_config(config, chosen.platform)
+    if _uses_core_process(resolved.parallel):
+        from mvllm.engine.process.sync_mp_client import SyncMPClient  # imports ZeroMQ, which no other path needs
 
-        return SyncMPClient(settled, chosen, meanwhile)
-    with worker_environment(settled.parallel, chosen.platform):
-        meanwhile(settled)
-        core = EngineCore(settled, chosen.platform)
+        return SyncMPClient(resolved, chosen, during_start)
+    with worker_environment(resolved.parallel, chosen.platform):
+        during_start(resolved)
+        core = EngineCore(resolved, chosen.platform)
     return InprocClient(core, str(chosen))
 
 
-def _wants_own_process(parallel: ParallelConfig) -> bool:
-    """Whether the engine core gets a process of its own; unless asked for, it does not."""
+def _uses_core_process(parallel: ParallelConfig) -> bool:
+    """Whether the engine core runs in a process of its own: only if `engine_core_process` is set."""
     if parallel.engine_core_process and parallel.distributed_executor_backend == "external_launcher":
         raise ConfigError(
-            "engine_core_process cannot be had with distributed_executor_backend 'external_launcher': the launcher "
-            "gives and watches one process per rank. Leave engine_core_process unset."
+            "engine_core_process is set, but distributed_executor_backend 'external_launcher' starts and watches one "
+            "process per rank. Leave engine_core_process unset."
         )
     return bool(parallel.engine_core_process)

@@ -1,7 +1,7 @@
-"""An engine core in a process of its own, for a front end that drives it with `step()`.
+"""The synchronous client of an engine core process.
 
-The core runs by itself; `step` waits for the next news of it. Requests are sent when `step` is called (or anything else
-is asked), all together: the core begins them together, as one in this process would.
+The core runs its busy loop; `step` waits for its next update. Added requests are sent together by the next `step` or
+other command, so that the core starts them together, as an engine core in this process would.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from mvllm.platform.choose import ChosenPlatform
 
 
 class SyncMPClient(MPClient):
-    """Starts an engine core and talks to it. Used from one thread at a time.
+    """Starts an engine core process and is its client. Used from one thread at a time.
 
     Args:
-        config: The settled configuration.
-        chosen: The platform to run on, which the core's process finds again by its name.
-        meanwhile: Called with the configuration while that process starts.
+        config: The resolved configuration.
+        chosen: The platform; the core's process finds it by its name.
+        during_start: Called with the configuration while that process starts.
 
     Raises:
         Exception: On construction: the core's own exception, if it cannot be started. Nothing stays behind.
@@ -47,23 +47,23 @@ class SyncMPClient(MPClient):
         self,
         config: EngineConfig,
         chosen: ChosenPlatform,
-        meanwhile: Callable[[EngineConfig], None] = lambda config: None,
+        during_start: Callable[[EngineConfig], None] = lambda config: None,
     ) -> None:
         self._connection: LaunchedCoreConnection = LaunchedCoreConnection("EngineCore", config, chosen.source.name)
         super().__init__(config, self._connection, str(chosen))
         self._process = self._connection.process
-        self._unread_outputs: deque[EngineCoreOutputs] = deque()  # news that came while an answer was waited for
+        self._unread_outputs: deque[EngineCoreOutputs] = deque()  # received while a utility call waited for its result
         self._results: dict[int, UtilityResult] = {}
         self._stats: SchedulerStats | None = None
         self._interrupt_notifier = make_notifier()
-        self._close_wake = weakref.finalize(self, self._interrupt_notifier.close)
+        self._close_notifier = weakref.finalize(self, self._interrupt_notifier.close)
         self._poller = zmq.Poller()
         self._poller.register(self._channel.update_socket, zmq.POLLIN)
         self._poller.register(self._process.stop.fd, zmq.POLLIN)
         self._poller.register(self._interrupt_notifier.read_fd, zmq.POLLIN)
         try:
             self._connection.launch()
-            meanwhile(config)
+            during_start(config)
             self.wait_ready()
         except BaseException:
             self.shutdown()
@@ -80,10 +80,10 @@ class SyncMPClient(MPClient):
         self._buffer_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Drops requests; unknown ids are ignored, and so is a core that has ended."""
+        """Drops requests; unknown ids are ignored, and so is a core that has exited."""
         ids = list(request_ids)
         if ids and self._connection.is_open and self._process.is_usable:
-            with contextlib.suppress(EngineDeadError):  # whoever asks for something next is told
+            with contextlib.suppress(EngineDeadError):  # the next other call raises it
                 self._send(AbortRequests(ids))
 
     def has_requests(self) -> bool:
@@ -93,10 +93,10 @@ class SyncMPClient(MPClient):
         return bool(self._unread_outputs or self._new_ids or self._expects_update)
 
     def step(self) -> EngineCoreOutputs:
-        """Waits for what the core's next step has to tell. Returns empty outputs after `wake`.
+        """Waits for the core's next update and returns its outputs; empty ones after `interrupt_step`.
 
         Raises:
-            EngineDeadError: The core has failed; the cause is kept. Or its process has ended, or does not get on.
+            EngineDeadError: The core has failed (the cause is kept), its process has exited, or it is unresponsive.
         """
         self._connection.check_usable()
         self._flush()
@@ -107,7 +107,7 @@ class SyncMPClient(MPClient):
         return self._unread_outputs.popleft()
 
     def interrupt_step(self) -> None:
-        """Has the `step` that waits, or the next one, return at once. From any thread, or a signal handler."""
+        """Makes the `step` that waits, or the next one, return at once. From any thread, or a signal handler."""
         if self._connection.is_open:
             self._interrupt_notifier.notify()
 
@@ -115,7 +115,7 @@ class SyncMPClient(MPClient):
         """Calls a method of the core, see `EngineCore.call_utility`; waits for the step under way.
 
         Raises:
-            EngineDeadError: The core has ended.
+            EngineDeadError: The core has exited.
             Exception: What the method raised.
         """
         self._connection.check_usable()
@@ -132,7 +132,7 @@ class SyncMPClient(MPClient):
     def shutdown(self) -> None:
         """Ends the engine core and its workers. Idempotent."""
         self._connection.shutdown()
-        self._close_wake()
+        self._close_notifier()
 
     # --- inside
 
@@ -141,30 +141,30 @@ class SyncMPClient(MPClient):
             self._send_unflushed(command)
 
     def _send(self, command: Command) -> None:
-        self._flush()  # the core sees things in the order in which they were asked
+        self._flush()  # the core processes commands in the order of the calls
         self._send_unflushed(command)
 
     def _send_unflushed(self, command: Command) -> None:
         failure: EngineDeadError | None = None
         try:
             self._connection.send(command)
-        except zmq.ZMQError as e:  # its end of the socket is closed: the news of its death are on their way
+        except zmq.ZMQError as e:  # it has closed its end of the socket: its exit will be reported
             failure = self._connection.terminate_with_error(EngineDeadError(f"The engine core cannot be reached: {e}"))
-        if failure is not None:  # not raised above: it has a cause of its own to tell of
+        if failure is not None:  # not raised above: it has its own cause
             raise failure
 
     def _wait(self, started: float) -> bool:
-        """Takes news in, waiting for some if there are none; False when it was woken instead.
+        """Handles the next update, waiting for it if there is none; returns False if `interrupt_step` ended the wait.
 
         Args:
-            started: When the caller began to wait, by the monotonic clock.
+            started: When the caller began to wait, in monotonic seconds.
         """
         while True:
-            news = self._channel.receive()
-            if news is not None:
-                self._handle_update(news)
+            update = self._channel.receive()
+            if update is not None:
+                self._handle_update(update)
                 return True
-            # A step that is late or a core that does not even begin one: whichever began later counts.
+            # Either a step takes long, or the core does not start one: the later beginning counts.
             activity = self._connection.activity
             limit = self._silence_limit(activity)
             stalled = min(time.monotonic() - started, activity.seconds)
@@ -181,8 +181,8 @@ class SyncMPClient(MPClient):
                 self._interrupt_notifier.drain()
                 return False
 
-    def _handle_update(self, news: EngineCoreUpdate) -> None:
-        self._record_progress(news)
-        self._stats = news.outputs.stats or self._stats
-        self._results.update((result.id, result) for result in news.results)
-        self._unread_outputs.append(news.outputs)
+    def _handle_update(self, update: EngineCoreUpdate) -> None:
+        self._record_progress(update)
+        self._stats = update.outputs.stats or self._stats
+        self._results.update((result.id, result) for result in update.results)
+        self._unread_outputs.append(update.outputs)
