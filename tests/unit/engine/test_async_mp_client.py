@@ -1,4 +1,4 @@
-"""When an engine core that is silent is taken for hung."""
+"""The time after which a core that sends no updates is considered hung."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def look(activity: str, seconds: float) -> Loop:
     return loop
 
 
-def test_waking_up_may_take_as_long_as_a_start() -> None:
+def test_wake_up_may_take_as_long_as_a_start() -> None:
     loop = look("wake_up", 400.0)  # weights are read from a slow disk
     assert not loop.ordered and loop.later == [315.0]  # a step that follows is looked after as ever
     assert look("wake_up", 1900.0).ordered
 
 
-def test_a_step_may_not() -> None:
+def test_a_step_may_not_take_as_long_as_a_start() -> None:
     assert look("execution", 400.0).ordered
     loop = look("execution", 300.0)
     assert not loop.ordered and 0 < loop.later[0] <= 15.0

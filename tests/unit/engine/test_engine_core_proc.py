@@ -109,7 +109,7 @@ def test_requests_sent_together_start_together_and_updates_have_content(loop):
     assert len(news) <= 2  # the first step's only if nothing was told for long
 
 
-def test_a_request_that_cannot_be_read_or_taken_ends_alone(loop):
+def test_a_request_that_cannot_be_decoded_or_queued_ends_alone(loop):
     broken = AddRequests(["x"], [msgspec.Raw(msgspec.msgpack.encode({"request_id": "x", "prompt_token_ids": ["?"]}))])
     refused = AddRequests(["y"], add("y", prompt=()).requests)
     news = serve(loop, [broken, add("a"), refused], stop_at_step=1)
@@ -120,7 +120,7 @@ def test_a_request_that_cannot_be_read_or_taken_ends_alone(loop):
     assert loop.steps == [["a"]] * 2
 
 
-def test_a_core_without_work_says_so(loop):
+def test_a_core_without_work_reports_that_it_is_idle(loop):
     loop.at_step[0] = [(0, 2, AbortRequests(["a", "unknown"]))]
     loop.input_queue.put((0, 1, add("a")))
     thread = threading.Thread(target=loop.proc.run_busy_loop)
@@ -145,7 +145,7 @@ def test_commands_of_a_disconnected_client_are_ignored(loop):
     assert {target for target, _ in told} <= {0, 1}
 
 
-def test_calls_are_answered_and_their_errors_travel(loop):
+def test_utility_calls_return_results_and_errors(loop):
     methods = ["reset_prefix_cache", "check_health", "shutdown"]
     for number, method in enumerate(methods, 1):
         loop.input_queue.put((0, number, CallUtility(number, method)))
@@ -203,7 +203,7 @@ def test_messages_without_the_token_are_dropped_on_both_sides():
     front.close()
 
 
-def test_a_process_per_core_is_refused_where_a_launcher_owns_the_processes():
+def test_engine_core_process_is_refused_with_an_external_launcher():
     from mvllm.config.engine_config import ParallelConfig
 
     parallel = ParallelConfig(engine_core_process=True, distributed_executor_backend="external_launcher")

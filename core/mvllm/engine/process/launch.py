@@ -1,7 +1,7 @@
-"""An engine core's process as the front end sees it. Whoever talks to it, in whatever way, starts and ends it here.
+"""The child processes of the engine other than workers: engine cores, the coordinator, API servers.
 
-The machinery is that of worker processes: one monitor thread starts the process (which dies with that thread), takes
-its handshake, watches for its death and ends it by the same ladder. What differs is what is said of it.
+Each is a ChildProcessGroup of one: a monitor thread starts the process (which dies with that thread), receives its
+handshake, notices its exit, and ends it as it would end workers. The errors differ.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mvllm.executor.worker_group import WorkerGroup
 from mvllm.messages.process_failure import ProcessFailure
 
 TIMEOUT_MARGIN_SECONDS = 15.0
-"""What a core gets beyond the limits that its executor enforces: the executor knows better which worker is late."""
+"""Added to the executor's own time limits for a core: its report names the late worker, so it must come first."""
 
-_MAX_CALLS_PER_PHASE = 3  # at most, of a core's start: each may take as long as `start_timeout` says
+_MAX_CALLS_PER_PHASE = 3  # calls of workers in a phase of a core's start, each limited by `start_timeout`
 
 
 class CoreHandle(ChildProcessHandle):
-    """The process."""
+    """The handle of an engine core process in its parent; the base of the other kinds'."""
 
     module = "mvllm.engine.process.engine_core_proc"
     handshake_type = CoreHandshake
@@ -45,7 +45,7 @@ class CoreHandle(ChildProcessHandle):
         return handshake
 
     def death_error(self) -> Exception:
-        """What it said before it ended; or, where it could say nothing, how it ended and what it was doing."""
+        """The failure that the process sent; without one, an error with its exit status and last activity."""
         last = self._read_crash_report()
         return EngineDeadError(self.describe_exit()) if last is None else last.to_exception()
 
@@ -53,7 +53,7 @@ class CoreHandle(ChildProcessHandle):
         return EngineDeadError(message)
 
     def _read_crash_report(self) -> ProcessFailure | None:
-        """What lies in the socket of the process, which has ended."""
+        """The failure among the unread messages of the process, which has exited."""
         self.control.setblocking(False)
         while (handshake := super().receive_handshake()) is not None:
             if handshake.failure is not None:
@@ -86,7 +86,7 @@ class ChildProcess(ChildProcessGroup):
             timeout: Seconds that each phase of its start may take.
 
         Raises:
-            Exception: Its own exception, if it failed; EngineDeadError, if it ended or a phase took too long.
+            Exception: Its own exception, if it failed; EngineDeadError, if it exited or a phase took too long.
         """
         self.wait_ready(timeout)
         return self._handle.ready
@@ -124,10 +124,10 @@ class ChildProcess(ChildProcessGroup):
 
 @contextlib.contextmanager
 def failing_together(processes: Sequence[WorkerGroup]) -> Iterator[None]:
-    """Within, the failure of one process fails all of them: every wait for one of them raises at once.
+    """Within the context, the failure of one process fails all of them, so every wait for one of them raises at once.
 
     Args:
-        processes: All launched.
+        processes: All launched already.
     """
     is_over = False
 
@@ -145,13 +145,13 @@ def failing_together(processes: Sequence[WorkerGroup]) -> Iterator[None]:
 
 
 class CoreChildProcess(ChildProcess):
-    """One engine core's process.
+    """One engine core process.
 
     Args:
-        name: What it is called, for instance `EngineCore`.
-        config: The settled configuration.
+        name: Its name, for instance `EngineCore`.
+        config: The resolved configuration.
         platform: The platform's name.
-        addresses: Where it finds its front ends; the first is that of the process that starts it.
+        addresses: The sockets of its front ends; the first is in the process that starts the core.
         coordinator_fd: Its socket to the coordinator, where there is one.
     """
 
@@ -174,10 +174,10 @@ class CoreChildProcess(ChildProcess):
         super().__init__(start, () if coordinator_fd is None else (coordinator_fd,), CoreHandle)
 
     def wait_started(self) -> CoreReady:
-        """Returns when it waits for requests.
+        """Returns when the core waits for requests.
 
         Raises:
-            Exception: Its own exception, if it failed; EngineDeadError, if it ended or does not get on.
+            Exception: Its own exception, if it failed; EngineDeadError, if it exited or a phase took too long.
         """
         ready = self.wait_handshake(self._start_seconds)
         assert ready is not None
@@ -185,8 +185,8 @@ class CoreChildProcess(ChildProcess):
 
 
 def start_timeout_seconds(parallel: ParallelConfig) -> float:
-    """What a phase of an engine core's start may take: `start_timeout`, and more where workers have processes of their
-    own, whose limit the core enforces.
+    """The time limit of a phase of an engine core's start, in seconds: `start_timeout`, and more with worker processes,
+    for which the core enforces `start_timeout` itself.
     """
     if parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni"):
         return parallel.start_timeout
