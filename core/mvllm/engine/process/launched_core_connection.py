@@ -104,16 +104,16 @@ def _shut_down(process: CoreChildProcess, channel: ClientChannel, identity: byte
         args = (process, channel, identity)
         threading.Thread(target=_shut_down, args=args, name="core-shutdown", daemon=True).start()
         return
-    told = False
+    stop_sent = False
     try:
         if process.is_usable:
             process.expect_exits()
             try:
                 channel.send(identity, StopCore())
-                told = True
+                stop_sent = True
             except zmq.ZMQError:  # it is ending already
-                told = False
-        process.terminate(gracefully=told)
+                stop_sent = False
+        process.terminate(gracefully=stop_sent)
     finally:  # also when Ctrl-C interrupts the above
         process.terminate()
         channel.close()

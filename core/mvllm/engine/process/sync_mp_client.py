@@ -112,7 +112,7 @@ class SyncMPClient(MPClient):
             self._interrupt_notifier.notify()
 
     def call_utility(self, method: str, *args: UtilityArg) -> bool:
-        """Calls a method of the core, see `EngineCore.call_utility`; waits for the step under way.
+        """Calls a method of the core, see `EngineCore.call_utility`; waits for the step in flight.
 
         Raises:
             EngineDeadError: The core has exited.
