@@ -90,7 +90,7 @@ def test_what_an_engine_tells_of_itself_is_the_same(llm: LLM, here: LLM) -> None
     assert list(here.llm_engine.start_seconds) == ["platform", "tokenizer", *phases, "first token"]
     assert all(seconds >= 0 for seconds in llm.llm_engine.start_seconds.values())
     assert llm.llm_engine.step() == []  # without requests, nothing is waited for
-    client_of(llm).check_health()
+    client_of(llm).call_utility("check_health")
 
 
 def test_an_aborted_request_leaves_nothing_and_the_cache_can_be_reset_at_once(llm: LLM) -> None:
@@ -222,7 +222,12 @@ def test_a_closed_engine_says_so_and_its_process_is_gone(checkpoint: Path) -> No
         llm.close()
         llm.close()
         assert not core.is_running()
-        for use in (lambda: llm.generate("x"), lambda: held.step(), client.step, lambda: client.check_health()):
+        for use in (
+            lambda: llm.generate("x"),
+            lambda: held.step(),
+            client.step,
+            lambda: client.call_utility("check_health"),
+        ):
             with pytest.raises(EngineDeadError, match=r"closed|shut down"):
                 use()
         client.abort_requests(["a"])

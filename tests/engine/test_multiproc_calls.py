@@ -31,7 +31,7 @@ from mvllm.executor.message_queue.ring_buffer import ShmRingBuffer
 from mvllm.executor.multiproc import MultiprocExecutor
 from mvllm.executor.process.child_process_group import ChildProcessGroup
 from mvllm.executor.process.child_process_handle import ChildProcessHandle
-from mvllm.executor.rpc_messages import RemoteTraceback
+from mvllm.messages.process_failure import RemoteTraceback
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
 from tests.helpers.plugins import prepend, scripted_platform_path
@@ -154,7 +154,9 @@ def test_an_error_tells_type_message_rank_pid_method_and_traceback(make: MakeExe
     executor = make()
     with pytest.raises(PlatformError, match="KeyError: 'string 7 tore'") as caught:
         executor.collective_rpc("allocate_kv_cache", (RAISE, 7))
-    remote = caught.value.__cause__
+    cause = caught.value.__cause__
+    assert isinstance(cause, LookupError) and str(cause) == "KeyError: 'string 7 tore'"
+    remote = cause.__cause__
     assert isinstance(remote, RemoteTraceback)
     failure = remote.failure
     assert (failure.rank, failure.pid, failure.activity) == (0, executor.worker_pids[0], "allocate_kv_cache")

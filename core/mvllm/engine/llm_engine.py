@@ -21,6 +21,7 @@ from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
 from mvllm.engine.frontend.tokenizer import Tokenizer
 from mvllm.engine.process.inproc_client import make_client
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
+from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
@@ -57,20 +58,8 @@ class EngineCoreClient(Protocol):
     def interrupt_step(self) -> None:
         """Has a `step` that waits for another process return without news. From any thread, or a signal handler."""
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets cached prefixes."""
-
-    def sleep(self, level: int) -> None:
-        """Gives memory back."""
-
-    def wake_up(self, tags: Sequence[str]) -> bool:
-        """Claims it again; whether all is back."""
-
-    def add_lora(self, request: LoRARequest) -> None:
-        """Loads an adapter."""
-
-    def remove_lora(self, lora_int_id: int) -> bool:
-        """Forgets it; whether it was there and not in use."""
+    def call_utility(self, method: str, *args: UtilityArg) -> bool:
+        """Calls a method of the engine core, see `EngineCore.call_utility`."""
 
     def shutdown(self) -> None:
         """Ends the engine core. Idempotent."""
@@ -230,7 +219,7 @@ class LLMEngine:
         if self._lora_validator.is_loaded(request):
             return False
         self._lora_validator.check_files(request)
-        self._client.add_lora(request)
+        self._client.call_utility("add_lora", request)
         self._lora_validator.add(request)
         return True
 
@@ -243,7 +232,7 @@ class LLMEngine:
         self._require_alive()
         known = self._lora_validator.remove(lora_id)
         if known:
-            self._client.remove_lora(lora_id)
+            self._client.call_utility("remove_lora", lora_id)
         return known
 
     def list_loras(self) -> set[int]:
@@ -310,7 +299,7 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False when running requests still use some."""
         self._require_alive()
-        return self._client.reset_prefix_cache()
+        return self._client.call_utility("reset_prefix_cache")
 
     def sleep(self, level: int = 1) -> None:
         """Drops all requests and gives memory back; takes no requests until `wake_up`.
@@ -325,7 +314,7 @@ class LLMEngine:
         self._require_alive()
         check_sleep_level(level)
         self.abort_request(self._output_processor.request_ids)
-        self._client.sleep(level)
+        self._client.call_utility("sleep", level)
         self._is_sleeping = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -339,7 +328,7 @@ class LLMEngine:
             CacheError, ModelError: There is no room any more, or no checkpoint. It may be tried again.
         """
         self._require_alive()
-        self._is_sleeping = not self._client.wake_up(check_wake_up_tags(tags))
+        self._is_sleeping = not self._client.call_utility("wake_up", check_wake_up_tags(tags))
 
     @property
     def is_sleeping(self) -> bool:

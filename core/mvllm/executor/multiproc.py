@@ -13,11 +13,10 @@ from mvllm.executor.config_codec import encode_worker_configs
 from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.executor.process.child_process_group import ChildProcessGroup, ProcessLaunch
 from mvllm.executor.process.handshake import WorkerStartArgs
-from mvllm.executor.process.process_utils import anonymous_file, ensure_standard_streams, module_search_path
+from mvllm.executor.process.process_utils import anonymous_file, ensure_standard_streams
 from mvllm.executor.rpc_executor import RpcExecutor, worker_names
 from mvllm.executor.rpc_queues import RpcQueues
 from mvllm.executor.worker_topology import devices_per_worker, launch_topology
-from mvllm.logging import log_level
 from mvllm.platform.interface import Platform
 from mvllm.platform.topology import LaunchTopology, WorkerContext
 
@@ -73,7 +72,6 @@ def _launches(
     launches = []
     for rank, name in enumerate(names):
         requests, replies = queues.worker_handles(rank)
-        stack_fd = anonymous_file("stacks")
         start = WorkerStartArgs(
             name=name,
             context=WorkerContext(
@@ -90,15 +88,10 @@ def _launches(
             config=encoded[rank],
             requests=requests,
             replies=replies,
-            activity_fd=board.fd,
-            stack_fd=stack_fd,
-            sys_path=module_search_path(),
-            python_path=os.environ.get("PYTHONPATH"),
-            log_level=log_level(),
-        )
+        ).with_parent_state(board.fd)
         env = topology.env_per_worker[rank] if topology.env_per_worker else {}
         shared = (board.fd, *(meeting.fds if meeting else ()))
-        launches.append(ProcessLaunch(start, env, (*requests.fds, *replies.fds, stack_fd, *shared)))
+        launches.append(ProcessLaunch(start, env, (*requests.fds, *replies.fds, start.stack_fd, *shared)))
     return launches
 
 

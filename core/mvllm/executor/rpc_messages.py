@@ -13,15 +13,14 @@ error of another rank ended it) is recognised and dropped, and can never be take
 from __future__ import annotations
 
 import functools
-import traceback
 import typing
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from mvllm import errors
-from mvllm.errors import ConfigError, MvllmError, WorkerError
+from mvllm.errors import ConfigError
+from mvllm.messages.process_failure import ProcessFailure
 from mvllm.platform.worker_protocol import WorkerProtocol
 
 STOP_ID = 0
@@ -52,69 +51,13 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
         return self.ranks is None or rank in self.ranks
 
 
-class WorkerFailure(msgspec.Struct, frozen=True):
-    """An exception on its way from a worker.
-
-    Attributes:
-        rank, pid: Where it was raised.
-        name: The worker's name, for instance `Worker_TP0`.
-        activity: What was being done: a phase of start-up, or a method and its step.
-        kind: The exception's class, `package.module.Class`.
-        message: Its text.
-        traceback: The whole traceback, causes included.
-    """
-
-    rank: int
-    pid: int
-    name: str
-    activity: str
-    kind: str
-    message: str
-    traceback: str
-
-    def to_exception(self) -> Exception:
-        """The same class where it is one of mvllm's own (the caller may tell them apart), else a WorkerError.
-
-        The cause shows the worker's traceback and has this failure as its attribute.
-        """
-        text = f"{self.name} (rank {self.rank}, pid {self.pid}) failed in {self.activity}: "
-        own = getattr(errors, self.kind.rpartition(".")[2], None) if self.kind.startswith("mvllm.") else None
-        error: Exception
-        if isinstance(own, type) and issubclass(own, MvllmError) and not issubclass(own, WorkerError):
-            error = own(text + self.message)
-        else:
-            error = WorkerError(
-                f"{text}{self.kind.removeprefix('builtins.')}: {self.message}",
-                rank=self.rank,
-                pid=self.pid,
-                activity=self.activity,
-            )
-        error.__cause__ = RemoteTraceback(self)
-        return error
-
-
-class RemoteTraceback(Exception):
-    """A traceback of another process, as text.
-
-    Attributes:
-        failure: All that is known.
-    """
-
-    def __init__(self, failure: WorkerFailure) -> None:
-        super().__init__(failure)
-        self.failure = failure
-
-    def __str__(self) -> str:
-        return f"\n\nIn the worker:\n{self.failure.traceback}"
-
-
 class Reply(msgspec.Struct, array_like=True, frozen=True):
     """What became of a request on one rank. `result` is msgpack; it is empty where `failure` is set."""
 
     id: int
     rank: int
     result: bytes
-    failure: WorkerFailure | None = None
+    failure: ProcessFailure | None = None
 
 
 @dataclass(frozen=True)
@@ -154,19 +97,3 @@ def codec_of(method: str) -> MethodCodec:
     if codec is None:
         raise ConfigError(f"collective_rpc({method!r}): workers offer {', '.join(sorted(method_codecs()))}.")
     return codec
-
-
-def describe_failure(error: BaseException, *, rank: int, pid: int, name: str, activity: str) -> WorkerFailure:
-    """`error`, ready to travel. Never raises: an exception whose text cannot be had travels without it."""
-    kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    try:
-        message = str(error)
-        trace = "".join(traceback.format_exception(error))
-    except Exception as e:  # noqa: BLE001  (an exception with a broken __str__: its class still travels)
-        message = f"(its text cannot be had: {type(e).__name__})"
-        trace = "".join(traceback.format_tb(error.__traceback__))
-    return WorkerFailure(rank, pid, name, activity, kind, _valid(message), _valid(trace))
-
-
-def _valid(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()

@@ -9,7 +9,6 @@ The same in every kind of process that an executor runs workers in. Nothing heav
 from __future__ import annotations
 
 import functools
-import os
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,8 +17,9 @@ import msgspec
 
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.executor.process.process_utils import gc_paused
-from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, Request, codec_of, describe_failure
+from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, Request, codec_of
 from mvllm.logging import get_logger
+from mvllm.messages.process_failure import describe_failure
 from mvllm.platform.topology import WorkerContext
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class WorkerProc:
             reply = work(request)
         except Exception as e:
             activity = str(self._activity_table.read(self._rank))
-            failure = describe_failure(e, rank=self._rank, pid=os.getpid(), name=self._name, activity=activity)
+            failure = describe_failure(e, name=self._name, activity=activity, rank=self._rank)
             logger.debug("%s failed", activity, exc_info=e)
             reply = Reply(request.id, self._rank, b"", failure)
         if reply is not None:

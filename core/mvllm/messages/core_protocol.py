@@ -14,7 +14,11 @@ from __future__ import annotations
 import msgspec
 
 from mvllm.messages.lora import LoRARequest
+from mvllm.messages.process_failure import ProcessFailure
 from mvllm.messages.requests import EngineCoreOutputs
+
+UtilityArg = int | list[str] | LoRARequest
+"""What a utility method of the engine core takes."""
 
 
 class AddRequests(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -40,13 +44,13 @@ class CallUtility(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
     Attributes:
         id: Given back in the result.
-        method: `reset_prefix_cache`, `check_health`, `sleep`, `wake_up`, `add_lora` or `remove_lora`.
-        argument: The level of `sleep`, the tags of `wake_up`, the adapter of `add_lora`, or the id of `remove_lora`'s.
+        method: One of the engine core's UTILITY_METHODS.
+        args: Its arguments.
     """
 
     id: int
     method: str
-    argument: int | list[str] | LoRARequest | None = None
+    args: tuple[UtilityArg, ...] = ()
 
 
 class StopCore(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -64,37 +68,6 @@ class DropClient(msgspec.Struct, tag=5, array_like=True, frozen=True):
 
 
 Command = AddRequests | AbortRequests | CallUtility | StopCore | DropClient
-
-
-class ExceptionInfo(msgspec.Struct, frozen=True):
-    """One exception of a chain of causes.
-
-    Attributes:
-        kinds: Its class and the classes it is derived from, nearest first, `package.module.Class`.
-        message: Its text.
-        facts: Its plain attributes, under the names of its constructor's arguments, where it is one of mvllm's own.
-    """
-
-    class_names: list[str]
-    message: str
-    attributes: dict[str, int | float | str | None] = {}
-
-
-class ProcessFailure(msgspec.Struct, frozen=True):
-    """An exception on its way from an engine core.
-
-    Attributes:
-        name, pid: The process it was raised in.
-        activity: What that was doing.
-        links: The exception, then its causes.
-        traceback: The whole traceback, causes included.
-    """
-
-    name: str
-    pid: int
-    activity: str
-    exceptions: list[ExceptionInfo]
-    traceback: str
 
 
 class UtilityResult(msgspec.Struct, array_like=True, frozen=True):

@@ -89,7 +89,8 @@ class FakeClient:
     def interrupt_step(self) -> None:
         pass
 
-    def reset_prefix_cache(self) -> bool:
+    def call_utility(self, method: str, *args: object) -> bool:
+        assert method == "reset_prefix_cache" and not args
         return not self._running
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""When an engine core that is silent is taken for hung."""
+"""The time after which a core that sends no updates is considered hung."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def look(activity: str, seconds: float) -> Loop:
     )
     config = SimpleNamespace(parallel=SimpleNamespace(start_timeout=1800.0))
     client: Any = AsyncMPClient(config, link, "a platform")  # type: ignore[arg-type]
-    client._loop, client._last_heard_at = loop, time.monotonic() - seconds
+    client._loop, client._last_update_at = loop, time.monotonic() - seconds
     client._check_heartbeat()
     return loop
 
 
-def test_waking_up_may_take_as_long_as_a_start() -> None:
+def test_wake_up_may_take_as_long_as_a_start() -> None:
     loop = look("wake_up", 400.0)  # weights are read from a slow disk
     assert not loop.ordered and loop.later == [315.0]  # a step that follows is looked after as ever
     assert look("wake_up", 1900.0).ordered
 
 
-def test_a_step_may_not() -> None:
+def test_a_step_may_not_take_as_long_as_a_start() -> None:
     assert look("execution", 400.0).ordered
     loop = look("execution", 300.0)
     assert not loop.ordered and 0 < loop.later[0] <= 15.0

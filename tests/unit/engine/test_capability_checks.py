@@ -25,7 +25,7 @@ def settle(capabilities: Capabilities, config: EngineConfig | None = None) -> En
     return resolve_config(config or make_config(), platform)
 
 
-def test_what_is_claimed_stays_on():
+def test_features_with_their_capability_stay_on():
     settled = settle(ABLE)
     assert settled.cache.enable_prefix_caching and settled.scheduler.enable_chunked_prefill
 
@@ -72,13 +72,13 @@ class TestStorage:
     def test_auto_stays_where_the_compute_dtype_is_stored(self):
         assert settle(ABLE).cache.dtype == "auto"
 
-    def test_auto_is_else_the_platforms_first(self, caplog):
+    def test_auto_is_otherwise_the_platforms_first_dtype(self, caplog):
         with caplog.at_level("INFO", logger="mvllm"):
             settled = settle(replace(ABLE, kv_dtypes=("bfloat16", "float16")))
         assert settled.cache.dtype == "bfloat16"
         assert "cache.dtype = bfloat16" in caplog.text
 
-    def test_an_explicit_one_is_taken_or_refused(self):
+    def test_an_explicit_dtype_is_accepted_or_refused(self):
         assert settle(ABLE, self.asking("float32")).cache.dtype == "float32"
         with pytest.raises(ConfigError, match=r"kv_cache_dtype 'int3' was asked for.*float32"):
             settle(ABLE, self.asking("int3"))

@@ -34,7 +34,7 @@ def test_changes_are_applied_and_logged_with_their_reasons(caplog):
     assert asked.cache.block_size is None, "what was asked is left as it was"
 
 
-def test_the_platform_is_asked_in_the_frontends_phase():
+def test_plan_is_called_in_the_frontend_phase():
     platform = FakePlatform()
     resolve_config(config_for(), platform)
     assert platform.phases["plan"] is Phase.FRONTEND
@@ -72,7 +72,7 @@ def test_a_change_of_a_setting_that_does_not_exist_is_refused():
     ],
 )
 def test_a_change_to_a_value_of_another_type_is_refused_with_the_platforms_name(field, value, words):
-    with pytest.raises(ConfigError, match=f"'acme' wants an impossible change: .*{words}"):
+    with pytest.raises(ConfigError, match=f"'acme' asks for an impossible change: .*{words}"):
         resolve_config(config_for(), FakePlatform(plan=Plan((ConfigChange(field, value, "why not"),))))
 
 
@@ -83,15 +83,15 @@ def test_an_answer_that_is_no_plan_is_refused(answer):
 
 
 class TestMemoryShare:
-    def test_without_a_wish_it_is_the_default(self):
+    def test_unset_it_is_the_default(self):
         settled = resolve_config(config_for(), FakePlatform())
         assert settled.cache.memory_utilization == DEFAULT_MEMORY_UTILIZATION
 
-    def test_the_platforms_wish_comes_before_the_default(self):
+    def test_the_platforms_value_replaces_the_default(self):
         plan = Plan((ConfigChange("cache.memory_utilization", 0.5, "shared"),))
         assert resolve_config(config_for(), FakePlatform(plan=plan)).cache.memory_utilization == 0.5
 
-    def test_the_users_wish_stays(self):
+    def test_the_users_value_stays(self):
         config = config_for()
         config = replace(config, cache=replace(config.cache, memory_utilization=0.3))
         assert resolve_config(config, FakePlatform()).cache.memory_utilization == 0.3
@@ -99,41 +99,41 @@ class TestMemoryShare:
 
 class TestPlanningAhead:
     @pytest.mark.parametrize("async_copies", [False, True])
-    def test_without_a_wish_the_engine_plans_ahead_where_the_device_computes_beside_the_host(self, async_copies):
+    def test_unset_it_is_on_where_the_device_computes_in_parallel_to_the_host(self, async_copies):
         platform = FakePlatform()
         platform.capabilities = replace(platform.capabilities, async_copies=async_copies)
         assert resolve_config(config_for(), platform).scheduler.async_scheduling is async_copies
 
-    @pytest.mark.parametrize("wish", [False, True])
-    def test_a_wish_stays_whatever_the_device_can_do(self, wish):
+    @pytest.mark.parametrize("value", [False, True])
+    def test_an_explicit_value_stays_on_every_device(self, value):
         config = config_for()
-        config = replace(config, scheduler=replace(config.scheduler, async_scheduling=wish))
+        config = replace(config, scheduler=replace(config.scheduler, async_scheduling=value))
         platform = FakePlatform()
-        platform.capabilities = replace(platform.capabilities, async_copies=not wish)
-        assert resolve_config(config, platform).scheduler.async_scheduling is wish
+        platform.capabilities = replace(platform.capabilities, async_copies=not value)
+        assert resolve_config(config, platform).scheduler.async_scheduling is value
 
-    def test_a_platform_may_settle_it(self):
+    def test_a_platform_may_set_it(self):
         plan = Plan((ConfigChange("scheduler.async_scheduling", True, "faster here"),))
         assert resolve_config(config_for(), FakePlatform(plan=plan)).scheduler.async_scheduling is True
 
 
 class TestDtype:
-    def test_auto_is_the_checkpoints_where_the_platform_offers_it(self):
+    def test_auto_is_the_checkpoints_dtype_if_the_platform_offers_it(self):
         config = config_for("auto", checkpoint_dtype="bfloat16")
         assert resolve_config(config, FakePlatform()).model.dtype == "bfloat16"
 
-    def test_auto_is_else_the_platforms_first_and_is_logged(self, caplog):
+    def test_auto_is_otherwise_the_platforms_first_dtype_and_is_logged(self, caplog):
         with caplog.at_level("INFO", logger="mvllm"):
             settled = resolve_config(config_for("auto", checkpoint_dtype="float16"), FakePlatform())
         assert settled.model.dtype == "float32"
         assert "model.dtype = float32" in caplog.text and "float16" in caplog.text
 
-    def test_an_explicit_one_is_taken_or_refused_with_those_on_offer(self):
+    def test_an_explicit_dtype_is_accepted_or_refused_with_those_offered(self):
         assert resolve_config(config_for("bfloat16"), FakePlatform()).model.dtype == "bfloat16"
         with pytest.raises(ConfigError, match=r"'float16' was asked for.*'acme' computes in float32, bfloat16"):
             resolve_config(config_for("float16"), FakePlatform())
 
-    def test_the_plan_may_settle_it(self):
+    def test_the_plan_may_set_it(self):
         plan = Plan((ConfigChange("model.dtype", "bfloat16", "faster"),))
         assert resolve_config(config_for("auto"), FakePlatform(plan=plan)).model.dtype == "bfloat16"
 

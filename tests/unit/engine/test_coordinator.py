@@ -92,7 +92,7 @@ def test_each_front_end_gets_the_load_of_the_others(net: Net) -> None:
     run(net, work)
 
 
-def test_a_prompt_goes_where_another_front_end_has_sent_its_beginning(net: Net) -> None:
+def test_a_prompt_goes_to_the_replica_to_which_another_front_end_sent_its_prefix(net: Net) -> None:
     async def work(fronts: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]) -> None:
         one, other = choices
         for salt in (None, "pepper"):
@@ -109,7 +109,7 @@ def test_a_prompt_goes_where_another_front_end_has_sent_its_beginning(net: Net) 
     run(net, work)
 
 
-def test_sleep_is_answered_when_all_others_sleep(net: Net) -> None:
+def test_sleep_is_answered_when_all_other_front_ends_sleep(net: Net) -> None:
     async def work(fronts: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]) -> None:
         told: list[tuple[int, bool]] = []
         for index, front in enumerate(fronts):
@@ -123,7 +123,7 @@ def test_sleep_is_answered_when_all_others_sleep(net: Net) -> None:
     run(net, work)
 
 
-def test_a_slow_reader_blocks_nobody_and_gets_the_latest_load_later() -> None:
+def test_a_slow_reader_blocks_no_other_and_gets_the_latest_load_later() -> None:
     with Net() as net:
         decoder = msgspec.msgpack.Decoder(CoreLoads)
 
@@ -158,7 +158,7 @@ def ask_one_without_room(net: Net) -> None:
     net.coordinator.run_once()
 
 
-def test_sleep_reaches_who_has_no_room_for_it_before_it_is_answered() -> None:
+def test_sleep_reaches_a_front_end_with_a_full_buffer_before_it_is_answered() -> None:
     net = Net()
     ask_one_without_room(net)
     assert told(net.fronts[0]) == []
@@ -171,7 +171,7 @@ def test_sleep_reaches_who_has_no_room_for_it_before_it_is_answered() -> None:
     assert told(net.fronts[0]) == [SleepDone(7)]
 
 
-def test_nobody_waits_for_the_sleep_of_a_front_end_that_has_ended() -> None:
+def test_sleep_is_answered_without_a_front_end_that_has_exited() -> None:
     net = Net()
     ask_one_without_room(net)
     net.fronts[1].close()

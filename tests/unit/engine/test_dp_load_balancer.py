@@ -7,7 +7,7 @@ import random
 from mvllm.engine.process.dp_load_balancer import TOKENS_PER_SEQUENCE, DPLoadBalancer
 
 
-def test_requests_are_dealt_out_evenly():
+def test_requests_are_distributed_evenly():
     choice = DPLoadBalancer(3, chunk=4)
     sent = [choice.choose([i], None, 1) for i in range(9)]
     assert sorted(sent) == [0, 0, 0, 1, 1, 1, 2, 2, 2] and choice.loads == [3, 3, 3]
@@ -23,7 +23,7 @@ def test_the_sequences_of_a_request_count_each():
     assert choice.loads == [3, 3]
 
 
-def test_a_replica_at_rest_gets_its_turn_though_others_rest_too():
+def test_idle_replicas_are_chosen_in_turn():
     choice = DPLoadBalancer(2, chunk=4)
     seen = set()
     for i in range(4):
@@ -33,7 +33,7 @@ def test_a_replica_at_rest_gets_its_turn_though_others_rest_too():
     assert seen == {0, 1}
 
 
-def test_a_prompt_follows_the_one_that_it_begins_like():
+def test_a_prompt_follows_one_with_the_same_prefix():
     choice = DPLoadBalancer(4, chunk=4)
     shared = list(range(100, 140))
     homes = {}
@@ -44,7 +44,7 @@ def test_a_prompt_follows_the_one_that_it_begins_like():
         assert choice.choose([user] * 4 + shared + [7, 7, 7, 7], None, 1) == homes[user]
 
 
-def test_the_longest_common_beginning_wins():
+def test_the_longest_common_prefix_wins():
     choice = DPLoadBalancer(2, chunk=2)
     short = choice.choose([1, 2], None, 1)
     long = choice.choose([9, 9, 1, 2], None, 1)
@@ -71,7 +71,7 @@ def test_a_prompt_is_compared_to_its_end():
         choice.finish_sequence(replica)
 
 
-def test_a_cache_is_worth_the_tokens_that_it_saves_and_no_queue():
+def test_a_cached_prefix_outweighs_a_load_of_as_many_tokens_and_no_more():
     choice = DPLoadBalancer(2)
     short = [choice.choose(list(range(128)), None, 1) for _ in range(40)]
     assert short.count(0) == short.count(1) == 20
@@ -84,7 +84,7 @@ def test_a_cache_is_worth_the_tokens_that_it_saves_and_no_queue():
     assert sent[:16] == [sent[0]] * 16 and abs(sent.count(0) - sent.count(1)) <= 2
 
 
-def test_no_replica_starves_of_a_text_that_all_requests_begin_with():
+def test_a_prefix_of_all_requests_starves_no_replica():
     choice = DPLoadBalancer(4)
     shared = list(range(8192))
     for i in range(400):
@@ -93,7 +93,7 @@ def test_no_replica_starves_of_a_text_that_all_requests_begin_with():
     assert min(choice.loads) >= 90
 
 
-def test_prompts_that_wait_count_by_their_length_until_they_are_computed():
+def test_waiting_prompts_count_by_their_length_until_they_are_computed():
     choice = DPLoadBalancer(2)
     long = choice.choose(list(range(50_000)), None, 1)
     others = [choice.choose([i] * 1000, None, 1) for i in range(20)]
@@ -117,7 +117,7 @@ def test_salts_and_adapters_share_nothing():
     assert choice.choose([1, 2], "a", 1) == first
 
 
-def test_as_much_is_remembered_as_a_cache_holds():
+def test_as_many_chunks_are_kept_as_a_cache_holds():
     choice = DPLoadBalancer(2)
     choice.set_cache_size(block_size=16, num_blocks=256)
     rng = random.Random(0)
@@ -134,7 +134,7 @@ def test_as_much_is_remembered_as_a_cache_holds():
     assert {choice.choose([1] * 640, None, 1) for _ in range(4)} == {0, 1}
 
 
-def test_emptied_caches_are_forgotten():
+def test_prefixes_are_forgotten_when_caches_are_reset():
     choice = DPLoadBalancer(2, chunk=2)
     sent = []
     for _ in range(4):

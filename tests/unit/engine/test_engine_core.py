@@ -126,13 +126,13 @@ class TestStart:
         assert "available_kv_bytes" not in make_core.executors[0].calls
         assert core.cache_summary.num_blocks == 5
 
-    def test_a_block_size_that_cannot_be_had_is_refused_before_profiling(self, make_core):
+    def test_an_unsupported_block_size_is_refused_before_profiling(self, make_core):
         with pytest.raises(CacheError, match="block_size 7"):
             make_core(block_size=7)
         assert "available_kv_bytes" not in make_core.executors[0].calls
 
     @pytest.mark.parametrize("method", ["init_device", "load_model", "available_kv_bytes", "allocate_kv_cache"])
-    def test_whatever_fails_the_workers_are_ended(self, make_core, method):
+    def test_a_failure_of_the_start_ends_the_workers(self, make_core, method):
         with pytest.raises(OSError, match="gone"):
             make_core(fail_at={method: OSError("gone")})
         assert make_core.executors[0].calls[-1] == "shutdown"
@@ -146,7 +146,7 @@ class TestStart:
 
 class TestSteps:
     @pytest.mark.parametrize("async_scheduling", [False, True])
-    def test_a_request_gets_its_tokens_and_its_reason(self, make_core, async_scheduling):
+    def test_a_request_gets_its_tokens_and_its_finish_reason(self, make_core, async_scheduling):
         core = make_core(async_scheduling=async_scheduling)
         core.add_request(request(max_tokens=4))
         tokens, reasons = run(core)
@@ -167,7 +167,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("async_scheduling", [False, True])
     @pytest.mark.parametrize("num_stages", [2, 3])
-    def test_a_pipeline_is_given_a_step_for_each_stage(self, make_core, num_stages, async_scheduling):
+    def test_a_pipeline_has_one_step_in_flight_per_stage(self, make_core, num_stages, async_scheduling):
         core = make_core(num_stages=num_stages, async_scheduling=async_scheduling)
         names = "abcd"[: num_stages * (4 // num_stages)]
         for name in names:
@@ -182,9 +182,7 @@ class TestSteps:
         core.scheduler.check_integrity()
 
     @pytest.mark.parametrize(("num_stages", "async_scheduling"), [(1, True), (3, False)])
-    def test_no_step_in_which_nobody_computes_is_started_while_another_is_under_way(
-        self, make_core, num_stages, async_scheduling
-    ):
+    def test_an_empty_step_is_not_launched_while_another_is_in_flight(self, make_core, num_stages, async_scheduling):
         core = make_core(num_stages=num_stages, async_scheduling=async_scheduling)
         core.add_request(request(max_tokens=5))
         tokens, _ = run(core)
@@ -192,7 +190,7 @@ class TestSteps:
         assert tokens == {"a": [0, 1, 2, 3, 4]}
         assert [plan.step for plan in plans] == list(range(5)) and all(plan.rows for plan in plans)
 
-    def test_a_row_freed_where_no_step_was_started_is_named_by_the_next(self, make_core):
+    def test_a_row_freed_without_a_step_is_named_by_the_next_step(self, make_core):
         core = make_core(async_scheduling=True)
         core.add_request(request("a", max_tokens=2))
         core.step()  # plans 0 and 1
@@ -206,13 +204,13 @@ class TestSteps:
         assert plan.freed_rows == [0] and [new.request_id for new in plan.new_requests] == ["b"]
         core.scheduler.check_integrity()
 
-    def test_without_requests_a_step_asks_nothing_of_the_workers(self, make_core):
+    def test_without_requests_a_step_makes_no_call_of_the_workers(self, make_core):
         core = make_core()
         assert core.step().outputs == []
         assert make_core.executors[0].plans == []
 
     @pytest.mark.parametrize("async_scheduling", [False, True])
-    def test_an_aborted_request_is_heard_of_no_more(self, make_core, async_scheduling):
+    def test_an_aborted_request_has_no_further_output(self, make_core, async_scheduling):
         core = make_core(async_scheduling=async_scheduling)
         core.add_request(request("a"))
         core.add_request(request("b"))
@@ -261,10 +259,19 @@ class TestFailure:
         core.shutdown()
         assert make_core.executors[0].calls[-1] == "shutdown"
 
-    def test_health_is_the_workers(self, make_core):
+    def test_check_health_calls_the_workers(self, make_core):
         core = make_core(fail_at={"check_health": RuntimeError("no answer")})
         with pytest.raises(RuntimeError, match="no answer"):
             core.check_health()
+
+    def test_utility_methods_are_called_by_name_and_no_other_method_is(self, make_core):
+        core = make_core()
+        assert core.call_utility("reset_prefix_cache") is True
+        assert core.call_utility("check_health") is False
+        assert make_core.executors[0].calls[-1] == "check_health"
+        for method in ("shutdown", "_launch_step", "nothing"):
+            with pytest.raises(ConfigError, match=rf"call_utility\('{method}'\): an engine core offers .*check_health"):
+                core.call_utility(method)
 
 
 def test_several_replicas_are_refused_and_not_ignored():

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import zmq
 
+from mvllm.engine.core.engine_core import EngineCore
 from mvllm.engine.process import inproc_client
 from mvllm.engine.process.client_output_queues import make_output_queues
 from mvllm.engine.process.engine_core_proc import EngineCoreProc
-from mvllm.engine.process.remote_exceptions import rebuild_exception
 from mvllm.engine.process.zmq_channel import ClientChannel, CoreInputChannel, CoreOutputChannel, new_addresses
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
@@ -66,10 +66,7 @@ class TwoStepCore:
     def check_health(self):
         raise RuntimeError("no pulse")
 
-    def sleep(self, level):
-        self.slept = level
-
-    wake_up = add_lora = remove_lora = sleep
+    call_utility = EngineCore.call_utility
 
 
 @pytest.fixture
@@ -112,7 +109,7 @@ def test_requests_sent_together_start_together_and_updates_have_content(loop):
     assert len(news) <= 2  # the first step's only if nothing was told for long
 
 
-def test_a_request_that_cannot_be_read_or_taken_ends_alone(loop):
+def test_a_request_that_cannot_be_decoded_or_queued_ends_alone(loop):
     broken = AddRequests(["x"], [msgspec.Raw(msgspec.msgpack.encode({"request_id": "x", "prompt_token_ids": ["?"]}))])
     refused = AddRequests(["y"], add("y", prompt=()).requests)
     news = serve(loop, [broken, add("a"), refused], stop_at_step=1)
@@ -123,7 +120,7 @@ def test_a_request_that_cannot_be_read_or_taken_ends_alone(loop):
     assert loop.steps == [["a"]] * 2
 
 
-def test_a_core_without_work_says_so(loop):
+def test_a_core_without_work_reports_that_it_is_idle(loop):
     loop.at_step[0] = [(0, 2, AbortRequests(["a", "unknown"]))]
     loop.input_queue.put((0, 1, add("a")))
     thread = threading.Thread(target=loop.proc.run_busy_loop)
@@ -148,7 +145,7 @@ def test_commands_of_a_disconnected_client_are_ignored(loop):
     assert {target for target, _ in told} <= {0, 1}
 
 
-def test_calls_are_answered_and_their_errors_travel(loop):
+def test_utility_calls_return_results_and_errors(loop):
     methods = ["reset_prefix_cache", "check_health", "shutdown"]
     for number, method in enumerate(methods, 1):
         loop.input_queue.put((0, number, CallUtility(number, method)))
@@ -160,9 +157,9 @@ def test_calls_are_answered_and_their_errors_travel(loop):
     loop.input_queue.put(STOP)
     thread.join(30)
     assert answers[1].value is True and answers[1].failure is None
-    error = rebuild_exception(answers[2].failure)
+    error = answers[2].failure.to_exception()
     assert isinstance(error, RuntimeError) and str(error) == "no pulse"
-    assert isinstance(rebuild_exception(answers[3].failure), ConfigError)  # only what is meant to be called
+    assert isinstance(answers[3].failure.to_exception(), ConfigError)  # only what is meant to be called
 
 
 def test_a_failure_of_the_workers_ends_the_loop_with_it_as_the_cause(loop):
@@ -206,9 +203,9 @@ def test_messages_without_the_token_are_dropped_on_both_sides():
     front.close()
 
 
-def test_a_process_per_core_is_refused_where_a_launcher_owns_the_processes():
+def test_engine_core_process_is_refused_with_an_external_launcher():
     from mvllm.config.engine_config import ParallelConfig
 
     parallel = ParallelConfig(engine_core_process=True, distributed_executor_backend="external_launcher")
     with pytest.raises(ConfigError, match=r"external_launcher.*Leave engine_core_process unset"):
-        inproc_client._wants_own_process(parallel)
+        inproc_client._uses_core_process(parallel)

@@ -12,8 +12,8 @@ from mvllm.engine.process.zmq_channel import new_addresses
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 
 
-def test_a_step_that_does_not_end_is_seen_by_front_ends_that_have_nothing_to_do():
-    """Any of them is asked whether the server lives."""
+def test_the_heartbeat_age_of_an_idle_front_end_includes_the_running_step():
+    """Any front end may answer a health check."""
     board = ActivityTable.create(1)
     [address] = new_addresses()
     link = JoinedCoreConnection(address, os.dup(board.fd), 60.0, lambda: None)

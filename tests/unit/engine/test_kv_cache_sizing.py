@@ -25,11 +25,11 @@ def config(*, max_model_len=64, max_num_seqs=4, **cache):
 
 
 class TestSize:
-    def test_it_is_what_fits(self):
+    def test_it_is_as_many_as_fit(self):
         summary = size_kv_cache(config(), [NEEDS], [7 * BLOCK + BLOCK // 2])
         assert (summary.num_blocks, summary.block_size, summary.total_bytes) == (7, 16, 7 * BLOCK)
 
-    def test_what_sequences_that_run_cannot_use_keeps_prefixes(self):
+    def test_blocks_beyond_those_of_running_sequences_hold_the_prefix_cache(self):
         summary = size_kv_cache(config(), [NEEDS], [10**9])
         assert summary.num_blocks == 10**9 // BLOCK
         assert "sized by memory_utilization 0.9" in str(summary)
@@ -115,7 +115,7 @@ class TestBlockSize:
         assert choose_block_size(config(), [NEEDS]) == 16
         assert choose_block_size(config(), [other, NEEDS]) == 32
 
-    def test_a_wish_is_granted_or_refused_with_those_on_offer(self):
+    def test_an_explicit_size_is_accepted_or_refused_with_those_offered(self):
         assert choose_block_size(config(block_size=32), [NEEDS]) == 32
         with pytest.raises(CacheError, match=r"block_size 8 was asked for.*accepts 16, 32"):
             choose_block_size(config(block_size=8), [NEEDS])
@@ -125,7 +125,7 @@ class TestBlockSize:
             choose_block_size(config(), [NEEDS, KVCacheNeeds(100, (64,))])
 
 
-def test_the_summary_speaks_of_tokens_and_concurrent_requests():
+def test_the_summary_names_tokens_and_concurrent_requests():
     summary = KVCacheSummary(num_blocks=10, block_size=16, total_bytes=2**21, max_model_len=64)
     assert (summary.num_tokens, summary.max_concurrency) == (160, 2.5)
     text = str(summary)

@@ -1,16 +1,16 @@
-"""How long processes may take to start, and what becomes of the others where one cannot."""
+"""The time limit of a process' start, and the failure of one process among several that start together."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from mvllm.config.engine_config import ParallelConfig
-from mvllm.engine.process.launch import ChildProcess, failing_together, start_timeout_seconds
+from mvllm.engine.process.launch import failing_together, start_timeout_seconds
 from mvllm.executor.worker_group import WorkerGroup
 
 
@@ -33,25 +33,19 @@ class Starting(WorkerGroup):
         self.stop.close()
 
 
-def process(group: WorkerGroup) -> ChildProcess:
-    child = cast(Any, ChildProcess.__new__(ChildProcess))
-    child._group = group
-    return cast(ChildProcess, child)
-
-
-def test_a_core_without_worker_processes_has_the_time_that_was_given() -> None:
+def test_a_core_without_worker_processes_has_start_timeout_as_its_limit() -> None:
     assert start_timeout_seconds(ParallelConfig(start_timeout=8.0, data_parallel_size=2)) == 8.0
     assert start_timeout_seconds(ParallelConfig(start_timeout=8.0, tensor_parallel_size=2)) > 8.0
 
 
-def test_whoever_waits_for_one_is_told_that_another_has_failed() -> None:
+def test_a_wait_for_one_process_raises_the_failure_of_another() -> None:
     first, second = Starting(), Starting()
-    with failing_together([process(first), process(second)]):
+    with failing_together([first, second]):
         threading.Timer(0.05, lambda: second.fail(RuntimeError("EngineCore_DP1 was killed"))).start()
         with pytest.raises(RuntimeError, match="EngineCore_DP1 was killed"):
             first.wait_ready(600.0)
     third, fourth = Starting(), Starting()
-    with failing_together([process(third), process(fourth)]):
+    with failing_together([third, fourth]):
         pass
     fourth.fail(RuntimeError("later"))
     assert third.failure is None

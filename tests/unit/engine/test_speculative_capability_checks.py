@@ -44,12 +44,12 @@ def settle(config: EngineConfig, **changes: Any) -> EngineConfig:
     return resolve_config(config, platform)
 
 
-def test_steps_are_not_planned_ahead_where_tokens_are_guessed():
+def test_async_scheduling_is_off_with_draft_tokens():
     assert settle(guessing(None)).scheduler.async_scheduling is True
     assert settle(guessing()).scheduler.async_scheduling is False
 
 
-def test_to_ask_for_both_is_refused():
+def test_async_scheduling_with_draft_tokens_is_refused():
     with pytest.raises(ConfigError, match=r"async_scheduling and speculative_config are both set.*Leave one of them"):
         settle(guessing(async_scheduling=True))
     assert settle(guessing(async_scheduling=False)).speculative == NGRAM
@@ -58,18 +58,18 @@ def test_to_ask_for_both_is_refused():
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"torch_device": False}, "brings a worker of its own"),
+        ({"torch_device": False}, "has its own worker"),
         ({"static_shapes": True}, "compiles every shape"),
     ],
 )
-def test_a_platform_that_cannot_is_named_with_the_reason(changes, why, monkeypatch):
+def test_an_unsupporting_platform_is_named_with_the_reason(changes, why, monkeypatch):
     monkeypatch.setattr(FakePlatform, "shapes", lambda self: ShapePolicy(tokens=(64,)), raising=False)
-    with pytest.raises(ConfigError, match=rf"cannot be guessed on the platform 'acme', which {why}.*Leave it out, or"):
+    with pytest.raises(ConfigError, match=rf"is not supported on the platform 'acme', which {why}.*Leave it out, or"):
         settle(guessing(), **changes)
     assert settle(guessing(None), **changes).speculative is None
 
 
-def test_a_draft_model_computes_as_the_model_does():
+def test_a_draft_model_has_the_models_dtype():
     settled = settle(guessing(draft(dtype="bfloat16")))
     assert settled.speculative is not None and settled.speculative.model is not None
     assert settled.speculative.model.dtype == settled.model.dtype == "float32"
@@ -78,11 +78,11 @@ def test_a_draft_model_computes_as_the_model_does():
 @pytest.mark.parametrize(
     ("model", "changes", "why"),
     [
-        ({"sliding_window": 128}, {"sliding_window": False}, r"small attends over a sliding window of 128 tokens"),
+        ({"sliding_window": 128}, {"sliding_window": False}, r"small has a sliding window of 128 tokens"),
         ({"head_size": 80}, {"max_head_size": 64}, r"small's attention heads have 80 elements.*at most 64"),
     ],
 )
-def test_a_draft_model_is_held_to_what_the_platform_claims(model, changes, why):
+def test_a_draft_model_is_checked_against_the_capabilities(model, changes, why):
     with pytest.raises(ConfigError, match=rf"The draft model {why}.*Choose another draft model, or another platform\."):
         settle(guessing(draft(**model)), **changes)
     settle(guessing(draft(**model)))

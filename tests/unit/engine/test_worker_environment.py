@@ -48,19 +48,19 @@ def seen(*words: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
-def test_set_for_the_time_of_the_start() -> None:
+def test_variables_are_set_during_the_start() -> None:
     assert seen("uni") == "1 True"
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_variables_set_by_the_user_stay() -> None:
     assert seen("uni", THP_MEM_ALLOC_ENABLE="0", OMP_NUM_THREADS="3") == "0 True"
 
 
-def test_workers_elsewhere_get_theirs_another_way() -> None:
+def test_nothing_is_set_with_worker_processes() -> None:
     assert seen("mp") == "None False"
 
 
-def test_too_late_when_torch_is_loaded() -> None:
+def test_nothing_is_set_when_torch_is_loaded() -> None:
     assert seen("uni", "torch") == "None False"
 
 
@@ -74,7 +74,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(topology=lambda parallel: topology, variables=variables, spec=SimpleNamespace(name="acme"))
 
 
-def test_nothing_stays_of_variables_that_cannot_all_be_set(platform: Any) -> None:
+def test_no_variable_stays_if_one_cannot_be_set(platform: Any) -> None:
     with pytest.raises(TypeError), worker_environment(ParallelConfig(), platform):
         pass
     assert "ACME_THREADS" not in os.environ

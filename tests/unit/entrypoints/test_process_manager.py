@@ -17,7 +17,7 @@ def test_two_deaths_at_once_are_one_signal_to_the_others():
     """A second one would have them abort what they are to finish."""
     ours, theirs = (MessageSocket(end) for end in message_socket_pair())
     manager: Any = object.__new__(_ProcessManager)
-    manager._servers = [SimpleNamespace(failure=f"{index} died.", expect_exit=lambda: None) for index in range(2)]
+    manager._servers = [SimpleNamespace(failure=f"{index} died.", expect_exits=lambda: None) for index in range(2)]
     manager._settings = SimpleNamespace(shutdown_timeout=60.0)
     manager._engine_cores, manager._control_sockets, manager._deadline = [], [ours], float("inf")
     assert manager._on_server_death(0) and manager._on_server_death(1)

@@ -15,18 +15,19 @@ from mvllm.executor.config_codec import decode_config, encode_config
 from mvllm.executor.process.activity_table import STARTING, ActivityTable
 from mvllm.executor.process.process_utils import PrefixedStream
 from mvllm.executor.rpc_executor import worker_names
-from mvllm.executor.rpc_messages import WorkerFailure, codec_of, describe_failure, method_codecs
+from mvllm.executor.rpc_messages import codec_of, method_codecs
+from mvllm.messages.process_failure import ProcessFailure, describe_failure
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
 
-def failure_of(error: BaseException) -> WorkerFailure:
+def failure_of(error: BaseException) -> ProcessFailure:
     try:
         raise error
     except BaseException as e:
-        failure = describe_failure(e, rank=2, pid=99, name="Worker_TP2", activity="load_model")
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(failure), type=WorkerFailure)
+        failure = describe_failure(e, name="Worker_TP2", activity="load_model", rank=2)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(failure), type=ProcessFailure)
 
 
 def test_the_configuration_arrives_as_it_was_sent() -> None:
@@ -43,7 +44,7 @@ def test_the_configuration_arrives_as_it_was_sent() -> None:
 
 
 @pytest.mark.parametrize("value", [int(1e30), -(2**70), "\ud800", {"deep": [None, True, 1.5, float("inf")]}])
-def test_whatever_a_config_json_holds_beside_what_is_read_travels_too(value: object) -> None:
+def test_unread_entries_of_config_json_are_sent_too(value: object) -> None:
     config = EngineArgs.from_kwargs(model="demo", hf_overrides={"model_max_length": value}).create_engine_config()
     assert decode_config(encode_config(config)).model.hf_config.get("model_max_length") == value
 
@@ -75,19 +76,19 @@ def test_arguments_of_other_types_and_other_methods_are_refused() -> None:
     assert "execute_model" in method_codecs()
 
 
-def test_an_error_of_ours_keeps_its_class_and_any_other_becomes_a_worker_error() -> None:
+def test_errors_of_mvllm_keep_their_class_and_others_become_worker_errors() -> None:
     ours = failure_of(ModelError("no such tensor")).to_exception()
     assert type(ours) is ModelError
-    assert str(ours) == "Worker_TP2 (rank 2, pid 99) failed in load_model: no such tensor"
+    assert str(ours) == f"Worker_TP2 (rank 2, pid {os.getpid()}) failed in load_model: no such tensor"
     other = failure_of(OSError(28, "No space left on device")).to_exception()
     assert isinstance(other, WorkerError)
-    assert (other.rank, other.pid, other.activity) == (2, 99, "load_model")
+    assert (other.rank, other.pid, other.activity) == (2, os.getpid(), "load_model")
     assert "OSError: [Errno 28] No space left on device" in str(other)
     for error in (ours, other):
         assert "in failure_of" in str(error.__cause__)
 
 
-def test_an_error_without_a_printable_text_travels_all_the_same() -> None:
+def test_an_unprintable_error_is_sent_without_its_text() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise ValueError

@@ -53,7 +53,7 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def test_of_late_workers_the_stopped_one_comes_first() -> None:
+def test_a_stopped_worker_is_named_before_other_late_ones() -> None:
     group = Group(Worker(0), Worker(1), Worker(2, is_stopped=True))
     error = group.stuck_error(group.workers, 2.0, "has not finished its step")
     assert isinstance(error, WorkerStuckError) and error.rank == 2
@@ -62,7 +62,7 @@ def test_of_late_workers_the_stopped_one_comes_first() -> None:
     group.close()
 
 
-def test_a_failure_of_one_that_waited_for_a_stopped_one_names_that_first() -> None:
+def test_a_failure_names_a_stopped_worker_before_the_one_that_waited_for_it() -> None:
     waited = WorkerError("Worker_TP0 failed in all_reduce: timeout", rank=0, pid=100, activity="all_reduce")
     group = Group(Worker(0), Worker(1, is_stopped=True))
     error = group.fail_with_root_cause(waited)
@@ -73,7 +73,7 @@ def test_a_failure_of_one_that_waited_for_a_stopped_one_names_that_first() -> No
 
 
 @pytest.mark.parametrize("stopped", [[], [0]], ids=["none", "itself"])
-def test_a_failure_with_no_other_one_stopped_stays_as_it_is(stopped: list[int]) -> None:
+def test_a_failure_without_another_stopped_worker_is_unchanged(stopped: list[int]) -> None:
     failure = WorkerError("Worker_TP0 failed", rank=0, pid=100, activity="")
     group = Group(*(Worker(rank, is_stopped=rank in stopped) for rank in range(2)))
     assert group.fail_with_root_cause(failure) is failure

@@ -1,7 +1,8 @@
-"""Holds a configuration to what a platform claims that it can do.
+"""Checks a configuration against the capabilities of the platform.
 
-What a platform does not claim is off. Where the engine can do without, it does, and the log says so; where the model
-needs it, the engine does not start. This comes after the platform's plan, which may have settled the same better.
+A feature without its capability is switched off, with a log line, if the engine works without it; if the model or an
+explicit setting needs it, the engine does not start. These checks run after the platform's `plan`, which may have
+changed the same settings.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from mvllm.platform.spec import ConfigChange
 
 
 def required_config_changes(config: EngineConfig, capabilities: Capabilities, platform: str) -> Iterator[ConfigChange]:
-    """The settings that have to go another way on a platform of that name.
+    """The changes of settings that a platform's capabilities require.
+
+    Args:
+        platform: The platform's name, for errors.
 
     Raises:
-        ConfigError: The model, or a setting that was made on purpose, needs what the platform does not claim.
+        ConfigError: The model or an explicit setting needs a capability that the platform does not claim.
     """
     _check_model(config.model, capabilities, platform)
     _check_parallel(config, capabilities, platform)
@@ -47,7 +51,7 @@ def required_config_changes(config: EngineConfig, capabilities: Capabilities, pl
 
 def _check_parallel(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:
     if not capabilities.torch_device or capabilities.devices_per_process != 1:
-        return  # how ranks meet is the platform's own affair
+        return  # the platform connects its ranks itself
     needs = (
         ("tensor_parallel_size", config.parallel.tensor_parallel_size, ("all_reduce", "all_gather")),
         ("pipeline_parallel_size", config.parallel.pipeline_parallel_size, ("send_recv",)),
@@ -56,8 +60,8 @@ def _check_parallel(config: EngineConfig, capabilities: Capabilities, platform: 
         missing = [name for name in collectives if name not in capabilities.collectives]
         if size > 1 and missing:
             raise ConfigError(
-                f"{setting} is {size}, for which the ranks need {', '.join(missing)}, which the platform {platform!r} "
-                f"does not claim among its collectives. Set {setting} to 1, or choose another platform."
+                f"{setting} is {size}, which needs the collectives {', '.join(missing)}, but the platform {platform!r} "
+                f"does not claim them. Set {setting} to 1, or choose another platform."
             )
 
 
@@ -66,12 +70,12 @@ def _check_lora(config: EngineConfig, capabilities: Capabilities, platform: str)
         return
     why = None
     if not capabilities.torch_device:
-        why = "brings a worker of its own"
+        why = "has its own worker"
     elif capabilities.static_shapes:
-        why = "compiles every shape, and which tokens have which adapter is another one in each step"
+        why = "compiles every shape, and the assignment of tokens to adapters differs in each step"
     if why is not None:
         raise ConfigError(
-            f"enable_lora is set, but adapters cannot be had on the platform {platform!r}, which {why}. Merge the "
+            f"enable_lora is set, but LoRA is not supported on the platform {platform!r}, which {why}. Merge the "
             "adapter into the model's weights, or choose another platform."
         )
 
@@ -81,25 +85,25 @@ def _check_speculative(config: EngineConfig, capabilities: Capabilities, platfor
         return
     why = None
     if not capabilities.torch_device:
-        why = "brings a worker of its own"
+        why = "has its own worker"
     elif capabilities.static_shapes:
-        why = "compiles every shape, and how many guesses there are to check is another one in each step"
+        why = "compiles every shape, and the number of draft tokens differs in each step"
     if why is not None:
         raise ConfigError(
-            f"speculative_config is set, but tokens cannot be guessed on the platform {platform!r}, which {why}. Leave "
-            "it out, or choose another platform."
+            f"speculative_config is set, but speculative decoding is not supported on the platform {platform!r}, which "
+            f"{why}. Leave it out, or choose another platform."
         )
     if (draft := config.speculative.model) is not None:
         _check_model(draft, capabilities, platform, f"The draft model {draft.model}")
     if config.scheduler.async_scheduling:
         raise ConfigError(
-            "async_scheduling and speculative_config are both set, but a step cannot be planned before it is known how "
-            "many guesses of the step before were right. Leave one of them out."
+            "async_scheduling and speculative_config are both set, but with draft tokens a step cannot be scheduled "
+            "before the step before it has finished. Leave one of them out."
         )
 
 
 def _check_model(model: ModelConfig, capabilities: Capabilities, platform: str, draft: str | None = None) -> None:
-    """Holds a model to what the platform can do; `draft` is what to call one that guesses."""
+    """Checks a model against the capabilities; `draft` is the name of a draft model in errors, None for the model."""
     name, remedy = draft or "The model", "Choose another platform"
     if draft is not None:
         remedy = "Choose another draft model, or another platform"
@@ -110,8 +114,8 @@ def _check_model(model: ModelConfig, capabilities: Capabilities, platform: str, 
                 "which then gives the same results"
             )
         raise ConfigError(
-            f"{name} attends over a sliding window of {model.sliding_window} tokens, which the platform "
-            f"{platform!r} does not claim. {remedy}."
+            f"{name} has a sliding window of {model.sliding_window} tokens, but the platform {platform!r} does not "
+            f"claim sliding_window. {remedy}."
         )
     largest = capabilities.max_head_size
     if largest is not None and model.head_size > largest:

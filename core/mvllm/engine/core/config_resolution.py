@@ -1,4 +1,4 @@
-"""Settles the configuration with the platform, which says what it wants otherwise and why; core applies and logs it."""
+"""Resolves the configuration: asks the platform for its plan, applies and logs the changes, and fills in defaults."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mvllm.platform.spec import ConfigChange, Plan, Refusal, Refusals
 logger = get_logger(__name__)
 
 DEFAULT_MEMORY_UTILIZATION = 0.9
-"""Share of the device's memory that the engine takes, where neither the user nor the platform says."""
+"""Share of the device's memory for the engine, unless the user or the platform sets it."""
 
 
 def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     """The configuration that the engine will run with, on `platform`.
 
     Raises:
-        ConfigError: The platform declines it (every reason and remedy is listed), does not claim what it needs, or
-            wants an impossible change.
-        PlatformError: The platform fails, or does not answer as the contract says.
+        ConfigError: The platform refuses it (the error lists every reason and remedy), does not claim a needed
+            capability, or changes a setting to an impossible value.
+        PlatformError: The platform fails, or its answer violates the contract.
     """
     with enter_phase(Phase.FRONTEND):
         answer: Plan | Refusals = call_checked(platform, "plan", config, returns=(Plan, Refusals))
@@ -39,7 +39,7 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
         try:
             config = replace_field(config, change.field, change.value)
         except ConfigError as e:
-            raise ConfigError(f"The platform {platform.spec.name!r} wants an impossible change: {e}") from e
+            raise ConfigError(f"The platform {platform.spec.name!r} asks for an impossible change: {e}") from e
         _log(change)
     if config.cache.memory_utilization is None:
         config = replace_field(config, "cache.memory_utilization", DEFAULT_MEMORY_UTILIZATION)
@@ -50,15 +50,15 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
         draft = dataclasses.replace(config.speculative.model, dtype=config.model.dtype)
         config = replace_field(config, "speculative.model", draft)
     if config.scheduler.async_scheduling is None:
-        # Planning ahead pays where the device computes beside the host; on the host itself the two share the cores.
-        # Where tokens are guessed, what comes next depends on how many of the guesses were right.
+        # Scheduling ahead pays where the device computes in parallel to the host; on the host both share the cores.
+        # With draft tokens, the next step depends on how many of them are accepted.
         ahead = capabilities.async_copies and config.speculative is None
         config = replace_field(config, "scheduler.async_scheduling", ahead)
     for change in required_config_changes(config, capabilities, platform.spec.name):
         config = replace_field(config, change.field, change.value)
         _log(change)
     if config.model.seed_is_drawn and config.parallel.distributed_executor_backend != "external_launcher":
-        log_drawn_seed(config.model.seed)  # launched ranks log theirs when they have agreed on one
+        log_drawn_seed(config.model.seed)  # ranks of an external launcher log it when they have agreed on one
     return config
 
 
@@ -73,7 +73,7 @@ def _check_plan_items(platform: Platform, answer: Plan | Refusals) -> None:
 
 
 def _resolve_dtype(config: EngineConfig, capabilities: Capabilities, platform: str) -> ConfigChange | None:
-    """What `dtype=auto` becomes, or a check that an explicit dtype can be had."""
+    """The change for `dtype=auto`; None for an explicit dtype, which must be among the platform's."""
     offered = capabilities.dtypes
     if not offered:
         raise PlatformError(f"The platform {platform!r} claims no compute dtype: its Capabilities.dtypes is empty.")

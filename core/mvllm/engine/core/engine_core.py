@@ -1,8 +1,7 @@
 """The engine core: a scheduler, an executor, and `step()`.
 
-`step()` is the architecture in a few lines. It is written as two halves, `_launch` and `_collect`, with a queue of
-steps in between: with asynchronous scheduling, or with a pipeline to fill, steps are launched before earlier ones are
-collected, and nothing else changes.
+`step()` has two halves, `_launch_step` and `_collect_step`, with a queue of steps between them: with asynchronous
+scheduling, or with pipeline stages, steps are launched before earlier ones are collected. Nothing else differs.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size,
 from mvllm.engine.core.lora_manager import LoRAManager
 from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
 from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
-from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
+from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.kv_cache.null_kv_cache_manager import NullKVCacheManager
 from mvllm.logging import get_logger
+from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -38,8 +38,11 @@ from mvllm.structured_output.structured_output_manager import StructuredOutputMa
 
 logger = get_logger(__name__)
 
+UTILITY_METHODS = frozenset({"add_lora", "check_health", "remove_lora", "reset_prefix_cache", "sleep", "wake_up"})
+"""The methods of EngineCore that front ends call by name, through `call_utility`."""
+
 _GRAMMAR_WAIT_SECONDS = 0.01
-"""How long a step waits for a grammar at a time, where nothing else can be done: commands are taken in between."""
+"""The longest wait of a step that has nothing to compute for a grammar: commands are handled between two waits."""
 
 _T = TypeVar("_T")
 
@@ -48,8 +51,8 @@ class EngineCore:
     """Turns requests into tokens, one step at a time. Used from one thread.
 
     Args:
-        config: The settled configuration.
-        platform: Where to run.
+        config: The resolved configuration.
+        platform: The platform to run on.
         on_phase: Called with the name of each phase of start-up as it begins.
 
     Attributes:
@@ -65,14 +68,14 @@ class EngineCore:
         self.start_seconds: dict[str, float] = {}
         self._fatal_error: BaseException | None = None
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
-        self._row_errors: dict[int, dict[int, str]] = {}  # step -> position in its batch -> why the row is to fail
+        self._row_errors: dict[int, dict[int, str]] = {}  # step -> position in its batch -> error of the row
         num_stages = config.parallel.pipeline_parallel_size
-        # A pipeline is full with one step per stage. More would only queue up, also with asynchronous scheduling.
+        # One step per stage fills a pipeline; more would only queue up, also with asynchronous scheduling.
         self._max_in_flight = num_stages if num_stages > 1 else 2 if config.scheduler.async_scheduling else 1
         self._grammar_manager: StructuredOutputManager | None = None
-        self._released_memory: tuple[str, ...] = ()  # of TAGS, what has been given back
-        self._pending_outputs: list[EngineCoreOutput] = []  # to be told by the next step
-        # Through transformers, only sequences that all rotate alike are taken.
+        self._released_memory: tuple[str, ...] = ()  # the TAGS that sleep
+        self._pending_outputs: list[EngineCoreOutput] = []  # returned by the next step
+        # Models run through transformers have one RoPE for prompts of every length.
         self._position_key = prompt_cache_key(config.model) if runs_natively(config.model) else lambda prompt_len: 0
         self._needs_identical_plans = config.parallel.distributed_executor_backend == "external_launcher"
         self._supports_prefix_caching = platform.capabilities.prefix_caching
@@ -114,8 +117,8 @@ class EngineCore:
         """Queues a validated request.
 
         Raises:
-            EngineSleepingError: It was put to sleep.
-            RequestError: The id is in use, or a form of the output is asked for and the library for it is missing.
+            EngineSleepingError: The engine sleeps.
+            RequestError: The id is in use, or the request needs structured outputs and their library is not installed.
         """
         if self._released_memory:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
@@ -132,7 +135,7 @@ class EngineCore:
             self._submit_grammar(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Drops requests in whatever state they are; unknown ids are ignored. No output follows for them."""
+        """Drops requests in any state; they have no further output. Unknown ids are ignored."""
         if self._grammar_manager is None:
             self.scheduler.abort_requests(request_ids)
         else:
@@ -141,11 +144,11 @@ class EngineCore:
             self._grammar_manager.cancel(ids)
 
     def has_requests(self) -> bool:
-        """Whether a call of `step` would have work."""
+        """Whether `step` has work."""
         return bool(self._in_flight or self._pending_outputs) or self.scheduler.has_requests()
 
     def step(self) -> EngineCoreOutputs:
-        """Plans a step, starts it, and returns what the oldest step under way has to tell.
+        """Schedules and launches a step, and returns the outputs of the oldest step in flight.
 
         Raises:
             EngineDeadError: A step failed as a whole, now or earlier; the cause is kept.
@@ -168,39 +171,50 @@ class EngineCore:
                     break
             return self._collect_step() if self._in_flight else EngineCoreOutputs(stats=self.make_stats())
         except BaseException as e:
-            # What did not end leaves scheduler, rows and cached blocks at different points: no result of theirs could
-            # be trusted. That holds for an interrupt, too.
+            # An unfinished step, also an interrupted one, leaves scheduler, rows and cached blocks inconsistent: later
+            # results would be wrong.
             self._fatal_error = self._fatal_error or e
             if isinstance(e, Exception):
-                self.shutdown()  # nobody will use the workers again: free what they hold
+                self.shutdown()  # frees the workers' memory
             raise
 
     @property
     def next_step(self) -> int:
-        """The number of the oldest step that `step` would bring to an end."""
+        """The number of the step that the next `step` call collects."""
         return self._in_flight[0][0].step if self._in_flight else self.scheduler.next_step
 
     def make_stats(self) -> SchedulerStats:
-        """The scheduler's state as of now."""
+        """The scheduler's current state."""
         return self.scheduler.make_stats()
 
     def on_failure(self, callback: Callable[[Exception], None]) -> None:
-        """Has `callback` called, once and from any thread, when the workers can no longer be used."""
+        """Registers `callback`, which is called once, from any thread, when the workers can no longer be used."""
         self._executor.on_failure(callback)
 
+    def call_utility(self, method: str, *args: UtilityArg) -> bool:
+        """Calls one of UTILITY_METHODS; returns its result, False for None.
+
+        Raises:
+            ConfigError: `method` is not one of them.
+            Exception: What the method raised.
+        """
+        if method not in UTILITY_METHODS:
+            raise ConfigError(f"call_utility({method!r}): an engine core offers {', '.join(sorted(UTILITY_METHODS))}.")
+        return bool(getattr(self, method)(*args))
+
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False when requests still use some blocks."""
+        """Clears the prefix cache; returns False, with nothing changed, while requests use blocks."""
         return self.scheduler.reset_prefix_cache()
 
     def sleep(self, level: int) -> None:
-        """Gives memory back on all workers: at level 1 the KV cache, at level 2 the weights, too.
+        """Releases memory on all workers: at level 1 the KV cache, at level 2 the weights as well.
 
-        Requests that are still there end with an error. More are refused until all is back.
+        Unfinished requests end with an error. New ones are refused until `wake_up` has restored everything.
 
         Raises:
-            RequestError: There is no such level.
-            PlatformError: A worker cannot; requests are taken as before.
-            EngineDeadError: The step under way failed.
+            RequestError: `level` is neither 1 nor 2.
+            PlatformError: A worker does not support it; the engine stays awake.
+            EngineDeadError: The step in flight failed.
         """
         given_back = SLEEP_LEVELS[check_sleep_level(level)]
         while self._in_flight:
@@ -219,18 +233,24 @@ class EngineCore:
         self._released_memory = tuple(tag for tag in TAGS if tag in (*given_back, *self._released_memory))
 
     def wake_up(self, tags: Sequence[str] = ()) -> bool:
-        """Claims memory again: what `tags` name of `weights` and `kv_cache`, or all.
+        """Allocates released memory again.
+
+        Args:
+            tags: `weights`, `kv_cache` or both; empty for everything that sleeps.
 
         Returns:
-            Whether all is back, and with that requests are taken again.
+            Whether nothing sleeps any more, so that requests are accepted.
 
         Raises:
-            RequestError: The KV cache is to come before the weights.
-            CacheError, ModelError: There is no room any more, or no checkpoint. It may be tried again.
+            RequestError: `kv_cache` alone, while the weights sleep.
+            CacheError, ModelError: Not enough memory, or the checkpoint is gone. The call may be repeated.
         """
         wanted = [tag for tag in self._released_memory if not tags or tag in tags]
         if WEIGHTS in self._released_memory and wanted == [KV_CACHE]:
-            raise RequestError("The weights sleep, too: wake them up first, or both together.", parameter="tags")
+            raise RequestError(
+                "kv_cache cannot be woken up while the weights sleep. Wake up weights first, or both together.",
+                parameter="tags",
+            )
         if wanted:
             self._executor.collective_rpc("wake_up", (wanted,))
             if KV_CACHE in wanted:
@@ -242,8 +262,8 @@ class EngineCore:
         """Loads an adapter on all workers, unless it is loaded.
 
         Raises:
-            RequestError: Its files are not usable with this model, or its id is another adapter's.
-            EngineSleepingError: The model is asleep.
+            RequestError: Its files do not fit this model, or its id belongs to another adapter.
+            EngineSleepingError: The weights sleep.
         """
         if WEIGHTS in self._released_memory:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before loading adapters.")
@@ -251,7 +271,7 @@ class EngineCore:
         return True
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Forgets an adapter; False where it is not loaded, or in use: then it gives way when room is needed."""
+        """Unloads an adapter; False if it is not loaded, or in use: then it is evicted later, when space is needed."""
         return self._required_lora_manager.remove(lora_int_id)
 
     @property
@@ -263,7 +283,7 @@ class EngineCore:
         return self._lora_manager
 
     def check_health(self) -> None:
-        """Raises unless every worker answers."""
+        """Raises unless every worker answers a call."""
         self._executor.collective_rpc("check_health")
 
     def shutdown(self) -> None:
@@ -287,7 +307,7 @@ class EngineCore:
             self._apply_compiled_grammars(self._grammar_manager)
 
     def _apply_compiled_grammars(self, grammars: StructuredOutputManager) -> None:
-        """Gives requests their grammars, or ends them; waits for one where there is nothing else to do."""
+        """Passes compiled grammars to their requests, or fails them; waits for a grammar if no other work is left."""
         if not self._in_flight and self.scheduler.is_waiting_for_masks:
             grammars.wait(_GRAMMAR_WAIT_SECONDS)
         for outcome in grammars.pop_results():
@@ -297,10 +317,10 @@ class EngineCore:
                 self.scheduler.start_grammar(outcome.request_id, outcome.grammar)
 
     def _launch_step(self) -> bool:
-        """Plans a step and starts it; returns whether there was one.
+        """Schedules and launches a step; returns whether one was launched.
 
-        While something is under way, a step in which nobody computes would only be in the way of one that comes when
-        results are back. With nothing under way it is taken: it brings the outputs that are due.
+        While another step is in flight, an empty step is not launched: it would delay the next step with work. With no
+        step in flight it is, because it delivers pending outputs.
         """
         plan = self.scheduler.schedule_unless_empty() if self._in_flight else self.scheduler.schedule()
         if plan is None:
@@ -330,7 +350,7 @@ class EngineCore:
         return outputs
 
     def _send_masks(self, plan: SchedulerOutput) -> None:
-        """Has a step sampled whose model the workers run. Its masks depend on the tokens taken in last."""
+        """Sends the masks of a launched step, which depend on the tokens collected last, so that workers sample it."""
         try:
             self._executor.sample_tokens(plan.step, *self.scheduler.masks_for(plan))
         except Exception as e:

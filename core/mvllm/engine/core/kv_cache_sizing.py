@@ -1,11 +1,11 @@
-"""How many KV blocks the engine gets: as many as the memory allows.
+"""The number of KV cache blocks: as many as the memory allows.
 
-Blocks that running requests do not need keep prefixes for requests to come. Without prefix caching there are no more
-than running requests could need.
+Blocks that running requests do not need hold the prefix cache. Without prefix caching there are at most as many blocks
+as running requests can use.
 
-All workers hold the same blocks, each for its own layers and heads, so the worker with the least room decides. Where
-layers see different spans, a request takes blocks in each group of them (`kv_cache_groups.py`), in the groups with a
-window only as many as are seen.
+All workers hold the same blocks, each for its own layers and heads, so the worker with the least memory decides. With
+several KV cache groups (`kv_cache_groups.py`) a request has blocks in each group, in groups with a window only those
+inside the window.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from mvllm.errors import CacheError
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
 _MAX_SLOTS = 2**31 - 1
-"""Slots are numbered in 32 bits."""
+"""Slot indices have 32 bits."""
 
 
 @dataclass(frozen=True)
 class KVCacheSummary:
-    """The KV cache as it was sized.
+    """The size of the KV cache.
 
     Attributes:
-        num_blocks: Blocks, on every worker.
+        num_blocks: Blocks on every worker.
         block_size: Tokens per block.
-        total_bytes: Bytes on the worker that holds most.
-        max_model_len: Longest sequence.
-        windows: For each group of layers how many tokens they see, or None for all.
+        total_bytes: Bytes on the worker with the most.
+        max_model_len: Longest sequence, in tokens.
+        windows: The window of each KV cache group in tokens, None for full attention.
         max_step_tokens: Most tokens of one request in one step.
-        limit: The setting that decided how large it is.
+        limit: The setting that limits the number of blocks.
     """
 
     num_blocks: int
@@ -53,7 +53,7 @@ class KVCacheSummary:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit, of requests of the longest length."""
+        """Tokens that fit, in requests of the longest length."""
         return (
             self.num_blocks
             * max_blocks_of_sequence(self.max_model_len, self.block_size)
@@ -68,7 +68,7 @@ class KVCacheSummary:
 
     def __str__(self) -> str:
         if not self.num_blocks:
-            return "KV cache: none, as the model keeps nothing of a prompt"
+            return "KV cache: none, because the model is an encoder"
         return (
             f"KV cache: {self.num_tokens:,} tokens ({self.num_blocks:,} blocks of {self.block_size}, "
             f"{_format_bytes(self.total_bytes)}), enough for {self.max_concurrency:,.1f} concurrent requests of "
@@ -77,7 +77,7 @@ class KVCacheSummary:
 
 
 def no_kv_cache(max_model_len: int) -> KVCacheSummary:
-    """Of a model that keeps nothing of a prompt. A table of blocks has one place, for all of its tokens."""
+    """The summary for an encoder, which has no KV cache: one block per sequence in the block table, and no memory."""
     return KVCacheSummary(0, max_model_len, 0, max_model_len)
 
 
@@ -89,10 +89,10 @@ def max_blocks_of_sequence(
 
 
 def choose_block_size(config: EngineConfig, needs: Sequence[KVCacheNeeds]) -> int:
-    """The block size asked for, or the first that all workers accept.
+    """The configured block size, or the first one that all workers accept.
 
     Raises:
-        CacheError: The one asked for is not accepted, or there is none in common.
+        CacheError: A worker does not accept it, or no block size is accepted by all.
     """
     common = [size for size in needs[0].block_sizes if all(size in n.block_sizes for n in needs)]
     asked = config.cache.block_size
@@ -108,11 +108,12 @@ def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available
     """Divides the available bytes into blocks.
 
     Args:
-        needs: What one token costs, per worker.
+        needs: Bytes per token and accepted block sizes, per worker.
         available: Bytes for the KV cache, per worker.
 
     Raises:
-        CacheError: Not even one sequence of `max_model_len` fits; says how much is missing and what would fit.
+        CacheError: Not even one sequence of `max_model_len` fits; the error names the bytes needed and a length that
+            fits.
     """
     block_size = choose_block_size(config, needs)
     max_len, max_step_tokens = config.model.max_model_len, config.scheduler.max_num_batched_tokens
@@ -131,7 +132,7 @@ def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available
 
 
 def _memory_limit(config: EngineConfig) -> str:
-    """The setting that says how much memory the cache may take, for the start line."""
+    """The setting that limits the cache's memory, for the log line."""
     if config.cache.kv_cache_memory_bytes is not None:
         return "kv_cache_memory_bytes"
     return f"memory_utilization {config.cache.memory_utilization} (or set kv_cache_memory_bytes)"
@@ -174,7 +175,7 @@ def _too_small_error(
         limits = f"memory_utilization {config.cache.memory_utilization} leaves {_format_bytes(found)}"
         grow = "raise memory_utilization, or give the KV cache its size with kv_cache_memory_bytes"
     shrink = f"set max_model_len to {fits} or less, or " if fits > 0 else ""
-    return CacheError(f"{asked}, but {limits}. To mend it, {shrink}{grow}.")
+    return CacheError(f"{asked}, but {limits}. To fix it, {shrink}{grow}.")
 
 
 def _format_bytes(num_bytes: int) -> str:

@@ -1,8 +1,8 @@
-"""Which LoRA adapters the workers have loaded: the engine core's list, by which all of them stay alike.
+"""The engine core's LRU list of LoRA adapters that the workers have loaded.
 
-Workers load and forget when they are told to, so that every rank has the same ones whatever happens. An adapter is read
-when somebody first asks for it, before its request is queued; when there are too many, the one that was used least
-recently and that no running request has gives way, and is read again when its next request begins.
+The engine core loads and unloads adapters on all workers, so that every rank has the same ones. An adapter is loaded
+when a request first names it, before that request is queued. With too many loaded, the least recently used one without
+a running request is unloaded, and loaded again when its next request starts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class LoRAManager:
     """Loads adapters on the workers of one engine core.
 
     Args:
-        config: How many there may be.
-        executor: Reaches the workers.
-        in_use: The adapters of the requests that run.
+        config: The limits.
+        executor: Calls the workers.
+        in_use: Returns the ids of running requests' adapters.
     """
 
     def __init__(self, config: LoRAConfig, executor: Executor, in_use: Callable[[], Collection[int]]) -> None:
@@ -32,8 +32,8 @@ class LoRAManager:
         self._in_use = in_use
         self._loaded: dict[int, LoRARequest] = {}  # least recently used first
         self._file_states: dict[LoRARequest, tuple[int, ...]] = {}
-        """Of the files, when they were first read. Kept when an adapter is forgotten: what was computed with it stays
-        in the prefix cache.
+        """The fingerprint of an adapter's files when they were first read. Kept when the adapter is unloaded, because
+        the prefix cache keeps blocks that were computed with it.
         """
 
     @property
@@ -42,10 +42,10 @@ class LoRAManager:
         return list(self._loaded)
 
     def add(self, request: LoRARequest) -> None:
-        """Loads an adapter, or at least makes sure that it could be: with all places in use, its turn comes later.
+        """Loads an adapter. If running requests use all places, it is loaded and unloaded again, as a check.
 
         Raises:
-            RequestError: The workers cannot use its files, or its id is another adapter's.
+            RequestError: The workers cannot load its files, or its id belongs to another adapter.
         """
         known = self._loaded.get(request.lora_int_id)
         if known is not None and known != request and request.lora_int_id not in self._in_use():
@@ -53,8 +53,8 @@ class LoRAManager:
             known = None
         if known is not None and known != request:
             raise RequestError(
-                f"The adapter id {request.lora_int_id} is that of {known.lora_name!r} ({known.lora_path}), which "
-                f"requests under way have; {request.lora_name!r} needs another.",
+                f"lora_int_id {request.lora_int_id} belongs to {known.lora_name!r} ({known.lora_path}), which running "
+                f"requests use. Choose another id for {request.lora_name!r}.",
                 parameter="lora_request",
             )
         if known is None:
@@ -67,7 +67,7 @@ class LoRAManager:
         self._loaded[request.lora_int_id] = request  # the newest
 
     def remove(self, lora_int_id: int) -> bool:
-        """Forgets an adapter; False, with nothing changed, where it is not loaded or a running request has it."""
+        """Unloads an adapter; False, with nothing changed, if it is not loaded or a running request uses it."""
         request = self._loaded.get(lora_int_id)
         if request is None or lora_int_id in self._in_use():
             return False
@@ -75,15 +75,15 @@ class LoRAManager:
         return True
 
     def clear(self) -> None:
-        """The workers have dropped their models, and all adapters with them."""
+        """Empties the list, after the workers have released their weights and all adapters."""
         self._loaded.clear()
 
     def load_for_step(self, plan: SchedulerOutput) -> dict[int, str]:
-        """Loads what the requests need that begin in a plan, before it is executed.
+        """Loads the adapters of requests that start in a step, before it is executed.
 
         Returns:
-            Why rows cannot be computed as asked, by position in the plan's batch: the files of their adapters are not
-            there any more, or have changed. The plan is executed with them all the same.
+            Errors by position in the step's batch, of rows whose adapter files are missing or have changed. The step
+            computes these rows as well.
         """
         errors: dict[int, str] = {}
         for new in plan.new_requests:
@@ -100,7 +100,7 @@ class LoRAManager:
         if self._file_states.setdefault(request, state) != state:
             raise RequestError(
                 f"The files of the adapter {request.lora_name!r} in {request.lora_path} have changed since they were "
-                "first read, and what was computed with them may be reused. Load them under another id.",
+                "first read, and the prefix cache may hold results of the old ones. Load them under another id.",
                 parameter="lora_request",
             )
         try:
@@ -108,13 +108,13 @@ class LoRAManager:
         except (WorkerDiedError, WorkerStuckError):
             raise
         except MvllmError:
-            if is_new:  # nothing has been computed with it: other files may take their place
+            if is_new:  # nothing has been computed with these files
                 del self._file_states[request]
-            self._executor.collective_rpc("remove_lora", (request.lora_int_id,))  # where it has been loaded
+            self._executor.collective_rpc("remove_lora", (request.lora_int_id,))  # some ranks may have loaded it
             raise
 
     def _evict_idle_adapter(self) -> bool:
-        """Forgets the adapter that was used least recently, if there are too many and one is not in use."""
+        """Unloads the least recently used idle adapter if all places are taken; returns whether a place is free."""
         if len(self._loaded) < self._config.max_cpu_loras:
             return True
         in_use = self._in_use()

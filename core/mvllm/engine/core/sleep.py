@@ -1,7 +1,7 @@
-"""What can be given back while an engine sleeps, and how callers name it.
+"""Sleep levels, and the tags of the memory that they release.
 
-level 1   kv_cache            the prompts and texts that were under way
-level 2   kv_cache, weights   the model itself, which the checkpoint still has
+level 1   kv_cache            unfinished requests and the prefix cache are lost
+level 2   kv_cache, weights   the weights are read from the checkpoint again
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from mvllm.errors import RequestError
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 LONG_RUNNING_METHODS = frozenset({"sleep", "wake_up"})
-"""The core's methods that may take as long as its start: no step has to be over by then."""
+"""Utility methods of the engine core that may take as long as its start; `step_timeout` does not apply to them."""
 
 TAGS = (WEIGHTS, KV_CACHE)
-"""In the order in which they are claimed again."""
+"""All tags, in the order in which `wake_up` allocates them."""
 
 SLEEP_LEVELS = {1: (KV_CACHE,), 2: TAGS}
-"""What each level gives back."""
+"""The tags that each level releases."""
 
 
 def check_sleep_level(level: int) -> int:
     """Returns `level`.
 
     Raises:
-        RequestError: There is no such level.
+        RequestError: `level` is neither 1 nor 2.
     """
     if isinstance(level, bool) or level not in SLEEP_LEVELS:
-        raise RequestError(f"There are levels 1 and 2 of sleep; found {level!r:.40}.", parameter="level")
+        raise RequestError(f"level must be 1 or 2, not {level!r:.40}.", parameter="level")
     return level
 
 
 def check_wake_up_tags(tags: Sequence[str] | None) -> list[str]:
-    """What is to be claimed again; empty for all.
+    """Returns `tags` as a list, empty for all.
 
     Raises:
-        RequestError: There is no such tag.
+        RequestError: `tags` is not a list of TAGS.
     """
     if tags is None:
         return []
     if isinstance(tags, str) or not all(tag in TAGS for tag in tags):
-        raise RequestError(f"tags is a list of {' and '.join(TAGS)}; found {tags!r:.60}.", parameter="tags")
+        raise RequestError(f"tags must be a list of {' and '.join(TAGS)}, not {tags!r:.60}.", parameter="tags")
     return list(tags)

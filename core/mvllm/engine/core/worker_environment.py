@@ -1,9 +1,9 @@
-"""The environment of a worker that shares a process with its engine core.
+"""The platform's environment variables for a worker in the engine core's own process.
 
-A worker with a process of its own is started with the variables that its platform wants. Here the process is somebody
-else's, so they are there only while the engine starts, which is when libraries are loaded and read them; what is set
-already stays as it is, and nothing remains for the caller's own children. Of engines that start at the same time in
-several threads, the last to have started takes away what they share.
+A worker process is started with the variables of its platform. In the caller's process they are set only while the
+engine starts, when libraries are loaded and read them; variables that are set already keep their values, and none
+remains for the caller's own child processes. If several threads start engines at once, the last one to finish removes
+the shared variables.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from mvllm.platform.topology import LaunchTopology
 
 _lock = threading.Lock()
 _use_counts: Counter[str] = Counter()
-"""Starts under way that want each variable, of those that were set here."""
+"""The number of engine starts that use each variable that was set here."""
 
 
 @contextmanager
 def worker_environment(parallel: ParallelConfig, platform: Platform) -> Iterator[None]:
-    """Sets, for as long as it is open, the variables of the one worker of this process that nobody has set.
+    """Within the context, sets the variables of this process' only worker that are not set already.
 
-    Does nothing where workers have processes of their own, or where torch is loaded, and with it what reads them.
+    Does nothing with worker processes, or if torch, whose libraries read the variables, is loaded already.
     """
     wanted = {} if "torch" in sys.modules else _platform_variables(parallel, platform)
-    ours: dict[str, str] = {}
+    added: dict[str, str] = {}
     try:
-        _add(wanted, ours)
+        _add(wanted, added)
         yield
     finally:
-        _remove(ours)
+        _remove(added)
 
 
-def _add(wanted: Mapping[str, str], ours: dict[str, str]) -> None:
+def _add(wanted: Mapping[str, str], added: dict[str, str]) -> None:
     with _lock:
         for name, value in wanted.items():
             if name not in os.environ:
                 os.environ[name] = value
             elif not _use_counts[name]:
-                continue  # the user's own
+                continue  # set by the user
             _use_counts[name] += 1
-            ours[name] = os.environ[name]  # of the first to set it, whose value all have
+            added[name] = os.environ[name]  # the value of the first engine that set it
 
 
-def _remove(ours: Mapping[str, str]) -> None:
+def _remove(added: Mapping[str, str]) -> None:
     with _lock:
-        for name, value in ours.items():
+        for name, value in added.items():
             _use_counts[name] -= 1
             if not _use_counts[name] and os.environ.get(name) == value:
                 del os.environ[name]

@@ -4,19 +4,15 @@ A front end writes its own page, as often as it likes; whoever shows figures rea
 asks anybody and nobody waits. A page that is being written does not match its checksum, and is read again.
 
     page    length | CRC-32 | msgpack
-
-The memory has no name. Its descriptor is inherited, so nothing is left behind whoever is killed.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
 import time
 import zlib
 
-from mvllm.executor.process.process_utils import anonymous_file
+from mvllm.executor.process.shared_memory import SharedMemory
 
 PAGE_BYTES = 256 << 10
 """Untouched memory costs nothing; figures have bounded numbers of labels."""
@@ -25,7 +21,7 @@ _HEAD = struct.Struct("=II")
 _READ_SECONDS = 0.1
 
 
-class SharedMetricsPages:
+class SharedMetricsPages(SharedMemory):
     """The pages.
 
     Args:
@@ -33,18 +29,14 @@ class SharedMetricsPages:
     """
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
-        size = os.fstat(fd).st_size
-        self._map = mmap.mmap(fd, size)
-        self._num_pages = size // PAGE_BYTES
+        super().__init__(fd)
+        self._num_pages = len(self._map) // PAGE_BYTES
         self._last: dict[int, bytes] = {}
 
     @classmethod
     def create(cls, num_pages: int) -> SharedMetricsPages:
         """Empty pages."""
-        fd = anonymous_file("figures")
-        os.ftruncate(fd, num_pages * PAGE_BYTES)
-        return cls(fd)
+        return cls.allocate("metrics", num_pages * PAGE_BYTES)
 
     def write(self, page: int, data: bytes) -> None:
         """Replaces what a page says. One thread of one process writes a page."""
@@ -70,10 +62,3 @@ class SharedMetricsPages:
     def read_others(self, page: int) -> list[bytes]:
         """What all pages but one say, those left out that nothing was written on."""
         return [data for other in range(self._num_pages) if other != page and (data := self.read(other))]
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self.fd >= 0:
-            self._map.close()
-            os.close(self.fd)
-            self.fd = -1

@@ -1,4 +1,4 @@
-"""What AsyncLLM needs of its engine core or cores, and how they are started."""
+"""The interface between AsyncLLM and its engine cores (AsyncEngineCoreClient), and the function that starts them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutpu
 from mvllm.engine.process.dp_async_mp_client import start_replicas
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.errors import ConfigError, EngineDeadError
-from mvllm.messages.lora import LoRARequest
+from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.requests import EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
 
 
 class AsyncEngineCoreClient(Protocol):
-    """See AsyncMPClient for what the members do."""
+    """Implemented by AsyncMPClient for one engine core and by DPLBAsyncMPClient for several."""
 
     @property
     def config(self) -> EngineConfig:
@@ -35,11 +35,11 @@ class AsyncEngineCoreClient(Protocol):
 
     @property
     def stats(self) -> SchedulerStats:
-        """The scheduler's state as last told."""
+        """The last reported state of the scheduler."""
 
     @property
     def heartbeat_age(self) -> float:
-        """Seconds of silence of a core that has something to do."""
+        """Seconds since the last update of a core that has work; 0 without work."""
 
     @property
     def failure(self) -> EngineDeadError | None:
@@ -47,59 +47,59 @@ class AsyncEngineCoreClient(Protocol):
 
     @property
     def core_pids(self) -> list[int]:
-        """Of the cores' processes."""
+        """The process ids of the cores."""
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
-        """Has news read in `loop`."""
+        """Starts to read updates in `loop`, the event loop of the calling thread."""
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Queues the sequences of one request, which stay together."""
+        """Queues the sequences of one request, all on the same core."""
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Drops sequences."""
+        """Drops sequences; unknown ids are ignored."""
 
-    async def call_utility(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
-        """Calls a method of every core."""
+    async def call_utility(self, method: str, *args: UtilityArg) -> bool:
+        """Calls a utility method of every core; returns whether all returned True."""
 
     @property
     def num_other_sequences(self) -> int:
-        """Sequences that other front ends have under way."""
+        """Unfinished sequences of other front ends."""
 
     def on_sleep(self, callback: Callable[[bool], None]) -> None:
-        """Has `callback` told when another front end puts the engine to sleep (True) or wakes it up."""
+        """Sets the callback for another front end's `sleep` (True) or `wake_up` (False)."""
 
     async def broadcast_sleep(self, is_sleeping: bool) -> None:
-        """Has all other front ends sleep or wake up; returns when they do."""
+        """Sends `sleep` or `wake_up` to all other front ends; returns when they have applied it."""
 
     def shutdown(self) -> None:
         """Ends the cores."""
 
 
 def make_async_client(
-    config: EngineConfig, chosen: ChosenPlatform, meanwhile: Callable[[EngineConfig], None] = lambda config: None
+    config: EngineConfig, chosen: ChosenPlatform, during_start: Callable[[EngineConfig], None] = lambda config: None
 ) -> AsyncEngineCoreClient:
-    """Settles the configuration and starts as many engine cores as it says, each in a process of its own.
+    """Resolves the configuration and starts `data_parallel_size` engine cores, each in a process of its own.
 
-    They have one front end: the caller's process.
+    The caller's process is their only front end.
 
     Args:
-        config: What was asked for.
+        config: The configuration as the user gave it.
         chosen: The platform.
-        meanwhile: What this process has to do for its start.
+        during_start: Called with the resolved configuration while the processes start.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
     """
-    settled = resolve_server_config(config, chosen)
-    if settled.parallel.data_parallel_size > 1:
-        return start_replicas(settled, chosen, meanwhile)
-    client = AsyncMPClient(settled, LaunchedCoreConnection("EngineCore", settled, chosen.source.name), str(chosen))
-    start_all([client], lambda: meanwhile(settled))
+    resolved = resolve_server_config(config, chosen)
+    if resolved.parallel.data_parallel_size > 1:
+        return start_replicas(resolved, chosen, during_start)
+    client = AsyncMPClient(resolved, LaunchedCoreConnection("EngineCore", resolved, chosen.source.name), str(chosen))
+    start_all([client], lambda: during_start(resolved))
     return client
 
 
 def resolve_server_config(config: EngineConfig, chosen: ChosenPlatform) -> EngineConfig:
-    """What the platform makes of a configuration whose engine cores have processes of their own.
+    """The resolved configuration of engine cores that run in processes of their own.
 
     Raises:
         PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
@@ -108,6 +108,6 @@ def resolve_server_config(config: EngineConfig, chosen: ChosenPlatform) -> Engin
     if parallel.engine_core_process is False or parallel.distributed_executor_backend == "external_launcher":
         raise ConfigError(
             "A server's engine core runs in a process of its own: engine_core_process=False and "
-            "distributed_executor_backend='external_launcher' are for offline use."
+            "distributed_executor_backend='external_launcher' are for offline use. Leave them unset."
         )
     return resolve_config(config, chosen.platform)

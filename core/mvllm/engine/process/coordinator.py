@@ -2,118 +2,101 @@
 
 Started as `python -m mvllm.engine.process.coordinator <name> <control socket> <parent pid>`.
 
-    engine cores ── what each has to do ──> DPCoordinator ── to all of them ──> front ends
-    front end ── which replica was sent which beginning of a prompt ──> DPCoordinator ──> the others
+    engine core ── its load ──────────────────────────────> DPCoordinator ──> every front end
+    front end ──── prompt prefixes it sent, by replica ───> DPCoordinator ──> every other front end
 
-Several front ends that deal requests out to the same replicas would, each for itself, send them all to the same one.
-It sleeps in the kernel while nothing changes, but for a sign of life every second, and publishes at most every
-`PUBLISH_SECONDS` while something does.
+Without it, several front ends that balance requests over the same replicas would all choose the same one. It sleeps in
+the kernel while nothing changes, apart from a heartbeat every second, and publishes loads at most every
+`PUBLISH_SECONDS`.
 """
 
 from __future__ import annotations
 
 import select
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
+from typing import NoReturn
 
 import msgspec
 
-from mvllm.engine.process.core_handshake import CoreHandshake
-from mvllm.engine.process.launch import ChildProcess, CoreHandle, ProcessStartArgs
+from mvllm.engine.process.launch import ChildProcess, CoreHandle
 from mvllm.engine.process.message_socket import MessageSocket
-from mvllm.engine.process.remote_exceptions import describe_process_failure
-from mvllm.executor.process.activity_table import IDLE
-from mvllm.executor.process.child_startup import initialize_child
-from mvllm.executor.process.handshake import send_message
-from mvllm.executor.process.process_utils import exit_process
+from mvllm.executor.process.activity_table import IDLE, ActivityTable
+from mvllm.executor.process.child_startup import run_child
+from mvllm.executor.process.handshake import ChildStartArgs, Handshake, send_message
 from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, FromFrontEnd, SentPrefixes, Sleep, SleepDone
 
 PUBLISH_SECONDS = 0.05
 HEARTBEAT_INTERVAL_SECONDS = 1.0
-_MAX_LOADS_PER_MESSAGE = 256  # in a message
+_MAX_LOADS_PER_MESSAGE = 256
 NAME = "DPCoordinator"
 
 
-class CoordinatorStartArgs(msgspec.Struct, frozen=True):
-    """Everything the coordinator needs to know.
+class CoordinatorStartArgs(ChildStartArgs, frozen=True, kw_only=True):
+    """What the coordinator process is started with.
 
     Attributes:
-        name: For logs, errors and the process list.
         core_fds: A socket to each engine core.
         front_end_fds: A socket to each front end.
-        activity_fd, stack_fd, sys_path, python_path, log_level: As for a worker.
     """
 
-    name: str
     core_fds: list[int]
     front_end_fds: list[int]
-    activity_fd: int
-    stack_fd: int
-    sys_path: list[str]
-    python_path: str | None
-    log_level: str
-
-    @property
-    def rank(self) -> int:
-        """Its line on the board."""
-        return 0
 
 
 class CoordinatorHandle(CoreHandle):
-    """The process, as its parent sees it."""
+    """The handle of the coordinator process in its parent."""
 
     module = "mvllm.engine.process.coordinator"
 
 
 class CoordinatorChildProcess(ChildProcess):
-    """Starts the coordinator.
+    """The coordinator process.
 
     Args:
-        core_fds, front_end_fds: The coordinator's ends of the socket pairs, which are inherited.
+        core_fds, front_end_fds: The coordinator's ends of the socket pairs, which it inherits.
     """
 
     def __init__(self, core_fds: Sequence[int], front_end_fds: Sequence[int]) -> None:
-        def make_start(common: ProcessStartArgs) -> CoordinatorStartArgs:
-            return CoordinatorStartArgs(NAME, list(core_fds), list(front_end_fds), **asdict(common))
-
-        super().__init__(make_start, [*core_fds, *front_end_fds], CoordinatorHandle)
+        start = CoordinatorStartArgs(name=NAME, core_fds=list(core_fds), front_end_fds=list(front_end_fds))
+        super().__init__(start, [*core_fds, *front_end_fds], CoordinatorHandle)
 
 
 class DPCoordinator:
-    """Brings messages from one side to the other.
+    """Forwards messages between engine cores and front ends.
 
     Args:
-        cores: Sockets to engine cores.
-        front_ends: Sockets to front ends, by index.
+        cores: The sockets to engine cores.
+        front_ends: The sockets to front ends, by index.
     """
 
     def __init__(self, cores: Sequence[MessageSocket], front_ends: Sequence[MessageSocket]) -> None:
-        self._cores = {door.fd: door for door in cores}
+        self._cores = {core.fd: core for core in cores}
         self._front_ends = list(front_ends)
-        self._index = {door.fd: index for index, door in enumerate(front_ends)}
+        self._index = {front_end.fd: index for index, front_end in enumerate(front_ends)}
         self._poll = select.poll()
-        for door in (*cores, *front_ends):
-            self._poll.register(door.fd, select.POLLIN)
+        for peer in (*cores, *front_ends):
+            self._poll.register(peer.fd, select.POLLIN)
         self._loads: dict[int, CoreLoad] = {}
-        self._unpublished_ranks: list[set[int]] = [set() for _ in front_ends]  # ranks whose load each does not know
-        self._undelivered: list[deque[Sleep | SleepDone]] = [
-            deque() for _ in front_ends
-        ]  # that had no room and must arrive
-        self._disconnected: set[int] = set()  # front ends that have ended
+        self._unpublished_ranks: list[set[int]] = [set() for _ in front_ends]
+        # Messages that must be delivered and did not fit into the socket's buffer yet, by front end.
+        self._undelivered: list[deque[Sleep | SleepDone]] = [deque() for _ in front_ends]
+        self._disconnected: set[int] = set()  # indices of front ends
         self._published_at = 0.0
-        self._pending_sleeps: dict[tuple[int, int], set[int]] = {}  # who asked for sleep, and who has not answered
-        self._forwarded: dict[int, tuple[int, int]] = {}
+        # The caller of each Sleep (index, its id), and the front ends that have not answered it.
+        self._pending_sleeps: dict[tuple[int, int], set[int]] = {}
+        self._forwarded: dict[int, tuple[int, int]] = {}  # the caller, by the id of the forwarded Sleep
         self._num_forwarded = 0
         self._load_decoder = msgspec.msgpack.Decoder(CoreLoad)
         self._front_end_decoder: msgspec.msgpack.Decoder[FromFrontEnd] = msgspec.msgpack.Decoder(FromFrontEnd)
 
     def run_once(self, seconds: float | None = None) -> None:
-        """Waits until there is something to do, and does it.
+        """Waits for messages, or until loads are to be published, and handles them.
 
         Args:
-            seconds: How long to wait at most.
+            seconds: The longest wait; None for no limit.
         """
         timeout = None if seconds is None else seconds * 1e3
         if any(self._unpublished_ranks):
@@ -122,7 +105,7 @@ class DPCoordinator:
             timeout = PUBLISH_SECONDS * 1e3
         for fd, event in self._poll.poll(timeout):
             if event & ~select.POLLIN:
-                self._poll.unregister(fd)  # its other end is gone; whoever started us knows what that means
+                self._poll.unregister(fd)  # its other end is closed; the parent process handles that
             if (core := self._cores.get(fd)) is not None:
                 self._read_core(core)
             else:
@@ -144,19 +127,19 @@ class DPCoordinator:
 
     def _publish(self) -> None:
         self._published_at = time.monotonic()
-        for door, ranks in zip(self._front_ends, self._unpublished_ranks):
-            told = sorted(ranks)[:_MAX_LOADS_PER_MESSAGE]
-            if told and door.send(CoreLoads([self._loads[rank] for rank in told])):
-                ranks.difference_update(told)  # the others, and who has no room now, come the next time
+        for front_end, ranks in zip(self._front_ends, self._unpublished_ranks):
+            batch = sorted(ranks)[:_MAX_LOADS_PER_MESSAGE]
+            if batch and front_end.send(CoreLoads([self._loads[rank] for rank in batch])):
+                ranks.difference_update(batch)  # other ranks, and front ends with full buffers, are served next time
 
     def _read_front_end(self, source: int) -> None:
         while (data := self._front_ends[source].receive()) is not None:
             message = self._front_end_decoder.decode(data)
             match message:
                 case SentPrefixes():
-                    for index, door in enumerate(self._front_ends):
+                    for index, front_end in enumerate(self._front_ends):
                         if index != source:
-                            door.send(message)
+                            front_end.send(message)
                 case Sleep():
                     self._forward_sleep(source, message)
                 case SleepDone():
@@ -165,35 +148,35 @@ class DPCoordinator:
     def _forward_sleep(self, source: int, message: Sleep) -> None:
         self._num_forwarded += 1
         number = self._num_forwarded
-        asker = (source, message.id)
-        self._forwarded[number] = asker
+        caller = (source, message.id)
+        self._forwarded[number] = caller
         others = set(range(len(self._front_ends))) - self._disconnected - {source}
-        self._pending_sleeps[asker] = others
+        self._pending_sleeps[caller] = others
         for index in others:
             self._undelivered[index].append(Sleep(number, message.is_sleeping))
         self._reply_if_complete(number)
 
     def _record_sleep_done(self, source: int, number: int) -> None:
-        asker = self._forwarded.get(number)
-        if asker is not None:
-            self._pending_sleeps[asker].discard(source)
+        caller = self._forwarded.get(number)
+        if caller is not None:
+            self._pending_sleeps[caller].discard(source)
             self._reply_if_complete(number)
 
     def _reply_if_complete(self, number: int) -> None:
-        source, id_ = asker = self._forwarded[number]
-        if not self._pending_sleeps[asker]:
-            del self._forwarded[number], self._pending_sleeps[asker]
+        source, id_ = caller = self._forwarded[number]
+        if not self._pending_sleeps[caller]:
+            del self._forwarded[number], self._pending_sleeps[caller]
             if source not in self._disconnected:
                 self._undelivered[source].append(SleepDone(id_))
 
     def _deliver(self, index: int) -> None:
-        """Sends what is due to a front end, as far as there is room."""
-        due, door = self._undelivered[index], self._front_ends[index]
-        while due and door.send(due[0]):
-            due.popleft()
+        """Sends the undelivered messages of a front end that fit into its socket's buffer."""
+        messages, front_end = self._undelivered[index], self._front_ends[index]
+        while messages and front_end.send(messages[0]):
+            messages.popleft()
 
     def _remove_front_end(self, index: int) -> None:
-        """Nobody waits for a front end that has ended."""
+        """Forgets a front end that has exited: no `sleep` waits for its answer."""
         self._disconnected.add(index)
         self._undelivered[index].clear()
         self._unpublished_ranks[index].clear()
@@ -203,19 +186,18 @@ class DPCoordinator:
 
 def main() -> None:
     """The program. Never returns."""
-    start, control, board = initialize_child(CoordinatorStartArgs)
-    try:
-        coordinator = DPCoordinator(
-            [MessageSocket(fd) for fd in start.core_fds], [MessageSocket(fd) for fd in start.front_end_fds]
-        )
-        board.write(0, IDLE)
-        send_message(control, CoreHandshake())
-        while True:
-            coordinator.run_once(HEARTBEAT_INTERVAL_SECONDS)
-            board.write(0, IDLE)  # the sign of life that its parent looks for
-    except BaseException as e:  # noqa: BLE001  (travels to the one who started it)
-        send_message(control, CoreHandshake(failure=describe_process_failure(e, name=start.name, activity="routing")))
-        exit_process(1)
+    run_child(CoordinatorStartArgs, _run)
+
+
+def _run(start: CoordinatorStartArgs, control: socket.socket, table: ActivityTable) -> NoReturn:
+    coordinator = DPCoordinator(
+        [MessageSocket(fd) for fd in start.core_fds], [MessageSocket(fd) for fd in start.front_end_fds]
+    )
+    table.write(0, IDLE)
+    send_message(control, Handshake())
+    while True:
+        coordinator.run_once(HEARTBEAT_INTERVAL_SECONDS)
+        table.write(0, IDLE)  # the heartbeat that its parent checks
 
 
 if __name__ == "__main__":

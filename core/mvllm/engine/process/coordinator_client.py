@@ -1,7 +1,7 @@
-"""One of several front ends, and what it tells and hears of the others by way of the coordinator.
+"""The client of the data parallel coordinator, in each of several front ends.
 
-Nothing here is needed for an answer to be right: who hears late, or not at all, deals its requests out less well. The
-exception is sleep, where whoever asks waits until all have answered.
+Loads and prefixes are hints: a front end that receives them late or never balances its requests less well. `Sleep` is
+not: its caller waits until all front ends have answered.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from mvllm.messages.coordinator_protocol import CoreLoad, CoreLoads, SentPrefixe
 
 logger = get_logger(__name__)
 
-PREFIX_PUBLISH_SECONDS = 0.02  # how long what was sent to replicas is gathered before others hear of it
-MAX_HASHES_PER_MESSAGE = 8192  # what fits into a message with room to spare
+PREFIX_PUBLISH_SECONDS = 0.02  # how long sent prefixes are collected before they are published
+MAX_HASHES_PER_MESSAGE = 8192  # fits into a message with room to spare
 
 
 class CoordinatorClient:
-    """Used in the loop's thread, once attached.
+    """Used in the loop's thread once attached.
 
     Args:
-        door: The socket to the coordinator.
-        index: Which of the front ends this is, as cores count them.
+        coordinator: The socket to the coordinator.
+        index: This front end's index in the loads that cores report.
 
     Attributes:
-        on_sleep: Told when another front end puts the engine to sleep (True) or wakes it up.
+        on_sleep: Called when another front end puts the engine to sleep (True) or wakes it up (False).
     """
 
-    def __init__(self, door: MessageSocket, index: int) -> None:
+    def __init__(self, coordinator: MessageSocket, index: int) -> None:
         self.on_sleep: Callable[[bool], None] = lambda is_sleeping: None
-        self._socket = door
+        self._socket = coordinator
         self._index = index
         self._decoder: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -47,26 +47,29 @@ class CoordinatorClient:
         self._num_sleep_calls = 0
 
     def attach(
-        self, loop: asyncio.AbstractEventLoop, choice: DPLoadBalancer, on_loads: Callable[[Sequence[CoreLoad]], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        load_balancer: DPLoadBalancer,
+        on_loads: Callable[[Sequence[CoreLoad]], None],
     ) -> None:
-        """Has messages read in `loop`, which runs in the calling thread.
+        """Starts to read messages in `loop`, which runs in the calling thread.
 
         Args:
-            choice: Kept up to date with what others have sent.
-            on_loads: Told what cores have to do.
+            load_balancer: Updated with the prefixes and loads of other front ends.
+            on_loads: Called with the loads that cores report.
         """
-        self._loop, self._load_balancer, self._on_loads = loop, choice, on_loads
-        choice.records_new_prefixes = True
+        self._loop, self._load_balancer, self._on_loads = loop, load_balancer, on_loads
+        load_balancer.records_new_prefixes = True
         loop.add_reader(self._socket.fd, self._read)
         self._read()
 
     def schedule_prefix_publish(self) -> None:
-        """Something has been sent to a replica."""
+        """Publishes the prefixes sent to replicas within `PREFIX_PUBLISH_SECONDS`."""
         if self._publish_timer is None and self._loop is not None:
             self._publish_timer = self._loop.call_later(PREFIX_PUBLISH_SECONDS, self._publish_prefixes)
 
     async def broadcast_sleep(self, is_sleeping: bool) -> None:
-        """Has all other front ends sleep or wake up; returns when they do."""
+        """Sends `sleep` or `wake_up` to all other front ends; returns when they have applied it."""
         assert self._loop is not None
         self._num_sleep_calls += 1
         number = self._num_sleep_calls
@@ -79,7 +82,7 @@ class CoordinatorClient:
             self._pending_sleeps.pop(number, None)
 
     def close(self) -> None:
-        """Idempotent; from any thread once the loop has ended, else from its own."""
+        """Idempotent. Call in the loop's thread, or from any thread when the loop has ended."""
         loop, self._loop = self._loop, None
         if loop is not None and not loop.is_closed():
             if self._publish_timer is not None:
@@ -95,7 +98,7 @@ class CoordinatorClient:
                 self._socket.send(SentPrefixes(replica, names[start : start + MAX_HASHES_PER_MESSAGE]))
 
     def _send_sleep_done(self, done: SleepDone) -> None:
-        """Sends it, later where there is no room now: somebody waits for it."""
+        """Sends the answer, again later while the socket's buffer is full: the caller waits for it."""
         if not self._socket.send(done) and self._loop is not None:
             self._loop.call_later(PREFIX_PUBLISH_SECONDS, self._send_sleep_done, done)
 
@@ -104,7 +107,7 @@ class CoordinatorClient:
             try:
                 self._handle_message(self._decoder.decode(data))
             except msgspec.MsgspecError as e:
-                logger.error("Dropped a message of the coordinator that cannot be read: %s", e)
+                logger.error("Dropped a message of the coordinator that cannot be decoded: %s", e)
 
     def _handle_message(self, message: ToFrontEnd) -> None:
         assert self._load_balancer is not None

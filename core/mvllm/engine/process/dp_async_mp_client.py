@@ -1,7 +1,7 @@
-"""Several engine cores behind one front end: replicas of the model, each with devices and a KV cache of its own.
+"""The asyncio client of several engine cores: data parallel replicas of the model, each with its own KV cache.
 
-A front end that is alone sends all requests, so it knows at every moment how much each core has to do, and asks nobody.
-One of several is told what the others have sent, by the coordinator. Cores do not know of each other.
+A single front end sends all requests, so it knows the load of each core without asking. One of several receives the
+others' loads from the coordinator. Cores do not communicate with each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mvllm.engine.process.dp_load_balancer import DPLoadBalancer
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.errors import EngineDeadError
 from mvllm.messages.coordinator_protocol import CoreLoad
-from mvllm.messages.lora import LoRARequest
+from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
 
@@ -31,61 +31,61 @@ def replica_configs(config: EngineConfig) -> list[EngineConfig]:
 
 
 def replica_name(config: EngineConfig, rank: int) -> str:
-    """What a replica's process is called."""
+    """The name of a replica's process."""
     return f"EngineCore_DP{rank}" if config.parallel.data_parallel_size > 1 else "EngineCore"
 
 
 def start_replicas(
-    config: EngineConfig, chosen: ChosenPlatform, meanwhile: Callable[[EngineConfig], None]
+    config: EngineConfig, chosen: ChosenPlatform, during_start: Callable[[EngineConfig], None]
 ) -> DPLBAsyncMPClient:
     """Starts `data_parallel_size` engine cores for one front end.
 
     Args:
-        config: The settled configuration.
+        config: The resolved configuration.
         chosen: The platform to run on.
-        meanwhile: Called with the configuration while the cores' processes start.
+        during_start: Called with the configuration while the cores' processes start.
 
     Raises:
         Exception: A core's own exception, if one cannot be started. Nothing stays behind.
     """
     configs = replica_configs(config)
-    links = [
+    connections = [
         LaunchedCoreConnection(replica_name(config, rank), each, chosen.source.name)
         for rank, each in enumerate(configs)
     ]
-    cores = [AsyncMPClient(each, link, str(chosen)) for each, link in zip(configs, links)]
-    start_all(cores, lambda: meanwhile(config), [link.process for link in links])
+    cores = [AsyncMPClient(each, connection, str(chosen)) for each, connection in zip(configs, connections)]
+    start_all(cores, lambda: during_start(config), [connection.process for connection in connections])
     return DPLBAsyncMPClient(config, cores)
 
 
 class DPLBAsyncMPClient:
-    """Deals requests out to engine cores. Used like an AsyncMPClient.
+    """Distributes requests over engine cores; has the interface of an AsyncMPClient.
 
     Args:
-        config: The settled configuration.
-        cores: By rank; ready when `attach` is called.
-        coordination: Where other front ends are heard of.
+        config: The resolved configuration.
+        cores: The clients of the cores, by rank; ready when `attach` is called.
+        coordinator_client: Connects this front end with others of the same cores.
 
     Attributes:
         config, platform_summary: As for one core.
-        stats: Of all cores together, as last told.
+        stats: The last reported state of all cores' schedulers, summed.
     """
 
     def __init__(
-        self, config: EngineConfig, cores: Sequence[AsyncMPClient], coordination: CoordinatorClient | None = None
+        self, config: EngineConfig, cores: Sequence[AsyncMPClient], coordinator_client: CoordinatorClient | None = None
     ) -> None:
         self.config = config
         self.platform_summary = cores[0].platform_summary
         self.stats = SchedulerStats()
         self._cores = cores
         self._load_balancer = DPLoadBalancer(len(cores))
-        self._rank_by_request_id: dict[str, int] = {}  # sequences under way
-        self._coordinator_client = coordination
+        self._rank_by_request_id: dict[str, int] = {}  # of unfinished sequences
+        self._coordinator_client = coordinator_client
         self._on_outputs: OnOutputs = lambda outputs: None
         self._on_death: OnDeath = lambda error: None
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
-        """Has news of all cores read in `loop`. The first that dies is the death of all."""
+        """Starts to read updates of all cores in `loop`. The failure of one core ends the engine."""
         self._on_outputs, self._on_death = on_outputs, on_death
         summary = self.cache_summary
         is_caching = self.config.cache.enable_prefix_caching
@@ -104,42 +104,42 @@ class DPLBAsyncMPClient:
 
     @property
     def cache_summary(self) -> KVCacheSummary:
-        """The smallest KV cache of them."""
+        """The smallest KV cache of the cores."""
         return min((core.cache_summary for core in self._cores), key=lambda summary: summary.num_blocks)
 
     @property
     def start_seconds(self) -> dict[str, float]:
-        """Seconds per phase of the start, of the core that took longest for it."""
+        """Seconds per phase of the start, each of the core that took longest."""
         phases = self._cores[0].start_seconds
         return {phase: max(core.start_seconds[phase] for core in self._cores) for phase in phases}
 
     @property
     def core_pids(self) -> list[int]:
-        """Of their processes, by rank."""
+        """The process ids of the cores, by rank."""
         return [pid for core in self._cores for pid in core.core_pids]
 
     @property
     def failure(self) -> EngineDeadError | None:
-        """Why one of them can no longer be used, or None."""
+        """Why one of the cores can no longer be used, or None."""
         return next((failure for core in self._cores if (failure := core.failure) is not None), None)
 
     @property
     def heartbeat_age(self) -> float:
-        """Of the core that has been silent for longest."""
+        """The largest of the cores' heartbeat ages."""
         return max(core.heartbeat_age for core in self._cores)
 
     @property
     def num_unfinished(self) -> list[int]:
-        """Sequences under way, by core."""
+        """Unfinished sequences of this front end, by core."""
         return list(self._load_balancer.loads)
 
     @property
     def num_other_sequences(self) -> int:
-        """Sequences that other front ends have under way."""
+        """Unfinished sequences of other front ends."""
         return sum(self._load_balancer.loads_elsewhere)
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Queues the sequences of one request, on the core that suits it best."""
+        """Queues the sequences of one request on the core that the load balancer chooses."""
         first = requests[0]
         adapter = first.lora_request.lora_int_id if first.lora_request is not None else 0
         rank = self._load_balancer.choose(first.prompt_token_ids, first.cache_salt, len(requests), adapter)
@@ -156,19 +156,19 @@ class DPLBAsyncMPClient:
                 self._remove_request(request_id)
                 self._cores[rank].abort_requests([request_id])
 
-    async def call_utility(self, method: str, argument: int | list[str] | LoRARequest | None = None) -> bool:
-        """Calls a method of every core; returns whether it succeeded everywhere."""
+    async def call_utility(self, method: str, *args: UtilityArg) -> bool:
+        """Calls a utility method of every core; returns whether all returned True."""
         if method in ("reset_prefix_cache", "sleep"):
             self._load_balancer.clear_prefixes()
-        return all(await asyncio.gather(*(core.call_utility(method, argument) for core in self._cores)))
+        return all(await asyncio.gather(*(core.call_utility(method, *args) for core in self._cores)))
 
     def on_sleep(self, callback: Callable[[bool], None]) -> None:
-        """Has `callback` told when another front end puts the engine to sleep or wakes it up."""
+        """Sets the callback for another front end's `sleep` (True) or `wake_up` (False)."""
         if self._coordinator_client is not None:
             self._coordinator_client.on_sleep = callback
 
     async def broadcast_sleep(self, is_sleeping: bool) -> None:
-        """Has all other front ends sleep or wake up; returns when they do."""
+        """Sends `sleep` or `wake_up` to all other front ends; returns when they have applied it."""
         if self._coordinator_client is not None:
             await self._coordinator_client.broadcast_sleep(is_sleeping)
 
@@ -184,7 +184,7 @@ class DPLBAsyncMPClient:
         self._on_outputs(outputs)
 
     def _handle_core_loads(self, loads: Sequence[CoreLoad]) -> None:
-        """The coordinator has news of cores; this front end's own sequences it knows better."""
+        """Applies loads from the coordinator. Its own sequences this front end counts itself."""
         for load in loads:
             core = self._cores[load.rank]
             core.stats = load.stats
@@ -197,7 +197,7 @@ class DPLBAsyncMPClient:
         self.stats = outputs.stats = sum_scheduler_stats((core.stats for core in self._cores), len(self._cores))
 
     def _handle_core_death(self, error: EngineDeadError) -> None:
-        self.abort_requests(list(self._rank_by_request_id))  # nobody waits for what the others do
+        self.abort_requests(list(self._rank_by_request_id))  # the other cores need not finish them
         self._on_death(error)
 
     def _remove_request(self, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""An engine core in a process of its own.
+"""The engine core process: EngineCore between an input thread and an output thread.
 
 Started as `python -m mvllm.engine.process.engine_core_proc <name> <control socket> <parent pid>`.
 
@@ -6,9 +6,8 @@ Started as `python -m mvllm.engine.process.engine_core_proc <name> <control sock
     main thread                         input_queue ─> EngineCoreProc.run_busy_loop ─> output_queue
     output thread                                                                output_queue ─> encode → PUSH
 
-Without work, all three sleep in the kernel. The front end's commands take effect between two steps, and a front end
-that is slow to listen never holds up a step. A failure of the engine goes over the control socket, whose bytes outlive
-the process: no matter how the two sides are scheduled, the front end finds it beside the process' death.
+Without work, all three threads sleep in the kernel. Commands take effect between two steps, and a slow front end never
+delays a step. A failure is sent over the control socket (`run_child`), where the parent finds it after the exit.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -25,12 +24,11 @@ import msgspec
 from mvllm.engine.process.client_output_queues import ClientOutputQueues, LoadReporter, OutputQueue, make_output_queues
 from mvllm.engine.process.core_handshake import CoreHandshake, CoreReady, EngineCoreStartArgs
 from mvllm.engine.process.message_socket import MessageSocket
-from mvllm.engine.process.remote_exceptions import describe_process_failure
-from mvllm.errors import ConfigError, EngineDeadError
+from mvllm.errors import EngineDeadError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
-from mvllm.executor.process.child_startup import initialize_child
+from mvllm.executor.process.child_startup import run_child
 from mvllm.executor.process.handshake import send_message
-from mvllm.executor.process.process_utils import exit_process, gc_paused
+from mvllm.executor.process.process_utils import gc_paused
 from mvllm.logging import get_logger
 from mvllm.messages.coordinator_protocol import CoreLoad
 from mvllm.messages.core_protocol import (
@@ -42,6 +40,7 @@ from mvllm.messages.core_protocol import (
     StopCore,
     UtilityResult,
 )
+from mvllm.messages.process_failure import describe_failure
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -55,45 +54,42 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_FLUSH_TIMEOUT_SECONDS = 1.5  # for the last news of a core that ends
+_FLUSH_TIMEOUT_SECONDS = 1.5  # for the last updates of a core that exits
 _STEP = "execution"
 
 InputQueue = SimpleQueue[tuple[int, int, Command] | Exception]
-"""Commands with the front end that each comes from, and its number there."""
+"""(front end, number of the command there, command); an exception ends the busy loop."""
 
 
 class EngineCoreProc:
-    """The loop between the two queues.
+    """The busy loop of the process, between the input queue and the output queues.
 
     Args:
         name: The process' name.
-        core: Does the work. This object is its only user.
+        core: The engine core, used by this object only.
         input_queue: Numbered commands; or an exception, which ends the loop.
-        desk: Keeps what front ends are to be told.
-        board: Where it says what it is doing.
+        output_queues: Collect the updates for each front end.
+        activity_table: The process' activity is written to its row 0.
     """
 
     def __init__(
-        self, name: str, core: EngineCore, input_queue: InputQueue, desk: ClientOutputQueues, board: ActivityTable
+        self,
+        name: str,
+        core: EngineCore,
+        input_queue: InputQueue,
+        output_queues: ClientOutputQueues,
+        activity_table: ActivityTable,
     ) -> None:
         self._name = name
         self._core = core
         self._input_queue = input_queue
-        self._output_queues = desk
-        self._activity_table = board
+        self._output_queues = output_queues
+        self._activity_table = activity_table
         self._decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
-        self._calls: Mapping[str, Callable[..., bool | None]] = {
-            "reset_prefix_cache": core.reset_prefix_cache,
-            "check_health": core.check_health,
-            "sleep": core.sleep,
-            "wake_up": core.wake_up,
-            "add_lora": core.add_lora,
-            "remove_lora": core.remove_lora,
-        }
         self._num_received = 0
 
     def run_busy_loop(self) -> None:
-        """Serves until told to stop.
+        """Runs steps and handles commands until StopCore.
 
         Raises:
             EngineDeadError: A step has failed as a whole, or the workers can no longer be used.
@@ -107,7 +103,7 @@ class EngineCoreProc:
             self._output_queues.publish(outputs, is_busy=self._core.has_requests())
 
     def _process_commands(self) -> bool:
-        """Takes all commands there are, and waits for one while there is no work; False when one says stop."""
+        """Handles all queued commands; waits for one while there is no work. Returns False for StopCore."""
         input_queue = self._input_queue
         is_waiting = not self._core.has_requests()
         if is_waiting:
@@ -139,12 +135,12 @@ class EngineCoreProc:
                 self._core.abort_requests(self._output_queues.drop_client(command.index))
 
     def _add_request(self, source: int, request_id: str, encoded: msgspec.Raw) -> None:
-        """Queues a request. One that cannot be read or taken ends with an error, and nothing else does."""
+        """Queues a request. One that cannot be decoded or queued ends with an error; others are not affected."""
         try:
             self._core.add_request(self._decoder.decode(encoded))
             self._output_queues.add_request(source, request_id)
-        except Exception as e:  # noqa: BLE001  (goes to whoever asked)
-            logger.warning("The engine core cannot take a request: %s", e)
+        except Exception as e:  # noqa: BLE001  (sent to the caller)
+            logger.warning("The engine core refused a request: %s", e)
             error = f"The engine core cannot take this request: {e}"
             self._output_queues.reject_request(
                 source, EngineCoreOutput(request_id, [], FinishReason.ERROR, error=error)
@@ -153,74 +149,63 @@ class EngineCoreProc:
     def _call_utility(self, command: CallUtility) -> UtilityResult:
         self._activity_table.write(0, command.method, self._num_received)
         try:
-            call = self._calls.get(command.method)
-            if call is None:
-                raise ConfigError(f"An engine core offers {', '.join(sorted(self._calls))}; not {command.method!r}.")
-            return UtilityResult(command.id, call() if command.argument is None else call(command.argument))
-        except Exception as e:  # noqa: BLE001  (raised where it was called)
-            return UtilityResult(
-                command.id, None, describe_process_failure(e, name=self._name, activity=command.method)
-            )
+            return UtilityResult(command.id, self._core.call_utility(command.method, *command.args))
+        except Exception as e:  # noqa: BLE001  (raised in the caller's process)
+            return UtilityResult(command.id, None, describe_failure(e, name=self._name, activity=command.method))
 
 
 def main() -> None:
     """The program. Never returns."""
-    start, control, board = initialize_child(EngineCoreStartArgs)
-    try:
-        _serve(start, control, board)
-    except BaseException as e:  # noqa: BLE001  (travels to the front end)
-        failure = describe_process_failure(e, name=start.name, activity=str(board.read(0)))
-        send_message(control, CoreHandshake(failure=failure))
-        exit_process(1)
-    exit_process(0)
+    run_child(EngineCoreStartArgs, _serve)
 
 
-def _serve(start: EngineCoreStartArgs, control: socket.socket, board: ActivityTable) -> None:
+def _serve(start: EngineCoreStartArgs, control: socket.socket, activity_table: ActivityTable) -> int:
     input_queue: InputQueue = SimpleQueue()
     output_queue: OutputQueue = SimpleQueue()
     threading.Thread(target=_receive_commands, args=(start, input_queue), name="core-input", daemon=True).start()
     sender = threading.Thread(target=_send_updates, args=(start, output_queue), name="core-output", daemon=True)
     sender.start()
-    core = _build_core(start, board)
+    core = _build_core(start, activity_table)
     try:
         core.on_failure(input_queue.put)
-        desk = make_output_queues(len(start.addresses), output_queue, _make_load_reporter(start, core))
-        proc = EngineCoreProc(start.name, core, input_queue, desk, board)
-        board.write(0, IDLE)  # before the front end may look
-        send_message(control, CoreHandshake(CoreReady(core.cache_summary, core.start_seconds)))
+        output_queues = make_output_queues(len(start.addresses), output_queue, _make_load_reporter(start, core))
+        proc = EngineCoreProc(start.name, core, input_queue, output_queues, activity_table)
+        activity_table.write(0, IDLE)  # before the front end reads it
+        send_message(control, CoreHandshake(ready=CoreReady(core.cache_summary, core.start_seconds)))
         proc.run_busy_loop()
+        return 0
     finally:
         output_queue.put(None)
         if sys.exception() is None:
-            board.write(0, "shutdown")
+            activity_table.write(0, "shutdown")
         core.shutdown()
         sender.join(_FLUSH_TIMEOUT_SECONDS)
 
 
-def _build_core(start: EngineCoreStartArgs, board: ActivityTable) -> EngineCore:
+def _build_core(start: EngineCoreStartArgs, activity_table: ActivityTable) -> EngineCore:
     from mvllm.executor.config_codec import decode_config
     from mvllm.platform.choose import choose_platform
 
-    board.write(0, f"loading the platform {start.platform}")
+    activity_table.write(0, f"loading the platform {start.platform}")
     platform = choose_platform(start.platform).platform
-    board.write(0, "importing the engine core")
+    activity_table.write(0, "importing the engine core")
     from mvllm.engine.core.engine_core import EngineCore
     from mvllm.engine.core.worker_environment import worker_environment
 
     config = decode_config(start.config)
     with worker_environment(config.parallel, platform), gc_paused():
-        return EngineCore(config, platform, on_phase=lambda phase: board.write(0, phase))
+        return EngineCore(config, platform, on_phase=lambda phase: activity_table.write(0, phase))
 
 
 def _make_load_reporter(start: EngineCoreStartArgs, core: EngineCore) -> LoadReporter | None:
-    """What tells the coordinator, where there is one, how much this core has to do."""
+    """The function that sends this core's load to the coordinator; None without a coordinator."""
     if start.coordinator_fd is None:
         return None
     rank = core.config.parallel.data_parallel_rank
-    door = MessageSocket(start.coordinator_fd)
+    coordinator = MessageSocket(start.coordinator_fd)
 
     def report(stats: SchedulerStats, unfinished: Sequence[int]) -> None:
-        door.send(CoreLoad(rank, stats, list(unfinished)))  # one that does not fit is out of date before there is room
+        coordinator.send(CoreLoad(rank, stats, list(unfinished)))  # dropped if the buffer is full: a newer one follows
 
     return report
 
@@ -232,7 +217,7 @@ def _receive_commands(start: EngineCoreStartArgs, input_queue: InputQueue) -> No
         channel = CoreInputChannel(start.addresses)
         while True:
             input_queue.put(channel.receive())
-    except Exception as e:  # noqa: BLE001  (ends the loop)
+    except Exception as e:  # noqa: BLE001  (ends the busy loop)
         input_queue.put(e)
 
 

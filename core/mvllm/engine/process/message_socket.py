@@ -1,6 +1,6 @@
-"""Messages between two processes of one server over a socket pair that both were born with: whole, or not at all.
+"""Messages between two processes of one server, over a socket pair that both inherit; each arrives whole or not at all.
 
-Neither side ever waits for the other: a message for which there is no room is not sent, and its sender is told so.
+Neither side waits for the other: if the buffer is full, `send` returns False.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import sys
 
 import msgspec
 
-# Both keep messages whole. The first holds more of them, but is not everywhere.
+# Both keep message boundaries. The first buffers more messages, but exists on Linux only.
 _KIND = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 _MAX_MESSAGE_BYTES = 128 << 10
 
 
 def message_socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends. One is passed on to another process by its descriptor, and then closed here."""
+    """Two ends. One is inherited by another process, by its descriptor, and then closed here."""
     return socket.socketpair(socket.AF_UNIX, _KIND)
 
 
 class MessageSocket:
-    """One end.
+    """One end of the socket pair.
 
     Args:
-        end: The socket, or the descriptor of one that was inherited; taken over.
+        end: The socket, or the descriptor of an inherited one; closed by `close`.
     """
 
     def __init__(self, end: socket.socket | int) -> None:
@@ -33,7 +33,7 @@ class MessageSocket:
         self.fd = self._socket.fileno()
 
     def send(self, message: msgspec.Struct) -> bool:
-        """Sends a message; returns whether there was room for it and somebody to read it."""
+        """Sends a message; returns False if the buffer is full or the other end is closed."""
         try:
             self._socket.send(msgspec.msgpack.encode(message))
         except OSError:
@@ -41,9 +41,9 @@ class MessageSocket:
         return True
 
     def receive(self) -> bytes | None:
-        """The next message, or None when there is none now."""
+        """Receives the next message; None if there is none now."""
         try:
-            return self._socket.recv(_MAX_MESSAGE_BYTES) or None  # an empty one is the other side's end
+            return self._socket.recv(_MAX_MESSAGE_BYTES) or None  # empty: the other end is closed
         except OSError:
             return None
 

@@ -3,50 +3,42 @@
     front end   ROUTER ── [token number] [Command] ──> DEALER   engine core      one of these per core
                 PULL   <── [token EngineCoreUpdate] ────────── PUSH     engine core
 
-The front end binds and cores connect. A front end may have several cores, told apart by the identity it gave each, and
-a core several front ends, told apart by the socket. Addresses are random names that leave nothing behind (on Linux;
-elsewhere a folder that only its owner may enter). The kernel turns away processes of other users, and what does not
-begin with the token is dropped: the token is known to those alone who were told over the socket pair they were started
-with.
+The front end binds and cores connect. A front end may have several cores, each with its own identity, and a core
+several front ends, each with its own sockets. Addresses are random (`ipc_sockets.py`), the kernel refuses processes of
+other users, and messages that do not begin with the token are dropped: child processes receive the token with their
+start arguments, over an inherited socket pair.
 """
 
 from __future__ import annotations
 
-import atexit
 import hmac
-import os
 import secrets
-import shutil
 import struct
-import sys
-import tempfile
 from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 import zmq
 
-from mvllm.executor.message_queue.queue import HAS_ABSTRACT_SOCKETS
+from mvllm.executor.message_queue.ipc_sockets import bind_ipc_socket, connect_ipc_socket, make_ipc_prefix
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import Command, EngineCoreUpdate
 
 logger = get_logger(__name__)
 
-LINGER_MS = 1000  # how long a core that ends waits for its last news to be taken
-RECONNECT_MS, MAX_RECONNECT_MS = 2, 100
-_MAX_UNREAD_CONNECT_MESSAGES = 16  # of strangers; a front end reads its ROUTER only until its cores have come
-_IPC_FILTER_UID = 59  # a socket option that pyzmq has no name for
+LINGER_MS = 1000  # how long a core that exits waits for its last updates to be received
+_MAX_UNREAD_CONNECT_MESSAGES = 16  # the ROUTER socket is read only until the cores have connected
 _NUMBER = struct.Struct("!Q")
 _TOKEN_BYTES = 32
 
 
 class ChannelAddress(msgspec.Struct, frozen=True):
-    """What an engine core must know to join.
+    """The sockets between one front end and one engine core.
 
     Attributes:
-        commands, news: Where the front end is bound.
-        identity: What the front end calls this core.
-        token: What every message begins with.
+        commands, updates: The addresses that the front end binds.
+        identity: The core's identity at the front end's ROUTER socket.
+        token: The first bytes of every message.
     """
 
     commands: str
@@ -56,36 +48,36 @@ class ChannelAddress(msgspec.Struct, frozen=True):
 
 
 def new_addresses(num_cores: int = 1) -> list[ChannelAddress]:
-    """Where a front end can bind, and what it is to call each of its cores: names that nobody can guess.
+    """New addresses of one front end, one per core.
 
-    A stranger who came first under a core's name would keep the core out.
+    Identities are random: another process that connected first with a core's identity would lock the core out.
     """
-    prefix = _socket_prefix()
+    prefix = make_ipc_prefix()
     token = secrets.token_bytes(_TOKEN_BYTES)
     identities = [b"core-" + secrets.token_hex(16).encode() for _ in range(num_cores)]
-    return [ChannelAddress(f"{prefix}commands", f"{prefix}news", identity, token) for identity in identities]
+    return [ChannelAddress(f"{prefix}commands", f"{prefix}updates", identity, token) for identity in identities]
 
 
 class ClientChannel:
-    """The front end's end, for any number of cores. Used from one thread at a time.
+    """The front end's sockets, for any number of cores. Used from one thread at a time.
 
     Args:
-        addresses: For each core, as `new_addresses` made them.
+        addresses: From `new_addresses`, one per core.
 
     Attributes:
-        addresses: The same.
+        addresses: As given.
     """
 
     def __init__(self, addresses: Sequence[ChannelAddress]) -> None:
         self.addresses = addresses
-        place = addresses[0]
-        self._token = place.token
+        first = addresses[0]
+        self._token = first.token
         self._unconnected_identities = {address.identity for address in addresses}
         self._number = 0
         self._context = zmq.Context()
-        self._commands = self._bind_socket(zmq.ROUTER, place.commands, _MAX_UNREAD_CONNECT_MESSAGES)
+        self._commands = self._bind_socket(zmq.ROUTER, first.commands, _MAX_UNREAD_CONNECT_MESSAGES)
         self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.update_socket = self._bind_socket(zmq.PULL, place.updates, 0)
+        self.update_socket = self._bind_socket(zmq.PULL, first.updates, 0)
         self._decoder = msgspec.msgpack.Decoder(EngineCoreUpdate)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -96,12 +88,12 @@ class ClientChannel:
 
     @property
     def commands(self) -> zmq.Socket[bytes]:
-        """Readable when a core may have come."""
+        """The socket that becomes readable when a core may have connected."""
         return self._commands
 
     @property
     def update_fd(self) -> int:
-        """A descriptor that becomes readable when news may have come, and says so once: read until there are none."""
+        """An edge-triggered descriptor: when it becomes readable, call `receive` until it returns None."""
         fd = self.update_socket.getsockopt(zmq.FD)
         assert isinstance(fd, int)
         return fd
@@ -123,14 +115,14 @@ class ClientChannel:
         Raises:
             zmq.ZMQError: The core is not connected (any more).
         """
-        encoded = self._encoder.encode(command)  # what cannot be sent has no number: the core would never report it
+        encoded = self._encoder.encode(command)  # first: a command that cannot be encoded must not take a number
         self._number += 1
         head = self._token + _NUMBER.pack(self._number)
         self._commands.send_multipart([identity, head, encoded], copy=False)
         return self._number
 
     def receive(self) -> EngineCoreUpdate | None:
-        """The next news, or None when there are none now. What a stranger sent is dropped."""
+        """The next update, or None if there is none now. Messages without the token are dropped."""
         while True:
             try:
                 message = self.update_socket.recv(zmq.NOBLOCK)
@@ -150,17 +142,15 @@ class ClientChannel:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, receive_limit)
-        if sys.platform == "linux":
-            socket.setsockopt(_IPC_FILTER_UID, os.getuid())  # the kernel says who connects
-        socket.bind(address)
+        bind_ipc_socket(socket, address)
         return socket
 
 
 class CoreInputChannel:
-    """A core's receiving end. Used by one thread.
+    """An engine core's sockets for commands. Used by one thread.
 
     Args:
-        addresses: Of its front ends.
+        addresses: One per front end.
     """
 
     def __init__(self, addresses: Sequence[ChannelAddress]) -> None:
@@ -171,15 +161,17 @@ class CoreInputChannel:
         self._ready: deque[int] = deque()
         for address in addresses:
             socket = _connect_socket(self._context, zmq.DEALER, address.commands, address.identity)
-            socket.send(address.token)  # the front end can send nothing before it has heard of us
+            socket.send(address.token)  # the front end can send nothing before this message
             self._sockets.append(socket)
             self._poller.register(socket, zmq.POLLIN)
         self._index = {socket: index for index, socket in enumerate(self._sockets)}
         self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
     def receive(self) -> tuple[int, int, Command]:
-        """Waits for the next command; returns which front end it is from, and its number. What cannot be one is
-        dropped."""
+        """Waits for the next command; returns the front end's index, the command's number there, and the command.
+
+        Messages without the token, or that are not commands, are dropped.
+        """
         while True:
             source, frames = self._next()
             head = frames[0].bytes
@@ -189,7 +181,7 @@ class CoreInputChannel:
             try:
                 command = self._decoder.decode(frames[1].buffer)
             except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-                logger.error("Dropped a message to the engine core that is no command: %s", e)
+                logger.error("Dropped a message to the engine core that is not a command: %s", e)
                 continue
             return source, _NUMBER.unpack(head[-_NUMBER.size :])[0], command
 
@@ -200,7 +192,7 @@ class CoreInputChannel:
         self._context.term()
 
     def _next(self) -> tuple[int, list[zmq.Frame]]:
-        """The next message of anybody: one of each in turn, so that none has to wait for another's many."""
+        """The next message, from each front end in turn, so that none waits for many messages of another."""
         if len(self._sockets) == 1:
             return 0, self._sockets[0].recv_multipart(copy=False)
         while True:
@@ -214,10 +206,10 @@ class CoreInputChannel:
 
 
 class CoreOutputChannel:
-    """A core's sending end. Used by one thread.
+    """An engine core's sockets for updates. Used by one thread.
 
     Args:
-        addresses: Of its front ends.
+        addresses: One per front end.
     """
 
     def __init__(self, addresses: Sequence[ChannelAddress]) -> None:
@@ -226,14 +218,14 @@ class CoreOutputChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self._messages = [bytearray(address.token) for address in addresses]
 
-    def send(self, target: int, news: EngineCoreUpdate) -> None:
-        """Queues news for one of the front ends; never blocks."""
+    def send(self, target: int, update: EngineCoreUpdate) -> None:
+        """Queues an update for one of the front ends; never blocks."""
         message = self._messages[target]
-        self._encoder.encode_into(news, message, _TOKEN_BYTES)
+        self._encoder.encode_into(update, message, _TOKEN_BYTES)
         self._sockets[target].send(message)
 
     def close(self) -> None:
-        """Waits up to a second until everything has been taken."""
+        """Waits up to a second until all updates have been received."""
         for socket in self._sockets:
             socket.close(linger=LINGER_MS)
         self._context.term()
@@ -247,15 +239,5 @@ def _connect_socket(
         socket.setsockopt(zmq.ROUTING_ID, identity)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
-    socket.connect(address)
+    connect_ipc_socket(socket, address)
     return socket
-
-
-def _socket_prefix() -> str:
-    if HAS_ABSTRACT_SOCKETS:
-        return f"ipc://@mvllm-{secrets.token_hex(16)}-"
-    folder = tempfile.mkdtemp(prefix="mvllm-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return f"ipc://{folder}/"

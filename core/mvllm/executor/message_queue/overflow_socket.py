@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import hmac
 import logging
-import os
 import select
 import struct
-import sys
 import time
 from collections.abc import Sequence
 
 import zmq
 
 from mvllm.executor.message_queue.errors import PeerDiedError, QueueCorruptError, QueueTimeoutError
+from mvllm.executor.message_queue.ipc_sockets import bind_ipc_socket, connect_ipc_socket
 from mvllm.executor.message_queue.notifier import StopSignal
 from mvllm.executor.message_queue.peers import Peer
 from mvllm.executor.message_queue.waiter import Waiter
@@ -29,9 +28,7 @@ from mvllm.executor.message_queue.waiter import Waiter
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 2000  # how long a closing writer waits for its readers to take the last large messages
-RECONNECT_MS, MAX_RECONNECT_MS = 2, 100
 GRACE_SECONDS = 0.2  # what a writer sent before it died may still be on its way through the kernel
-_IPC_FILTER_UID = 59  # a socket option that pyzmq has no name for
 
 
 class OverflowSender:
@@ -50,9 +47,7 @@ class OverflowSender:
             socket = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.SNDHWM, 0)  # the ring limits how much is on its way
             socket.setsockopt(zmq.LINGER, LINGER_MS)
-            socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
-            socket.connect(address)
+            connect_ipc_socket(socket, address)
             self._sockets.append(socket)
 
     def send(self, sequence: int, frames: Sequence[bytes | memoryview]) -> None:
@@ -96,8 +91,7 @@ class OverflowReceiver:
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._only_same_user()
-        self._socket.bind(address)
+        bind_ipc_socket(self._socket, address)
         self._fd: int = self._socket.getsockopt(zmq.FD)  # type: ignore[assignment]
         self._waiter = Waiter(name, [peer], stop)
         self._waiter.add(self._fd)
@@ -153,11 +147,6 @@ class OverflowReceiver:
             if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return True
         return False
-
-    def _only_same_user(self) -> None:
-        """The kernel tells the socket who connects; only our own user may."""
-        if sys.platform == "linux":
-            self._socket.setsockopt(_IPC_FILTER_UID, os.getuid())
 
 
 def shared_frames(frames: Sequence[bytes | memoryview]) -> list[zmq.Frame]:

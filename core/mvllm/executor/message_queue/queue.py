@@ -17,11 +17,7 @@ handler set its StopSignal; a handler that raises is safe only while the end wai
 
 from __future__ import annotations
 
-import atexit
 import secrets
-import shutil
-import sys
-import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +26,7 @@ import msgspec
 from mvllm.errors import ConfigError
 from mvllm.executor.message_queue import frames as framing
 from mvllm.executor.message_queue.handles import ReaderHandle, RemoteReaderHandle, WriterHandle
+from mvllm.executor.message_queue.ipc_sockets import make_ipc_prefix
 from mvllm.executor.message_queue.message_reader import MessageReader
 from mvllm.executor.message_queue.message_writer import MessageWriter
 from mvllm.executor.message_queue.notifier import Notifier, StopSignal, make_notifier
@@ -39,8 +36,6 @@ if TYPE_CHECKING:  # ZeroMQ is loaded by who needs it
     from mvllm.executor.message_queue.tcp_transport import RemoteSender
 
 T = TypeVar("T")
-
-HAS_ABSTRACT_SOCKETS = bool(sys.platform == "linux")  # names that leave nothing behind
 
 
 class QueueSettings(msgspec.Struct, frozen=True):
@@ -120,7 +115,7 @@ class MessageQueue:
         ring = ShmRingBuffer.create(settings.shape(len(readers)), name, settings.directory)
         items = [make_notifier() for _ in readers]
         space = [make_notifier() for _ in readers]
-        prefix = _socket_prefix()
+        prefix = make_ipc_prefix()
         addresses = tuple(f"{prefix}{index}" for index in range(len(readers)))
         shared: dict[str, Any] = {
             "queue": name,
@@ -183,12 +178,3 @@ class MessageQueue:
         for notifier in self._notifiers:
             notifier.close()
         self._ring.close()
-
-
-def _socket_prefix() -> str:
-    """How the addresses of the overflow sockets begin."""
-    if HAS_ABSTRACT_SOCKETS:
-        return f"ipc://@mvllm-{secrets.token_hex(16)}-"
-    folder = tempfile.mkdtemp(prefix="mvllm-")  # only its owner may enter
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return f"ipc://{folder}/"

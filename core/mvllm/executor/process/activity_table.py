@@ -11,12 +11,11 @@ The memory has no name. Its descriptor is inherited, so nothing is left behind w
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 import time
 from dataclasses import dataclass
 
-from mvllm.executor.process.process_utils import anonymous_file
+from mvllm.executor.process.shared_memory import SharedMemory
 
 _LINE = struct.Struct("=Qdq40s")
 assert _LINE.size == 64
@@ -53,26 +52,20 @@ class Activity:
         return self.text == IDLE
 
 
-class ActivityTable:
-    """The shared page.
+class ActivityTable(SharedMemory):
+    """The shared memory, one row per rank.
 
     Args:
-        fd: Its descriptor, which the board takes over.
+        fd: Its descriptor, closed by `close`.
     """
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
 
     @classmethod
     def create(cls, num_ranks: int) -> ActivityTable:
-        """A board on which every rank is starting."""
-        fd = anonymous_file("status")
-        os.write(fd, bytes(max(mmap.PAGESIZE, num_ranks * _LINE.size)))  # claimed now, or an error now
-        board = cls(fd)
+        """A table in which every rank is starting."""
+        table = cls.allocate("status", max(mmap.PAGESIZE, num_ranks * _LINE.size), is_reserved=True)
         for rank in range(num_ranks):
-            board.write(rank, STARTING)
-        return board
+            table.write(rank, STARTING)
+        return table
 
     def write(self, rank: int, text: str, request_id: int = 0, step: int = -1) -> None:
         """Says what `rank` does from now on."""
@@ -96,10 +89,3 @@ class ActivityTable:
         """When `rank` said that, by the monotonic clock, in seconds."""
         since: float = _LINE.unpack_from(self._map, rank * _LINE.size)[1]
         return since
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self.fd >= 0:
-            self._map.close()
-            os.close(self.fd)
-            self.fd = -1

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mvllm.executor.process.activity_table import ActivityTable
-from mvllm.executor.process.child_process_handle import ChildProcessHandle, ChildStartArgs
+from mvllm.executor.process.child_process_handle import ChildProcessHandle
+from mvllm.executor.process.handshake import ChildStartArgs
 from mvllm.executor.worker_group import WorkerGroup
 
 _POLL_SECONDS = 0.1  # how often processes are looked at where there are no process descriptors
@@ -76,7 +77,7 @@ class ChildProcessGroup(WorkerGroup):
         Args:
             gracefully: The workers were told to stop, and get a moment for it first.
         """
-        if os.getpid() != self._pid:  # a fork of the engine's process: the workers are not its own
+        if not self.is_owner:
             return
         self.expect_exits()
         self.stop.set()
@@ -99,12 +100,17 @@ class ChildProcessGroup(WorkerGroup):
                 self._wait_ended(_KILL_SECONDS)
                 self._ended = True
 
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process started the workers, and is not a fork of the one that did."""
+        return os.getpid() == self._pid
+
     def is_monitor_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
         """Ends what still runs and gives back all descriptors. Nobody may wait on `stop` any more."""
-        if os.getpid() != self._pid:
+        if not self.is_owner:
             return
         self.terminate()
         if self._thread.ident:

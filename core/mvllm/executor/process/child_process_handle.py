@@ -9,49 +9,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol, Self, cast
+from typing import ClassVar, Self
 
 import msgspec
 
 from mvllm.errors import WorkerDiedError, WorkerStuckError
 from mvllm.executor.process.activity_table import STARTING, Activity, ActivityTable
-from mvllm.executor.process.handshake import receive_handshake, send_message
+from mvllm.executor.process.handshake import ChildStartArgs, Handshake, receive_message, send_message
 from mvllm.executor.process.process_utils import STACK_SIGNAL, StackFile, is_stopped, open_pidfd
-
-
-class SerializedFailure(Protocol):
-    """An exception that has travelled."""
-
-    def to_exception(self) -> Exception:
-        """The exception, as it is raised here."""
-
-
-class StartReply(Protocol):
-    """An answer to being started."""
-
-    @property
-    def failure(self) -> SerializedFailure | None:
-        """Why it could not start, or None."""
-
-
-class ChildStartArgs(Protocol):
-    """What a process is told first, as far as the one who starts it must know. A msgspec struct."""
-
-    @property
-    def name(self) -> str:
-        """For logs, errors and the process list."""
-
-    @property
-    def rank(self) -> int:
-        """Its line on the status board."""
-
-    @property
-    def stack_fd(self) -> int:
-        """Where its stacks go."""
-
-    @property
-    def sys_path(self) -> list[str]:
-        """Where it finds modules."""
 
 
 class ChildProcessHandle:
@@ -59,12 +24,14 @@ class ChildProcessHandle:
 
     Attributes:
         module: What the process runs: its `main`.
+        handshake_type: The class of its answer to its start.
         name, rank, pid: Who it is.
         is_ready: It waits for requests.
         exit_code: Its exit status, minus a signal's number, or None while it runs.
     """
 
     module: ClassVar[str] = "mvllm.executor.worker_main"
+    handshake_type: ClassVar[type[Handshake]] = Handshake
 
     def __init__(
         self, start: ChildStartArgs, process: subprocess.Popen[bytes], control: socket.socket, board: ActivityTable
@@ -108,7 +75,7 @@ class ChildProcessHandle:
             )
         handle = cls(start, process, ours, board)
         with contextlib.suppress(BrokenPipeError, ConnectionError):  # its death is noticed where deaths are
-            send_message(ours, cast(msgspec.Struct, start))
+            send_message(ours, start)
         return handle
 
     @property
@@ -128,9 +95,12 @@ class ChildProcessHandle:
     def __str__(self) -> str:
         return f"{self.name} (rank {self.rank}, pid {self.pid})"
 
-    def receive_handshake(self) -> StartReply | None:
-        """Its answer to being started; None when it ended without one. Call when `control` is readable."""
-        return receive_handshake(self.control)
+    def receive_handshake(self) -> Handshake | None:
+        """Receives the answer to the start; None when the process ended without one. `control` must be readable."""
+        try:
+            return receive_message(self.control, self.handshake_type)
+        except (OSError, EOFError, msgspec.MsgspecError):
+            return None
 
     def reap(self) -> bool:
         """Collects the exit status if the process has ended; returns whether it has.

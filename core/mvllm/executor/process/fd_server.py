@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from mvllm.executor.message_queue.queue import HAS_ABSTRACT_SOCKETS
+from mvllm.executor.message_queue.ipc_sockets import HAS_ABSTRACT_SOCKETS
 from mvllm.executor.process.handshake import FRAME_LENGTH, receive_frame, send_frame
 from mvllm.logging import get_logger
 

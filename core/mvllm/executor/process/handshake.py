@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 
 from mvllm.executor.message_queue.handles import ReaderHandle, WriterHandle
 from mvllm.executor.process.activity_table import ActivityTable
-from mvllm.executor.rpc_messages import WorkerFailure, describe_failure
+from mvllm.executor.process.process_utils import anonymous_file, module_search_path
+from mvllm.logging import log_level
+from mvllm.messages.process_failure import ProcessFailure, describe_failure
 from mvllm.platform.topology import WorkerContext
 
 FRAME_LENGTH = struct.Struct("=I")
@@ -24,50 +26,79 @@ FRAME_LENGTH = struct.Struct("=I")
 T = TypeVar("T")
 
 
-class WorkerStartArgs(msgspec.Struct, frozen=True):
-    """Everything a worker process needs to know.
+class ChildStartArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """What every child process is started with: the first message on its control socket.
 
     Attributes:
         name: For logs, errors and the process list, for instance `Worker_TP0`.
-        context: Which worker it is.
-        platform: The platform's name; the plugin is found again by it.
-        config: The engine's configuration, see config_codec.
-        requests, replies: Its ends of rpc_broadcast_mq and worker_response_mq.
-        activity_fd: The status board.
-        stack_fd: Where its stacks go when it crashes or hangs.
-        sys_path: Where the parent finds modules.
+        activity_fd: The activity table.
+        stack_fd: The file for its stacks when it crashes or hangs.
+        sys_path: The parent's module search path.
         python_path: The parent's own PYTHONPATH, which the launch had to replace.
-        log_level: Of the `mvllm` loggers.
+        log_level: The level of the `mvllm` loggers.
     """
 
     name: str
+    activity_fd: int = -1
+    stack_fd: int = -1
+    sys_path: list[str] = []
+    python_path: str | None = None
+    log_level: str = ""
+
+    @property
+    def rank(self) -> int:
+        """Its row of the activity table."""
+        return 0
+
+    def with_parent_state(self, activity_fd: int) -> Self:
+        """These arguments with everything that the parent process adds; opens `stack_fd`."""
+        return msgspec.structs.replace(
+            self,
+            activity_fd=activity_fd,
+            stack_fd=anonymous_file("stacks"),
+            sys_path=module_search_path(),
+            python_path=os.environ.get("PYTHONPATH"),
+            log_level=log_level(),
+        )
+
+
+class WorkerStartArgs(ChildStartArgs, frozen=True, kw_only=True):
+    """What a worker process is started with.
+
+    Attributes:
+        context: Which worker it is.
+        platform: The platform's name, by which the process finds the plugin.
+        config: The engine's configuration, see config_codec.
+        requests, replies: Its ends of rpc_broadcast_mq and worker_response_mq.
+    """
+
     context: WorkerContext
     platform: str
     config: bytes
     requests: ReaderHandle
     replies: WriterHandle
-    activity_fd: int
-    stack_fd: int
-    sys_path: list[str]
-    python_path: str | None
-    log_level: str
 
     @property
     def rank(self) -> int:
-        """Its rank, which is its line on the status board."""
         return self.context.rank
 
 
 class Handshake(msgspec.Struct, frozen=True):
-    """The worker waits for requests, or has failed before it could."""
+    """A child process' answer to its start: it is ready, or has failed before that or later."""
 
-    failure: WorkerFailure | None = None
+    failure: ProcessFailure | None = None
 
     @classmethod
-    def of_error(cls, error: BaseException, name: str, rank: int, board: ActivityTable) -> Handshake:
-        """Of a worker of this process that cannot go on because of `error`."""
-        activity = str(board.read(rank))
-        return cls(describe_failure(error, rank=rank, pid=os.getpid(), name=name, activity=activity))
+    def of_error(cls, error: BaseException, name: str, rank: int | None, board: ActivityTable) -> Handshake:
+        """The handshake of a process that fails with `error`.
+
+        Args:
+            name: The process.
+            rank: The worker's rank; None for a process that is not a worker.
+            board: The table with its last activity.
+        """
+        activity = str(board.read(rank or 0))
+        return cls(describe_failure(error, name=name, activity=activity, rank=rank))
 
 
 def send_message(to: socket.socket, message: msgspec.Struct) -> None:
@@ -78,14 +109,6 @@ def send_message(to: socket.socket, message: msgspec.Struct) -> None:
 def send_frame(to: socket.socket, data: bytes) -> None:
     """Sends bytes behind their length."""
     to.sendall(FRAME_LENGTH.pack(len(data)) + data)
-
-
-def receive_handshake(source: socket.socket) -> Handshake | None:
-    """The worker's answer, or None when it ended without one."""
-    try:
-        return receive_message(source, Handshake)
-    except (EOFError, ConnectionError):
-        return None
 
 
 def receive_message(source: socket.socket, kind: type[T]) -> T:

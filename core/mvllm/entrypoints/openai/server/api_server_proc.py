@@ -11,7 +11,6 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 
 import msgspec
 
@@ -19,12 +18,10 @@ from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
 from mvllm.engine.process.async_mp_client import AsyncMPClient
 from mvllm.engine.process.coordinator_client import CoordinatorClient
-from mvllm.engine.process.core_handshake import CoreHandshake
 from mvllm.engine.process.dp_async_mp_client import DPLBAsyncMPClient
 from mvllm.engine.process.joined_core_connection import JoinedCoreConnection
-from mvllm.engine.process.launch import ChildProcess, CoreHandle, ProcessStartArgs
+from mvllm.engine.process.launch import ChildProcess, CoreHandle
 from mvllm.engine.process.message_socket import MessageSocket
-from mvllm.engine.process.remote_exceptions import describe_process_failure
 from mvllm.engine.process.zmq_channel import ChannelAddress
 from mvllm.entrypoints.openai.server.api_server import APIServer, run_in_event_loop
 from mvllm.entrypoints.openai.server.process_messages import (
@@ -40,9 +37,8 @@ from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
 from mvllm.errors import EngineDeadError
 from mvllm.executor.config_codec import decode_config
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
-from mvllm.executor.process.child_startup import initialize_child
-from mvllm.executor.process.handshake import send_message
-from mvllm.executor.process.process_utils import exit_process
+from mvllm.executor.process.child_startup import run_child
+from mvllm.executor.process.handshake import ChildStartArgs, Handshake, send_message
 
 
 class EngineCoreAddress(msgspec.Struct, frozen=True):
@@ -95,22 +91,11 @@ class SharedServerArgs(msgspec.Struct, frozen=True):
     shared_metrics_fd: int
 
 
-class APIServerStart(msgspec.Struct, frozen=True):
-    """Everything an API server needs to know; the fields after `common` are as for a worker."""
+class APIServerStart(ChildStartArgs, frozen=True, kw_only=True):
+    """What an API server process is started with."""
 
-    name: str
     server_args: APIServerArgs
     shared_args: SharedServerArgs
-    activity_fd: int
-    stack_fd: int
-    sys_path: list[str]
-    python_path: str | None
-    log_level: str
-
-    @property
-    def rank(self) -> int:
-        """Its line on the board."""
-        return 0
 
 
 class APIServerHandle(CoreHandle):
@@ -127,11 +112,9 @@ class APIServerProcess(ChildProcess):
     """
 
     def __init__(self, place: APIServerArgs, common: SharedServerArgs) -> None:
-        def make_start(own: ProcessStartArgs) -> APIServerStart:
-            return APIServerStart(f"ApiServer_{place.index}", place, common, **asdict(own))
-
+        start = APIServerStart(name=f"ApiServer_{place.index}", server_args=place, shared_args=common)
         fds = [place.control_messages_fd, place.coordinator_fd, common.listener_fd, common.shared_metrics_fd]
-        super().__init__(make_start, [*fds, *(core.activity_fd for core in place.cores)], APIServerHandle)
+        super().__init__(start, [*fds, *(core.activity_fd for core in place.cores)], APIServerHandle)
 
 
 class _ServerGroupMember:
@@ -190,7 +173,7 @@ class _ServerGroupMember:
         """Requests are answered from now on."""
         self._is_ready = True
         self.heartbeat()
-        send_message(self._control, CoreHandshake())
+        send_message(self._control, Handshake())
 
     def heartbeat(self) -> None:
         """A sign of life for the parent, which looks for it as soon as requests are answered."""
@@ -232,14 +215,7 @@ def serve(start: APIServerStart, control: socket.socket, board: ActivityTable) -
 
 def main() -> None:
     """The program. Never returns."""
-    start, control, board = initialize_child(APIServerStart)
-    try:
-        status = serve(start, control, board)
-    except BaseException as e:  # noqa: BLE001  (travels to the parent)
-        failure = describe_process_failure(e, name=start.name, activity=str(board.read(0)))
-        send_message(control, CoreHandshake(failure=failure))
-        exit_process(1)
-    exit_process(status)
+    run_child(APIServerStart, serve)
 
 
 if __name__ == "__main__":

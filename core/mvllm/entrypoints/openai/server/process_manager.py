@@ -169,7 +169,7 @@ class _ProcessManager:
             ours, theirs = pair()
             self._control_sockets.append(MessageSocket(ours))
             cores = [
-                EngineCoreAddress(meeting[index], link.process.activity_fd)
+                EngineCoreAddress(meeting[index], link.process.activity_table.fd)
                 for meeting, link in zip(meetings, self._engine_cores)
             ]
             place = APIServerArgs(index, cores, control_messages_fd=theirs, coordinator_fd=server_ends[index][0])
@@ -194,13 +194,13 @@ class _ProcessManager:
         for server, door in zip(self._servers, self._control_sockets):
             for rank, (core, link) in enumerate(zip(cores, self._engine_cores)):
                 while not door.send(CoreStarted(rank, core, link.pid)):  # there is no room before it begins to read
-                    server.check_usable()
+                    server.check()
                     time.sleep(_POLL_MS / 1e3)
         timeout = self._config.parallel.start_timeout
         assert self._coordinator is not None
         self._coordinator.wait_handshake(timeout)
         for server in self._servers:
-            server.set_phase("joining the engine cores")
+            server.activity_table.write(0, "joining the engine cores")
             server.wait_handshake(timeout)
         self._phases.finish(
             {phase: max(core.start_seconds[phase] for core in cores) for phase in cores[0].start_seconds}
@@ -225,7 +225,7 @@ class _ProcessManager:
                             self._forward_signal(number)
                     elif watched[fd]():
                         poll.unregister(fd)
-                signs = [process.last_heartbeat for process in self._heartbeat_processes]
+                signs = [process.activity_table.since(0) for process in self._heartbeat_processes]
                 for index in heartbeats.find_silent(signs, time.monotonic()):
                     self._terminate_silent(self._heartbeat_processes[index])
         return self._status or int(any(server.exit_code != 0 for server in self._servers))
@@ -261,12 +261,12 @@ class _ProcessManager:
         """Ends a process that does nothing any more; its death is then noticed as any other."""
         if process.exit_code is not None or process.failure is not None:
             return
-        error = process.stuck(self._settings.api_server_timeout, "has given no sign of life")
+        error = process.unresponsive_error(self._settings.api_server_timeout, "has given no sign of life")
         if self._is_ending:  # its end is expected, and so no failure
             logger.error("%s", error)
-            process.terminate(told=False)
+            process.terminate()
         else:
-            process.terminate_with_error(error)
+            process.fail_with_root_cause(error)
 
     def _receive_report(self, door: MessageSocket) -> bool:
         data = door.receive()
@@ -293,7 +293,7 @@ class _ProcessManager:
     def _begin_shutdown(self, seconds: float) -> None:
         """From now on, API servers are expected to end."""
         for server in self._servers:
-            server.expect_exit()
+            server.expect_exits()
         self._deadline = min(self._deadline, time.monotonic() + seconds + _FINAL_RESPONSES_SECONDS)
 
     def _on_engine_death(self, process: ChildProcess | None) -> bool:

@@ -1,0 +1,90 @@
+"""The base of both clients of an engine core in another process: buffered requests, call ids, the silence limit.
+
+SyncMPClient waits for updates with `poll`, AsyncMPClient reads them in an event loop.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.engine.core.sleep import LONG_RUNNING_METHODS
+from mvllm.engine.process.core_connection import CoreConnection
+from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS
+from mvllm.executor.process.activity_table import Activity
+from mvllm.messages.core_protocol import AddRequests, CallUtility, EngineCoreUpdate, UtilityArg
+from mvllm.messages.requests import EngineCoreRequest
+
+
+class MPClient:
+    """The state of a client that sends commands to an engine core process and receives its updates.
+
+    Args:
+        config: The resolved configuration.
+        connection: The engine core.
+        platform_summary: The platform's name and the plugin it came from.
+
+    Attributes:
+        config, platform_summary: As given.
+        cache_summary: The KV cache as it was sized.
+        start_seconds: Seconds per start-up phase.
+    """
+
+    cache_summary: KVCacheSummary
+    start_seconds: dict[str, float]
+
+    def __init__(self, config: EngineConfig, connection: CoreConnection, platform_summary: str) -> None:
+        self.config = config
+        self.platform_summary = platform_summary
+        self._connection = connection
+        self._channel = connection.channel
+        self._encoder = msgspec.msgpack.Encoder()
+        self._new_ids: list[str] = []
+        self._new_requests: list[msgspec.Raw] = []
+        self._num_calls = 0
+        self._num_acknowledged = 0
+        self._is_busy = False
+
+    def wait_ready(self) -> None:
+        """Returns when requests can be sent.
+
+        Raises:
+            Exception: The core's own exception, if it cannot be started.
+        """
+        ready, self.start_seconds = self._connection.wait_ready()
+        self.cache_summary = ready.cache_summary
+
+    def _buffer_request(self, request: EngineCoreRequest) -> None:
+        """Encodes a validated request for the next AddRequests: the core starts requests of one command together."""
+        encoded = msgspec.Raw(self._encoder.encode(request))
+        self._new_ids.append(request.request_id)
+        self._new_requests.append(encoded)
+
+    def _take_buffered_requests(self) -> AddRequests | None:
+        """The command with all buffered requests, which leave the buffer; None if there are none."""
+        if not self._new_ids:
+            return None
+        command = AddRequests(self._new_ids, self._new_requests)
+        self._new_ids, self._new_requests = [], []
+        return command
+
+    def _number_call(self, method: str, args: tuple[UtilityArg, ...]) -> CallUtility:
+        self._num_calls += 1
+        return CallUtility(self._num_calls, method, args)
+
+    def _record_progress(self, update: EngineCoreUpdate) -> None:
+        self._num_acknowledged = update.num_acknowledged
+        self._is_busy = update.is_busy
+
+    @property
+    def _expects_update(self) -> bool:
+        """Whether the core has work, or has not acknowledged every command."""
+        return self._is_busy or self._num_acknowledged != self._channel.num_sent
+
+    def _silence_limit(self, activity: Activity) -> float:
+        """Seconds for which a core with this activity may send no update before it is considered hung."""
+        limit = self._connection.unresponsive_timeout
+        if activity.text in LONG_RUNNING_METHODS:  # may read the weights again
+            return max(limit, self.config.parallel.start_timeout + TIMEOUT_MARGIN_SECONDS)
+        return limit
