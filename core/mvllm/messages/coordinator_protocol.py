@@ -59,6 +59,5 @@ class SleepDone(msgspec.Struct, tag=5, array_like=True, frozen=True):
     id: int
 
 
-FromCore = CoreLoad
 FromFrontEnd = SentPrefixes | Sleep | SleepDone
 ToFrontEnd = CoreLoads | SentPrefixes | Sleep | SleepDone

@@ -2,7 +2,7 @@
 
     front end  ── AddRequests | AbortRequests | CallUtility ──────>  engine core      numbered from 1
     its owner  ── StopCore | DropClient ─────────────────────>  engine core      which may be a front end, too
-    front end  <─ EngineCoreUpdate(taken, is_busy, outputs, results) ───  engine core
+    front end  <───────────────────── EngineCoreOutputs ───────────  engine core
 
 News say how many commands have been taken and whether there is work left. So a front end whose commands were all taken
 by a core without work knows that nothing more will come, and need not follow single requests for that. Where several
@@ -14,7 +14,6 @@ from __future__ import annotations
 import msgspec
 
 from mvllm.messages.lora import LoRARequest
-from mvllm.messages.requests import EngineCoreOutputs
 
 
 class AddRequests(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -103,19 +102,3 @@ class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
     id: int
     value: bool | None = None
     failure: ProcessFailure | None = None
-
-
-class EngineCoreUpdate(msgspec.Struct, array_like=True, frozen=True):
-    """What a front end learns at once.
-
-    Attributes:
-        num_acknowledged: The number of the last command that the core has received.
-        is_busy: Whether there is work left, of this front end's.
-        outputs: Of one step.
-        results: Of calls.
-    """
-
-    num_acknowledged: int
-    is_busy: bool
-    outputs: EngineCoreOutputs
-    results: list[UtilityResult] = []

@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from mvllm.messages.core_protocol import UtilityResult
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import SamplingParams
@@ -138,9 +139,19 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
         return sum(self.accepted_at)
 
 
-class EngineCoreOutputs(msgspec.Struct, omit_defaults=True):
-    """Everything one step has to tell the front end."""
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The outputs of one engine step; from an engine core in another process, also the state of its command queue.
+
+    Attributes:
+        outputs: One entry per request that has new tokens or has ended.
+        stats: The scheduler's state after the step.
+        num_acknowledged: Number of the last command that the core has received from this client.
+        is_busy: Whether the core has unfinished requests of this client.
+        utility_results: Results of utility calls.
+    """
 
     outputs: list[EngineCoreOutput] = []
     stats: SchedulerStats | None = None
-    timestamp: float = 0.0
+    num_acknowledged: int = 0
+    is_busy: bool = False
+    utility_results: list[UtilityResult] = []

@@ -8,7 +8,7 @@ import pytest
 
 from mvllm.engine.process import client_output_queues
 from mvllm.engine.process.client_output_queues import MultiClientOutputQueues
-from mvllm.messages.core_protocol import EngineCoreUpdate, UtilityResult
+from mvllm.messages.core_protocol import UtilityResult
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 
 
@@ -24,7 +24,7 @@ class Desk:
             self.output_queue, 3, lambda stats, counts: self.reports.append((stats.num_running, [*counts]))
         )
 
-    def step(self, *outputs: EngineCoreOutput, busy: bool = True) -> dict[int, EngineCoreUpdate]:
+    def step(self, *outputs: EngineCoreOutput, busy: bool = True) -> dict[int, EngineCoreOutputs]:
         self.desk.publish(EngineCoreOutputs([*outputs], SchedulerStats(num_running=busy)), is_busy=busy)
         told = [self.output_queue.get() for _ in range(self.output_queue.qsize())]
         assert all(item is not None for item in told)
@@ -40,8 +40,8 @@ def token(request_id: str, end: FinishReason | None = None) -> EngineCoreOutput:
     return EngineCoreOutput(request_id, [7], end)
 
 
-def ids(news: EngineCoreUpdate) -> list[str]:
-    return [output.request_id for output in news.outputs.outputs]
+def ids(news: EngineCoreOutputs) -> list[str]:
+    return [output.request_id for output in news.outputs]
 
 
 def test_each_client_gets_the_outputs_of_its_own_requests(desk: Desk) -> None:
@@ -87,7 +87,7 @@ def test_rejections_and_call_results_go_to_the_client_that_asked(desk: Desk) -> 
     desk.desk.add_result(0, UtilityResult(4, True))
     told = desk.step(busy=False)
     assert ids(told[2]) == ["x"] and not told[2].is_busy
-    assert [result.id for result in told[0].results] == [4]
+    assert [result.id for result in told[0].utility_results] == [4]
     assert desk.step(busy=False) == {}
 
 

@@ -26,7 +26,7 @@ from mvllm.engine.process.remote_exceptions import rebuild_exception
 from mvllm.engine.process.zmq_channel import ClientChannel
 from mvllm.errors import EngineDeadError
 from mvllm.executor.process.activity_table import Activity
-from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, Command, EngineCoreUpdate
+from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, Command
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 
@@ -248,13 +248,13 @@ class AsyncMPClient:
         if self._loop is not None:
             self._loop.call_soon(self._read_updates)  # the descriptor says nothing about what is left
 
-    def _handle_update(self, news: EngineCoreUpdate) -> None:
+    def _handle_update(self, news: EngineCoreOutputs) -> None:
         self._num_acknowledged = news.num_acknowledged
         while self._unacknowledged and self._unacknowledged[0][0] <= news.num_acknowledged:
             self.num_acknowledged_requests = self._unacknowledged.popleft()[1]
         self._is_busy = news.is_busy
         self._last_heard_at = time.monotonic()
-        for result in news.results:
+        for result in news.utility_results:
             answer = self._calls.get(result.id)
             if answer is None or answer.done():
                 continue
@@ -262,9 +262,9 @@ class AsyncMPClient:
                 answer.set_exception(rebuild_exception(result.failure))
             else:
                 answer.set_result(result.value)
-        if news.outputs.stats is not None:
-            self.stats = news.outputs.stats
-        self._on_outputs(news.outputs)
+        if news.stats is not None:
+            self.stats = news.stats
+        self._on_outputs(news)
 
     # --- its death
 

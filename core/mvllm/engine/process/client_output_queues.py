@@ -11,15 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
-import msgspec
-
-from mvllm.messages.core_protocol import EngineCoreUpdate, UtilityResult
+from mvllm.messages.core_protocol import UtilityResult
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 
 UPDATE_INTERVAL_SECONDS = 0.1
 """While there is work, a front end hears at least this often (or once per step) how far the core is."""
 
-OutputQueue = SimpleQueue[tuple[int, EngineCoreUpdate] | None]
+OutputQueue = SimpleQueue[tuple[int, EngineCoreOutputs] | None]
 """News and whom they are for; None ends it."""
 
 LoadReporter = Callable[[SchedulerStats, Sequence[int]], None]
@@ -108,8 +106,9 @@ class SingleClientOutputQueue(ClientOutputQueues):
             self._rejected = []
         now = time.monotonic()
         if outputs.outputs or self._results or not is_busy or now - self._sent_at >= UPDATE_INTERVAL_SECONDS:
-            self._output_queue.put((0, EngineCoreUpdate(self._num_acknowledged, is_busy, outputs, self._results)))
-            self._results = []
+            outputs.num_acknowledged, outputs.is_busy = self._num_acknowledged, is_busy
+            outputs.utility_results, self._results = self._results, []
+            self._output_queue.put((0, outputs))
             self._sent_at = now
 
 
@@ -195,16 +194,16 @@ class MultiClientOutputQueues(ClientOutputQueues):
         now = time.monotonic()
         for index, front_end in enumerate(self._clients):
             if not front_end.is_disconnected and front_end.has_new_output(now):
-                self._send(index, front_end, outputs, now)
+                self._send(index, front_end, outputs.stats, now)
         if self._report_load is not None and outputs.stats is not None:
             if now - self._reported_at >= UPDATE_INTERVAL_SECONDS or is_busy != self._reported_busy:
                 self._report_load(outputs.stats, [len(each.unfinished) for each in self._clients])
                 self._reported_at, self._reported_busy = now, is_busy
 
-    def _send(self, index: int, front_end: _ClientState, outputs: EngineCoreOutputs, now: float) -> None:
-        own = msgspec.structs.replace(outputs, outputs=front_end.outputs)
+    def _send(self, index: int, front_end: _ClientState, stats: SchedulerStats | None, now: float) -> None:
         busy = bool(front_end.unfinished)
-        self._output_queue.put((index, EngineCoreUpdate(front_end.num_acknowledged, busy, own, front_end.results)))
+        outputs = EngineCoreOutputs(front_end.outputs, stats, front_end.num_acknowledged, busy, front_end.results)
+        self._output_queue.put((index, outputs))
         front_end.outputs, front_end.results = [], []
         front_end.sent_num_acknowledged, front_end.sent_busy, front_end.sent_at = front_end.num_acknowledged, busy, now
 

@@ -28,7 +28,6 @@ from mvllm.messages.core_protocol import (
     AddRequests,
     CallUtility,
     Command,
-    EngineCoreUpdate,
     UtilityResult,
 )
 from mvllm.messages.lora import LoRARequest
@@ -226,9 +225,9 @@ class SyncMPClient:
                 self._interrupt_notifier.drain()
                 return False
 
-    def _handle_update(self, news: EngineCoreUpdate) -> None:
+    def _handle_update(self, news: EngineCoreOutputs) -> None:
         self._num_acknowledged = news.num_acknowledged
         self._is_busy = news.is_busy
-        self._stats = news.outputs.stats or self._stats
-        self._results.update((result.id, result) for result in news.results)
-        self._unread_outputs.append(news.outputs)
+        self._stats = news.stats or self._stats
+        self._results.update((result.id, result) for result in news.utility_results)
+        self._unread_outputs.append(news)

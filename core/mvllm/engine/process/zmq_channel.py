@@ -1,7 +1,7 @@
 """The sockets between a front end and its engine cores.
 
     front end   ROUTER ── [token number] [Command] ──> DEALER   engine core      one of these per core
-                PULL   <── [token EngineCoreUpdate] ────────── PUSH     engine core
+                PULL   <── [token EngineCoreOutputs] ───────── PUSH     engine core
 
 The front end binds and cores connect. A front end may have several cores, told apart by the identity it gave each, and
 a core several front ends, told apart by the socket. Addresses are random names that leave nothing behind (on Linux;
@@ -28,7 +28,8 @@ import zmq
 
 from mvllm.executor.message_queue.queue import HAS_ABSTRACT_SOCKETS
 from mvllm.logging import get_logger
-from mvllm.messages.core_protocol import Command, EngineCoreUpdate
+from mvllm.messages.core_protocol import Command
+from mvllm.messages.requests import EngineCoreOutputs
 
 logger = get_logger(__name__)
 
@@ -86,7 +87,7 @@ class ClientChannel:
         self._commands = self._bind_socket(zmq.ROUTER, place.commands, _MAX_UNREAD_CONNECT_MESSAGES)
         self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.update_socket = self._bind_socket(zmq.PULL, place.updates, 0)
-        self._decoder = msgspec.msgpack.Decoder(EngineCoreUpdate)
+        self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._encoder = msgspec.msgpack.Encoder()
 
     @property
@@ -129,7 +130,7 @@ class ClientChannel:
         self._commands.send_multipart([identity, head, encoded], copy=False)
         return self._number
 
-    def receive(self) -> EngineCoreUpdate | None:
+    def receive(self) -> EngineCoreOutputs | None:
         """The next news, or None when there are none now. What a stranger sent is dropped."""
         while True:
             try:
@@ -226,7 +227,7 @@ class CoreOutputChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self._messages = [bytearray(address.token) for address in addresses]
 
-    def send(self, target: int, news: EngineCoreUpdate) -> None:
+    def send(self, target: int, news: EngineCoreOutputs) -> None:
         """Queues news for one of the front ends; never blocks."""
         message = self._messages[target]
         self._encoder.encode_into(news, message, _TOKEN_BYTES)
