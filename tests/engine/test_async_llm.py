@@ -66,9 +66,9 @@ def run(loop: asyncio.AbstractEventLoop) -> Run:
 def nothing_goes_on(llm: AsyncLLM, run: Run) -> Iterator[None]:
     """After each test the engine that they share is at rest: no request, and no block that belongs to one."""
     yield
-    requests = llm._requests
-    assert llm.num_requests == 0 and not requests._output_processor._sequences and not requests._by_id
-    assert requests.sizes == (0, 0, 0)
+    requests = llm._output_processor
+    assert llm.num_requests == 0 and not requests._sequences and not requests._requests
+    assert (requests.num_sequences, requests.num_prompt_tokens, llm._admission.num_tokenizing) == (0, 0, 0)
     assert run(llm.reset_prefix_cache())
     assert (llm.stats.num_running, llm.stats.num_waiting, llm.stats.kv_cache_usage) == (0, 0, 0.0)
     assert llm.heartbeat_age == 0.0
@@ -90,7 +90,7 @@ def test_prompts_that_wait_for_a_thread_are_in_the_queue(checkpoint: Path, run: 
             text = "x y " * 50_000  # much too long, which takes a while to find out
             found = await asyncio.gather(*(llm.add_request(text) for _ in range(12)), return_exceptions=True)
             assert [type(each) for each in found].count(QueueFullError) == 12 - (2 + 3)
-            assert llm.num_requests == 0 and llm._requests.sizes == (0, 0, 0)
+            assert llm.num_requests == 0 and llm._admission.num_tokenizing == 0
             assert (await last(llm.generate([5], params(max_tokens=2)))).finished
 
         run(use())

@@ -182,7 +182,7 @@ def test_in_an_event_loop_searches_run_beside_others_and_end_with_their_callers(
             await left.aclose()
             for output in outputs:
                 assert [each.token_ids for each in output.outputs] == [tokens for tokens, _ in expected]
-            assert engine.num_requests == 0 and engine._requests.sizes == (0, 0, 0)
+            assert engine.num_requests == 0 and engine._output_processor.num_sequences == 0
             assert await engine.reset_prefix_cache(), "blocks are still held"
 
         asyncio.run(main())

@@ -20,20 +20,15 @@ from typing import Any, TypeVar
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
-from mvllm.config.model import ModelConfig
-from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
-from mvllm.engine.frontend.frontend_startup import FrontendStartup
-from mvllm.engine.frontend.in_flight_requests import InFlightRequests
-from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
-from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
-from mvllm.engine.frontend.output_processor import OutputProcessor
+from mvllm.engine.frontend.admission import AdmissionControl
+from mvllm.engine.frontend.engine_frontend import EngineFrontend
+from mvllm.engine.frontend.input_processor import ProcessedRequest
+from mvllm.engine.frontend.output_processor import OutputProcessorOutput
 from mvllm.engine.frontend.outputs import RequestOutput
-from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
-from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.frontend.request_output_stream import RequestOutputStream
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.frontend.request_state import RequestState
 from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
@@ -56,7 +51,7 @@ _DRAIN_POLL_SECONDS = 0.05
 _T = TypeVar("_T")
 
 
-class AsyncLLM:
+class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
     """A model behind an event loop. Its engine core runs in a process of its own.
 
     Made, and with that the model loaded, in any thread and without a loop; then used from the one loop that first used
@@ -87,26 +82,12 @@ class AsyncLLM:
         name: str = "",
         elsewhere: Callable[[], Iterable[EngineMetricsSnapshot]] = tuple,
     ) -> None:
-        self._front_end: FrontendStartup[AsyncEngineCoreClient] = FrontendStartup(config, make_async_client, client)
-        front_end = self._front_end
-        self._phases = front_end.phases
-        self._stat_loggers = front_end.stat_loggers
-        self._client = front_end.client
-        self.config = self._client.config
-        self.input_processor = InputProcessor(self.config, front_end.tokenizer)
-        self.pooling_input_processor = PoolingInputProcessor(self.config, front_end.tokenizer)
+        super().__init__(config, make_async_client, client, name)
         self.metrics = EngineMetrics(self.config.model.max_model_len)
         self._prompt_rate, self._generation_rate = RateMeter(), RateMeter()
         self._other_metrics = elsewhere
-        self._lora_validator = LoRARequestValidator(self.config)
-        self._requests = InFlightRequests(
-            self.config,
-            self._client,
-            OutputProcessor(front_end.tokenizer),
-            CoreRequestIds(name),
-            self.metrics,
-            lambda: self._fatal_error is None and not self._is_closed,
-        )
+        self._admission = AdmissionControl(self.config, self._output_processor, self._client, self.metrics)
+        self.tracer: Tracer | None = None
         self._request_ids = itertools.count()
         self._fatal_error: EngineDeadError | None = None
         self._is_closed = False
@@ -241,7 +222,7 @@ class AsyncLLM:
         """
         arrived = time.monotonic() if arrival_time is None else arrival_time
         self._require_ready()
-        self._requests.check_capacity(len(prompts), 0)  # before any work is done for it
+        self._admission.check_capacity(len(prompts), 0)  # before any work is done for it
         if request_id is None:
             request_id = str(next(self._request_ids))
         ids = [request_id] * len(prompts)
@@ -261,13 +242,13 @@ class AsyncLLM:
         if sum(_tokenization_cost(prompt) for prompt in prompts) <= 1.0:
             requests = process()
         else:
-            with self._requests.preparing(len(prompts)):
+            with self._admission.tokenizing(len(prompts)):
                 requests = await self._run_in_thread(process)
             self._require_ready()  # it took a while
         if lora_request is not None and not self._lora_validator.is_loaded(self._lora_validator.validate(lora_request)):
             await self.add_lora(lora_request)
             self._require_ready()
-        self._requests.check_capacity(
+        self._admission.check_capacity(
             sum(r.params.num_sequences for r in requests), sum(len(r.core.prompt_token_ids) for r in requests)
         )
         return [self._start_request(request) for request in requests]
@@ -275,18 +256,19 @@ class AsyncLLM:
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """Ends requests of these ids, in whatever state they are: their callers get what there is, `finish_reason`
         `abort`. Unknown ids are ignored. (Of a request that shows its final output only, nothing is there yet.)"""
-        self._requests.abort([request_ids] if isinstance(request_ids, str) else list(request_ids))
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        self._abort(self._output_processor.find_requests(ids))
 
     async def abort_all(self) -> None:
         """As `abort`, for every request."""
-        self._requests.abort_all()
+        self._abort(self._output_processor.requests)
 
     async def wait_for_requests_to_drain(self, timeout: float) -> bool:
         """Waits until no request is under way, for up to `timeout` seconds; returns whether that is so."""
         deadline = time.monotonic() + timeout
-        while self._requests and self._fatal_error is None and time.monotonic() < deadline:
+        while self.num_requests and self._fatal_error is None and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
-        return not self._requests
+        return not self.num_requests
 
     # --- text
 
@@ -297,15 +279,6 @@ class AsyncLLM:
             ConfigError: The engine was started with `skip_tokenizer_init`.
         """
         return self.tokenizer.hf
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer as the engine uses it.
-
-        Raises:
-            ConfigError: The engine was started with `skip_tokenizer_init`.
-        """
-        return self._front_end.require_tokenizer()
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`, however long it is: a long one is tokenized in a thread.
@@ -321,26 +294,6 @@ class AsyncLLM:
         return encode() if len(text) <= _MAX_INLINE_TEXT_CHARS else await self._run_in_thread(encode)
 
     # --- state
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """The model as it runs."""
-        return self.config.model
-
-    @property
-    def platform_summary(self) -> str:
-        """The platform's name and the plugin it came from."""
-        return self._client.platform_summary
-
-    @property
-    def cache_summary(self) -> KVCacheSummary:
-        """The KV cache as it was sized, of each replica."""
-        return self._client.cache_summary
-
-    @property
-    def start_seconds(self) -> dict[str, float]:
-        """Seconds per phase of the start, and from the first request to its first token; as the log tells them."""
-        return dict(self._phases.seconds)
 
     @property
     def is_running(self) -> bool:
@@ -385,7 +338,7 @@ class AsyncLLM:
         stats = self.stats
         self._update_rates(stats)
         return EngineLoad(
-            num_requests=len(self._requests),
+            num_requests=self._output_processor.num_requests,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             kv_cache_usage=stats.kv_cache_usage,
@@ -395,18 +348,9 @@ class AsyncLLM:
         )
 
     @property
-    def tracer(self) -> Tracer | None:
-        """Writes spans of requests, if one is set; to be set before the first request, and closed by who set it."""
-        return self._requests.tracer
-
-    @tracer.setter
-    def tracer(self, tracer: Tracer | None) -> None:
-        self._requests.tracer = tracer
-
-    @property
     def num_requests(self) -> int:
         """Requests that callers wait for."""
-        return len(self._requests)
+        return self._output_processor.num_requests
 
     @property
     def core_pids(self) -> list[int]:
@@ -479,10 +423,10 @@ class AsyncLLM:
         check_sleep_level(level)
         self._require_alive()
         self._is_sleeping = True  # before anything is waited for: nothing new gets in
-        self._requests.abort_all()
+        self._abort(self._output_processor.requests)
         async with self._sleep_lock:
             self._is_sleeping = True
-            self._requests.abort_all()  # who got in while another call was waking it up
+            self._abort(self._output_processor.requests)  # who got in while another call was waking it up
             await self._client.broadcast_sleep(True)
             try:
                 await self._client.call_utility("sleep", level)
@@ -526,7 +470,7 @@ class AsyncLLM:
         self._is_closed = True
         if self._stats_log is not None:
             self._stats_log.close()
-        self._requests.fail_all(EngineDeadError("The engine has been shut down."))
+        self._fail_requests(EngineDeadError("The engine has been shut down."))
         try:
             self._client.shutdown()
         finally:
@@ -540,7 +484,7 @@ class AsyncLLM:
         """Another front end of the same engine was asked for it."""
         self._is_sleeping = is_sleeping
         if is_sleeping:
-            self._requests.abort_all()
+            self._abort(self._output_processor.requests)
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -567,22 +511,63 @@ class AsyncLLM:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
 
     def _start_request(self, request: ProcessedRequest) -> RequestOutputStream:
-        self._phases.record_first_request()
-        stream = self._requests.add_request(request)
+        self._startup_timer.record_first_request()
+        state, children = self._output_processor.add_request(request)
+        state.stream = stream = RequestOutputStream(state, self._remove_request, self._finish_undecodable)
+        if self.tracer is not None:
+            self.tracer.start_request(state)
+        self._client.add_requests(children)
         if self._stats_log is not None:
             self._stats_log.schedule()
         return stream
 
     def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
         """What a step has to tell."""
-        num_new = self._requests.process_outputs(outputs) if outputs.outputs else 0
+        num_new = 0
+        if outputs.outputs:
+            processed = self._output_processor.process_outputs(outputs)
+            self._apply(processed)
+            num_new = processed.num_new_tokens
         if num_new:
-            self._phases.record_first_token()
+            self._startup_timer.record_first_token()
         if outputs.stats is not None:
             self._update_rates(outputs.stats)
             self._stat_loggers.record(outputs.stats, num_new)
             if self._stats_log is not None and outputs.stats.num_running:
                 self._stats_log.schedule()  # requests of other front ends count, too
+
+    def _apply(self, processed: OutputProcessorOutput) -> None:
+        """Sends the engine core what follows from outputs, and records them."""
+        if self._fatal_error is None and not self._is_closed:
+            self._client.abort_requests(processed.requests_to_abort)
+            for children in processed.requests_to_add:
+                self._client.add_requests(children)
+        self.metrics.record(processed)
+        if self.tracer is not None:
+            for request in processed.finished:
+                self.tracer.finish_request(request)
+
+    def _abort(self, requests: Iterable[RequestState]) -> None:
+        """Ends requests with the output they have."""
+        self._apply(self._output_processor.finish_requests(requests))
+
+    def _remove_request(self, request: RequestState) -> None:
+        """Ends a request whose stream was closed."""
+        self._apply(self._output_processor.remove_requests([request]))
+
+    def _finish_undecodable(self, request: RequestState) -> None:
+        """Ends sequences whose tokens cannot be turned into text."""
+        processed = OutputProcessorOutput()
+        self._output_processor.finish_undecodable(request, processed)
+        self._apply(processed)
+
+    def _fail_requests(self, error: EngineDeadError) -> None:
+        """Ends all requests with an error."""
+        for request in self._output_processor.remove_requests(self._output_processor.requests).finished:
+            if self.tracer is not None:
+                self.tracer.finish_request(request, error)
+            if request.stream is not None:
+                request.stream.fail(error)
 
     def _update_rates(self, stats: SchedulerStats) -> None:
         """Rates are the core's: outputs of requests that are not streamed come all at their end."""
@@ -593,7 +578,7 @@ class AsyncLLM:
         if self._fatal_error is None and not self._is_closed:
             self._fatal_error = error
             logger.error("The engine has died: %s", str(error).partition("\n")[0])
-        self._requests.fail_all(error)
+        self._fail_requests(error)
 
     async def _run_in_thread(self, work: Callable[[], _T]) -> _T:
         def work_unless_closed() -> _T:

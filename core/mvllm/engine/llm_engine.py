@@ -7,18 +7,10 @@ from typing import Any, Protocol
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
-from mvllm.config.model import ModelConfig
-from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
-from mvllm.engine.frontend.beam_search import BeamSearch
-from mvllm.engine.frontend.frontend_startup import FrontendStartup
-from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
-from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
-from mvllm.engine.frontend.output_processor import OutputProcessor
+from mvllm.engine.frontend.engine_frontend import EngineCoreFacts, EngineFrontend
+from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import RequestOutput
-from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
-from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
-from mvllm.engine.frontend.tokenizer import Tokenizer
 from mvllm.engine.process.inproc_client import make_client
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.messages.inputs import PromptType
@@ -27,20 +19,8 @@ from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, Schedu
 from mvllm.messages.sampling_params import SamplingParams
 
 
-class EngineCoreClient(Protocol):
-    """What the front end needs of an engine core, wherever it runs."""
-
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration it runs with."""
-
-    @property
-    def platform_summary(self) -> str:
-        """The platform's name and the plugin it came from."""
-
-    @property
-    def cache_summary(self) -> KVCacheSummary:
-        """The KV cache as it was sized."""
+class EngineCoreClient(EngineCoreFacts, Protocol):
+    """An engine core as LLMEngine uses it, in this process or another."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queues a request."""
@@ -76,7 +56,7 @@ class EngineCoreClient(Protocol):
         """Ends the engine core. Idempotent."""
 
 
-class LLMEngine:
+class LLMEngine(EngineFrontend[EngineCoreClient]):
     """An engine whose caller drives it with `step()`. Used from one thread.
 
     Args:
@@ -88,19 +68,10 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, client: EngineCoreClient | None = None) -> None:
-        self._front_end = front_end = FrontendStartup(config, make_client, client)
-        self._phases = front_end.phases
-        self._stat_loggers = front_end.stat_loggers
-        self._client = front_end.client
-        self.config = self._client.config
+        super().__init__(config, make_client, client)
         self._closed = False
         self._fatal_error: BaseException | None = None
         self._is_sleeping = False
-        self.input_processor = InputProcessor(self.config, front_end.tokenizer)
-        self.pooling_input_processor = PoolingInputProcessor(self.config, front_end.tokenizer)
-        self._lora_validator = LoRARequestValidator(self.config)
-        self._output_processor = OutputProcessor(front_end.tokenizer)
-        self._core_ids = CoreRequestIds()
         self._stats: SchedulerStats | None = None
         self.num_generated_tokens = 0
 
@@ -110,26 +81,6 @@ class LLMEngine:
         return cls(args.create_engine_config())
 
     # --- facts
-
-    @property
-    def start_seconds(self) -> dict[str, float]:
-        """Seconds per phase of the start, and from the first request to its first token; as the log tells them."""
-        return dict(self._phases.seconds)
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """The model as it runs."""
-        return self.config.model
-
-    @property
-    def platform_summary(self) -> str:
-        """The platform's name and the plugin it came from."""
-        return self._client.platform_summary
-
-    @property
-    def cache_summary(self) -> KVCacheSummary:
-        """The KV cache as it was sized."""
-        return self._client.cache_summary
 
     @property
     def stats(self) -> SchedulerStats | None:
@@ -143,20 +94,6 @@ class LLMEngine:
             ConfigError: The engine was started with `skip_tokenizer_init`.
         """
         return self.tokenizer.hf
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer as the engine uses it.
-
-        Raises:
-            ConfigError: The engine was started with `skip_tokenizer_init`.
-        """
-        return self._front_end.require_tokenizer()
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether outputs can have text."""
-        return self._front_end.tokenizer is not None
 
     # --- requests
 
@@ -195,11 +132,11 @@ class LLMEngine:
         if self._is_sleeping:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
         self._load_loras(requests)
-        self._phases.record_first_request()
+        self._startup_timer.record_first_request()
         fresh: set[str] = set()
         for request in requests:
             request_id = request.core.request_id
-            if request_id in fresh or self._output_processor.has_request(request_id):
+            if request_id in fresh or self._output_processor.find_requests([request_id]):
                 raise RequestError(
                     f"The request id {request_id[:80]!r} is in use by a request under way. Choose another.",
                     parameter="request_id",
@@ -207,9 +144,7 @@ class LLMEngine:
             fresh.add(request_id)
         try:
             for request in requests:
-                search = BeamSearch(request.core, self._core_ids) if request.params.use_beam_search else None
-                children = fan_out(request.core, self._core_ids) if search is None else search.make_requests()
-                self._output_processor.add_request(request, children, search=search)
+                _, children = self._output_processor.add_request(request)
                 for child in children:
                     self._client.add_request(child)
         except BaseException:
@@ -259,9 +194,9 @@ class LLMEngine:
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Drops requests in whatever state they are; no output follows for them. Unknown ids are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        core_ids = self._output_processor.abort_requests(ids)
-        if core_ids and self._fatal_error is None and not self._closed:
-            self._client.abort_requests(core_ids)
+        removed = self._output_processor.remove_requests(self._output_processor.find_requests(ids))
+        if removed.requests_to_abort and self._fatal_error is None and not self._closed:
+            self._client.abort_requests(removed.requests_to_abort)
 
     def has_unfinished_requests(self) -> bool:
         """Whether requests are under way."""
@@ -288,7 +223,7 @@ class LLMEngine:
     def _step(self) -> list[RequestOutput]:
         core_outputs = self._client.step()
         if core_outputs.outputs:
-            self._phases.record_first_token()
+            self._startup_timer.record_first_token()
         if core_outputs.stats is not None:
             self._stats = core_outputs.stats
         processed = self._output_processor.process_outputs(core_outputs)
@@ -324,7 +259,7 @@ class LLMEngine:
         """
         self._require_alive()
         check_sleep_level(level)
-        self.abort_request(self._output_processor.request_ids)
+        self.abort_request([request.request_id for request in self._output_processor.requests])
         self._client.sleep(level)
         self._is_sleeping = True
 

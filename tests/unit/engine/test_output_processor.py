@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from mvllm import Logprob, SamplingParams
 from mvllm.engine.frontend.input_processor import ProcessedRequest
-from mvllm.engine.frontend.output_processor import OutputProcessor
-from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
+from mvllm.engine.frontend.output_processor import OutputProcessor, OutputProcessorOutput
+from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -31,15 +33,14 @@ class Run:
     """One request whose tokens the test hands out."""
 
     def __init__(self, kind=CUMULATIVE, tokenizer=TOKENIZER, prompt_ids=(1, 2, 3), **params):
-        self.processor = OutputProcessor(tokenizer)
+        self.processor = OutputProcessor(tokenizer, CoreRequestIds())
         core = EngineCoreRequest(
             request_id="r",
             prompt_token_ids=list(prompt_ids),
             sampling_params=SamplingParams(output_kind=kind, max_tokens=None, **params),
             arrival_time=1.0,
         )
-        self.children = fan_out(core, CoreRequestIds())
-        self.processor.add_request(ProcessedRequest("prompt", core.sampling_params, core), self.children)
+        self.state, self.children = self.processor.add_request(ProcessedRequest("prompt", core.sampling_params, core))
         self.aborted = []
 
     def step(self, ids, finish=None, child=0, **output):
@@ -83,29 +84,29 @@ def test_what_is_not_asked_for_at_once_adds_up(kind):
     ids = ids_of("The cat sat on the 🎉 mat.")
     run = Run(kind)
     (child,) = run.children
-    requests = []
+    run.state.stream = stream = Mock()
     for n, token in enumerate(ids):
         end = FinishReason.LENGTH if n == len(ids) - 1 else None
-        requests += run.processor.apply_outputs(
-            EngineCoreOutputs([EngineCoreOutput(child.request_id, [token], end)])
-        ).requests
-    (request,) = requests  # it had something to show all the time since
-    output, broken = run.processor.make_request_output(request)
-    assert output.finished and not broken
+        processed = run.processor.process_outputs(EngineCoreOutputs([EngineCoreOutput(child.request_id, [token], end)]))
+        assert not processed.request_outputs
+    stream.notify.assert_called_once_with()  # it has had new output ever since
+    output = run.state.make_request_output()
+    assert output.finished and not run.state.undecodable_core_ids
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("The cat sat on the 🎉 mat.", ids)
 
 
 def test_a_request_is_ended_with_what_it_has():
     run = Run(DELTA, n=2, temperature=1.0)
     shown = run.steps({0: (ids_of("The cat"), None), 1: (ids_of("A dog"), FinishReason.STOP)})
-    request = run.processor._requests["r"]
-    assert shown is not None and not shown.finished
-    taken, core_ids = run.processor.end_requests([request])
-    assert core_ids == [run.children[0].request_id] and taken.finished == [request]
-    output, _ = run.processor.make_request_output(request)
+    (request,) = run.processor.find_requests(["r", "unknown"])
+    assert request is run.state and shown is not None and not shown.finished
+    processed = run.processor.finish_requests([request])
+    assert processed.requests_to_abort == [run.children[0].request_id] and processed.finished == [request]
+    (output,) = processed.request_outputs
     assert output.finished and [(c.index, c.finish_reason) for c in output.outputs] == [(0, "abort")]
-    assert run.processor.num_requests == 0
-    assert run.processor.end_requests([request]) == (run.processor.apply_outputs(EngineCoreOutputs()), [])
+    assert (run.processor.num_requests, run.processor.num_sequences, run.processor.num_prompt_tokens) == (0, 0, 0)
+    assert run.processor.finish_requests([request]) == OutputProcessorOutput()
+    assert run.processor.remove_requests([request]) == OutputProcessorOutput()
 
 
 def test_times_between_tokens_are_counted_once_per_token():
@@ -113,7 +114,7 @@ def test_times_between_tokens_are_counted_once_per_token():
     ids = [child.request_id for child in run.children]
 
     def take(*which):
-        return run.processor.apply_outputs(EngineCoreOutputs([EngineCoreOutput(ids[i], [5]) for i in which]))
+        return run.processor.process_outputs(EngineCoreOutputs([EngineCoreOutput(ids[i], [5]) for i in which]))
 
     first = take(0)
     assert len(first.started) == 1 and not first.inter_token_gaps
@@ -308,15 +309,13 @@ class TestAborting:
     def test_it_names_the_sequences_that_still_run(self):
         run = Run(n=3)
         run.step([5], FinishReason.LENGTH, child=1)
-        assert run.processor.abort_requests(["r", "unknown"]) == [
-            run.children[0].request_id,
-            run.children[2].request_id,
-        ]
+        removed = run.processor.remove_requests(run.processor.find_requests(["r", "unknown"]))
+        assert removed.requests_to_abort == [run.children[0].request_id, run.children[2].request_id]
         assert run.processor.num_requests == 0
 
     def test_nothing_is_shown_afterwards(self):
         run = Run()
-        run.processor.abort_requests(["r"])
+        run.processor.remove_requests([run.state])
         assert run.step([5]) is None
 
 

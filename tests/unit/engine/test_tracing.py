@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from mvllm import SamplingParams
 from mvllm.engine.frontend.input_processor import ProcessedRequest
-from mvllm.engine.frontend.output_processor import OutputProcessor, RequestState
-from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
+from mvllm.engine.frontend.output_processor import OutputProcessor
+from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
 from mvllm.engine.metrics.tracing import Tracer, traces_endpoint
 from mvllm.errors import ConfigError, EngineDeadError
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -46,15 +46,14 @@ class Run:
             sampling_params=SamplingParams(**params),  # type: ignore[arg-type]
             arrival_time=self.arrived,
         )
-        self.children = fan_out(core, CoreRequestIds())
-        self.processor = OutputProcessor(None)
+        self.processor = OutputProcessor(None, CoreRequestIds())
         request = ProcessedRequest(None, core.sampling_params, core)
-        self.state: RequestState = self.processor.add_request(request, self.children)
+        self.state, self.children = self.processor.add_request(request)
 
     def step(self, ids: list[int], finish: FinishReason | None = None, scheduled: float = 0.0) -> None:
         output = EngineCoreOutput(self.children[0].request_id, ids, finish)
         output.scheduled_time = scheduled
-        self.processor.apply_outputs(EngineCoreOutputs(outputs=[output]))
+        self.processor.process_outputs(EngineCoreOutputs(outputs=[output]))
 
 
 def named(written: InMemorySpanExporter) -> dict[str, tuple[float, dict[str, object]]]:

@@ -16,7 +16,8 @@ from itertools import zip_longest
 
 import msgspec
 
-from mvllm.engine.frontend.output_processor import ProcessedStep, RequestState
+from mvllm.engine.frontend.output_processor import OutputProcessorOutput
+from mvllm.engine.frontend.request_state import RequestState
 from mvllm.messages.requests import SchedulerStats
 
 _WINDOW_SECONDS = 10
@@ -157,17 +158,17 @@ class EngineMetrics:
         self.params_n = Histogram(NUM_SEQUENCES_BUCKETS)
         self.iteration_tokens = Histogram(STEP_TOKENS_BUCKETS)
 
-    def record(self, taken: ProcessedStep) -> None:
+    def record(self, step: OutputProcessorOutput) -> None:
         """Takes in what one step has changed."""
         num_prompt = 0
-        for request in taken.started:
+        for request in step.started:
             num_prompt += self._observe_first_token(request)
-        if taken.num_new_tokens:
-            self.generation_tokens += taken.num_new_tokens
-            self.iteration_tokens.observe(num_prompt + taken.num_new_tokens)
-        for gap, count in taken.inter_token_gaps.items():
+        if step.num_new_tokens:
+            self.generation_tokens += step.num_new_tokens
+            self.iteration_tokens.observe(num_prompt + step.num_new_tokens)
+        for gap, count in step.inter_token_gaps.items():
             self.inter_token_latency.observe(gap, count)
-        for request in taken.finished:
+        for request in step.finished:
             self.finish(request)
 
     def finish(self, request: RequestState) -> None:

@@ -22,7 +22,7 @@ import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from mvllm.engine.frontend.output_processor import RequestState
+from mvllm.engine.frontend.request_state import RequestState
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
 from mvllm.version import __version__
