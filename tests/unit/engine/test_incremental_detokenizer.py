@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvllm.engine.frontend.incremental_detokenizer import IncrementalDetokenizer, StopStringFinder
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from tests.unit.engine.tokenizers import KINDS, make_tokenizer
 
 kinds = pytest.mark.parametrize("kind", list(KINDS))

@@ -92,7 +92,7 @@ def test_the_callers_list_is_not_kept():
         ([1, 500], "found 500 at position 1"),
         ([2**80], "81 bits"),
         ([1, "x"], "found 'x' at position 1"),
-        ([[1, 2]], "type list"),
+        ([[1, 2]], "a list of"),
         ("a\ud800b", "character 1 is a lone surrogate U+D800"),
     ],
 )

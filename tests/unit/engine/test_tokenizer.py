@@ -11,8 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mvllm import ModelError
-from mvllm.engine.frontend.grammar_vocabulary import check_tokenizer_for_grammars
-from mvllm.engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars, load_tokenizer
 from tests.helpers.plugins import write_metadata
 from tests.unit.engine.builders import make_config
 from tests.unit.engine.tokenizers import KINDS, make_hf_tokenizer, make_tokenizer, save_tokenizer
@@ -87,7 +86,7 @@ def test_it_loads_no_device_library_that_announces_itself_to_torch(tmp_path, bef
     (site / "acme_torch.py").write_text("def load(): raise SystemExit('a driver was opened')\n")
     program = (
         "import os, sys\n"
-        "from mvllm.engine.frontend.tokenizer import load_tokenizer\n"
+        "from mvllm.engine.tokenizer.tokenizer import load_tokenizer\n"
         "from tests.unit.engine.builders import make_config\n"
         f"assert load_tokenizer(make_config(tokenizer={str(tmp_path / 'tokenizer')!r}).model).hf\n"
         "assert 'torch' in sys.modules, 'nothing to see here'\n"
@@ -258,7 +257,7 @@ def test_a_tokenizer_that_is_all_in_its_file_needs_neither_transformers_nor_torc
     program = (
         "import sys\n"
         "from mvllm import EngineArgs\n"
-        "from mvllm.engine.frontend.tokenizer import load_tokenizer\n"
+        "from mvllm.engine.tokenizer.tokenizer import load_tokenizer\n"
         "tokenizer = load_tokenizer(EngineArgs('demo').create_engine_config().model)\n"
         "assert tokenizer.decode(tokenizer.encode('Hello world')) == 'Hello world'\n"
         "sys.exit(f'loaded {heavy}' if (heavy := {'torch', 'transformers'} & set(sys.modules)) else 0)\n"
@@ -313,7 +312,7 @@ def test_what_grammars_and_log_probabilities_need_is_had_without_transformers(tm
     save_tokenizer(tmp_path)
     edit(tmp_path / "config.json", model_type="llama")
     loaded = load(tmp_path)
-    check_tokenizer_for_grammars(loaded)
+    check_supports_grammars(loaded)
     alone = loaded.backend.to_str()
     pieces = [loaded.token_name(i) for i in range(loaded.length + 1)]
     assert "hf" not in vars(loaded)  # its import would hold up every other request

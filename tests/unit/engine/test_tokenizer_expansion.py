@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mvllm.engine.frontend.tokenizer_expansion import check_tokenizer_expansion
+from mvllm.engine.tokenizer.tokenizer_expansion import check_tokenizer_expansion
 from mvllm.errors import ModelError
 
 

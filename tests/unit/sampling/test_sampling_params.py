@@ -15,19 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvllm.errors import RequestError
-from mvllm.messages.sampling_params import (
+from mvllm.messages.sampling_param_checks import (
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
-    MAX_BEAM_WIDTH,
     MAX_LOGIT_BIASES,
-    MAX_N,
     MAX_STOP_STRING_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    RequestOutputKind,
-    SamplingParams,
-    validate_for_model,
 )
+from mvllm.messages.sampling_params import MAX_BEAM_WIDTH, MAX_N, RequestOutputKind, SamplingParams, validate_for_model
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 
 HUGE = 10**5000

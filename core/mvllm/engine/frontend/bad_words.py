@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.errors import RequestError
-from mvllm.messages.sampling_params import MAX_BAD_WORD_TOKENS
+from mvllm.messages.sampling_param_checks import MAX_BAD_WORD_TOKENS
 
 
 def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:

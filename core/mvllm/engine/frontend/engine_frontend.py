@@ -14,9 +14,9 @@ from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
 from mvllm.engine.frontend.output_processor import OutputProcessor
 from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
 from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
-from mvllm.engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from mvllm.engine.metrics.startup_timer import StartupTimer
 from mvllm.engine.metrics.stat_loggers import StatLoggerManager
+from mvllm.engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from mvllm.errors import ConfigError
 from mvllm.executor.process.process_utils import gc_paused
 from mvllm.logging import get_logger

@@ -19,9 +19,9 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.frontend.bad_words import bad_word_token_ids
-from mvllm.engine.frontend.grammar_vocabulary import check_tokenizer_for_grammars
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars
 from mvllm.errors import RequestError
+from mvllm.messages.field_checks import describe_value, is_unicode
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
@@ -195,7 +195,7 @@ class InputProcessor:
             return _Prompt(None, self._check_token_ids(prompt, keep))
         raise RequestError(
             "A prompt is a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}; "
-            f"found {_describe_value(prompt)}.",
+            f"found {describe_value(prompt)}.",
             parameter="prompt",
         )
 
@@ -208,7 +208,7 @@ class InputProcessor:
         if asked > limit:
             raise RequestError(
                 f"truncate_prompt_tokens must be an integer from 1 to {limit}, the model's context (max_model_len), or "
-                f"-1; got {_describe_value(asked)}",
+                f"-1; got {describe_value(asked)}",
                 parameter="truncate_prompt_tokens",
             )
         most = limit - self.num_reserved_tokens
@@ -226,11 +226,11 @@ class InputProcessor:
         salt = _check_cache_salt(prompt.get("cache_salt"))
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
-            raise RequestError(f"'prompt' must be a text; found {_describe_value(text)}.", parameter="prompt")
+            raise RequestError(f"'prompt' must be a text; found {describe_value(text)}.", parameter="prompt")
         if ids is not None:
             if not _is_token_sequence(ids):
                 raise RequestError(
-                    f"'prompt_token_ids' must be a list of token ids; found {_describe_value(ids)}.", parameter="prompt"
+                    f"'prompt_token_ids' must be a list of token ids; found {describe_value(ids)}.", parameter="prompt"
                 )
             return _Prompt(text, self._check_token_ids(ids, keep), salt)
         if text is None:
@@ -250,7 +250,7 @@ class InputProcessor:
             i, bad = next((i, v) for i, v in enumerate(values) if not 0 <= v < self._model.vocab_size)
             raise RequestError(
                 f"Token ids must be from 0 to {self._model.vocab_size - 1}, the model's vocabulary; "
-                f"found {_describe_value(bad)} at position {i} of the prompt.",
+                f"found {describe_value(bad)} at position {i} of the prompt.",
                 parameter="prompt",
             )
         return values
@@ -290,7 +290,7 @@ class InputProcessor:
         for (i, part), ids in zip(waiting, encoded, strict=True):
             if not ids:
                 raise RequestError(
-                    f"{_prompt_label(i, parts)}The prompt is empty: its text {_describe_value(part.text)} gives "
+                    f"{_prompt_label(i, parts)}The prompt is empty: its text {describe_value(part.text)} gives "
                     "no tokens.",
                     parameter="prompt",
                 )
@@ -301,7 +301,7 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams | PoolingParams) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise RequestError(
-                f"sampling_params must be SamplingParams; found {_describe_value(params)}.", parameter="sampling_params"
+                f"sampling_params must be SamplingParams; found {describe_value(params)}.", parameter="sampling_params"
             )
         if not self._model.kind.generates:
             what = "classifies prompts" if self._model.kind.num_labels else "makes vectors of prompts"
@@ -317,7 +317,7 @@ class InputProcessor:
             )
         if params.structured_outputs is not None:
             check_available()
-            check_tokenizer_for_grammars(self._tokenizer)
+            check_supports_grammars(self._tokenizer)
         if self._processor_classes:
             validate(self._processor_classes, params)
         params = params.clone()  # checked anew: its fields may have been set since, and may be while it is under way
@@ -339,7 +339,7 @@ class InputProcessor:
         if request is not None and not isinstance(request, LoRARequest):
             raise RequestError(
                 "lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path); found "
-                f"{_describe_value(request)}.",
+                f"{describe_value(request)}.",
                 parameter="lora_request",
             )
         return request
@@ -355,7 +355,7 @@ class InputProcessor:
 
     def _check_priority(self, priority: int) -> int:
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _PRIORITY_LIMIT:
-            raise RequestError(f"priority must be an integer; found {_describe_value(priority)}.", parameter="priority")
+            raise RequestError(f"priority must be an integer; found {describe_value(priority)}.", parameter="priority")
         if priority != 0 and not self._priorities_allowed:
             raise RequestError(
                 f"priority is {priority}, but the engine serves requests in the order of arrival. "
@@ -414,7 +414,7 @@ def _as_token_id(value: Any, position: int) -> int:
         except TypeError:
             pass
     raise RequestError(
-        f"Token ids must be integers; found {_describe_value(value)} at position {position} of the prompt.",
+        f"Token ids must be integers; found {describe_value(value)} at position {position} of the prompt.",
         parameter="prompt",
     )
 
@@ -425,7 +425,7 @@ def _check_cache_salt(salt: object) -> str | None:
     if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_LENGTH or not salt.isprintable():
         raise RequestError(
             f"cache_salt must be a text of 1 to {MAX_CACHE_SALT_LENGTH} printable characters; found "
-            f"{_describe_value(salt)}.",
+            f"{describe_value(salt)}.",
             parameter="cache_salt",
         )
     return salt
@@ -434,34 +434,20 @@ def _check_cache_salt(salt: object) -> str | None:
 def _check_request_id(request_id: object) -> str:
     if not isinstance(request_id, str) or not request_id:
         raise RequestError(
-            f"request_id must be a non-empty text; found {_describe_value(request_id)}.", parameter="request_id"
+            f"request_id must be a non-empty text; found {describe_value(request_id)}.", parameter="request_id"
         )
-    try:
-        request_id.encode()  # as it travels to the engine core, together with what others ask
-    except UnicodeEncodeError:
+    if not is_unicode(request_id):  # it could not be sent to the engine core
         raise RequestError(
-            f"request_id must be valid Unicode, without lone surrogates; found {_describe_value(request_id)}.",
+            f"request_id must be valid Unicode, without lone surrogates; found {describe_value(request_id)}.",
             parameter="request_id",
-        ) from None
+        )
     return request_id
 
 
 def _check_arrival_time(seconds: object) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         raise RequestError(
-            f"arrival_time must be a finite number of seconds; found {_describe_value(seconds)}.",
+            f"arrival_time must be a finite number of seconds; found {describe_value(seconds)}.",
             parameter="arrival_time",
         )
     return float(seconds)
-
-
-def _describe_value(value: object) -> str:
-    """A value in a few characters, whatever it is."""
-    if isinstance(value, str):
-        text = value[:40] + "..." if len(value) > 40 else value
-        return repr(text).encode("ascii", "backslashreplace").decode()
-    if isinstance(value, bool | float) or value is None:
-        return repr(value)
-    if isinstance(value, int):
-        return str(value) if abs(value) < 2**64 else f"an integer of {value.bit_length()} bits"
-    return f"a value of type {type(value).__name__}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ModelError, RequestError
+from mvllm.messages.field_checks import is_unicode
 from mvllm.messages.lora import LoRARequest
 from mvllm.models.peft_adapter import read_peft_adapter
 
@@ -46,7 +47,7 @@ class LoRARequestValidator:
             raise _request_error(f"lora_name must be a text of 1 to {_MAX_NAME_LENGTH} printable characters.")
         if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= _MAX_LORA_ID:
             raise _request_error(f"lora_int_id must be an integer from 1 to {_MAX_LORA_ID}.")
-        if not isinstance(path, str) or not 0 < len(path) <= _MAX_PATH_LENGTH or "\0" in path or not _is_unicode(path):
+        if not isinstance(path, str) or not 0 < len(path) <= _MAX_PATH_LENGTH or "\0" in path or not is_unicode(path):
             raise _request_error("lora_path must be the path of the adapter's folder, as a text.")
         known = self._by_id.get(number, request)
         if known != request:
@@ -79,14 +80,6 @@ class LoRARequestValidator:
     def remove(self, lora_int_id: int) -> bool:
         """Its id is free again; whether it was known."""
         return self._by_id.pop(lora_int_id, None) is not None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _request_error(message: str) -> RequestError:

@@ -19,7 +19,7 @@ from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
 from mvllm.engine.frontend.request_state import BeamRequest, RequestState, SequenceState
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 

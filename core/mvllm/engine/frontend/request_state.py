@@ -14,7 +14,7 @@ from mvllm.engine.frontend.beam_search import BeamSearch
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import CompletionOutput, Logprob, PositionLogprobMap, RequestMetrics, RequestOutput
 from mvllm.engine.frontend.sequence_detokenizer import LazyDetokenizer, make_sequence_detokenizer
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.requests import EngineCoreOutput, FinishReason, PositionLogprobs
 from mvllm.messages.sampling_params import RequestOutputKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mvllm.engine.frontend.incremental_detokenizer import IncrementalDetokenizer, StopStringFinder
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.messages.requests import FinishReason
 from mvllm.messages.sampling_params import SamplingParams
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from mvllm.config.hf_config import read_json_object
 from mvllm.config.model import ModelConfig
-from mvllm.engine.frontend.tokenizer_expansion import check_tokenizer_expansion
-from mvllm.engine.frontend.tokenizer_json import JsonTokenizer, read_tokenizer_json
+from mvllm.engine.tokenizer.tokenizer_expansion import check_tokenizer_expansion
+from mvllm.engine.tokenizer.tokenizer_json import JsonTokenizer, read_tokenizer_json
 from mvllm.errors import ModelError, RequestError, plain_reason
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
@@ -371,3 +371,22 @@ def _load_error(config: ModelConfig, folder: Path | None, error: Exception) -> M
     if "trust_remote_code" in str(error):
         hint = " Its code runs only with trust_remote_code=True, which you should pass only if you trust it."
     return ModelError(f"The tokenizer of {where} cannot be loaded: {plain_reason(error)}.{hint}")
+
+
+def check_supports_grammars(tokenizer: Tokenizer | None) -> None:
+    """Returns if structured outputs support `tokenizer`.
+
+    Raises:
+        RequestError: There is no tokenizer, or it has no backend that gives the text of each token.
+    """
+    if tokenizer is None:
+        raise RequestError(
+            "structured_outputs needs a tokenizer, but the engine was started with skip_tokenizer_init.",
+            parameter="structured_outputs",
+        )
+    if tokenizer.backend is None:
+        raise RequestError(
+            f"structured_outputs needs a tokenizer of the tokenizers library; this model's is a "
+            f"{type(tokenizer.hf).__name__}.",
+            parameter="structured_outputs",
+        )
