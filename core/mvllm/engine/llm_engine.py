@@ -1,4 +1,4 @@
-"""The engine as one object in the caller's process: requests in, `step()`, RequestOutputs out."""
+"""LLMEngine: the synchronous engine. Its caller adds requests and calls `step()` for their outputs."""
 
 from __future__ import annotations
 
@@ -57,14 +57,19 @@ class EngineCoreClient(EngineCoreFacts, Protocol):
 
 
 class LLMEngine(EngineFrontend[EngineCoreClient]):
-    """An engine whose caller drives it with `step()`. Used from one thread.
+    """An engine that runs one step per call of `step()`. Used from one thread.
 
     Args:
-        config: What to run. The platform may settle it otherwise; `config` afterwards tells.
-        client: The engine core to use; by default one is started.
+        config: The requested configuration. The platform may change it; the attribute `config` is the one in use.
+        client: An engine core to use instead of a new one.
+
+    Attributes:
+        config: The configuration in use.
+        input_processor, pooling_input_processor: The validators of requests.
+        num_generated_tokens: Tokens generated since the start.
 
     Raises:
-        PlatformError, ConfigError, ModelError: The engine cannot be started as asked. Nothing stays behind.
+        PlatformError, ConfigError, ModelError: The engine cannot be started. No process or memory is left behind.
     """
 
     def __init__(self, config: EngineConfig, client: EngineCoreClient | None = None) -> None:
@@ -77,14 +82,14 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
-        """An engine for what a user asked."""
+        """Builds an engine from `EngineArgs`. It loads the model."""
         return cls(args.create_engine_config())
 
-    # --- facts
+    # --- properties
 
     @property
     def stats(self) -> SchedulerStats | None:
-        """The scheduler's state after the newest step, if it told."""
+        """The scheduler's state after the last step that reported it."""
         return self._stats
 
     def get_tokenizer(self) -> Any:
@@ -107,17 +112,17 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
     ) -> None:
-        """Checks a request and queues it.
+        """Validates a request and queues it.
 
         Args:
-            request_id: Unique among the requests under way.
+            request_id: Unique among the unfinished requests.
             params: None takes the model's defaults.
             priority: Lower is served earlier; needs the priority policy.
             arrival_time: Monotonic seconds; now by default.
-            lora_request: The adapter that computes with the model; it is loaded if it has not been.
+            lora_request: The LoRA adapter to apply; it is loaded if necessary.
 
         Raises:
-            RequestError: The request is not acceptable; nothing was queued.
+            RequestError: The request is invalid; nothing was queued.
             EngineDeadError: The engine has stopped.
         """
         self._require_alive()
@@ -127,28 +132,28 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         self.add_processed_requests([processed])
 
     def add_processed_requests(self, requests: Sequence[ProcessedRequest]) -> None:
-        """Queues requests that have passed an input processor; all of them or, when an id is taken, none."""
+        """Queues requests that an input processor has returned. If one id is in use, none is queued."""
         self._require_alive()
         if self._is_sleeping:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
         self._load_loras(requests)
         self._startup_timer.record_first_request()
-        fresh: set[str] = set()
+        new_ids: set[str] = set()
         for request in requests:
             request_id = request.core.request_id
-            if request_id in fresh or self._output_processor.find_requests([request_id]):
+            if request_id in new_ids or self._output_processor.find_requests([request_id]):
                 raise RequestError(
-                    f"The request id {request_id[:80]!r} is in use by a request under way. Choose another.",
+                    f"The request id {request_id[:80]!r} is in use by an unfinished request. Choose another.",
                     parameter="request_id",
                 )
-            fresh.add(request_id)
+            new_ids.add(request_id)
         try:
             for request in requests:
                 _, children = self._output_processor.add_request(request)
                 for child in children:
                     self._client.add_request(child)
         except BaseException:
-            self.abort_request(fresh)
+            self.abort_request(new_ids)
             raise
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -186,35 +191,35 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         return self._lora_validator.ids
 
     def _load_loras(self, requests: Sequence[ProcessedRequest]) -> None:
-        """Loads what is named for the first time, before anything is queued."""
+        """Loads the adapters that are not loaded yet, before any request is queued."""
         named = {id(lora): lora for request in requests if (lora := request.core.lora_request) is not None}
         for lora_request in named.values():
             self.add_lora(lora_request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Drops requests in whatever state they are; no output follows for them. Unknown ids are ignored."""
+        """Aborts requests in any state, without further outputs. Unknown ids are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         removed = self._output_processor.remove_requests(self._output_processor.find_requests(ids))
         if removed.requests_to_abort and self._fatal_error is None and not self._closed:
             self._client.abort_requests(removed.requests_to_abort)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether requests are under way."""
+        """Whether there are unfinished requests."""
         return self._output_processor.num_requests > 0
 
     def step(self) -> list[RequestOutput]:
         """Runs one step of the engine.
 
         Returns:
-            News about requests, at most one output per request.
+            The new outputs, at most one per request.
 
         Raises:
-            EngineDeadError: The engine failed as a whole, now or earlier; the cause is kept.
+            EngineDeadError: The engine has failed, now or earlier; the cause is kept.
         """
         self._require_alive()
         try:
             return self._step()
-        except BaseException as e:  # an interrupt, too, leaves the step half done
+        except BaseException as e:  # an interrupt, too, leaves the step incomplete
             self._fatal_error = e
             if isinstance(e, EngineDeadError) or not isinstance(e, Exception):
                 raise
@@ -238,7 +243,8 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         return processed.request_outputs
 
     def wake(self) -> None:
-        """Has a `step` that waits for another process return without news. From any thread, or a signal handler."""
+        """Makes a `step` that waits for the engine core's process return early. Callable in any thread or a signal
+        handler."""
         if not self._closed:
             self._client.interrupt_step()
 
@@ -294,5 +300,5 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         if self._closed:
             raise EngineDeadError("The engine has been shut down; create a new one.")
         if self._fatal_error is not None:
-            what = str(self._fatal_error) or type(self._fatal_error).__name__
-            raise EngineDeadError(f"The engine stopped after an earlier error: {what}") from self._fatal_error
+            reason = str(self._fatal_error) or type(self._fatal_error).__name__
+            raise EngineDeadError(f"The engine stopped after an earlier error: {reason}") from self._fatal_error
