@@ -1,8 +1,8 @@
-"""An engine core in a process of its own, for a front end that lives in an event loop.
+"""Asynchronous client of an engine core in another process, for AsyncLLM.
 
-News are read where they are used: the loop watches the socket's descriptor, and a callback takes all messages there
-are. No thread and no task stands between socket and request, so nothing is handed over, and a loop that is late finds
-several steps at once. Requests go out at the end of the loop's turn, together: the core begins them together.
+The event loop watches the socket's descriptor, and a callback reads the available messages: there is no thread or task
+between socket and request. A loop that is late processes several steps at once. Requests are sent at the end of a loop
+iteration in one message, so that the core starts them together.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, Schedu
 OnOutputs = Callable[[EngineCoreOutputs], None]
 OnDeath = Callable[[EngineDeadError], None]
 
-_MAX_UPDATES_PER_CALLBACK = 8  # before others in the loop get their turn
+_MAX_UPDATES_PER_CALLBACK = 8  # then other callbacks of the loop run first
 
 
 class CoreConnection(Protocol):
-    """A core and the sockets to it. LaunchedCoreConnection, whose process started the core, describes the members."""
+    """An engine core's process and its sockets. LaunchedCoreConnection documents the members."""
 
     @property
     def channel(self) -> ClientChannel: ...
@@ -120,10 +120,10 @@ class AsyncMPClient:
         self.cache_summary = ready.cache_summary
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
-        """Has news read in `loop`, which runs in the calling thread.
+        """Starts to receive outputs in `loop`, which runs in the calling thread.
 
         Args:
-            on_outputs: Called with the outputs of each step that has some, and with changed stats.
+            on_outputs: Called with each EngineCoreOutputs; its list of outputs may be empty.
             on_death: Called once, when the core can no longer be used.
         """
         self._loop, self._on_outputs, self._on_death = loop, on_outputs, on_death
@@ -235,26 +235,26 @@ class AsyncMPClient:
         if self._heartbeat_timer is None:
             self._heartbeat_timer = self._loop.call_later(self._link.unresponsive_timeout, self._check_heartbeat)
 
-    # --- what it says
+    # --- receiving
 
     def _read_updates(self) -> None:
         for _ in range(_MAX_UPDATES_PER_CALLBACK):
             if self._loop is None or not self._link.is_open:
                 return
-            news = self._channel.receive()
-            if news is None:
+            outputs = self._channel.receive()
+            if outputs is None:
                 return
-            self._handle_update(news)
+            self._handle_outputs(outputs)
         if self._loop is not None:
-            self._loop.call_soon(self._read_updates)  # the descriptor says nothing about what is left
+            self._loop.call_soon(self._read_updates)  # the descriptor is edge-triggered: messages may be left
 
-    def _handle_update(self, news: EngineCoreOutputs) -> None:
-        self._num_acknowledged = news.num_acknowledged
-        while self._unacknowledged and self._unacknowledged[0][0] <= news.num_acknowledged:
+    def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
+        self._num_acknowledged = outputs.num_acknowledged
+        while self._unacknowledged and self._unacknowledged[0][0] <= outputs.num_acknowledged:
             self.num_acknowledged_requests = self._unacknowledged.popleft()[1]
-        self._is_busy = news.is_busy
+        self._is_busy = outputs.is_busy
         self._last_heard_at = time.monotonic()
-        for result in news.utility_results:
+        for result in outputs.utility_results:
             answer = self._calls.get(result.id)
             if answer is None or answer.done():
                 continue
@@ -262,9 +262,9 @@ class AsyncMPClient:
                 answer.set_exception(rebuild_exception(result.failure))
             else:
                 answer.set_result(result.value)
-        if news.stats is not None:
-            self.stats = news.stats
-        self._on_outputs(news)
+        if outputs.stats is not None:
+            self.stats = outputs.stats
+        self._on_outputs(outputs)
 
     # --- its death
 

@@ -1,7 +1,7 @@
-"""Several engine cores behind one front end: replicas of the model, each with devices and a KV cache of its own.
+"""Data-parallel client: sends each request to one of several engine cores (replicas of the model).
 
-A front end that is alone sends all requests, so it knows at every moment how much each core has to do, and asks nobody.
-One of several is told what the others have sent, by the coordinator. Cores do not know of each other.
+A single front end sends all requests and receives all outputs, so it knows the load of each core. If several front ends
+share the cores, the coordinator sends each of them the loads of the cores and the prefixes that the others sent.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from mvllm.platform.choose import ChosenPlatform
 
 
 def replica_configs(config: EngineConfig) -> list[EngineConfig]:
-    """The configuration of each replica."""
+    """The configuration of each replica, by rank."""
     size = config.parallel.data_parallel_size
     return [replace_field(config, "parallel.data_parallel_rank", rank) for rank in range(size)]
 
 
 def replica_name(config: EngineConfig, rank: int) -> str:
-    """What a replica's process is called."""
+    """The name of a replica's process."""
     return f"EngineCore_DP{rank}" if config.parallel.data_parallel_size > 1 else "EngineCore"
 
 
@@ -41,8 +41,8 @@ def start_replicas(
     """Starts `data_parallel_size` engine cores for one front end.
 
     Args:
-        config: The settled configuration.
-        chosen: The platform to run on.
+        config: The configuration in use.
+        chosen: The platform.
         meanwhile: Called with the configuration while the cores' processes start.
 
     Raises:
@@ -59,16 +59,16 @@ def start_replicas(
 
 
 class DPLBAsyncMPClient:
-    """Deals requests out to engine cores. Used like an AsyncMPClient.
+    """Balances requests over several engine cores. Has the interface of an AsyncMPClient.
 
     Args:
-        config: The settled configuration.
+        config: The configuration in use.
         cores: By rank; ready when `attach` is called.
-        coordination: Where other front ends are heard of.
+        coordination: The connection to the coordinator, if several front ends share the cores.
 
     Attributes:
         config, platform_summary: As for one core.
-        stats: Of all cores together, as last told.
+        stats: The last reported state of all schedulers, summed.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class DPLBAsyncMPClient:
         self.stats = SchedulerStats()
         self._cores = cores
         self._load_balancer = DPLoadBalancer(len(cores))
-        self._rank_by_request_id: dict[str, int] = {}  # sequences under way
+        self._rank_by_request_id: dict[str, int] = {}  # unfinished sequences
         self._coordinator_client = coordination
         self._on_outputs: OnOutputs = lambda outputs: None
         self._on_death: OnDeath = lambda error: None
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_outputs: OnOutputs, on_death: OnDeath) -> None:
-        """Has news of all cores read in `loop`. The first that dies is the death of all."""
+        """Starts to receive the outputs of all cores in `loop`. If one core dies, `on_death` is called for all."""
         self._on_outputs, self._on_death = on_outputs, on_death
         summary = self.cache_summary
         is_caching = self.config.cache.enable_prefix_caching
@@ -104,42 +104,42 @@ class DPLBAsyncMPClient:
 
     @property
     def cache_summary(self) -> KVCacheSummary:
-        """The smallest KV cache of them."""
+        """Of the core with the smallest KV cache."""
         return min((core.cache_summary for core in self._cores), key=lambda summary: summary.num_blocks)
 
     @property
     def start_seconds(self) -> dict[str, float]:
-        """Seconds per phase of the start, of the core that took longest for it."""
+        """Seconds per start-up phase, of the slowest core in each."""
         phases = self._cores[0].start_seconds
         return {phase: max(core.start_seconds[phase] for core in self._cores) for phase in phases}
 
     @property
     def core_pids(self) -> list[int]:
-        """Of their processes, by rank."""
+        """Process ids of the cores, by rank."""
         return [pid for core in self._cores for pid in core.core_pids]
 
     @property
     def failure(self) -> EngineDeadError | None:
-        """Why one of them can no longer be used, or None."""
+        """The error of the first core that can no longer be used, or None."""
         return next((failure for core in self._cores if (failure := core.failure) is not None), None)
 
     @property
     def heartbeat_age(self) -> float:
-        """Of the core that has been silent for longest."""
+        """The largest of the cores' heartbeat ages, in seconds."""
         return max(core.heartbeat_age for core in self._cores)
 
     @property
     def num_unfinished(self) -> list[int]:
-        """Sequences under way, by core."""
+        """Unfinished sequences, by core."""
         return list(self._load_balancer.loads)
 
     @property
     def num_other_sequences(self) -> int:
-        """Sequences that other front ends have under way."""
+        """Unfinished sequences of other front ends."""
         return sum(self._load_balancer.loads_elsewhere)
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Queues the sequences of one request, on the core that suits it best."""
+        """Queues the sequences of one request on the core with the lowest cost."""
         first = requests[0]
         adapter = first.lora_request.lora_int_id if first.lora_request is not None else 0
         rank = self._load_balancer.choose(first.prompt_token_ids, first.cache_salt, len(requests), adapter)
@@ -149,7 +149,7 @@ class DPLBAsyncMPClient:
             self._coordinator_client.schedule_prefix_publish()
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Drops sequences; unknown ids are ignored."""
+        """Aborts sequences; unknown ids are ignored."""
         for request_id in request_ids:
             rank = self._rank_by_request_id.get(request_id)
             if rank is not None:
@@ -184,7 +184,7 @@ class DPLBAsyncMPClient:
         self._on_outputs(outputs)
 
     def _handle_core_loads(self, loads: Sequence[CoreLoad]) -> None:
-        """The coordinator has news of cores; this front end's own sequences it knows better."""
+        """Records the loads that the coordinator reports. This front end's own sequences it counts itself."""
         for load in loads:
             core = self._cores[load.rank]
             core.stats = load.stats
@@ -197,7 +197,7 @@ class DPLBAsyncMPClient:
         self.stats = outputs.stats = sum_scheduler_stats((core.stats for core in self._cores), len(self._cores))
 
     def _handle_core_death(self, error: EngineDeadError) -> None:
-        self.abort_requests(list(self._rank_by_request_id))  # nobody waits for what the others do
+        self.abort_requests(list(self._rank_by_request_id))  # also on the cores that still run
         self._on_death(error)
 
     def _remove_request(self, request_id: str) -> None:
