@@ -1,12 +1,12 @@
-"""What a front end and an engine core in another process say to each other. Typed msgpack; nothing is pickled.
+"""Messages between a front end and an engine core in another process. Typed msgpack; nothing is pickled.
 
-    front end  ── AddRequests | AbortRequests | CallUtility ──────>  engine core      numbered from 1
-    its owner  ── StopCore | DropClient ─────────────────────>  engine core      which may be a front end, too
-    front end  <───────────────────── EngineCoreOutputs ───────────  engine core
+    front end       ── AddRequests | AbortRequests | CallUtility ──>  engine core      numbered from 1
+    parent process  ── StopCore | DropClient ──────────────────────>  engine core      (may be a front end, too)
+    front end      <── EngineCoreOutputs ───────────────────────────  engine core      (requests.py)
 
-News say how many commands have been taken and whether there is work left. So a front end whose commands were all taken
-by a core without work knows that nothing more will come, and need not follow single requests for that. Where several
-front ends share a core, each numbers its own commands and hears of its own requests only.
+`EngineCoreOutputs` contains the number of the last command received and whether the core has unfinished requests. When
+all commands are acknowledged and the core is not busy, a front end knows that no more outputs follow. If several front
+ends share a core, each numbers its own commands and receives the outputs of its own requests.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mvllm.messages.lora import LoRARequest
 
 
 class AddRequests(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """Requests that begin together.
+    """Requests to queue, all before the next step.
 
     Attributes:
-        request_ids: Their ids, so that one whose rest cannot be read can be named.
-        requests: Each an EngineCoreRequest, still encoded.
+        request_ids: Their ids, which the core needs for the error if it cannot decode a request.
+        requests: One encoded EngineCoreRequest each.
     """
 
     request_ids: list[str]
@@ -29,7 +29,7 @@ class AddRequests(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class AbortRequests(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """Requests to drop, in whatever state they are. Unknown ids are ignored."""
+    """Requests to abort, in any state. Unknown ids are ignored."""
 
     request_ids: list[str]
 
@@ -49,14 +49,14 @@ class CallUtility(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class StopCore(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """End after the step under way."""
+    """Stop after the current step."""
 
 
 class DropClient(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """A front end has died: drop all of its requests, and tell it nothing any more.
+    """A front end has died: abort its requests and send it no more outputs.
 
     Attributes:
-        index: Which one, in the order of the core's addresses.
+        index: Its position in the core's list of addresses.
     """
 
     index: int
@@ -69,9 +69,9 @@ class ExceptionInfo(msgspec.Struct, frozen=True):
     """One exception of a chain of causes.
 
     Attributes:
-        kinds: Its class and the classes it is derived from, nearest first, `package.module.Class`.
+        class_names: Its class and its base classes in MRO order, each as `package.module.Class`.
         message: Its text.
-        facts: Its plain attributes, under the names of its constructor's arguments, where it is one of mvllm's own.
+        attributes: Its attributes that are constructor arguments, for exceptions of mvllm.
     """
 
     class_names: list[str]
@@ -80,12 +80,12 @@ class ExceptionInfo(msgspec.Struct, frozen=True):
 
 
 class ProcessFailure(msgspec.Struct, frozen=True):
-    """An exception on its way from an engine core.
+    """An exception of an engine core, to be raised in the front end.
 
     Attributes:
-        name, pid: The process it was raised in.
-        activity: What that was doing.
-        links: The exception, then its causes.
+        name, pid: The process that raised it.
+        activity: What the process was doing.
+        exceptions: The exception, then its causes.
         traceback: The whole traceback, causes included.
     """
 
@@ -97,7 +97,7 @@ class ProcessFailure(msgspec.Struct, frozen=True):
 
 
 class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
-    """What became of a call: its value, or why it failed."""
+    """The result of a CallUtility: its value, or the exception that it raised."""
 
     id: int
     value: bool | None = None

@@ -26,12 +26,12 @@ from mvllm.messages.field_checks import (
 MAX_STOP_STRINGS = 128
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
-"""Stop conditions are looked for after every token, so their number and their length are limited."""
+"""Stop conditions are checked after every token, so their number and length are limited."""
 
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 1024
 MAX_BAD_WORD_TOKENS = 1 << 15
-"""Likewise words that must not come: their number, their characters, and their tokens, all words together."""
+"""Limits of `bad_words`: their number, the characters of each, and the tokens of all together."""
 
 MAX_LOGIT_BIASES = 4096
 MAX_LOGIT_BIAS = 100.0
@@ -39,7 +39,7 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 20
 MAX_EXTRA_ARGS_BYTES = 1 << 16
 
 MIN_TEMPERATURE = 0.01
-"""The lowest temperature that samples. What lies between 0 and this is raised to it: logits over less overflow."""
+"""The lowest temperature that samples; values between 0 and this are raised to it, as smaller divisors overflow."""
 
 
 _non_negative = number(0.0, LARGEST_FLOAT)
@@ -78,7 +78,8 @@ def check_logit_bias(name: str, value: object) -> dict[int, float] | None:
         number = as_float(bias)
         if number is None or not math.isfinite(number):
             return reject(name, bias, "made of token ids and finite numbers")
-        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12  # as JSON has to say it
+        # Keys of JSON objects are strings.
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12
         token_id = as_int(int(key) if is_digits else key)
         if token_id is None or not 0 <= token_id < 2**31:
             return reject(name, key, "made of token ids and finite numbers")
@@ -134,15 +135,15 @@ def check_early_stopping(name: str, value: object) -> bool | str:
 def check_extra_args(name: str, value: object) -> dict[str, Any] | None:
     if value is None:
         return None
-    expected = f"a dict of what JSON knows, with names as keys, of at most {MAX_EXTRA_ARGS_BYTES} bytes"
+    expected = f"a dict of JSON values with strings as keys, of at most {MAX_EXTRA_ARGS_BYTES} bytes"
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         return reject(name, value, expected)
     try:
         packed = msgspec.msgpack.encode(value)
         if len(packed) > MAX_EXTRA_ARGS_BYTES:
             return reject(name, value, expected)
-        return msgspec.msgpack.decode(packed, type=dict[str, Any]) or None  # nobody changes it any more
+        return msgspec.msgpack.decode(packed, type=dict[str, Any]) or None  # a copy, which the caller cannot change
     except RequestError:
         raise
-    except (TypeError, ValueError, OverflowError, RecursionError):  # something that is no JSON, or too deep
+    except (TypeError, ValueError, OverflowError, RecursionError):  # not JSON, or nested too deeply
         return reject(name, value, expected)

@@ -32,21 +32,21 @@ from mvllm.messages.field_checks import (
 from mvllm.messages.structured_outputs import StructuredOutputsParams, as_structured_outputs
 
 MAX_N = 128
-"""Sequences per prompt. Each takes a row and blocks of its own: one request must not be able to ask for thousands."""
+"""Sequences per prompt. Each of them uses a row and KV blocks, so the number per request is limited."""
 
 MAX_ENTRIES = 1 << 20
-"""Entries that the settings of one HTTP request may have, counted once per sequence (see `SamplingParams.num_entries`):
-each sequence's are checked and sent by themselves."""
+"""Entries in the sampling parameters of one HTTP request (`SamplingParams.num_entries`), counted once per sequence:
+the parameters of each sequence are checked and sent separately."""
 
 MAX_BEAM_WIDTH = 32
-"""Each beam's whole sequence is sent to the engine core for each of its tokens."""
+"""Limited because the whole sequence of each beam is sent to the engine core for each of its tokens."""
 
 MAX_LENGTH_PENALTY = 10.0
-"""Of either sign: lengths are raised to this power."""
+"""Absolute value; lengths are raised to this power."""
 
 
 class RequestOutputKind(enum.IntEnum):
-    """How much each output repeats."""
+    """Whether an output contains everything so far, only what is new, or is returned only at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -54,51 +54,52 @@ class RequestOutputKind(enum.IntEnum):
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sampling settings of one request; the names and defaults are the field's usual ones.
+    """Sampling settings of one request. Names and defaults are those of vLLM.
 
     Attributes:
         n: Number of sequences to generate from the prompt, 1 to 128; 1 when temperature is 0, as all would be equal.
         temperature: Finite and >= 0; 0 takes the most probable token (greedy), between 0 and 0.01 counts as 0.01.
         top_p: In (0, 1]: keep the smallest set of most probable tokens whose probability reaches this.
-        top_k: Keep this many most probable tokens; 0 or -1 keeps all. Tokens tied with the last one kept stay, too.
+        top_k: Keep this many most probable tokens; 0 or -1 keeps all. Tokens tied with the last one are kept, too.
         min_p: In [0, 1]: drop tokens less probable than this fraction of the most probable one.
         presence_penalty: In [-2, 2], subtracted once from the logit of each token generated so far.
         frequency_penalty: In [-2, 2], subtracted once per occurrence among the generated tokens.
         repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in prompt or output.
         seed: A signed 64-bit integer; makes the request's samples reproducible whatever else is in the batch. -1 means
             None.
-        stop: Text or texts that end the output, none empty; kept as a list. Needs `detokenize`.
+        stop: Text or texts that end the output, none empty; stored as a list. Needs `detokenize`.
         stop_token_ids: Tokens that end the output.
         include_stop_str_in_output: Keep the stop text in the output.
-        ignore_eos: Go on after the end-of-sequence token.
+        ignore_eos: Continue after the end-of-sequence token.
         max_tokens: Tokens to generate at most; None means as many as the context holds.
         min_tokens: No end-of-sequence token (unless `ignore_eos`) and no stop token before this many tokens.
         logprobs: Return the log-probabilities of the sampled token and of this many most probable ones; -1 for all.
         prompt_logprobs: Likewise for each prompt token. Such a request does not read the prefix cache.
         detokenize: Turn the output into text.
         skip_special_tokens: Leave special tokens out of the text.
-        spaces_between_special_tokens: Put spaces between special tokens in the text, where the tokenizer knows a
-            difference; those of the library `tokenizers` know none.
-        output_kind: What each output of the engine carries.
-        structured_outputs: The form that the text must have. The output ends as soon as nothing can follow; tokens that
-            end it can be chosen only where it is complete, and before `min_tokens` only if nothing else can follow.
-        best_of: Generate this many sequences, `n` to 128, and give only the best `n` of them, by the sum of their
-            tokens' log-probabilities, best first. None, like `n`, gives all. More shows nothing before the end.
-        logit_bias: Token id to what is added to its logit, clamped to [-100, 100]; before penalties and temperature.
-        allowed_token_ids: No other tokens can be chosen, not even those that would end the sequence.
-        bad_words: Texts that must not come, each as it is tokenized at the beginning of a text and after a space: the
-            last token of one cannot be chosen where the tokens before it stand, in the prompt or in the output.
-        bad_words_token_ids: Likewise as lists of token ids. What `bad_words` come to is added by the engine.
-        truncate_prompt_tokens: Keep only so many last tokens of the prompt; -1 as many as the context holds.
-        use_beam_search: Follow the `beam_width` best sequences at a time instead of sampling one, and give the best `n`
-            of those that have ended, by their scores: the sum of the log-probabilities of their tokens, divided by
-            `length ** length_penalty`. Nothing is shown before the end.
+        spaces_between_special_tokens: Put spaces between special tokens in the text. No effect with tokenizers of the
+            library `tokenizers`.
+        output_kind: What each output of the engine contains.
+        structured_outputs: A constraint on the text, such as a JSON schema. The output ends as soon as the constraint
+            allows no further token. Tokens that end the output are allowed only where the text is complete, and before
+            `min_tokens` only if no other token is allowed.
+        best_of: Generate this many sequences, `n` to 128, and return the best `n` by the sum of their tokens'
+            log-probabilities, best first. None means `n`. With more than `n`, there is no output before the end.
+        logit_bias: Token id to the bias added to its logit, clamped to [-100, 100]; before penalties and temperature.
+        allowed_token_ids: Only these tokens can be sampled, also instead of tokens that end the sequence.
+        bad_words: Texts that must not occur. Each is tokenized as at the beginning of a text and as after a space; its
+            last token cannot be sampled after its other tokens, whether these are in the prompt or in the output.
+        bad_words_token_ids: The same as lists of token ids. The engine adds the token ids of `bad_words`.
+        truncate_prompt_tokens: Keep only the last tokens of the prompt, this many; -1 as many as the context holds.
+        use_beam_search: Keep the `beam_width` best sequences at each position instead of sampling one, and return the
+            best `n` finished ones by score: the sum of the log-probabilities of their tokens, divided by
+            `length ** length_penalty`. There is no output before the end.
         beam_width: 1 to 32, at least `n`; by default `best_of`, or else `n`.
         length_penalty: From -10 to 10; above 0 it favours long sequences.
-        early_stopping: When the search ends before `max_tokens`. True: with `beam_width` sequences that have ended.
-            False: when the best that runs has no better score, at its present length, than the worst of these.
-            "never": when it cannot come to one, even at the length that favours it most.
-        extra_args: For plugins, logits processors above all: names to whatever JSON knows.
+        early_stopping: When beam search ends before `max_tokens`. True: when `beam_width` sequences have finished.
+            False: when, in addition, no running beam has a better score at its present length than the worst of these.
+            "never": when no running beam can reach a better score at any length.
+        extra_args: Arguments for plugins such as logits processors: names to JSON values.
 
     Raises:
         RequestError: A value has the wrong type or lies outside its range.
@@ -147,33 +148,33 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is simply the most probable one."""
+        """Whether each token is the most probable one."""
         return self.temperature == 0.0
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run at a time."""
+        """Sequences that run at the same time."""
         return self.num_beams if self.use_beam_search else self.best_of or self.n
 
     @property
     def num_beams(self) -> int:
-        """Sequences that a beam search follows."""
+        """Number of beams of a beam search."""
         return self.beam_width or self.best_of or self.n
 
     @property
     def is_ranked(self) -> bool:
-        """Whether which sequences are given, and in which order, shows only when all have ended."""
+        """Whether the sequences are ranked at the end, so that there is no output before."""
         return self.use_beam_search or (self.best_of is not None and self.best_of > self.n)
 
     @property
     def narrowed_by(self) -> str | None:
-        """The setting that leaves fewer tokens to choose from than the model has, if there is one."""
+        """The name of a field that excludes tokens of the vocabulary, if one does."""
         names = ("allowed_token_ids", "bad_words", "bad_words_token_ids")
         return next((name for name in names if getattr(self, name)), None)
 
     @property
     def num_entries(self) -> int:
-        """How much its lists, dicts and texts hold, as an estimate of what it takes to check and send them."""
+        """Approximate number of entries in its lists, dicts and texts: the cost of checking and sending them."""
         ids = sum(map(len, (self.stop_token_ids or (), self.logit_bias or (), self.allowed_token_ids or ())))
         ids += sum(map(len, self.bad_words_token_ids or ())) + sum(map(len, self.bad_words or ()))  # a token or less
         num_bytes = sum(map(len, self.stop or ()))
@@ -208,7 +209,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 reject(name, getattr(self, name), "unset unless use_beam_search is True")
 
     def _check_beam_search(self) -> None:
-        """Everything that changes what is sampled would change nothing here, and pass unnoticed."""
+        """Rejects parameters that have no effect, because beam search does not sample."""
         for name in _NOT_WITH_BEAMS:
             if getattr(self, name) != _DEFAULTS[name]:
                 reject(name, getattr(self, name), "unset when use_beam_search is True, which does not sample")
@@ -226,17 +227,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 def validate_for_model(
     params: SamplingParams, *, vocab_size: int, max_model_len: int, max_logprobs: int, prompt_len: int
 ) -> SamplingParams:
-    """Checks what only the model and the prompt can tell, and settles how many tokens there can be.
+    """Checks the bounds that depend on the model and the prompt, and limits `max_tokens` to the context.
 
     Args:
-        params: Left as it is.
-        vocab_size: Tokens that the model knows.
-        max_model_len: Longest sequence, prompt included.
+        params: Not modified.
+        vocab_size: Size of the model's vocabulary.
+        max_model_len: Length of the longest sequence, prompt included.
         max_logprobs: Largest `logprobs` and `prompt_logprobs` allowed; -1 allows the whole vocabulary.
         prompt_len: Tokens in the prompt.
 
     Returns:
-        `params`, or a copy in which `max_tokens` is what the context has room for, where it was None or more than that.
+        `params`, or a copy with `max_tokens` set to the room in the context if it was None or larger.
 
     Raises:
         RequestError: A value is out of range, or the prompt leaves no room for a token.
@@ -262,13 +263,13 @@ def validate_for_model(
     if params.min_tokens > room:
         reject("min_tokens", params.min_tokens, f"an integer from 0 to {room}, the room that the prompt leaves")
     if params.max_tokens is None or params.max_tokens > room:
-        params = copy.copy(params)  # its fields are checked, and may be long
+        params = copy.copy(params)  # shallow: the fields are checked already, and may be large
         params.max_tokens = room
     return params
 
 
 def _token_ids_of(params: SamplingParams) -> Iterator[tuple[str, Iterable[int]]]:
-    """The fields that hold token ids, stop tokens aside, and what they hold."""
+    """The fields with token ids, except stop tokens, and their token ids."""
     if params.logit_bias:
         yield "logit_bias", params.logit_bias
     if params.allowed_token_ids:
