@@ -99,9 +99,9 @@ class TestStopStrings:
 
     def test_a_match_that_was_complete_before_is_passed_over(self):
         stops = StopStringFinder(["fox"], False)
-        assert stops.find("the fox", settled=7) is None
-        assert stops.find("the fox, a fox", settled=7) == ("fox", 11)
-        assert stops.find("the fox", settled=6) == ("fox", 4)
+        assert stops.find("the fox", num_checked=7) is None
+        assert stops.find("the fox, a fox", num_checked=7) == ("fox", 11)
+        assert stops.find("the fox", num_checked=6) == ("fox", 4)
 
     @given(
         text=st.text("ab", max_size=12), stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3)
