@@ -123,7 +123,7 @@ def test_a_request_ends_once(tracer: Tracer, written: InMemorySpanExporter) -> N
 
 def test_a_tracer_that_fails_says_so_once_and_stops_nobody(tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("mvllm.engine.metrics.tracing._facts", lambda *_: 1 / 0)
+    monkeypatch.setattr("mvllm.engine.metrics.tracing._span_attributes", lambda *_: 1 / 0)
     monkeypatch.setattr("mvllm.engine.metrics.tracing.logger.error", lambda text, **_: said.append(text))
     for _ in range(2):
         run = Run()
