@@ -1,4 +1,4 @@
-"""When an engine core that is silent is taken for hung."""
+"""When AsyncMPClient ends an unresponsive engine core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mvllm.executor.process.activity_table import Activity
 
 
 class Loop:
-    """Notes what it is asked for."""
+    """Records the calls to the event loop."""
 
     def __init__(self) -> None:
         self.later: list[float] = []
@@ -25,7 +25,7 @@ class Loop:
 
 
 def look(activity: str, seconds: float) -> Loop:
-    """What a front end does that has waited for as long as its core has been doing this, after a look."""
+    """What the client does at its next heartbeat check, when the core has had this activity for so long."""
     loop = Loop()
     link = SimpleNamespace(
         channel=SimpleNamespace(num_sent=1),
@@ -40,13 +40,13 @@ def look(activity: str, seconds: float) -> Loop:
     return loop
 
 
-def test_waking_up_may_take_as_long_as_a_start() -> None:
+def test_wake_up_may_take_as_long_as_a_start() -> None:
     loop = look("wake_up", 400.0)  # weights are read from a slow disk
     assert not loop.ordered and loop.later == [315.0]  # a step that follows is looked after as ever
     assert look("wake_up", 1900.0).ordered
 
 
-def test_a_step_may_not() -> None:
+def test_a_step_may_not_take_as_long_as_a_start() -> None:
     assert look("execution", 400.0).ordered
     loop = look("execution", 300.0)
     assert not loop.ordered and 0 < loop.later[0] <= 15.0

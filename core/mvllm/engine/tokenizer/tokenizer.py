@@ -54,7 +54,7 @@ class Tokenizer:
 
     @property
     def backend(self) -> Any:
-        """The object of the library `tokenizers`, or None. Imports transformers only if `tokenizer.json` was not read."""
+        """The object of the library `tokenizers`, or None. Needs transformers only if `tokenizer.json` was not read."""
         plain = self._json_tokenizer
         return plain.fast if plain is not None else getattr(self.hf, "backend_tokenizer", None)
 
