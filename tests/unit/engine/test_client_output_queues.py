@@ -7,7 +7,7 @@ from queue import SimpleQueue
 import pytest
 
 from mvllm.engine.process import client_output_queues
-from mvllm.engine.process.client_output_queues import MultiClientOutputQueues
+from mvllm.engine.process.client_output_queues import ClientOutputQueues
 from mvllm.messages.core_protocol import UtilityResult
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 
@@ -20,7 +20,7 @@ class Core:
         monkeypatch.setattr(client_output_queues.time, "monotonic", lambda: self.now)
         self.output_queue: client_output_queues.OutputQueue = SimpleQueue()
         self.reports: list[tuple[int, list[int]]] = []
-        self.queues = MultiClientOutputQueues(
+        self.queues = ClientOutputQueues(
             self.output_queue, 3, lambda stats, counts: self.reports.append((stats.num_running, [*counts]))
         )
 

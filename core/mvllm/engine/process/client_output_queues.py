@@ -7,7 +7,6 @@ without outputs are sent at most every 0.1 s.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
@@ -24,98 +23,8 @@ LoadReporter = Callable[[SchedulerStats, Sequence[int]], None]
 """Called with the scheduler's state and the number of unfinished sequences of each client."""
 
 
-class ClientOutputQueues(ABC):
-    """Collects what the clients are to receive, and queues it for the output thread. Used by the core's main thread.
-
-    `source` is the index of a client.
-
-    Args:
-        output_queue: The queue of the output thread.
-    """
-
-    def __init__(self, output_queue: OutputQueue) -> None:
-        self._output_queue = output_queue
-
-    @abstractmethod
-    def acknowledge(self, source: int, number: int) -> None:
-        """Records the number of the last command received from a client."""
-
-    @abstractmethod
-    def add_request(self, source: int, request_id: str) -> None:
-        """Records that a client owns a request."""
-
-    @abstractmethod
-    def reject_request(self, source: int, output: EngineCoreOutput) -> None:
-        """Queues the error output of a request that the core could not accept."""
-
-    @abstractmethod
-    def add_result(self, source: int, result: UtilityResult) -> None:
-        """Queues the result of a utility call."""
-
-    @abstractmethod
-    def pop_owned(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
-        """Returns the requests that belong to the client, and forgets them."""
-
-    @abstractmethod
-    def drop_client(self, source: int) -> Sequence[str]:
-        """Disconnects a client that has died. Returns its unfinished requests, and forgets them."""
-
-    def is_disconnected(self, source: int) -> bool:
-        """Whether `drop_client` was called for the client. Its last commands may arrive after that."""
-        return False
-
-    @abstractmethod
-    def publish(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
-        """Queues one step's outputs for the clients.
-
-        Args:
-            outputs: The outputs of one step. May be modified.
-            is_busy: Whether the core has unfinished requests.
-        """
-
-
-class SingleClientOutputQueue(ClientOutputQueues):
-    """The output queue of a core with one client, which owns all requests."""
-
-    def __init__(self, output_queue: OutputQueue) -> None:
-        super().__init__(output_queue)
-        self._num_acknowledged = 0
-        self._sent_at = 0.0
-        self._rejected: list[EngineCoreOutput] = []
-        self._results: list[UtilityResult] = []
-
-    def acknowledge(self, source: int, number: int) -> None:
-        self._num_acknowledged = number
-
-    def add_request(self, source: int, request_id: str) -> None:
-        pass
-
-    def reject_request(self, source: int, output: EngineCoreOutput) -> None:
-        self._rejected.append(output)
-
-    def add_result(self, source: int, result: UtilityResult) -> None:
-        self._results.append(result)
-
-    def pop_owned(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
-        return request_ids
-
-    def drop_client(self, source: int) -> Sequence[str]:
-        return ()
-
-    def publish(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
-        if self._rejected:
-            outputs.outputs = self._rejected + outputs.outputs
-            self._rejected = []
-        now = time.monotonic()
-        if outputs.outputs or self._results or not is_busy or now - self._sent_at >= UPDATE_INTERVAL_SECONDS:
-            outputs.num_acknowledged, outputs.is_busy = self._num_acknowledged, is_busy
-            outputs.utility_results, self._results = self._results, []
-            self._output_queue.put((0, outputs))
-            self._sent_at = now
-
-
 class _Client:
-    """One of several clients: its unfinished requests, what it is to receive, and what it was sent last."""
+    """One client: its unfinished requests, what it is to receive, and what it was sent last."""
 
     def __init__(self) -> None:
         self.num_acknowledged = 0
@@ -136,8 +45,10 @@ class _Client:
         return now - self.sent_at >= UPDATE_INTERVAL_SECONDS
 
 
-class MultiClientOutputQueues(ClientOutputQueues):
-    """The output queues of a core with several clients.
+class ClientOutputQueues:
+    """Collects what each client is to receive, and queues it for the output thread. Used by the core's main thread.
+
+    `source` is the index of a client.
 
     Args:
         output_queue: The queue of the output thread.
@@ -146,7 +57,7 @@ class MultiClientOutputQueues(ClientOutputQueues):
     """
 
     def __init__(self, output_queue: OutputQueue, count: int, report_load: LoadReporter | None = None) -> None:
-        super().__init__(output_queue)
+        self._output_queue = output_queue
         self._clients = [_Client() for _ in range(count)]
         self._owner: dict[str, _Client] = {}
         self._report_load = report_load
@@ -154,20 +65,25 @@ class MultiClientOutputQueues(ClientOutputQueues):
         self._reported_busy = False
 
     def acknowledge(self, source: int, number: int) -> None:
+        """Records the number of the last command received from a client."""
         self._clients[source].num_acknowledged = number
 
     def add_request(self, source: int, request_id: str) -> None:
+        """Records that a client owns a request."""
         client = self._clients[source]
         self._owner[request_id] = client
         client.unfinished.add(request_id)
 
     def reject_request(self, source: int, output: EngineCoreOutput) -> None:
+        """Queues the error output of a request that the core could not accept."""
         self._clients[source].outputs.append(output)
 
     def add_result(self, source: int, result: UtilityResult) -> None:
+        """Queues the result of a utility call."""
         self._clients[source].results.append(result)
 
     def pop_owned(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
+        """Returns the requests that belong to the client, and forgets them."""
         client = self._clients[source]
         unique_ids = dict.fromkeys(request_ids)
         owned = [request_id for request_id in unique_ids if self._owner.get(request_id) is client]
@@ -175,6 +91,7 @@ class MultiClientOutputQueues(ClientOutputQueues):
         return owned
 
     def drop_client(self, source: int) -> Sequence[str]:
+        """Disconnects a client that has died. Returns its unfinished requests, and forgets them."""
         client = self._clients[source]
         client.is_disconnected = True
         client.outputs.clear()
@@ -184,9 +101,16 @@ class MultiClientOutputQueues(ClientOutputQueues):
         return unfinished
 
     def is_disconnected(self, source: int) -> bool:
+        """Whether `drop_client` was called for the client. Its last commands may arrive after that."""
         return self._clients[source].is_disconnected
 
     def publish(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
+        """Queues one step's outputs for the clients.
+
+        Args:
+            outputs: The outputs of one step. May be modified.
+            is_busy: Whether the core has unfinished requests.
+        """
         for output in outputs.outputs:
             owner = self._owner.get(output.request_id)
             if owner is None:
@@ -215,6 +139,30 @@ class MultiClientOutputQueues(ClientOutputQueues):
             self._owner.pop(request_id).unfinished.discard(request_id)
 
 
+class SingleClientOutputQueue(ClientOutputQueues):
+    """The output queue of a core with one client, which owns all requests: they are not tracked."""
+
+    def __init__(self, output_queue: OutputQueue) -> None:
+        super().__init__(output_queue, 1)
+
+    def add_request(self, source: int, request_id: str) -> None:
+        pass
+
+    def pop_owned(self, source: int, request_ids: Sequence[str]) -> Sequence[str]:
+        return request_ids
+
+    def publish(self, outputs: EngineCoreOutputs, *, is_busy: bool) -> None:
+        [client] = self._clients
+        if client.outputs:  # of rejected requests
+            outputs.outputs, client.outputs = client.outputs + outputs.outputs, []
+        now = time.monotonic()
+        if outputs.outputs or client.results or not is_busy or now - client.sent_at >= UPDATE_INTERVAL_SECONDS:
+            outputs.num_acknowledged, outputs.is_busy = client.num_acknowledged, is_busy
+            outputs.utility_results, client.results = client.results, []
+            self._output_queue.put((0, outputs))
+            client.sent_at = now
+
+
 def make_output_queues(
     num_clients: int, output_queue: OutputQueue, report_load: LoadReporter | None = None
 ) -> ClientOutputQueues:
@@ -222,5 +170,5 @@ def make_output_queues(
     return (
         SingleClientOutputQueue(output_queue)
         if num_clients == 1
-        else MultiClientOutputQueues(output_queue, num_clients, report_load)
+        else ClientOutputQueues(output_queue, num_clients, report_load)
     )
