@@ -134,19 +134,16 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
             EngineDeadError: The engine has stopped; the cause is kept.
             RuntimeError: Another event loop was the first to use the engine.
         """
-        stream = await self.add_request(
+        async with await self.add_request(
             prompt,
             sampling_params,
             request_id,
             priority=priority,
             arrival_time=arrival_time,
             lora_request=lora_request,
-        )
-        try:
+        ) as stream:
             async for output in stream:
                 yield output
-        finally:
-            stream.close()
 
     async def encode(
         self,
@@ -171,11 +168,9 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
         (stream,) = await self.add_requests(
             [prompt], [pooling_params], request_id, priority=priority, arrival_time=arrival_time, pooling=True
         )
-        try:
+        async with stream:
             async for output in stream:
                 yield PoolingRequestOutput.from_request_output(output)
-        finally:
-            stream.close()
 
     async def add_request(
         self,

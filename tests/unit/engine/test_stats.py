@@ -13,7 +13,7 @@ def test_a_rate_can_follow_a_counter() -> None:
 
 
 def test_a_rate_can_be_read_while_tokens_are_counted() -> None:
-    """As from another thread, which may be switched to between any two entries."""
+    """Like another thread that runs between any two entries."""
 
     class Now(float):
         def __sub__(self, other: float) -> float:
