@@ -35,7 +35,7 @@ class EngineCoreClient(EngineCoreFacts, Protocol):
         """Runs one step."""
 
     def interrupt_step(self) -> None:
-        """Has a `step` that waits for another process return without news. From any thread, or a signal handler."""
+        """Makes a waiting `step` return early. Callable in any thread or a signal handler."""
 
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes."""

@@ -5,7 +5,7 @@
     front end      <── EngineCoreOutputs ───────────────────────────  engine core      (requests.py)
 
 `EngineCoreOutputs` contains the number of the last command received and whether the core has unfinished requests. When
-all commands are acknowledged and the core is not busy, a front end knows that no more outputs follow. If several front
+all commands are acknowledged and the core is not busy, no more outputs follow. If several front
 ends share a core, each numbers its own commands and receives the outputs of its own requests.
 """
 

@@ -62,13 +62,13 @@ class AdmissionControl:
         can_run = scheduler.max_num_seqs * self._config.parallel.data_parallel_size
         if num_queued + num_sequences > can_run + scheduler.max_queued_requests:
             reason = (
-                f"{num_queued} sequences are under way, of which {can_run} can run at once and "
+                f"{num_queued} sequences are running or queued; {can_run} can run at once and "
                 f"{scheduler.max_queued_requests} may wait (max_queued_requests)"
             )
         elif num_queued_tokens + num_tokens > (scheduler.max_queued_tokens or math.inf):
             reason = (
-                f"The prompts under way have {num_queued_tokens} tokens; with the {num_tokens} of this request "
-                f"they would have more than {scheduler.max_queued_tokens} (max_queued_tokens)"
+                f"The prompts of unfinished requests have {num_queued_tokens} tokens; with the {num_tokens} of this "
+                f"request they would have more than {scheduler.max_queued_tokens} (max_queued_tokens)"
             )
         else:
             return

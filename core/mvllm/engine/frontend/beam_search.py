@@ -141,10 +141,10 @@ class BeamSearch:
         before, found = self._running[beam], self._found[beam]
         logprob = found.logprobs[rank]
         grown = Beam([*before.token_ids, token_id], before.cumulative_logprob + logprob)
-        if (wanted := self._params.logprobs) is not None:
-            most = slice(1, None if wanted == -1 else 1 + wanted)
-            here = PositionLogprobs([token_id, *found.token_ids[most]], [logprob, *found.logprobs[most]], rank)
-            grown.positions = [*before.positions, here]
+        if (num_logprobs := self._params.logprobs) is not None:
+            top = slice(1, None if num_logprobs == -1 else 1 + num_logprobs)
+            position = PositionLogprobs([token_id, *found.token_ids[top]], [logprob, *found.logprobs[top]], rank)
+            grown.positions = [*before.positions, position]
         return grown
 
     def _finish_beam(self, beam: Beam, *, by_token: bool) -> None:
@@ -162,8 +162,8 @@ class BeamSearch:
             return False
         if params.early_stopping is True:
             return True
-        at_best = self._max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
-        best = self._running[0].cumulative_logprob / at_best**params.length_penalty
+        best_length = self._max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
+        best = self._running[0].cumulative_logprob / best_length**params.length_penalty
         return best <= self.finished_beams[-1].score
 
     def results(self) -> Sequence[Beam]:

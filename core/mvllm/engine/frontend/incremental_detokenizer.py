@@ -62,10 +62,10 @@ class IncrementalDetokenizer:
         """Returns the window's part of `text` (context and window), and makes the window the next context."""
         piece = text[len(self._context_text) :]
         if self._needs_context:
-            shown = self._decode(self._pending)
+            text = self._decode(self._pending)
             # Tokens without text are no context by themselves.
-            self._context = self._pending if shown else self._context + self._pending
-            self._context_text = shown or self._decode(self._context)
+            self._context = self._pending if text else self._context + self._pending
+            self._context_text = text or self._decode(self._context)
         self._pending = []
         return piece
 

@@ -139,23 +139,23 @@ class InputProcessor:
         for i, part in enumerate(parts):
             chosen = params[i]
             if chosen is None:
-                settled = self._check_params(self.default_params())
+                validated = self._check_params(self.default_params())
             elif id(chosen) in checked:
-                settled = copy.copy(checked[id(chosen)])
+                validated = copy.copy(checked[id(chosen)])
             else:
-                settled = checked[id(chosen)] = self._check_for_prompt(i, prompts, self._check_params, chosen)
-            settled = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, settled, part)
+                validated = checked[id(chosen)] = self._check_for_prompt(i, prompts, self._check_params, chosen)
+            validated = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, validated, part)
             core = EngineCoreRequest(
                 request_id=_check_request_id(request_ids[i]),
                 prompt_token_ids=part.token_ids or [],
-                sampling_params=settled,
+                sampling_params=validated,
                 eos_token_ids=self._eos_token_ids,
                 arrival_time=arrival,
                 priority=self._check_priority(priorities[i]) if priorities is not None else 0,
                 cache_salt=part.cache_salt,
                 lora_request=None if lora_requests is None else self._check_lora_request(lora_requests[i]),
             )
-            processed.append(ProcessedRequest(part.text, settled, core))
+            processed.append(ProcessedRequest(part.text, validated, core))
         return processed
 
     # --- prompts

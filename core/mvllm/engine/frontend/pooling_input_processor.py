@@ -52,7 +52,7 @@ class PoolingInputProcessor(InputProcessor):
         arrival_time: float | None = None,
         lora_requests: Sequence[LoRARequest | None] | None = None,
     ) -> list[ProcessedRequest]:
-        settled = [self._resolve_params(each) for each in params]
+        resolved = [self._resolve_params(each) for each in params]
         prompts = [
             self._check_for_prompt(i, prompts, self._truncate_prompt, prompt, params[i])
             for i, prompt in enumerate(prompts)
@@ -66,7 +66,7 @@ class PoolingInputProcessor(InputProcessor):
             arrival_time=arrival_time,
             lora_requests=lora_requests,
         )
-        for request, each in zip(requests, settled, strict=True):
+        for request, each in zip(requests, resolved, strict=True):
             request.core.pooling_params = each
             request.core.eos_token_ids = []
         return requests

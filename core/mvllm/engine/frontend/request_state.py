@@ -26,21 +26,21 @@ _STOP = str(FinishReason.STOP)
 
 
 class RequestState:
-    """One request of a caller.
+    """A caller's request: its sequences, its metrics, and the outputs that its caller has received.
 
     Attributes:
         request_id: The caller's id.
         params: As validated; `n` may be larger than 1.
         sequences: One per sequence of the output.
-        num_unfinished: Sequences that have not ended.
-        num_sequences: Sequences that the engine core may run at a time.
+        num_unfinished: Number of sequences that have not ended.
+        num_sequences: Number of sequences that the engine core may run at the same time.
         has_new_output: Whether `make_request_output` may return something new.
         undecodable_core_ids: Core ids of running sequences whose tokens could not be turned into text; the
             OutputProcessor ends them (`finish_undecodable`).
         is_tracked: Whether the OutputProcessor still tracks the request.
-        stream: Gets notified of new output; None in an LLMEngine.
+        stream: The iterator to notify of new output; None in an LLMEngine.
         final_only: Whether there is no output before the end.
-        is_pooling: Whether the request is for an embedding and generates no tokens.
+        is_pooling: Whether it is a pooling request, which generates no tokens.
         search: The beam search that finds the sequences, if the request asks for one.
         metrics: Times of the request's events.
     """
@@ -74,7 +74,7 @@ class RequestState:
         self._prompt = request.prompt
         self._prompt_token_ids = core.prompt_token_ids
         self._tokenizer = tokenizer if params.detokenize else None
-        self._wants_prompt_logprobs = params.prompt_logprobs is not None
+        self._returns_prompt_logprobs = params.prompt_logprobs is not None
         self._prompt_logprobs: list[PositionLogprobMap | None] | None = None
         self._prompt_logprobs_returned = False
         self._num_cached_tokens: int | None = None
@@ -103,7 +103,7 @@ class RequestState:
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
     def update_from_output(self, output: EngineCoreOutput, now: float) -> None:
-        """Records what an output says about the request as a whole."""
+        """Records the fields of an output that belong to the request, not to a sequence."""
         metrics = self.metrics
         if output.new_token_ids and metrics.first_token_time is None:
             metrics.first_token_time = output.first_token_time or now
@@ -111,13 +111,13 @@ class RequestState:
             # Of the first sequence alone: the others find the prompt in the cache because of it.
             self._num_cached_tokens = output.num_cached_tokens
             metrics.first_scheduled_time = output.scheduled_time or None
-        if output.prompt_logprobs is not None and self._wants_prompt_logprobs:
+        if output.prompt_logprobs is not None and self._returns_prompt_logprobs:
             self._prompt_logprobs = [None, *(_to_logprob_map(p, self._tokenizer) for p in output.prompt_logprobs)]
         if output.pooling_output is not None:
             self._pooling_output = output.pooling_output
 
     def fail_beam_search(self, failure: EngineCoreOutput, now: float) -> None:
-        """Ends all sequences as `failure`, an output with a finish reason, says."""
+        """Ends all sequences with the finish reason and error of an output."""
         end = EngineCoreOutput(
             "", [], failure.finish_reason, error=failure.error, error_parameter=failure.error_parameter
         )
@@ -131,7 +131,7 @@ class RequestState:
             EngineCoreOutput("", beam.token_ids, beam.finish_reason, beam.stop_reason, beam.positions) for beam in beams
         ]
         if not ends:
-            error = "no sequence can end: every token that could come ends it, and min_tokens forbids that"
+            error = "no sequence can end: every candidate token is an end token, which min_tokens forbids"
             ends = [EngineCoreOutput("", [], FinishReason.ERROR, error=error)]
         del self.sequences[len(ends) :]
         self._finish_sequences(ends, now)
@@ -188,7 +188,7 @@ class RequestState:
         if self.kind == RequestOutputKind.DELTA and self._prompt_logprobs_returned:
             return None
         self._prompt_logprobs_returned = self._prompt_logprobs is not None
-        if self._prompt_logprobs is None and self._wants_prompt_logprobs and len(self._prompt_token_ids) == 1:
+        if self._prompt_logprobs is None and self._returns_prompt_logprobs and len(self._prompt_token_ids) == 1:
             return [None]  # a prompt of one token has no predicted position, so the engine core sends nothing
         return self._prompt_logprobs
 
@@ -215,11 +215,13 @@ class SequenceState:
         self.last_token_time = 0.0
         self.cumulative_logprob = 0.0
         self._tokenizer = tokenizer if params.detokenize else None
-        self._wants_logprobs = params.logprobs is not None
-        self._wants_sum = self._wants_logprobs or params.is_ranked
+        self._returns_logprobs = params.logprobs is not None
+        self._sums_logprobs = self._returns_logprobs or params.is_ranked
         self._logprobs: list[PositionLogprobMap] = []
         self._text = make_sequence_detokenizer(params, self._tokenizer, request.final_only, self.token_ids)
-        self.uses_fast_path = not self._wants_sum and (self._text is None or isinstance(self._text, LazyDetokenizer))
+        self.uses_fast_path = not self._sums_logprobs and (
+            self._text is None or isinstance(self._text, LazyDetokenizer)
+        )
         self._num_tokens_returned = 0
         self._end_returned = False
 
@@ -233,9 +235,9 @@ class SequenceState:
                 self.finish_reason, self.stop_reason = _STOP, stop
                 new = new[:num_used]
         self.token_ids += new
-        if self._wants_sum and output.logprobs:
+        if self._sums_logprobs and output.logprobs:
             for position in output.logprobs[: len(new)]:
-                if self._wants_logprobs:
+                if self._returns_logprobs:
                     self._logprobs.append(_to_logprob_map(position, self._tokenizer))
                 self.cumulative_logprob += position.logprobs[0]
         if ended is not None and self.finish_reason is None:
@@ -258,14 +260,14 @@ class SequenceState:
     def make_full_output(self) -> CompletionOutput:
         """Everything so far. Later steps do not change a returned output."""
         text = self._decode(new=False)
-        logprobs = list(self._logprobs) if self._wants_logprobs else None
+        logprobs = list(self._logprobs) if self._returns_logprobs else None
         return self._make_completion_output(text, list(self.token_ids), logprobs)
 
     def make_delta_output(self) -> CompletionOutput:
         """Everything since the last call."""
         text = self._decode(new=True)
         start = self._num_tokens_returned
-        logprobs = self._logprobs[start:] if self._wants_logprobs else None
+        logprobs = self._logprobs[start:] if self._returns_logprobs else None
         output = self._make_completion_output(text, self.token_ids[start:], logprobs)
         self._num_tokens_returned = len(self.token_ids)
         self._end_returned = self.finish_reason is not None
@@ -295,7 +297,7 @@ class SequenceState:
             self.index,
             text,
             token_ids,
-            self.cumulative_logprob if self._wants_sum else None,
+            self.cumulative_logprob if self._sums_logprobs else None,
             logprobs,
             self.finish_reason,
             self.stop_reason,

@@ -34,8 +34,8 @@ class StopStringDetokenizer:
         Returns:
             The number of tokens of `new` that belong to the sequence, and the stop string that was found.
         """
-        shown = _without_end_token(new, ended, self._include_stop)
-        for i, token_id in enumerate(shown, start=1):
+        visible = _without_end_token(new, ended, self._include_stop)
+        for i, token_id in enumerate(visible, start=1):
             stop = self._append_text(self._detokenizer.append((token_id,)), checked=num_before + i > self._min_tokens)
             if stop is not None:
                 return i, stop
@@ -55,8 +55,8 @@ class StopStringDetokenizer:
     def new_text(self, *, ended: bool) -> str:
         """The part of the text that is new since the last call."""
         text = self.full_text(ended=ended)
-        shown, self._num_returned = self._num_returned, len(text)
-        return text[shown:]
+        start, self._num_returned = self._num_returned, len(text)
+        return text[start:]
 
     def _append_text(self, piece: str, *, checked: bool) -> str | None:
         num_checked = len(self._text)

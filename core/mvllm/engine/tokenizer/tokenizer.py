@@ -156,8 +156,8 @@ class Tokenizer:
     def _has_default_settings(self) -> bool:
         """Whether the backend has the settings that a call through transformers would set."""
         fast = self._fast
-        wanted = getattr(self.hf, "split_special_tokens", False)
-        return fast.truncation is None and fast.padding is None and fast.encode_special_tokens == wanted
+        expected = getattr(self.hf, "split_special_tokens", False)
+        return fast.truncation is None and fast.padding is None and fast.encode_special_tokens == expected
 
     @cached_property
     def _encodes_by_backend(self) -> bool:

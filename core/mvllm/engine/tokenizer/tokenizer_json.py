@@ -187,10 +187,10 @@ def read_tokenizer_json(folder: Path, settings: Mapping[str, Any], model: Mappin
         return None
     known = {i: _added_token_fields(token) for i, token in fast.get_added_tokens_decoder().items()}
     special = {fields["content"] for fields in known.values() if fields["special"]}
-    wanted = _special_token_texts(settings, () if spec is None else spec.named) | (
+    required = _special_token_texts(settings, () if spec is None else spec.named) | (
         {fast.padding["pad_token"]} if fast.padding else set()
     )
-    if not wanted <= special or not _added_tokens_match(settings.get("added_tokens_decoder", {}), known):
+    if not required <= special or not _added_tokens_match(settings.get("added_tokens_decoder", {}), known):
         return None
     fast.no_truncation()
     fast.no_padding()
