@@ -158,7 +158,7 @@ def test_an_aborted_search_leaves_nothing(llm: LLM) -> None:
 
 def test_where_nothing_can_end_there_is_an_error(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=4, min_tokens=2, stop_token_ids=list(range(320)))
-    with pytest.raises(RequestError, match="every token"):
+    with pytest.raises(RequestError, match="every candidate token"):
         llm.beam_search([5, 6], params)
     assert not llm.llm_engine.has_unfinished_requests()
 
