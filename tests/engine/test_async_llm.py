@@ -1,4 +1,4 @@
-"""AsyncLLM gives what LLM gives, to one caller and to many, and loses nothing when callers leave, lag or err."""
+"""AsyncLLM: the same outputs as LLM for one caller and many; callers that abort, lag or send invalid requests."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def run(loop: asyncio.AbstractEventLoop) -> Run:
 def nothing_goes_on(llm: AsyncLLM, run: Run) -> Iterator[None]:
     """After each test the engine that they share is at rest: no request, and no block that belongs to one."""
     yield
-    requests = llm._requests
-    assert llm.num_requests == 0 and not requests._output_processor._sequences and not requests._by_id
-    assert requests.sizes == (0, 0, 0)
+    requests = llm._output_processor
+    assert llm.num_requests == 0 and not requests._sequences and not requests._requests
+    assert (requests.num_sequences, requests.num_prompt_tokens, llm._admission.num_tokenizing) == (0, 0, 0)
     assert run(llm.reset_prefix_cache())
     assert (llm.stats.num_running, llm.stats.num_waiting, llm.stats.kv_cache_usage) == (0, 0, 0.0)
     assert llm.heartbeat_age == 0.0
@@ -90,7 +90,7 @@ def test_prompts_that_wait_for_a_thread_are_in_the_queue(checkpoint: Path, run: 
             text = "x y " * 50_000  # much too long, which takes a while to find out
             found = await asyncio.gather(*(llm.add_request(text) for _ in range(12)), return_exceptions=True)
             assert [type(each) for each in found].count(QueueFullError) == 12 - (2 + 3)
-            assert llm.num_requests == 0 and llm._requests.sizes == (0, 0, 0)
+            assert llm.num_requests == 0 and llm._admission.num_tokenizing == 0
             assert (await last(llm.generate([5], params(max_tokens=2)))).finished
 
         run(use())
@@ -100,7 +100,7 @@ def test_prompts_that_wait_for_a_thread_are_in_the_queue(checkpoint: Path, run: 
 
 
 @pytest.mark.parametrize("kind", [CUMULATIVE, FINAL_ONLY])
-def test_a_request_alone_gives_what_it_gives_offline(llm: AsyncLLM, offline: LLM, run: Run, kind: Any) -> None:
+def test_a_single_request_gives_the_output_of_llm(llm: AsyncLLM, offline: LLM, run: Run, kind: Any) -> None:
     asked = params(logprobs=2, prompt_logprobs=1, stop_token_ids=[9], output_kind=kind)
     for prompt in PROMPTS:
         (expected,) = offline.generate(prompt, asked, use_tqdm=False)
@@ -108,7 +108,7 @@ def test_a_request_alone_gives_what_it_gives_offline(llm: AsyncLLM, offline: LLM
 
 
 @pytest.mark.parametrize("stop", [None, ["e", "the"]])
-def test_64_at_once_in_pieces_and_as_a_whole_give_what_they_give_offline(
+def test_64_concurrent_requests_give_the_outputs_of_llm(
     llm: AsyncLLM, offline: LLM, run: Run, stop: list[str] | None
 ) -> None:
     prompts = [f"{i} times {PROMPTS[i % 2]}" for i in range(64)]
@@ -200,11 +200,11 @@ LEAVE = [leave_by_break, leave_by_cancellation, leave_by_error]
 
 @pytest.mark.parametrize("leave", LEAVE)
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_caller_that_leaves_ends_its_request_while_it_runs(llm: AsyncLLM, run: Run, leave: Any, n: int) -> None:
+def test_closing_the_iterator_aborts_a_running_request(llm: AsyncLLM, run: Run, leave: Any, n: int) -> None:
     run(leave(llm, PROMPTS[0], params(max_tokens=100_000, n=n, temperature=0.5, output_kind=DELTA)))
 
 
-def test_a_caller_that_leaves_before_anything_came_ends_its_request(llm: AsyncLLM, run: Run) -> None:
+def test_closing_the_iterator_before_the_first_output_aborts_the_request(llm: AsyncLLM, run: Run) -> None:
     async def leave() -> None:
         stream = await llm.add_request(PROMPTS[0], LONG)  # not even sent
         stream.close()
@@ -217,7 +217,7 @@ def test_a_caller_that_leaves_before_anything_came_ends_its_request(llm: AsyncLL
     run(leave())
 
 
-def test_requests_that_wait_or_gave_way_to_others_can_be_aborted(checkpoint: Path, offline: LLM, run: Run) -> None:
+def test_waiting_and_preempted_requests_can_be_aborted(checkpoint: Path, offline: LLM, run: Run) -> None:
     """Twelve blocks of KV cache, three requests that grow to ten each: one runs, one gave way, one never ran."""
     with async_engine(checkpoint, max_num_seqs=2, kv_cache_memory_bytes=bytes_of_blocks(offline, 12)) as llm:
 
@@ -237,7 +237,7 @@ def test_requests_that_wait_or_gave_way_to_others_can_be_aborted(checkpoint: Pat
         run(states())
 
 
-def test_an_aborted_request_ends_with_what_it_has(llm: AsyncLLM, run: Run) -> None:
+def test_an_aborted_request_returns_its_output_so_far(llm: AsyncLLM, run: Run) -> None:
     async def abort() -> None:
         stream = await llm.add_request(PROMPTS[0], params(max_tokens=150, n=2, temperature=0.5), "me")
         before = await anext(stream)
@@ -273,7 +273,7 @@ def test_one_id_twice_at_once_is_two_requests(llm: AsyncLLM, offline: LLM, run: 
     run(both())
 
 
-def test_a_caller_that_lags_gets_one_output_with_all_that_came_and_holds_up_nobody(llm: AsyncLLM, run: Run) -> None:
+def test_a_slow_caller_gets_one_output_and_delays_no_other(llm: AsyncLLM, run: Run) -> None:
     async def lag() -> None:
         slow = await llm.add_request(PROMPTS[0], LONG)
         first = await anext(slow)
@@ -302,7 +302,7 @@ def test_a_caller_that_lags_gets_one_output_with_all_that_came_and_holds_up_nobo
         (7, params(), "A prompt is"),
     ],
 )
-def test_what_is_not_acceptable_is_refused_before_anything_is_queued(
+def test_invalid_requests_are_rejected_before_anything_is_queued(
     llm: AsyncLLM, run: Run, prompt: Any, asked: Any, said: str
 ) -> None:
     async def refused() -> None:
@@ -318,7 +318,7 @@ def test_what_is_not_acceptable_is_refused_before_anything_is_queued(
     run(refused())
 
 
-def test_a_program_may_send_as_many_requests_as_it_likes(llm: AsyncLLM, run: Run) -> None:
+def test_the_default_queue_accepts_many_requests(llm: AsyncLLM, run: Run) -> None:
     async def send() -> None:
         first = await llm.add_request([5], LONG)
         streams = await llm.add_requests([[5]] * 1400, [params(max_tokens=1)] * 1400)
@@ -329,7 +329,7 @@ def test_a_program_may_send_as_many_requests_as_it_likes(llm: AsyncLLM, run: Run
     run(send())
 
 
-def test_more_than_may_wait_is_refused_until_there_is_room(checkpoint: Path, run: Run) -> None:
+def test_requests_beyond_the_queue_limit_are_rejected_until_there_is_room(checkpoint: Path, run: Run) -> None:
     with async_engine(checkpoint, max_num_seqs=2, max_queued_requests=3, max_queued_tokens=100) as llm:
 
         async def fill() -> None:
@@ -356,7 +356,7 @@ def test_more_than_may_wait_is_refused_until_there_is_room(checkpoint: Path, run
 # --- the loop, the engine's state, its end
 
 
-def test_another_loop_is_told_that_nothing_would_come(llm: AsyncLLM, run: Run) -> None:
+def test_use_from_another_event_loop_is_an_error(llm: AsyncLLM, run: Run) -> None:
     run(last(llm.generate([5], params(max_tokens=1))))
     with pytest.raises(RuntimeError, match="another event loop"):
         asyncio.run(asyncio.wait_for(last(llm.generate([5], params(max_tokens=1))), 10))
@@ -383,7 +383,7 @@ def test_the_loop_goes_on_while_a_long_text_is_tokenized(llm: AsyncLLM, run: Run
     assert turns > 5
 
 
-def test_an_engine_at_rest_wakes_nobody(llm: AsyncLLM, run: Run) -> None:
+def test_an_idle_engine_uses_almost_no_cpu_time(llm: AsyncLLM, run: Run) -> None:
     run(last(llm.generate(PROMPTS[0], params())))
     process = psutil.Process()
     before = sum(process.cpu_times()[:2])
@@ -391,7 +391,7 @@ def test_an_engine_at_rest_wakes_nobody(llm: AsyncLLM, run: Run) -> None:
     assert sum(process.cpu_times()[:2]) - before < 0.1  # of 2 seconds; another thread of the tests' may have worked
 
 
-def test_vectors_beside_texts_are_those_of_llm(llm: AsyncLLM, offline: LLM, run: Run) -> None:
+def test_embeddings_among_generation_equal_those_of_llm(llm: AsyncLLM, offline: LLM, run: Run) -> None:
     expected = [output.outputs for output in offline.encode(PROMPTS, use_tqdm=False)]
     mean = PoolingParams(pooling_type=PoolingType.MEAN, normalize=False, dimensions=5)
     [short] = offline.encode(PROMPTS[1], mean, use_tqdm=False)
@@ -416,7 +416,7 @@ def test_vectors_beside_texts_are_those_of_llm(llm: AsyncLLM, offline: LLM, run:
     assert llm.metrics.prompt_tokens > counted[0] and llm.metrics.e2e_latency.sum > counted[1]
 
 
-def test_who_leaves_before_the_vector_ends_the_request(llm: AsyncLLM, run: Run) -> None:
+def test_closing_the_iterator_before_the_embedding_aborts_the_request(llm: AsyncLLM, run: Run) -> None:
     async def main() -> None:
         streams = await llm.add_requests([[7] * 170] * 30, [None] * 30, pooling=True)
         streams[0].close()
@@ -429,7 +429,7 @@ def test_who_leaves_before_the_vector_ends_the_request(llm: AsyncLLM, run: Run) 
     run(main())  # and after it, as after each test, nothing is left
 
 
-def test_asleep_it_takes_no_requests_and_awake_it_does(llm: AsyncLLM, run: Run) -> None:
+def test_requests_are_rejected_while_asleep_and_accepted_when_awake(llm: AsyncLLM, run: Run) -> None:
     async def nap(level: int) -> None:
         stream = await llm.add_request(PROMPTS[0], LONG)
         await llm.sleep(level)
@@ -452,7 +452,7 @@ def test_asleep_it_takes_no_requests_and_awake_it_does(llm: AsyncLLM, run: Run) 
         run(nap(level))
 
 
-def test_a_core_that_sleeps_tells_others_who_come_to_it(llm: AsyncLLM, run: Run) -> None:
+def test_a_sleeping_core_rejects_requests_of_other_front_ends(llm: AsyncLLM, run: Run) -> None:
     """Another front end's requests, which this one's sleep does not abort."""
 
     async def main() -> None:
@@ -467,7 +467,7 @@ def test_a_core_that_sleeps_tells_others_who_come_to_it(llm: AsyncLLM, run: Run)
     run(main())
 
 
-def test_what_it_tells_of_itself(llm: AsyncLLM, offline: LLM, run: Run) -> None:
+def test_its_properties(llm: AsyncLLM, offline: LLM, run: Run) -> None:
     assert llm.is_running and not llm.errored and llm.dead_error is None
     assert llm.model_config.max_model_len == offline.llm_engine.model_config.max_model_len == 176
     assert llm.cache_summary == offline.llm_engine.cache_summary
@@ -526,7 +526,7 @@ def test_metrics_of_several_front_ends_add_up(checkpoint: Path, run: Run) -> Non
     assert any(name.startswith("mvllm:cache_config_info") for name in of)
 
 
-def test_a_line_tells_of_a_busy_engine_and_none_of_one_at_rest(
+def test_a_line_is_logged_while_busy_and_none_while_idle(
     llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("mvllm.engine.metrics.periodic_stats_log.INTERVAL_SECONDS", 0.05)
@@ -556,7 +556,7 @@ def test_a_line_tells_of_a_busy_engine_and_none_of_one_at_rest(
     assert not lines()
 
 
-def test_shut_down_it_leaves_nothing_and_says_so(checkpoint: Path, run: Run) -> None:
+def test_after_shutdown_nothing_is_left_and_use_is_an_error(checkpoint: Path, run: Run) -> None:
     process = psutil.Process()
 
     def held() -> tuple[set[psutil.Process], int, set[str]]:
@@ -591,7 +591,7 @@ def test_shut_down_it_leaves_nothing_and_says_so(checkpoint: Path, run: Run) -> 
     assert held() == before
 
 
-def test_offline_ways_of_running_are_refused(checkpoint: Path) -> None:
+def test_offline_executors_are_rejected(checkpoint: Path) -> None:
     for settings in ({"engine_core_process": False}, {"distributed_executor_backend": "external_launcher"}):
         with pytest.raises(ConfigError, match="process of its own"):
             AsyncLLM.from_engine_args(EngineArgs.from_kwargs(model=str(checkpoint), **(SETTINGS | settings)))

@@ -1,4 +1,4 @@
-"""Whatever of an AsyncLLM's engine dies or hangs, every caller is told what it was, and nothing is left."""
+"""When a process of an AsyncLLM's engine dies or hangs, every caller gets the cause, and no process is left."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def process(name: str) -> psutil.Process:
 
 
 async def begin(llm: AsyncLLM, count: int = 4) -> list[RequestOutputStream]:
-    """Requests of which two run and have given something, and the others wait."""
+    """Starts requests. Two of them run and have output; the others wait."""
     streams = [await llm.add_request([5, 6, 7 + i], LONG) for i in range(count)]
     for stream in streams[:2]:
         await anext(stream)
@@ -69,7 +69,7 @@ async def begin(llm: AsyncLLM, count: int = 4) -> list[RequestOutputStream]:
 
 
 async def end(stream: RequestOutputStream) -> Exception:
-    """What a caller is told who reads on."""
+    """The exception that a caller gets that reads on."""
     with pytest.raises(EngineDeadError) as caught:
         async for _ in stream:
             pass
@@ -128,7 +128,7 @@ def test_a_step_that_fails_ends_all_requests_after_what_they_have(make: Make) ->
     within_a_minute(fail())
 
 
-def test_an_engine_that_dies_at_rest_says_so_without_being_asked(make: Make) -> None:
+def test_the_death_of_an_idle_engine_is_noticed(make: Make) -> None:
     llm = make("slow")
     assert llm.dead_error is None
     process("EngineCore").kill()
@@ -142,7 +142,7 @@ def test_an_engine_that_dies_at_rest_says_so_without_being_asked(make: Make) -> 
     within_a_minute(use())
 
 
-def test_a_hanging_core_is_seen_and_may_go_on(make: Make) -> None:
+def test_a_hanging_core_raises_the_heartbeat_age_and_may_continue(make: Make) -> None:
     llm = make("slow")
 
     async def hang() -> None:

@@ -158,7 +158,7 @@ def test_an_aborted_search_leaves_nothing(llm: LLM) -> None:
 
 def test_where_nothing_can_end_there_is_an_error(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=4, min_tokens=2, stop_token_ids=list(range(320)))
-    with pytest.raises(RequestError, match="every token"):
+    with pytest.raises(RequestError, match="every candidate token"):
         llm.beam_search([5, 6], params)
     assert not llm.llm_engine.has_unfinished_requests()
 
@@ -182,7 +182,7 @@ def test_in_an_event_loop_searches_run_beside_others_and_end_with_their_callers(
             await left.aclose()
             for output in outputs:
                 assert [each.token_ids for each in output.outputs] == [tokens for tokens, _ in expected]
-            assert engine.num_requests == 0 and engine._requests.sizes == (0, 0, 0)
+            assert engine.num_requests == 0 and engine._output_processor.num_sequences == 0
             assert await engine.reset_prefix_cache(), "blocks are still held"
 
         asyncio.run(main())

@@ -219,7 +219,7 @@ def test_a_request_for_what_is_no_adapter_is_refused_and_nothing_else_happens(
     refused(llm, "one", "LoRARequest(")
     refused(llm, LoRARequest(["x"], 9, good), "lora_name")  # type: ignore[arg-type]
     llama.generate(llm, PROMPTS[:1], ["one"])
-    refused(llm, LoRARequest("another", 1, good), "id 1 is that of 'one'")
+    refused(llm, LoRARequest("another", 1, good), "id 1 belongs to 'one'")
     with pytest.raises(RequestError, match="2 entries for 1 prompts"):
         llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=[None, None])
 

@@ -16,7 +16,7 @@ import pytest
 
 from mvllm import LLM, RequestError, SamplingParams, StructuredOutputsParams
 from mvllm.engine.core.engine_core import EngineCore
-from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
+from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.frontend.outputs import CompletionOutput
 from mvllm.engine.process.inproc_client import InprocClient
 from mvllm.executor.uniproc import UniProcExecutor

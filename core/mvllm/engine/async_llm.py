@@ -1,12 +1,12 @@
-"""The engine behind a server: many requests at once, each an async iterator of its own, in one event loop.
+"""AsyncLLM: the engine of a server. Each request is an async iterator in one event loop.
 
-    generate() ── validate, tokenize ── AsyncMPClient ══ EngineCoreProc
-        ^                                     │
-        └── RequestOutputStream <── OutputProcessor ┘   a step's outputs: text and stop strings
+    generate() ── InputProcessor ── AsyncMPClient ══════════ EngineCoreProc
+        ^                                  │
+        └── RequestOutputStream ── OutputProcessor
 
-The idea: nothing is queued between engine and caller. What a request has not shown yet is kept where it is anyway, in
-the request's own state, and is put together when the caller comes for it. So a slow caller gets fewer and larger
-pieces, costs no more memory than its text, and never holds up the others.
+There is no queue between engine and caller. Outputs accumulate in the state of the request, and the next
+`RequestOutput` is built when the caller awaits it. A slow caller gets fewer and larger outputs, uses no more memory
+than its text, and does not delay other callers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,15 @@ from typing import Any, TypeVar
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
-from mvllm.config.model import ModelConfig
-from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
-from mvllm.engine.frontend.frontend_startup import FrontendStartup
-from mvllm.engine.frontend.in_flight_requests import InFlightRequests
-from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
-from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
-from mvllm.engine.frontend.output_processor import OutputProcessor
+from mvllm.engine.frontend.admission import AdmissionControl
+from mvllm.engine.frontend.engine_frontend import EngineFrontend
+from mvllm.engine.frontend.input_processor import ProcessedRequest
+from mvllm.engine.frontend.output_processor import OutputProcessorOutput
 from mvllm.engine.frontend.outputs import RequestOutput
-from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
-from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.frontend.request_output_stream import RequestOutputStream
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.frontend.request_state import RequestState
 from mvllm.engine.metrics.periodic_stats_log import PeriodicStatsLog
 from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, EngineMetricsSnapshot, RateMeter
 from mvllm.engine.metrics.tracing import Tracer
@@ -48,7 +43,7 @@ from mvllm.messages.sampling_params import SamplingParams
 
 logger = get_logger(__name__)
 
-_MAX_INLINE_TEXT_CHARS = 4096  # characters that are tokenized in the loop's own thread: handing them over takes as long
+_MAX_INLINE_TEXT_CHARS = 4096  # tokenized in the loop's thread: passing a shorter text to another thread is slower
 _MAX_INLINE_TOKEN_IDS = 1 << 16
 _NUM_TOKENIZER_THREADS = 2
 _DRAIN_POLL_SECONDS = 0.05
@@ -56,26 +51,27 @@ _DRAIN_POLL_SECONDS = 0.05
 _T = TypeVar("_T")
 
 
-class AsyncLLM:
-    """A model behind an event loop. Its engine core runs in a process of its own.
+class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
+    """An engine for use in an event loop. The engine core runs in its own process.
 
-    Made, and with that the model loaded, in any thread and without a loop; then used from the one loop that first used
-    it. Holds the model's memory until `shutdown`.
+    The constructor loads the model; call it in any thread, with or without a running loop. All methods must then be
+    called in one event loop, the first one that uses the engine. `shutdown` frees the model's memory.
 
     Args:
-        config: What to run. The platform may settle it otherwise; `config` afterwards tells.
-        log_stats: Write a line about the engine's state every ten seconds while it is busy.
-        client: The engine core to use; by default one is started.
-        name: What this front end's requests begin with in the engine core, where it is one of several.
-        elsewhere: Gives the figures of the other front ends.
+        config: The requested configuration. The platform may change it; the attribute `config` is the one in use.
+        log_stats: Log the engine's load every ten seconds while it is busy.
+        client: An engine core to use instead of a new one.
+        name: Prefix of the request ids in the engine core, if several front ends share it.
+        other_metrics: Returns the metrics of the other front ends.
 
     Attributes:
-        config: The configuration the engine runs with.
+        config: The configuration in use.
         input_processor, pooling_input_processor: The validators of requests.
-        metrics: Counts and times since the start, for `mvllm.engine.metrics.prometheus`.
+        metrics: Counters and histograms since the start, for `mvllm.engine.metrics.prometheus`.
+        tracer: Writes spans of requests. Set it before the first request; the caller closes it.
 
     Raises:
-        PlatformError, ConfigError, ModelError: The engine cannot be started as asked. Nothing stays behind.
+        PlatformError, ConfigError, ModelError: The engine cannot be started. No process or memory is left behind.
     """
 
     def __init__(
@@ -85,28 +81,14 @@ class AsyncLLM:
         log_stats: bool = True,
         client: AsyncEngineCoreClient | None = None,
         name: str = "",
-        elsewhere: Callable[[], Iterable[EngineMetricsSnapshot]] = tuple,
+        other_metrics: Callable[[], Iterable[EngineMetricsSnapshot]] = tuple,
     ) -> None:
-        self._front_end: FrontendStartup[AsyncEngineCoreClient] = FrontendStartup(config, make_async_client, client)
-        front_end = self._front_end
-        self._phases = front_end.phases
-        self._stat_loggers = front_end.stat_loggers
-        self._client = front_end.client
-        self.config = self._client.config
-        self.input_processor = InputProcessor(self.config, front_end.tokenizer)
-        self.pooling_input_processor = PoolingInputProcessor(self.config, front_end.tokenizer)
+        super().__init__(config, make_async_client, client, name)
         self.metrics = EngineMetrics(self.config.model.max_model_len)
         self._prompt_rate, self._generation_rate = RateMeter(), RateMeter()
-        self._other_metrics = elsewhere
-        self._lora_validator = LoRARequestValidator(self.config)
-        self._requests = InFlightRequests(
-            self.config,
-            self._client,
-            OutputProcessor(front_end.tokenizer),
-            CoreRequestIds(name),
-            self.metrics,
-            lambda: self._fatal_error is None and not self._is_closed,
-        )
+        self._other_metrics = other_metrics
+        self._admission = AdmissionControl(self.config, self._output_processor, self._client, self.metrics)
+        self.tracer: Tracer | None = None
         self._request_ids = itertools.count()
         self._fatal_error: EngineDeadError | None = None
         self._is_closed = False
@@ -118,8 +100,8 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, log_stats: bool = True) -> AsyncLLM:
-        """An engine for what a user asked. Loads the model, so it takes its time: call it before the loop runs, or in a
-        thread (`asyncio.to_thread`)."""
+        """Builds an engine from `EngineArgs`. It loads the model, which takes seconds or minutes: call it before the
+        loop runs, or in a thread (`asyncio.to_thread`)."""
         return cls(args.create_engine_config(), log_stats=log_stats)
 
     # --- requests
@@ -134,37 +116,34 @@ class AsyncLLM:
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generates from one prompt, output by output as `sampling_params.output_kind` says.
+        """Generates from one prompt. What each output contains depends on `sampling_params.output_kind`.
 
-        Leaving the loop over it early, by an error or a cancellation too, aborts the request, whatever state it is in.
+        Ending the iteration early, also by an exception or a cancellation, aborts the request in any state.
 
         Args:
             prompt: A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             sampling_params: None takes the model's defaults. With `n` > 1, outputs hold several sequences.
-            request_id: The caller's name for it; need not be unique. By default a number.
+            request_id: The caller's id; need not be unique. By default a number.
             priority: Lower is served earlier; needs the priority policy.
             arrival_time: Monotonic seconds; now by default.
-            lora_request: The adapter that computes with the model; it is loaded if it has not been.
+            lora_request: The LoRA adapter to apply; it is loaded if necessary.
 
         Raises:
-            RequestError: The request is not acceptable; nothing was queued.
+            RequestError: The request is invalid; nothing was queued.
             UnavailableError: Too many requests are waiting, or the engine sleeps; nothing was queued.
             EngineDeadError: The engine has stopped; the cause is kept.
-            RuntimeError: Another event loop than this one was the first to use the engine.
+            RuntimeError: Another event loop was the first to use the engine.
         """
-        stream = await self.add_request(
+        async with await self.add_request(
             prompt,
             sampling_params,
             request_id,
             priority=priority,
             arrival_time=arrival_time,
             lora_request=lora_request,
-        )
-        try:
+        ) as stream:
             async for output in stream:
                 yield output
-        finally:
-            stream.close()
 
     async def encode(
         self,
@@ -175,24 +154,23 @@ class AsyncLLM:
         priority: int = 0,
         arrival_time: float | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Makes a vector of one prompt; there is one output. Leaving before it comes aborts the request.
+        """Computes the embedding or the scores of one prompt, in one output. Ending the iteration before the output
+        aborts the request.
 
         Args:
             prompt, request_id, priority, arrival_time: As for `generate`; a prompt may be as long as `max_model_len`.
-            pooling_params: None leaves everything to the model.
+            pooling_params: None takes the model's defaults.
 
         Raises:
-            PlatformError: The model gave something that is no vector (NaN, infinity).
+            PlatformError: The model returned NaN or infinity.
             RequestError, UnavailableError, EngineDeadError, RuntimeError: As `generate`.
         """
         (stream,) = await self.add_requests(
             [prompt], [pooling_params], request_id, priority=priority, arrival_time=arrival_time, pooling=True
         )
-        try:
+        async with stream:
             async for output in stream:
                 yield PoolingRequestOutput.from_request_output(output)
-        finally:
-            stream.close()
 
     async def add_request(
         self,
@@ -204,9 +182,9 @@ class AsyncLLM:
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
     ) -> RequestOutputStream:
-        """As `generate`, but the request is checked and queued when this returns, before the first output is there.
+        """Same as `generate`, but the request has been validated and queued when this returns.
 
-        The stream has to be read to its end, or closed.
+        The stream must be read to its end, or closed.
         """
         (stream,) = await self.add_requests(
             [prompt],
@@ -229,11 +207,11 @@ class AsyncLLM:
         pooling: bool = False,
         lora_request: LoRARequest | None = None,
     ) -> list[RequestOutputStream]:
-        """Several prompts of one caller under one id: all of them are checked before any is queued.
+        """Queues several prompts under one id. All of them are validated before the first is queued.
 
         Args:
-            params: Of each prompt. With `pooling` they are PoolingParams, else SamplingParams.
-            pooling: Make vectors, for `PoolingRequestOutput.of`, and generate nothing.
+            params: One per prompt: PoolingParams if `pooling`, else SamplingParams.
+            pooling: Compute pooled outputs, for `PoolingRequestOutput.from_request_output`, and generate nothing.
             lora_request: The adapter for all of them.
 
         Raises:
@@ -241,7 +219,7 @@ class AsyncLLM:
         """
         arrived = time.monotonic() if arrival_time is None else arrival_time
         self._require_ready()
-        self._requests.check_capacity(len(prompts), 0)  # before any work is done for it
+        self._admission.check_capacity(len(prompts), 0)  # before tokenizing
         if request_id is None:
             request_id = str(next(self._request_ids))
         ids = [request_id] * len(prompts)
@@ -261,32 +239,33 @@ class AsyncLLM:
         if sum(_tokenization_cost(prompt) for prompt in prompts) <= 1.0:
             requests = process()
         else:
-            with self._requests.preparing(len(prompts)):
+            with self._admission.tokenizing(len(prompts)):
                 requests = await self._run_in_thread(process)
-            self._require_ready()  # it took a while
+            self._require_ready()  # the state may have changed while a thread tokenized
         if lora_request is not None and not self._lora_validator.is_loaded(self._lora_validator.validate(lora_request)):
             await self.add_lora(lora_request)
             self._require_ready()
-        self._requests.check_capacity(
+        self._admission.check_capacity(
             sum(r.params.num_sequences for r in requests), sum(len(r.core.prompt_token_ids) for r in requests)
         )
         return [self._start_request(request) for request in requests]
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """Ends requests of these ids, in whatever state they are: their callers get what there is, `finish_reason`
-        `abort`. Unknown ids are ignored. (Of a request that shows its final output only, nothing is there yet.)"""
-        self._requests.abort([request_ids] if isinstance(request_ids, str) else list(request_ids))
+        """Aborts requests by id, in any state. Their callers get the outputs so far, with `finish_reason` "abort".
+        Unknown ids are ignored."""
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        self._abort(self._output_processor.find_requests(ids))
 
     async def abort_all(self) -> None:
-        """As `abort`, for every request."""
-        self._requests.abort_all()
+        """Aborts every request, like `abort`."""
+        self._abort(self._output_processor.requests)
 
     async def wait_for_requests_to_drain(self, timeout: float) -> bool:
-        """Waits until no request is under way, for up to `timeout` seconds; returns whether that is so."""
+        """Waits up to `timeout` seconds for all requests to finish. Returns whether they have."""
         deadline = time.monotonic() + timeout
-        while self._requests and self._fatal_error is None and time.monotonic() < deadline:
+        while self.num_requests and self._fatal_error is None and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
-        return not self._requests
+        return not self.num_requests
 
     # --- text
 
@@ -298,22 +277,13 @@ class AsyncLLM:
         """
         return self.tokenizer.hf
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer as the engine uses it.
-
-        Raises:
-            ConfigError: The engine was started with `skip_tokenizer_init`.
-        """
-        return self._front_end.require_tokenizer()
-
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`, however long it is: a long one is tokenized in a thread.
+        """The token ids of `text`. A long text is tokenized in a thread.
 
         Raises:
             RequestError: `text` is not valid Unicode, or the tokenizer rejects it.
         """
-        self.input_processor.check_text(text[:0])
+        self.input_processor.check_text("")  # raises if there is no tokenizer
 
         def encode() -> list[int]:
             return self.tokenizer.encode(self.input_processor.check_text(text), add_special_tokens=add_special_tokens)
@@ -323,28 +293,8 @@ class AsyncLLM:
     # --- state
 
     @property
-    def model_config(self) -> ModelConfig:
-        """The model as it runs."""
-        return self.config.model
-
-    @property
-    def platform_summary(self) -> str:
-        """The platform's name and the plugin it came from."""
-        return self._client.platform_summary
-
-    @property
-    def cache_summary(self) -> KVCacheSummary:
-        """The KV cache as it was sized, of each replica."""
-        return self._client.cache_summary
-
-    @property
-    def start_seconds(self) -> dict[str, float]:
-        """Seconds per phase of the start, and from the first request to its first token; as the log tells them."""
-        return dict(self._phases.seconds)
-
-    @property
     def is_running(self) -> bool:
-        """Whether it can take requests: neither dead nor shut down."""
+        """Whether the engine accepts requests: it is neither dead nor shut down."""
         return not self._is_closed and not self.errored
 
     @property
@@ -354,38 +304,37 @@ class AsyncLLM:
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why the engine has died; None if it has not."""
+        """The error that ended the engine, or None."""
         if self._fatal_error is None and not self._is_closed:
-            self._fatal_error = self._client.failure  # noticed here first, where no loop has been running
+            self._fatal_error = self._client.failure  # the loop may not have run since the failure
         return self._fatal_error
 
     @property
     def heartbeat_age(self) -> float:
-        """For how many seconds the engine core has given no sign of life although it has something to do.
+        """Seconds since an engine core with unfinished work last reported.
 
-        0 while it has nothing to do, or falls asleep or wakes up, which may mean to read the weights. From memory; the
-        engine is not asked.
+        0 while it is idle, and during `sleep` and `wake_up`, which may load the weights. No message is sent.
         """
         return 0.0 if self._sleep_lock.locked() else self._client.heartbeat_age
 
     @property
     def stats(self) -> SchedulerStats:
-        """The scheduler's state as last told; over all replicas."""
+        """The scheduler's last reported state, summed over all replicas."""
         return self._client.stats
 
     @property
     def all_metrics(self) -> EngineMetrics:
-        """`metrics`, with those of the other front ends of the same engine."""
+        """`metrics` plus those of the other front ends of the same engine."""
         others = list(self._other_metrics())
         return self.metrics.merged_with(others) if others else self.metrics
 
     @property
     def load(self) -> EngineLoad:
-        """How busy it is."""
+        """The current load of the engine."""
         stats = self.stats
         self._update_rates(stats)
         return EngineLoad(
-            num_requests=len(self._requests),
+            num_requests=self._output_processor.num_requests,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             kv_cache_usage=stats.kv_cache_usage,
@@ -395,18 +344,9 @@ class AsyncLLM:
         )
 
     @property
-    def tracer(self) -> Tracer | None:
-        """Writes spans of requests, if one is set; to be set before the first request, and closed by who set it."""
-        return self._requests.tracer
-
-    @tracer.setter
-    def tracer(self, tracer: Tracer | None) -> None:
-        self._requests.tracer = tracer
-
-    @property
     def num_requests(self) -> int:
-        """Requests that callers wait for."""
-        return len(self._requests)
+        """Unfinished requests of this front end."""
+        return self._output_processor.num_requests
 
     @property
     def core_pids(self) -> list[int]:
@@ -479,10 +419,10 @@ class AsyncLLM:
         check_sleep_level(level)
         self._require_alive()
         self._is_sleeping = True  # before anything is waited for: nothing new gets in
-        self._requests.abort_all()
+        self._abort(self._output_processor.requests)
         async with self._sleep_lock:
             self._is_sleeping = True
-            self._requests.abort_all()  # who got in while another call was waking it up
+            self._abort(self._output_processor.requests)  # who got in while another call was waking it up
             await self._client.broadcast_sleep(True)
             try:
                 await self._client.call_utility("sleep", level)
@@ -517,30 +457,30 @@ class AsyncLLM:
         return self._is_sleeping
 
     def shutdown(self) -> None:
-        """Ends the engine and frees its memory; whoever waits for an output gets an EngineDeadError. Idempotent.
+        """Ends the engine and frees its memory. Callers that await an output get an EngineDeadError. Idempotent.
 
-        Blocks for up to some seconds. Call it in the loop's thread, or when the loop has ended.
+        Blocks for up to a few seconds. Call it in the loop's thread, or after the loop has ended.
         """
         if self._is_closed:
             return
         self._is_closed = True
         if self._stats_log is not None:
             self._stats_log.close()
-        self._requests.fail_all(EngineDeadError("The engine has been shut down."))
+        self._fail_requests(EngineDeadError("The engine has been shut down."))
         try:
             self._client.shutdown()
         finally:
-            # What waits for a thread is not cancelled, or its caller would seem to be: it finds out by itself.
+            # Queued work is not cancelled, which its callers could not tell from their own cancellation: it raises.
             self._threads.shutdown(wait=False)
             self._stat_loggers.close()
 
-    # --- inside
+    # --- internals
 
     def _apply_remote_sleep(self, is_sleeping: bool) -> None:
-        """Another front end of the same engine was asked for it."""
+        """Follows a `sleep` or `wake_up` of another front end of the same engine."""
         self._is_sleeping = is_sleeping
         if is_sleeping:
-            self._requests.abort_all()
+            self._abort(self._output_processor.requests)
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -555,10 +495,10 @@ class AsyncLLM:
             self._loop = loop
             self._client.on_sleep(self._apply_remote_sleep)
             self._client.attach(loop, self._handle_outputs, self._handle_core_death)
-        elif self._loop is not loop:  # where nothing would ever come
+        elif self._loop is not loop:
             raise RuntimeError(
-                "This AsyncLLM is used from another event loop than the one that first used it, which alone gets its "
-                "outputs. Keep to one loop (each asyncio.run makes a new one), or make an engine for each."
+                "This AsyncLLM was first used in another event loop, and only that loop receives its outputs. "
+                "Use one loop (each asyncio.run creates a new one), or create one engine per loop."
             )
 
     def _require_ready(self) -> None:
@@ -567,25 +507,66 @@ class AsyncLLM:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
 
     def _start_request(self, request: ProcessedRequest) -> RequestOutputStream:
-        self._phases.record_first_request()
-        stream = self._requests.add_request(request)
+        self._startup_timer.record_first_request()
+        state, children = self._output_processor.add_request(request)
+        state.stream = stream = RequestOutputStream(state, self._remove_request, self._finish_undecodable)
+        if self.tracer is not None:
+            self.tracer.start_request(state)
+        self._client.add_requests(children)
         if self._stats_log is not None:
             self._stats_log.schedule()
         return stream
 
     def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
-        """What a step has to tell."""
-        num_new = self._requests.process_outputs(outputs) if outputs.outputs else 0
+        """Processes the outputs of one engine step."""
+        num_new = 0
+        if outputs.outputs:
+            processed = self._output_processor.process_outputs(outputs)
+            self._apply(processed)
+            num_new = processed.num_new_tokens
         if num_new:
-            self._phases.record_first_token()
+            self._startup_timer.record_first_token()
         if outputs.stats is not None:
             self._update_rates(outputs.stats)
             self._stat_loggers.record(outputs.stats, num_new)
             if self._stats_log is not None and outputs.stats.num_running:
-                self._stats_log.schedule()  # requests of other front ends count, too
+                self._stats_log.schedule()  # also for requests of other front ends
+
+    def _apply(self, processed: OutputProcessorOutput) -> None:
+        """Sends the resulting aborts and requests to the engine core, and records metrics and spans."""
+        if self._fatal_error is None and not self._is_closed:
+            self._client.abort_requests(processed.requests_to_abort)
+            for children in processed.requests_to_add:
+                self._client.add_requests(children)
+        self.metrics.record(processed)
+        if self.tracer is not None:
+            for request in processed.finished:
+                self.tracer.finish_request(request)
+
+    def _abort(self, requests: Iterable[RequestState]) -> None:
+        """Ends requests with the outputs so far."""
+        self._apply(self._output_processor.finish_requests(requests))
+
+    def _remove_request(self, request: RequestState) -> None:
+        """Ends a request whose stream was closed."""
+        self._apply(self._output_processor.remove_requests([request]))
+
+    def _finish_undecodable(self, request: RequestState) -> None:
+        """Ends sequences whose tokens cannot be turned into text."""
+        processed = OutputProcessorOutput()
+        self._output_processor.finish_undecodable(request, processed)
+        self._apply(processed)
+
+    def _fail_requests(self, error: EngineDeadError) -> None:
+        """Ends all requests with an error."""
+        for request in self._output_processor.remove_requests(self._output_processor.requests).finished:
+            if self.tracer is not None:
+                self.tracer.finish_request(request, error)
+            if request.stream is not None:
+                request.stream.fail(error)
 
     def _update_rates(self, stats: SchedulerStats) -> None:
-        """Rates are the core's: outputs of requests that are not streamed come all at their end."""
+        """From the core's counters: the outputs of a request that is not streamed all arrive at its end."""
         self._prompt_rate.update_total(stats.num_prompt_tokens)
         self._generation_rate.update_total(stats.num_generated_tokens)
 
@@ -593,7 +574,7 @@ class AsyncLLM:
         if self._fatal_error is None and not self._is_closed:
             self._fatal_error = error
             logger.error("The engine has died: %s", str(error).partition("\n")[0])
-        self._requests.fail_all(error)
+        self._fail_requests(error)
 
     async def _run_in_thread(self, work: Callable[[], _T]) -> _T:
         def work_unless_closed() -> _T:
@@ -605,12 +586,12 @@ class AsyncLLM:
 
 
 def _tokenization_cost(prompt: object) -> float:
-    """What it takes to check a prompt, by what may be done in the loop's own thread."""
+    """Size of a prompt, relative to the largest one that is validated and tokenized in the loop's thread."""
     if isinstance(prompt, dict):
         ids = prompt.get("prompt_token_ids")
         prompt = ids if ids is not None else prompt.get("prompt")
     try:
         length = len(prompt)  # type: ignore[arg-type]
     except TypeError:
-        return 0.0  # whatever it is, it will be refused
+        return 0.0  # the input processor rejects it
     return length / (_MAX_INLINE_TEXT_CHARS if isinstance(prompt, str) else _MAX_INLINE_TOKEN_IDS)

@@ -1,4 +1,4 @@
-"""The engine as one object in the caller's process: requests in, `step()`, RequestOutputs out."""
+"""LLMEngine: the synchronous engine. Its caller adds requests and calls `step()` for their outputs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,10 @@ from typing import Any, Protocol
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
-from mvllm.config.model import ModelConfig
-from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
-from mvllm.engine.frontend.beam_search import BeamSearch
-from mvllm.engine.frontend.frontend_startup import FrontendStartup
-from mvllm.engine.frontend.input_processor import InputProcessor, ProcessedRequest
-from mvllm.engine.frontend.lora_request_validator import LoRARequestValidator
-from mvllm.engine.frontend.output_processor import OutputProcessor
+from mvllm.engine.frontend.engine_frontend import EngineCoreFacts, EngineFrontend
+from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import RequestOutput
-from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
-from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
-from mvllm.engine.frontend.tokenizer import Tokenizer
 from mvllm.engine.process.inproc_client import make_client
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.messages.core_protocol import UtilityArg
@@ -28,20 +20,8 @@ from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, Schedu
 from mvllm.messages.sampling_params import SamplingParams
 
 
-class EngineCoreClient(Protocol):
-    """What the front end needs of an engine core, wherever it runs."""
-
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration it runs with."""
-
-    @property
-    def platform_summary(self) -> str:
-        """The platform's name and the plugin it came from."""
-
-    @property
-    def cache_summary(self) -> KVCacheSummary:
-        """The KV cache as it was sized."""
+class EngineCoreClient(EngineCoreFacts, Protocol):
+    """An engine core as LLMEngine uses it, in this process or another."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queues a request."""
@@ -56,7 +36,7 @@ class EngineCoreClient(Protocol):
         """Runs one step."""
 
     def interrupt_step(self) -> None:
-        """Has a `step` that waits for another process return without news. From any thread, or a signal handler."""
+        """Makes a waiting `step` return early. Callable in any thread or a signal handler."""
 
     def call_utility(self, method: str, *args: UtilityArg) -> bool:
         """Calls a method of the engine core, see `EngineCore.call_utility`."""
@@ -65,64 +45,40 @@ class EngineCoreClient(Protocol):
         """Ends the engine core. Idempotent."""
 
 
-class LLMEngine:
-    """An engine whose caller drives it with `step()`. Used from one thread.
+class LLMEngine(EngineFrontend[EngineCoreClient]):
+    """An engine that runs one step per call of `step()`. Used from one thread.
 
     Args:
-        config: What to run. The platform may settle it otherwise; `config` afterwards tells.
-        client: The engine core to use; by default one is started.
+        config: The requested configuration. The platform may change it; the attribute `config` is the one in use.
+        client: An engine core to use instead of a new one.
+
+    Attributes:
+        config: The configuration in use.
+        input_processor, pooling_input_processor: The validators of requests.
+        num_generated_tokens: Tokens generated since the start.
 
     Raises:
-        PlatformError, ConfigError, ModelError: The engine cannot be started as asked. Nothing stays behind.
+        PlatformError, ConfigError, ModelError: The engine cannot be started. No process or memory is left behind.
     """
 
     def __init__(self, config: EngineConfig, client: EngineCoreClient | None = None) -> None:
-        self._front_end = front_end = FrontendStartup(config, make_client, client)
-        self._phases = front_end.phases
-        self._stat_loggers = front_end.stat_loggers
-        self._client = front_end.client
-        self.config = self._client.config
+        super().__init__(config, make_client, client)
         self._closed = False
         self._fatal_error: BaseException | None = None
         self._is_sleeping = False
-        self.input_processor = InputProcessor(self.config, front_end.tokenizer)
-        self.pooling_input_processor = PoolingInputProcessor(self.config, front_end.tokenizer)
-        self._lora_validator = LoRARequestValidator(self.config)
-        self._output_processor = OutputProcessor(front_end.tokenizer)
-        self._core_ids = CoreRequestIds()
         self._stats: SchedulerStats | None = None
         self.num_generated_tokens = 0
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
-        """An engine for what a user asked."""
+        """Builds an engine from `EngineArgs`. It loads the model."""
         return cls(args.create_engine_config())
 
-    # --- facts
-
-    @property
-    def start_seconds(self) -> dict[str, float]:
-        """Seconds per phase of the start, and from the first request to its first token; as the log tells them."""
-        return dict(self._phases.seconds)
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """The model as it runs."""
-        return self.config.model
-
-    @property
-    def platform_summary(self) -> str:
-        """The platform's name and the plugin it came from."""
-        return self._client.platform_summary
-
-    @property
-    def cache_summary(self) -> KVCacheSummary:
-        """The KV cache as it was sized."""
-        return self._client.cache_summary
+    # --- properties
 
     @property
     def stats(self) -> SchedulerStats | None:
-        """The scheduler's state after the newest step, if it told."""
+        """The scheduler's state after the last step that reported it."""
         return self._stats
 
     def get_tokenizer(self) -> Any:
@@ -132,20 +88,6 @@ class LLMEngine:
             ConfigError: The engine was started with `skip_tokenizer_init`.
         """
         return self.tokenizer.hf
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer as the engine uses it.
-
-        Raises:
-            ConfigError: The engine was started with `skip_tokenizer_init`.
-        """
-        return self._front_end.require_tokenizer()
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether outputs can have text."""
-        return self._front_end.tokenizer is not None
 
     # --- requests
 
@@ -159,17 +101,17 @@ class LLMEngine:
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
     ) -> None:
-        """Checks a request and queues it.
+        """Validates a request and queues it.
 
         Args:
-            request_id: Unique among the requests under way.
+            request_id: Unique among the unfinished requests.
             params: None takes the model's defaults.
             priority: Lower is served earlier; needs the priority policy.
             arrival_time: Monotonic seconds; now by default.
-            lora_request: The adapter that computes with the model; it is loaded if it has not been.
+            lora_request: The LoRA adapter to apply; it is loaded if necessary.
 
         Raises:
-            RequestError: The request is not acceptable; nothing was queued.
+            RequestError: The request is invalid; nothing was queued.
             EngineDeadError: The engine has stopped.
         """
         self._require_alive()
@@ -179,30 +121,28 @@ class LLMEngine:
         self.add_processed_requests([processed])
 
     def add_processed_requests(self, requests: Sequence[ProcessedRequest]) -> None:
-        """Queues requests that have passed an input processor; all of them or, when an id is taken, none."""
+        """Queues requests that an input processor has returned. If one id is in use, none is queued."""
         self._require_alive()
         if self._is_sleeping:
             raise EngineSleepingError("The engine has been put to sleep. Wake it up (wake_up) before sending requests.")
         self._load_loras(requests)
-        self._phases.record_first_request()
-        fresh: set[str] = set()
+        self._startup_timer.record_first_request()
+        new_ids: set[str] = set()
         for request in requests:
             request_id = request.core.request_id
-            if request_id in fresh or self._output_processor.has_request(request_id):
+            if request_id in new_ids or self._output_processor.find_requests([request_id]):
                 raise RequestError(
-                    f"The request id {request_id[:80]!r} is in use by a request under way. Choose another.",
+                    f"The request id {request_id[:80]!r} is in use by an unfinished request. Choose another.",
                     parameter="request_id",
                 )
-            fresh.add(request_id)
+            new_ids.add(request_id)
         try:
             for request in requests:
-                search = BeamSearch(request.core, self._core_ids) if request.params.use_beam_search else None
-                children = fan_out(request.core, self._core_ids) if search is None else search.make_requests()
-                self._output_processor.add_request(request, children, search=search)
+                _, children = self._output_processor.add_request(request)
                 for child in children:
                     self._client.add_request(child)
         except BaseException:
-            self.abort_request(fresh)
+            self.abort_request(new_ids)
             raise
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -240,35 +180,35 @@ class LLMEngine:
         return self._lora_validator.ids
 
     def _load_loras(self, requests: Sequence[ProcessedRequest]) -> None:
-        """Loads what is named for the first time, before anything is queued."""
+        """Loads the adapters that are not loaded yet, before any request is queued."""
         named = {id(lora): lora for request in requests if (lora := request.core.lora_request) is not None}
         for lora_request in named.values():
             self.add_lora(lora_request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Drops requests in whatever state they are; no output follows for them. Unknown ids are ignored."""
+        """Aborts requests in any state, without further outputs. Unknown ids are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        core_ids = self._output_processor.abort_requests(ids)
-        if core_ids and self._fatal_error is None and not self._closed:
-            self._client.abort_requests(core_ids)
+        removed = self._output_processor.remove_requests(self._output_processor.find_requests(ids))
+        if removed.requests_to_abort and self._fatal_error is None and not self._closed:
+            self._client.abort_requests(removed.requests_to_abort)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether requests are under way."""
+        """Whether there are unfinished requests."""
         return self._output_processor.num_requests > 0
 
     def step(self) -> list[RequestOutput]:
         """Runs one step of the engine.
 
         Returns:
-            News about requests, at most one output per request.
+            The new outputs, at most one per request.
 
         Raises:
-            EngineDeadError: The engine failed as a whole, now or earlier; the cause is kept.
+            EngineDeadError: The engine has failed, now or earlier; the cause is kept.
         """
         self._require_alive()
         try:
             return self._step()
-        except BaseException as e:  # an interrupt, too, leaves the step half done
+        except BaseException as e:  # an interrupt, too, leaves the step incomplete
             self._fatal_error = e
             if isinstance(e, EngineDeadError) or not isinstance(e, Exception):
                 raise
@@ -277,7 +217,7 @@ class LLMEngine:
     def _step(self) -> list[RequestOutput]:
         core_outputs = self._client.step()
         if core_outputs.outputs:
-            self._phases.record_first_token()
+            self._startup_timer.record_first_token()
         if core_outputs.stats is not None:
             self._stats = core_outputs.stats
         processed = self._output_processor.process_outputs(core_outputs)
@@ -292,7 +232,8 @@ class LLMEngine:
         return processed.request_outputs
 
     def wake(self) -> None:
-        """Has a `step` that waits for another process return without news. From any thread, or a signal handler."""
+        """Makes a `step` that waits for the engine core's process return early. Callable in any thread or a signal
+        handler."""
         if not self._closed:
             self._client.interrupt_step()
 
@@ -348,5 +289,5 @@ class LLMEngine:
         if self._closed:
             raise EngineDeadError("The engine has been shut down; create a new one.")
         if self._fatal_error is not None:
-            what = str(self._fatal_error) or type(self._fatal_error).__name__
-            raise EngineDeadError(f"The engine stopped after an earlier error: {what}") from self._fatal_error
+            reason = str(self._fatal_error) or type(self._fatal_error).__name__
+            raise EngineDeadError(f"The engine stopped after an earlier error: {reason}") from self._fatal_error

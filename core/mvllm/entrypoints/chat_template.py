@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mvllm.config.hf_config import read_json_object
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.errors import ModelError, RequestError
 
 _RESERVED = (

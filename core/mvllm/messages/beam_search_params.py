@@ -1,4 +1,4 @@
-"""How `LLM.beam_search` is to search."""
+"""BeamSearchParams: the settings of `LLM.beam_search`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from mvllm.messages.sampling_params import SamplingParams
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Settings of a beam search; those that `SamplingParams` has, too, mean the same and have the same bounds.
+    """Settings of a beam search. Fields that SamplingParams also has have the same meaning and bounds.
 
     Attributes:
-        beam_width: Sequences followed at a time, and given in the end.
+        beam_width: Number of beams, and of sequences in the result.
         max_tokens, min_tokens, ignore_eos, stop_token_ids, length_penalty, early_stopping: As in SamplingParams.
-        temperature: 0 or 1, which are the same here: a search does not sample.
-        include_stop_str_in_output: Keep the text of the token that ended a sequence.
+        temperature: 0 or 1, with the same effect: beam search does not sample.
+        include_stop_str_in_output: Keep the text of the token that ends a sequence.
         logprobs: As in SamplingParams.
     """
 
@@ -30,12 +30,12 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
 
     def as_sampling_params(self) -> SamplingParams:
-        """The same, for `LLM.generate`.
+        """The same settings as SamplingParams.
 
         Raises:
             RequestError: A value is out of its range.
         """
         named = {name: getattr(self, name) for name in self.__struct_fields__}
-        # The width is checked first, so that it is what a refusal names.
+        # The width is checked first, so that its error names beam_width.
         width = SamplingParams(use_beam_search=True, beam_width=self.beam_width).num_beams
         return SamplingParams(use_beam_search=True, n=width, **named)

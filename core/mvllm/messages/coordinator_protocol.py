@@ -1,10 +1,10 @@
-"""What engine cores, front ends and the coordinator between them say to each other. Typed msgpack.
+"""Messages between engine cores, front ends and the data-parallel coordinator. Typed msgpack.
 
     engine core   ── CoreLoad ───────────────────────────────────>  coordinator
     front end     ── SentPrefixes | Sleep | SleepDone ───────────>  coordinator
     front end    <── Loads | SentPrefixes | Sleep | SleepDone ────  coordinator
 
-Every message is one datagram of a socket pair, so that nobody can join and nothing has to be put together.
+Every message is one datagram on a socket pair, which no other process can join and which needs no framing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from mvllm.messages.requests import SchedulerStats
 
 
 class CoreLoad(msgspec.Struct, tag=1, array_like=True):
-    """What one engine core has to do.
+    """The load of one engine core.
 
     Attributes:
-        rank: Which replica.
+        rank: The replica's rank.
         stats: Its scheduler's state.
-        unfinished: Sequences that it has, by front end.
+        unfinished: Number of unfinished sequences, by front end.
     """
 
     rank: int
@@ -29,24 +29,24 @@ class CoreLoad(msgspec.Struct, tag=1, array_like=True):
 
 
 class CoreLoads(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """What each of some cores has to do."""
+    """The loads of several cores."""
 
     loads: list[CoreLoad]
 
 
 class SentPrefixes(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """A replica was sent prompts with these beginnings, see DPLoadBalancer."""
+    """Hashes of the prompt prefixes that a front end has sent to a replica; see DPLoadBalancer."""
 
     rank: int
     hashes: list[int]
 
 
 class Sleep(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """All front ends are to sleep, or to wake up.
+    """Tells the front ends that the engine sleeps or has woken up.
 
     Attributes:
-        id: Given back in the answer.
-        is_sleeping: Which of the two.
+        id: Repeated in the SleepDone.
+        is_sleeping: True for sleep, False for wake-up.
     """
 
     id: int
@@ -54,11 +54,10 @@ class Sleep(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
 
 class SleepDone(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """A front end, or to the one that asked: all of them, have done so."""
+    """A front end has followed a Sleep; to the front end that sent it: all others have."""
 
     id: int
 
 
-FromCore = CoreLoad
 FromFrontEnd = SentPrefixes | Sleep | SleepDone
 ToFrontEnd = CoreLoads | SentPrefixes | Sleep | SleepDone

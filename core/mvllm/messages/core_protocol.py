@@ -1,12 +1,12 @@
-"""What a front end and an engine core in another process say to each other. Typed msgpack; nothing is pickled.
+"""Messages between a front end and an engine core in another process. Typed msgpack; nothing is pickled.
 
-    front end  ── AddRequests | AbortRequests | CallUtility ──────>  engine core      numbered from 1
-    its owner  ── StopCore | DropClient ─────────────────────>  engine core      which may be a front end, too
-    front end  <─ EngineCoreUpdate(taken, is_busy, outputs, results) ───  engine core
+    front end       ── AddRequests | AbortRequests | CallUtility ──>  engine core      numbered from 1
+    parent process  ── StopCore | DropClient ──────────────────────>  engine core      (may be a front end, too)
+    front end      <── EngineCoreOutputs ───────────────────────────  engine core      (requests.py)
 
-News say how many commands have been taken and whether there is work left. So a front end whose commands were all taken
-by a core without work knows that nothing more will come, and need not follow single requests for that. Where several
-front ends share a core, each numbers its own commands and hears of its own requests only.
+`EngineCoreOutputs` contains the number of the last command received and whether the core has unfinished requests. When
+all commands are acknowledged and the core is not busy, no more outputs follow. If several front
+ends share a core, each numbers its own commands and receives the outputs of its own requests.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ UtilityArg = int | list[str] | LoRARequest
 
 
 class AddRequests(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """Requests that begin together.
+    """Requests to queue, all before the next step.
 
     Attributes:
-        request_ids: Their ids, so that one whose rest cannot be read can be named.
-        requests: Each an EngineCoreRequest, still encoded.
+        request_ids: Their ids, which the core needs for the error if it cannot decode a request.
+        requests: One encoded EngineCoreRequest each.
     """
 
     request_ids: list[str]
@@ -34,7 +34,7 @@ class AddRequests(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class AbortRequests(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """Requests to drop, in whatever state they are. Unknown ids are ignored."""
+    """Requests to abort, in any state. Unknown ids are ignored."""
 
     request_ids: list[str]
 
@@ -54,14 +54,14 @@ class CallUtility(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class StopCore(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """End after the step under way."""
+    """Stop after the current step."""
 
 
 class DropClient(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """A front end has died: drop all of its requests, and tell it nothing any more.
+    """A front end has died: abort its requests and send it no more outputs.
 
     Attributes:
-        index: Which one, in the order of the core's addresses.
+        index: Its position in the core's list of addresses.
     """
 
     index: int
@@ -71,24 +71,8 @@ Command = AddRequests | AbortRequests | CallUtility | StopCore | DropClient
 
 
 class UtilityResult(msgspec.Struct, array_like=True, frozen=True):
-    """What became of a call: its value, or why it failed."""
+    """The result of a CallUtility: its value, or the exception that it raised."""
 
     id: int
     value: bool | None = None
     failure: ProcessFailure | None = None
-
-
-class EngineCoreUpdate(msgspec.Struct, array_like=True, frozen=True):
-    """What a front end learns at once.
-
-    Attributes:
-        num_acknowledged: The number of the last command that the core has received.
-        is_busy: Whether there is work left, of this front end's.
-        outputs: Of one step.
-        results: Of calls.
-    """
-
-    num_acknowledged: int
-    is_busy: bool
-    outputs: EngineCoreOutputs
-    results: list[UtilityResult] = []

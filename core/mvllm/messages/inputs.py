@@ -1,4 +1,4 @@
-"""The shapes that a prompt may have on its way in."""
+"""The types of a prompt that `generate` and `encode` accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which LoRA adapter a request wants, as callers name it."""
+"""LoRARequest: names the LoRA adapter of a request."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import msgspec
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """An adapter: small matrices that are added to the model's own, trained for one purpose.
+    """A LoRA adapter.
 
-    All three fields together name it. Under an id an engine knows one adapter at a time.
+    All three fields together identify it. An engine accepts one adapter per id at a time.
 
     Attributes:
-        lora_name: What it is called.
-        lora_int_id: Its number, from 1 on.
-        lora_path: Its folder, with `adapter_config.json` and `adapter_model.safetensors` as PEFT writes them.
+        lora_name: Its name.
+        lora_int_id: Its id, an integer >= 1.
+        lora_path: Its folder, with `adapter_config.json` and `adapter_model.safetensors` in PEFT's format.
     """
 
     lora_name: str
@@ -22,7 +22,7 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
     @property
     def cache_keys(self) -> list[tuple[str, str]]:
-        """What tells its keys and values from those of other adapters, and of the model itself."""
+        """Values that enter the block hashes, so that the KV cache of different adapters is not shared."""
         return [
             ("lora_name", self.lora_name),
             ("lora_int_id", str(self.lora_int_id)),

@@ -1,4 +1,4 @@
-"""How one prompt becomes numbers: which hidden states count, and what is done to their combination."""
+"""PoolingParams: the settings of a request for an embedding or for classification scores."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _E = TypeVar("_E", bound=enum.StrEnum)
 
 
 class PoolingType(enum.StrEnum):
-    """Which of a prompt's last hidden states make its vector.
+    """How the last hidden states of a prompt are pooled into one vector.
 
-    `LAST` takes that of the last token, `CLS` that of the first, `MEAN` the mean over all, `MAX` the largest value of
-    each component, `MEAN_SQRT_LEN` the sum over the square root of their number. `ALL` gives a vector of each token.
+    `LAST` takes the state of the last token, `CLS` of the first, `MEAN` the mean, `MAX` the maximum of each component,
+    `MEAN_SQRT_LEN` the sum divided by the square root of the length. `ALL` returns one vector per token.
     """
 
     LAST = "last"
@@ -28,19 +28,19 @@ class PoolingType(enum.StrEnum):
 
     @property
     def needs_every_position(self) -> bool:
-        """Whether states count that a prompt found in the prefix cache would not have computed."""
+        """Whether the hidden states of all tokens are needed, so that the prefix cache cannot be used."""
         return self is not PoolingType.LAST
 
 
 class PoolingTask(enum.StrEnum):
-    """What is wanted of a prompt: its vector, or the scores that the model's head gives it."""
+    """The result of a pooling request: an embedding, or the scores of the model's classification head."""
 
     EMBED = "embed"
     CLASSIFY = "classify"
 
 
 class Activation(enum.StrEnum):
-    """What makes scores of a head's results."""
+    """The function applied to the outputs of a classification head."""
 
     IDENTITY = "identity"
     SIGMOID = "sigmoid"
@@ -49,21 +49,21 @@ class Activation(enum.StrEnum):
 
 
 class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a caller asks of a prompt that nothing is to be generated from. None leaves a choice to the model.
+    """Settings of a pooling request. None takes the model's default.
 
     Attributes:
-        pooling_type: `last`, `cls`, `mean`, `max`, `mean_sqrt_len` or `all`. By default what the model folder's
-            `modules.json` names; where there is none, `cls` for encoders and `last` for others.
-        normalize: Scale the vector to length 1. By default what `modules.json` says, and true where there is none.
-        dimensions: Keep only the first so many components, before scaling; for models trained to allow that
-            (matryoshka). By default all.
-        use_activation: Turn the results of a classifier's head into probabilities (softmax, or what the model names).
-            By default true.
-        truncate_prompt_tokens: Cut a longer prompt to so many tokens, of which those that the tokenizer adds are kept;
-            -1 for as many as the model takes. By default a prompt that is too long is refused.
-        task: `embed` or `classify`; by default what the model is for.
-        activation, second_text_start: Settled by the engine: what is done to the scores, and the position at which the
-            second of two texts begins.
+        pooling_type: `last`, `cls`, `mean`, `max`, `mean_sqrt_len` or `all`. By default the one in the model folder's
+            `modules.json`; without that file, `cls` for encoders and `last` for other models.
+        normalize: Scale the vector to length 1. By default as `modules.json` says, and true without that file.
+        dimensions: Keep the first components only, this many, before normalization; for models that were trained for
+            it (matryoshka). By default all.
+        use_activation: Turn the outputs of a classification head into probabilities (softmax, or the function that the
+            model names). By default true.
+        truncate_prompt_tokens: Truncate a longer prompt to this many tokens, including those that the tokenizer adds;
+            -1 for as many as the model allows. By default a prompt that is too long is an error.
+        task: `embed` or `classify`; by default the model's task.
+        activation, second_text_start: Set by the engine: the function applied to the scores, and the position at which
+            the second of two texts starts.
     """
 
     pooling_type: PoolingType | None = None

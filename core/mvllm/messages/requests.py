@@ -1,4 +1,4 @@
-"""What the front end tells the engine core about a request, and what it hears back."""
+"""EngineCoreRequest and EngineCoreOutputs: what goes into the engine core and what comes out of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from mvllm.messages.core_protocol import UtilityResult
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import SamplingParams
@@ -13,11 +14,11 @@ from mvllm.messages.sampling_params import SamplingParams
 NOTHING_TO_SAMPLE = (
     "no token can be sampled for this request: the logits of all tokens are minus infinity or masked out"
 )
-"""Why a request ends whose settings leave nothing to choose from; or whose model gave no logits to choose by."""
+"""The error of a request whose parameters exclude every token, or whose logits are all minus infinity."""
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended. The text form is what API users see."""
+    """Why a sequence ended. `str` gives the text that API users see."""
 
     STOP = 0
     LENGTH = 1
@@ -29,23 +30,22 @@ class FinishReason(enum.IntEnum):
 
 
 class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One sequence to be generated, or one prompt to be made a vector of; validated and tokenized.
+    """One sequence to generate, or one prompt to embed or classify. Validated and tokenized.
 
     Attributes:
-        request_id: Unique among the requests that the engine core currently knows.
+        request_id: Unique among the unfinished requests of the engine core.
         prompt_token_ids: Token ids of the prompt, at least one.
-        sampling_params: Always with n == 1; the front end splits a request for n sequences into n of these.
+        sampling_params: With n == 1: the front end splits a request for n sequences into n requests.
         eos_token_ids: Tokens that end the sequence unless `ignore_eos` is set.
         arrival_time: Seconds of the front end's monotonic clock.
         priority: Lower is served earlier (priority policy only).
         cache_salt: Only requests with the same salt share cached blocks.
-        position_key: What a token's key depends on beside the tokens before it and its position (some rotary scalings
-            look at the length of the prompt). Only requests with the same value share cached blocks.
-        sibling_group: Id shared by the n sequences of one prompt, which share the prompt's KV blocks even where prefix
-            caching is off. None for a request on its own.
-        pooling_params: Set where the prompt's vector is wanted and nothing is generated; every field is chosen. The
-            sampling parameters say nothing then.
-        lora_request: The adapter that computes with the model; None for the model alone.
+        position_key: A value that the KV of a token depends on, beside its prefix and position (some RoPE scalings
+            depend on the length of the prompt). Only requests with the same value share cached blocks.
+        sibling_group: Id shared by the n sequences of one prompt, which share the prompt's KV blocks even if prefix
+            caching is off. None for a single sequence.
+        pooling_params: Set for a pooling request, with every field chosen; the sampling parameters then have no effect.
+        lora_request: The LoRA adapter; None for the base model.
     """
 
     request_id: str
@@ -62,10 +62,10 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities of one position: the token that stands there first, then the most probable ones.
+    """Log-probabilities at one position: of the token at the position, then of the most probable tokens.
 
     Attributes:
-        token_ids: The token at the position, then the top-k in falling order (which may hold that token again).
+        token_ids: The token at the position, then the top-k by falling probability (which may contain it again).
         logprobs: Natural logarithms, parallel to `token_ids`.
         rank: Rank of the token at the position among the whole vocabulary, 1 = most probable.
     """
@@ -76,21 +76,21 @@ class PositionLogprobs(msgspec.Struct, array_like=True):
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What happened to one request since the last output about it.
+    """The new tokens and the end of one request, since its last output.
 
     Attributes:
         request_id: As in the request.
-        new_token_ids: Tokens sampled since the last output (several, where outputs are not wanted each step).
+        new_token_ids: Tokens sampled since the last output (several, if the request does not need an output per step).
         finish_reason: Set on the last output of a request.
         stop_reason: The stop token id that ended it, if one did (None for end-of-sequence tokens).
-        logprobs: One entry per new token, where asked for.
-        prompt_logprobs: Once per request, where asked for: one entry per prompt token but the first.
-        num_cached_tokens: Prompt tokens whose KV came from the prefix cache when the request was first scheduled.
-        error: What went wrong, when finish_reason is ERROR.
+        logprobs: One entry per new token, if requested.
+        prompt_logprobs: Once per request, if requested: one entry per prompt token except the first.
+        num_cached_tokens: Prompt tokens found in the prefix cache when the request was first scheduled.
+        error: The error message, if finish_reason is ERROR.
         scheduled_time: Monotonic time at which the request was first scheduled.
-        first_token_time: Monotonic time at which its first token was known; 0 where it is in this output, alone.
-        error_parameter: The setting of the request that the error is about, where it is the request's fault.
-        pooling_output: The prompt's vector, float32 in little-endian order, where that was wanted.
+        first_token_time: Monotonic time of its first token; 0 if this output contains only that token.
+        error_parameter: The request parameter that caused the error, if one did.
+        pooling_output: The pooled vector of a pooling request: float32 in little-endian order.
     """
 
     request_id: str
@@ -108,15 +108,16 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class SchedulerStats(msgspec.Struct, omit_defaults=True):
-    """The scheduler's state after a step; all counters since start.
+    """The scheduler's state after a step. Counters count since the start.
 
     Attributes:
-        num_drafts: Guesses checked, each of one or several tokens.
+        kv_cache_usage: Fraction of the KV cache blocks in use, 0 to 1.
+        num_drafts: Verified drafts, of one or several tokens each.
         num_draft_tokens: Their tokens.
-        accepted_at: By place in its guess, how many tokens were right, with all before them.
-        num_prompt_tokens: Of the prompts of all sequences that were scheduled, cached ones included.
-        num_generated_tokens: Of all sequences, whether or not anybody has been told of them yet.
-        num_waiting_tokens: Of prompts, as of now, that are still to be computed or found in the cache.
+        accepted_at: By position in the draft, the number of accepted tokens.
+        num_prompt_tokens: Prompt tokens of all scheduled sequences, cached ones included.
+        num_generated_tokens: Generated tokens of all sequences, sent to the front end or not.
+        num_waiting_tokens: Prompt tokens of unfinished requests that are neither computed nor found in the cache yet.
     """
 
     num_running: int = 0
@@ -134,13 +135,23 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Tokens that were guessed right."""
+        """Accepted draft tokens."""
         return sum(self.accepted_at)
 
 
-class EngineCoreOutputs(msgspec.Struct, omit_defaults=True):
-    """Everything one step has to tell the front end."""
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The outputs of one engine step; from an engine core in another process, also the state of its command queue.
+
+    Attributes:
+        outputs: One entry per request that has new tokens or has ended.
+        stats: The scheduler's state after the step.
+        num_acknowledged: Number of the last command that the core has received from this client.
+        is_busy: Whether the core has unfinished requests of this client.
+        utility_results: Results of utility calls.
+    """
 
     outputs: list[EngineCoreOutput] = []
     stats: SchedulerStats | None = None
-    timestamp: float = 0.0
+    num_acknowledged: int = 0
+    is_busy: bool = False
+    utility_results: list[UtilityResult] = []

@@ -1,65 +1,52 @@
-"""How the tokens of one request are chosen, and which settings are acceptable.
+"""Sampling settings of one request, and the checks of their values.
 
-Bounds that need no model are checked when a `SamplingParams` comes to be, however it does: built by a user, decoded
-from a message in another process, or copied with changes. Bounds that depend on the model and the prompt are checked
-once, at the door, by `validate_for_model`. Either way a refusal is a `RequestError` that names field, value and
-permitted range.
+Bounds that need no model are checked whenever a `SamplingParams` is made: built by a user, decoded from a message, or
+copied with changes. Bounds that depend on the model and the prompt are checked by `validate_for_model` in the input
+processor. Both raise a `RequestError` that names the field, its allowed range and the value found.
 
-Most fields of most requests hold their defaults, so checking starts with one identity comparison per field.
+Most fields hold their defaults, so a check starts with one identity comparison per field.
 """
 
 from __future__ import annotations
 
 import copy
 import enum
-import math
-import numbers
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
 from mvllm.errors import RequestError
+from mvllm.messages import sampling_param_checks as checks
+from mvllm.messages.field_checks import (
+    INT64_MAX,
+    INT64_MIN,
+    LARGEST_FLOAT,
+    Check,
+    as_int,
+    boolean,
+    integer,
+    number,
+    reject,
+)
 from mvllm.messages.structured_outputs import StructuredOutputsParams, as_structured_outputs
 
 MAX_N = 128
-"""Sequences per prompt. Each takes a row and blocks of its own: one request must not be able to ask for thousands."""
-
-MAX_STOP_STRINGS = 128
-MAX_STOP_STRING_LENGTH = 1024
-MAX_STOP_TOKEN_IDS = 1024
-"""Stop conditions are looked for after every token, so their number and their length are limited."""
-
-MAX_BAD_WORDS = 128
-MAX_BAD_WORD_LENGTH = 1024
-MAX_BAD_WORD_TOKENS = 1 << 15
-"""Likewise words that must not come: their number, their characters, and their tokens, all words together."""
-
-MAX_LOGIT_BIASES = 4096
-MAX_LOGIT_BIAS = 100.0
-MAX_ALLOWED_TOKEN_IDS = 1 << 20
-MAX_EXTRA_ARGS_BYTES = 1 << 16
+"""Sequences per prompt. Each of them uses a row and KV blocks, so the number per request is limited."""
 
 MAX_ENTRIES = 1 << 20
-"""Entries that the settings of one HTTP request may have, counted once per sequence (see `SamplingParams.num_entries`):
-each sequence's are checked and sent by themselves."""
+"""Entries in the sampling parameters of one HTTP request (`SamplingParams.num_entries`), counted once per sequence:
+the parameters of each sequence are checked and sent separately."""
 
 MAX_BEAM_WIDTH = 32
-"""Each beam's whole sequence is sent to the engine core for each of its tokens."""
+"""Limited because the whole sequence of each beam is sent to the engine core for each of its tokens."""
 
 MAX_LENGTH_PENALTY = 10.0
-"""Of either sign: lengths are raised to this power."""
-
-MIN_TEMPERATURE = 0.01
-"""The lowest temperature that samples. What lies between 0 and this is raised to it: logits over less overflow."""
-
-_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
-_LARGEST_FLOAT = sys.float_info.max
+"""Absolute value; lengths are raised to this power."""
 
 
 class RequestOutputKind(enum.IntEnum):
-    """How much each output repeats."""
+    """Whether an output contains everything so far, only what is new, or is returned only at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -67,51 +54,52 @@ class RequestOutputKind(enum.IntEnum):
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sampling settings of one request; the names and defaults are the field's usual ones.
+    """Sampling settings of one request. Names and defaults are those of vLLM.
 
     Attributes:
         n: Number of sequences to generate from the prompt, 1 to 128; 1 when temperature is 0, as all would be equal.
         temperature: Finite and >= 0; 0 takes the most probable token (greedy), between 0 and 0.01 counts as 0.01.
         top_p: In (0, 1]: keep the smallest set of most probable tokens whose probability reaches this.
-        top_k: Keep this many most probable tokens; 0 or -1 keeps all. Tokens tied with the last one kept stay, too.
+        top_k: Keep this many most probable tokens; 0 or -1 keeps all. Tokens tied with the last one are kept, too.
         min_p: In [0, 1]: drop tokens less probable than this fraction of the most probable one.
         presence_penalty: In [-2, 2], subtracted once from the logit of each token generated so far.
         frequency_penalty: In [-2, 2], subtracted once per occurrence among the generated tokens.
         repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in prompt or output.
         seed: A signed 64-bit integer; makes the request's samples reproducible whatever else is in the batch. -1 means
             None.
-        stop: Text or texts that end the output, none empty; kept as a list. Needs `detokenize`.
+        stop: Text or texts that end the output, none empty; stored as a list. Needs `detokenize`.
         stop_token_ids: Tokens that end the output.
         include_stop_str_in_output: Keep the stop text in the output.
-        ignore_eos: Go on after the end-of-sequence token.
+        ignore_eos: Continue after the end-of-sequence token.
         max_tokens: Tokens to generate at most; None means as many as the context holds.
         min_tokens: No end-of-sequence token (unless `ignore_eos`) and no stop token before this many tokens.
         logprobs: Return the log-probabilities of the sampled token and of this many most probable ones; -1 for all.
         prompt_logprobs: Likewise for each prompt token. Such a request does not read the prefix cache.
         detokenize: Turn the output into text.
         skip_special_tokens: Leave special tokens out of the text.
-        spaces_between_special_tokens: Put spaces between special tokens in the text, where the tokenizer knows a
-            difference; those of the library `tokenizers` know none.
-        output_kind: What each output of the engine carries.
-        structured_outputs: The form that the text must have. The output ends as soon as nothing can follow; tokens that
-            end it can be chosen only where it is complete, and before `min_tokens` only if nothing else can follow.
-        best_of: Generate this many sequences, `n` to 128, and give only the best `n` of them, by the sum of their
-            tokens' log-probabilities, best first. None, like `n`, gives all. More shows nothing before the end.
-        logit_bias: Token id to what is added to its logit, clamped to [-100, 100]; before penalties and temperature.
-        allowed_token_ids: No other tokens can be chosen, not even those that would end the sequence.
-        bad_words: Texts that must not come, each as it is tokenized at the beginning of a text and after a space: the
-            last token of one cannot be chosen where the tokens before it stand, in the prompt or in the output.
-        bad_words_token_ids: Likewise as lists of token ids. What `bad_words` come to is added by the engine.
-        truncate_prompt_tokens: Keep only so many last tokens of the prompt; -1 as many as the context holds.
-        use_beam_search: Follow the `beam_width` best sequences at a time instead of sampling one, and give the best `n`
-            of those that have ended, by their scores: the sum of the log-probabilities of their tokens, divided by
-            `length ** length_penalty`. Nothing is shown before the end.
+        spaces_between_special_tokens: Put spaces between special tokens in the text. No effect with tokenizers of the
+            library `tokenizers`.
+        output_kind: What each output of the engine contains.
+        structured_outputs: A constraint on the text, such as a JSON schema. The output ends as soon as the constraint
+            allows no further token. Tokens that end the output are allowed only where the text is complete, and before
+            `min_tokens` only if no other token is allowed.
+        best_of: Generate this many sequences, `n` to 128, and return the best `n` by the sum of their tokens'
+            log-probabilities, best first. None means `n`. With more than `n`, there is no output before the end.
+        logit_bias: Token id to the bias added to its logit, clamped to [-100, 100]; before penalties and temperature.
+        allowed_token_ids: Only these tokens can be sampled, also instead of tokens that end the sequence.
+        bad_words: Texts that must not occur. Each is tokenized as at the beginning of a text and as after a space; its
+            last token cannot be sampled after its other tokens, whether these are in the prompt or in the output.
+        bad_words_token_ids: The same as lists of token ids. The engine adds the token ids of `bad_words`.
+        truncate_prompt_tokens: Keep only the last tokens of the prompt, this many; -1 as many as the context holds.
+        use_beam_search: Keep the `beam_width` best sequences at each position instead of sampling one, and return the
+            best `n` finished ones by score: the sum of the log-probabilities of their tokens, divided by
+            `length ** length_penalty`. There is no output before the end.
         beam_width: 1 to 32, at least `n`; by default `best_of`, or else `n`.
         length_penalty: From -10 to 10; above 0 it favours long sequences.
-        early_stopping: When the search ends before `max_tokens`. True: with `beam_width` sequences that have ended.
-            False: when the best that runs has no better score, at its present length, than the worst of these.
-            "never": when it cannot come to one, even at the length that favours it most.
-        extra_args: For plugins, logits processors above all: names to whatever JSON knows.
+        early_stopping: When beam search ends before `max_tokens`. True: when `beam_width` sequences have finished.
+            False: when, in addition, no running beam has a better score at its present length than the worst of these.
+            "never": when no running beam can reach a better score at any length.
+        extra_args: Arguments for plugins such as logits processors: names to JSON values.
 
     Raises:
         RequestError: A value has the wrong type or lies outside its range.
@@ -160,33 +148,33 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is simply the most probable one."""
+        """Whether each token is the most probable one."""
         return self.temperature == 0.0
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run at a time."""
+        """Sequences that run at the same time."""
         return self.num_beams if self.use_beam_search else self.best_of or self.n
 
     @property
     def num_beams(self) -> int:
-        """Sequences that a beam search follows."""
+        """Number of beams of a beam search."""
         return self.beam_width or self.best_of or self.n
 
     @property
     def is_ranked(self) -> bool:
-        """Whether which sequences are given, and in which order, shows only when all have ended."""
+        """Whether the sequences are ranked at the end, so that there is no output before."""
         return self.use_beam_search or (self.best_of is not None and self.best_of > self.n)
 
     @property
     def narrowed_by(self) -> str | None:
-        """The setting that leaves fewer tokens to choose from than the model has, if there is one."""
+        """The name of a field that excludes tokens of the vocabulary, if one does."""
         names = ("allowed_token_ids", "bad_words", "bad_words_token_ids")
         return next((name for name in names if getattr(self, name)), None)
 
     @property
     def num_entries(self) -> int:
-        """How much its lists, dicts and texts hold, as an estimate of what it takes to check and send them."""
+        """Approximate number of entries in its lists, dicts and texts: the cost of checking and sending them."""
         ids = sum(map(len, (self.stop_token_ids or (), self.logit_bias or (), self.allowed_token_ids or ())))
         ids += sum(map(len, self.bad_words_token_ids or ())) + sum(map(len, self.bad_words or ()))  # a token or less
         num_bytes = sum(map(len, self.stop or ()))
@@ -204,52 +192,52 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         else:
             self._check_sampling()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens, which is {self.max_tokens}")
+            reject("min_tokens", self.min_tokens, f"an integer from 0 to max_tokens, which is {self.max_tokens}")
         if self.stop and not self.detokenize:
-            _refuse("stop", self.stop, "unset when detokenize is False, since stop strings are looked for in the text")
+            reject("stop", self.stop, "unset when detokenize is False, since stop strings are looked for in the text")
 
     def _check_sampling(self) -> None:
         if self.temperature == 0.0:
             equal = "1 when temperature is 0, since greedy sequences would all be equal"
             for name, value in (("n", self.n), ("best_of", self.best_of or 1)):
                 if value > 1:
-                    _refuse(name, value, equal)
+                    reject(name, value, equal)
         if self.best_of is not None and self.best_of < self.n:
-            _refuse("best_of", self.best_of, f"an integer from n, which is {self.n}, to {MAX_N}")
+            reject("best_of", self.best_of, f"an integer from n, which is {self.n}, to {MAX_N}")
         for name in _BEAM_FIELDS:
             if getattr(self, name) != _DEFAULTS[name]:
-                _refuse(name, getattr(self, name), "unset unless use_beam_search is True")
+                reject(name, getattr(self, name), "unset unless use_beam_search is True")
 
     def _check_beam_search(self) -> None:
-        """Everything that changes what is sampled would change nothing here, and pass unnoticed."""
+        """Rejects parameters that have no effect, because beam search does not sample."""
         for name in _NOT_WITH_BEAMS:
             if getattr(self, name) != _DEFAULTS[name]:
-                _refuse(name, getattr(self, name), "unset when use_beam_search is True, which does not sample")
+                reject(name, getattr(self, name), "unset when use_beam_search is True, which does not sample")
         if self.temperature not in (0.0, 1.0):
-            _refuse("temperature", self.temperature, "0 or 1 when use_beam_search is True, which does not sample")
+            reject("temperature", self.temperature, "0 or 1 when use_beam_search is True, which does not sample")
         if self.beam_width is not None and self.best_of not in (None, self.beam_width):
-            _refuse("best_of", self.best_of, f"unset, or equal to beam_width, which is {self.beam_width}")
+            reject("best_of", self.best_of, f"unset, or equal to beam_width, which is {self.beam_width}")
         if not self.n <= self.num_beams <= MAX_BEAM_WIDTH:
             names = (("beam_width", self.beam_width), ("best_of", self.best_of))
             name = next((name for name, given in names if given is not None), "n")
             low = 1 if name == "n" else f"n, which is {self.n},"
-            _refuse(name, self.num_beams, f"an integer from {low} to {MAX_BEAM_WIDTH} when use_beam_search is True")
+            reject(name, self.num_beams, f"an integer from {low} to {MAX_BEAM_WIDTH} when use_beam_search is True")
 
 
 def validate_for_model(
     params: SamplingParams, *, vocab_size: int, max_model_len: int, max_logprobs: int, prompt_len: int
 ) -> SamplingParams:
-    """Checks what only the model and the prompt can tell, and settles how many tokens there can be.
+    """Checks the bounds that depend on the model and the prompt, and limits `max_tokens` to the context.
 
     Args:
-        params: Left as it is.
-        vocab_size: Tokens that the model knows.
-        max_model_len: Longest sequence, prompt included.
+        params: Not modified.
+        vocab_size: Size of the model's vocabulary.
+        max_model_len: Length of the longest sequence, prompt included.
         max_logprobs: Largest `logprobs` and `prompt_logprobs` allowed; -1 allows the whole vocabulary.
         prompt_len: Tokens in the prompt.
 
     Returns:
-        `params`, or a copy in which `max_tokens` is what the context has room for, where it was None or more than that.
+        `params`, or a copy with `max_tokens` set to the room in the context if it was None or larger.
 
     Raises:
         RequestError: A value is out of range, or the prompt leaves no room for a token.
@@ -263,25 +251,25 @@ def validate_for_model(
         )
     for token_id in params.stop_token_ids or ():
         if not 0 <= token_id < vocab_size:
-            _refuse("stop_token_ids", token_id, f"token ids from 0 to {vocab_size - 1}, the model's vocabulary")
+            reject("stop_token_ids", token_id, f"token ids from 0 to {vocab_size - 1}, the model's vocabulary")
     for name, token_ids in _token_ids_of(params):
         for token_id in token_ids:
             if token_id >= vocab_size:
-                _refuse(name, token_id, f"made of token ids from 0 to {vocab_size - 1}, the model's vocabulary")
+                reject(name, token_id, f"made of token ids from 0 to {vocab_size - 1}, the model's vocabulary")
     if params.use_beam_search and params.num_beams > vocab_size:
-        _refuse("beam_width", params.num_beams, f"an integer from 1 to {vocab_size}, the model's vocabulary")
+        reject("beam_width", params.num_beams, f"an integer from 1 to {vocab_size}, the model's vocabulary")
     _check_num_logprobs("logprobs", params.logprobs, vocab_size, max_logprobs)
     _check_num_logprobs("prompt_logprobs", params.prompt_logprobs, vocab_size, max_logprobs)
     if params.min_tokens > room:
-        _refuse("min_tokens", params.min_tokens, f"an integer from 0 to {room}, the room that the prompt leaves")
+        reject("min_tokens", params.min_tokens, f"an integer from 0 to {room}, the room that the prompt leaves")
     if params.max_tokens is None or params.max_tokens > room:
-        params = copy.copy(params)  # its fields are checked, and may be long
+        params = copy.copy(params)  # shallow: the fields are checked already, and may be large
         params.max_tokens = room
     return params
 
 
 def _token_ids_of(params: SamplingParams) -> Iterator[tuple[str, Iterable[int]]]:
-    """The fields that hold token ids, stop tokens aside, and what they hold."""
+    """The fields with token ids, except stop tokens, and their token ids."""
     if params.logit_bias:
         yield "logit_bias", params.logit_bias
     if params.allowed_token_ids:
@@ -297,251 +285,50 @@ def _check_num_logprobs(name: str, value: int | None, vocab_size: int, max_logpr
     limit = vocab_size if unlimited else max_logprobs
     if value > limit or (value == -1 and not unlimited):
         allowed = "or -1 (the whole vocabulary)" if unlimited else "which is the engine's max_logprobs"
-        _refuse(name, value, f"an integer from 0 to {limit}, {allowed}")
-
-
-# --- checks of single fields: each takes the field's name and a value that is not the default, and returns what to keep
-
-_Check = Callable[[str, Any], Any]
-
-
-def _refuse(name: str, value: object, expected: str) -> Any:
-    raise RequestError(f"{name} must be {expected}; got {_describe_value(value)}", parameter=name)
-
-
-def _describe_value(value: object) -> str:
-    """Renders any value in few characters, without calling code of types that we do not know."""
-    kind = type(value)
-    if kind is str:
-        text = value[:40] + "..." if len(value) > 40 else value  # type: ignore[index, arg-type]
-        return repr(text).encode("ascii", "backslashreplace").decode()
-    if kind is int:
-        return str(value) if abs(value) < 2**128 else f"an integer of {value.bit_length()} bits"  # type: ignore
-    if kind in (list, tuple, set, dict):
-        return f"a {kind.__name__} of {len(value)} items"  # type: ignore[arg-type]
-    return repr(value) if kind in (bool, float, type(None), RequestOutputKind) else f"a {kind.__name__}"
-
-
-def _as_int(value: object) -> int | None:
-    if type(value) is int:
-        return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        return None
-    return int(value)
-
-
-def _as_float(value: object) -> float | None:
-    if type(value) is float:
-        return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return None
-    try:
-        return float(value)
-    except OverflowError:  # an integer that no float can hold: as good as infinite
-        return math.inf
-
-
-def _integer(
-    low: int, high: int, *, means_unset: int | None = None, unset: int | None = None, optional: bool = False
-) -> _Check:
-    """An integer in [low, high], where `means_unset` is another way to say `unset`; None only if `optional`."""
-    span = f"from {low} to {high}" if high < _INT64_MAX else f">= {low} (in 64 bits)"
-    expected = f"an integer {span}" + (" or None" if optional else "")
-
-    def check(name: str, value: object) -> int | None:
-        if value is None and optional:
-            return None
-        number = _as_int(value)
-        if number is None or not low <= number <= high:
-            return _refuse(name, value, expected)
-        return unset if number == means_unset and means_unset is not None else number
-
-    return check
-
-
-def _number(low: float, high: float, *, above: bool = False) -> _Check:
-    """A finite number in [low, high], or in (low, high] if `above`. NaN compares false, so it is refused, too."""
-    left = f"> {low:g}" if above else f">= {low:g}"
-    expected = f"a finite number {left}" if high == _LARGEST_FLOAT else f"a number {left} and <= {high:g}"
-
-    def check(name: str, value: object) -> float:
-        number = _as_float(value)
-        if number is None or not low <= number <= high or (above and number == low):
-            return _refuse(name, value, expected)
-        return number
-
-    return check
-
-
-_non_negative = _number(0.0, _LARGEST_FLOAT)
-
-
-def _temperature(name: str, value: object) -> float:
-    temperature: float = _non_negative(name, value)
-    return max(temperature, MIN_TEMPERATURE) if temperature > 0.0 else 0.0
-
-
-def _boolean(name: str, value: object) -> bool:
-    return value if isinstance(value, bool) else _refuse(name, value, "True or False")
-
-
-def _stop(name: str, value: object) -> list[str] | None:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or len(texts) > MAX_STOP_STRINGS:
-        return _refuse(name, value, f"a string or a list of at most {MAX_STOP_STRINGS} strings")
-    for text in texts:
-        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_LENGTH:
-            _refuse(name, text, f"made of strings of 1 to {MAX_STOP_STRING_LENGTH} characters")
-        if not _is_unicode(text):
-            _refuse(name, text, "valid Unicode, without lone surrogates")
-    return [str(text) for text in texts] or None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _stop_token_ids(name: str, value: object) -> list[int] | None:
-    if not isinstance(value, list | tuple) or len(value) > MAX_STOP_TOKEN_IDS:
-        return _refuse(name, value, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
-    return list(dict.fromkeys(_token_ids(name, value))) or None
-
-
-_token_id = _integer(0, 2**31 - 1)
-
-
-def _token_ids(name: str, value: list[Any] | tuple[Any, ...]) -> list[int]:
-    """Checks each; plain integers, which there may be very many of, together."""
-    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**31:
-        return list(value)
-    return [_token_id(name, item) for item in value]
-
-
-def _logit_bias(name: str, value: object) -> dict[int, float] | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIASES:
-        return _refuse(name, value, f"a dict of at most {MAX_LOGIT_BIASES} token ids and numbers")
-    biases = {}
-    for key, bias in value.items():
-        number = _as_float(bias)
-        if number is None or not math.isfinite(number):
-            return _refuse(name, bias, "made of token ids and finite numbers")
-        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12  # as JSON has to say it
-        token_id = _as_int(int(key) if is_digits else key)
-        if token_id is None or not 0 <= token_id < 2**31:
-            return _refuse(name, key, "made of token ids and finite numbers")
-        biases[token_id] = min(max(number, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS)
-    return biases or None
-
-
-def _allowed_token_ids(name: str, value: object) -> list[int] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_ALLOWED_TOKEN_IDS:
-        return _refuse(name, value, f"a list of 1 to {MAX_ALLOWED_TOKEN_IDS} token ids, or None for all")
-    return sorted(set(_token_ids(name, value)))
-
-
-def _bad_words(name: str, value: object) -> list[str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or len(value) > MAX_BAD_WORDS:
-        return _refuse(name, value, f"a list of at most {MAX_BAD_WORDS} strings")
-    for text in value:
-        if not isinstance(text, str) or not 0 < len(text) <= MAX_BAD_WORD_LENGTH or not text.strip():
-            _refuse(name, text, f"made of strings of 1 to {MAX_BAD_WORD_LENGTH} characters, not all of them spaces")
-        if not _is_unicode(text):
-            _refuse(name, text, "valid Unicode, without lone surrogates")
-    return [str(text) for text in value] or None
-
-
-def _bad_words_token_ids(name: str, value: object) -> list[list[int]] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or len(value) > 4 * MAX_BAD_WORDS:
-        return _refuse(name, value, f"a list of at most {4 * MAX_BAD_WORDS} lists of token ids")
-    left = MAX_BAD_WORD_TOKENS
-    for word in value:
-        if not isinstance(word, list | tuple) or not 0 < len(word) <= left:
-            _refuse(name, word, f"made of lists of token ids, none empty, {MAX_BAD_WORD_TOKENS} ids in all at most")
-        left -= len(word)
-    return [_token_ids(name, word) for word in value] or None
-
-
-def _truncate(name: str, value: object) -> int | None:
-    number = None if value is None else _as_int(value)
-    if value is not None and (number is None or not (number == -1 or 1 <= number <= _INT64_MAX)):
-        return _refuse(name, value, "an integer >= 1, -1 for as many tokens as the context holds, or None")
-    return number
-
-
-def _early_stopping(name: str, value: object) -> bool | str:
-    return value if isinstance(value, bool) or value == "never" else _refuse(name, value, "True, False or 'never'")
-
-
-def _extra_args(name: str, value: object) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    expected = f"a dict of what JSON knows, with names as keys, of at most {MAX_EXTRA_ARGS_BYTES} bytes"
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        return _refuse(name, value, expected)
-    try:
-        packed = msgspec.msgpack.encode(value)
-        if len(packed) > MAX_EXTRA_ARGS_BYTES:
-            return _refuse(name, value, expected)
-        return msgspec.msgpack.decode(packed, type=dict[str, Any]) or None  # nobody changes it any more
-    except RequestError:
-        raise
-    except (TypeError, ValueError, OverflowError, RecursionError):  # something that is no JSON, or too deep
-        return _refuse(name, value, expected)
+        reject(name, value, f"an integer from 0 to {limit}, {allowed}")
 
 
 def _output_kind(name: str, value: object) -> RequestOutputKind:
-    number = _as_int(value)
+    number = as_int(value)
     if number is None or number not in RequestOutputKind.__members__.values():
-        return _refuse(name, value, "a RequestOutputKind")
+        return reject(name, value, "a RequestOutputKind")
     return RequestOutputKind(number)
 
 
-_FIELD_CHECKS: dict[str, _Check] = {
-    "n": _integer(1, MAX_N),
-    "temperature": _temperature,
-    "top_p": _number(0.0, 1.0, above=True),
-    "top_k": _integer(-1, _INT64_MAX, means_unset=-1, unset=0),
-    "min_p": _number(0.0, 1.0),
-    "presence_penalty": _number(-2.0, 2.0),
-    "frequency_penalty": _number(-2.0, 2.0),
-    "repetition_penalty": _number(0.0, _LARGEST_FLOAT, above=True),
-    "seed": _integer(_INT64_MIN, _INT64_MAX, means_unset=-1, optional=True),
-    "stop": _stop,
-    "stop_token_ids": _stop_token_ids,
-    "include_stop_str_in_output": _boolean,
-    "ignore_eos": _boolean,
-    "max_tokens": _integer(1, _INT64_MAX, optional=True),
-    "min_tokens": _integer(0, _INT64_MAX),
-    "logprobs": _integer(-1, _INT64_MAX, optional=True),
-    "prompt_logprobs": _integer(-1, _INT64_MAX, optional=True),
-    "detokenize": _boolean,
-    "skip_special_tokens": _boolean,
-    "spaces_between_special_tokens": _boolean,
+_FIELD_CHECKS: dict[str, Check] = {
+    "n": integer(1, MAX_N),
+    "temperature": checks.check_temperature,
+    "top_p": number(0.0, 1.0, above=True),
+    "top_k": integer(-1, INT64_MAX, means_unset=-1, unset=0),
+    "min_p": number(0.0, 1.0),
+    "presence_penalty": number(-2.0, 2.0),
+    "frequency_penalty": number(-2.0, 2.0),
+    "repetition_penalty": number(0.0, LARGEST_FLOAT, above=True),
+    "seed": integer(INT64_MIN, INT64_MAX, means_unset=-1, optional=True),
+    "stop": checks.check_stop,
+    "stop_token_ids": checks.check_stop_token_ids,
+    "include_stop_str_in_output": boolean,
+    "ignore_eos": boolean,
+    "max_tokens": integer(1, INT64_MAX, optional=True),
+    "min_tokens": integer(0, INT64_MAX),
+    "logprobs": integer(-1, INT64_MAX, optional=True),
+    "prompt_logprobs": integer(-1, INT64_MAX, optional=True),
+    "detokenize": boolean,
+    "skip_special_tokens": boolean,
+    "spaces_between_special_tokens": boolean,
     "output_kind": _output_kind,
     "structured_outputs": as_structured_outputs,
-    "best_of": _integer(1, MAX_N, optional=True),
-    "logit_bias": _logit_bias,
-    "allowed_token_ids": _allowed_token_ids,
-    "bad_words": _bad_words,
-    "bad_words_token_ids": _bad_words_token_ids,
-    "truncate_prompt_tokens": _truncate,
-    "use_beam_search": _boolean,
-    "beam_width": _integer(1, MAX_BEAM_WIDTH, optional=True),
-    "length_penalty": _number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
-    "early_stopping": _early_stopping,
-    "extra_args": _extra_args,
+    "best_of": integer(1, MAX_N, optional=True),
+    "logit_bias": checks.check_logit_bias,
+    "allowed_token_ids": checks.check_allowed_token_ids,
+    "bad_words": checks.check_bad_words,
+    "bad_words_token_ids": checks.check_bad_words_token_ids,
+    "truncate_prompt_tokens": checks.check_truncate_prompt_tokens,
+    "use_beam_search": boolean,
+    "beam_width": integer(1, MAX_BEAM_WIDTH, optional=True),
+    "length_penalty": number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+    "early_stopping": checks.check_early_stopping,
+    "extra_args": checks.check_extra_args,
 }
 _CHECKS = tuple(
     (field.name, field.default, _FIELD_CHECKS[field.name]) for field in msgspec.structs.fields(SamplingParams)

@@ -1,8 +1,7 @@
-"""What the text of an output must look like, and which such wishes are small enough to be looked at.
+"""StructuredOutputsParams: the constraint on the text of an output, and the limits on its size.
 
-Nothing is compiled here. What costs no time is checked when a `StructuredOutputsParams` comes to be, however it does:
-that exactly one form is given, its type, its size and how deep it nests. The rest shows when it is compiled, apart from
-the engine (mvllm.structured_output).
+Nothing is compiled here. The constructor checks what is cheap: that there is exactly one constraint, its type, its size
+and its nesting. All other errors are found when `mvllm.structured_output` compiles it in a sandbox.
 """
 
 from __future__ import annotations
@@ -19,41 +18,42 @@ MAX_GRAMMAR_BYTES = 256 << 10
 
 MAX_CHOICES = 10_000
 MAX_NESTING = 64
-"""How deep a JSON schema may nest."""
+"""Levels of nesting in a JSON schema."""
 
 MAX_WHITESPACE_PATTERN = 256
 MAX_TAG = 64
-"""What begins or ends thoughts, as UTF-8."""
+"""Bytes of `thoughts_start` and `thoughts_end`, as UTF-8."""
 
 MAX_TAGS = 128
-"""Structures of a structural tag, and its triggers."""
+"""Structures, and triggers, of a structural tag."""
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _NAME = "structured_outputs"
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The form of an output: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`.
+    """A constraint on the text of an output: exactly one of `json`, `regex`, `choice`, `grammar`, `json_object` and
+    `structural_tag`.
 
     Attributes:
-        json: A JSON schema, as an object or as its text; kept as text. Properties come in the schema's order.
+        json: A JSON schema, as an object or as text; stored as text. Properties appear in the schema's order.
         regex: A regular expression that all of the text matches. No look-around and no back-references; the classes
             \\d, \\w and \\s are those of ASCII.
-        choice: Texts of which the output is one, none empty.
+        choice: The texts of which the output is one, none empty.
         grammar: A context-free grammar, either in Lark's notation (`start: ...`) or in EBNF (`root ::= ...`).
         json_object: True for any JSON object.
         structural_tag: Any text, with JSON between tags: `{"structures": [{"begin": "<f=a>", "schema": {...}, "end":
-            "</f>"}, ...], "triggers": ["<f="]}`, as an object or as its text; kept as text. Where a trigger has been
-            written, one of the structures that begin with it follows.
+            "</f>"}, ...], "triggers": ["<f="]}`, as an object or as text; stored as text. After a trigger, one of the
+            structures that begin with it must follow.
         whitespace_pattern: Regular expression of the white space allowed between the parts of JSON; by default a line
             break and an indentation of up to 32, or up to 4 spaces.
         disable_any_whitespace: No white space between the parts of JSON.
-        thoughts_end: What ends thoughts, such as `</think>`: any text may come up to it, and the form holds behind it.
-        thoughts_start: What begins them, such as `<think>`: an output that does not begin with it has the form at once.
-            None where the output begins within the thoughts.
+        thoughts_end: End of reasoning, such as `</think>`: any text is allowed before it, the constraint applies after.
+        thoughts_start: Start of reasoning, such as `<think>`: if the output does not begin with it, the constraint
+            applies at once. None if the output begins within the reasoning.
 
     Raises:
-        RequestError: None or several forms are given, or one has the wrong type, is too large or nests too deep.
+        RequestError: There is not exactly one constraint, or it has the wrong type, is too large or nested too deep.
     """
 
     json: str | dict[str, Any] | None = None
@@ -73,7 +73,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         given = [form for form in FORMS if getattr(self, form) is not None]
         if len(given) != 1:
             found = " and ".join(given) if given else "none of them"
-            _refuse(f"needs exactly one of {', '.join(FORMS)}; found {found}")
+            _reject(f"needs exactly one of {', '.join(FORMS)}; found {found}")
         form = given[0]
         match form:
             case "json":
@@ -87,128 +87,128 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             case "structural_tag":
                 self.structural_tag = _structural_tag_text(self.structural_tag)
             case "json_object" if self.json_object is not True:
-                _refuse(f"json_object must be True or unset; found a {type(self.json_object).__name__}")
+                _reject(f"json_object must be True or unset; found a {type(self.json_object).__name__}")
         if not isinstance(self.disable_any_whitespace, bool):
-            _refuse("disable_any_whitespace must be True or False")
+            _reject("disable_any_whitespace must be True or False")
         if self.whitespace_pattern is not None:
             _check_text("whitespace_pattern", self.whitespace_pattern, limit=MAX_WHITESPACE_PATTERN)
         if (self.whitespace_pattern is not None or self.disable_any_whitespace) and not form.startswith("json"):
-            _refuse(f"whitespace_pattern and disable_any_whitespace are about JSON, but the form is {form}")
+            _reject(f"whitespace_pattern and disable_any_whitespace apply to JSON only, but the constraint is {form}")
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
-            _refuse("takes whitespace_pattern or disable_any_whitespace, not both")
+            _reject("takes whitespace_pattern or disable_any_whitespace, not both")
         for name in ("thoughts_start", "thoughts_end"):
             if getattr(self, name) is not None:
                 _check_text(name, getattr(self, name), may_be_empty=False, limit=MAX_TAG)
         if self.thoughts_start is not None and self.thoughts_end is None:
-            _refuse("takes thoughts_start together with thoughts_end only")
+            _reject("takes thoughts_start together with thoughts_end only")
 
     @property
     def form(self) -> str:
-        """Which of the forms is given."""
+        """The name of the constraint that is set."""
         return next(form for form in FORMS if getattr(self, form) is not None)
 
 
 def as_structured_outputs(name: str, value: object) -> StructuredOutputsParams | None:
-    """What a caller may put into `SamplingParams.structured_outputs`: the struct, or its fields as a dict.
+    """Checks a value of `SamplingParams.structured_outputs`: the struct, a dict of its fields, or None.
 
     Raises:
-        RequestError: It is something else.
+        RequestError: It is none of these.
     """
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, dict):
-        _refuse(f"must be StructuredOutputsParams, a dict of its fields, or None; got a {type(value).__name__}")
+        _reject(f"must be StructuredOutputsParams, a dict of its fields, or None; got a {type(value).__name__}")
     known = StructuredOutputsParams.__struct_fields__
     for key in value:
         if key not in known:
-            _refuse(f"has the fields {', '.join(known)}; found {ascii(key)[:40]}")
+            _reject(f"has the fields {', '.join(known)}; found {ascii(key)[:40]}")
     return StructuredOutputsParams(**value)
 
 
-def _refuse(message: str) -> NoReturn:
+def _reject(message: str) -> NoReturn:
     raise RequestError(f"{_NAME} {message}.", parameter=_NAME)
 
 
 def _check_text(name: str, value: object, *, may_be_empty: bool = True, limit: int = MAX_GRAMMAR_BYTES) -> str:
     if not isinstance(value, str):
-        _refuse(f"{name} must be a text; found a {type(value).__name__}")
+        _reject(f"{name} must be a text; found a {type(value).__name__}")
     if not may_be_empty and not value.strip():
-        _refuse(f"{name} is empty")
+        _reject(f"{name} is empty")
     if len(value) > limit:  # before it is encoded
-        _refuse(f"{name} has {len(value)} characters; at most {limit} bytes are taken")
+        _reject(f"{name} has {len(value)} characters; at most {limit} bytes are allowed")
     try:
         size = len(value.encode())
     except UnicodeEncodeError:
-        _refuse(f"{name} is not valid Unicode: it has a lone surrogate")
+        _reject(f"{name} is not valid Unicode: it has a lone surrogate")
     if size > limit:
-        _refuse(f"{name} has {size} bytes; at most {limit} are taken")
+        _reject(f"{name} has {size} bytes; at most {limit} are allowed")
     return value
 
 
 def _checked_choices(value: object) -> list[str]:
     if not isinstance(value, list | tuple) or not 0 < len(value) <= MAX_CHOICES:
-        _refuse(f"choice must be a list of 1 to {MAX_CHOICES} texts")
+        _reject(f"choice must be a list of 1 to {MAX_CHOICES} texts")
     total = 0
     for text in value:
         total += len(_check_text("choice", text))
         if not text:
-            _refuse("choice has an empty text")
+            _reject("choice has an empty text")
     if total > MAX_GRAMMAR_BYTES:
-        _refuse(f"choice has {total} characters in all; at most {MAX_GRAMMAR_BYTES} are taken")
+        _reject(f"choice has {total} characters in all; at most {MAX_GRAMMAR_BYTES} are allowed")
     return list(value)
 
 
 def _schema_text(value: object) -> str:
-    """A schema as compact JSON text, once it is known to be JSON and no deeper than MAX_NESTING."""
+    """A schema as compact JSON text. Checks that it is JSON and not deeper than MAX_NESTING."""
     try:
         if isinstance(value, str):
             value = json.loads(_check_text("json", value, may_be_empty=False), parse_constant=_no_constant)
         if not isinstance(value, dict | bool):
-            _refuse("json must be a JSON schema: an object, or the text of one")
-        if value is True:  # the schema of everything, in a form that the library knows
+            _reject("json must be a JSON schema: an object, or the text of one")
+        if value is True:  # the same schema as an object, which the library requires
             value = {}
         check_json_size(value)
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except RecursionError:
-        _refuse(f"json nests deeper than {MAX_NESTING} levels")
+        _reject(f"json nests deeper than {MAX_NESTING} levels")
     except json.JSONDecodeError as e:
-        _refuse(f"json is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}")
+        _reject(f"json is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}")
     except (TypeError, ValueError) as e:
         if isinstance(e, RequestError):
             raise
-        _refuse(f"json cannot be written as JSON: {str(e)[:100]}")
+        _reject(f"json cannot be written as JSON: {str(e)[:100]}")
     return _check_text("json", text)
 
 
 def _structural_tag_text(value: object) -> str:
-    """A structural tag as JSON text, once each structure is known to begin with a trigger."""
+    """A structural tag as JSON text. Checks that each structure begins with a trigger."""
     if isinstance(value, str):
         try:
             value = json.loads(_check_text("structural_tag", value), parse_constant=_no_constant)
         except (ValueError, RecursionError) as e:
             if isinstance(e, RequestError):
                 raise
-            _refuse("structural_tag is not valid JSON")
+            _reject("structural_tag is not valid JSON")
     structures = value.get("structures") if isinstance(value, dict) else None
     triggers = value.get("triggers") if isinstance(value, dict) else None
     if not isinstance(structures, list) or not 0 < len(structures) <= MAX_TAGS:
-        _refuse(f"structural_tag needs a list of 1 to {MAX_TAGS} structures")
-    if isinstance(triggers, list) and len(triggers) > MAX_TAGS:  # each structure is compared with each of them
-        _refuse(f"structural_tag may have {MAX_TAGS} triggers; found {len(triggers)}")
+        _reject(f"structural_tag needs a list of 1 to {MAX_TAGS} structures")
+    if isinstance(triggers, list) and len(triggers) > MAX_TAGS:  # before each structure is compared with each trigger
+        _reject(f"structural_tag may have {MAX_TAGS} triggers; found {len(triggers)}")
     if not isinstance(triggers, list) or not all(isinstance(text, str) and text for text in triggers):
-        _refuse("structural_tag needs a list of triggers, which are texts")
+        _reject("structural_tag needs a list of triggers, which are texts")
     tags = []
     size = 0
     for i, tag in enumerate(structures):
         begin, end, schema = map(tag.get, ("begin", "end", "schema")) if isinstance(tag, dict) else (None,) * 3
         if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):
-            _refuse(f"structural_tag: structure {i} needs a begin, a schema (an object) and an end")
+            _reject(f"structural_tag: structure {i} needs a begin, a schema (an object) and an end")
         if not any(begin.startswith(trigger) for trigger in triggers):
-            _refuse(f"structural_tag: structure {i} begins with none of the triggers")
+            _reject(f"structural_tag: structure {i} begins with none of the triggers")
         schema_text = _schema_text(schema)
         size += len(schema_text)
-        if size > MAX_GRAMMAR_BYTES:  # before the others are looked at
-            _refuse(f"structural_tag has more than {MAX_GRAMMAR_BYTES} characters, which is more than is taken")
+        if size > MAX_GRAMMAR_BYTES:  # before the next structure is parsed
+            _reject(f"structural_tag has more than {MAX_GRAMMAR_BYTES} characters, which is the limit")
         tags.append({"begin": begin, "schema": json.loads(schema_text), "end": end})
     text = json.dumps({"structures": tags, "triggers": triggers}, ensure_ascii=False, separators=(",", ":"))
     return _check_text("structural_tag", text)
@@ -219,10 +219,10 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def check_json_size(value: object) -> None:
-    """Returns if a JSON value is small enough to be looked at, after a look at no more than that much of it.
+    """Returns if a JSON value is within the limits. Visits no more of the value than the limits allow.
 
     Raises:
-        RequestError: It is larger than MAX_GRAMMAR_BYTES or nests deeper than MAX_NESTING, whatever is in it.
+        RequestError: It is larger than MAX_GRAMMAR_BYTES or nested deeper than MAX_NESTING.
     """
     level = [value]
     size = 0
@@ -232,7 +232,7 @@ def check_json_size(value: object) -> None:
                 size += sum(len(key) for key in parent if isinstance(key, str))
             size += len(parent) if isinstance(parent, dict | list | tuple | str) else 1
             if size > MAX_GRAMMAR_BYTES:
-                _refuse(f"json is too large; at most {MAX_GRAMMAR_BYTES} bytes are taken")
+                _reject(f"json is too large; at most {MAX_GRAMMAR_BYTES} bytes are allowed")
         level = [
             item
             for parent in level
@@ -241,4 +241,4 @@ def check_json_size(value: object) -> None:
         ]
         if not level:
             return
-    _refuse(f"json nests deeper than {MAX_NESTING} levels")
+    _reject(f"json nests deeper than {MAX_NESTING} levels")

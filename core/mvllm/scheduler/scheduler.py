@@ -601,7 +601,7 @@ class Scheduler:
         for position, drafts in output.draft_token_ids.items():
             if batch[position].status is RequestStatus.RUNNING:
                 batch[position].draft_token_ids = drafts
-        return EngineCoreOutputs(outputs=outputs, stats=self.make_stats(), timestamp=self._clock())
+        return EngineCoreOutputs(outputs=outputs, stats=self.make_stats())
 
     def _append_tokens(
         self,

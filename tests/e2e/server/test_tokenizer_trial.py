@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import mvllm
-from mvllm.engine.frontend import tokenizer as engine_tokenizer
-from mvllm.engine.frontend.tokenizer_json import JsonTokenizer
+from mvllm.engine.tokenizer import tokenizer as engine_tokenizer
+from mvllm.engine.tokenizer.tokenizer_json import JsonTokenizer
 from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
 from mvllm.errors import ModelError, RequestError
 from tests.helpers.processes import assert_nothing_left, shared_memory_names

@@ -69,10 +69,12 @@ def class_section(name: str, cls: type) -> str:
 
 
 def public_methods(cls: type) -> Iterator[tuple[str, str, Any]]:
-    """(name, kind, function) of what a class defines itself, in the order of its source."""
+    """(name, kind, function) of a class's members in the order of their source, its own before inherited ones."""
     if cls.__name__ not in KINDS["Engines"]:
         return
-    for name, member in vars(cls).items():
+    owners = [owner for owner in cls.__mro__ if owner.__module__.startswith("mvllm.")]
+    members = {name: inspect.getattr_static(cls, name) for owner in owners for name in vars(owner)}
+    for name, member in members.items():
         if name.startswith("_"):
             continue
         if isinstance(member, property):

@@ -1,4 +1,4 @@
-"""An engine core that needs no model: each prompt is answered with tokens that the test has chosen."""
+"""An engine core client without a model: the test chooses the generated tokens of each prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Answer = Callable[[EngineCoreRequest], Sequence[int]]
 def make_config(
     *, vocab_size: int = 500, max_model_len: int = 256, tokenizer: str | None = None, policy: str = "fcfs", **model: Any
 ) -> EngineConfig:
-    """An EngineConfig around a model that does not exist."""
+    """An EngineConfig of a model that does not exist."""
     return EngineConfig(
         model=ModelConfig(
             model="fake",
@@ -47,11 +47,11 @@ def make_config(
 
 
 class FakeClient:
-    """Gives each request one token of its answer per step, with the ends that a real core would find.
+    """Returns tokens of each request's answer per step, and ends sequences as a real core does.
 
     Attributes:
-        requests: Every request it was ever given.
-        aborted: Ids it was told to drop.
+        requests: All requests so far.
+        aborted: All aborted ids.
     """
 
     platform_summary = "fake, from nowhere"
@@ -129,5 +129,5 @@ class FakeClient:
 
 
 def position(token_id: int) -> PositionLogprobs:
-    """Log-probabilities in which the token at the position is the second of two."""
+    """Log-probabilities with the token at the position in second rank of two."""
     return PositionLogprobs([token_id, token_id + 1, token_id], [-2.0, -1.0, -2.0], 2)

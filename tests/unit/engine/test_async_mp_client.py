@@ -11,7 +11,7 @@ from mvllm.executor.process.activity_table import Activity
 
 
 class Loop:
-    """Notes what it is asked for."""
+    """Records the calls to the event loop."""
 
     def __init__(self) -> None:
         self.later: list[float] = []
@@ -25,7 +25,7 @@ class Loop:
 
 
 def look(activity: str, seconds: float) -> Loop:
-    """What a front end does that has waited for as long as its core has been doing this, after a look."""
+    """What the client does at its next heartbeat check, when the core has had this activity for so long."""
     loop = Loop()
     link = SimpleNamespace(
         channel=SimpleNamespace(num_sent=1),

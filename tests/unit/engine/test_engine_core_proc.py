@@ -16,7 +16,7 @@ from mvllm.engine.process.engine_core_proc import EngineCoreProc
 from mvllm.engine.process.zmq_channel import ClientChannel, CoreInputChannel, CoreOutputChannel, new_addresses
 from mvllm.errors import ConfigError, EngineDeadError, RequestError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
-from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, DropClient, EngineCoreUpdate, StopCore
+from mvllm.messages.core_protocol import AbortRequests, AddRequests, CallUtility, DropClient, StopCore
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -88,7 +88,7 @@ def add(*ids, prompt=(1, 2)):
 STOP = (0, 99, StopCore())
 
 
-def serve(loop, commands, *, stop_at_step=None) -> list[EngineCoreUpdate]:
+def serve(loop, commands, *, stop_at_step=None) -> list[EngineCoreOutputs]:
     """Runs the loop until it has taken all commands and, if told so, has begun a step."""
     for number, command in enumerate(commands, 1):
         loop.input_queue.put((0, number, command))
@@ -104,7 +104,7 @@ def test_requests_sent_together_start_together_and_updates_have_content(loop):
     news = serve(loop, [add("a", "b"), add("c")], stop_at_step=1)
     assert loop.steps == [["a", "b", "c"]] * 2
     last = news[-1]
-    assert [output.request_id for output in last.outputs.outputs] == ["a", "b", "c"]
+    assert [output.request_id for output in last.outputs] == ["a", "b", "c"]
     assert (last.num_acknowledged, last.is_busy) == (2, False)
     assert len(news) <= 2  # the first step's only if nothing was told for long
 
@@ -113,7 +113,7 @@ def test_a_request_that_cannot_be_decoded_or_queued_ends_alone(loop):
     broken = AddRequests(["x"], [msgspec.Raw(msgspec.msgpack.encode({"request_id": "x", "prompt_token_ids": ["?"]}))])
     refused = AddRequests(["y"], add("y", prompt=()).requests)
     news = serve(loop, [broken, add("a"), refused], stop_at_step=1)
-    outputs = {output.request_id: output for each in news for output in each.outputs.outputs}
+    outputs = {output.request_id: output for each in news for output in each.outputs}
     assert outputs["a"].finish_reason is FinishReason.LENGTH
     for request_id, text in (("x", "cannot take this request"), ("y", "The prompt is empty.")):
         assert outputs[request_id].finish_reason is FinishReason.ERROR and text in outputs[request_id].error
@@ -128,7 +128,7 @@ def test_a_core_without_work_reports_that_it_is_idle(loop):
     _, update = loop.output_queue.get(timeout=30)
     while update.num_acknowledged < 2:
         _, update = loop.output_queue.get(timeout=30)
-    assert not update.is_busy and not update.outputs.outputs
+    assert not update.is_busy and not update.outputs
     loop.input_queue.put(STOP)
     thread.join(30)
     assert loop.board.read(0).text == IDLE
@@ -153,7 +153,7 @@ def test_utility_calls_return_results_and_errors(loop):
     thread.start()
     answers = {}
     while len(answers) < 3:
-        answers |= {result.id: result for result in loop.output_queue.get(timeout=30)[1].results}
+        answers |= {result.id: result for result in loop.output_queue.get(timeout=30)[1].utility_results}
     loop.input_queue.put(STOP)
     thread.join(30)
     assert answers[1].value is True and answers[1].failure is None
@@ -189,7 +189,7 @@ def test_messages_without_the_token_are_dropped_on_both_sides():
     front._commands.send_multipart([name, address.token + bytes(8), b"\xc1 no msgpack"])
     assert front.send(name, AbortRequests(["a"])) == 1
     assert source.receive() == (0, 1, AbortRequests(["a"]))
-    target.send(0, EngineCoreUpdate(1, False, EngineCoreOutputs()))
+    target.send(0, EngineCoreOutputs(num_acknowledged=1))
     news = None
     while news is None:
         assert front.update_socket.poll(30_000)

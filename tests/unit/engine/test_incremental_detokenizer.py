@@ -1,4 +1,4 @@
-"""Incremental text equals text decoded in one go, whatever the tokens."""
+"""The pieces of incrementally decoded text equal the text decoded at once, for any tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mvllm.engine.frontend.incremental_detokenizer import IncrementalDetokenizer, StopStringFinder
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from tests.unit.engine.tokenizers import KINDS, make_tokenizer
 
 kinds = pytest.mark.parametrize("kind", list(KINDS))
@@ -20,7 +20,7 @@ def pieces_of(tokenizer, chunks, **options):
 
 @kinds
 @given(data=st.data(), skip=st.booleans())
-def test_pieces_add_up_to_the_text_decoded_in_one_go(kind, data, skip):
+def test_pieces_add_up_to_the_text_decoded_at_once(kind, data, skip):
     tokenizer = make_tokenizer(kind)
     ids = data.draw(st.lists(st.integers(0, tokenizer.length - 1), max_size=40))
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=len(ids), max_size=len(ids)))
@@ -34,14 +34,14 @@ def test_pieces_add_up_to_the_text_decoded_in_one_go(kind, data, skip):
 
 @kinds
 @given(text=st.text(max_size=30))
-def test_text_comes_back_token_by_token(kind, text):
+def test_text_is_returned_token_by_token(kind, text):
     tokenizer = make_tokenizer(kind)
     ids = tokenizer.encode(text)
     assert "".join(pieces_of(tokenizer, [[i] for i in ids])) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_a_character_split_over_tokens_comes_whole(kind):
+def test_a_character_split_over_tokens_is_returned_whole(kind):
     tokenizer = make_tokenizer(kind)
     ids = tokenizer.encode("a🦜b")
     pieces = pieces_of(tokenizer, [[i] for i in ids])
@@ -55,7 +55,7 @@ def test_plain_text_is_not_held_back():
     assert pieces_of(tokenizer, [[i] for i in ids])[:-1] == [tokenizer.decode([i]) for i in ids]
 
 
-def test_an_unfinished_character_at_the_end_is_shown_as_such():
+def test_an_incomplete_character_at_the_end_becomes_a_replacement_character():
     tokenizer = make_tokenizer("byte_level")
     ids = tokenizer.encode("🦜")[:-1]
     assert pieces_of(tokenizer, [ids]) == ["", "\ufffd"]
@@ -69,7 +69,7 @@ def test_broken_bytes_do_not_stop_the_stream():
     assert "".join(pieces[:100]).count("\ufffd") > 80
 
 
-def test_special_tokens_are_left_out_or_kept_as_asked():
+def test_special_tokens_are_skipped_or_kept_as_requested():
     tokenizer = make_tokenizer("byte_level")
     ids = [*tokenizer.encode("Hello"), tokenizer.eos_token_id, *tokenizer.encode(" world")]
     assert "".join(pieces_of(tokenizer, [[i] for i in ids])) == "Hello world"
@@ -91,17 +91,17 @@ class TestStopStrings:
     def test_the_earliest_match_wins(self):
         assert StopStringFinder(["lazy", "fox"], False).find("the fox is lazy", 0) == ("fox", 4)
 
-    def test_of_two_that_begin_together_the_shorter_wins(self):
+    def test_of_two_with_the_same_start_the_shorter_wins(self):
         assert StopStringFinder(["fox is", "fox"], False).find("the fox is lazy", 0) == ("fox", 4)
 
-    def test_the_stop_string_stays_if_asked(self):
+    def test_the_stop_string_is_kept_if_requested(self):
         assert StopStringFinder(["fox"], True).find("the fox is", 0) == ("fox", 7)
 
-    def test_a_match_that_was_complete_before_is_passed_over(self):
+    def test_a_match_within_checked_text_is_skipped(self):
         stops = StopStringFinder(["fox"], False)
-        assert stops.find("the fox", settled=7) is None
-        assert stops.find("the fox, a fox", settled=7) == ("fox", 11)
-        assert stops.find("the fox", settled=6) == ("fox", 4)
+        assert stops.find("the fox", num_checked=7) is None
+        assert stops.find("the fox, a fox", num_checked=7) == ("fox", 11)
+        assert stops.find("the fox", num_checked=6) == ("fox", 4)
 
     @given(
         text=st.text("ab", max_size=12), stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3)
@@ -112,8 +112,8 @@ class TestStopStrings:
         assert held == max(could_begin, default=0)
 
 
-def test_whether_special_tokens_stand_apart_is_the_tokenizers_business():
-    """One in Python that knows the difference, as those of speech models do."""
+def test_spaces_between_special_tokens_depend_on_the_tokenizer():
+    """A Python tokenizer with this setting, like those of speech models."""
     from transformers import PreTrainedTokenizer
 
     class Words(PreTrainedTokenizer):

@@ -1,4 +1,4 @@
-"""What passes the door, in which shape, and what does not."""
+"""InputProcessor: which requests it accepts, which it rejects, and what it makes of them."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_text_is_tokenized():
         {"prompt_token_ids": [1, 2, 3]},
     ],
 )
-def test_token_ids_are_taken_as_they_are(prompt):
+def test_token_ids_are_used_unchanged(prompt):
     request = process(prompt)
     assert request.core.prompt_token_ids == [1, 2, 3]
     assert all(type(i) is int for i in request.core.prompt_token_ids)
     assert request.prompt is None
 
 
-def test_a_text_that_is_far_too_long_is_not_even_tokenized(monkeypatch):
+def test_a_text_that_is_much_too_long_is_not_tokenized(monkeypatch):
     monkeypatch.setattr(type(make_tokenizer()), "encode_batch", None)
     assert "has at least" in str(refusal("x" * 10_000_000))
     with pytest.raises(RequestError, match="Prompt 1 of 2: The prompt has at least"):
@@ -92,11 +92,11 @@ def test_the_callers_list_is_not_kept():
         ([1, 500], "found 500 at position 1"),
         ([2**80], "81 bits"),
         ([1, "x"], "found 'x' at position 1"),
-        ([[1, 2]], "type list"),
+        ([[1, 2]], "a list of"),
         ("a\ud800b", "character 1 is a lone surrogate U+D800"),
     ],
 )
-def test_a_bad_prompt_is_refused_naming_what_was_found(prompt, words):
+def test_an_invalid_prompt_is_rejected_with_the_value_found(prompt, words):
     error = refusal(prompt)
     assert words in str(error)
     assert error.parameter == "prompt"
@@ -129,13 +129,13 @@ def test_settings_the_model_cannot_serve_are_refused():
     assert refusal([1], SamplingParams(logprobs=21)).parameter == "logprobs"
 
 
-def test_settings_are_checked_as_they_are_when_they_come_in():
+def test_params_are_validated_again_on_arrival():
     params = SamplingParams()
     params.temperature = float("nan")
     assert refusal([1], params).parameter == "temperature"
 
 
-def test_settings_changed_while_the_request_is_under_way_do_not_reach_it():
+def test_params_changed_after_arrival_have_no_effect():
     params = SamplingParams(temperature=0.5)
     request = process([1], params)
     params.temperature = 0.7
@@ -202,17 +202,17 @@ class TestPriority:
         assert refusal([1], None, make_processor(policy="priority"), priority=priority).parameter == "priority"
 
 
-def test_of_several_the_bad_one_is_named():
+def test_the_error_has_the_position_of_the_invalid_prompt():
     with pytest.raises(RequestError, match="Prompt 1 of 3"):
         make_processor().process_batch(["a", "b", "c"], ["x", [-1], "y"], [None] * 3)
 
 
-def test_of_several_the_empty_text_is_named():
+def test_the_error_has_the_position_of_the_empty_text():
     with pytest.raises(RequestError, match=r"Prompt 2 of 3: The prompt is empty"):
         make_processor().process_batch(["a", "b", "c"], ["x", [1], ""], [None] * 3)
 
 
-def test_a_request_id_that_cannot_travel_is_refused():
+def test_a_request_id_that_cannot_be_encoded_is_rejected():
     with pytest.raises(RequestError, match="request_id must be valid Unicode") as caught:
         make_processor().process("a\ud800", "Hello")
     assert caught.value.parameter == "request_id"
@@ -231,7 +231,7 @@ def test_settings_given_for_many_prompts_are_checked_once_and_kept_apart(monkeyp
     assert [each.params.max_tokens for each in made] == [room - 1, room - 2, room - 1]
 
 
-def test_bad_words_in_both_forms_have_one_bound_together():
+def test_bad_words_as_texts_and_as_ids_share_one_limit():
     params = SamplingParams(bad_words=["a"], bad_words_token_ids=[[i % 50, 5] for i in range(512)])
     with pytest.raises(RequestError, match="bad_words_token_ids must be a list of at most 512"):
         process([5], params)

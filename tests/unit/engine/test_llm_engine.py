@@ -1,4 +1,4 @@
-"""The engine as one object, around an engine core that needs no model."""
+"""LLMEngine with an engine core that needs no model."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_aborting_drops_every_sequence_of_a_request(engine, client):
     assert len(client.aborted) == 3
 
 
-def test_when_the_core_refuses_nothing_stays_behind(engine, client):
+def test_when_the_core_rejects_a_request_nothing_is_left(engine, client):
     add = client.add_request
 
     def refuse_the_second(request):
@@ -116,7 +116,7 @@ def test_shutdown_twice_is_fine_and_use_afterwards_is_refused(engine, client):
         engine.add_request("a", "Hello", FINAL)
 
 
-def test_without_a_tokenizer_asking_for_it_is_refused():
+def test_the_tokenizer_is_an_error_with_skip_tokenizer_init():
     client = FakeClient(make_config(), lambda request: ANSWER)
     engine = LLMEngine(client.config, client)
     engine.add_request("a", [1, 2], FINAL)

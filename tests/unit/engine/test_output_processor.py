@@ -1,13 +1,15 @@
-"""What callers see of requests, step by step. Steps are made by hand."""
+"""OutputProcessor and RequestState, with hand-made engine core outputs."""
 
 from __future__ import annotations
+
+from unittest.mock import Mock
 
 import pytest
 
 from mvllm import Logprob, SamplingParams
 from mvllm.engine.frontend.input_processor import ProcessedRequest
-from mvllm.engine.frontend.output_processor import OutputProcessor
-from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
+from mvllm.engine.frontend.output_processor import OutputProcessor, OutputProcessorOutput
+from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
 from mvllm.messages.requests import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -28,39 +30,40 @@ def ids_of(text):
 
 
 class Run:
-    """One request whose tokens the test hands out."""
+    """One request, whose engine core outputs the test makes."""
 
     def __init__(self, kind=CUMULATIVE, tokenizer=TOKENIZER, prompt_ids=(1, 2, 3), **params):
-        self.processor = OutputProcessor(tokenizer)
+        self.processor = OutputProcessor(tokenizer, CoreRequestIds())
         core = EngineCoreRequest(
             request_id="r",
             prompt_token_ids=list(prompt_ids),
             sampling_params=SamplingParams(output_kind=kind, max_tokens=None, **params),
             arrival_time=1.0,
         )
-        self.children = fan_out(core, CoreRequestIds())
-        self.processor.add_request(ProcessedRequest("prompt", core.sampling_params, core), self.children)
+        self.state, self.children = self.processor.add_request(ProcessedRequest("prompt", core.sampling_params, core))
         self.aborted = []
 
     def step(self, ids, finish=None, child=0, **output):
-        """One step with news about one child; the RequestOutput it gives, or None."""
+        """Processes one output of one sequence. Returns the RequestOutput, or None."""
         return self.steps({child: (ids, finish)}, **output)
 
-    def steps(self, news, **output):
-        outputs = [EngineCoreOutput(self.children[c].request_id, list(i), f, **output) for c, (i, f) in news.items()]
+    def steps(self, children, **output):
+        outputs = [
+            EngineCoreOutput(self.children[c].request_id, list(i), f, **output) for c, (i, f) in children.items()
+        ]
         processed = self.processor.process_outputs(EngineCoreOutputs(outputs=outputs))
         self.aborted += processed.requests_to_abort
         assert len(processed.request_outputs) <= 1
         return processed.request_outputs[0] if processed.request_outputs else None
 
     def feed(self, ids, finish=FinishReason.LENGTH):
-        """A step per token, the last of which ends the sequence; all outputs."""
+        """Processes one output per token; the last one ends the sequence. Returns all RequestOutputs."""
         outputs = [self.step([i], finish if n == len(ids) - 1 else None) for n, i in enumerate(ids)]
         return [output for output in outputs if output is not None]
 
 
 def text_of(outputs, kind):
-    """The whole text, from outputs of either kind."""
+    """The whole text of a list of outputs."""
     if kind == DELTA:
         return "".join(output.outputs[0].text for output in outputs)
     return outputs[-1].outputs[0].text
@@ -71,49 +74,51 @@ def test_each_output_kind_gives_the_same_text(kind):
     ids = ids_of("The cat sat on the 🎉 mat.")
     outputs = Run(kind).feed(ids)
     assert text_of(outputs, kind) == "The cat sat on the 🎉 mat."
-    told = [i for o in outputs for i in o.outputs[0].token_ids] if kind == DELTA else outputs[-1].outputs[0].token_ids
-    assert told == ids
+    token_ids = (
+        [i for o in outputs for i in o.outputs[0].token_ids] if kind == DELTA else outputs[-1].outputs[0].token_ids
+    )
+    assert token_ids == ids
     assert outputs[-1].finished
     assert outputs[-1].outputs[0].finish_reason == "length"
     assert [o.finished for o in outputs[:-1]] == [False] * (len(outputs) - 1)
 
 
 @kinds
-def test_what_is_not_asked_for_at_once_adds_up(kind):
+def test_outputs_that_are_not_requested_accumulate(kind):
     ids = ids_of("The cat sat on the 🎉 mat.")
     run = Run(kind)
     (child,) = run.children
-    requests = []
+    run.state.stream = stream = Mock()
     for n, token in enumerate(ids):
         end = FinishReason.LENGTH if n == len(ids) - 1 else None
-        requests += run.processor.apply_outputs(
-            EngineCoreOutputs([EngineCoreOutput(child.request_id, [token], end)])
-        ).requests
-    (request,) = requests  # it had something to show all the time since
-    output, broken = run.processor.make_request_output(request)
-    assert output.finished and not broken
+        processed = run.processor.process_outputs(EngineCoreOutputs([EngineCoreOutput(child.request_id, [token], end)]))
+        assert not processed.request_outputs
+    stream.notify.assert_called_once_with()  # only when the first output arrived
+    output = run.state.make_request_output()
+    assert output.finished and not run.state.undecodable_core_ids
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("The cat sat on the 🎉 mat.", ids)
 
 
-def test_a_request_is_ended_with_what_it_has():
+def test_an_aborted_request_returns_its_output_so_far():
     run = Run(DELTA, n=2, temperature=1.0)
     shown = run.steps({0: (ids_of("The cat"), None), 1: (ids_of("A dog"), FinishReason.STOP)})
-    request = run.processor._requests["r"]
-    assert shown is not None and not shown.finished
-    taken, core_ids = run.processor.end_requests([request])
-    assert core_ids == [run.children[0].request_id] and taken.finished == [request]
-    output, _ = run.processor.make_request_output(request)
+    (request,) = run.processor.find_requests(["r", "unknown"])
+    assert request is run.state and shown is not None and not shown.finished
+    processed = run.processor.finish_requests([request])
+    assert processed.requests_to_abort == [run.children[0].request_id] and processed.finished == [request]
+    (output,) = processed.request_outputs
     assert output.finished and [(c.index, c.finish_reason) for c in output.outputs] == [(0, "abort")]
-    assert run.processor.num_requests == 0
-    assert run.processor.end_requests([request]) == (run.processor.apply_outputs(EngineCoreOutputs()), [])
+    assert (run.processor.num_requests, run.processor.num_sequences, run.processor.num_prompt_tokens) == (0, 0, 0)
+    assert run.processor.finish_requests([request]) == OutputProcessorOutput()
+    assert run.processor.remove_requests([request]) == OutputProcessorOutput()
 
 
-def test_times_between_tokens_are_counted_once_per_token():
+def test_inter_token_gaps_are_counted_once_per_token():
     run = Run(DELTA, n=2, temperature=1.0)
     ids = [child.request_id for child in run.children]
 
     def take(*which):
-        return run.processor.apply_outputs(EngineCoreOutputs([EngineCoreOutput(ids[i], [5]) for i in which]))
+        return run.processor.process_outputs(EngineCoreOutputs([EngineCoreOutput(ids[i], [5]) for i in which]))
 
     first = take(0)
     assert len(first.started) == 1 and not first.inter_token_gaps
@@ -122,11 +127,11 @@ def test_times_between_tokens_are_counted_once_per_token():
     assert list(take(0, 1).inter_token_gaps.values()) == [2]
 
 
-def test_final_only_shows_nothing_before_the_end():
+def test_final_only_gives_one_output_at_the_end():
     assert len(Run(FINAL_ONLY).feed(ids_of("The cat sat."))) == 1
 
 
-def test_what_was_shown_does_not_change_afterwards():
+def test_returned_outputs_do_not_change_afterwards():
     run = Run(CUMULATIVE, logprobs=0)
     first = run.step([5], logprobs=[PositionLogprobs([5], [-1.0], 1)])
     run.step([6], logprobs=[PositionLogprobs([6], [-2.0], 1)])
@@ -135,20 +140,20 @@ def test_what_was_shown_does_not_change_afterwards():
 
 
 @kinds
-def test_the_token_that_ends_the_sequence_is_listed_but_not_written(kind):
+def test_the_end_token_is_in_token_ids_but_not_in_the_text(kind):
     run = Run(kind, skip_special_tokens=False)
     outputs = run.feed([*ids_of("Hello"), TOKENIZER.eos_token_id], FinishReason.STOP)
     assert text_of(outputs, kind) == "Hello"
     assert outputs[-1].outputs[0].token_ids[-1] == TOKENIZER.eos_token_id
 
 
-def test_the_token_that_ends_the_sequence_is_written_if_asked():
+def test_the_end_token_is_in_the_text_if_requested():
     run = Run(FINAL_ONLY, include_stop_str_in_output=True)
     (output,) = run.feed(ids_of("Hello!"), FinishReason.STOP)
     assert output.outputs[0].text == "Hello!"
 
 
-def test_the_stop_token_is_told():
+def test_the_stop_reason_is_the_stop_token():
     run = Run()
     output = run.step([5, 6], FinishReason.STOP, stop_reason=6)
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", 6)
@@ -167,7 +172,7 @@ def test_without_detokenize_there_is_no_text():
 
 class TestStopStrings:
     @kinds
-    def test_the_text_ends_before_it_and_the_core_is_told(self, kind):
+    def test_the_text_ends_before_it_and_the_core_request_is_aborted(self, kind):
         run = Run(kind, stop=["on the"])
         outputs = run.feed(ids_of("The cat sat on the mat."), None)
         assert text_of(outputs, kind) == "The cat sat "
@@ -177,7 +182,7 @@ class TestStopStrings:
         assert run.aborted == [run.children[0].request_id]
 
     @kinds
-    def test_it_is_kept_if_asked(self, kind):
+    def test_it_is_kept_if_requested(self, kind):
         outputs = Run(kind, stop=["on the"], include_stop_str_in_output=True).feed(
             ids_of("The cat sat on the mat."), None
         )
@@ -189,21 +194,21 @@ class TestStopStrings:
         assert shown == "Grüße aus Köln, "
         assert all("Köln" not in o.outputs[0].text or "Köln, " in o.outputs[0].text for o in outputs)
 
-    def test_what_was_held_back_comes_when_it_turns_out_harmless(self):
+    def test_held_back_text_is_returned_when_it_is_no_stop_string(self):
         outputs = Run(DELTA, stop=["cat sat down"]).feed(ids_of("The cat sat on the mat"))
         assert "".join(o.outputs[0].text for o in outputs) == "The cat sat on the mat"
 
-    def test_what_was_held_back_comes_at_the_end(self):
+    def test_held_back_text_is_returned_at_the_end(self):
         outputs = Run(DELTA, stop=["mat and more"]).feed(ids_of("The cat sat on the mat"))
         assert "".join(o.outputs[0].text for o in outputs) == "The cat sat on the mat"
 
-    def test_the_core_is_not_told_if_it_has_ended_the_sequence_itself(self):
+    def test_nothing_is_aborted_if_the_core_has_ended_the_sequence(self):
         run = Run(stop=["mat"])
         outputs = run.feed(ids_of("The cat sat on the mat"))
         assert outputs[-1].outputs[0].finish_reason == "stop"
         assert run.aborted == []
 
-    def test_tokens_behind_it_are_dropped(self):
+    def test_tokens_after_it_are_dropped(self):
         ids = ids_of("The cat sat on the mat.")
         output = Run(stop=["sat"], logprobs=0).step(ids, logprobs=[PositionLogprobs([i], [-1.0], 1) for i in ids])
         sequence = output.outputs[0]
@@ -222,14 +227,14 @@ class TestStopStrings:
         outputs = Run(stop=["🦜"]).feed(ids_of("a bird 🦜 sings"), None)
         assert outputs[-1].outputs[0].text == "a bird "
 
-    def test_later_news_about_the_sequence_is_passed_over(self):
+    def test_later_outputs_of_the_sequence_are_ignored(self):
         run = Run(stop=["sat"])
         run.feed(ids_of("The cat sat"), None)
         assert run.step([5]) is None
 
 
 class TestLogprobs:
-    def test_the_token_comes_first_and_ranks_are_places(self):
+    def test_the_sampled_token_comes_first_and_ranks_follow_the_order(self):
         position = PositionLogprobs([7, 4, 7, 9], [-2.0, -1.0, -2.0, -3.0], 2)
         entry = Run(logprobs=3).step([7], logprobs=[position]).outputs[0].logprobs[0]
         assert list(entry) == [7, 4, 9]
@@ -241,27 +246,27 @@ class TestLogprobs:
         entry = Run(logprobs=1).step([7], logprobs=[position]).outputs[0].logprobs[0]
         assert {token: value.rank for token, value in entry.items()} == {7: 40, 4: 1}
 
-    def test_they_add_up(self):
+    def test_cumulative_logprob_is_their_sum(self):
         run = Run(DELTA, logprobs=0)
         run.step([7], logprobs=[PositionLogprobs([7], [-1.5], 1)])
         second = run.step([8], logprobs=[PositionLogprobs([8], [-2.0], 1)])
         assert second.outputs[0].cumulative_logprob == -3.5
         assert [list(entry) for entry in second.outputs[0].logprobs] == [[8]]
 
-    def test_without_being_asked_for_there_are_none(self):
+    def test_there_are_none_unless_requested(self):
         sequence = Run().step([7]).outputs[0]
         assert (sequence.logprobs, sequence.cumulative_logprob) == (None, None)
 
-    def test_those_of_the_prompt_begin_with_none(self):
+    def test_prompt_logprobs_begin_with_none(self):
         positions = [PositionLogprobs([2], [-1.0], 1), PositionLogprobs([3], [-2.0], 4)]
         output = Run(prompt_logprobs=0).step([7], prompt_logprobs=positions)
         assert output.prompt_logprobs[0] is None
         assert [list(entry) for entry in output.prompt_logprobs[1:]] == [[2], [3]]
 
-    def test_a_prompt_of_one_token_has_just_none(self):
+    def test_prompt_logprobs_of_one_token_are_none_alone(self):
         assert Run(prompt_logprobs=0, prompt_ids=[4]).step([7]).prompt_logprobs == [None]
 
-    def test_in_pieces_those_of_the_prompt_come_once(self):
+    def test_with_delta_outputs_prompt_logprobs_are_returned_once(self):
         run = Run(DELTA, prompt_logprobs=0)
         positions = [PositionLogprobs([2], [-1.0], 1), PositionLogprobs([3], [-2.0], 4)]
         assert run.step([7], prompt_logprobs=positions).prompt_logprobs is not None
@@ -287,14 +292,14 @@ class TestSeveralSequences:
         output = run.steps({0: ([5], None), 1: ([6], None)})
         assert [(s.index, s.token_ids) for s in output.outputs] == [(0, [5]), (1, [6])]
 
-    def test_in_pieces_only_those_with_news_are_shown(self):
+    def test_a_delta_output_has_only_sequences_with_new_tokens(self):
         run = Run(DELTA, n=2)
         run.steps({0: ([5], FinishReason.LENGTH), 1: ([6], None)})
         output = run.step([7], child=1)
         assert [s.index for s in output.outputs] == [1]
         assert not output.finished
 
-    def test_one_may_stop_while_the_others_go_on(self):
+    def test_one_may_stop_while_the_others_continue(self):
         run = Run(CUMULATIVE, n=2, stop=["sat"])
         first = run.step(ids_of("The cat sat"), child=0)
         assert not first.finished
@@ -305,22 +310,20 @@ class TestSeveralSequences:
 
 
 class TestAborting:
-    def test_it_names_the_sequences_that_still_run(self):
+    def test_it_returns_the_ids_of_running_sequences(self):
         run = Run(n=3)
         run.step([5], FinishReason.LENGTH, child=1)
-        assert run.processor.abort_requests(["r", "unknown"]) == [
-            run.children[0].request_id,
-            run.children[2].request_id,
-        ]
+        removed = run.processor.remove_requests(run.processor.find_requests(["r", "unknown"]))
+        assert removed.requests_to_abort == [run.children[0].request_id, run.children[2].request_id]
         assert run.processor.num_requests == 0
 
-    def test_nothing_is_shown_afterwards(self):
+    def test_there_is_no_output_afterwards(self):
         run = Run()
-        run.processor.abort_requests(["r"])
+        run.processor.remove_requests([run.state])
         assert run.step([5]) is None
 
 
-def test_metrics_tell_when_things_happened():
+def test_metrics_have_the_times_of_events():
     run = Run()
     first = run.step([5], scheduled_time=1.5)
     last = run.step([6], FinishReason.LENGTH)
@@ -352,7 +355,7 @@ class _Picky:
 
 
 @kinds
-def test_tokens_that_cannot_be_decoded_end_their_sequence_and_no_other(kind):
+def test_undecodable_tokens_end_their_sequence_only(kind):
     run = Run(kind, tokenizer=_Picky(), n=2)
     run.steps({0: ([5], None), 1: ([5], None)})
     run.steps({0: ([13], FinishReason.LENGTH if kind == FINAL_ONLY else None), 1: ([6], None)})

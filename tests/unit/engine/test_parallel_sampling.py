@@ -1,4 +1,4 @@
-"""A request for n sequences is n requests for one."""
+"""A request for n sequences is split into n requests for one sequence."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def children_of(request_id="r", ids=None, **params):
     return fan_out(request, ids or CoreRequestIds())
 
 
-def test_each_asks_for_one_sequence():
+def test_each_request_is_for_one_sequence():
     children = children_of(n=4)
     assert [child.sampling_params.n for child in children] == [1] * 4
     assert len({child.request_id for child in children}) == 4
 
 
-def test_all_else_is_the_same():
+def test_other_fields_are_the_same():
     for child in children_of(n=2, top_k=5):
         assert (child.prompt_token_ids, child.cache_salt, child.priority, child.eos_token_ids) == (
             [1, 2],
@@ -43,7 +43,7 @@ def test_they_are_siblings():
     assert first.sibling_group is not None
 
 
-def test_a_single_one_has_no_siblings():
+def test_a_single_sequence_has_no_sibling_group():
     (child,) = children_of()
     assert child.sibling_group is None
 
@@ -60,18 +60,18 @@ def test_seeds_at_the_limits_stay_seeds():
         assert len(set(seeds)) == 3
 
 
-def test_only_the_first_asks_for_the_prompts_logprobs():
+def test_only_the_first_requests_prompt_logprobs():
     assert [c.sampling_params.prompt_logprobs for c in children_of(n=3, prompt_logprobs=2)] == [2, None, None]
 
 
-def test_ids_never_meet_whatever_callers_choose():
+def test_ids_are_unique_whatever_callers_choose():
     ids = CoreRequestIds()
     names = ["a", "0:a", "1:a", "a", ":", "0"]
     handed_out = [child.request_id for name in names for child in children_of(name, ids, n=2)]
     assert len(set(handed_out)) == len(handed_out)
 
 
-def test_no_two_sequences_of_an_engine_draw_alike_whichever_front_end_and_replica_have_them():
-    """Replicas have one seed; what tells their requests apart is the ids, which no two front ends give out."""
+def test_sequences_sample_differently_across_front_ends_and_replicas():
+    """Replicas have one seed; their requests differ by ids, which are unique across front ends."""
     names = [child.request_id for name in ("", "0-", "1-") for child in children_of(n=3, ids=CoreRequestIds(name))]
     assert len({stream_seed(None, engine_seed=5, request_id=each) for each in names}) == 9

@@ -1,4 +1,4 @@
-"""Figures of several front ends: kept where all can read them, and added up."""
+"""SharedMetricsPages: pages that all front ends can read; sums of their metrics."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from mvllm.engine.metrics.stats import EngineMetrics
 
 
 @pytest.fixture
-def board():
-    board = SharedMetricsPages.create(3)
-    yield board
-    board.close()
+def pages():
+    pages = SharedMetricsPages.create(3)
+    yield pages
+    pages.close()
 
 
-def test_every_page_is_read_as_it_was_written(board):
-    assert board.read_others(0) == []
-    board.write(1, b"one")
-    board.write(2, b"two")
-    board.write(1, b"1")
-    assert board.read_others(0) == [b"1", b"two"] and board.read_others(1) == [b"two"]
+def test_pages_are_read_as_written(pages):
+    assert pages.read_others(0) == []
+    pages.write(1, b"one")
+    pages.write(2, b"two")
+    pages.write(1, b"1")
+    assert pages.read_others(0) == [b"1", b"two"] and pages.read_others(1) == [b"two"]
     with pytest.raises(ValueError, match="do not fit"):
-        board.write(0, bytes(PAGE_BYTES))
+        pages.write(0, bytes(PAGE_BYTES))
 
 
-def test_a_page_is_never_seen_half_written(board):
+def test_a_page_is_never_read_half_written(pages):
     seen, done = set(), threading.Event()
 
     def write():
         for index in range(2000):
-            board.write(1, bytes([index % 251]) * (50_000 if index % 2 else 70_000))
+            pages.write(1, bytes([index % 251]) * (50_000 if index % 2 else 70_000))
         done.set()
 
     thread = threading.Thread(target=write)
     thread.start()
     while not done.is_set():
-        if data := board.read(1):
+        if data := pages.read(1):
             seen.add(len(set(data)))
     thread.join()
     assert seen <= {1}
 
 
-def test_a_writer_that_died_in_the_middle_leaves_what_was_read_before(board):
-    board.write(1, b"whole")
-    assert board.read(1) == b"whole"
-    board._map[PAGE_BYTES + 8] = ord("W")
-    assert board.read(1) == b"whole"
+def test_a_writer_that_died_while_writing_leaves_the_previous_contents(pages):
+    pages.write(1, b"whole")
+    assert pages.read(1) == b"whole"
+    pages._map[PAGE_BYTES + 8] = ord("W")
+    assert pages.read(1) == b"whole"
 
 
 def test_metrics_of_several_front_ends_add_up():

@@ -1,19 +1,19 @@
-"""Figures that are read while they change."""
+"""RateMeter: rates that are read while they change."""
 
 from __future__ import annotations
 
 from mvllm.engine.metrics.stats import RateMeter
 
 
-def test_a_rate_can_be_of_what_comes_to_a_counter() -> None:
+def test_a_rate_can_follow_a_counter() -> None:
     meter = RateMeter(clock=lambda: 5.0)
     for total in (3, 3, 2, 10):  # an older total may come after a newer one
         meter.update_total(total)
     assert meter.per_second() == 10.0
 
 
-def test_a_rate_can_be_asked_for_while_tokens_are_counted() -> None:
-    """As from another thread, which may be switched to between any two entries."""
+def test_a_rate_can_be_read_while_tokens_are_counted() -> None:
+    """Like another thread that runs between any two entries."""
 
     class Now(float):
         def __sub__(self, other: float) -> float:

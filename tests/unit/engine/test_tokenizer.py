@@ -1,4 +1,4 @@
-"""Loading a tokenizer, and refusing to."""
+"""Loading and using a Tokenizer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mvllm import ModelError
-from mvllm.engine.frontend.grammar_vocabulary import check_tokenizer_for_grammars
-from mvllm.engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars, load_tokenizer
 from tests.helpers.plugins import write_metadata
 from tests.unit.engine.builders import make_config
 from tests.unit.engine.tokenizers import KINDS, make_hf_tokenizer, make_tokenizer, save_tokenizer
@@ -43,7 +42,7 @@ def test_texts_get_the_ids_that_transformers_gives_them(kind, special):
     assert [made.encode(text, add_special_tokens=special) for text in TEXTS] == expected
 
 
-def test_what_others_have_set_in_it_does_not_count():
+def test_settings_left_in_the_backend_have_no_effect():
     made = Tokenizer(make_hf_tokenizer)
     expected = made.encode_batch(TEXTS)
     made.hf(TEXTS, truncation=True, max_length=2)
@@ -51,7 +50,7 @@ def test_what_others_have_set_in_it_does_not_count():
     assert made.encode_batch(TEXTS) == expected
 
 
-def test_a_class_with_ways_of_its_own_is_asked():
+def test_a_class_with_its_own_call_method_is_used():
     class Own(PreTrainedTokenizerFast):
         def _encode_plus(self, text, **options):
             return {"input_ids": [[1, 2, 3] for _ in text]}
@@ -61,14 +60,14 @@ def test_a_class_with_ways_of_its_own_is_asked():
     assert Tokenizer(lambda: hf).encode("anything") == [1, 2, 3]
 
 
-def test_lengths_are_told_before_there_are_lists():
+def test_lengths_are_checked_before_lists_are_made():
     made, told = make_tokenizer(), []
     ids = made.encode_batch(TEXTS, check_length=lambda i, length: told.append((i, length)))
     assert told == [(i, len(each)) for i, each in enumerate(ids)]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_long_text_has_no_fewer_tokens_than_can_be_said_without_tokenizing(kind):
+def test_the_lower_bound_of_the_number_of_tokens_holds(kind):
     made = make_tokenizer(kind)
     for text in (" ", "a", "the cat sat ", "你好", "<|im_start|>", "\n"):
         text *= 70_000 // len(text)
@@ -81,13 +80,13 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 @pytest.mark.parametrize("before", [None, "1"])
-def test_it_loads_no_device_library_that_announces_itself_to_torch(tmp_path, before):
+def test_it_loads_no_device_backend_of_torch(tmp_path, before):
     save_tokenizer(tmp_path / "tokenizer")
     site = write_metadata(tmp_path / "site", "acme-torch", "[torch.backends]\nacme = acme_torch:load\n")
     (site / "acme_torch.py").write_text("def load(): raise SystemExit('a driver was opened')\n")
     program = (
         "import os, sys\n"
-        "from mvllm.engine.frontend.tokenizer import load_tokenizer\n"
+        "from mvllm.engine.tokenizer.tokenizer import load_tokenizer\n"
         "from tests.unit.engine.builders import make_config\n"
         f"assert load_tokenizer(make_config(tokenizer={str(tmp_path / 'tokenizer')!r}).model).hf\n"
         "assert 'torch' in sys.modules, 'nothing to see here'\n"
@@ -175,7 +174,7 @@ def test_without_transformers_it_is_the_same(tmp_path, kind, model_type):
 
 
 @pytest.mark.parametrize("settings", NOT_PLAIN.values(), ids=NOT_PLAIN)
-def test_transformers_is_asked_where_it_would_do_more(tmp_path, settings):
+def test_transformers_is_used_if_it_would_do_more(tmp_path, settings):
     save_tokenizer(tmp_path, "byte_fallback")
     edit(tmp_path / "config.json", model_type="llama")
     edit(tmp_path / "tokenizer_config.json", **settings)
@@ -200,7 +199,7 @@ def save_gemma(folder):
 
 
 @pytest.mark.parametrize("name", ["GemmaTokenizer", "GemmaTokenizerFast"])
-def test_a_file_that_says_what_its_class_builds_is_read_without_transformers(tmp_path, name):
+def test_a_file_equal_to_what_its_class_builds_is_read_without_transformers(tmp_path, name):
     save_gemma(tmp_path)
     edit(tmp_path / "tokenizer_config.json", tokenizer_class=name)
     assert "hf" not in vars(check_same_as_transformers(tmp_path))
@@ -209,7 +208,7 @@ def test_a_file_that_says_what_its_class_builds_is_read_without_transformers(tmp
 
 
 @pytest.mark.parametrize("changes", NOT_GEMMA.values(), ids=NOT_GEMMA)
-def test_transformers_is_asked_where_the_class_builds_another(tmp_path, changes):
+def test_transformers_is_used_if_the_class_builds_another(tmp_path, changes):
     save_gemma(tmp_path)
     for name, settings in changes.items():
         edit(tmp_path / name, **settings)
@@ -217,13 +216,13 @@ def test_transformers_is_asked_where_the_class_builds_another(tmp_path, changes)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "mistral", "no-such-type", None])
-def test_transformers_is_asked_where_it_knows_better_than_the_settings(tmp_path, model_type):
+def test_transformers_is_used_for_model_types_with_their_own_class(tmp_path, model_type):
     save_tokenizer(tmp_path)
     edit(tmp_path / "config.json", model_type=model_type)
     assert "hf" in vars(check_same_as_transformers(tmp_path))
 
 
-def test_older_files_count_where_the_settings_name_no_added_tokens(tmp_path):
+def test_older_files_are_read_if_the_settings_have_no_added_tokens(tmp_path):
     save_tokenizer(tmp_path, "byte_fallback")
     edit(tmp_path / "config.json", model_type="llama")
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<unk>", "sep_token": "<extra>"}')
@@ -232,7 +231,7 @@ def test_older_files_count_where_the_settings_name_no_added_tokens(tmp_path):
     assert "hf" not in vars(check_same_as_transformers(tmp_path))
 
 
-def test_lengths_that_the_file_sets_do_not_count(tmp_path):
+def test_length_limits_of_the_file_have_no_effect(tmp_path):
     save_tokenizer(tmp_path)
     edit(tmp_path / "config.json", model_type="llama")
     truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
@@ -243,7 +242,7 @@ def test_lengths_that_the_file_sets_do_not_count(tmp_path):
         assert ("hf" not in vars(check_same_as_transformers(tmp_path))) is plain
 
 
-def test_what_is_changed_in_the_one_of_transformers_counts(tmp_path):
+def test_changes_to_the_transformers_tokenizer_have_an_effect(tmp_path):
     save_tokenizer(tmp_path)
     edit(tmp_path / "config.json", model_type="llama")
     loaded = load(tmp_path)
@@ -254,11 +253,11 @@ def test_what_is_changed_in_the_one_of_transformers_counts(tmp_path):
     assert loaded.decode([new], skip_special_tokens=False) == "<new>"
 
 
-def test_a_tokenizer_that_is_all_in_its_file_needs_neither_transformers_nor_torch():
+def test_a_tokenizer_read_from_its_file_imports_neither_transformers_nor_torch():
     program = (
         "import sys\n"
         "from mvllm import EngineArgs\n"
-        "from mvllm.engine.frontend.tokenizer import load_tokenizer\n"
+        "from mvllm.engine.tokenizer.tokenizer import load_tokenizer\n"
         "tokenizer = load_tokenizer(EngineArgs('demo').create_engine_config().model)\n"
         "assert tokenizer.decode(tokenizer.encode('Hello world')) == 'Hello world'\n"
         "sys.exit(f'loaded {heavy}' if (heavy := {'torch', 'transformers'} & set(sys.modules)) else 0)\n"
@@ -267,7 +266,7 @@ def test_a_tokenizer_that_is_all_in_its_file_needs_neither_transformers_nor_torc
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_folder_without_one_is_named_with_the_files_looked_for(tmp_path):
+def test_a_folder_without_a_tokenizer_is_named_with_the_expected_files(tmp_path):
     with pytest.raises(ModelError, match=r"tokenizer\.json") as caught:
         load(tmp_path)
     assert str(tmp_path) in str(caught.value)
@@ -299,21 +298,21 @@ def test_its_code_does_not_run_unless_trusted(tmp_path):
     assert not marker.exists()
 
 
-def test_none_was_asked_for():
+def test_skip_tokenizer_init_gives_none():
     assert load_tokenizer(make_config().model) is None
 
 
-def test_ids_without_a_token_are_nothing():
+def test_ids_outside_the_vocabulary_are_skipped():
     tokenizer = make_tokenizer()
     ids = tokenizer.encode("Hello")
     assert tokenizer.decode([*ids, tokenizer.length + 7]) == "Hello"
 
 
-def test_what_grammars_and_log_probabilities_need_is_had_without_transformers(tmp_path):
+def test_grammars_and_log_probabilities_do_not_need_transformers(tmp_path):
     save_tokenizer(tmp_path)
     edit(tmp_path / "config.json", model_type="llama")
     loaded = load(tmp_path)
-    check_tokenizer_for_grammars(loaded)
+    check_supports_grammars(loaded)
     alone = loaded.backend.to_str()
     pieces = [loaded.token_name(i) for i in range(loaded.length + 1)]
     assert "hf" not in vars(loaded)  # its import would hold up every other request

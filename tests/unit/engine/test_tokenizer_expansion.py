@@ -1,4 +1,4 @@
-"""Tokenizers that make very long texts of short ones are refused from their file."""
+"""Tokenizers that expand short texts to very long ones are rejected by their file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mvllm.engine.frontend.tokenizer_expansion import check_tokenizer_expansion
+from mvllm.engine.tokenizer.tokenizer_expansion import check_tokenizer_expansion
 from mvllm.errors import ModelError
 
 
@@ -47,8 +47,10 @@ def check(folder: Path, **parts: Any) -> None:
         {"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 65}},
     ],
 )
-def test_what_grows_without_bounds_is_refused(tmp_path: Path, parts: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match=r"tokenizer\.json: its steps, one after the other, .*64 are allowed"):
+def test_expansion_without_bounds_is_rejected(tmp_path: Path, parts: dict[str, Any]) -> None:
+    with pytest.raises(
+        ModelError, match=r"tokenizer\.json: its steps can expand one character of the .*64 are allowed"
+    ):
         check(tmp_path, **parts)
 
 
@@ -76,7 +78,7 @@ def test_what_grows_without_bounds_is_refused(tmp_path: Path, parts: dict[str, A
         },
     ],
 )
-def test_what_files_in_use_say_is_not(tmp_path: Path, parts: dict[str, Any]) -> None:
+def test_real_tokenizers_are_accepted(tmp_path: Path, parts: dict[str, Any]) -> None:
     check(tmp_path, **parts)
 
 

@@ -1,4 +1,4 @@
-"""Spans of requests as they are written; that a collector gets them is in tests/e2e/server."""
+"""The spans that a Tracer writes. tests/e2e/server tests that a collector receives them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from mvllm import SamplingParams
 from mvllm.engine.frontend.input_processor import ProcessedRequest
-from mvllm.engine.frontend.output_processor import OutputProcessor, RequestState
-from mvllm.engine.frontend.parallel_sampling import CoreRequestIds, fan_out
+from mvllm.engine.frontend.output_processor import OutputProcessor
+from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
 from mvllm.engine.metrics.tracing import Tracer, traces_endpoint
 from mvllm.errors import ConfigError, EngineDeadError
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -36,7 +36,7 @@ def written(tracer: Tracer) -> InMemorySpanExporter:
 
 
 class Run:
-    """A request that arrived a while ago."""
+    """A request that arrived ten seconds ago."""
 
     def __init__(self, **params: object) -> None:
         self.arrived = time.monotonic() - 10
@@ -46,24 +46,23 @@ class Run:
             sampling_params=SamplingParams(**params),  # type: ignore[arg-type]
             arrival_time=self.arrived,
         )
-        self.children = fan_out(core, CoreRequestIds())
-        self.processor = OutputProcessor(None)
+        self.processor = OutputProcessor(None, CoreRequestIds())
         request = ProcessedRequest(None, core.sampling_params, core)
-        self.state: RequestState = self.processor.add_request(request, self.children)
+        self.state, self.children = self.processor.add_request(request)
 
     def step(self, ids: list[int], finish: FinishReason | None = None, scheduled: float = 0.0) -> None:
         output = EngineCoreOutput(self.children[0].request_id, ids, finish)
         output.scheduled_time = scheduled
-        self.processor.apply_outputs(EngineCoreOutputs(outputs=[output]))
+        self.processor.process_outputs(EngineCoreOutputs(outputs=[output]))
 
 
 def named(written: InMemorySpanExporter) -> dict[str, tuple[float, dict[str, object]]]:
-    """By name, the seconds that each span took and its attributes."""
+    """The duration in seconds and the attributes of each span, by name."""
     spans = written.get_finished_spans()
     return {s.name: ((s.end_time - s.start_time) / 1e9, dict(s.attributes or {})) for s in spans}  # type: ignore
 
 
-def test_parts_have_the_times_at_which_things_happened(tracer: Tracer, written: InMemorySpanExporter) -> None:
+def test_spans_have_the_times_of_the_phases(tracer: Tracer, written: InMemorySpanExporter) -> None:
     run = Run(max_tokens=5)
     tracer.start_request(run.state)
     run.step([7], scheduled=run.arrived + 4)
@@ -79,7 +78,7 @@ def test_parts_have_the_times_at_which_things_happened(tracer: Tracer, written: 
     assert (facts["gen_ai.usage.input_tokens"], facts["gen_ai.usage.output_tokens"]) == (3, 2)
 
 
-def test_a_request_that_was_never_scheduled_only_waited(tracer: Tracer, written: InMemorySpanExporter) -> None:
+def test_an_unscheduled_request_has_a_queue_span_only(tracer: Tracer, written: InMemorySpanExporter) -> None:
     run = Run(n=2)
     tracer.start_request(run.state)
     tracer.finish_request(run.state)
@@ -89,7 +88,7 @@ def test_a_request_that_was_never_scheduled_only_waited(tracer: Tracer, written:
     assert spans["text_completion small"][1]["gen_ai.response.finish_reasons"] == ("abort", "abort")
 
 
-def test_what_the_engine_could_not_finish_is_an_error(tracer: Tracer, written: InMemorySpanExporter) -> None:
+def test_a_request_that_failed_has_an_error_span(tracer: Tracer, written: InMemorySpanExporter) -> None:
     failed, died = Run(), Run()
     for run in (failed, died):
         tracer.start_request(run.state)
@@ -101,9 +100,7 @@ def test_what_the_engine_could_not_finish_is_an_error(tracer: Tracer, written: I
     assert all(span.attributes and span.attributes["error.type"] == "engine_error" for span in roots)
 
 
-def test_a_request_belongs_to_the_span_that_was_current_when_it_came(
-    tracer: Tracer, written: InMemorySpanExporter
-) -> None:
+def test_the_parent_is_the_span_that_was_current_at_arrival(tracer: Tracer, written: InMemorySpanExporter) -> None:
     run = Run()
     with tracer.otel.tracer.start_as_current_span("theirs") as theirs:
         tracer.start_request(run.state)
@@ -122,18 +119,18 @@ def test_a_request_ends_once(tracer: Tracer, written: InMemorySpanExporter) -> N
     assert len(written.get_finished_spans()) == 2
 
 
-def test_a_tracer_that_fails_says_so_once_and_stops_nobody(tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_tracer_logs_once_and_raises_nothing(tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("mvllm.engine.metrics.tracing._facts", lambda *_: 1 / 0)
+    monkeypatch.setattr("mvllm.engine.metrics.tracing._span_attributes", lambda *_: 1 / 0)
     monkeypatch.setattr("mvllm.engine.metrics.tracing.logger.error", lambda text, **_: said.append(text))
     for _ in range(2):
         run = Run()
         tracer.start_request(run.state)
         tracer.finish_request(run.state)
-    assert said == ["Spans of requests cannot be written; no more are."]
+    assert said == ["Spans of requests cannot be written; tracing is disabled."]
 
 
-def test_a_process_that_has_its_own_set_up_keeps_it(tracer: Tracer) -> None:
+def test_the_process_keeps_its_own_opentelemetry_configuration(tracer: Tracer) -> None:
     assert trace.get_tracer_provider() is not tracer.otel.provider
 
 
@@ -153,6 +150,6 @@ def test_endpoints(given: str, used: str) -> None:
 @pytest.mark.parametrize(
     "wrong", ["", "localhost:4317", "grpc://localhost:4317", "http://", "http://a:b/", "/v1/traces"]
 )
-def test_what_is_no_endpoint_is_refused(wrong: str) -> None:
+def test_invalid_endpoints_are_rejected(wrong: str) -> None:
     with pytest.raises(ConfigError, match="OTLP over HTTP"):
         traces_endpoint(wrong)

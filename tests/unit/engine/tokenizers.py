@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mvllm.engine.frontend import tokenizer as engine_tokenizer
+from mvllm.engine.tokenizer import tokenizer as engine_tokenizer
 
 _TEXTS = [
     "Hello world, this is a small text. The cat sat on the mat; it didn't move at all.",

@@ -43,7 +43,7 @@ def use_fake_engine(monkeypatch, answer: Answer = lambda request: ANSWER) -> lis
         return clients[-1]
 
     monkeypatch.setattr("mvllm.engine.llm_engine.make_client", make_client)
-    monkeypatch.setattr("mvllm.engine.frontend.frontend_startup.choose_platform", lambda name: None)
+    monkeypatch.setattr("mvllm.engine.frontend.engine_frontend.choose_platform", lambda name: None)
     return clients
 
 

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 import mvllm
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.entrypoints.chat_template import read_default_template, render_chat
 from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateLimitError, ChatTemplateRenderer
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool

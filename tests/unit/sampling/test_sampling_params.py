@@ -1,4 +1,4 @@
-"""Every bound of SamplingParams, on both sides; whatever is not acceptable is refused by name."""
+"""Every bound of SamplingParams, on both sides; errors name the field."""
 
 from __future__ import annotations
 
@@ -15,23 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvllm.errors import RequestError
-from mvllm.messages.sampling_params import (
+from mvllm.messages.sampling_param_checks import (
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORDS,
-    MAX_BEAM_WIDTH,
     MAX_LOGIT_BIASES,
-    MAX_N,
     MAX_STOP_STRING_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    RequestOutputKind,
-    SamplingParams,
-    validate_for_model,
 )
+from mvllm.messages.sampling_params import MAX_BEAM_WIDTH, MAX_N, RequestOutputKind, SamplingParams, validate_for_model
 from mvllm.messages.structured_outputs import StructuredOutputsParams
 
 HUGE = 10**5000
-"""An integer that Python refuses to turn into text."""
+"""An integer that Python refuses to convert to text."""
 
 NEXT_AFTER_ONE = math.nextafter(1.0, 2.0)
 NEXT_AFTER_TWO = math.nextafter(2.0, 3.0)
@@ -234,14 +230,14 @@ def test_copies_are_independent_and_checked():
         msgspec.structs.replace(params, top_p=0.0)
 
 
-def test_the_list_given_stays_the_givers():
+def test_the_callers_list_is_copied():
     mine = ["a"]
     params = SamplingParams(stop=mine)
     mine.append("")
     assert params.stop == ["a"]
 
 
-def test_travels_unchanged():
+def test_survives_encoding_unchanged():
     params = SamplingParams(temperature=0.3, top_k=4, stop="x", stop_token_ids=[3], seed=-5, output_kind=2, logprobs=-1)
     for codec in (msgspec.msgpack, msgspec.json):
         assert codec.decode(codec.encode(params), type=SamplingParams) == params
@@ -406,7 +402,7 @@ class TestBeamSearch:
             ("prompt_logprobs", {"prompt_logprobs": 1}),
         ],
     )
-    def test_what_it_would_pass_over_is_refused(self, field, settings):
+    def test_params_without_effect_are_rejected(self, field, settings):
         with pytest.raises(RequestError) as caught:
             SamplingParams(use_beam_search=True, **settings)
         assert caught.value.parameter == field

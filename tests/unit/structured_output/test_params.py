@@ -59,7 +59,7 @@ def nested(depth: int) -> str:
         ({"choice": ["a"] * 10_001}, "1 to 10000"),
         ({"choice": ["a", ""]}, "empty text"),
         ({"choice": "yes"}, "must be a list"),
-        ({"regex": "a", "whitespace_pattern": " "}, "about JSON"),
+        ({"regex": "a", "whitespace_pattern": " "}, "apply to JSON only"),
         ({"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}, "not both"),
     ],
 )

@@ -13,8 +13,8 @@ import pytest
 from mvllm import SamplingParams, StructuredOutputsParams
 from mvllm.config.engine_args import EngineArgs
 from mvllm.demo import demo_model_path
-from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
-from mvllm.engine.frontend.tokenizer import load_tokenizer
+from mvllm.engine.core.grammar_vocabulary import load_vocabulary
+from mvllm.engine.tokenizer.tokenizer import load_tokenizer
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.structured_outputs import MAX_CHOICES
 from mvllm.structured_output import sandbox

@@ -1,28 +1,28 @@
-"""From words that must not come to the tokens that write them."""
+"""Token ids of `bad_words`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.errors import RequestError
-from mvllm.messages.sampling_params import MAX_BAD_WORD_TOKENS
+from mvllm.messages.sampling_param_checks import MAX_BAD_WORD_TOKENS
 
 
 def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """The ways in which words are tokenized: as they stand at the beginning of a text, and after a space.
+    """Tokenizes each word as at the beginning of a text, and as after a space.
 
-    The second is left out where it ends with the first, which then catches it.
+    The second tokenization is omitted if it ends with the first, which then matches it, too.
 
     Raises:
-        RequestError: A word has no tokens, or all have too many.
+        RequestError: A word has no tokens, or all words together have too many.
     """
     spaced = [" " + word.lstrip() for word in words]
     encoded = tokenizer.encode_batch([*words, *spaced], add_special_tokens=False)
     found: list[list[int]] = []
     for word, plain, after_space in zip(words, encoded[: len(words)], encoded[len(words) :], strict=True):
         if not plain:
-            raise RequestError(f"bad_words: {ascii(word)[:60]} is no token of the model's.", parameter="bad_words")
+            raise RequestError(f"bad_words: {ascii(word)[:60]} has no token ids.", parameter="bad_words")
         found.append(plain)
         if after_space[-len(plain) :] != plain:
             found.append(after_space)

@@ -1,17 +1,17 @@
-"""Beam search: of all ways to go on, the `num_beams` best at a time, by the sum of their tokens' log-probabilities.
+"""Beam search: keeps the `num_beams` sequences with the largest sums of log-probabilities at each position.
 
-It is made of ordinary requests for one token each. A round is one request per beam, whose prompt is all that the beam
-has; the beams' common beginnings, and what each had before, are found in the prefix cache, or among siblings where that
-is off. So forks share blocks, nothing is copied, and the engine core knows of none of this:
+It consists of ordinary requests for one token each. A round is one request per beam, whose prompt is the original
+prompt and the tokens of the beam. The KV of common prefixes comes from the prefix cache, or from the sibling group if
+that is off, so beams share blocks and nothing is copied. The engine core has no code for beams:
 
-    round   beams                 requests                         what comes of them
-    0       []                    prompt                           a token's log-probabilities for each candidate
-    1       [a] [b]               prompt a | prompt b              candidates of all beams together, best first:
-    2       [b c] [a d]           prompt b c | prompt a d          those that end are kept aside, the others go on
+    round   beams                 requests                         results
+    0       []                    prompt                           log-probabilities of the candidate tokens
+    1       [a] [b]               prompt a | prompt b              candidates of all beams, sorted by their sums:
+    2       [b c] [a d]           prompt b c | prompt a d          finished ones are collected, others become beams
 
-Which candidates end, how they are scored and when the search is over follows `generate(num_beams=...)` of transformers,
-sequences and scores. Two facts bound what a beam has to be asked for: as many candidates go on as there are beams, and
-at most as many end as there are tokens that end a sequence.
+Which candidates finish, their scores and the end of the search are the same as in `generate(num_beams=...)` of
+transformers. Each beam requests as many candidates as there are beams plus tokens that end a sequence: at most that
+many can be used.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Beam:
     """One sequence.
 
     Attributes:
-        token_ids: Generated so far.
+        token_ids: Generated tokens.
         cumulative_logprob: The sum of their log-probabilities.
-        positions: The log-probabilities at each of them, where these are wanted.
-        score: Of one that has ended: what it is ranked by.
-        finish_reason, stop_reason: Why it has ended, as in EngineCoreOutput.
+        positions: The log-probabilities at each position, if requested.
+        score: The ranking score of a finished beam.
+        finish_reason, stop_reason: Of a finished beam, as in EngineCoreOutput.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -50,11 +50,11 @@ class BeamSearch:
     """The search for one prompt.
 
     Args:
-        request: As it passed the door, with `use_beam_search`.
-        ids: Names its requests in the engine core.
+        request: The validated request, with `use_beam_search`.
+        ids: Makes the ids of its requests in the engine core.
 
     Attributes:
-        ended: The best sequences that have ended, at most `num_beams`, best first.
+        finished_beams: The best finished sequences, at most `num_beams`, best first.
     """
 
     def __init__(self, request: EngineCoreRequest, ids: CoreRequestIds) -> None:
@@ -80,11 +80,11 @@ class BeamSearch:
 
     @property
     def core_ids(self) -> list[str]:
-        """Of the round's requests that are still out."""
+        """Ids of the current round's requests without output."""
         return list(self._waiting)
 
     def make_requests(self) -> list[EngineCoreRequest]:
-        """Begins a round: one request per beam."""
+        """Starts a round: one request per beam."""
         made = [
             msgspec.structs.replace(
                 self._request,
@@ -100,14 +100,14 @@ class BeamSearch:
         return made
 
     def record_output(self, output: EngineCoreOutput) -> bool:
-        """Takes what has come of one of the round's requests; returns whether that was the last of them."""
+        """Records the output of one of the round's requests. Returns whether it was the last one."""
         beam = self._waiting.pop(output.request_id)
         if output.logprobs:
             self._found[beam] = output.logprobs[0]
         return not self._waiting
 
     def advance(self) -> bool:
-        """Ends a round of which everything has come; returns whether the search is over."""
+        """Ends a round, after its last output. Returns whether the search has ended."""
         length = len(self._running[0].token_ids) + 1
         is_last = length >= self._max_tokens
         may_end = length > self._params.min_tokens
@@ -116,7 +116,7 @@ class BeamSearch:
             ends = token_id in self._end_tokens
             if not (ends or is_last):
                 running.append(self._extend_beam(beam, rank, token_id))
-            elif place < self._width:  # what stands behind is there only for enough to go on
+            elif place < self._width:  # lower candidates can only become running beams
                 self._finish_beam(self._extend_beam(beam, rank, token_id), by_token=ends)
             if len(running) == self._width or (is_last and place >= self._width):
                 break
@@ -125,7 +125,7 @@ class BeamSearch:
         return is_last or not running or self._is_finished(length)
 
     def _candidates(self, *, may_end: bool) -> list[tuple[int, int, int]]:
-        """(beam, rank among its candidates, token id) of all that could come next, best first."""
+        """(beam, rank among its candidates, token id) of all candidates, best first."""
         found = [
             (self._running[i].cumulative_logprob + logprob, i, rank, token_id)
             for i, position in sorted(self._found.items())
@@ -141,10 +141,10 @@ class BeamSearch:
         before, found = self._running[beam], self._found[beam]
         logprob = found.logprobs[rank]
         grown = Beam([*before.token_ids, token_id], before.cumulative_logprob + logprob)
-        if (wanted := self._params.logprobs) is not None:
-            most = slice(1, None if wanted == -1 else 1 + wanted)
-            here = PositionLogprobs([token_id, *found.token_ids[most]], [logprob, *found.logprobs[most]], rank)
-            grown.positions = [*before.positions, here]
+        if (num_logprobs := self._params.logprobs) is not None:
+            top = slice(1, None if num_logprobs == -1 else 1 + num_logprobs)
+            position = PositionLogprobs([token_id, *found.token_ids[top]], [logprob, *found.logprobs[top]], rank)
+            grown.positions = [*before.positions, position]
         return grown
 
     def _finish_beam(self, beam: Beam, *, by_token: bool) -> None:
@@ -156,16 +156,16 @@ class BeamSearch:
         self.finished_beams.append(beam)
 
     def _is_finished(self, length: int) -> bool:
-        """Whether what runs is not followed any further, with sequences of `length` tokens."""
+        """Whether `early_stopping` ends the search, with running beams of `length` tokens."""
         params = self._params
         if len(self.finished_beams) < self._width:
             return False
         if params.early_stopping is True:
             return True
-        at_best = self._max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
-        best = self._running[0].cumulative_logprob / at_best**params.length_penalty
+        best_length = self._max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
+        best = self._running[0].cumulative_logprob / best_length**params.length_penalty
         return best <= self.finished_beams[-1].score
 
     def results(self) -> Sequence[Beam]:
-        """The best `n`, once the search is over."""
+        """The best `n` finished sequences, after the search has ended."""
         return self.finished_beams[: self._params.n]

@@ -1,7 +1,6 @@
-"""The door: turns a prompt and its settings into an EngineCoreRequest, or refuses it with a RequestError.
+"""Input processor: validates and tokenizes prompts, and makes EngineCoreRequests of them.
 
-Every way in goes through here, and past it bad input does not exist. Nothing is queued before everything is checked, so
-a refusal never leaves anything behind.
+All entry points use it, so later code can rely on valid requests. Nothing is queued before everything is checked.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.frontend.bad_words import bad_word_token_ids
-from mvllm.engine.frontend.grammar_vocabulary import check_tokenizer_for_grammars
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars
 from mvllm.errors import RequestError
+from mvllm.messages.field_checks import describe_value, is_unicode
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
@@ -33,18 +32,18 @@ from mvllm.structured_output.llguidance_library import check_available
 MAX_CACHE_SALT_LENGTH = 256
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _PRIORITY_LIMIT = 2**31
-_UTF8_CHECK_CHARS = 1 << 20  # characters: between them, other threads get their turn
-_MAX_TRUNCATED_TEXT_CHARS = 1 << 22  # characters of a text of which only the end is wanted, and all must be tokenized
+_UTF8_CHECK_CHARS = 1 << 20  # encoded at a time: other threads can run in between
+_MAX_TRUNCATED_TEXT_CHARS = 1 << 22  # of a text to truncate, which has to be tokenized as a whole
 
 
 @dataclass(slots=True)
 class ProcessedRequest:
-    """A request past the door.
+    """A validated and tokenized request.
 
     Attributes:
-        prompt: The prompt as text, where it is known.
-        params: As validated; may ask for several sequences.
-        core: What the engine core gets; its `sampling_params` are `params`.
+        prompt: The prompt as text, if known.
+        params: The validated parameters; `n` may be larger than 1.
+        core: The request for the engine core; its `sampling_params` are `params`.
     """
 
     prompt: str | None
@@ -54,10 +53,10 @@ class ProcessedRequest:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt taken apart; `token_ids` is empty until the text is tokenized.
+    """The parts of a prompt; `token_ids` is None until the text is tokenized.
 
     Attributes:
-        keep: How many of its last tokens are wanted; None for all.
+        keep: Number of tokens to keep at the end; None for all.
     """
 
     text: str | None
@@ -67,15 +66,15 @@ class _Prompt:
 
 
 class InputProcessor:
-    """Checks and tokenizes requests for one engine.
+    """Checks and tokenizes the requests of one engine.
 
     Args:
-        config: The engine's settled configuration.
-        tokenizer: The model's tokenizer; with None, text and stop strings are refused, and outputs have no text.
+        config: The engine's configuration in use.
+        tokenizer: The model's tokenizer. With None, text and stop strings are rejected, and outputs have no text.
     """
 
     num_reserved_tokens = 1
-    """Tokens for which a prompt has to leave room."""
+    """Tokens of the context that a prompt must leave free."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self._model = config.model
@@ -85,7 +84,7 @@ class InputProcessor:
         self._processor_classes = processor_classes(config.logits_processors)
 
     def default_params(self) -> SamplingParams:
-        """A new SamplingParams with the defaults of the model's generation_config.json."""
+        """The sampling parameters of the model's generation_config.json."""
         return SamplingParams(**self._model.generation_defaults)
 
     def process(
@@ -98,7 +97,7 @@ class InputProcessor:
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
     ) -> ProcessedRequest:
-        """One request; see `process_batch`."""
+        """Processes one request; see `process_batch`."""
         return self.process_batch(
             [request_id],
             [prompt],
@@ -118,17 +117,16 @@ class InputProcessor:
         arrival_time: float | None = None,
         lora_requests: Sequence[LoRARequest | None] | None = None,
     ) -> list[ProcessedRequest]:
-        """Checks all requests and tokenizes their texts together. The sequences are parallel.
+        """Checks all requests and tokenizes their texts together. The arguments are parallel sequences.
 
         Args:
             params: None takes the model's defaults.
             priorities: Lower is served earlier; needs the priority policy.
             arrival_time: Monotonic seconds; now by default.
-            lora_requests: The adapters, for those that have one. An LoRARequestValidator looks at their fields and
-            files.
+            lora_requests: The LoRA adapter of each request, or None; LoRARequestValidator checks fields and files.
 
         Raises:
-            RequestError: One of them is not acceptable; names it by its position where there are several.
+            RequestError: One of them is invalid. With several requests, the message has the position of that one.
         """
         arrival = time.monotonic() if arrival_time is None else _check_arrival_time(arrival_time)
         parts = [
@@ -137,27 +135,27 @@ class InputProcessor:
         ]
         self._tokenize(parts)
         processed = []
-        checked: dict[int, SamplingParams] = {}  # what is given for many prompts may be long, and is checked once
+        checked: dict[int, SamplingParams] = {}  # params shared by many prompts are checked once
         for i, part in enumerate(parts):
             chosen = params[i]
             if chosen is None:
-                settled = self._check_params(self.default_params())
+                validated = self._check_params(self.default_params())
             elif id(chosen) in checked:
-                settled = copy.copy(checked[id(chosen)])
+                validated = copy.copy(checked[id(chosen)])
             else:
-                settled = checked[id(chosen)] = self._check_for_prompt(i, prompts, self._check_params, chosen)
-            settled = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, settled, part)
+                validated = checked[id(chosen)] = self._check_for_prompt(i, prompts, self._check_params, chosen)
+            validated = self._check_for_prompt(i, prompts, self._fit_params_to_prompt, validated, part)
             core = EngineCoreRequest(
                 request_id=_check_request_id(request_ids[i]),
                 prompt_token_ids=part.token_ids or [],
-                sampling_params=settled,
+                sampling_params=validated,
                 eos_token_ids=self._eos_token_ids,
                 arrival_time=arrival,
                 priority=self._check_priority(priorities[i]) if priorities is not None else 0,
                 cache_salt=part.cache_salt,
                 lora_request=None if lora_requests is None else self._check_lora_request(lora_requests[i]),
             )
-            processed.append(ProcessedRequest(part.text, settled, core))
+            processed.append(ProcessedRequest(part.text, validated, core))
         return processed
 
     # --- prompts
@@ -166,11 +164,11 @@ class InputProcessor:
         """Returns `text`.
 
         Raises:
-            RequestError: There is no tokenizer, or `text` cannot be written as UTF-8.
+            RequestError: There is no tokenizer, or `text` cannot be encoded as UTF-8.
         """
         if self._tokenizer is None:
             raise RequestError(
-                "The engine was started with skip_tokenizer_init, so it takes token ids, not text. "
+                "The engine was started with skip_tokenizer_init, so it accepts token ids, not text. "
                 "Pass {'prompt_token_ids': [...]}.",
                 parameter="prompt",
             )
@@ -178,9 +176,10 @@ class InputProcessor:
             try:
                 text[start : start + _UTF8_CHECK_CHARS].encode()
             except UnicodeEncodeError as e:
-                place = start + e.start
+                position = start + e.start
                 raise RequestError(
-                    f"The prompt is not valid Unicode: character {place} is a lone surrogate U+{ord(text[place]):04X}.",
+                    f"The prompt is not valid Unicode: character {position} is a lone surrogate "
+                    f"U+{ord(text[position]):04X}.",
                     parameter="prompt",
                 ) from None
         return text
@@ -195,12 +194,12 @@ class InputProcessor:
             return _Prompt(None, self._check_token_ids(prompt, keep))
         raise RequestError(
             "A prompt is a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}; "
-            f"found {_describe_value(prompt)}.",
+            f"found {describe_value(prompt)}.",
             parameter="prompt",
         )
 
     def _num_tokens_to_keep(self, params: SamplingParams | PoolingParams | None) -> int | None:
-        """How many of a prompt's last tokens are wanted, as far as the context has room; None where it is not cut."""
+        """Tokens to keep at the end of a prompt, at most as many as fit in the context; None for no truncation."""
         asked = getattr(params, "truncate_prompt_tokens", None)
         if asked is None:
             return None
@@ -208,7 +207,7 @@ class InputProcessor:
         if asked > limit:
             raise RequestError(
                 f"truncate_prompt_tokens must be an integer from 1 to {limit}, the model's context (max_model_len), or "
-                f"-1; got {_describe_value(asked)}",
+                f"-1; got {describe_value(asked)}",
                 parameter="truncate_prompt_tokens",
             )
         most = limit - self.num_reserved_tokens
@@ -226,11 +225,11 @@ class InputProcessor:
         salt = _check_cache_salt(prompt.get("cache_salt"))
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
-            raise RequestError(f"'prompt' must be a text; found {_describe_value(text)}.", parameter="prompt")
+            raise RequestError(f"'prompt' must be a text; found {describe_value(text)}.", parameter="prompt")
         if ids is not None:
             if not _is_token_sequence(ids):
                 raise RequestError(
-                    f"'prompt_token_ids' must be a list of token ids; found {_describe_value(ids)}.", parameter="prompt"
+                    f"'prompt_token_ids' must be a list of token ids; found {describe_value(ids)}.", parameter="prompt"
                 )
             return _Prompt(text, self._check_token_ids(ids, keep), salt)
         if text is None:
@@ -242,7 +241,7 @@ class InputProcessor:
             raise RequestError("The prompt is empty: it has no token ids.", parameter="prompt")
         if keep is not None:
             ids = ids[-keep:]
-        self._check_length(len(ids))  # before anything is copied
+        self._check_length(len(ids))  # before copying
         values: list[int] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if set(map(type, values)) != {int}:
             values = [_as_token_id(value, i) for i, value in enumerate(values)]
@@ -250,7 +249,7 @@ class InputProcessor:
             i, bad = next((i, v) for i, v in enumerate(values) if not 0 <= v < self._model.vocab_size)
             raise RequestError(
                 f"Token ids must be from 0 to {self._model.vocab_size - 1}, the model's vocabulary; "
-                f"found {_describe_value(bad)} at position {i} of the prompt.",
+                f"found {describe_value(bad)} at position {i} of the prompt.",
                 parameter="prompt",
             )
         return values
@@ -268,7 +267,7 @@ class InputProcessor:
             )
 
     def _tokenize(self, parts: Sequence[_Prompt]) -> None:
-        """Fills in the token ids of texts."""
+        """Sets the token ids of prompts with text."""
         waiting = [(i, part) for i, part in enumerate(parts) if part.token_ids is None]
         if not waiting:
             return
@@ -279,7 +278,7 @@ class InputProcessor:
             if waiting[at][1].keep is None:
                 self._check_for_prompt(waiting[at][0], parts, self._check_length, length)
 
-        for at, text in enumerate(texts):  # what is far too long need not be tokenized to know that
+        for at, text in enumerate(texts):  # reject texts that are much too long without tokenizing them
             if waiting[at][1].keep is None:
                 self._check_for_prompt(
                     waiting[at][0], parts, self._check_length, self._tokenizer.num_tokens_lower_bound(text), "at least "
@@ -290,7 +289,7 @@ class InputProcessor:
         for (i, part), ids in zip(waiting, encoded, strict=True):
             if not ids:
                 raise RequestError(
-                    f"{_prompt_label(i, parts)}The prompt is empty: its text {_describe_value(part.text)} gives "
+                    f"{_prompt_label(i, parts)}The prompt is empty: its text {describe_value(part.text)} gives "
                     "no tokens.",
                     parameter="prompt",
                 )
@@ -301,12 +300,12 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams | PoolingParams) -> SamplingParams:
         if not isinstance(params, SamplingParams):
             raise RequestError(
-                f"sampling_params must be SamplingParams; found {_describe_value(params)}.", parameter="sampling_params"
+                f"sampling_params must be SamplingParams; found {describe_value(params)}.", parameter="sampling_params"
             )
         if not self._model.kind.generates:
-            what = "classifies prompts" if self._model.kind.num_labels else "makes vectors of prompts"
+            task = "classifies prompts" if self._model.kind.num_labels else "makes embeddings of prompts"
             raise RequestError(
-                f"The model {self._model.model} ({self._model.architecture}) {what}; it generates nothing.",
+                f"The model {self._model.model} ({self._model.architecture}) {task}; it generates nothing.",
                 parameter="model",
             )
         if self._tokenizer is None and params.stop:
@@ -317,11 +316,11 @@ class InputProcessor:
             )
         if params.structured_outputs is not None:
             check_available()
-            check_tokenizer_for_grammars(self._tokenizer)
+            check_supports_grammars(self._tokenizer)
         if self._processor_classes:
             validate(self._processor_classes, params)
-        params = params.clone()  # checked anew: its fields may have been set since, and may be while it is under way
-        if params.bad_words:  # together they have the bounds that each has
+        params = params.clone()  # validates again, and the caller may change its own copy
+        if params.bad_words:  # the replacement checks the limits of both together
             ids = [*(params.bad_words_token_ids or ()), *self._bad_words(params.bad_words)]
             params = msgspec.structs.replace(params, bad_words_token_ids=ids)
         return params
@@ -339,7 +338,7 @@ class InputProcessor:
         if request is not None and not isinstance(request, LoRARequest):
             raise RequestError(
                 "lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path); found "
-                f"{_describe_value(request)}.",
+                f"{describe_value(request)}.",
                 parameter="lora_request",
             )
         return request
@@ -355,7 +354,7 @@ class InputProcessor:
 
     def _check_priority(self, priority: int) -> int:
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _PRIORITY_LIMIT:
-            raise RequestError(f"priority must be an integer; found {_describe_value(priority)}.", parameter="priority")
+            raise RequestError(f"priority must be an integer; found {describe_value(priority)}.", parameter="priority")
         if priority != 0 and not self._priorities_allowed:
             raise RequestError(
                 f"priority is {priority}, but the engine serves requests in the order of arrival. "
@@ -372,39 +371,38 @@ class InputProcessor:
         return ids
 
     @staticmethod
-    def _check_for_prompt(i: int, all_of_them: Sequence[Any], check: Any, *args: Any) -> Any:
-        """`check(*args)`; a refusal says which of several requests it is about."""
+    def _check_for_prompt(i: int, prompts: Sequence[Any], check: Any, *args: Any) -> Any:
+        """Calls `check(*args)`. With several requests, adds the position to its RequestError."""
         try:
             return check(*args)
         except RequestError as e:
-            if len(all_of_them) == 1:
+            if len(prompts) == 1:
                 raise
-            raise RequestError(f"{_prompt_label(i, all_of_them)}{e}", parameter=e.parameter) from e
+            raise RequestError(f"{_prompt_label(i, prompts)}{e}", parameter=e.parameter) from e
 
 
 def check_text_to_truncate(text: str) -> None:
-    """Refuses a text of which only the end is wanted, if tokenizing all of it would take too long.
+    """Checks the length of a text that will be truncated after tokenization.
 
     Raises:
-        RequestError: It is too long.
+        RequestError: It is too long to be tokenized as a whole.
     """
     if len(text) > _MAX_TRUNCATED_TEXT_CHARS:
         raise RequestError(
-            f"The prompt has {len(text)} characters; a text that is to be cut to its end may have "
-            f"{_MAX_TRUNCATED_TEXT_CHARS}. "
-            "Shorten the prompt.",
+            f"The prompt has {len(text)} characters, but a text with truncate_prompt_tokens may have "
+            f"{_MAX_TRUNCATED_TEXT_CHARS}. Shorten the prompt.",
             parameter="prompt",
         )
 
 
-def _prompt_label(i: int, all_of_them: Sequence[Any]) -> str:
-    return f"Prompt {i} of {len(all_of_them)}: " if len(all_of_them) > 1 else ""
+def _prompt_label(i: int, prompts: Sequence[Any]) -> str:
+    return f"Prompt {i} of {len(prompts)}: " if len(prompts) > 1 else ""
 
 
 def _is_token_sequence(value: object) -> bool:
     if isinstance(value, list | tuple | range):
         return True
-    return getattr(value, "ndim", None) == 1 and hasattr(value, "tolist")  # an array of any library
+    return getattr(value, "ndim", None) == 1 and hasattr(value, "tolist")  # an array of NumPy, torch, ...
 
 
 def _as_token_id(value: Any, position: int) -> int:
@@ -414,7 +412,7 @@ def _as_token_id(value: Any, position: int) -> int:
         except TypeError:
             pass
     raise RequestError(
-        f"Token ids must be integers; found {_describe_value(value)} at position {position} of the prompt.",
+        f"Token ids must be integers; found {describe_value(value)} at position {position} of the prompt.",
         parameter="prompt",
     )
 
@@ -425,7 +423,7 @@ def _check_cache_salt(salt: object) -> str | None:
     if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_LENGTH or not salt.isprintable():
         raise RequestError(
             f"cache_salt must be a text of 1 to {MAX_CACHE_SALT_LENGTH} printable characters; found "
-            f"{_describe_value(salt)}.",
+            f"{describe_value(salt)}.",
             parameter="cache_salt",
         )
     return salt
@@ -434,34 +432,20 @@ def _check_cache_salt(salt: object) -> str | None:
 def _check_request_id(request_id: object) -> str:
     if not isinstance(request_id, str) or not request_id:
         raise RequestError(
-            f"request_id must be a non-empty text; found {_describe_value(request_id)}.", parameter="request_id"
+            f"request_id must be a non-empty text; found {describe_value(request_id)}.", parameter="request_id"
         )
-    try:
-        request_id.encode()  # as it travels to the engine core, together with what others ask
-    except UnicodeEncodeError:
+    if not is_unicode(request_id):  # could not be sent to the engine core
         raise RequestError(
-            f"request_id must be valid Unicode, without lone surrogates; found {_describe_value(request_id)}.",
+            f"request_id must be valid Unicode, without lone surrogates; found {describe_value(request_id)}.",
             parameter="request_id",
-        ) from None
+        )
     return request_id
 
 
 def _check_arrival_time(seconds: object) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         raise RequestError(
-            f"arrival_time must be a finite number of seconds; found {_describe_value(seconds)}.",
+            f"arrival_time must be a finite number of seconds; found {describe_value(seconds)}.",
             parameter="arrival_time",
         )
     return float(seconds)
-
-
-def _describe_value(value: object) -> str:
-    """A value in a few characters, whatever it is."""
-    if isinstance(value, str):
-        text = value[:40] + "..." if len(value) > 40 else value
-        return repr(text).encode("ascii", "backslashreplace").decode()
-    if isinstance(value, bool | float) or value is None:
-        return repr(value)
-    if isinstance(value, int):
-        return str(value) if abs(value) < 2**64 else f"an integer of {value.bit_length()} bits"
-    return f"a value of type {type(value).__name__}"

@@ -1,9 +1,10 @@
-"""The door for LoRA adapters: what a caller names is looked at here before the engine core hears of it."""
+"""Validation of LoRA requests in the front end, before the engine core loads the adapter."""
 
 from __future__ import annotations
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.errors import ModelError, RequestError
+from mvllm.messages.field_checks import is_unicode
 from mvllm.messages.lora import LoRARequest
 from mvllm.models.peft_adapter import read_peft_adapter
 
@@ -13,10 +14,10 @@ _MAX_PATH_LENGTH = 4096
 
 
 class LoRARequestValidator:
-    """Checks adapters for one front end, and remembers those that the engine core has taken.
+    """Checks LoRA requests, and records the adapters that the engine core has loaded.
 
     Args:
-        config: The engine's settled configuration.
+        config: The engine's configuration in use.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -25,17 +26,17 @@ class LoRARequestValidator:
 
     @property
     def ids(self) -> set[int]:
-        """The adapters that were taken."""
+        """Ids of the loaded adapters."""
         return set(self._by_id)
 
     def validate(self, request: object) -> LoRARequest:
-        """The request, whose fields are as they should be.
+        """Returns the request if its fields are valid.
 
         Raises:
-            RequestError: They are not, or the engine takes no adapters, or its id is another adapter's.
+            RequestError: A field is invalid, LoRA is not enabled, or the id belongs to another adapter.
         """
         if self._lora is None:
-            raise _request_error("The engine was started without enable_lora: it takes no adapters.")
+            raise _request_error("The engine was started without enable_lora, so it accepts no LoRA adapters.")
         if not isinstance(request, LoRARequest):
             raise _request_error(
                 f"lora_request must be a LoRARequest(lora_name, lora_int_id, lora_path); found a value of type "
@@ -46,25 +47,25 @@ class LoRARequestValidator:
             raise _request_error(f"lora_name must be a text of 1 to {_MAX_NAME_LENGTH} printable characters.")
         if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= _MAX_LORA_ID:
             raise _request_error(f"lora_int_id must be an integer from 1 to {_MAX_LORA_ID}.")
-        if not isinstance(path, str) or not 0 < len(path) <= _MAX_PATH_LENGTH or "\0" in path or not _is_unicode(path):
+        if not isinstance(path, str) or not 0 < len(path) <= _MAX_PATH_LENGTH or "\0" in path or not is_unicode(path):
             raise _request_error("lora_path must be the path of the adapter's folder, as a text.")
         known = self._by_id.get(number, request)
         if known != request:
             raise _request_error(
-                f"The adapter id {number} is that of {known.lora_name!r} in {known.lora_path}. Choose another, or "
+                f"The adapter id {number} belongs to {known.lora_name!r} in {known.lora_path}. Choose another id, or "
                 "remove that adapter first."
             )
         return request
 
     def is_loaded(self, request: LoRARequest) -> bool:
-        """Whether the engine core has taken it."""
+        """Whether the engine core has loaded the adapter."""
         return request.lora_int_id in self._by_id
 
     def check_files(self, request: LoRARequest) -> None:
-        """Looks at an adapter's files, without the values in them.
+        """Checks an adapter's files, without reading the weights.
 
         Raises:
-            RequestError: They are missing, damaged, or of a kind that is not supported.
+            RequestError: They are missing, damaged, or not supported.
         """
         assert self._lora is not None
         try:
@@ -73,20 +74,12 @@ class LoRARequestValidator:
             raise _request_error(f"The adapter {request.lora_name!r} cannot be loaded: {e}") from e
 
     def add(self, request: LoRARequest) -> None:
-        """The engine core has taken it."""
+        """Records that the engine core has loaded the adapter."""
         self._by_id[request.lora_int_id] = request
 
     def remove(self, lora_int_id: int) -> bool:
-        """Its id is free again; whether it was known."""
+        """Forgets an adapter. Returns whether it was recorded."""
         return self._by_id.pop(lora_int_id, None) is not None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _request_error(message: str) -> RequestError:

@@ -1,4 +1,4 @@
-"""What a caller gets back for a request."""
+"""RequestOutput and its parts: what callers receive for a request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from mvllm.messages.lora import LoRARequest
 
 PositionLogprobMap = dict[int, "Logprob"]
-"""Token id to log-probability at one position; the token that stands there comes first."""
+"""Token id to log-probability at one position; the token at the position comes first."""
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class Logprob:
     Attributes:
         logprob: Natural logarithm of its probability.
         rank: Its rank in the whole vocabulary, 1 = most probable.
-        decoded_token: The token as text; None where the request is not detokenized.
+        decoded_token: The token as text; None if the request is not detokenized.
     """
 
     logprob: float
@@ -31,14 +31,14 @@ class CompletionOutput:
 
     Attributes:
         index: Its position among the `n` sequences of the request.
-        text: The generated text; empty where the request is not detokenized.
-        token_ids: The generated token ids, the one that ended the sequence included.
-        cumulative_logprob: Sum of the log-probabilities of the generated tokens; None unless `logprobs` was asked for.
-        logprobs: One entry per token, where asked for.
-        finish_reason: `stop`, `length`, `abort` or `error`; None while the sequence is growing.
+        text: The generated text; empty if the request is not detokenized.
+        token_ids: The generated token ids, including the one that ended the sequence.
+        cumulative_logprob: Sum of the log-probabilities of the generated tokens; None unless `logprobs` is set.
+        logprobs: One entry per token, if requested.
+        finish_reason: `stop`, `length`, `abort` or `error`; None while the sequence is unfinished.
         stop_reason: The stop string or stop token id that ended it; None for an end-of-sequence token.
-        error: What went wrong, where finish_reason is `error`.
-        error_parameter: The setting that the error is about, where it is the request's fault and not the engine's.
+        error: The error message, if finish_reason is `error`.
+        error_parameter: The request parameter that caused the error, if one did.
     """
 
     index: int
@@ -59,11 +59,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of the monotonic clock; None for what has not happened.
+    """Times of a request's events, in seconds of the monotonic clock; None for events that have not happened.
 
     Attributes:
-        arrival_time: It was handed to the engine.
-        first_scheduled_time: It was first part of a step.
+        arrival_time: The engine received the request.
+        first_scheduled_time: It was first scheduled.
         first_token_time, last_token_time: Its first and its newest token reached the front end.
         finished_time: All its sequences had ended.
     """
@@ -87,21 +87,21 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of a request, or with output kind DELTA what is new about it.
+    """The outputs of a request so far, or with output kind DELTA the new part.
 
     Attributes:
-        request_id: As it was given.
-        prompt: The prompt as text; None where only token ids were given.
+        request_id: The caller's id.
+        prompt: The prompt as text; None if only token ids were given.
         prompt_token_ids: The prompt as token ids.
-        prompt_logprobs: One entry per prompt token, the first of which is None; None unless asked for.
+        prompt_logprobs: One entry per prompt token, None for the first; None unless requested.
         outputs: The sequences, by rising index.
         finished: Whether all sequences have ended.
-        metrics: When things happened.
+        metrics: Times of the request's events.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
-        pooled: Of a request for a vector, once it is finished: float32 in little-endian order. `PoolingRequestOutput`
-            shows it.
-        pooled_each_token: Whether these are vectors of each token of the prompt.
-        lora_request: The adapter that it was computed with, if there was one.
+        pooled: The output of a finished pooling request: float32 in little-endian order. `PoolingRequestOutput`
+            converts it.
+        pooled_each_token: Whether `pooled` has one vector per token of the prompt.
+        lora_request: The LoRA adapter of the request, if it had one.
     """
 
     request_id: str
@@ -119,14 +119,14 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One sequence that a beam search has found.
+    """One sequence of a beam search's result.
 
     Attributes:
         tokens: The prompt's token ids, then the generated ones.
-        num_prompt_tokens: How many of them are the prompt's.
-        text: The generated text; empty where there is no tokenizer.
+        num_prompt_tokens: How many of `tokens` belong to the prompt.
+        text: The generated text; empty if there is no tokenizer.
         cum_logprob: The sum of the log-probabilities of the generated tokens.
-        score: By which sequences are ranked: that sum, divided by the number of generated tokens to the power of
+        score: The ranking score: that sum, divided by the number of generated tokens to the power of
             `length_penalty`.
         logprobs, finish_reason, stop_reason: As in CompletionOutput.
     """
@@ -143,7 +143,7 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """What a beam search has found for one prompt.
+    """The result of a beam search for one prompt.
 
     Attributes:
         sequences: Best first.

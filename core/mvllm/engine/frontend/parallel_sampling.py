@@ -1,10 +1,8 @@
-"""A request for n sequences is n requests for one, with the same prompt; the caller sees one.
+"""Parallel sampling: splits a request for `n` (or `best_of`) sequences into requests for one sequence each.
 
-With `best_of`, it is so many requests, and the caller sees the best n of them.
-
-The engine core knows only single sequences. It is told that they are siblings, so that they share the prompt's KV
-blocks. Every sequence gets an id of the engine's own, a serial number in front of the caller's id, so that an id may be
-used again as soon as its request is gone, even while the core still has something to say about the old one.
+The engine core handles single sequences only. The sequences of a request share a `sibling_group`, and with it the
+prompt's KV blocks. Every sequence has an engine-wide unique id, a serial number before the caller's id, so that a
+caller's id can be used again while outputs of the old request are still on their way.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ _SEED_SPAN = 2**63
 
 
 class CoreRequestIds:
-    """Hands out ids for the engine core, each once.
+    """Makes unique request ids for the engine core.
 
     Args:
-        front_end: What they begin with: where several front ends share a core, each has a name of its own.
+        front_end: Prefix of the ids; unique per front end if several share a core.
     """
 
     def __init__(self, front_end: str = "") -> None:
@@ -31,12 +29,12 @@ class CoreRequestIds:
         self._serial = itertools.count()
 
     def next(self, request_id: str) -> str:
-        """A new id for (one sequence of) the caller's `request_id`."""
+        """A new id for one sequence of the caller's request."""
         return f"{self._front_end}{next(self._serial)}:{request_id}"
 
 
 def fan_out(request: EngineCoreRequest, ids: CoreRequestIds) -> list[EngineCoreRequest]:
-    """The requests for single sequences that make up `request`, by index. `request` is left as it is."""
+    """The single-sequence requests of `request`, by index. `request` is not modified."""
     params = request.sampling_params
     if params.num_sequences == 1:
         return [msgspec.structs.replace(request, request_id=ids.next(request.request_id))]
@@ -53,8 +51,8 @@ def fan_out(request: EngineCoreRequest, ids: CoreRequestIds) -> list[EngineCoreR
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:
-    """Settings of sequence `index`: its own seed, the prompt's log-probabilities from the first only, and those of its
-    tokens, where it is ranked by them."""
+    """Settings of sequence `index`: its own seed, prompt log-probabilities for the first sequence only, and token
+    log-probabilities if the sequences are ranked by them."""
     seed = None if params.seed is None else _child_seed(params.seed, index)
     prompt_logprobs = params.prompt_logprobs if index == 0 else None
     own = {"n": 1, "best_of": None, "seed": seed, "prompt_logprobs": prompt_logprobs}
@@ -64,5 +62,5 @@ def _child_params(params: SamplingParams, index: int) -> SamplingParams:
 
 
 def _child_seed(seed: int, index: int) -> int:
-    """`seed + index`, kept within 64 bits; never -1, which would mean no seed."""
+    """`seed + index` modulo 2**63; never -1, which means no seed."""
     return seed if index == 0 else (seed + index) % _SEED_SPAN

@@ -1,4 +1,4 @@
-"""The door for prompts that are to be made vectors of: as for those that are gone on with, but for the settings."""
+"""Input processor of pooling requests (embeddings, classification, scoring)."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
 
 class PoolingInputProcessor(InputProcessor):
-    """Checks and tokenizes prompts for PoolingParams. No room for a token to be generated is needed.
+    """Checks and tokenizes prompts with PoolingParams. A prompt may have `max_model_len` tokens.
 
     Args:
-        config, tokenizer: As InputProcessor.
+        config, tokenizer: As for InputProcessor.
     """
 
     num_reserved_tokens = 0
 
     @cached_property
     def pooler(self) -> PoolerConfig:
-        """What the model does where a request does not say.
+        """The model's pooling defaults.
 
         Raises:
-            RequestError: Its folder describes something that is not known here.
+            RequestError: The model folder describes a pooling that is not supported.
         """
         try:
             return PoolerConfig.from_model(self._model)
-        except ModelError as e:  # the model generates all the same
+        except ModelError as e:  # an error of the request: the model can still generate
             raise RequestError(f"The model {self._model.model} gives no embeddings: {e}") from e
 
     def default_params(self) -> SamplingParams:
-        """Of a request that generates nothing."""
+        """Sampling parameters that satisfy the scheduler; a pooling request samples nothing."""
         return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 
     def process_batch(
@@ -52,7 +52,7 @@ class PoolingInputProcessor(InputProcessor):
         arrival_time: float | None = None,
         lora_requests: Sequence[LoRARequest | None] | None = None,
     ) -> list[ProcessedRequest]:
-        settled = [self._resolve_params(each) for each in params]
+        resolved = [self._resolve_params(each) for each in params]
         prompts = [
             self._check_for_prompt(i, prompts, self._truncate_prompt, prompt, params[i])
             for i, prompt in enumerate(prompts)
@@ -66,16 +66,16 @@ class PoolingInputProcessor(InputProcessor):
             arrival_time=arrival_time,
             lora_requests=lora_requests,
         )
-        for request, each in zip(requests, settled, strict=True):
+        for request, each in zip(requests, resolved, strict=True):
             request.core.pooling_params = each
             request.core.eos_token_ids = []
         return requests
 
     def make_pair_prompt(self, first: str, second: str, params: PoolingParams) -> tuple[TokensPrompt, PoolingParams]:
-        """The prompt by which a model that classifies compares two texts, and how it is to be asked.
+        """The prompt with which a cross-encoder compares two texts, and its parameters.
 
         Raises:
-            RequestError: A text is not acceptable.
+            RequestError: A text is invalid.
         """
         for text in (first, second):
             self.check_text(text)
@@ -85,7 +85,7 @@ class PoolingInputProcessor(InputProcessor):
         return TokensPrompt(prompt_token_ids=ids), asked
 
     def _truncation_limit(self, params: PoolingParams) -> int | None:
-        """Tokens that a prompt is cut to."""
+        """Tokens to which a prompt is truncated; None for no truncation."""
         limit, longest = params.truncate_prompt_tokens, self._model.max_model_len
         if limit is not None and limit > longest:
             raise RequestError(
@@ -95,7 +95,7 @@ class PoolingInputProcessor(InputProcessor):
         return longest if limit == -1 else limit
 
     def _truncate_prompt(self, prompt: PromptType, params: SamplingParams | PoolingParams | None) -> PromptType:
-        """The prompt as it is, or cut and as token ids, where that was asked for."""
+        """The prompt; truncated, as token ids, if `params` request that."""
         limit = self._truncation_limit(params) if isinstance(params, PoolingParams) else None
         if limit is None:
             return prompt
@@ -105,7 +105,7 @@ class PoolingInputProcessor(InputProcessor):
         if (ids := parts.get("prompt_token_ids")) is not None:
             return cast(PromptType, {**parts, "prompt_token_ids": _truncate_ids(ids, limit)})
         if not isinstance(parts.get("prompt"), str):
-            return prompt  # which will be refused
+            return prompt  # rejected later
         text = self.check_text(str(parts["prompt"]))
         assert self._tokenizer is not None
         ids, _ = self._tokenizer.encode_truncated(text, max_tokens=limit)
@@ -113,27 +113,27 @@ class PoolingInputProcessor(InputProcessor):
 
     @property
     def num_labels(self) -> int:
-        """Scores that the model gives a prompt; 0 where it does not classify."""
+        """Scores per prompt of a classification model; 0 for other models."""
         return self._model.kind.num_labels
 
     def _resolve_params(self, params: SamplingParams | PoolingParams | None) -> PoolingParams:
-        """`params` with every choice made."""
+        """`params` with the model's defaults filled in."""
         if params is not None and not isinstance(params, PoolingParams):
             kind = type(params).__name__
             raise RequestError(
                 f"pooling_params must be PoolingParams; found a value of type {kind}.", parameter="pooling_params"
             )
-        # Checked anew: fields may have been set since.
+        # `replace` validates again: fields may have been set since.
         return self.pooler.resolve_params(PoolingParams() if params is None else msgspec.structs.replace(params))
 
     def _check_params(self, params: SamplingParams | PoolingParams) -> SamplingParams:
         assert isinstance(params, SamplingParams)
-        return params  # `default_params`: nothing in them is a caller's
+        return params  # these are `default_params`, not the caller's
 
     def _fit_params_to_prompt(self, params: SamplingParams, part: object) -> SamplingParams:
         return params
 
 
 def _truncate_ids(ids: Any, limit: int) -> Any:
-    """The first so many of what may be token ids; of anything else all, as it will be refused."""
+    """The first `limit` token ids. Any other value is returned as it is, and rejected later."""
     return ids[:limit] if isinstance(ids, list | tuple | range) or getattr(ids, "ndim", None) == 1 else ids

@@ -1,4 +1,4 @@
-"""What a caller gets back for a prompt that was made a vector of."""
+"""Outputs of pooling requests: embeddings, classification scores and similarity scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Output = TypeVar("_Output")
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """What the model says of one prompt.
+    """The pooled output of one prompt.
 
     Attributes:
         data: float32 [dimensions]; with the pooling type `all` [tokens, dimensions]; of a classifier [labels].
@@ -29,7 +29,7 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """One vector, as Python numbers.
+    """One embedding, as Python floats.
 
     Attributes:
         embedding: Its components.
@@ -39,32 +39,32 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """How many components there are."""
+        """Number of components."""
         return len(self.embedding)
 
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """The scores of one prompt.
+    """The classification scores of one prompt.
 
     Attributes:
-        probs: One per label.
+        probs: One score per label.
     """
 
     probs: list[float]
 
     @property
     def num_classes(self) -> int:
-        """How many labels there are."""
+        """Number of labels."""
         return len(self.probs)
 
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """How well two texts go together.
+    """The similarity of two texts.
 
     Attributes:
-        score: What a cross-encoder says, or the cosine of the angle between two vectors.
+        score: The score of a cross-encoder, or the cosine similarity of two embeddings.
     """
 
     score: float
@@ -72,16 +72,16 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class PooledRequestOutput(Generic[_Output]):
-    """The answer to a request for a vector.
+    """The output of a pooling request.
 
     Attributes:
-        request_id: As it was given.
-        outputs: The vector, or the scores.
-        prompt: The prompt as text; None where only token ids were given.
+        request_id: The caller's id.
+        outputs: The embedding, or the scores.
+        prompt: The prompt as text; None if only token ids were given.
         prompt_token_ids: The prompt as token ids.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
-        finished: True: there are no pieces.
-        metrics: When things happened.
+        finished: True: there is one output.
+        metrics: Times of the request's events.
     """
 
     request_id: str
@@ -100,7 +100,7 @@ class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
 
     @classmethod
     def from_request_output(cls, output: RequestOutput) -> PoolingRequestOutput:
-        """The answer in the final output of a request that was started with PoolingParams.
+        """Converts the final output of a request with PoolingParams.
 
         Raises:
             RequestError, PlatformError: The request failed in the engine.
@@ -109,8 +109,8 @@ class PoolingRequestOutput(PooledRequestOutput[PoolingOutput]):
         [sequence] = output.outputs
         if output.pooled is None:
             if sequence.finish_reason == "abort":
-                raise UnavailableError(f"The request {output.request_id!r} was aborted before there was a vector.")
-            message = sequence.error or "The engine has made no vector of the prompt."
+                raise UnavailableError(f"The request {output.request_id!r} was aborted before its output was computed.")
+            message = sequence.error or "The engine returned no pooled output for the prompt."
             if sequence.error_parameter is not None:
                 raise RequestError(message, parameter=sequence.error_parameter)
             raise PlatformError(message)
@@ -133,7 +133,7 @@ class EmbeddingRequestOutput(PooledRequestOutput[EmbeddingOutput]):
 
     @classmethod
     def from_base(cls, output: PoolingRequestOutput) -> EmbeddingRequestOutput:
-        """The same answer with Python numbers."""
+        """The same output with Python floats."""
         return cls(*_replace_output(output, EmbeddingOutput(output.outputs.data.tolist())))
 
 
@@ -144,29 +144,29 @@ class ClassificationRequestOutput(PooledRequestOutput[ClassificationOutput]):
 
     @classmethod
     def from_base(cls, output: PoolingRequestOutput) -> ClassificationRequestOutput:
-        """The same answer with Python numbers."""
+        """The same output with Python floats."""
         return cls(*_replace_output(output, ClassificationOutput(output.outputs.data.tolist())))
 
 
 class ScoringRequestOutput(PooledRequestOutput[ScoringOutput]):
-    """What `score` returns. Of two texts that became a prompt each, `prompt_token_ids` are those of both."""
+    """What `score` returns. For two embedded texts, `prompt_token_ids` are those of both."""
 
     __slots__ = ()
 
     @classmethod
     def from_base(cls, output: PoolingRequestOutput) -> ScoringRequestOutput:
-        """The one score of an answer."""
+        """The same output as one score."""
         [score] = output.outputs.data.tolist()
         return cls(*_replace_output(output, ScoringOutput(score)))
 
 
 def _replace_output(
-    output: PoolingRequestOutput, shown: _Output
+    output: PoolingRequestOutput, outputs: _Output
 ) -> tuple[str, _Output, str | None, list[int], int, bool, RequestMetrics | None]:
-    """The fields of an answer, with something else to show."""
+    """The fields of `output`, with other `outputs`."""
     return (
         output.request_id,
-        shown,
+        outputs,
         output.prompt,
         output.prompt_token_ids,
         output.num_cached_tokens,

@@ -1,4 +1,4 @@
-"""One request as its caller sees it: an async iterator of outputs."""
+"""The async iterator over one request's outputs, which `AsyncLLM.add_request` returns."""
 
 from __future__ import annotations
 
@@ -6,38 +6,39 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
-from mvllm.engine.frontend.output_processor import RequestState
 from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.frontend.request_state import RequestState
 from mvllm.errors import EngineDeadError
 
 
 class RequestOutputStream:
-    """Outputs of one request, as they are asked for: what has come since the last one is one output.
+    """The outputs of one request. Everything that arrived since the last output is in the next one.
 
-    Used by one task at a time. One that is not read to its end has to be closed (`aclose`, or `async with`), or the
-    engine goes on with it.
+    There is no queue: the outputs accumulate in the RequestState until the caller asks for the next one. A stream is
+    used by one task at a time. One that is not read to its end must be closed (`aclose`, or `async with`), or the
+    engine continues to compute the request.
 
     Args:
         state: The request.
-        show: Makes its next output.
-        drop: Ends the request in the engine; called when it is closed before its end.
+        abort: Called when the stream is closed before the request has ended.
+        finish_undecodable: Called when `state` has sequences whose tokens cannot be turned into text.
 
     Attributes:
-        request_id: As it was given.
+        request_id: The caller's id.
     """
 
-    __slots__ = ("_abort", "_error", "_has_ended", "_make_output", "_state", "_waiter", "request_id")
+    __slots__ = ("_abort", "_error", "_finish_undecodable", "_has_ended", "_state", "_waiter", "request_id")
 
     def __init__(
         self,
         state: RequestState,
-        show: Callable[[RequestState], RequestOutput | None],
-        drop: Callable[[RequestState], None],
+        abort: Callable[[RequestState], None],
+        finish_undecodable: Callable[[RequestState], None],
     ) -> None:
         self.request_id = state.request_id
         self._state = state
-        self._make_output = show
-        self._abort = drop
+        self._abort = abort
+        self._finish_undecodable = finish_undecodable
         self._waiter: asyncio.Future[None] | None = None
         self._error: EngineDeadError | None = None
         self._has_ended = False
@@ -54,11 +55,14 @@ class RequestOutputStream:
         """The next output, once there is one.
 
         Raises:
-            EngineDeadError: The engine has stopped before the request ended; the cause is kept.
+            EngineDeadError: The engine stopped before the request ended; the cause is kept.
         """
+        state = self._state
         while not self._has_ended:
-            if self._state.has_new_output:
-                output = self._make_output(self._state)
+            if state.has_new_output:
+                output = state.make_request_output()
+                if state.undecodable_core_ids:
+                    self._finish_undecodable(state)
                 if output is not None:
                     self._has_ended = output.finished
                     return output
@@ -82,25 +86,25 @@ class RequestOutputStream:
         self.close()
 
     def close(self) -> None:
-        """Aborts the request if it has not ended, whatever state it is in. Idempotent; in the loop's thread."""
+        """Aborts the request if it has not ended. Idempotent; called in the event loop's thread."""
         if not self._has_ended:
             self._has_ended = True
             self._abort(self._state)
             self.notify()
 
     async def aclose(self) -> None:
-        """As `close`, under the name that async generators have for it."""
+        """Same as `close`; the name that async generators use."""
         self.close()
 
-    # --- the engine's side
+    # --- called by the engine
 
     def notify(self) -> None:
-        """There is something to take."""
+        """Wakes the task that waits for the next output."""
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     def fail(self, error: EngineDeadError) -> None:
-        """The engine has died: what has come is still handed out, then this is raised."""
+        """Raises `error` in the caller, after the outputs that have arrived."""
         self._error = error
         self.notify()

@@ -1,10 +1,10 @@
-"""How well two texts go together: what a cross-encoder says of both, or how near their vectors are.
+"""Similarity scores of pairs of texts, by a cross-encoder or by embeddings.
 
-A model that classifies with one label reads both texts as one prompt. Any other gives a vector of each text, and the
-score is the cosine of the angle between the two; a text that stands in many pairs is computed once.
+A classification model with one label (cross-encoder) reads both texts as one prompt. Any other model embeds each text,
+and the score is the cosine similarity of the embeddings; a text in several pairs is embedded once.
 
     score("q", ["a", "b"])     cross-encoder   [CLS] q [SEP] a [SEP]    [CLS] q [SEP] b [SEP]
-                               vectors         q, a, b;  q·a  q·b
+                               embeddings      q, a, b;  q·a  q·b
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mvllm.messages.pooling_params import PoolingParams
 
 @dataclass
 class ScoringRequests:
-    """Requests whose answers make scores.
+    """The pooling requests that a list of scores needs.
 
     Attributes:
         prompts, params: The requests, for `add_requests` or `process_batch`.
-        pairs: For each score the two answers that it compares; None where each answer is a score.
+        pairs: The indices of the two outputs that each score compares; None if each output is a score.
     """
 
     prompts: list[PromptType]
@@ -44,29 +44,29 @@ class ScoringRequests:
         params: PoolingParams,
         names: tuple[str, str] = ("data_1", "data_2"),
     ) -> ScoringRequests:
-        """What to ask of a model about pairs of texts. Tokenizes, where the model reads both texts at once.
+        """The requests for pairs of texts. Tokenizes the pairs for a cross-encoder.
 
         Args:
-            processor: Of the engine that is to answer.
-            first, second: As many of one as of the other, or one text in the first place.
-            params: Of all.
-            names: What the caller calls the two.
+            processor: The input processor of the engine.
+            first, second: Lists of the same length, or one text in `first`.
+            params: Settings of all requests.
+            names: The caller's names of `first` and `second`, for errors.
 
         Raises:
-            RequestError: A text or setting is not acceptable, or the model gives several scores for a prompt.
+            RequestError: A text or setting is invalid, or the model has several scores per prompt.
         """
         for name, texts in zip(names, (first, second), strict=True):
             if not texts or not all(isinstance(text, str) for text in texts):
                 raise RequestError(f"{name} must be a text or a list of texts.", parameter=name)
         if len(first) not in (1, len(second)):
             raise RequestError(
-                f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: give one, or as many.",
+                f"{names[0]} has {len(first)} texts and {names[1]} has {len(second)}: give one text, or as many.",
                 parameter=names[0],
             )
         if processor.num_labels > 1:
             raise RequestError(
-                f"The model gives {processor.num_labels} scores for a prompt, and one is needed to compare texts; "
-                "ask it to classify.",
+                f"The model has {processor.num_labels} scores per prompt, but scoring needs a model with one. "
+                "Use classification instead.",
                 parameter="model",
             )
         if processor.num_labels == 1:
@@ -81,7 +81,7 @@ class ScoringRequests:
         """The scores, in the order of the pairs.
 
         Args:
-            answers: To the requests, in their order.
+            answers: The outputs of the requests, in their order.
         """
         if self.pairs is None:
             return [ScoringRequestOutput.from_base(answer) for answer in answers]

@@ -1,17 +1,20 @@
-"""The text of one sequence, decoded no more often than somebody looks at it."""
+"""Three detokenizers of a sequence: with stop strings, lazy, and at the end only.
+
+`make_sequence_detokenizer` chooses the cheapest one that a request allows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from mvllm.engine.frontend.incremental_detokenizer import IncrementalDetokenizer, StopStringFinder
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.messages.requests import FinishReason
 from mvllm.messages.sampling_params import SamplingParams
 
 
 class StopStringDetokenizer:
-    """The text of a sequence that is decoded as it grows, because stop strings are looked for."""
+    """Decodes every token at once and searches the text for stop strings."""
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
         self._detokenizer = _make_incremental_detokenizer(params, tokenizer)
@@ -19,20 +22,20 @@ class StopStringDetokenizer:
         self._stop = StopStringFinder(params.stop or (), self._include_stop)
         self._min_tokens = params.min_tokens
         self._text = ""
-        self._num_shown = 0
+        self._num_returned = 0
 
     def append(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
         """Decodes new tokens up to the first stop string.
 
         Args:
-            num_before: Tokens that the sequence had before these.
-            ended: Why the core has ended the sequence, if it has.
+            num_before: Tokens of the sequence before `new`.
+            ended: The core's finish reason, if it has ended the sequence.
 
         Returns:
-            How many of `new` belong to the sequence, and the stop string that was found.
+            The number of tokens of `new` that belong to the sequence, and the stop string that was found.
         """
-        shown = _without_end_token(new, ended, self._include_stop)
-        for i, token_id in enumerate(shown, start=1):
+        visible = _without_end_token(new, ended, self._include_stop)
+        for i, token_id in enumerate(visible, start=1):
             stop = self._append_text(self._detokenizer.append((token_id,)), checked=num_before + i > self._min_tokens)
             if stop is not None:
                 return i, stop
@@ -43,24 +46,24 @@ class StopStringDetokenizer:
         return len(new), None
 
     def full_text(self, *, ended: bool) -> str:
-        """The text that may be shown: all of it at the end, before that nothing that may begin a stop string."""
+        """The text without a possible beginning of a stop string at its end; all of it if the sequence has ended."""
         if ended:
             return self._text
         held = self._stop.num_held_back(self._text)
         return self._text[:-held] if held else self._text
 
     def new_text(self, *, ended: bool) -> str:
-        """What has become visible since the last call."""
+        """The part of the text that is new since the last call."""
         text = self.full_text(ended=ended)
-        shown, self._num_shown = self._num_shown, len(text)
-        return text[shown:]
+        start, self._num_returned = self._num_returned, len(text)
+        return text[start:]
 
     def _append_text(self, piece: str, *, checked: bool) -> str | None:
-        settled = len(self._text)
+        num_checked = len(self._text)
         self._text += piece
         if not checked or not piece:
             return None
-        found = self._stop.find(self._text, settled)
+        found = self._stop.find(self._text, num_checked)
         if found is None:
             return None
         stop, length = found
@@ -69,11 +72,10 @@ class StopStringDetokenizer:
 
 
 class LazyDetokenizer:
-    """The text of a sequence in which nothing is looked for: decoded when it is asked for, many tokens at once if it is
-    asked for seldom.
+    """Decodes on demand: all tokens since the last call at once. For sequences without stop strings.
 
     Args:
-        token_ids: The sequence's, which grows.
+        token_ids: The token ids of the sequence; the caller appends to this list.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer, token_ids: list[int]) -> None:
@@ -85,17 +87,17 @@ class LazyDetokenizer:
         self._text = ""
 
     def append(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
-        """Notes whether the last token is part of the text; see `StopStringDetokenizer.take`."""
+        """Records whether the last token is part of the text; see `StopStringDetokenizer.append`."""
         self._excludes_last_token = ended == FinishReason.STOP and not self._include_stop
         return len(new), None
 
     def full_text(self, *, ended: bool) -> str:
-        """All that is settled; at the end, all."""
+        """The text that later tokens cannot change; all of it if the sequence has ended."""
         self._text += self.new_text(ended=ended)
         return self._text
 
     def new_text(self, *, ended: bool) -> str:
-        """What has become visible since the last call."""
+        """The part of the text that is new since the last call."""
         ids = self._token_ids[self._num_decoded : -1 if self._excludes_last_token else None]
         self._num_decoded = len(self._token_ids)
         piece = self._detokenizer.append(ids)
@@ -103,7 +105,7 @@ class LazyDetokenizer:
 
 
 class FinalOnlyDetokenizer:
-    """The text of a sequence that nobody reads before it ends: decoded in one go."""
+    """Decodes the whole sequence in one call, after its end. For output kind FINAL_ONLY."""
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -112,12 +114,12 @@ class FinalOnlyDetokenizer:
         self._include_stop = params.include_stop_str_in_output
 
     def append(self, new: Sequence[int], num_before: int, ended: FinishReason | None) -> tuple[int, str | None]:
-        """Keeps new tokens; see `StopStringDetokenizer.take`."""
+        """Stores new tokens; see `StopStringDetokenizer.append`."""
         self._token_ids += new if ended is None else _without_end_token(new, ended, self._include_stop)
         return len(new), None
 
     def new_text(self, *, ended: bool) -> str:
-        """The whole text; asked for once."""
+        """The whole text; called once."""
         return self.full_text(ended=ended)
 
     def full_text(self, *, ended: bool) -> str:
@@ -135,12 +137,12 @@ SequenceDetokenizer = StopStringDetokenizer | LazyDetokenizer | FinalOnlyDetoken
 def make_sequence_detokenizer(
     params: SamplingParams, tokenizer: Tokenizer | None, final_only: bool, token_ids: list[int]
 ) -> SequenceDetokenizer | None:
-    """What turns a sequence into text in the cheapest way that serves it; None where there is no text.
+    """The detokenizer of a sequence; None if it is not detokenized.
 
     Args:
-        tokenizer: None where the sequence is not detokenized.
-        final_only: Nothing is shown before its end.
-        token_ids: The sequence's, which grows.
+        tokenizer: None if the sequence is not detokenized.
+        final_only: Whether there is no output before the end.
+        token_ids: The token ids of the sequence; the caller appends to this list.
     """
     if tokenizer is None:
         return None
@@ -158,5 +160,5 @@ def _make_incremental_detokenizer(params: SamplingParams, tokenizer: Tokenizer) 
 
 
 def _without_end_token(new: Sequence[int], ended: FinishReason | None, include: bool) -> Sequence[int]:
-    """The tokens that count for the text: the token that ended the sequence is not part of it unless asked for."""
+    """The tokens of the text: without the token that ended the sequence, unless `include`."""
     return new[:-1] if ended == FinishReason.STOP and not include else new

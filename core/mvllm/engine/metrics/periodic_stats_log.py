@@ -1,4 +1,4 @@
-"""One line of the log every ten seconds while the engine is busy, and none while it is not."""
+"""Periodic log line with the engine's load: every ten seconds while the engine is busy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ INTERVAL_SECONDS = 10.0
 
 
 class PeriodicStatsLog:
-    """Used in the thread of the loop.
+    """Writes the log line from a timer of the event loop. Used in the loop's thread.
 
     Args:
-        load, stats: Ask the engine.
+        load, stats: Return the engine's current load and scheduler state.
     """
 
     def __init__(self, load: Callable[[], EngineLoad], stats: Callable[[], SchedulerStats]) -> None:
@@ -28,12 +28,12 @@ class PeriodicStatsLog:
         self._queries = self._hits = 0
 
     def schedule(self) -> None:
-        """There is something to do: a line follows in ten seconds, if none is due already."""
+        """Schedules a line in ten seconds, unless one is scheduled already."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(INTERVAL_SECONDS, self._write)
 
     def close(self) -> None:
-        """No line follows. Idempotent."""
+        """Cancels the scheduled line. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

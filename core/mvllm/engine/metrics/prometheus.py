@@ -1,8 +1,8 @@
-"""The figures of an AsyncLLM as Prometheus knows them, under the field's names. Needs the package prometheus-client.
+"""Prometheus collector of an AsyncLLM's metrics, with vLLM's metric names. Needs the package prometheus-client.
 
     registry.register(EngineCollector(engine, prefixes=("mvllm:",)))
 
-They are put into Prometheus' form when they are asked for; until then they are plain numbers.
+The metrics are plain numbers in `EngineMetrics`, and are converted when Prometheus scrapes them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ PREFIX = "mvllm:"
 
 
 class EngineCollector(Collector):
-    """Reads the figures of one engine. From any thread.
+    """Reads the metrics of one engine. Callable in any thread.
 
     Args:
-        engine: Whose figures.
-        model_name: The label `model_name`; by default the model as it was asked for.
-        prefixes: What names begin with. A second one shows everything twice, for dashboards made for another engine.
+        engine: The engine.
+        model_name: The label `model_name`; by default the configured model.
+        prefixes: Prefixes of the metric names. Each metric is exported once per prefix, for dashboards of others.
     """
 
     def __init__(self, engine: AsyncLLM, *, model_name: str | None = None, prefixes: Sequence[str] = (PREFIX,)) -> None:
@@ -34,7 +34,7 @@ class EngineCollector(Collector):
         self._prefixes = tuple(dict.fromkeys(prefixes))
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric, under each prefix."""
+        """All metrics, once per prefix."""
         metrics = self._engine.all_metrics
         for prefix in self._prefixes:
             yield from self._scalar_metrics(prefix, metrics)
@@ -44,7 +44,7 @@ class EngineCollector(Collector):
             yield self._cache_config(prefix)
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: a registry need not know the names before."""
+        """Nothing: the registry then does not collect when it registers."""
         return iter(())
 
     @property
@@ -53,90 +53,46 @@ class EngineCollector(Collector):
 
     def _scalar_metrics(self, prefix: str, metrics: EngineMetrics) -> Iterator[Metric]:
         load, stats = self._engine.load, self._engine.stats
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for kind, name, text, value in (
-            (GaugeMetricFamily, "num_requests_running", "Sequences that are being generated.", load.num_running),
-            (GaugeMetricFamily, "num_requests_waiting", "Sequences that wait for their turn.", load.num_waiting),
-            (
-                GaugeMetricFamily,
-                "kv_cache_usage_perc",
-                "Share of the KV cache that is in use; 1 is all of it.",
-                load.kv_cache_usage,
-            ),
-            (
-                GaugeMetricFamily,
-                "engine_sleep_state",
-                "1 while the engine has been put to sleep.",
-                self._engine.is_asleep,
-            ),
-            (
-                GaugeMetricFamily,
-                "engine_heartbeat_age_seconds",
-                "Silence of an engine core that has work.",
-                load.heartbeat_age,
-            ),
-            (CounterMetricFamily, "prompt_tokens", "Prompt tokens of requests that have begun.", metrics.prompt_tokens),
-            (
-                CounterMetricFamily,
-                "prompt_tokens_cached",
-                "Of these, tokens found in the prefix cache.",
-                metrics.cached_prompt_tokens,
-            ),
-            (CounterMetricFamily, "generation_tokens", "Tokens generated.", metrics.generation_tokens),
-            (
-                CounterMetricFamily,
-                "num_preemptions",
-                "Times a sequence gave its memory to others.",
-                stats.num_preemptions,
-            ),
-            (
-                CounterMetricFamily,
-                "prefix_cache_queries",
-                "Prompt tokens looked for in the prefix cache.",
-                stats.prefix_cache_queries,
-            ),
-            (
-                CounterMetricFamily,
-                "prefix_cache_hits",
-                "Prompt tokens found in the prefix cache.",
-                stats.prefix_cache_hits,
-            ),
-            (
-                CounterMetricFamily,
-                "requests_refused",
-                "Requests refused because too many were waiting.",
-                metrics.refused,
-            ),
+            (gauge, "num_requests_running", "Sequences that are being generated.", load.num_running),
+            (gauge, "num_requests_waiting", "Sequences that wait to be scheduled.", load.num_waiting),
+            (gauge, "kv_cache_usage_perc", "Fraction of the KV cache in use, 0 to 1.", load.kv_cache_usage),
+            (gauge, "engine_sleep_state", "1 while the engine sleeps.", self._engine.is_asleep),
+            (gauge, "engine_heartbeat_age_seconds", "Silence of an engine core that has work.", load.heartbeat_age),
+            (counter, "prompt_tokens", "Prompt tokens of requests that have started.", metrics.prompt_tokens),
+            (counter, "prompt_tokens_cached", "Of these, found in the prefix cache.", metrics.cached_prompt_tokens),
+            (counter, "generation_tokens", "Generated tokens.", metrics.generation_tokens),
+            (counter, "num_preemptions", "Preemptions of sequences.", stats.num_preemptions),
+            (counter, "prefix_cache_queries", "Prompt tokens searched in the cache.", stats.prefix_cache_queries),
+            (counter, "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            (counter, "requests_refused", "Requests rejected because the queue was full.", metrics.refused),
         ):
             family = kind(prefix + name, text, labels=("model_name",))
             family.add_metric(self._labels, float(value))
             yield family
 
     def _spec_decode_metrics(self, prefix: str, stats: SchedulerStats) -> Iterator[Metric]:
-        """What has become of tokens that were guessed ahead."""
         for name, text, value in (
-            ("num_drafts", "Guesses at a sequence's next tokens that were checked.", stats.num_drafts),
-            ("num_draft_tokens", "Their tokens.", stats.num_draft_tokens),
-            (
-                "num_accepted_tokens",
-                "Of these, tokens that were right, with all before them.",
-                stats.num_accepted_tokens,
-            ),
+            ("num_drafts", "Verified drafts.", stats.num_drafts),
+            ("num_draft_tokens", "Tokens of the verified drafts.", stats.num_draft_tokens),
+            ("num_accepted_tokens", "Accepted draft tokens.", stats.num_accepted_tokens),
         ):
             family = CounterMetricFamily(f"{prefix}spec_decode_{name}", text, labels=("model_name",))
             family.add_metric(self._labels, float(value))
             yield family
-        by_place = CounterMetricFamily(
+        by_position = CounterMetricFamily(
             f"{prefix}spec_decode_num_accepted_tokens_per_pos",
-            "Tokens that were right, by their place in the guess.",
+            "Accepted draft tokens, by their position in the draft.",
             labels=("model_name", "position"),
         )
-        for place, count in enumerate(stats.accepted_at):
-            by_place.add_metric((*self._labels, str(place)), float(count))
-        yield by_place
+        for position, count in enumerate(stats.accepted_at):
+            by_position.add_metric((*self._labels, str(position)), float(count))
+        yield by_position
 
     def _finish_reason_metric(self, prefix: str, metrics: EngineMetrics) -> Metric:
         family = CounterMetricFamily(
-            prefix + "request_success", "Sequences that have ended.", labels=("model_name", "finished_reason")
+            prefix + "request_success", "Finished sequences.", labels=("model_name", "finished_reason")
         )
         for reason in FinishReason:
             family.add_metric((*self._labels, str(reason)), metrics.finished[str(reason)])
@@ -148,10 +104,10 @@ class EngineCollector(Collector):
             ("inter_token_latency_seconds", "Between tokens.", metrics.inter_token_latency),
             ("request_time_per_output_token_seconds", "Mean per request.", metrics.time_per_output_token),
             ("e2e_request_latency_seconds", "From arrival to the last token.", metrics.e2e_latency),
-            ("request_queue_time_seconds", "From arrival until it was first scheduled.", metrics.queue_time),
-            ("request_prefill_time_seconds", "From then to the first token.", metrics.prefill_time),
+            ("request_queue_time_seconds", "From arrival to the first schedule.", metrics.queue_time),
+            ("request_prefill_time_seconds", "From the first schedule to the first token.", metrics.prefill_time),
             ("request_decode_time_seconds", "From the first to the last token.", metrics.decode_time),
-            ("request_inference_time_seconds", "From the schedule to the last token.", metrics.inference_time),
+            ("request_inference_time_seconds", "From the first schedule to the last token.", metrics.inference_time),
             ("request_prompt_tokens", "Tokens of the prompt.", metrics.request_prompt_tokens),
             ("request_generation_tokens", "Tokens generated for a request.", metrics.request_generation_tokens),
             (
@@ -159,8 +115,8 @@ class EngineCollector(Collector):
                 "Tokens of a request's longest sequence.",
                 metrics.max_num_generation_tokens,
             ),
-            ("request_params_n", "Sequences asked for.", metrics.params_n),
-            ("request_params_max_tokens", "Tokens asked for at most.", metrics.params_max_tokens),
+            ("request_params_n", "Requested sequences.", metrics.params_n),
+            ("request_params_max_tokens", "Requested maximum of tokens.", metrics.params_max_tokens),
             ("iteration_tokens_total", "Prompt and output tokens of a step.", metrics.iteration_tokens),
         ):
             family = HistogramMetricFamily(prefix + name, text, labels=("model_name",))
@@ -182,7 +138,7 @@ class EngineCollector(Collector):
 
 
 def cumulative_buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Counts of all that is not above each bound, as Prometheus wants them."""
+    """Number of values up to each bound, in Prometheus' format."""
     buckets, total = [], 0
     for bound, count in zip((*histogram.bounds, float("inf")), list(histogram.counts)):
         total += count

@@ -1,7 +1,7 @@
-"""What each front end of an engine counts, readable by all of them at any time: a page of shared memory for each.
+"""Metrics of several front ends in shared memory: one page per front end.
 
-A front end writes its own page, as often as it likes; whoever shows figures reads all pages and adds them up. Nobody
-asks anybody and nobody waits. A page that is being written does not match its checksum, and is read again.
+Each front end writes its own page at any time; a front end that exports metrics reads all pages and sums them, without
+locks or messages. A page that is being written does not match its checksum, and is read again.
 
     page    length | CRC-32 | msgpack
 """
@@ -15,7 +15,7 @@ import zlib
 from mvllm.executor.process.shared_memory import SharedMemory
 
 PAGE_BYTES = 256 << 10
-"""Untouched memory costs nothing; figures have bounded numbers of labels."""
+"""Pages that are never written use no memory. Metrics have a bounded number of labels."""
 
 _HEAD = struct.Struct("=II")
 _READ_SECONDS = 0.1
@@ -25,7 +25,7 @@ class SharedMetricsPages(SharedMemory):
     """The pages.
 
     Args:
-        fd: Their descriptor, which the board takes over.
+        fd: Descriptor of the memory; this object closes it.
     """
 
     def __init__(self, fd: int) -> None:
@@ -39,15 +39,15 @@ class SharedMetricsPages(SharedMemory):
         return cls.allocate("metrics", num_pages * PAGE_BYTES)
 
     def write(self, page: int, data: bytes) -> None:
-        """Replaces what a page says. One thread of one process writes a page."""
+        """Replaces the contents of a page. Only one thread of one process may write a page."""
         if len(data) > PAGE_BYTES - _HEAD.size:
-            raise ValueError(f"{len(data)} bytes of figures do not fit into a page of {PAGE_BYTES}")
+            raise ValueError(f"{len(data)} bytes of metrics do not fit into a page of {PAGE_BYTES}")
         start = page * PAGE_BYTES
         self._map[start + _HEAD.size : start + _HEAD.size + len(data)] = data
         _HEAD.pack_into(self._map, start, len(data), zlib.crc32(data))
 
     def read(self, page: int) -> bytes:
-        """What a page says; what it said when it was last read, where its writer does not come to an end."""
+        """The contents of a page; those of the last successful read, if it is being written for too long."""
         start = page * PAGE_BYTES + _HEAD.size
         deadline = time.monotonic() + _READ_SECONDS
         while True:
@@ -60,5 +60,5 @@ class SharedMetricsPages(SharedMemory):
                 return self._last.get(page, b"")
 
     def read_others(self, page: int) -> list[bytes]:
-        """What all pages but one say, those left out that nothing was written on."""
+        """The contents of all pages except `page` and empty ones."""
         return [data for other in range(self._num_pages) if other != page and (data := self.read(other))]

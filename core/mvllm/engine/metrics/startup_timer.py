@@ -1,4 +1,4 @@
-"""Where the time of a start goes: seconds by phase, in one line of the log."""
+"""Times of the start-up phases, for one line of the log and `start_seconds`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FIRST_TOKEN = "first token"  # noqa: S105  a phase, not a secret
 
 
 class StartupTimer:
-    """Begins with the start that it tells of. Phases may overlap, so that their sum is more than the whole.
+    """Measures one start, from the construction of this object. Phases may overlap.
 
     Attributes:
-        seconds: By phase, in the order in which they ended; `first token` is counted from the first request.
+        seconds: By phase, in the order in which they ended; `first token` starts with the first request.
     """
 
     def __init__(self) -> None:
@@ -27,25 +27,25 @@ class StartupTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times what is done inside."""
+        """Measures the body of the `with` statement."""
         begun = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - begun  # of what succeeds: nothing else is told
+        self.seconds[name] = time.perf_counter() - begun  # not if it raises
 
     def finish(self, core_seconds: Mapping[str, float]) -> None:
-        """The engine can be used; adds the phases of its core, and tells all of them."""
+        """Adds the phases of the engine core and logs all of them. Call when the engine is ready."""
         self.seconds.update(core_seconds)
         total = time.perf_counter() - self._begun
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         logger.info("Started in %.2f s: %s", total, phases)
 
     def record_first_request(self) -> None:
-        """A request is about to be queued."""
+        """Records the time of the first request."""
         if self._first_request is None:
             self._first_request = time.perf_counter()
 
     def record_first_token(self) -> None:
-        """Tokens have come."""
+        """Records the time of the first token."""
         if _FIRST_TOKEN not in self.seconds and self._first_request is not None:
             self.seconds[_FIRST_TOKEN] = time.perf_counter() - self._first_request
             logger.debug("First token %.3f s after the first request", self.seconds[_FIRST_TOKEN])

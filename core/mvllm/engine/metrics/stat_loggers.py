@@ -1,9 +1,9 @@
-"""Stat loggers: whoever wants to know how the engine does, step by step. Other packages bring them.
+"""Stat loggers: plugins that receive the engine's statistics after every step.
 
-An entry point of `mvllm.stat_loggers` names a StatLogger class (or a function that returns one), which is made with the
-engine's configuration when the setting `stat_loggers` names it. They run in the front end, between two steps, so they
-should hand slow work to a thread of their own. One that raises is named in the log and not called again: an engine is
-not stopped by who watches it.
+An entry point of the group `mvllm.stat_loggers` names a StatLogger class, or a function that returns one. It is called
+with the engine's configuration if the setting `stat_loggers` names it. Stat loggers run in the front end between two
+steps, so slow work belongs in a thread of their own. A stat logger that raises is reported in the log and not called
+again; the engine continues.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ logger = get_logger(__name__)
 
 
 class StatLogger(ABC):
-    """Watches one engine. Used from the thread that steps the engine.
+    """Receives the statistics of one engine. Used from the thread that runs the engine's steps.
 
     Args:
-        config: What the engine was asked to run; the platform may settle it otherwise.
+        config: The requested configuration, before the platform may have changed it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -32,22 +32,22 @@ class StatLogger(ABC):
 
     @abstractmethod
     def record(self, stats: SchedulerStats, num_new_tokens: int) -> None:
-        """Takes in one step.
+        """Records one step.
 
         Args:
-            stats: The scheduler's state after it; counters since start.
-            num_new_tokens: Tokens generated in it, over all requests.
+            stats: The scheduler's state after the step; counters since the start.
+            num_new_tokens: Tokens generated in the step, over all requests.
         """
 
     def close(self) -> None:
-        """Ends it; called once."""
+        """Releases resources; called once."""
 
 
 class StatLoggerManager:
-    """The loggers that a configuration names.
+    """The stat loggers that a configuration names.
 
     Raises:
-        ConfigError: One is not installed, not let in, or cannot be made; names its package.
+        ConfigError: One is not installed, not allowed, or raises in its constructor; the message names its package.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -71,7 +71,7 @@ class StatLoggerManager:
                 _close(source, one)
 
     def close(self) -> None:
-        """Ends all of them. Idempotent."""
+        """Closes all of them. Idempotent."""
         while self._loggers:
             _close(*self._loggers.pop())
 

@@ -1,8 +1,8 @@
-"""What an engine counts and times, in plain numbers: cheap enough to be kept for every token.
+"""Metrics of an engine's front end: counters and histograms as plain numbers.
 
-Whoever shows them (see `mvllm.engine.metrics.prometheus`) reads them when it is asked, so that no step waits for a
-client library. Times are taken in the front end, where the caller feels them, except those of scheduling, which the
-engine core tells; both are of one monotonic clock.
+Exporters such as `mvllm.engine.metrics.prometheus` read them on demand, so that no step calls a client library. Times
+are measured in the front end, as callers see them, except for scheduling times, which the engine core sends. Both use
+the monotonic clock of the machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from itertools import zip_longest
 
 import msgspec
 
-from mvllm.engine.frontend.output_processor import ProcessedStep, RequestState
+from mvllm.engine.frontend.output_processor import OutputProcessorOutput
+from mvllm.engine.frontend.request_state import RequestState
 from mvllm.messages.requests import SchedulerStats
 
 _WINDOW_SECONDS = 10
@@ -33,13 +34,13 @@ NUM_SEQUENCES_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How busy an engine is; from memory, as last told.
+    """The load of an engine, as last reported by the engine core.
 
     Attributes:
-        num_requests: Requests that callers wait for.
+        num_requests: Unfinished requests of this front end.
         num_running, num_waiting: Sequences in the scheduler.
-        kv_cache_usage: Share of the KV cache that is in use, 0 to 1; over all replicas.
-        prompt_tokens_per_second, generation_tokens_per_second: Over the last ten seconds, as the scheduler counts them.
+        kv_cache_usage: Fraction of the KV cache in use, 0 to 1; the mean over all replicas.
+        prompt_tokens_per_second, generation_tokens_per_second: Means over the last ten seconds.
         heartbeat_age: See `AsyncLLM.heartbeat_age`.
     """
 
@@ -53,14 +54,14 @@ class EngineLoad:
 
 
 class Histogram:
-    """Counts of values by size.
+    """A histogram with fixed buckets.
 
     Args:
-        bounds: Rising; a value belongs to the first bound that is not below it.
+        bounds: Upper bounds (inclusive) of the buckets, rising.
 
     Attributes:
-        counts: By bound, and last those above all of them. Not cumulative.
-        sum: Of all values.
+        counts: Number of values per bucket, and last of those above all bounds. Not cumulative.
+        sum: Sum of all values.
     """
 
     __slots__ = ("bounds", "counts", "sum")
@@ -71,7 +72,7 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Takes in a value that was seen some times."""
+        """Adds a value, `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -86,7 +87,7 @@ class RateMeter:
         self._total = 0
 
     def add(self, count: int) -> None:
-        """Counts `count` as of now."""
+        """Adds `count` at the current time."""
         second = int(self._clock())
         counts = self._counts
         if second in counts:
@@ -97,24 +98,24 @@ class RateMeter:
             del counts[old]
 
     def update_total(self, total: int) -> None:
-        """Counts what has come to a counter since the last call; such counters begin at 0."""
+        """Adds the increase of a counter since the last call. The counter starts at 0."""
         if total > self._total:
             self.add(total - self._total)
             self._total = total
 
     def per_second(self) -> float:
-        """The rate: what was counted in the last ten seconds, per second."""
+        """The mean rate over the last ten seconds."""
         now = self._clock()
         recent = sum(count for second, count in list(self._counts.items()) if second > now - _WINDOW_SECONDS)
         return recent / min(float(_WINDOW_SECONDS), max(1.0, now - self._since))
 
 
 class EngineMetricsSnapshot(msgspec.Struct, array_like=True):
-    """The figures of an EngineMetrics, on their way to another front end of the same engine.
+    """The values of an EngineMetrics, as a message to the other front ends of the same engine.
 
     Attributes:
         counters: By name.
-        finished: Sequences by why they ended.
+        finished: Finished sequences by finish reason.
         histograms: Counts and sum, by name.
     """
 
@@ -124,14 +125,14 @@ class EngineMetricsSnapshot(msgspec.Struct, array_like=True):
 
 
 class EngineMetrics:
-    """All figures of one engine's front end. Counters since start.
+    """The metrics of one front end, counted since its start.
 
     Args:
-        max_model_len: Longest sequence in tokens; bounds the histograms of lengths.
+        max_model_len: Longest sequence in tokens: the highest bucket of the histograms of lengths.
 
     Attributes:
-        finished: Sequences by why they ended.
-        refused: Requests that were turned away because too many were waiting.
+        finished: Finished sequences by finish reason.
+        refused: Requests rejected because too many were waiting.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -157,21 +158,21 @@ class EngineMetrics:
         self.params_n = Histogram(NUM_SEQUENCES_BUCKETS)
         self.iteration_tokens = Histogram(STEP_TOKENS_BUCKETS)
 
-    def record(self, taken: ProcessedStep) -> None:
-        """Takes in what one step has changed."""
+    def record(self, step: OutputProcessorOutput) -> None:
+        """Records the outputs of one step."""
         num_prompt = 0
-        for request in taken.started:
+        for request in step.started:
             num_prompt += self._observe_first_token(request)
-        if taken.num_new_tokens:
-            self.generation_tokens += taken.num_new_tokens
-            self.iteration_tokens.observe(num_prompt + taken.num_new_tokens)
-        for gap, count in taken.inter_token_gaps.items():
+        if step.num_new_tokens:
+            self.generation_tokens += step.num_new_tokens
+            self.iteration_tokens.observe(num_prompt + step.num_new_tokens)
+        for gap, count in step.inter_token_gaps.items():
             self.inter_token_latency.observe(gap, count)
-        for request in taken.finished:
+        for request in step.finished:
             self.finish(request)
 
     def finish(self, request: RequestState) -> None:
-        """Takes in a request that has ended, or that nobody waits for any more."""
+        """Records a request that has finished or was aborted."""
         self.finished.update(sequence.finish_reason or "abort" for sequence in request.sequences)
         if request.is_pooling:
             self._finish_pooling(request)
@@ -185,7 +186,7 @@ class EngineMetrics:
         self._observe_latencies(request, num_generated)
 
     def _finish_pooling(self, request: RequestState) -> None:
-        """Takes in a request for a vector, which has no tokens of its own."""
+        """Records a pooling request, which generates no tokens."""
         metrics = request.metrics
         self.request_prompt_tokens.observe(request.num_prompt_tokens)
         if metrics.finished_time is None or metrics.first_scheduled_time is None:
@@ -197,7 +198,7 @@ class EngineMetrics:
         self.inference_time.observe(metrics.finished_time - metrics.first_scheduled_time)
 
     def snapshot(self) -> EngineMetricsSnapshot:
-        """All of them as of now, for another process."""
+        """The current values, for another process."""
         found = EngineMetricsSnapshot(finished=dict(self.finished))
         for name, value in vars(self).items():
             match value:
@@ -208,20 +209,20 @@ class EngineMetrics:
         return found
 
     def merged_with(self, others: Iterable[EngineMetricsSnapshot]) -> EngineMetrics:
-        """These figures and those of other front ends together. Neither is changed."""
+        """A sum of these metrics and those of other front ends. Neither is modified."""
         total = EngineMetrics(self._max_model_len)
-        for figures in (self.snapshot(), *others):
-            total.finished.update(figures.finished)
-            for name, count in figures.counters.items():
+        for snapshot in (self.snapshot(), *others):
+            total.finished.update(snapshot.finished)
+            for name, count in snapshot.counters.items():
                 setattr(total, name, getattr(total, name) + count)
-            for name, (counts, sum_) in figures.histograms.items():
+            for name, (counts, sum_) in snapshot.histograms.items():
                 histogram: Histogram = getattr(total, name)
                 histogram.counts = [a + b for a, b in zip(histogram.counts, counts)]
                 histogram.sum += sum_
         return total
 
     def _observe_first_token(self, request: RequestState) -> int:
-        """Takes in a request whose first token has come. Returns the tokens of its prompt."""
+        """Records a request whose first token has arrived. Returns the number of its prompt tokens."""
         metrics = request.metrics
         assert metrics.first_token_time is not None
         self.time_to_first_token.observe(metrics.first_token_time - metrics.arrival_time)
@@ -235,7 +236,7 @@ class EngineMetrics:
         first, ended = metrics.first_token_time, metrics.finished_time
         last = max(sequence.last_token_time for sequence in request.sequences)
         if ended is None or scheduled is None or first is None:
-            return  # dropped on the way: how long it would have taken is not known
+            return  # aborted: its latencies are not known
         self.e2e_latency.observe(ended - arrived)
         self.queue_time.observe(scheduled - arrived)
         self.prefill_time.observe(first - scheduled)
@@ -247,7 +248,7 @@ class EngineMetrics:
 
 
 def sum_scheduler_stats(each: Iterable[SchedulerStats], num_cores: int = 1) -> SchedulerStats:
-    """The sum of several cores' stats; of the share of KV cache that is in use, the mean."""
+    """The sum of several cores' stats; the mean of their KV cache usage."""
     total = SchedulerStats()
     for stats in each:
         total.num_running += stats.num_running

@@ -1,16 +1,16 @@
-"""Spans of requests, for OpenTelemetry: where a request's time went. Needs the extra `otel`.
+"""OpenTelemetry spans of requests: the time in the queue, in prefill and in decode. Needs the extra `otel`.
 
-    POST /v1/chat/completions  ├───────────────────────────────────┤  an HTTP answer (server/tracing_middleware.py)
+    POST /v1/chat/completions  ├───────────────────────────────────┤  an HTTP response (server/tracing_middleware.py)
       chat demo                   ├─────────────────────────────┤      one prompt in the engine
         queue                     ├─────┤
         prefill                         ├───────┤
         decode                                  ├─────────────┤
 
-The idea: nothing is measured for it. A request carries the times of its stations anyway, so its spans are written when
-it has ended, with the times of then. Written spans go into a queue of limited length, from which a thread of the SDK's
-sends them: a collector that is slow or down costs spans, never a request.
+Tracing measures nothing itself: a request records the times of its events anyway (RequestMetrics), and its spans are
+written from them when it has ended. Written spans go into a bounded queue, from which a thread of the SDK sends them: a
+slow or missing collector loses spans and never delays a request.
 
-OpenTelemetry is imported when a Tracer is made, and not before.
+OpenTelemetry is imported when a Tracer is created.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from mvllm.engine.frontend.output_processor import RequestState
+from mvllm.engine.frontend.request_state import RequestState
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
 from mvllm.version import __version__
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 DEFAULT_PATH = "/v1/traces"
-"""Where collectors take traces over HTTP; added to an endpoint that names no path."""
+"""Default path of OTLP over HTTP; added to an endpoint without a path."""
 
 OPERATION = "mvllm-operation"
-"""Key of the context under which an entry point leaves what the request is for, as `gen_ai.operation.name` has it."""
+"""Context key under which an entry point stores the value of `gen_ai.operation.name`."""
 
 _SHUTDOWN_FLUSH_SECONDS = 2.0
 _EXPORTER_LOGGER = "opentelemetry.exporter"
 
 
 class Tracer:
-    """Writes spans and has them sent. From any thread.
+    """Writes and sends spans. Callable in any thread.
 
-    Sampling, headers of the collector, sizes and times of the queue, and further attributes of this service are taken
-    from the environment, under the names that OpenTelemetry gives them (`OTEL_...`).
+    Sampling, headers, queue sizes and timeouts, and resource attributes come from OpenTelemetry's environment variables
+    (`OTEL_...`).
 
     Args:
-        endpoint: URL of a collector that takes OTLP over HTTP.
-        model_name: What `gen_ai.request.model` is.
+        endpoint: URL of a collector that accepts OTLP over HTTP.
+        model_name: The value of `gen_ai.request.model`.
 
     Raises:
-        ConfigError: The endpoint is no such URL, or OpenTelemetry is not installed.
+        ConfigError: The endpoint is not a valid URL, or OpenTelemetry is not installed.
     """
 
     def __init__(self, endpoint: str, model_name: str) -> None:
@@ -71,18 +71,18 @@ class Tracer:
 
     @property
     def otel(self) -> _OpenTelemetry:
-        """OpenTelemetry, as this tracer has set it up."""
+        """The OpenTelemetry objects of this tracer."""
         return self._otel
 
     def start_request(self, request: RequestState) -> None:
-        """A request goes to the engine; its span will belong to the caller's current one."""
+        """Records the start of a request. The caller's current span becomes the parent of the request's span."""
         self._contexts[request] = self._otel.context.get_current()
 
     def finish_request(self, request: RequestState, error: Exception | None = None) -> None:
-        """A request has ended, however it did: writes its spans.
+        """Writes the spans of a request that has ended in any way.
 
         Args:
-            error: What has ended it, where its sequences do not say so.
+            error: The error that ended it, if its sequences have none.
         """
         parent = self._contexts.pop(request, None)
         if parent is None or self._failed:
@@ -90,12 +90,12 @@ class Tracer:
         try:
             self._write(request, parent, is_broken=error is not None)
         except Exception as e:
-            self._failed = True  # what watches an engine must not stop it
-            logger.error("Spans of requests cannot be written; no more are.", exc_info=e)
+            self._failed = True  # tracing must not stop the engine
+            logger.error("Spans of requests cannot be written; tracing is disabled.", exc_info=e)
 
     def close(self) -> None:
-        """Sends what was written, for two seconds at most. Idempotent."""
-        # In a thread: an exporter that waits for its collector is not to be interrupted in every version of the SDK.
+        """Sends the written spans, for two seconds at most. Idempotent."""
+        # In a thread: in some versions of the SDK, an exporter that waits for its collector cannot be interrupted.
         closing = threading.Thread(target=self._otel.provider.shutdown, name="spans-end", daemon=True)
         closing.start()
         closing.join(_SHUTDOWN_FLUSH_SECONDS)
@@ -115,7 +115,7 @@ class Tracer:
             attributes={
                 "gen_ai.operation.name": str(operation),
                 "gen_ai.request.model": self._model_name,
-                **_facts(request, ended),
+                **_span_attributes(request, ended),
             },
             start_time=wall(times.arrival_time),
         )
@@ -129,7 +129,7 @@ class Tracer:
             ):
                 if start is not None:
                     part = otel.tracer.start_span(name, context=within, start_time=wall(start))
-                    part.end(wall(end or ended))  # where it did not get further, that took until its end
+                    part.end(wall(end or ended))  # an unfinished phase lasts until the request ended
                 if not end:
                     break
             if is_broken or any(sequence.finish_reason == "error" for sequence in request.sequences):
@@ -139,29 +139,29 @@ class Tracer:
 
 
 def traces_endpoint(endpoint: str) -> str:
-    """The URL that spans are sent to, for one that a user gave.
+    """The URL to which spans are sent: `endpoint`, with the default path if it has none.
 
     Raises:
-        ConfigError: It is not a URL of HTTP.
+        ConfigError: `endpoint` is not an HTTP URL.
     """
     parts = urlsplit(endpoint)
     try:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         valid = False
     if not valid:
         raise ConfigError(
-            f"otlp_traces_endpoint is {endpoint!r}; it must be the URL of a collector that takes OTLP over HTTP, such "
-            "as http://localhost:4318/v1/traces."
+            f"otlp_traces_endpoint is {endpoint!r}; it must be the URL of a collector that accepts OTLP over HTTP, "
+            "such as http://localhost:4318/v1/traces."
         )
     return endpoint if parts.path.strip("/") else parts._replace(path=DEFAULT_PATH).geturl()
 
 
-def _facts(request: RequestState, ended: float) -> dict[str, Any]:
-    """The attributes of a request: its settings, counts and times; nothing of its contents."""
+def _span_attributes(request: RequestState, ended: float) -> dict[str, Any]:
+    """The span attributes of a request: its settings, counts and times, without any of its text."""
     params, times, sequences = request.params, request.metrics, request.sequences
     arrived, scheduled, first = times.arrival_time, times.first_scheduled_time, times.first_token_time
-    facts = {
+    attributes = {
         "gen_ai.request.id": request.request_id,
         "gen_ai.response.id": request.request_id,
         "gen_ai.request.choice.count": params.n,
@@ -176,20 +176,20 @@ def _facts(request: RequestState, ended: float) -> dict[str, Any]:
         "gen_ai.latency.e2e": ended - arrived,
     }
     if scheduled is not None:
-        facts["gen_ai.latency.time_in_queue"] = scheduled - arrived
+        attributes["gen_ai.latency.time_in_queue"] = scheduled - arrived
         if first is not None:
             last = max(sequence.last_token_time for sequence in sequences)
-            facts["gen_ai.latency.time_to_first_token"] = first - arrived
-            facts["gen_ai.latency.time_in_model_prefill"] = first - scheduled
-            facts["gen_ai.latency.time_in_model_decode"] = last - first
-            facts["gen_ai.latency.time_in_model_inference"] = last - scheduled
-    return {name: value for name, value in facts.items() if value is not None}
+            attributes["gen_ai.latency.time_to_first_token"] = first - arrived
+            attributes["gen_ai.latency.time_in_model_prefill"] = first - scheduled
+            attributes["gen_ai.latency.time_in_model_decode"] = last - first
+            attributes["gen_ai.latency.time_in_model_inference"] = last - scheduled
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _monotonic_to_wall() -> int:
-    """Nanoseconds from the monotonic clock, in which the engine counts, to the one that spans are told in.
+    """Nanoseconds to add to the monotonic clock to get the wall clock, which spans use.
 
-    One is read between two readings of the other, thrice: whoever is interrupted between them is so once.
+    Reads the wall clock between two readings of the monotonic clock, three times, and uses the shortest interval.
     """
     readings = ((time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(3))
     before, wall, after = min(readings, key=lambda reading: reading[2] - reading[0])
@@ -197,9 +197,9 @@ def _monotonic_to_wall() -> int:
 
 
 class _OpenTelemetry:
-    """The parts of OpenTelemetry that are used, set up to send to one endpoint.
+    """The OpenTelemetry modules, with a provider that sends to one endpoint.
 
-    The process's own set-up, if it has one, stays as it is.
+    The process's global OpenTelemetry configuration is not changed.
 
     Raises:
         ImportError: Something is not installed.
@@ -214,8 +214,8 @@ class _OpenTelemetry:
         export = importlib.import_module("opentelemetry.sdk.trace.export")
         otlp = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
         ours = resources.Resource({"service.name": "mvllm", "service.version": __version__})
-        detected = resources.OTELResourceDetector().detect()  # what the environment says goes before
-        logging.getLogger(_EXPORTER_LOGGER).setLevel(logging.CRITICAL)  # it has a line for every attempt
+        detected = resources.OTELResourceDetector().detect()  # values of the environment take precedence
+        logging.getLogger(_EXPORTER_LOGGER).setLevel(logging.CRITICAL)  # it logs every attempt
         exporter = _LoggingExporter(otlp.OTLPSpanExporter(endpoint=endpoint), export.SpanExportResult, endpoint)
         self.provider = sdk.TracerProvider(
             resource=resources.Resource.create().merge(ours).merge(detected), shutdown_on_exit=False
@@ -225,12 +225,12 @@ class _OpenTelemetry:
 
 
 class _LoggingExporter:
-    """An exporter that says in the log when spans are being lost, and when that is over; not for every attempt.
+    """An exporter that logs when spans start to be lost and when sending works again, not every attempt.
 
     Args:
-        exporter: What sends them.
+        exporter: The exporter that sends the spans.
         results: OpenTelemetry's SpanExportResult.
-        endpoint: Where to.
+        endpoint: The collector's URL, for the log.
     """
 
     def __init__(self, exporter: Any, results: Any, endpoint: str) -> None:
@@ -240,24 +240,24 @@ class _LoggingExporter:
         self._is_losing_spans = False
 
     def export(self, spans: Any) -> Any:
-        """Sends spans; a failure is theirs alone."""
+        """Sends spans. A failure loses them and raises nothing."""
         reason = ""
         try:
             result = self._exporter.export(spans)
-        except Exception as e:  # noqa: BLE001  (told below; the thread that sends goes on)
+        except Exception as e:  # noqa: BLE001  (logged below; the sending thread continues)
             result, reason = self._results.FAILURE, f" ({type(e).__name__}: {e})"
         are_lost = result is not self._results.SUCCESS
         if are_lost and not self._is_losing_spans:
-            logger.warning("The collector at %s takes no spans%s; they are lost.", self._endpoint, reason)
+            logger.warning("The collector at %s accepts no spans%s; they are lost.", self._endpoint, reason)
         elif self._is_losing_spans and not are_lost:
-            logger.info("The collector at %s takes spans again.", self._endpoint)
+            logger.info("The collector at %s accepts spans again.", self._endpoint)
         self._is_losing_spans = are_lost
         return result
 
     def shutdown(self) -> None:
-        """Ends the exporter."""
+        """Shuts the exporter down."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Nothing is kept back here."""
+        """Returns True: this exporter buffers nothing."""
         return True

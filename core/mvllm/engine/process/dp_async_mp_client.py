@@ -25,7 +25,7 @@ from mvllm.platform.choose import ChosenPlatform
 
 
 def replica_configs(config: EngineConfig) -> list[EngineConfig]:
-    """The configuration of each replica."""
+    """The configuration of each replica, by rank."""
     size = config.parallel.data_parallel_size
     return [replace_field(config, "parallel.data_parallel_rank", rank) for rank in range(size)]
 
@@ -149,7 +149,7 @@ class DPLBAsyncMPClient:
             self._coordinator_client.schedule_prefix_publish()
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Drops sequences; unknown ids are ignored."""
+        """Aborts sequences; unknown ids are ignored."""
         for request_id in request_ids:
             rank = self._rank_by_request_id.get(request_id)
             if rank is not None:

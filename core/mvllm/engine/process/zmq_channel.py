@@ -1,7 +1,7 @@
 """The sockets between a front end and its engine cores.
 
     front end   ROUTER ── [token number] [Command] ──> DEALER   engine core      one of these per core
-                PULL   <── [token EngineCoreUpdate] ────────── PUSH     engine core
+                PULL   <── [token EngineCoreOutputs] ───────── PUSH     engine core
 
 The front end binds and cores connect. A front end may have several cores, each with its own identity, and a core
 several front ends, each with its own sockets. Addresses are random (`ipc_sockets.py`), the kernel refuses processes of
@@ -22,7 +22,8 @@ import zmq
 
 from mvllm.executor.message_queue.ipc_sockets import bind_ipc_socket, connect_ipc_socket, make_ipc_prefix
 from mvllm.logging import get_logger
-from mvllm.messages.core_protocol import Command, EngineCoreUpdate
+from mvllm.messages.core_protocol import Command
+from mvllm.messages.requests import EngineCoreOutputs
 
 logger = get_logger(__name__)
 

@@ -437,7 +437,7 @@ def _model(model: str) -> Checks:
     """The folder's config, architecture, weights and tokenizer, without loading the weights."""
     from mvllm.config.engine_args import EngineArgs
     from mvllm.config.tokenizer_check import check_tokenizer
-    from mvllm.engine.frontend.tokenizer import load_tokenizer
+    from mvllm.engine.tokenizer.tokenizer import load_tokenizer
     from mvllm.models.checkpoint import read_checkpoint
     from mvllm.models.checkpoint_support import check_architecture, check_quantization, runs_natively
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from mvllm.engine.frontend.input_processor import check_text_to_truncate
-from mvllm.engine.frontend.tokenizer import Tokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.entrypoints.chat_template import render_chat, resolve_chat_template, uses_transformers_template
 from mvllm.entrypoints.openai.common.chat_template_renderer import SECONDS, ChatTemplateRenderer
 from mvllm.errors import RequestError

@@ -152,7 +152,7 @@ class _ServerGroupMember:
             log_stats=self._server_args.index == 0,  # its line is about all of them
             client=DPLBAsyncMPClient(config, clients, self._coordinator_client),
             name=f"{self._server_args.index}-",
-            elsewhere=self.shared_metrics.other_engine_metrics,
+            other_metrics=self.shared_metrics.other_engine_metrics,
         )
         self._activity_table.write(0, "waiting for the engine cores")
         self._cores_ready.wait()

@@ -25,7 +25,7 @@ import msgspec
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig, replace_field
-from mvllm.engine.frontend.frontend_startup import check_config
+from mvllm.engine.frontend.engine_frontend import check_config
 from mvllm.engine.metrics.shared_metrics_pages import SharedMetricsPages
 from mvllm.engine.metrics.startup_timer import StartupTimer
 from mvllm.engine.process.async_core_client import resolve_server_config

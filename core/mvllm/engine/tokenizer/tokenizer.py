@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model and offers the few operations on it that the engine needs."""
+"""Tokenizer: loads a model's Hugging Face tokenizer, and provides the operations that the engine needs."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any
 
 from mvllm.config.hf_config import read_json_object
 from mvllm.config.model import ModelConfig
-from mvllm.engine.frontend.tokenizer_expansion import check_tokenizer_expansion
-from mvllm.engine.frontend.tokenizer_json import JsonTokenizer, read_tokenizer_json
+from mvllm.engine.tokenizer.tokenizer_expansion import check_tokenizer_expansion
+from mvllm.engine.tokenizer.tokenizer_json import JsonTokenizer, read_tokenizer_json
 from mvllm.errors import ModelError, RequestError, plain_reason
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
-"""Files of which a folder must have at least one to hold a tokenizer; looked for in this order."""
+"""A folder with a tokenizer has at least one of these files."""
 
-_LONG_TEXT = 1 << 16  # characters; a shorter one is soon tokenized
+_LONG_TEXT = 1 << 16  # characters; shorter texts are tokenized quickly
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer as the engine uses it.
+    """A Hugging Face tokenizer.
 
-    Text is decoded without the clean-up that removes spaces before punctuation, so that streamed pieces add up to the
-    text decoded in one go.
+    Decoding does not remove spaces before punctuation (`clean_up_tokenization_spaces`), so that streamed pieces add up
+    to the whole text.
 
     Args:
-        hf: Makes the tokenizer of `transformers`, where it is wanted.
-        plain: The same, read from its file. It serves until `hf` is wanted, for chat templates or by the user; from
-            then on that one does, so that what a user changes in it counts.
+        hf: Creates the tokenizer of `transformers`, when it is first needed.
+        plain: The same tokenizer, read from `tokenizer.json`. It is used until `hf` is created, for chat templates or
+            by the user. After that `hf` is used, so that changes that a user makes to it have an effect.
     """
 
     def __init__(self, hf: Callable[[], Any], plain: JsonTokenizer | None = None) -> None:
@@ -46,7 +46,7 @@ class Tokenizer:
 
     @cached_property
     def hf(self) -> Any:
-        """The tokenizer as `transformers` makes it."""
+        """The tokenizer of `transformers`."""
         hf = self._make_hf()
         if self._json_tokenizer is not None:
             self._fast, self._json_tokenizer = hf.backend_tokenizer, None
@@ -54,7 +54,7 @@ class Tokenizer:
 
     @property
     def backend(self) -> Any:
-        """The `tokenizers` library's own object, or None; had without transformers where the tokenizer is."""
+        """The object of the library `tokenizers`, or None. Needs transformers only if `tokenizer.json` was not read."""
         plain = self._json_tokenizer
         return plain.fast if plain is not None else getattr(self.hf, "backend_tokenizer", None)
 
@@ -69,11 +69,11 @@ class Tokenizer:
         add_special_tokens: bool = True,
         check_length: Callable[[int, int], None] = lambda i, length: None,
     ) -> list[list[int]]:
-        """The token ids of each text; much faster than one by one. Other threads can work meanwhile.
+        """The token ids of each text; much faster than one by one. Releases the GIL.
 
         Args:
-            check_length: Called with the place of each text and the number of its tokens, before there are lists of
-                them. What it raises ends the call.
+            check_length: Called with the index of each text and its number of tokens, before lists are made. An
+                exception that it raises ends the call.
 
         Raises:
             RequestError: The tokenizer rejects a text.
@@ -89,13 +89,13 @@ class Tokenizer:
     def encode_truncated(
         self, first: str, second: str | None = None, *, max_tokens: int | None = None
     ) -> tuple[list[int], int | None]:
-        """The token ids of a text, or of two for a model that compares them, with those that the tokenizer adds.
+        """The token ids of a text, or of a pair of texts for a cross-encoder, with special tokens.
 
         Args:
-            max_tokens: Leaves out as many tokens at the end of the longer text, then of both, as are too many.
+            max_tokens: Truncates the end of the longer text, then of both, to this number of tokens in all.
 
         Returns:
-            The ids, and where the tokens begin that count as the second text's; None where they all count alike.
+            The ids, and the position of the first token with type id 1; None if there is none.
 
         Raises:
             RequestError: The tokenizer rejects a text, or `max_tokens` leaves no room for a text.
@@ -109,7 +109,7 @@ class Tokenizer:
         return ids, types.index(1) if 1 in types else None
 
     def _encode_truncated(self, first: str, second: str | None, max_tokens: int | None) -> tuple[list[int], list[int]]:
-        """Token ids, and which text each counts for."""
+        """Token ids and their type ids."""
         plain = self._json_tokenizer
         if plain is None and not (self._encodes_by_backend and self._has_default_settings()):
             longest = {} if max_tokens is None else {"max_length": max_tokens}
@@ -120,7 +120,7 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         types: list[int] = encoding.type_ids
         if plain is None and "token_type_ids" not in self.hf.model_input_names:
-            types = [0] * len(ids)  # the model is not told
+            types = [0] * len(ids)  # the model has no such input
         if max_tokens is None or len(ids) <= max_tokens:
             return ids, types
         texts: list[int | None] = encoding.sequence_ids
@@ -128,7 +128,7 @@ class Tokenizer:
         room = max_tokens - texts.count(None)
         if room < 1:
             raise RequestError(
-                f"truncate_prompt_tokens is {max_tokens}, which leaves no room for a text beside the "
+                f"truncate_prompt_tokens is {max_tokens}, which leaves no room for a text besides the "
                 f"{texts.count(None)} tokens that the tokenizer adds.",
                 parameter="truncate_prompt_tokens",
             )
@@ -142,7 +142,7 @@ class Tokenizer:
         return [ids[i] for i in kept], [types[i] for i in kept]
 
     def _encode(self, texts: list[str], add_special_tokens: bool) -> Sequence[Any]:
-        """Token ids, or encodings that have them. No length limit of the tokenizer's own: max_model_len counts."""
+        """Token ids, or encodings that contain them. Ignores the tokenizer's own length limit."""
         if (plain := self._json_tokenizer) is not None:
             found: Sequence[Any] = plain.fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             return found
@@ -154,43 +154,43 @@ class Tokenizer:
         return ids
 
     def _has_default_settings(self) -> bool:
-        """Whether nobody who shares the tokenizer has left a setting in it that a call through transformers undoes."""
+        """Whether the backend has the settings that a call through transformers would set."""
         fast = self._fast
-        wanted = getattr(self.hf, "split_special_tokens", False)
-        return fast.truncation is None and fast.padding is None and fast.encode_special_tokens == wanted
+        expected = getattr(self.hf, "split_special_tokens", False)
+        return fast.truncation is None and fast.padding is None and fast.encode_special_tokens == expected
 
     @cached_property
     def _encodes_by_backend(self) -> bool:
-        """Whether the library of tokenizers does all of it: then the way through transformers, many times as long for a
-        short text, only adds lists that nobody reads."""
+        """Whether `tokenizers` gives the same ids as transformers, which takes many times as long for a short text and
+        adds lists that are not used."""
         if self._fast is None or hasattr(self.hf, "_switch_to_input_mode"):
             return False
         homes = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
         return all(_defining_module(type(self.hf), name) in homes for name in ("__call__", "_encode_plus"))
 
     def num_tokens_lower_bound(self, text: str) -> int:
-        """How many tokens `text` has at least, without tokenizing it; 0 where that cannot be said."""
+        """A lower bound of the number of tokens of `text`, without tokenizing it; 0 if there is none."""
         longest = self._longest_token if len(text) >= _LONG_TEXT else 0
         return len(text) // longest if longest else 0
 
     @cached_property
     def _longest_token(self) -> int:
-        """Most characters that one token stands for; 0 where tokens may swallow any number."""
+        """Number of characters of the longest token; 0 if a token may contain any number of characters."""
         fast = self._fast
         if fast is None or not self.decodes_bytewise or fast.normalizer is not None or fast.pre_tokenizer is None:
             return 0
         if b"Removed" in fast.pre_tokenizer.__getstate__():
             return 0
         lengths = [len(token) for token in fast.get_vocab()]
-        if lengths.count(1) < 256:  # bytes that are no token may be left out
+        if lengths.count(1) < 256:  # bytes without a token may be dropped
             return 0
-        swallows = any(token.lstrip or token.rstrip for token in fast.get_added_tokens_decoder().values())
-        return 0 if swallows else max(lengths)
+        strips = any(token.lstrip or token.rstrip for token in fast.get_added_tokens_decoder().values())
+        return 0 if strips else max(lengths)
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        """The text of `token_ids`. Ids that no token has count as nothing."""
+        """The text of `token_ids`. Ids outside the vocabulary are skipped."""
         if self._fast is not None:
             text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
             return text
@@ -205,41 +205,41 @@ class Tokenizer:
         )
 
     def token_text(self, token_id: int) -> str:
-        """One token as text; incomplete characters show as U+FFFD."""
+        """One token as text; incomplete characters become U+FFFD."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def token_name(self, token_id: int) -> str | None:
-        """The token's name in the vocabulary; None where no token has the id."""
+        """The token's name in the vocabulary; None if no token has the id."""
         backend = self.backend
         name = self.hf.convert_ids_to_tokens(token_id) if backend is None else backend.id_to_token(token_id)
         return name if isinstance(name, str) else None
 
     @cached_property
     def length(self) -> int:
-        """One more than the greatest token id."""
+        """The largest token id plus one."""
         vocab = self._fast.get_vocab() if self._fast is not None else self.hf.get_vocab()
         return max(len(vocab), max(vocab.values(), default=-1) + 1)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` leaves out of the text."""
+        """Ids that `skip_special_tokens` removes from the text."""
         if self._fast is not None:
             return frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
         return frozenset(self.hf.all_special_ids)
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
-        """Ids of tokens that stand for one raw byte (`<0x0A>`). What a run of them means is known only at its end."""
+        """Ids of the raw-byte tokens (`<0x0A>`). The text of a run of them is known only at its end."""
         id_of = self._fast.token_to_id if self._fast is not None else self.hf.get_vocab().get
         found = frozenset(i for byte in range(256) if (i := id_of(f"<0x{byte:02X}>")) is not None)
         return found if len(found) == 256 else frozenset()
 
     @cached_property
     def decodes_bytewise(self) -> bool:
-        """Whether decoding just joins the bytes of the tokens, so that no token's text depends on its neighbours."""
+        """Whether decoding concatenates the bytes of the tokens, so that their bytes do not depend on other tokens."""
         return self._fast is not None and type(self._fast.decoder).__name__ == "ByteLevel"
 
     @property
@@ -252,20 +252,20 @@ class Tokenizer:
 
 
 def _truncated_lengths(first: int, second: int, room: int) -> list[int]:
-    """What is left of two texts that have room for so many tokens together: the longer one gives way first."""
+    """The lengths of two texts truncated to `room` tokens together: the longer one is truncated first."""
     shorter = min(first, second)
     if 2 * shorter <= room:
         longer = room - shorter
-    else:  # half each; what is odd goes to the longer one
+    else:  # half each; the longer one gets the odd token
         shorter = room // 2
         longer = room - shorter
     return [shorter, longer] if first <= second else [longer, shorter]
 
 
 def _untokenizable(error: BaseException) -> RequestError:
-    """What a request is told of an error of the tokenizer; raises `error` again if it is not the tokenizer's.
+    """The RequestError for an error of the tokenizer; raises `error` again if the tokenizer did not cause it.
 
-    The library panics when an expression needs too many steps for a match, and a panic is no `Exception`.
+    The library panics when a regular expression needs too many steps, and `PanicException` is not an `Exception`.
     """
     name = type(error).__name__
     if not isinstance(error, Exception) and name != "PanicException":
@@ -274,18 +274,18 @@ def _untokenizable(error: BaseException) -> RequestError:
 
 
 def _defining_module(cls: type, name: str) -> str | None:
-    """Where the method that `cls` has under a name is defined."""
+    """The module that defines a method of `cls`."""
     return next((kind.__module__ for kind in cls.__mro__ if name in vars(kind)), None)
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
-    """The tokenizer of a model; None where the configuration has none (`skip_tokenizer_init`).
+    """The tokenizer of a model; None with `skip_tokenizer_init`.
 
-    A local folder is read without any use of the network.
+    A local folder is read without network access.
 
     Raises:
-        ModelError: There is no tokenizer, it cannot be read, or it lets texts grow without bounds; names the folder
-            and the files looked for.
+        ModelError: There is no tokenizer, it cannot be read, or it expands texts too much. The message has the folder
+            and the expected files.
     """
     if config.tokenizer is None:
         return None
@@ -301,7 +301,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
 
 
 def _load_with_transformers(config: ModelConfig, folder: Path) -> Any:
-    """The tokenizer as `transformers` makes it."""
+    """Loads the tokenizer of `transformers`."""
     local = folder.is_dir()
     with _no_device_backends():
         transformers = importlib.import_module("transformers")
@@ -319,10 +319,10 @@ def _load_with_transformers(config: ModelConfig, folder: Path) -> Any:
 
 @contextlib.contextmanager
 def _no_device_backends() -> Iterator[None]:
-    """Torch, if it is imported within, loads no vendor's library by itself: this process is not a device's worker.
+    """Keeps torch from loading device backends if it is imported in the `with` statement.
 
-    `transformers` imports torch, and torch whatever announces itself as a backend: a driver opened, seconds spent and
-    device memory taken in the front end. A platform imports its library where it needs it.
+    `transformers` imports torch, and torch imports every installed backend: that opens drivers and uses seconds and
+    device memory, in a front end that uses no device. A platform imports its backend itself.
     """
     before = os.environ.get(_AUTOLOAD)
     os.environ[_AUTOLOAD] = "0"
@@ -336,10 +336,10 @@ def _no_device_backends() -> Iterator[None]:
 
 
 def _minimal_config(transformers: Any, folder: Path) -> Any:
-    """The few facts of the model's config that choose a tokenizer class, or None where the choice needs all of it.
+    """A config with the fields that choose a tokenizer class, or None if the choice needs the whole config.
 
-    Left to itself, `AutoTokenizer` builds the model's own config class, whose module imports the compiler and the
-    distributed tensors of torch: seconds of start-up, for facts that are in two small files.
+    Without it, `AutoTokenizer` builds the model's config class, whose module imports the compiler and the distributed
+    tensors of torch. That takes seconds, for fields that are in two small files.
     """
     named, model = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
     if not isinstance(named.get("tokenizer_class"), str) or "auto_map" in named or "auto_map" in model:
@@ -353,7 +353,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json_object(path)
     except ModelError:
-        return {}  # transformers says what is wrong with it
+        return {}  # transformers reports the error
 
 
 def _require_files(folder: Path) -> None:
@@ -371,3 +371,22 @@ def _load_error(config: ModelConfig, folder: Path | None, error: Exception) -> M
     if "trust_remote_code" in str(error):
         hint = " Its code runs only with trust_remote_code=True, which you should pass only if you trust it."
     return ModelError(f"The tokenizer of {where} cannot be loaded: {plain_reason(error)}.{hint}")
+
+
+def check_supports_grammars(tokenizer: Tokenizer | None) -> None:
+    """Returns if structured outputs support `tokenizer`.
+
+    Raises:
+        RequestError: There is no tokenizer, or it has no backend that gives the text of each token.
+    """
+    if tokenizer is None:
+        raise RequestError(
+            "structured_outputs needs a tokenizer, but the engine was started with skip_tokenizer_init.",
+            parameter="structured_outputs",
+        )
+    if tokenizer.backend is None:
+        raise RequestError(
+            f"structured_outputs needs a tokenizer of the tokenizers library; this model's is a "
+            f"{type(tokenizer.hf).__name__}.",
+            parameter="structured_outputs",
+        )

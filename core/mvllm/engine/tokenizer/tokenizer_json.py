@@ -1,12 +1,12 @@
-"""Tokenizers that are all in their `tokenizer.json`: read without transformers.
+"""Loads a tokenizer from `tokenizer.json` without importing transformers.
 
-Importing transformers, and torch with it, is the longest part of a front end's start and most of its memory; for many
-models all that it does in the end is to hand `tokenizer.json` to the library `tokenizers`. `read_tokenizer_json` does
-that by itself where it is certain that nothing else would happen, and answers None everywhere else: a class with
-behaviour of its own, special tokens that the file does not have, a setting that it does not know.
+Importing transformers, and torch with it, takes most of a front end's start time and memory. For many models,
+transformers only passes `tokenizer.json` to the library `tokenizers`. `read_tokenizer_json` does the same if it is
+certain that the result is equal. Otherwise it returns None: for a tokenizer class with code of its own, special tokens
+that the file does not have, or an unknown setting.
 
-Some classes of transformers build a tokenizer of their own from the file's vocabulary and merges
-(`_TokenizerClassSpec`). If the file says the same as the class builds, it is read, too.
+Some classes of transformers build a tokenizer from the file's vocabulary and merges (`_TokenizerClassSpec`). If the
+file describes the same tokenizer as the class builds, it is read, too.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-"""One class under its old and its new name: it adds nothing to the file."""
+"""The old and the new name of one class, which adds nothing to the file."""
 
 _MODEL_TYPES = frozenset({"llama", "gpt2", "opt", "qwen3"})
-"""Models for which transformers takes the class that the tokenizer's settings name; for others it knows better."""
+"""Model types for which transformers uses the class named in tokenizer_config.json."""
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPECIAL_TOKEN_LIST_KEYS = ("extra_special_tokens", "additional_special_tokens")
@@ -45,11 +45,11 @@ _IGNORED_KEYS = frozenset(
         "truncation_side",
     }
 )
-"""Settings without a say in which ids a text has, or a text ids. `added_tokens_decoder` is looked at apart."""
+"""Settings that do not affect encoding or decoding. `added_tokens_decoder` is checked separately."""
 
 
 class _Model(msgspec.Struct):
-    """The `model` of a `tokenizer.json`, but for its vocabulary and merges."""
+    """The `model` of a `tokenizer.json`, without vocabulary and merges."""
 
     type: str
     dropout: Any = None
@@ -62,7 +62,7 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """A `tokenizer.json`, but for what is large."""
+    """A `tokenizer.json`, without its large parts."""
 
     model: _Model
     normalizer: Any = None
@@ -73,15 +73,15 @@ class _File(msgspec.Struct):
 
 @dataclass(frozen=True)
 class _TokenizerClassSpec:
-    """What a class of transformers builds around a vocabulary and merges.
+    """The tokenizer that a class of transformers builds from a vocabulary and merges.
 
     Attributes:
-        model_types: Models for which transformers takes the class.
-        file: What it builds, without the post-processor, which it takes from the file or from `add_bos_token` and
+        model_types: Model types for which transformers uses the class.
+        file: The tokenizer, without the post-processor, which comes from the file or from `add_bos_token` and
             `add_eos_token`.
-        tokens: Special tokens that it has if the settings name no others.
-        named: Settings that name more special tokens.
-        ignored: Settings without a say, beside those of every class.
+        tokens: Its default special tokens.
+        named: Settings that name further special tokens.
+        ignored: Settings without effect, in addition to `_IGNORED_KEYS`.
     """
 
     model_types: frozenset[str]
@@ -133,16 +133,16 @@ _GEMMA = _TokenizerClassSpec(
 _TOKENIZER_CLASS_SPECS = {"GemmaTokenizer": _GEMMA, "GemmaTokenizerFast": _GEMMA}
 
 _LEGACY_FILES = ("special_tokens_map.json", "added_tokens.json")
-"""Read by transformers where the settings have no `added_tokens_decoder`."""
+"""Read by transformers if the settings have no `added_tokens_decoder`."""
 
 
 @dataclass(frozen=True)
 class JsonTokenizer:
-    """A tokenizer as its file says it.
+    """A tokenizer loaded from `tokenizer.json`.
 
     Attributes:
-        fast: Without truncation and padding.
-        eos_token_id: The end-of-sequence token, if one is named.
+        fast: The object of the library `tokenizers`, without truncation and padding.
+        eos_token_id: The end-of-sequence token, if there is one.
     """
 
     fast: Tokenizer
@@ -150,7 +150,7 @@ class JsonTokenizer:
 
 
 def read_tokenizer_json(folder: Path, settings: Mapping[str, Any], model: Mapping[str, Any]) -> JsonTokenizer | None:
-    """The tokenizer of a folder, or None where transformers has to be asked, also for what is wrong with it.
+    """The tokenizer of a folder, or None if transformers must load it, or report its errors.
 
     Args:
         folder: Holds `tokenizer.json`.
@@ -158,39 +158,39 @@ def read_tokenizer_json(folder: Path, settings: Mapping[str, Any], model: Mappin
         model: Contents of its `config.json`.
     """
     name = settings.get("tokenizer_class")
-    built = _TOKENIZER_CLASS_SPECS.get(name) if isinstance(name, str) else None
-    if built is None and name not in _GENERIC_CLASSES:
+    spec = _TOKENIZER_CLASS_SPECS.get(name) if isinstance(name, str) else None
+    if spec is None and name not in _GENERIC_CLASSES:
         return None
-    if model.get("model_type") not in (_MODEL_TYPES if built is None else built.model_types) or "auto_map" in model:
+    if model.get("model_type") not in (_MODEL_TYPES if spec is None else spec.model_types) or "auto_map" in model:
         return None
-    if built is not None:
+    if spec is not None:
         if not settings.keys() <= {
             *_SPECIAL_TOKEN_KEYS,
             *_SPECIAL_TOKEN_LIST_KEYS,
             *_IGNORED_KEYS,
-            *built.named,
-            *built.ignored,
+            *spec.named,
+            *spec.ignored,
         }:
             return None
-        settings = {**built.tokens, **settings}
-        if not _file_matches_spec(built, folder / "tokenizer.json", settings):
+        settings = {**spec.tokens, **settings}
+        if not _file_matches_spec(spec, folder / "tokenizer.json", settings):
             return None
     elif not settings.keys() <= {*_SPECIAL_TOKEN_KEYS, *_SPECIAL_TOKEN_LIST_KEYS, *_IGNORED_KEYS}:
         return None
     if "added_tokens_decoder" not in settings and any((folder / name).exists() for name in _LEGACY_FILES):
         return None
-    from tokenizers import Tokenizer  # engines without a tokenizer do not wait for it
+    from tokenizers import Tokenizer  # imported only by engines with a tokenizer
 
     try:
         fast = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # noqa: BLE001  # the library raises nothing narrower; transformers will say what is wrong
+    except Exception:  # noqa: BLE001  # the library raises plain Exception; transformers reports the error
         return None
     known = {i: _added_token_fields(token) for i, token in fast.get_added_tokens_decoder().items()}
-    special = {facts["content"] for facts in known.values() if facts["special"]}
-    wanted = _special_token_texts(settings, () if built is None else built.named) | (
+    special = {fields["content"] for fields in known.values() if fields["special"]}
+    required = _special_token_texts(settings, () if spec is None else spec.named) | (
         {fast.padding["pad_token"]} if fast.padding else set()
     )
-    if not wanted <= special or not _added_tokens_match(settings.get("added_tokens_decoder", {}), known):
+    if not required <= special or not _added_tokens_match(settings.get("added_tokens_decoder", {}), known):
         return None
     fast.no_truncation()
     fast.no_padding()
@@ -198,15 +198,15 @@ def read_tokenizer_json(folder: Path, settings: Mapping[str, Any], model: Mappin
     return JsonTokenizer(fast, None if eos is None else fast.token_to_id(_text(eos)))
 
 
-def _file_matches_spec(built: _TokenizerClassSpec, path: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether a class builds from a file what the file says by itself."""
+def _file_matches_spec(spec: _TokenizerClassSpec, path: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether the file describes the tokenizer that the class builds."""
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
     except (OSError, msgspec.MsgspecError, RecursionError):
         return False
-    if _text(settings["unk_token"]) != built.tokens["unk_token"]:
+    if _text(settings["unk_token"]) != spec.tokens["unk_token"]:
         return False
-    if msgspec.structs.replace(file, post_processor=None) != built.file:
+    if msgspec.structs.replace(file, post_processor=None) != spec.file:
         return False
     if "add_bos_token" not in settings and "add_eos_token" not in settings:
         return file.post_processor is not None
@@ -225,10 +225,10 @@ def _file_matches_spec(built: _TokenizerClassSpec, path: Path, settings: Mapping
 
 
 def _special_token_texts(settings: Mapping[str, Any], more: Collection[str]) -> set[str]:
-    """The special tokens that the settings name; what is no token's name is one that no file has.
+    """The special tokens that the settings name. An invalid value gives "", which no file contains.
 
     Args:
-        more: Settings that name special tokens, beside those of every class.
+        more: Further settings that name special tokens.
     """
     found = {_text(settings[name]) for name in (*_SPECIAL_TOKEN_KEYS, *more) if settings.get(name) is not None}
     for name in _SPECIAL_TOKEN_LIST_KEYS:
@@ -245,10 +245,10 @@ def _text(token: object) -> str:
 
 
 def _added_tokens_match(listed: object, known: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Whether the tokens that the settings add are among those of the file, with the same properties."""
+    """Whether the file contains the tokens that the settings add, with the same properties."""
     if not isinstance(listed, Mapping):
         return False
-    return all(key.isdecimal() and known.get(int(key)) == facts for key, facts in listed.items())
+    return all(key.isdecimal() and known.get(int(key)) == fields for key, fields in listed.items())
 
 
 def _added_token_fields(token: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Refuses tokenizers whose files say that a text is to grow many times over before it is tokenized, or after.
+"""Rejects tokenizers that expand a text many times over.
 
-A `tokenizer.json` may replace one character by sixteen, eight times in a row: the library does so, in native code that
-nothing can interrupt, and a line of text takes gigabytes. What the parts of a tokenizer can make of one character at
-most is a product over their steps, so it is known without trying.
+A malicious `tokenizer.json` may replace one character by sixteen, eight times in a row. The library then uses gigabytes
+for a line of text, in native code that cannot be interrupted. The largest possible expansion is a product over the
+steps of the tokenizer, so it is computed without running it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import msgspec
 from mvllm.errors import ModelError
 
 MAX_EXPANSION = 64
-"""Characters that one character may become. Files in use stay below four."""
+"""Allowed characters per input character. Real tokenizers stay below four."""
 
 _CLASS = re.compile(r"\\[pP](\{[^}]*\}|.)")  # Unicode properties, which Python's expressions lack
 _BYTES_PER_CHARACTER = 4
 _LONGEST_COMPATIBILITY_FORM = 18
-"""Characters of the longest compatibility form in Unicode, U+FDFA's, which tables for normalization contain."""
+"""Characters of the longest compatibility decomposition in Unicode (U+FDFA), which normalization tables contain."""
 
 
 class _File(msgspec.Struct):
@@ -34,32 +34,31 @@ class _File(msgspec.Struct):
 
 
 def check_tokenizer_expansion(path: Path) -> None:
-    """Looks at a `tokenizer.json`, without reading its vocabulary into memory.
+    """Checks a `tokenizer.json`, without reading its vocabulary into memory.
 
     Raises:
-        ModelError: It lets a text grow more than MAX_EXPANSION times.
+        ModelError: It can expand a text more than MAX_EXPANSION times.
     """
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
         text = _expansion(file.normalizer, _BYTES_PER_CHARACTER) * _expansion(file.pre_tokenizer, _BYTES_PER_CHARACTER)
         growth = {"prompt": text * _expansion(file.post_processor), "output": _expansion(file.decoder)}
     except (OSError, msgspec.MsgspecError, RecursionError):
-        return  # the library says what is wrong with it
+        return  # the library reports the error
     for part, times in growth.items():
         if times > MAX_EXPANSION:
             raise ModelError(
-                f"{path}: its steps, one after the other, make up to {times:.4g} characters or tokens of one in the "
-                f"{part}, and {MAX_EXPANSION} are allowed: a short text would take all memory. Check where "
-                "the tokenizer "
-                "comes from, or name another folder with tokenizer=..."
+                f"{path}: its steps can expand one character of the {part} to {times:.4g} characters or tokens, but "
+                f"{MAX_EXPANSION} are allowed: a short text could use all memory. Check the origin of the tokenizer, "
+                "or set tokenizer=... to another folder."
             )
 
 
 def _expansion(part: object, byte_level: int = 1) -> float:
-    """Characters, or tokens, that a part of a tokenizer can make of one, at most.
+    """The largest number of characters, or tokens, that a part of a tokenizer can make of one character.
 
     Args:
-        byte_level: What a step of that name makes of one.
+        byte_level: The expansion of a `ByteLevel` step.
     """
     if not isinstance(part, dict):
         return 1.0
@@ -86,15 +85,14 @@ def _expansion(part: object, byte_level: int = 1) -> float:
 
 
 def _num_copies(template: object) -> int:
-    """How often a template has a text, or one of a pair of texts."""
+    """How often a template contains the text, or both texts of a pair."""
     pieces = template if isinstance(template, list) else []
     return sum("Sequence" in piece for piece in pieces if isinstance(piece, dict))
 
 
 def _longest_precompiled_text(table: object) -> int:
-    """Bytes of the longest text in a compiled table of replacements: 4 bytes of size, so many of an index, then texts
-    that end with a zero.
-    """
+    """Length of the longest text in a compiled table of replacements: 4 bytes with the size of an index, the index,
+    then zero-terminated texts."""
     try:
         data = base64.b64decode(str(table or ""))
     except (binascii.Error, ValueError):
@@ -110,10 +108,10 @@ def _replacement_expansion(pattern: dict[str, Any], length: int) -> float:
 
 
 def _shortest_match(expression: str) -> int:
-    """Fewest characters that an expression matches; 0 where that is not known."""
+    """The smallest number of characters that a regular expression matches; 0 if unknown."""
     try:
-        # The parser knows the least width of an expression, which has no public name.
+        # The minimum width is not available in the public API.
         shortest: int = re._parser.parse(_CLASS.sub("x", expression)).getwidth()[0]  # type: ignore[attr-defined]
-    except Exception:  # noqa: BLE001  (another dialect: the expression may match anything)
+    except Exception:  # noqa: BLE001  (another regex dialect: it may match anything)
         return 0
     return shortest

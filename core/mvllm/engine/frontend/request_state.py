@@ -1,0 +1,344 @@
+"""The state of a request in the front end: tokens, text and log-probabilities of its sequences.
+
+One `SequenceState` per sequence collects the engine core's outputs. The `RequestState` owns the `n` sequences and makes
+a `RequestOutput` on demand. Text is decoded only then, unless stop strings are searched. Outputs accumulate until the
+caller asks, and the next `RequestOutput` contains all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mvllm.engine.frontend.beam_search import BeamSearch
+from mvllm.engine.frontend.input_processor import ProcessedRequest
+from mvllm.engine.frontend.outputs import CompletionOutput, Logprob, PositionLogprobMap, RequestMetrics, RequestOutput
+from mvllm.engine.frontend.sequence_detokenizer import LazyDetokenizer, make_sequence_detokenizer
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
+from mvllm.messages.pooling_params import PoolingType
+from mvllm.messages.requests import EngineCoreOutput, FinishReason, PositionLogprobs
+from mvllm.messages.sampling_params import RequestOutputKind
+
+if TYPE_CHECKING:
+    from mvllm.engine.frontend.request_output_stream import RequestOutputStream
+
+_STOP = str(FinishReason.STOP)
+
+
+class RequestState:
+    """A caller's request: its sequences, its metrics, and the outputs that its caller has received.
+
+    Attributes:
+        request_id: The caller's id.
+        params: As validated; `n` may be larger than 1.
+        sequences: One per sequence of the output.
+        num_unfinished: Number of sequences that have not ended.
+        num_sequences: Number of sequences that the engine core may run at the same time.
+        has_new_output: Whether `make_request_output` may return something new.
+        undecodable_core_ids: Core ids of running sequences whose tokens could not be turned into text; the
+            OutputProcessor ends them (`finish_undecodable`).
+        is_tracked: Whether the OutputProcessor still tracks the request.
+        stream: The iterator to notify of new output; None in an LLMEngine.
+        final_only: Whether there is no output before the end.
+        is_pooling: Whether it is a pooling request, which generates no tokens.
+        search: The beam search that finds the sequences, if the request asks for one.
+        metrics: Times of the request's events.
+    """
+
+    def __init__(
+        self,
+        request: ProcessedRequest,
+        tokenizer: Tokenizer | None,
+        core_ids: Sequence[str],
+        search: BeamSearch | None = None,
+    ) -> None:
+        params, core = request.params, request.core
+        self.request_id = core.request_id
+        self.params = params
+        self.is_ranked = params.is_ranked
+        self.kind = RequestOutputKind.FINAL_ONLY if self.is_ranked else params.output_kind
+        self.final_only = self.kind == RequestOutputKind.FINAL_ONLY
+        if search is not None:
+            core_ids = [""] * params.n  # its requests are BeamRequests
+        self.sequences = [SequenceState(self, index, core_id, tokenizer) for index, core_id in enumerate(core_ids)]
+        self.num_unfinished = len(self.sequences)
+        self.num_sequences = params.num_sequences
+        self.search = search
+        self.stream: RequestOutputStream | None = None
+        self.is_tracked = True
+        self.has_new_output = False
+        self.undecodable_core_ids: list[str] = []
+        pooling = core.pooling_params
+        self.is_pooling = pooling is not None
+        self._pools_each_token = pooling is not None and pooling.pooling_type is PoolingType.ALL
+        self._prompt = request.prompt
+        self._prompt_token_ids = core.prompt_token_ids
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._returns_prompt_logprobs = params.prompt_logprobs is not None
+        self._prompt_logprobs: list[PositionLogprobMap | None] | None = None
+        self._prompt_logprobs_returned = False
+        self._num_cached_tokens: int | None = None
+        self._pooling_output: bytes | None = None
+        self._lora_request = core.lora_request
+        self.metrics = RequestMetrics(arrival_time=core.arrival_time)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._prompt_token_ids)
+
+    @property
+    def core_ids(self) -> list[str]:
+        """Ids in the engine core of the sequences, ended ones included, or of a beam search's current round."""
+        return [sequence.core_id for sequence in self.sequences] if self.search is None else self.search.core_ids
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV came from the prefix cache."""
+        return self._num_cached_tokens or 0
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Generated tokens of all sequences so far."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+    def update_from_output(self, output: EngineCoreOutput, now: float) -> None:
+        """Records the fields of an output that belong to the request, not to a sequence."""
+        metrics = self.metrics
+        if output.new_token_ids and metrics.first_token_time is None:
+            metrics.first_token_time = output.first_token_time or now
+        if self._num_cached_tokens is None:
+            # Of the first sequence alone: the others find the prompt in the cache because of it.
+            self._num_cached_tokens = output.num_cached_tokens
+            metrics.first_scheduled_time = output.scheduled_time or None
+        if output.prompt_logprobs is not None and self._returns_prompt_logprobs:
+            self._prompt_logprobs = [None, *(_to_logprob_map(p, self._tokenizer) for p in output.prompt_logprobs)]
+        if output.pooling_output is not None:
+            self._pooling_output = output.pooling_output
+
+    def fail_beam_search(self, failure: EngineCoreOutput, now: float) -> None:
+        """Ends all sequences with the finish reason and error of an output."""
+        end = EngineCoreOutput(
+            "", [], failure.finish_reason, error=failure.error, error_parameter=failure.error_parameter
+        )
+        self._finish_sequences([end] * len(self.sequences), now)
+
+    def finish_beam_search(self, now: float) -> None:
+        """Fills the sequences with the results of the beam search."""
+        assert self.search is not None
+        beams = self.search.results()
+        ends = [
+            EngineCoreOutput("", beam.token_ids, beam.finish_reason, beam.stop_reason, beam.positions) for beam in beams
+        ]
+        if not ends:
+            error = "no sequence can end: every candidate token is an end token, which min_tokens forbids"
+            ends = [EngineCoreOutput("", [], FinishReason.ERROR, error=error)]
+        del self.sequences[len(ends) :]
+        self._finish_sequences(ends, now)
+        for sequence, beam in zip(self.sequences, beams, strict=False):
+            sequence.cumulative_logprob = beam.cumulative_logprob
+
+    def _finish_sequences(self, ends: Sequence[EngineCoreOutput], now: float) -> None:
+        for sequence, end in zip(self.sequences, ends, strict=True):
+            sequence.last_token_time = now
+            try:
+                sequence.append_output(end)
+            except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends)
+                sequence.fail(e)
+        self.num_unfinished = 0
+
+    def make_request_output(self) -> RequestOutput | None:
+        """The next output for the caller: everything so far, or everything since the last one, as `kind` says.
+
+        Returns None if there is no output to give yet. Sequences that cannot be decoded are added to
+        `undecodable_core_ids`.
+        """
+        self.has_new_output = False
+        sequences = self.sequences
+        if self.final_only:
+            if self.num_unfinished:
+                return None
+            outputs = [sequence.make_full_output() for sequence in sequences]
+            if self.is_ranked and self.search is None:
+                outputs = _best_sequences(outputs, self.params.n)
+        elif self.kind == RequestOutputKind.DELTA:
+            outputs = [sequence.make_delta_output() for sequence in sequences if sequence.has_new_output]
+        else:
+            outputs = [sequence.make_full_output() for sequence in sequences]
+        finished = self.num_unfinished == 0  # read here: a sequence that cannot be decoded has ended above
+        if not outputs and not finished:
+            return None
+        self.metrics.last_token_time = max([sequence.last_token_time for sequence in sequences]) or None
+        return RequestOutput(
+            self.request_id,
+            self._prompt,
+            self._prompt_token_ids,
+            self._next_prompt_logprobs(),
+            outputs,
+            finished,
+            self.metrics.snapshot(),
+            self._num_cached_tokens or 0,
+            self._pooling_output,
+            self._pools_each_token,
+            self._lora_request,
+        )
+
+    def _next_prompt_logprobs(self) -> list[PositionLogprobMap | None] | None:
+        """The prompt's log-probabilities; in the first output only, if the kind is DELTA."""
+        if self.kind == RequestOutputKind.DELTA and self._prompt_logprobs_returned:
+            return None
+        self._prompt_logprobs_returned = self._prompt_logprobs is not None
+        if self._prompt_logprobs is None and self._returns_prompt_logprobs and len(self._prompt_token_ids) == 1:
+            return [None]  # a prompt of one token has no predicted position, so the engine core sends nothing
+        return self._prompt_logprobs
+
+
+class SequenceState:
+    """One sequence of a request: its tokens, its text, and whether it has ended.
+
+    Attributes:
+        core_id: Its id in the engine core.
+        last_token_time: Monotonic time of its newest output; 0.0 before the first.
+        uses_fast_path: Whether an output with tokens alone needs nothing but `token_ids += new`.
+    """
+
+    def __init__(self, request: RequestState, index: int, core_id: str, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self.request = request
+        self.index = index
+        self.core_id = core_id
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.error_parameter: str | None = None
+        self.last_token_time = 0.0
+        self.cumulative_logprob = 0.0
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._returns_logprobs = params.logprobs is not None
+        self._sums_logprobs = self._returns_logprobs or params.is_ranked
+        self._logprobs: list[PositionLogprobMap] = []
+        self._text = make_sequence_detokenizer(params, self._tokenizer, request.final_only, self.token_ids)
+        self.uses_fast_path = not self._sums_logprobs and (
+            self._text is None or isinstance(self._text, LazyDetokenizer)
+        )
+        self._num_tokens_returned = 0
+        self._end_returned = False
+
+    def append_output(self, output: EngineCoreOutput) -> None:
+        """Appends new tokens, and records whether the core has ended the sequence or a stop string ends it here."""
+        new = output.new_token_ids
+        ended = output.finish_reason
+        if self._text is not None:
+            num_used, stop = self._text.append(new, len(self.token_ids), ended)
+            if stop is not None:
+                self.finish_reason, self.stop_reason = _STOP, stop
+                new = new[:num_used]
+        self.token_ids += new
+        if self._sums_logprobs and output.logprobs:
+            for position in output.logprobs[: len(new)]:
+                if self._returns_logprobs:
+                    self._logprobs.append(_to_logprob_map(position, self._tokenizer))
+                self.cumulative_logprob += position.logprobs[0]
+        if ended is not None and self.finish_reason is None:
+            self.finish_reason, self.stop_reason, self.error = str(ended), output.stop_reason, output.error
+            self.error_parameter = output.error_parameter
+
+    def fail(self, error: Exception) -> None:
+        """Ends the sequence because its tokens cannot be turned into text."""
+        self._text = None
+        self.finish_reason, self.stop_reason = str(FinishReason.ERROR), None
+        self.error = f"The tokenizer cannot turn the output into text: {type(error).__name__}: {error}"
+
+    @property
+    def has_new_output(self) -> bool:
+        """Whether `make_delta_output` has anything new to return."""
+        return len(self.token_ids) > self._num_tokens_returned or (
+            self.finish_reason is not None and not self._end_returned
+        )
+
+    def make_full_output(self) -> CompletionOutput:
+        """Everything so far. Later steps do not change a returned output."""
+        text = self._decode(new=False)
+        logprobs = list(self._logprobs) if self._returns_logprobs else None
+        return self._make_completion_output(text, list(self.token_ids), logprobs)
+
+    def make_delta_output(self) -> CompletionOutput:
+        """Everything since the last call."""
+        text = self._decode(new=True)
+        start = self._num_tokens_returned
+        logprobs = self._logprobs[start:] if self._returns_logprobs else None
+        output = self._make_completion_output(text, self.token_ids[start:], logprobs)
+        self._num_tokens_returned = len(self.token_ids)
+        self._end_returned = self.finish_reason is not None
+        return output
+
+    def _decode(self, *, new: bool) -> str:
+        """The text without a possible beginning of a stop string; with `new`, the part not returned before.
+
+        A tokenizer that raises ends the sequence.
+        """
+        if self._text is None:
+            return ""
+        ended = self.finish_reason is not None
+        try:
+            return self._text.new_text(ended=ended) if new else self._text.full_text(ended=ended)
+        except Exception as e:  # noqa: BLE001  (a tokenizer may raise anything; only this sequence ends)
+            if not ended:
+                self.request.num_unfinished -= 1
+                self.request.undecodable_core_ids.append(self.core_id)
+            self.fail(e)
+            return ""
+
+    def _make_completion_output(
+        self, text: str, token_ids: list[int], logprobs: list[PositionLogprobMap] | None
+    ) -> CompletionOutput:
+        return CompletionOutput(
+            self.index,
+            text,
+            token_ids,
+            self.cumulative_logprob if self._sums_logprobs else None,
+            logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            self.error,
+            self.error_parameter,
+        )
+
+
+class BeamRequest:
+    """A request for one beam's next token, in place of a SequenceState."""
+
+    uses_fast_path = False
+
+    def __init__(self, request: RequestState, core_id: str) -> None:
+        assert request.search is not None
+        self.request = request
+        self.search = request.search
+        self.core_id = core_id
+        self.token_ids: list[int] = []
+        self.last_token_time = 0.0
+
+
+def _best_sequences(outputs: list[CompletionOutput], n: int) -> list[CompletionOutput]:
+    """The `n` sequences with the largest sums of log-probabilities, best first; those that failed come last."""
+    ranked = sorted(outputs, key=lambda each: (each.finish_reason == "error", -(each.cumulative_logprob or 0.0)))[:n]
+    for index, each in enumerate(ranked):
+        each.index = index
+    return ranked
+
+
+def _to_logprob_map(position: PositionLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobMap:
+    """Token id to log-probability: the token at the position, then the most probable ones by rising rank."""
+    token_ids, logprobs = position.token_ids, position.logprobs
+    text = tokenizer.token_text if tokenizer is not None else _no_text
+    first = token_ids[0]
+    result = {first: Logprob(logprobs[0], position.rank, text(first))}
+    for rank, (token_id, logprob) in enumerate(zip(token_ids[1:], logprobs[1:], strict=True), start=1):
+        if token_id != first:
+            result[token_id] = Logprob(logprob, rank, text(token_id))
+    return result
+
+
+def _no_text(token_id: int) -> None:
+    return None
