@@ -254,7 +254,7 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         """
         self._require_alive()
         check_sleep_level(level)
-        self.abort_request(self._output_processor.request_ids)
+        self.abort_request([request.request_id for request in self._output_processor.requests])
         self._client.call_utility("sleep", level)
         self._is_sleeping = True
 

@@ -15,7 +15,6 @@ import msgspec
 
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.process_failure import ProcessFailure
-from mvllm.messages.requests import EngineCoreOutputs
 
 UtilityArg = int | list[str] | LoRARequest
 """What a utility method of the engine core takes."""

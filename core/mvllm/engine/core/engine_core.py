@@ -21,7 +21,6 @@ from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary, choose_block_size, no_kv_cache, size_kv_cache
 from mvllm.engine.core.lora_manager import LoRAManager
 from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
-from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
 from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager

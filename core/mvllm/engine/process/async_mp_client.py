@@ -20,7 +20,7 @@ from mvllm.engine.process.core_connection import CoreConnection
 from mvllm.engine.process.launch import ChildProcess, failing_together
 from mvllm.engine.process.mp_client import MPClient
 from mvllm.errors import EngineDeadError
-from mvllm.messages.core_protocol import AbortRequests, Command, EngineCoreUpdate, UtilityArg
+from mvllm.messages.core_protocol import AbortRequests, Command, UtilityArg
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 
 OnOutputs = Callable[[EngineCoreOutputs], None]
@@ -181,19 +181,19 @@ class AsyncMPClient(MPClient):
         for _ in range(_MAX_UPDATES_PER_CALLBACK):
             if self._loop is None or not self._connection.is_open:
                 return
-            update = self._channel.receive()
-            if update is None:
+            outputs = self._channel.receive()
+            if outputs is None:
                 return
-            self._handle_update(update)
+            self._handle_outputs(outputs)
         if self._loop is not None:
             self._loop.call_soon(self._read_updates)  # the descriptor reports no more unread messages
 
-    def _handle_update(self, update: EngineCoreUpdate) -> None:
-        self._record_progress(update)
-        while self._unacknowledged and self._unacknowledged[0][0] <= update.num_acknowledged:
+    def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
+        self._record_progress(outputs)
+        while self._unacknowledged and self._unacknowledged[0][0] <= outputs.num_acknowledged:
             self.num_acknowledged_requests = self._unacknowledged.popleft()[1]
         self._last_update_at = time.monotonic()
-        for result in update.results:
+        for result in outputs.utility_results:
             answer = self._calls.get(result.id)
             if answer is None or answer.done():
                 continue
@@ -201,9 +201,9 @@ class AsyncMPClient(MPClient):
                 answer.set_exception(result.failure.to_exception())
             else:
                 answer.set_result(result.value)
-        if update.outputs.stats is not None:
-            self.stats = update.outputs.stats
-        self._on_outputs(update.outputs)
+        if outputs.stats is not None:
+            self.stats = outputs.stats
+        self._on_outputs(outputs)
 
     # --- failure
 

@@ -13,8 +13,8 @@ from mvllm.engine.core.sleep import LONG_RUNNING_METHODS
 from mvllm.engine.process.core_connection import CoreConnection
 from mvllm.engine.process.launch import TIMEOUT_MARGIN_SECONDS
 from mvllm.executor.process.activity_table import Activity
-from mvllm.messages.core_protocol import AddRequests, CallUtility, EngineCoreUpdate, UtilityArg
-from mvllm.messages.requests import EngineCoreRequest
+from mvllm.messages.core_protocol import AddRequests, CallUtility, UtilityArg
+from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest
 
 
 class MPClient:
@@ -73,9 +73,9 @@ class MPClient:
         self._num_calls += 1
         return CallUtility(self._num_calls, method, args)
 
-    def _record_progress(self, update: EngineCoreUpdate) -> None:
-        self._num_acknowledged = update.num_acknowledged
-        self._is_busy = update.is_busy
+    def _record_progress(self, outputs: EngineCoreOutputs) -> None:
+        self._num_acknowledged = outputs.num_acknowledged
+        self._is_busy = outputs.is_busy
 
     @property
     def _expects_update(self) -> bool:

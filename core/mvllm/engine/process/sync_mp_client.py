@@ -23,7 +23,6 @@ from mvllm.executor.message_queue.notifier import make_notifier
 from mvllm.messages.core_protocol import (
     AbortRequests,
     Command,
-    EngineCoreUpdate,
     UtilityArg,
     UtilityResult,
 )
@@ -162,7 +161,7 @@ class SyncMPClient(MPClient):
         while True:
             update = self._channel.receive()
             if update is not None:
-                self._handle_update(update)
+                self._handle_outputs(update)
                 return True
             # Either a step takes long, or the core does not start one: the later beginning counts.
             activity = self._connection.activity
@@ -181,8 +180,8 @@ class SyncMPClient(MPClient):
                 self._interrupt_notifier.drain()
                 return False
 
-    def _handle_update(self, update: EngineCoreUpdate) -> None:
-        self._record_progress(update)
-        self._stats = update.outputs.stats or self._stats
-        self._results.update((result.id, result) for result in update.results)
-        self._unread_outputs.append(update.outputs)
+    def _handle_outputs(self, outputs: EngineCoreOutputs) -> None:
+        self._record_progress(outputs)
+        self._stats = outputs.stats or self._stats
+        self._results.update((result.id, result) for result in outputs.utility_results)
+        self._unread_outputs.append(outputs)

@@ -79,7 +79,7 @@ class ClientChannel:
         self._commands = self._bind_socket(zmq.ROUTER, first.commands, _MAX_UNREAD_CONNECT_MESSAGES)
         self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.update_socket = self._bind_socket(zmq.PULL, first.updates, 0)
-        self._decoder = msgspec.msgpack.Decoder(EngineCoreUpdate)
+        self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._encoder = msgspec.msgpack.Encoder()
 
     @property
@@ -122,7 +122,7 @@ class ClientChannel:
         self._commands.send_multipart([identity, head, encoded], copy=False)
         return self._number
 
-    def receive(self) -> EngineCoreUpdate | None:
+    def receive(self) -> EngineCoreOutputs | None:
         """The next update, or None if there is none now. Messages without the token are dropped."""
         while True:
             try:
@@ -219,7 +219,7 @@ class CoreOutputChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self._messages = [bytearray(address.token) for address in addresses]
 
-    def send(self, target: int, update: EngineCoreUpdate) -> None:
+    def send(self, target: int, update: EngineCoreOutputs) -> None:
         """Queues an update for one of the front ends; never blocks."""
         message = self._messages[target]
         self._encoder.encode_into(update, message, _TOKEN_BYTES)
