@@ -38,7 +38,8 @@ from mvllm.executor.message_queue import (
 from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, MethodCodec, Reply, Request, codec_of
 from mvllm.executor.rpc_queues import response_queue_name
-from mvllm.executor.worker_group import FailureCallback, WorkerGroup, WorkerView
+from mvllm.executor.worker_group import FailureCallback, WorkerGroup
+from mvllm.executor.worker_handle import WorkerHandle
 from mvllm.executor.worker_topology import devices_per_worker, with_workers_as_ranks
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -143,7 +144,11 @@ class RpcExecutor(Executor):
         self._deferred_step: Future[Any] | None = None  # of the step that workers will answer when something follows it
 
     def _attach_workers(
-        self, group: WorkerGroup, writer: MessageWriter, readers: Sequence[MessageReader[Reply]], board: ActivityTable
+        self,
+        group: WorkerGroup[Any],
+        writer: MessageWriter,
+        readers: Sequence[MessageReader[Reply]],
+        board: ActivityTable,
     ) -> None:
         """Takes over the workers and the executor's ends of the queues; from now on `shutdown` ends them.
 
@@ -196,7 +201,7 @@ class RpcExecutor(Executor):
         self._group.on_failure(callback)
 
     @property
-    def workers(self) -> Sequence[WorkerView]:
+    def workers(self) -> Sequence[WorkerHandle]:
         """In rank order."""
         return self._group.workers
 
@@ -379,7 +384,7 @@ class RpcExecutor(Executor):
             self._group.fail_with_root_cause(self._group.stuck_error(late, seconds, "has not finished its step"))
         )
 
-    def _busy(self) -> list[WorkerView]:
+    def _busy(self) -> list[WorkerHandle]:
         return [worker for worker in self._group.workers if not worker.activity.is_idle]
 
     def _root_cause(self, error: PeerDiedError | QueueStoppedError) -> Exception:
@@ -413,7 +418,7 @@ class RpcExecutor(Executor):
                     logger.log(level, "The stack of %s:\n%s", worker, stack.rstrip())
 
 
-def _unreadable(worker: WorkerView, what: str, error: Exception | None = None) -> WorkerError:
+def _unreadable(worker: WorkerHandle, what: str, error: Exception | None = None) -> WorkerError:
     activity = str(worker.activity)
     unreadable = WorkerError(f"{worker} sent {what}", rank=worker.rank, pid=worker.pid, activity=activity)
     unreadable.__cause__ = error
@@ -440,7 +445,7 @@ def _reply_rank(parallel: ParallelConfig, num_workers: int) -> int:
 
 
 def _shut_down(
-    group: WorkerGroup,
+    group: WorkerGroup[Any],
     writer: MessageWriter,
     readers: Sequence[MessageReader[Reply]],
     board: ActivityTable,

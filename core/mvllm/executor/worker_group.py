@@ -6,101 +6,133 @@ How workers are started, watched and ended is for subclasses, such as ProcessGro
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Generic, TypeVar
 
 from mvllm.errors import WorkerDiedError, WorkerError
 from mvllm.executor.message_queue import StopSignal
-from mvllm.executor.process.activity_table import Activity
+from mvllm.executor.worker_handle import WorkerHandle
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
 
 FailureCallback = Callable[[Exception], None]
+Handle = TypeVar("Handle", bound=WorkerHandle)
+
+_GRACE_SECONDS = 2.0  # for workers after the stop request
+_BUSY_GRACE_SECONDS = 0.5  # where one is busy with something long and may never read the request
+_JOIN_SECONDS = 0.3  # for the monitor, after the last worker has ended
 
 
-class WorkerView(Protocol):
-    """One worker, as the executor sees it. As text: its name, rank and process id.
+class WorkerGroup(ABC, Generic[Handle]):
+    """Base of the groups that executors start, watch and end. Used from any thread.
 
-    Attributes:
-        name, rank, pid: Who it is.
-        is_ready: It waits for requests.
-        activity: What it said last that it is doing.
-    """
+    A subclass has `_run_monitor` notice the ends of workers, and `_request_exit` and `_kill` end them.
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def is_ready(self) -> bool: ...
-    @property
-    def activity(self) -> Activity: ...
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the kernel lets it do nothing, as far as is known."""
-        ...
-
-    def dump_stack(self) -> str:
-        """The stacks of all its threads, most recent call first; what there is after a moment."""
-        ...
-
-    def death_error(self) -> Exception:
-        """The error that says how it ended and what it was doing."""
-        ...
-
-    def describe_exit(self) -> str:
-        """How it ended and what it was doing."""
-        ...
-
-    def stuck_error(self, message: str) -> Exception:
-        """The error for its not having done in time what `message` says."""
-        ...
-
-
-class WorkerGroup(ABC):
-    """Used from any thread.
+    Args:
+        workers: In rank order; a subclass that starts them itself appends each once it exists.
 
     Attributes:
-        stop: Set by the first failure, and by `end`.
+        stop: Set by the first failure, and by `terminate`.
         failure: Why the group cannot go on, or None.
     """
 
     GATHER_SECONDS = 0.1
     """Several workers often die of one cause (out of memory, a lost peer): the first report waits for the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Sequence[Handle] = ()) -> None:
         self.stop = StopSignal()
         self.failure: Exception | None = None
+        self._workers = list(workers)
         self._callbacks: list[FailureCallback] = []
-        self._changed = threading.Condition()  # guards failure, callbacks, and everything that a monitor changes
-        self._ending = False
-        self._cause_seconds = 2 * self.GATHER_SECONDS  # how much later than its effects a death may come to light
+        self._state_changed = threading.Condition()  # guards failure, callbacks, and everything that a monitor changes
+        self._is_shutting_down = False
+        self._death_report_seconds = 2 * self.GATHER_SECONDS  # how long after its effects a death may be noticed
+        self._is_launched = False  # all workers exist, or as many as could be started
+        self._is_terminated = False
+        self._terminate_lock = threading.RLock()  # garbage collection during `terminate` may call it again
+        self._pid = os.getpid()
+        self._monitor = threading.Thread(target=self._run_monitor, name="worker-monitor", daemon=True)
 
     @property
-    @abstractmethod
-    def workers(self) -> Sequence[WorkerView]:
+    def workers(self) -> Sequence[Handle]:
         """In rank order; those that exist so far."""
+        return self._workers
 
     @abstractmethod
+    def launch(self) -> None:
+        """Starts the monitor, and the workers; returns before they are ready."""
+
+    @abstractmethod
+    def _run_monitor(self) -> None:
+        """The monitor thread: records handshakes and ends of workers until all have ended."""
+
+    @abstractmethod
+    def _request_exit(self) -> None:
+        """Asks the workers to end, with a deadline for each way of asking."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """Ends the workers that are left."""
+
+    def _release(self) -> None:
+        """Releases what a subclass holds beside its workers. Called once all have ended."""
+
     def terminate(self, *, gracefully: bool = False) -> None:
         """Ends every worker, within a deadline. Idempotent; safe at exit.
 
         Args:
-            gracefully: The workers were told to stop, and get a moment for it first.
+            gracefully: The workers have been sent the stop request, and get time to end by themselves first.
         """
+        if os.getpid() != self._pid:  # a fork of the engine's process, whose workers these are not
+            return
+        self.expect_exits()
+        self.stop.set()
+        with self._terminate_lock:
+            if self._is_terminated:
+                return
+            try:
+                if gracefully and self.failure is None:
+                    self._wait_ended(self._grace_seconds())
+                self._request_exit()
+            finally:  # also when Ctrl-C interrupts the waits above
+                self._kill()
+                self._is_terminated = True
 
-    @abstractmethod
     def is_monitor_thread(self) -> bool:
         """Whether the calling thread is the one that notices ends: it must not wait for any."""
+        return threading.current_thread() is self._monitor
 
-    @abstractmethod
     def close(self) -> None:
-        """Ends what still runs and gives back whatever the group holds. Nobody may wait on `stop` any more."""
+        """Terminates the group and closes its descriptors. No thread may wait on `stop` any more."""
+        if os.getpid() != self._pid:
+            return
+        self.terminate()
+        if self._monitor.ident:
+            self._monitor.join(_JOIN_SECONDS)  # it reads the descriptors that are closed next
+        self._release()
+        for worker in self.workers:
+            if not worker.is_running:
+                worker.close()
+        self.stop.close()
+
+    def _grace_seconds(self) -> float:
+        """How long workers get to end after the stop request."""
+        is_busy = any(w.activity.seconds > _BUSY_GRACE_SECONDS and not w.activity.is_idle for w in self.workers)
+        return _BUSY_GRACE_SECONDS if is_busy else _GRACE_SECONDS
+
+    def _running(self) -> list[Handle]:
+        return [worker for worker in self.workers if worker.is_running]
+
+    def _wait_ended(self, timeout: float) -> None:
+        def has_ended() -> bool:
+            return self._monitor.ident is None or (self._is_launched and not self._running())
+
+        with self._state_changed:
+            self._state_changed.wait_for(has_ended, timeout)
 
     def wait_ready(self, timeout: float) -> None:
         """Returns when every worker waits for requests.
@@ -113,15 +145,15 @@ class WorkerGroup(ABC):
             WorkerDiedError: One has ended.
             WorkerStuckError: One is not ready in time.
         """
-        late: list[WorkerView] = []
-        with self._changed:
+        late: list[WorkerHandle] = []
+        with self._state_changed:
             while self.failure is None and not late:
                 waiting = [worker for worker in self.workers if not worker.is_ready]
                 if not waiting:
                     break
                 late = [worker for worker in waiting if worker.activity.seconds >= timeout]
                 if not late:
-                    self._changed.wait(timeout - max(worker.activity.seconds for worker in waiting))
+                    self._state_changed.wait(timeout - max(worker.activity.seconds for worker in waiting))
         if late:
             self.fail(self.stuck_error(late, timeout, "was not ready"))
         self.check()
@@ -133,7 +165,7 @@ class WorkerGroup(ABC):
 
     def on_failure(self, callback: FailureCallback) -> None:
         """Has `callback` called with the failure: when it happens, or at once when it has happened. Never twice."""
-        with self._changed:
+        with self._state_changed:
             if self.failure is None:
                 self._callbacks.append(callback)
                 return
@@ -145,19 +177,19 @@ class WorkerGroup(ABC):
         Args:
             is_logged: The error is another group's, which has logged it.
         """
-        with self._changed:
-            if self.failure is not None or self._ending:
+        with self._state_changed:
+            if self.failure is not None or self._is_shutting_down:
                 return
             self.failure = error
             callbacks, self._callbacks = self._callbacks, []
-            self._changed.notify_all()
+            self._state_changed.notify_all()
         self.stop.set()
         if not is_logged:
             logger.error("%s", str(error).partition("\n")[0])
         # In a thread of its own: callers may be the monitor, without which no end is noticed.
         threading.Thread(target=self._tear_down, args=(error, callbacks), name="worker-teardown", daemon=True).start()
 
-    def fail_of_deaths(self, dead: Sequence[WorkerView]) -> None:
+    def fail_of_deaths(self, dead: Sequence[WorkerHandle]) -> None:
         """Ends the group because workers have died; the first of them is named in the error's attributes."""
         self.fail(_deaths(dead))
 
@@ -168,11 +200,11 @@ class WorkerGroup(ABC):
 
     def root_cause_of(self, error: Exception) -> Exception:
         """The failure behind `error`, if there is one: a death comes to light a moment after what it did to others."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure, self._cause_seconds)
+        with self._state_changed:
+            self._state_changed.wait_for(lambda: self.failure, self._death_report_seconds)
         return self.failure or error
 
-    def stuck_error(self, late: Sequence[WorkerView], seconds: float, what: str) -> Exception:
+    def stuck_error(self, late: Sequence[WorkerHandle], seconds: float, what: str) -> Exception:
         """The error that says what each of `late` is doing, with its stacks.
 
         Stopped workers come first: others wait for them.
@@ -187,7 +219,7 @@ class WorkerGroup(ABC):
                 parts.append(f"Its stack:\n{stack.rstrip()}")
         return late[0].stuck_error("\n".join(parts))
 
-    def stopped_workers(self) -> list[WorkerView]:
+    def stopped_workers(self) -> list[WorkerHandle]:
         """Workers that the kernel lets do nothing."""
         return [worker for worker in self.workers if worker.is_stopped]
 
@@ -206,7 +238,7 @@ class WorkerGroup(ABC):
 
     def expect_exits(self) -> None:
         """From now on, a worker that ends is no failure. Call before telling workers to stop."""
-        self._ending = True
+        self._is_shutting_down = True
 
     def _tear_down(self, error: Exception, callbacks: Sequence[FailureCallback]) -> None:
         for callback in callbacks:
@@ -217,7 +249,7 @@ class WorkerGroup(ABC):
         self.terminate()
 
 
-def _deaths(dead: Sequence[WorkerView]) -> Exception:
+def _deaths(dead: Sequence[WorkerHandle]) -> Exception:
     """One error for all that have died; the first is named in its attributes."""
     first = dead[0].death_error()
     if len(dead) > 1 and isinstance(first, WorkerDiedError):

@@ -13,10 +13,10 @@ from typing import ClassVar, Protocol, Self, cast
 
 import msgspec
 
-from mvllm.errors import WorkerDiedError, WorkerStuckError
-from mvllm.executor.process.activity_table import STARTING, Activity, ActivityTable
+from mvllm.executor.process.activity_table import STARTING, ActivityTable
 from mvllm.executor.process.handshake import receive_handshake, send_message
-from mvllm.executor.process.process_utils import STACK_SIGNAL, StackFile, is_stopped, open_pidfd
+from mvllm.executor.process.process_utils import STACK_SIGNAL, is_stopped, open_pidfd
+from mvllm.executor.worker_handle import WorkerHandle
 
 
 class SerializedFailure(Protocol):
@@ -54,31 +54,28 @@ class ChildStartArgs(Protocol):
         """Where it finds modules."""
 
 
-class ChildProcessHandle:
-    """A running (or ended) worker process. Made with `launch`.
+class ChildProcessHandle(WorkerHandle):
+    """A running (or ended) child process. Made with `launch`.
 
     Attributes:
-        module: What the process runs: its `main`.
-        name, rank, pid: Who it is.
-        is_ready: It waits for requests.
-        exit_code: Its exit status, minus a signal's number, or None while it runs.
+        module: The module whose `main` the process runs.
+        control: The parent's end of the socket pair between the two.
     """
 
     module: ClassVar[str] = "mvllm.executor.worker_main"
+    control: socket.socket
 
     def __init__(
-        self, start: ChildStartArgs, process: subprocess.Popen[bytes], control: socket.socket, board: ActivityTable
+        self,
+        start: ChildStartArgs,
+        process: subprocess.Popen[bytes],
+        control: socket.socket,
+        activity_table: ActivityTable,
     ) -> None:
-        self.name = start.name
-        self.rank = start.rank
-        self.pid = process.pid
-        self.is_ready = False
-        self.exit_code: int | None = None
+        super().__init__(start.name, start.rank, process.pid, activity_table, start.stack_fd)
         self.control = control
-        self._process = process
-        self._stacks = StackFile(start.stack_fd)
-        self._activity_table = board
         self.pidfd = open_pidfd(process.pid)
+        self._process = process
 
     @classmethod
     def launch(
@@ -120,14 +117,6 @@ class ChildProcessHandle:
         """Whether the kernel lets it do nothing, after SIGSTOP or in a debugger."""
         return is_stopped(self.pid)
 
-    @property
-    def activity(self) -> Activity:
-        """What it said last that it is doing."""
-        return self._activity_table.read(self.rank)
-
-    def __str__(self) -> str:
-        return f"{self.name} (rank {self.rank}, pid {self.pid})"
-
     def receive_handshake(self) -> StartReply | None:
         """Its answer to being started; None when it ended without one. Call when `control` is readable."""
         return receive_handshake(self.control)
@@ -165,35 +154,17 @@ class ChildProcessHandle:
         """
         if self.activity.text == STARTING:
             return ""
-        return self._stacks.read_after(lambda: self.send_signal(STACK_SIGNAL))
-
-    def death_error(self) -> Exception:
-        """The error that says how it ended and what it was doing."""
-        assert self.exit_code is not None
-        message, activity = self.describe_exit(), str(self.activity)
-        return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=activity, exit_code=self.exit_code)
-
-    def stuck_error(self, message: str) -> Exception:
-        """The error for its not having done in time what `message` says."""
-        return WorkerStuckError(message, rank=self.rank, pid=self.pid, activity=str(self.activity))
+        return self.stacks.read_after(lambda: self.send_signal(STACK_SIGNAL))
 
     def describe_exit(self) -> str:
         """How it ended and what it was doing, with its stack if it left one."""
         assert self.exit_code is not None
         activity = self.activity
-        reason, stack = self._stacks.crash_report()
+        reason, stack = self.stacks.crash_report()
         message = f"{self} {_describe_exit(self.exit_code)} {activity.during()}{f': {reason}' if reason else '.'}"
         if stack:
             message += f"\nIts stack:\n{stack.rstrip()}"
         return message
-
-    def close(self) -> None:
-        """Gives back its descriptors, after its end. Idempotent."""
-        self.control.close()
-        self._stacks.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-        self.pidfd = -1
 
 
 def _has_working_directory() -> bool:

@@ -161,11 +161,11 @@ def _connect(
 ) -> tuple[MessageWriter, list[MessageReader[Reply]]]:
     """Tells every actor who it is, and gives it its ends of the queues; returns the executor's."""
     workers = group.workers
-    far = [worker.rank for worker in workers if not worker.is_near]
+    far = [worker.rank for worker in workers if not worker.is_local]
     with contextlib.ExitStack() as stack:
         queues = RpcQueues([worker.name for worker in workers], far, job.node_ip, config.parallel)
         stack.callback(queues.close)  # the workers have what is theirs
-        messages = {worker.rank: _parcel(worker, queues, board) for worker in workers if worker.is_near}
+        messages = {worker.rank: _parcel(worker, queues, board) for worker in workers if worker.is_local}
         door = FileDescriptorServer(messages)
         stack.callback(door.close)
         starts = _starts(config, platform, topology, workers, placed, queues, door)
@@ -179,9 +179,9 @@ def _connect(
             told = msgspec.msgpack.decode(answer, type=RayWorkerAnswer)
             if told.failure:
                 raise PlatformError(f"{worker} could not be started: {told.failure}.")
-            if worker.is_near:
+            if worker.is_local:
                 connection = door.connection(worker.rank)
-                worker.connected(connection.socket, connection.pid)
+                worker.set_control(connection.socket, connection.pid)
             if told.replies is None:
                 readers.append(near[worker.rank])
             else:
@@ -235,8 +235,8 @@ def _starts(
                 sys_path=module_search_path(),
                 directory=os.getcwd(),
                 log_level=log_level(),
-                door=door.address if worker.is_near else None,
-                requests=None if worker.is_near else queues.remote_worker_handle(worker.rank),
+                door=door.address if worker.is_local else None,
+                requests=None if worker.is_local else queues.remote_worker_handle(worker.rank),
                 is_spread=is_spread,
             )
         )
