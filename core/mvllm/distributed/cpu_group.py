@@ -52,33 +52,6 @@ class CpuGroup:
             payload += self._receive(length - _FIRST_PART, source)
         return payload
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """What every rank passed, in rank order."""
-        if self.communicator is None:
-            return [payload]
-        lengths = self._require_communicator().all_gather(torch.tensor([len(payload)], dtype=torch.int64), 0).tolist()
-        widest = max(1, *lengths)
-        padded = torch.zeros((1, widest), dtype=torch.uint8)
-        padded[0, : len(payload)] = _tensor(payload)
-        gathered = self._require_communicator().all_gather(padded, 0).numpy()
-        return [gathered[rank, :length].tobytes() for rank, length in enumerate(lengths)]
-
-    def broadcast(self, payload: bytes, source: int = 0) -> bytes:
-        """What rank `source` passed; what the others pass does not count."""
-        if self.communicator is None:
-            return payload
-        mine = self.rank == source
-        [length] = (
-            self._require_communicator().broadcast(torch.tensor([len(payload)], dtype=torch.int64), source).tolist()
-        )
-        values = _tensor(payload) if mine else torch.empty(length, dtype=torch.uint8)
-        return self._require_communicator().broadcast(values, source).numpy().tobytes() if length else b""
-
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
-        if self.communicator is not None:
-            self.communicator.barrier()
-
     def close(self) -> None:
         """Leaves the group. Idempotent."""
         if self.communicator is not None:

@@ -73,17 +73,9 @@ class GroupCoordinator:
         """The ranks' tensors, concatenated along `dim`."""
         return tensor if self.device_group is None else self.device_group.all_gather(tensor, dim)
 
-    def reduce_scatter(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """This rank's equal share, along `dim`, of the sum over ranks."""
-        return tensor if self.device_group is None else self.device_group.reduce_scatter(tensor, dim)
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """In place: the values of rank `source`."""
         return tensor if self.device_group is None else self.device_group.broadcast(tensor, source)
-
-    def gather(self, tensor: torch.Tensor, destination: int = 0, dim: int = -1) -> torch.Tensor | None:
-        """On rank `destination` the ranks' tensors concatenated along `dim`; None elsewhere."""
-        return tensor if self.device_group is None else self.device_group.gather(tensor, destination, dim)
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
         """Sends to rank `destination` of the group, another rank than this one, without waiting for it to receive."""
@@ -92,11 +84,6 @@ class GroupCoordinator:
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         """Receives what rank `source` of the group sends."""
         return self._require_communicator().recv(shape, dtype, source)
-
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
-        if self.device_group is not None:
-            self.device_group.barrier()
 
     def close(self) -> None:
         """Leaves the group. Idempotent."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,11 +18,9 @@ import msgspec
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.distributed.rank_exchange import RankExchange
 from mvllm.errors import ConfigError
-from mvllm.executor.deferred_output import start_step
 from mvllm.executor.interface import log_drawn_seed
 from mvllm.executor.uniproc import InProcessExecutor
 from mvllm.executor.worker_topology import devices_per_worker, with_workers_as_ranks
-from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.interface import Platform
 from mvllm.platform.phases import Phase, enter_phase
@@ -104,7 +101,6 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
                 f"makes {parallel.world_size}{drives}. Start {parallel.world_size}, or set sizes whose product is "
                 f"{launched.world_size * num_devices}."
             )
-        self._output_is_complete = launched.rank >= parallel.world_size - parallel.tensor_parallel_size
         self._exchange = RankExchange(launched.rank, launched.world_size, launched.host)
         config = _with_common_seed(config, self._gather(_drawn_seed(config), int | None))
         if config.model.seed_is_drawn and launched.rank == 0:
@@ -119,7 +115,8 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
             every_rank_answers=True,
             num_devices=num_devices,
         )
-        super().__init__(config, platform, ctx)
+        is_in_last_stage = launched.rank >= parallel.world_size - parallel.tensor_parallel_size
+        super().__init__(config, platform, ctx, output_is_complete=is_in_last_stage)
 
     def start(self) -> None:
         """Compares the settings of all ranks, then brings this one up to a loaded model.
@@ -129,13 +126,6 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
         """
         _check_equal_settings(self._gather(_settings(self._config), dict[str, str]))
         super().start()
-
-    def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        self._started_step = start_step(self._worker, plan, output_is_complete=self._output_is_complete)
-        return self._started_step
-
-    def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> None:
-        super().sample_tokens(step, mask_rows, token_masks)
 
     def kv_cache_needs(self) -> list[KVCacheNeeds]:
         """Of all ranks, so that every engine divides the memory alike."""

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -36,7 +36,8 @@ from mvllm.executor.message_queue import (
     ReaderGroup,
 )
 from mvllm.executor.process.activity_table import ActivityTable
-from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, MethodCodec, Reply, Request, codec_of
+from mvllm.executor.rpc_call import RpcCall, RpcFuture
+from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, Request, codec_of
 from mvllm.executor.rpc_queues import response_queue_name
 from mvllm.executor.worker_group import FailureCallback, WorkerGroup
 from mvllm.executor.worker_handle import WorkerHandle
@@ -48,79 +49,11 @@ from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
 
 logger = get_logger(__name__)
 
-T = TypeVar("T")
-
 STEP_METHOD = "execute_model"
 SAMPLE_METHOD = "sample_tokens"
 """Has no reply of its own: the step has one."""
 _WARN_SECONDS = 30.0
 _SHUT_DOWN = "The workers have been shut down."
-
-
-class RpcFuture(Future[T], Generic[T]):
-    """The result of a call. Waiting for it is what reads the replies, so wait from the executor's thread.
-
-    Args:
-        executor: Whose call it is.
-        timeout: Seconds that `result` waits when it is not told otherwise. They count from the call of `result`.
-    """
-
-    def __init__(self, executor: RpcExecutor, timeout: float | None) -> None:
-        super().__init__()
-        self._executor = executor
-        self._timeout = timeout
-        self.set_running_or_notify_cancel()
-
-    def result(self, timeout: float | None = None) -> T:
-        """The result.
-
-        Raises:
-            TimeoutError: It is not there in time; the message names the workers that have not answered.
-            Exception: A worker's own, or the failure of a worker's process.
-        """
-        self._wait(timeout)
-        return super().result(0)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What `result` would raise, or None."""
-        self._wait(timeout)
-        return super().exception(0)
-
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-        if not super().done():
-            self._executor.request_deferred_reply(self)
-            self._executor.poll_replies()
-        return super().done()
-
-    @property
-    def is_resolved(self) -> bool:
-        """`done`, without looking for replies."""
-        return super().done()
-
-    def _wait(self, timeout: float | None) -> None:
-        if timeout is None:
-            self._executor.wait_for(self, self._timeout, give_up=True)
-        else:
-            self._executor.wait_for(self, timeout, give_up=False)
-
-
-class _Call:
-    """A call under way: who has answered, who has not."""
-
-    def __init__(self, request_id: int, codec: MethodCodec, ranks: Sequence[int], future: RpcFuture[Any]) -> None:
-        self.id = request_id
-        self.codec = codec
-        self.missing = set(ranks)
-        self.results: dict[int, Any] = {}
-        self.future = future
-        self.label = codec.name
-
-    def add_reply(self, reply: Reply) -> bool:
-        """Keeps one rank's result; returns whether it was the last."""
-        self.missing.discard(reply.rank)
-        self.results[reply.rank] = self.codec.result.decode(reply.result)
-        return not self.missing
 
 
 class RpcExecutor(Executor):
@@ -138,7 +71,7 @@ class RpcExecutor(Executor):
         self._ranks = tuple(range(num_workers))
         self._reply_rank = _reply_rank(config.parallel, num_workers)
         self._next_id = STOP_ID + 1
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, RpcCall] = {}
         self._senders: dict[str, int] = {}  # by the name of their queue
         self._defers_replies = keeps_sampled_tokens_on_device(config, platform.capabilities)
         self._deferred_step: Future[Any] | None = None  # of the step that workers will answer when something follows it
@@ -220,13 +153,13 @@ class RpcExecutor(Executor):
 
     # --- waiting, for RpcFuture
 
-    def wait_for(self, future: RpcFuture[Any], timeout: float | None, *, give_up: bool) -> None:
+    def wait_for(self, future: RpcFuture[Any], timeout: float | None, *, cancel_on_timeout: bool) -> None:
         """Reads replies until `future` is settled.
 
         Args:
             timeout: Seconds; None is for a step, which gets `step_timeout` and fails the executor when it is late.
-            give_up: At the timeout, end the call: its result is a TimeoutError for good, and replies that come later
-                are dropped. Else it can be waited for again.
+            cancel_on_timeout: At the timeout, set a TimeoutError as the call's result and drop later replies.
+                Otherwise the call can be waited for again.
 
         Raises:
             TimeoutError: It is not in time, and the call has not been given up.
@@ -249,7 +182,7 @@ class RpcExecutor(Executor):
                     warn_at, stacks = warn_at + _WARN_SECONDS, False
                 elif timeout is None:
                     self._fail_stuck()
-                elif give_up:
+                elif cancel_on_timeout:
                     self._cancel_call(future, limit)
                 else:
                     raise self._timeout(self._call_of(future), limit) from None
@@ -279,7 +212,7 @@ class RpcExecutor(Executor):
 
     def _send(
         self, method: str, args: tuple[Any, ...], *, ranks: tuple[int, ...] | None, expect: Sequence[int], future: Any
-    ) -> _Call:
+    ) -> RpcCall:
         codec = codec_of(method)
         self._group.check()
         if not self._finalizer.alive:
@@ -291,7 +224,7 @@ class RpcExecutor(Executor):
         request = Request(self._next_id, method, msgspec.msgpack.encode(args), ranks, reply_from)
         self._next_id += 1
         self._enqueue(request, limit)
-        call = self._calls[request.id] = _Call(request.id, codec, expect, future)
+        call = self._calls[request.id] = RpcCall(request.id, codec, expect, future)
         self._on_request_sent(request, args)
         return call
 
@@ -348,7 +281,7 @@ class RpcExecutor(Executor):
             self._senders[reader.name] = rank
         return rank
 
-    def _is_complete(self, call: _Call, reply: Reply) -> bool:
+    def _is_complete(self, call: RpcCall, reply: Reply) -> bool:
         try:
             return call.add_reply(reply)
         except msgspec.DecodeError as e:
@@ -357,7 +290,7 @@ class RpcExecutor(Executor):
             self._handle_failure(error, call, is_step=call.codec.name == STEP_METHOD)
             return False
 
-    def _handle_failure(self, error: Exception, call: _Call | None, *, is_step: bool) -> None:
+    def _handle_failure(self, error: Exception, call: RpcCall | None, *, is_step: bool) -> None:
         if is_step:
             # The rows of this rank are not what the others think any more; nothing after this could be right. If
             # another rank's death is behind it, that is the better story.
@@ -392,7 +325,7 @@ class RpcExecutor(Executor):
         found = self._group.fail_with_root_cause(error)
         return EngineDeadError(_SHUT_DOWN) if isinstance(found, QueueStoppedError) else found
 
-    def _call_of(self, future: RpcFuture[Any]) -> _Call:
+    def _call_of(self, future: RpcFuture[Any]) -> RpcCall:
         return next(call for call in self._calls.values() if call.future is future)
 
     def _cancel_call(self, future: RpcFuture[Any], seconds: float) -> None:
@@ -400,7 +333,7 @@ class RpcExecutor(Executor):
         del self._calls[call.id]
         future.set_exception(self._timeout(call, seconds))
 
-    def _timeout(self, call: _Call, seconds: float) -> TimeoutError:
+    def _timeout(self, call: RpcCall, seconds: float) -> TimeoutError:
         waiting = [self._group.workers[rank] for rank in sorted(call.missing)]
         states = "; ".join(f"{worker}, which is in {worker.activity}" for worker in waiting)
         return TimeoutError(f"{call.label}: no answer within {seconds:g} s from {states}.")

@@ -104,7 +104,8 @@ def two_groups(rank: int, world_size: int, address: str) -> None:
         pp.send(mine, 1)
     else:
         assert pp.recv((1,), torch.float32, 0).item() == pp_ranks[0]
-    world.barrier()
+    assert world.device_group is not None
+    world.device_group.barrier()
     for group in reversed(groups):
         group.close()
 

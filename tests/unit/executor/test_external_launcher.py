@@ -6,7 +6,6 @@ import pytest
 
 from mvllm.config.engine_config import replace_field
 from mvllm.errors import ConfigError
-from mvllm.executor.deferred_output import DeferredOutputFuture
 from mvllm.executor.external_launcher import (
     LaunchedRank,
     _check_equal_settings,
@@ -14,6 +13,7 @@ from mvllm.executor.external_launcher import (
     _settings,
     _with_common_seed,
 )
+from mvllm.executor.uniproc import DeferredOutputFuture
 from mvllm.messages.scheduler_output import ModelRunnerOutput
 from tests.unit.engine.builders import make_config
 

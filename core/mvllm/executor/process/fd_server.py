@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from mvllm.executor.message_queue.queue import HAS_ABSTRACT_SOCKETS
-from mvllm.executor.process.handshake import FRAME_LENGTH, receive_frame, send_frame
+from mvllm.executor.process.message_frames import LENGTH, encode_frame, read_frame
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -167,7 +167,7 @@ class FileDescriptorServer:
         self._connections[key] = Connection(peer, _pid_of(peer))
         try:
             socket.send_fds(peer, [b"\0"], list(message_with_fds.fds))
-            send_frame(peer, msgspec.msgpack.encode([list(message_with_fds.fds), message_with_fds.message]))
+            peer.sendall(encode_frame(msgspec.msgpack.encode([list(message_with_fds.fds), message_with_fds.message])))
         except OSError:
             del self._connections[key]
             raise
@@ -197,16 +197,16 @@ class _PendingConnection:
         Raises:
             EOFError, OSError: It has left, or announces too much.
         """
-        part = self.socket.recv(FRAME_LENGTH.size + _REQUEST_BYTES - len(self._heard))
+        part = self.socket.recv(LENGTH.size + _REQUEST_BYTES - len(self._heard))
         if not part:
             raise EOFError("it left before it had said what it wanted")
         self._heard += part
-        if len(self._heard) < FRAME_LENGTH.size:
+        if len(self._heard) < LENGTH.size:
             return None
-        (length,) = FRAME_LENGTH.unpack_from(self._heard)
+        (length,) = LENGTH.unpack_from(self._heard)
         if length > _REQUEST_BYTES:
             raise ConnectionError(_REFUSED_MESSAGE)
-        request = self._heard[FRAME_LENGTH.size :]
+        request = self._heard[LENGTH.size :]
         return request[:length] if len(request) >= length else None
 
     def leave(self) -> None:
@@ -235,13 +235,13 @@ def fetch_descriptors(
     try:
         door.settimeout(_CONNECTION_TIMEOUT_SECONDS)
         _connect(door, _socket_address(address.path))
-        send_frame(door, address.token + _KEY.pack(key))
+        door.sendall(encode_frame(address.token + _KEY.pack(key)))
         begin, fds, _, _ = socket.recv_fds(door, 1, _MAX_FDS)
         for fd in fds:
             os.set_inheritable(fd, False)
         if not begin:
             raise EOFError("the engine closed the connection")
-        named, message = msgspec.msgpack.decode(receive_frame(door), type=tuple[list[int], msgspec.Raw])
+        named, message = msgspec.msgpack.decode(read_frame(door.recv), type=tuple[list[int], msgspec.Raw])
         door.settimeout(None)
     except BaseException:
         door.close()

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from typing import TypeVar
 
 import msgspec
 
 from mvllm.executor.message_queue.handles import ReaderHandle, WriterHandle
 from mvllm.executor.process.activity_table import ActivityTable
+from mvllm.executor.process.message_frames import encode_frame, read_frame
 from mvllm.executor.rpc_messages import WorkerFailure, describe_failure
 from mvllm.platform.topology import WorkerContext
-
-FRAME_LENGTH = struct.Struct("=I")
-"""What a frame begins with: its bytes."""
 
 T = TypeVar("T")
 
@@ -72,12 +69,7 @@ class Handshake(msgspec.Struct, frozen=True):
 
 def send_message(to: socket.socket, message: msgspec.Struct) -> None:
     """Sends one message, whole."""
-    send_frame(to, msgspec.msgpack.encode(message))
-
-
-def send_frame(to: socket.socket, data: bytes) -> None:
-    """Sends bytes behind their length."""
-    to.sendall(FRAME_LENGTH.pack(len(data)) + data)
+    to.sendall(encode_frame(msgspec.msgpack.encode(message)))
 
 
 def receive_handshake(source: socket.socket) -> Handshake | None:
@@ -92,27 +84,6 @@ def receive_message(source: socket.socket, kind: type[T]) -> T:
     """Receives what `send_message` sent.
 
     Raises:
-        EOFError: The other side has ended or given up.
+        EOFError: The other process closed the connection.
     """
-    return msgspec.msgpack.decode(receive_frame(source), type=kind)
-
-
-def receive_frame(source: socket.socket) -> bytes:
-    """Receives what `send_frame` sent.
-
-    Raises:
-        EOFError: The other side has closed the connection.
-    """
-    (length,) = FRAME_LENGTH.unpack(_receive_exactly(source, FRAME_LENGTH.size))
-    return _receive_exactly(source, length)
-
-
-def _receive_exactly(source: socket.socket, size: int) -> bytes:
-    parts = []
-    while size:
-        part = source.recv(min(size, 1 << 20))
-        if not part:
-            raise EOFError("the other process closed the connection")
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+    return msgspec.msgpack.decode(read_frame(source.recv), type=kind)

@@ -1,7 +1,4 @@
-"""Child processes that answer messages over their standard input and output.
-
-A message is 4 bytes of length, little-endian, then msgpack.
-"""
+"""Child processes that answer msgpack messages over their standard input and output."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
+from mvllm.executor.process.message_frames import encode_frame, read_frame
 from mvllm.executor.process.process_utils import module_search_path
 
 _T = TypeVar("_T")
@@ -60,8 +58,7 @@ def find_exceeded_limit(process: subprocess.Popen[bytes], seconds: float) -> str
 
 def write_message(stream: IO[bytes], message: msgspec.Struct) -> None:
     """Writes one message, whole."""
-    payload = msgspec.msgpack.encode(message)
-    stream.write(len(payload).to_bytes(4, "little") + payload)
+    stream.write(encode_frame(msgspec.msgpack.encode(message)))
     stream.flush()
 
 
@@ -69,36 +66,26 @@ def read_message(stream: IO[bytes], kind: type[_T]) -> _T:
     """Reads one message.
 
     Raises:
-        EOFError: The other side has ended.
+        EOFError: The other process has closed its end.
     """
-    head = stream.read(4)
-    payload = stream.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
-    if len(head) < 4 or len(payload) < int.from_bytes(head, "little"):
-        raise EOFError
-    return msgspec.msgpack.decode(payload, type=kind)
+    return msgspec.msgpack.decode(read_frame(stream.read), type=kind)
 
 
 def receive_message(stream: IO[bytes], kind: type[_T], seconds: float) -> _T:
-    """Reads one message from an unbuffered or unread stream, within a time.
+    """Reads one message within a time limit, past the buffer of `stream`.
 
     Raises:
-        EOFError: The other side has ended.
+        EOFError: The other process has closed its end.
         TimeoutError: The message was not complete after `seconds`.
     """
     deadline = time.monotonic() + seconds
-    size = int.from_bytes(_receive(stream.fileno(), 4, deadline), "little")
-    return msgspec.msgpack.decode(_receive(stream.fileno(), size, deadline), type=kind)
-
-
-def _receive(fd: int, size: int, deadline: float) -> bytes:
-    parts = bytearray()
+    fd = stream.fileno()
     poll = select.poll()  # select() takes no descriptor from 1024 on
     poll.register(fd, select.POLLIN)
-    while len(parts) < size:
+
+    def read(size: int) -> bytes:
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
             raise TimeoutError
-        part = os.read(fd, size - len(parts))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
+        return os.read(fd, size)
+
+    return msgspec.msgpack.decode(read_frame(read), type=kind)
