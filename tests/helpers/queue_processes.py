@@ -67,7 +67,6 @@ def start(target, *args):
 def read_until_death(handle, point, call) -> None:
     """A reader that would read for ever, and dies at a point."""
     reader = MessageReader.attach(handle, dict)
-    reader.set_activity("execute_model step 17")
     die_at(point, call)
     while True:
         reader.dequeue()
@@ -76,7 +75,6 @@ def read_until_death(handle, point, call) -> None:
 def write_until_death(handle, point, call) -> None:
     """A writer that would write for ever."""
     writer = MessageWriter.attach(handle)
-    writer.set_activity("schedule")
     die_at(point, call)
     number = 0
     while True:
@@ -84,10 +82,9 @@ def write_until_death(handle, point, call) -> None:
         number += 1
 
 
-def idle_reader(handle, activity: str, ready) -> None:
-    """Attaches, says what it does, and never reads."""
-    reader = MessageReader.attach(handle, dict)
-    reader.set_activity(activity)
+def idle_reader(handle, ready) -> None:
+    """Attaches and never reads."""
+    _reader = MessageReader.attach(handle, dict)
     ready.send(os.getpid())
     time.sleep(600)
 

@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class RpcFuture(Future[T], Generic[T]):
-    """The result of a call. Waiting for it is what reads the replies, so wait from the executor's thread.
+    """The result of a call. Waiting for it reads the replies, so wait in the executor's thread.
 
     Args:
-        executor: Whose call it is.
-        timeout: Seconds that `result` waits when it is not told otherwise. They count from the call of `result`.
+        executor: The executor that made the call.
+        timeout: Seconds that `result` waits if its caller names no timeout, counted from the call of `result`.
     """
 
     def __init__(self, executor: RpcExecutor, timeout: float | None) -> None:
@@ -32,8 +32,8 @@ class RpcFuture(Future[T], Generic[T]):
         """The result.
 
         Raises:
-            TimeoutError: It is not there in time; the message names the workers that have not answered.
-            Exception: A worker's own, or the failure of a worker's process.
+            TimeoutError: It has not arrived in time; the message names the workers that have not replied.
+            Exception: A worker's own exception, or the failure of a worker's process.
         """
         self._wait(timeout)
         return super().result(0)
@@ -52,7 +52,7 @@ class RpcFuture(Future[T], Generic[T]):
 
     @property
     def is_resolved(self) -> bool:
-        """`done`, without looking for replies."""
+        """As `done`, without reading replies."""
         return super().done()
 
     def _wait(self, timeout: float | None) -> None:
@@ -63,7 +63,11 @@ class RpcFuture(Future[T], Generic[T]):
 
 
 class RpcCall:
-    """A call under way: who has answered, who has not."""
+    """A pending call: the results received so far and the ranks that have not replied.
+
+    Attributes:
+        label: The name of the call in errors and logs.
+    """
 
     def __init__(self, request_id: int, codec: MethodCodec, ranks: Sequence[int], future: RpcFuture[Any]) -> None:
         self.id = request_id
@@ -74,7 +78,7 @@ class RpcCall:
         self.label = codec.name
 
     def add_reply(self, reply: Reply) -> bool:
-        """Keeps one rank's result; returns whether it was the last."""
+        """Stores one rank's result; returns whether it was the last one."""
         self.missing.discard(reply.rank)
         self.results[reply.rank] = self.codec.result.decode(reply.result)
         return not self.missing

@@ -1,11 +1,11 @@
-"""Calls to workers in other processes, on this machine or on others.
+"""Base of executors whose workers run in other processes, on this machine or on others.
 
     engine core ── rpc_broadcast_mq ──> every worker          one message per call, written once, read by all
                 <─ worker_response_mq ─ each worker           tagged with the request's id and the rank
 
-A call is a message out and an entry in a table of calls under way. Replies find their entry by id; one that finds none
-is late and is dropped. Nothing runs in the background: whoever waits for a result reads the replies, so a step costs
-two messages and no thread switch. What does run beside is the monitor of the WorkerGroup, which watches for deaths.
+A call sends one message and adds an entry to the table of pending calls. Replies find their entry by id; a reply
+without an entry is late and is dropped. The thread that waits for a result reads the replies, so a step costs two
+messages and no thread switch. The only background thread is the monitor of the WorkerGroup, which watches for deaths.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ logger = get_logger(__name__)
 
 STEP_METHOD = "execute_model"
 SAMPLE_METHOD = "sample_tokens"
-"""Has no reply of its own: the step has one."""
+"""Has no reply: the reply of the step is sent after sampling."""
 _WARN_SECONDS = 30.0
 _SHUT_DOWN = "The workers have been shut down."
 
 
 class RpcExecutor(Executor):
-    """An executor whose workers are reached through message queues.
+    """Calls workers through message queues.
 
-    A subclass starts the workers; it calls `_use` as soon as there is something that has to be ended.
+    A subclass starts the workers. It calls `_attach_workers` as soon as there are processes to terminate.
 
     Args:
-        config, platform: As Executor.
-        num_workers: How many there will be.
+        config, platform: As in Executor.
+        num_workers: The number of workers that the subclass starts.
     """
 
     def __init__(self, config: EngineConfig, platform: Platform, num_workers: int) -> None:
@@ -74,23 +74,23 @@ class RpcExecutor(Executor):
         self._calls: dict[int, RpcCall] = {}
         self._senders: dict[str, int] = {}  # by the name of their queue
         self._defers_replies = keeps_sampled_tokens_on_device(config, platform.capabilities)
-        self._deferred_step: Future[Any] | None = None  # of the step that workers will answer when something follows it
+        self._deferred_step: Future[Any] | None = None  # of the step whose reply the workers defer
 
     def _attach_workers(
         self,
         group: WorkerGroup[Any],
         writer: MessageWriter,
         readers: Sequence[MessageReader[Reply]],
-        board: ActivityTable,
+        activity_table: ActivityTable,
     ) -> None:
-        """Takes over the workers and the executor's ends of the queues; from now on `shutdown` ends them.
+        """Takes over the workers and the executor's ends of the queues.
 
-        Also when the executor is dropped without a word, and when the interpreter ends.
+        From now on `shutdown`, garbage collection of the executor, and the end of the interpreter terminate them.
         """
         self._group = group
         self._writer = writer
         self._replies = ReaderGroup(readers, group.stop, self._config.parallel.mq_spin_seconds)
-        self._finalizer = weakref.finalize(self, _shut_down, group, writer, readers, board, os.getpid())
+        self._finalizer = weakref.finalize(self, _shut_down, group, writer, readers, activity_table, os.getpid())
 
     # --- calls
 
@@ -130,7 +130,7 @@ class RpcExecutor(Executor):
         self._next_id += 1
 
     def on_failure(self, callback: FailureCallback) -> None:
-        """Has `callback` called, once, from another thread, when the workers can no longer be used."""
+        """As in Executor; `callback` is called from another thread."""
         self._group.on_failure(callback)
 
     @property
@@ -148,25 +148,25 @@ class RpcExecutor(Executor):
             error = self._group.failure or EngineDeadError(_SHUT_DOWN)
             self._finalizer()
             self._fail_calls(error)
-        else:  # perhaps in another thread, and not done yet
+        else:  # another thread may still be shutting down
             self._group.terminate()
 
     # --- waiting, for RpcFuture
 
     def wait_for(self, future: RpcFuture[Any], timeout: float | None, *, cancel_on_timeout: bool) -> None:
-        """Reads replies until `future` is settled.
+        """Reads replies until `future` is resolved.
 
         Args:
-            timeout: Seconds; None is for a step, which gets `step_timeout` and fails the executor when it is late.
+            timeout: Seconds; None for a step, which has `step_timeout` and fails the executor when it is late.
             cancel_on_timeout: At the timeout, set a TimeoutError as the call's result and drop later replies.
                 Otherwise the call can be waited for again.
 
         Raises:
-            TimeoutError: It is not in time, and the call has not been given up.
+            TimeoutError: The timeout has passed, and `cancel_on_timeout` is False.
         """
         start = time.monotonic()
         warn_at = start + _WARN_SECONDS
-        stacks = True  # once per wait: what hangs for long goes on hanging in the same place
+        stacks = True  # logged once per wait: a worker that hangs stays in the same place
         limit = self._config.parallel.step_timeout if timeout is None else timeout
         self.request_deferred_reply(future)
         while not future.is_resolved:
@@ -192,7 +192,7 @@ class RpcExecutor(Executor):
                 self._dispatch(ready)
 
     def poll_replies(self) -> None:
-        """Settles whatever can be settled without waiting."""
+        """Reads the replies that have arrived, without waiting."""
         if not self._finalizer.alive:
             return
         with contextlib.suppress(QueueTimeoutError):
@@ -202,13 +202,13 @@ class RpcExecutor(Executor):
                 self._fail_calls(self._root_cause(e))
 
     def request_deferred_reply(self, future: RpcFuture[Any]) -> None:
-        """Has the workers answer a step that they would answer only when another follows."""
+        """Asks the workers for the deferred reply of the last step, if `future` is its future."""
         if self._deferred_step is future and not future.is_resolved and self._finalizer.alive:
             self._deferred_step = None
-            with contextlib.suppress(QueueError):  # which the wait for the reply meets, too, and reports
+            with contextlib.suppress(QueueError):  # the wait for the reply raises it again
                 self._writer.enqueue(Request(FLUSH_ID, "", b""), timeout=self._config.parallel.step_timeout)
 
-    # --- inside
+    # --- sending and receiving
 
     def _send(
         self, method: str, args: tuple[Any, ...], *, ranks: tuple[int, ...] | None, expect: Sequence[int], future: Any
@@ -242,10 +242,10 @@ class RpcExecutor(Executor):
             raise self._group.fail_with_root_cause(self._group.stuck_error(late, limit, "took no request")) from e
 
     def _on_request_sent(self, request: Request, args: tuple[Any, ...]) -> None:
-        """A request is on its way; for subclasses that keep account of workers which cannot write on the board."""
+        """Hook: a request has been sent. For subclasses whose workers cannot write to the activity table."""
 
     def _on_reply(self, reply: Reply, method: str | None) -> None:
-        """A reply has come; likewise."""
+        """Hook: a reply has been received; `method` is None where its call is no longer pending."""
 
     def _dispatch(self, readers: Sequence[MessageReader[Reply]]) -> None:
         for reader in readers:
@@ -253,7 +253,7 @@ class RpcExecutor(Executor):
                 reply, _ = reader.dequeue()
             except (QueueCorruptError, msgspec.DecodeError) as e:
                 sender = self._group.workers[self._sender_of(reader)]
-                self._fail_calls(self._group.fail_with_root_cause(_unreadable(sender, f"what is no reply: {e}", e)))
+                self._fail_calls(self._group.fail_with_root_cause(_unreadable(sender, f"an unreadable reply: {e}", e)))
                 return
             if reply.rank != self._sender_of(reader):
                 sender = self._group.workers[self._sender_of(reader)]
@@ -286,14 +286,14 @@ class RpcExecutor(Executor):
             return call.add_reply(reply)
         except msgspec.DecodeError as e:
             sender = self._group.workers[reply.rank]
-            error = _unreadable(sender, f"something else than {call.label} returns: {e}", e)
+            error = _unreadable(sender, f"another type than {call.label} returns: {e}", e)
             self._handle_failure(error, call, is_step=call.codec.name == STEP_METHOD)
             return False
 
     def _handle_failure(self, error: Exception, call: RpcCall | None, *, is_step: bool) -> None:
         if is_step:
-            # The rows of this rank are not what the others think any more; nothing after this could be right. If
-            # another rank's death is behind it, that is the better story.
+            # The rows of this rank differ from those of the others now, so no later step could be right. If the death
+            # of another rank is the cause, that is the error to report.
             self._fail_calls(self._group.fail_with_root_cause(error))
         elif call is not None:
             del self._calls[call.id]
@@ -309,8 +309,8 @@ class RpcExecutor(Executor):
         absent = [worker for worker in self._group.workers if worker.activity.request_id < oldest]
         late = [*absent, *(worker for worker in self._busy() if worker not in absent)]
         late = late or [self._group.workers[self._reply_rank]]
-        # Those that wait for a stuck rank are as late as it is. One that has not come to this step is named first, then
-        # the one that came last.
+        # Ranks that wait for a stuck rank are as late as that one. A rank that has not begun this step is named first,
+        # then the one that began it last.
         late.sort(key=lambda worker: (worker not in absent, -(worker.activity.step or 0), worker.activity.seconds))
         seconds = self._config.parallel.step_timeout
         self._fail_calls(
@@ -321,7 +321,7 @@ class RpcExecutor(Executor):
         return [worker for worker in self._group.workers if not worker.activity.is_idle]
 
     def _root_cause(self, error: PeerDiedError | QueueStoppedError) -> Exception:
-        """Why a wait for the workers has ended: their failure, or somebody's wish."""
+        """The error behind a wait that ended: the failure of a worker, or the shutdown of the executor."""
         found = self._group.fail_with_root_cause(error)
         return EngineDeadError(_SHUT_DOWN) if isinstance(found, QueueStoppedError) else found
 
@@ -343,7 +343,7 @@ class RpcExecutor(Executor):
         busy = self._busy()
         states = ", ".join(f"{worker} in {worker.activity}" for worker in busy) or "all workers are idle"
         logger.warning("%s has not ended after %.0f s: %s", call.label if call else "a call", seconds, states)
-        # A step that takes so long most likely hangs; loading weights may well do, and then stacks are for the curious.
+        # A step that takes so long most likely hangs. Loading weights may take so long; then stacks are debug output.
         level = logging.WARNING if call is not None and call.codec.name == STEP_METHOD else logging.DEBUG
         if stacks and logger.isEnabledFor(level):
             for worker in busy:
@@ -359,20 +359,20 @@ def _unreadable(worker: WorkerHandle, what: str, error: Exception | None = None)
 
 
 def worker_names(parallel: ParallelConfig, num_workers: int) -> list[str]:
-    """What workers are called, in rank order: `Worker_TP0`, `Worker_PP1_TP0`, or just `Worker` where there is one."""
+    """The names of the workers, in rank order: `Worker_TP0`, `Worker_PP1_TP0`; `Worker` if there is only one."""
     if num_workers == 1:
         return ["Worker"]
     parallel = with_workers_as_ranks(parallel, devices_per_worker(parallel, num_workers))
     tp = parallel.tensor_parallel_size
-    if num_workers != parallel.world_size:  # what they drive is their own class's affair
+    if num_workers != parallel.world_size:  # the platform's worker class decides which devices they drive
         return [f"Worker_{rank}" for rank in range(num_workers)]
     stage = ["" if parallel.pipeline_parallel_size == 1 else f"_PP{rank // tp}" for rank in range(num_workers)]
-    part = ["" if tp == 1 else f"_TP{rank % tp}" for rank in range(num_workers)]
-    return [f"Worker{a}{b}" for a, b in zip(stage, part)]
+    shard = ["" if tp == 1 else f"_TP{rank % tp}" for rank in range(num_workers)]
+    return [f"Worker{a}{b}" for a, b in zip(stage, shard)]
 
 
 def _reply_rank(parallel: ParallelConfig, num_workers: int) -> int:
-    """Who answers a step: the first rank of the last pipeline stage."""
+    """The rank that replies to a step: the first one of the last pipeline stage."""
     parallel = with_workers_as_ranks(parallel, devices_per_worker(parallel, num_workers))
     return num_workers - parallel.tensor_parallel_size if num_workers == parallel.world_size else 0
 
@@ -381,28 +381,28 @@ def _shut_down(
     group: WorkerGroup[Any],
     writer: MessageWriter,
     readers: Sequence[MessageReader[Reply]],
-    board: ActivityTable,
+    activity_table: ActivityTable,
     pid: int,
 ) -> None:
-    """The ladder: a message, then whatever WorkerGroup.end does, then the queues."""
-    if os.getpid() != pid:  # a fork of the engine's process: nothing of this is its own
+    """Sends the stop request, terminates the group, and closes the queues and the activity table."""
+    if os.getpid() != pid:  # a fork of the engine's process, which owns none of this
         return
-    if group.is_monitor_thread():  # by the garbage collector, which comes in any thread; this one has to see the ends
-        args = (group, writer, readers, board, pid)
+    if group.is_monitor_thread():  # garbage collection runs in any thread; this one must go on watching
+        args = (group, writer, readers, activity_table, pid)
         threading.Thread(target=_shut_down, args=args, name="worker-shutdown", daemon=True).start()
         return
-    told = False
+    stop_is_sent = False
     try:
         if group.failure is None and group.workers and all(worker.is_ready for worker in group.workers):
             group.expect_exits()
             with contextlib.suppress(QueueError):
                 writer.enqueue(Request(STOP_ID, "", b""), timeout=0.5)
-                told = True
-        group.terminate(gracefully=told)
-    finally:  # also when Ctrl-C interrupts what is above
+                stop_is_sent = True
+        group.terminate(gracefully=stop_is_sent)
+    finally:  # also when Ctrl-C interrupts the lines above
         group.terminate()
         writer.close()
         for reader in readers:
             reader.close()
         group.close()
-        board.close()
+        activity_table.close()

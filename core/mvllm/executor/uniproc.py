@@ -1,4 +1,4 @@
-"""One worker, in the engine core's own process."""
+"""Executors that run one worker in the process of the engine core: `uni`, and the base of `external_launcher`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class InProcessExecutor(Executor):
 
     Args:
         config: The engine's configuration.
-        platform: Where its worker runs.
-        ctx: Which worker this is.
+        platform: The platform of its worker.
+        ctx: Rank and launch settings of the worker.
         output_is_complete: Whether an output that `execute_model` of the worker returns at once is the whole output.
             Otherwise `collect_output` is called for the rest.
     """
@@ -56,7 +56,7 @@ class InProcessExecutor(Executor):
         future: Future[ModelRunnerOutput] = Future()
         try:
             output = self._worker.execute_model(plan)
-        except Exception as e:  # noqa: BLE001  (stored; raised where the result is asked for)
+        except Exception as e:  # noqa: BLE001  (stored; raised where the result is requested)
             future.set_exception(e)
         else:
             if output is None or not self._output_is_complete:
@@ -76,19 +76,19 @@ class InProcessExecutor(Executor):
             return
         try:
             output = self._worker.sample_tokens(step, mask_rows, token_masks)
-        except Exception as e:  # noqa: BLE001  (stored; raised where the result is asked for)
+        except Exception as e:  # noqa: BLE001  (stored; raised where the result is requested)
             future.set_exception(e)
             return
         if output is not None:
             future.set_result(output)
 
     def shutdown(self) -> None:
-        """Ends the worker, which leaves the groups that it joined and no others."""
+        """Shuts the worker down, which leaves the process groups that it has joined."""
         self._worker.shutdown()
 
 
 class UniProcExecutor(InProcessExecutor):
-    """The only worker of its engine."""
+    """Runs the only worker of its engine."""
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         parallel = config.parallel
@@ -102,11 +102,11 @@ class UniProcExecutor(InProcessExecutor):
 
 
 def finished(call: Callable[[], T]) -> Future[T]:
-    """Makes the call now; its result, or its error, is there when the future is asked for it."""
+    """A future that holds the result of `call`, which is called now, or its error."""
     future: Future[T] = Future()
     try:
         future.set_result(call())
-    except Exception as e:  # noqa: BLE001  (stored; raised where the result is asked for)
+    except Exception as e:  # noqa: BLE001  (stored; raised where the result is requested)
         future.set_exception(e)
     return future
 
@@ -137,5 +137,5 @@ class DeferredOutputFuture(Future[ModelRunnerOutput]):
             return
         try:
             self.set_result(self._fetch())
-        except Exception as e:  # noqa: BLE001  (stored; raised where the result is asked for)
+        except Exception as e:  # noqa: BLE001  (stored; raised where the result is requested)
             self.set_exception(e)

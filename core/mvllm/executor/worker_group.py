@@ -1,7 +1,7 @@
-"""The workers of one engine, together, wherever they run: the first failure wins.
+"""Base of the groups of workers of one engine: reports the first failure and terminates all workers.
 
-It sets the stop signal, which ends every wait of the executor, tells whoever asked to be told, and ends the workers.
-How workers are started, watched and ended is for subclasses, such as ProcessGroup.
+The first failure sets the stop signal, which ends every wait of the executor, calls the failure callbacks, and
+terminates the workers. Subclasses start, watch and end them: ChildProcessGroup as child processes, mvllm-ray as actors.
 """
 
 from __future__ import annotations
@@ -135,10 +135,10 @@ class WorkerGroup(ABC, Generic[Handle]):
             self._state_changed.wait_for(has_ended, timeout)
 
     def wait_ready(self, timeout: float) -> None:
-        """Returns when every worker waits for requests.
+        """Returns when every worker is ready.
 
         Args:
-            timeout: Seconds that each thing a worker says it is doing may take.
+            timeout: Seconds that each activity of a worker may take.
 
         Raises:
             Exception: A worker's own exception, if one failed.
@@ -164,7 +164,7 @@ class WorkerGroup(ABC, Generic[Handle]):
             raise self.failure
 
     def on_failure(self, callback: FailureCallback) -> None:
-        """Has `callback` called with the failure: when it happens, or at once when it has happened. Never twice."""
+        """Registers `callback`, which is called once, with the failure: when it happens, or now if it has happened."""
         with self._state_changed:
             if self.failure is None:
                 self._callbacks.append(callback)
@@ -172,10 +172,10 @@ class WorkerGroup(ABC, Generic[Handle]):
         callback(self.failure)
 
     def fail(self, error: Exception, *, is_logged: bool = False) -> None:
-        """Ends the group because of `error`, unless it has failed or is being ended already.
+        """Terminates the group because of `error`, unless it has failed or is being terminated.
 
         Args:
-            is_logged: The error is another group's, which has logged it.
+            is_logged: Whether `error` has been logged already, by another group.
         """
         with self._state_changed:
             if self.failure is not None or self._is_shutting_down:
@@ -186,33 +186,33 @@ class WorkerGroup(ABC, Generic[Handle]):
         self.stop.set()
         if not is_logged:
             logger.error("%s", str(error).partition("\n")[0])
-        # In a thread of its own: callers may be the monitor, without which no end is noticed.
+        # In another thread: the caller may be the monitor, which has to notice the ends.
         threading.Thread(target=self._tear_down, args=(error, callbacks), name="worker-teardown", daemon=True).start()
 
     def fail_of_deaths(self, dead: Sequence[WorkerHandle]) -> None:
-        """Ends the group because workers have died; the first of them is named in the error's attributes."""
+        """Terminates the group because workers have died; the error's attributes name the first of `dead`."""
         self.fail(_deaths(dead))
 
     def fail_with_root_cause(self, error: Exception) -> Exception:
-        """Ends the group because of `error`, or of what caused it; returns that."""
+        """Terminates the group because of `error`, or of its root cause; returns that error."""
         self.fail(self._blame_stopped_workers(self.root_cause_of(error)))
         return self.failure or error
 
     def root_cause_of(self, error: Exception) -> Exception:
-        """The failure behind `error`, if there is one: a death comes to light a moment after what it did to others."""
+        """The failure of the group that caused `error`, or `error`. Waits, as a death is noticed after its effects."""
         with self._state_changed:
             self._state_changed.wait_for(lambda: self.failure, self._death_report_seconds)
         return self.failure or error
 
     def stuck_error(self, late: Sequence[WorkerHandle], seconds: float, what: str) -> Exception:
-        """The error that says what each of `late` is doing, with its stacks.
+        """The error that names the activity and the stacks of each of `late`.
 
-        Stopped workers come first: others wait for them.
+        Stopped workers come first: the others may wait for them.
         """
         late = sorted(late, key=lambda worker: not worker.is_stopped)
         parts = []
         for worker in late:
-            stack = worker.dump_stack()  # first: it may bring news of what the worker does
+            stack = worker.dump_stack()  # first: it may update the activity
             stopped = " (its process is stopped, as by SIGSTOP)" if worker.is_stopped else ""
             parts.append(f"{worker} {what} within {seconds:g} s; it is in {worker.activity}{stopped}")
             if stack:
@@ -220,12 +220,14 @@ class WorkerGroup(ABC, Generic[Handle]):
         return late[0].stuck_error("\n".join(parts))
 
     def stopped_workers(self) -> list[WorkerHandle]:
-        """Workers that the kernel lets do nothing."""
+        """Workers whose process is stopped."""
         return [worker for worker in self.workers if worker.is_stopped]
 
     def _blame_stopped_workers(self, error: Exception) -> Exception:
-        """`error`, or where a worker has failed while others are stopped, an error that names those first: a worker
-        that waits for a stopped one fails at its library's time limit."""
+        """An error that names the stopped workers first, if others than the failed one are stopped; otherwise `error`.
+
+        A worker that waits for a stopped one fails at its library's time limit.
+        """
         if self.failure is not None or type(error) is not WorkerError:
             return error
         stopped = [worker for worker in self.stopped_workers() if worker.rank != error.rank]
@@ -237,7 +239,7 @@ class WorkerGroup(ABC, Generic[Handle]):
         return behind
 
     def expect_exits(self) -> None:
-        """From now on, a worker that ends is no failure. Call before telling workers to stop."""
+        """From now on, the end of a worker is no failure. Call it before sending the stop request."""
         self._is_shutting_down = True
 
     def _tear_down(self, error: Exception, callbacks: Sequence[FailureCallback]) -> None:
@@ -250,7 +252,7 @@ class WorkerGroup(ABC, Generic[Handle]):
 
 
 def _deaths(dead: Sequence[WorkerHandle]) -> Exception:
-    """One error for all that have died; the first is named in its attributes."""
+    """One error for all of `dead`; its attributes name the first."""
     first = dead[0].death_error()
     if len(dead) > 1 and isinstance(first, WorkerDiedError):
         first.args = ("\n".join([str(first), *(worker.describe_exit() for worker in dead[1:])]),)

@@ -64,7 +64,7 @@ def test_where_the_platforms_communicator_takes_host_tensors_it_serves_both() ->
 def test_a_device_group_alone_is_refused_with_the_groups_name() -> None:
     communicator = ThreadCommunicator(_ThreadRendezvous(2), 0, 2)
     communicator.on_host = False
-    with pytest.raises(ValueError, match="'pp' has no communicator that takes tensors in the host's memory"):
+    with pytest.raises(ValueError, match="'pp' has no communicator for tensors in host memory"):
         GroupCoordinator(GroupSpec("pp", (0, 1), 0), communicator)
 
 

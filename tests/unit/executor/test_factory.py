@@ -140,7 +140,7 @@ def test_an_executor_whose_package_is_missing_comes_with_the_command_that_instal
     required = ['mvllm-acme>=1; extra == "acme"', 'mvllm-far>=1; extra == "far"', 'mvllm-far>=1; extra == "executors"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
     text = refusal(config("far"), FakePlatform(executors=("far",)))
-    assert 'package that brings this executor is not installed. Run: pip install "mvllm[far]"' in text
+    assert 'package that provides this executor is not installed. Run: pip install "mvllm[far]"' in text
     assert "neither built in" in refusal(config("acme"))
     assert installable_platforms() == ["mvllm-acme"]
 

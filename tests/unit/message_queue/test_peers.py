@@ -39,7 +39,7 @@ def test_a_reader_that_dies_anywhere_is_named_and_the_others_lose_nothing(point)
         ):
             writer.watch_reader(1, pid=child.pid)
             sent = read = 0
-            with pytest.raises(PeerDiedError, match="execute_model step 17") as caught:
+            with pytest.raises(PeerDiedError, match=r"reader 1 .Worker_TP1, pid") as caught:
                 for sent in range(50):
                     writer.enqueue({"number": sent}, [bytes(100)], timeout=30)
                     assert reader.dequeue(5)[0] == {"number": read}
@@ -67,7 +67,7 @@ def test_a_writer_that_dies_anywhere_is_named_after_everything_it_sent(point):
                 try:
                     message, buffers = reader.dequeue(30)
                 except PeerDiedError as e:
-                    assert "the writer (EngineCore, pid" in str(e) and "doing: schedule" in str(e)
+                    assert "the writer (EngineCore, pid" in str(e)
                     assert e.pid == child.pid
                     died.add(index)
                     continue
@@ -95,12 +95,12 @@ def test_a_reader_that_sleeps_notices_at_once_that_its_writer_was_killed():
 def test_a_writer_that_waits_for_room_notices_at_once_that_its_reader_was_killed():
     with queue_of("Worker_TP0") as queue, contextlib.closing(queue.open_writer()) as writer:
         ready, theirs = processes.SPAWN.Pipe()
-        child = processes.start(processes.idle_reader, queue.reader_handle(0), "warm_up", theirs)
+        child = processes.start(processes.idle_reader, queue.reader_handle(0), theirs)
         assert ready.recv() == child.pid
         for _ in range(3):
             writer.enqueue({})
         killed = killed_after(child, 0)
-        with pytest.raises(PeerDiedError, match=rf"reader 0 \(Worker_TP0, pid {child.pid}\).*warm_up, has ended"):
+        with pytest.raises(PeerDiedError, match=rf"reader 0 \(Worker_TP0, pid {child.pid}\) has ended"):
             writer.enqueue({}, timeout=30)
         assert time.monotonic() - killed < SOON
 
@@ -120,7 +120,7 @@ def test_looking_the_process_up_does_where_there_is_neither(monkeypatch):
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     with queue_of("Worker_TP0") as queue, contextlib.closing(queue.open_writer()) as writer:
         ready, theirs = processes.SPAWN.Pipe()
-        child = processes.start(processes.idle_reader, queue.reader_handle(0), "idle", theirs)
+        child = processes.start(processes.idle_reader, queue.reader_handle(0), theirs)
         ready.recv()
         for _ in range(3):
             writer.enqueue({})

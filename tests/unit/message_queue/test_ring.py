@@ -99,19 +99,17 @@ def test_a_refused_message_was_not_sent(make_ends):
         ends.reader.dequeue(0)
 
 
-def test_the_writers_timeout_says_what_the_slow_reader_is_doing(make_ends):
+def test_the_writers_timeout_names_the_slow_reader(make_ends):
     ends = make_ends()
-    ends.reader.set_activity("load_model: reading model-00002-of-00004.safetensors")
     for _ in range(3):
         ends.writer.enqueue({})
-    with pytest.raises(QueueTimeoutError, match=r"Worker_TP0.*doing: load_model: reading model-00002"):
+    with pytest.raises(QueueTimeoutError, match=r"not released by reader 0 \(Worker_TP0, pid \d+\)"):
         ends.writer.enqueue({}, timeout=0.01)
 
 
-def test_the_readers_timeout_names_the_writer_and_what_it_does(make_ends):
+def test_the_readers_timeout_names_the_writer(make_ends):
     ends = make_ends()
-    ends.writer.set_activity("schedule step 3")
-    with pytest.raises(QueueTimeoutError, match=r"message 1 did not come in time.*doing: schedule step 3"):
+    with pytest.raises(QueueTimeoutError, match=r"message 1 did not come in time from the writer .*, pid"):
         ends.reader.dequeue(0.01)
 
 

@@ -73,12 +73,11 @@ def test_local_and_remote_readers_get_the_same_messages_in_order(ends):
 
 def test_back_pressure_reaches_across_the_network(ends):
     remote = ends.connect()
-    remote.set_activity("load_model")
     for number in range(10):
         if number < 3:
             ends.writer.enqueue({"number": number}, timeout=10)
             ends.local.dequeue(10)
-    with pytest.raises(QueueTimeoutError, match=r"remote reader 0 \(Worker_TP1, pid \d+\).*load_model.*At most 3"):
+    with pytest.raises(QueueTimeoutError, match=r"remote reader 0 \(Worker_TP1, pid \d+\).*At most 3"):
         ends.writer.enqueue({}, timeout=0.3)
     assert remote.dequeue(10)[0] == {"number": 0}
     ends.writer.enqueue({"number": 3}, timeout=10)
@@ -128,14 +127,14 @@ def test_plain_bytes_and_unencrypted_peers_never_reach_the_queue(ends):
 
 def test_the_writer_notices_a_killed_remote_reader_and_goes_on_without_it(ends):
     ready, theirs = processes.SPAWN.Pipe()
-    child = processes.start(processes.idle_reader, ends.handles[0], "warm_up", theirs)
+    child = processes.start(processes.idle_reader, ends.handles[0], theirs)
     ready.recv()
     for _ in range(3):
         ends.writer.enqueue({}, timeout=30)
         ends.local.dequeue(10)
     os.kill(child.pid, signal.SIGKILL)
     killed = time.monotonic()
-    with pytest.raises(PeerDiedError, match=rf"Worker_TP1, pid {child.pid}.*warm_up.*has ended"):
+    with pytest.raises(PeerDiedError, match=rf"Worker_TP1, pid {child.pid}.*has ended"):
         ends.writer.enqueue({}, timeout=30)
     assert time.monotonic() - killed < 5
     ends.writer.drop_reader(0, remote=True)

@@ -1,8 +1,8 @@
-"""The worker processes of one engine, together: started at once, watched by one thread, ended together.
+"""The child processes of one engine: started together, watched by one monitor thread, terminated together.
 
-The idea: one thread starts the processes and then does nothing but watch them (`poll` over process descriptors and
-control sockets: no CPU while nothing happens). Starting them there is no accident: the kernel kills a worker when the
-*thread* that started it ends, so that thread has to be one that lives as long as the engine, not the caller's.
+The monitor thread starts the processes and then polls process descriptors and control sockets, which uses no CPU while
+nothing happens. It has to be the thread that starts them: the kernel kills a worker when the *thread* that started it
+ends, so that thread must live as long as the engine, which the caller's thread may not.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.executor.process.child_process_handle import ChildProcessHandle, ChildStartArgs
 from mvllm.executor.worker_group import WorkerGroup
 
-_POLL_SECONDS = 0.1  # how often processes are looked at where there are no process descriptors
-_PIPE_SECONDS = 0.3  # after its death pipe was closed
+_POLL_SECONDS = 0.1  # interval of checks where there are no process descriptors
+_PIPE_SECONDS = 0.3  # after the death pipe was closed
 _TERMINATE_SECONDS = 0.7  # after SIGTERM
 _KILL_SECONDS = 5.0  # after SIGKILL, which only a process stuck in the kernel outlives
 
 
 @dataclass(frozen=True)
 class ProcessLaunch:
-    """One process to start: what it is told, its environment, the descriptors it inherits, and its kind."""
+    """One process to start: start arguments, environment, inherited descriptors, and class of its handle."""
 
     start: ChildStartArgs
     env: Mapping[str, str]
@@ -35,7 +35,7 @@ class ProcessLaunch:
 
 
 class ChildProcessGroup(WorkerGroup[ChildProcessHandle]):
-    """See WorkerGroup.
+    """Starts, watches and terminates child processes. See WorkerGroup.
 
     Args:
         launches: One per worker, in rank order.
@@ -67,7 +67,7 @@ class ChildProcessGroup(WorkerGroup[ChildProcessHandle]):
         self._signal_all(signal.SIGKILL)
         self._wait_ended(_KILL_SECONDS)
 
-    # --- the monitor's own thread
+    # --- in the monitor thread
 
     def _run_monitor(self) -> None:
         try:
@@ -83,7 +83,7 @@ class ChildProcessGroup(WorkerGroup[ChildProcessHandle]):
         self._watch()
 
     def _watch(self) -> None:
-        """Until all have ended: handshakes as they come, deaths as they happen."""
+        """Receives handshakes and reaps ended processes until all have ended."""
         waiting = {worker.control.fileno(): worker for worker in self.workers}
         while running := self._running():
             poll = select.poll()
@@ -92,16 +92,16 @@ class ChildProcessGroup(WorkerGroup[ChildProcessHandle]):
             for worker in running:
                 if worker.pidfd >= 0:
                     poll.register(worker.pidfd, select.POLLIN)
-            blind = any(worker.pidfd < 0 for worker in running)
-            ready = {fd for fd, _ in poll.poll(_POLL_SECONDS * 1e3 if blind else None)}
+            has_no_pidfd = any(worker.pidfd < 0 for worker in running)
+            ready = {fd for fd, _ in poll.poll(_POLL_SECONDS * 1e3 if has_no_pidfd else None)}
             for fd in ready & waiting.keys():
                 self._receive_handshake(waiting.pop(fd))
-            if blind or ready - waiting.keys():
+            if has_no_pidfd or ready - waiting.keys():
                 self._reap_workers(running)
 
     def _receive_handshake(self, worker: ChildProcessHandle) -> None:
         handshake = worker.receive_handshake()
-        if handshake is None:  # closed: its death follows
+        if handshake is None:  # the socket is closed: the process ends next
             return
         if handshake.failure is not None:
             self.fail(handshake.failure.to_exception())
@@ -124,7 +124,7 @@ class ChildProcessGroup(WorkerGroup[ChildProcessHandle]):
             self.fail_of_deaths(dead)
 
     def _signal_all(self, number: signal.Signals) -> None:
-        with self._state_changed:  # nobody reaps meanwhile, so no number can belong to somebody else
+        with self._state_changed:  # no process is reaped meanwhile, so no pid can have been reused
             for worker in self._running():
                 with contextlib.suppress(PermissionError):
                     worker.send_signal(number)

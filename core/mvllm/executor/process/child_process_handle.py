@@ -1,4 +1,4 @@
-"""One process that works for this one, as its parent sees it: started, watched, asked for its stack, ended."""
+"""The parent's handle of a child process: starts it, reads its handshake and stacks, signals and reaps it."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from mvllm.executor.worker_handle import WorkerHandle
 
 
 class SerializedFailure(Protocol):
-    """An exception that has travelled."""
+    """An exception of another process, as received."""
 
     def to_exception(self) -> Exception:
-        """The exception, as it is raised here."""
+        """The exception to raise in this process."""
 
 
 class StartReply(Protocol):
-    """An answer to being started."""
+    """The first message of a child process, after its start."""
 
     @property
     def failure(self) -> SerializedFailure | None:
-        """Why it could not start, or None."""
+        """The error that ended its start, or None."""
 
 
 class ChildStartArgs(Protocol):
-    """What a process is told first, as far as the one who starts it must know. A msgspec struct."""
+    """The fields of a start message that ChildProcessHandle reads. A msgspec struct."""
 
     @property
     def name(self) -> str:
-        """For logs, errors and the process list."""
+        """The name in logs, errors and the process list."""
 
     @property
     def rank(self) -> int:
-        """Its line on the status board."""
+        """Its row of the activity table."""
 
     @property
     def stack_fd(self) -> int:
-        """Where its stacks go."""
+        """Descriptor of the file that its stacks are written to."""
 
     @property
     def sys_path(self) -> list[str]:
-        """Where it finds modules."""
+        """Its module search path."""
 
 
 class ChildProcessHandle(WorkerHandle):
@@ -79,33 +79,33 @@ class ChildProcessHandle(WorkerHandle):
 
     @classmethod
     def launch(
-        cls, start: ChildStartArgs, env: Mapping[str, str], pass_fds: Sequence[int], board: ActivityTable
+        cls, start: ChildStartArgs, env: Mapping[str, str], pass_fds: Sequence[int], activity_table: ActivityTable
     ) -> Self:
-        """Starts the process. The calling thread must live as long as the worker: the kernel ties the two together.
+        """Starts the process. The calling thread must live as long as the process: the kernel ties the two together.
 
         Args:
-            start: What the worker is told.
-            env: Variables to set before its program starts.
-            pass_fds: The descriptors that `start` speaks of.
-            board: Where it will say what it does.
+            start: The message to send.
+            env: Environment variables to set.
+            pass_fds: The descriptors that `start` names.
+            activity_table: Where the process writes its activity.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            own = [cls.module, start.name, str(theirs.fileno()), str(os.getpid())]
-            command = [sys.executable, "-P", "-m", "mvllm.executor.process.child_program", *own]
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            arguments = [cls.module, start.name, str(child_end.fileno()), str(os.getpid())]
+            command = [sys.executable, "-P", "-m", "mvllm.executor.process.child_program", *arguments]
             process = subprocess.Popen(
                 command,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(start.sys_path), **env},
-                pass_fds=(theirs.fileno(), *pass_fds),
+                pass_fds=(child_end.fileno(), *pass_fds),
                 stdin=subprocess.DEVNULL,
                 cwd=None if _has_working_directory() else os.sep,
-                # Ctrl-C in a terminal goes to the whole foreground group; workers hear of it from their parent. And
-                # whatever a worker starts can be ended with its group.
+                # Ctrl-C in a terminal signals the whole foreground group; children react to their parent's end instead.
+                # And processes that a child starts can be killed with its group.
                 process_group=0,
             )
-        handle = cls(start, process, ours, board)
-        with contextlib.suppress(BrokenPipeError, ConnectionError):  # its death is noticed where deaths are
-            send_message(ours, cast(msgspec.Struct, start))
+        handle = cls(start, process, parent_end, activity_table)
+        with contextlib.suppress(BrokenPipeError, ConnectionError):  # it has ended, which the monitor notices
+            send_message(parent_end, cast(msgspec.Struct, start))
         return handle
 
     @property
@@ -114,18 +114,18 @@ class ChildProcessHandle(WorkerHandle):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the kernel lets it do nothing, after SIGSTOP or in a debugger."""
+        """As in WorkerHandle."""
         return is_stopped(self.pid)
 
     def receive_handshake(self) -> StartReply | None:
-        """Its answer to being started; None when it ended without one. Call when `control` is readable."""
+        """Its first message; None if it ended without one. Call it when `control` is readable."""
         return receive_handshake(self.control)
 
     def reap(self) -> bool:
         """Collects the exit status if the process has ended; returns whether it has.
 
-        Called by one thread only. Whatever the worker left running in its group is killed first, while its own number
-        cannot belong to anybody else yet.
+        Called by one thread only. Other processes of its process group are killed first, while its pid cannot have been
+        reused yet.
         """
         if self.exit_code is not None:
             return True
@@ -137,27 +137,23 @@ class ChildProcessHandle(WorkerHandle):
         return True
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Does nothing when the process has ended."""
+        """Has no effect when the process has ended."""
         if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def close_death_pipe(self) -> None:
-        """Tells the worker that its parent has given it up."""
+        """Closes the control socket in both directions, at which the process ends itself."""
         with contextlib.suppress(OSError):
             self.control.shutdown(socket.SHUT_RDWR)
 
     def dump_stack(self) -> str:
-        """The stacks of all its threads, most recent call first; what there is after half a second.
-
-        Empty while the interpreter starts: the signal would still kill it.
-        """
+        """As in WorkerHandle. Empty while the interpreter starts: the signal would kill it."""
         if self.activity.text == STARTING:
             return ""
         return self.stacks.read_after(lambda: self.send_signal(STACK_SIGNAL))
 
     def describe_exit(self) -> str:
-        """How it ended and what it was doing, with its stack if it left one."""
         assert self.exit_code is not None
         activity = self.activity
         reason, stack = self.stacks.crash_report()
@@ -168,7 +164,7 @@ class ChildProcessHandle(WorkerHandle):
 
 
 def _has_working_directory() -> bool:
-    """Whether this process' working directory still exists: libraries cannot be loaded where it does not."""
+    """Whether the working directory of this process still exists; without one, libraries cannot be loaded."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -177,10 +173,10 @@ def _has_working_directory() -> bool:
 
 
 def _has_ended(pid: int) -> bool:
-    """Without collecting the status: the process stays a zombie, and its number its own."""
+    """Whether the process has ended. Leaves its status uncollected, so that its pid is not reused."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # somebody else has collected it
+    except ChildProcessError:  # the status has been collected already
         return True
 
 

@@ -1,6 +1,6 @@
-"""How every process of an engine begins, a worker's and a core's alike: `... <name> <control socket> <parent pid>`.
+"""The start of every child process of an engine, with the arguments `<name> <control socket> <parent pid>`.
 
-It names itself, promises to die with its parent, and reads from the control socket what it is.
+The process sets its name, ties itself to its parent, and reads its start message from the control socket.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mvllm.executor.process.process_utils import (
 
 
 class ChildStartMessage(Protocol):
-    """What the first message says, whatever the process is to be."""
+    """The fields that the start messages of all kinds of processes have."""
 
     @property
     def name(self) -> str: ...
@@ -43,15 +43,15 @@ Start = TypeVar("Start", bound=ChildStartMessage)
 
 
 def initialize_child(kind: type[Start]) -> tuple[Start, socket.socket, ActivityTable]:
-    """Makes this interpreter the child that its arguments and the first message on the control socket describe.
+    """Initializes this process from its arguments and the first message on the control socket.
 
-    Ends the process where the parent has ended or given up before it said what is wanted.
+    Ends the process if the parent has closed the socket before it sent the message.
 
     Returns:
-        The message, the control socket, and the board where the process says what it is doing.
+        The start message, the control socket, and the table for the activity of this process.
     """
     ensure_standard_streams()
-    for number in (signal.SIGINT, signal.SIGHUP):  # the parent decides what Ctrl-C and a closed terminal mean
+    for number in (signal.SIGINT, signal.SIGHUP):  # the parent reacts to Ctrl-C and a closed terminal
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     name, control_fd, parent_pid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

@@ -1,7 +1,6 @@
-"""How a worker process is told what it is, and how it says that it is ready.
+"""The messages at the start of a worker process: WorkerStartArgs to the worker, Handshake from the worker.
 
-One socket pair per worker carries three things: down, one WorkerStartArgs; up, one Handshake; and, by staying open, the
-fact that the other side lives. Messages are msgpack behind a 4-byte length.
+They use one socket pair per worker, which stays open: its end tells each process that the other one has ended.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ T = TypeVar("T")
 
 
 class WorkerStartArgs(msgspec.Struct, frozen=True):
-    """Everything a worker process needs to know.
+    """The start message of a worker process.
 
     Attributes:
         name: For logs, errors and the process list, for instance `Worker_TP0`.
-        context: Which worker it is.
-        platform: The platform's name; the plugin is found again by it.
+        context: Rank and launch settings of the worker.
+        platform: The platform's name, by which the process finds the plugin.
         config: The engine's configuration, see config_codec.
         requests, replies: Its ends of rpc_broadcast_mq and worker_response_mq.
-        activity_fd: The status board.
-        stack_fd: Where its stacks go when it crashes or hangs.
-        sys_path: Where the parent finds modules.
-        python_path: The parent's own PYTHONPATH, which the launch had to replace.
-        log_level: Of the `mvllm` loggers.
+        activity_fd: Descriptor of the activity table.
+        stack_fd: Descriptor of the file that its stacks are written to.
+        sys_path: The parent's module search path.
+        python_path: The parent's PYTHONPATH, which the launch has replaced.
+        log_level: The level of the `mvllm` loggers.
     """
 
     name: str
@@ -51,19 +50,23 @@ class WorkerStartArgs(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> int:
-        """Its rank, which is its line on the status board."""
+        """Its rank, which is its row of the activity table."""
         return self.context.rank
 
 
 class Handshake(msgspec.Struct, frozen=True):
-    """The worker waits for requests, or has failed before it could."""
+    """Reports that the worker waits for requests, or why it cannot.
+
+    Attributes:
+        failure: The error that ended its start, or None.
+    """
 
     failure: WorkerFailure | None = None
 
     @classmethod
-    def of_error(cls, error: BaseException, name: str, rank: int, board: ActivityTable) -> Handshake:
-        """Of a worker of this process that cannot go on because of `error`."""
-        activity = str(board.read(rank))
+    def of_error(cls, error: BaseException, name: str, rank: int, activity_table: ActivityTable) -> Handshake:
+        """Reports `error`, which ended the worker in this process."""
+        activity = str(activity_table.read(rank))
         return cls(describe_failure(error, rank=rank, pid=os.getpid(), name=name, activity=activity))
 
 
@@ -73,7 +76,7 @@ def send_message(to: socket.socket, message: msgspec.Struct) -> None:
 
 
 def receive_handshake(source: socket.socket) -> Handshake | None:
-    """The worker's answer, or None when it ended without one."""
+    """The worker's Handshake, or None if it ended without one."""
     try:
         return receive_message(source, Handshake)
     except (EOFError, ConnectionError):

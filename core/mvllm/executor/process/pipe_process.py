@@ -25,9 +25,9 @@ def start_pipe_process(module: str) -> subprocess.Popen[bytes]:
         [sys.executable, "-P", "-m", module, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # a crash of native code would print what a user has sent
+        stderr=subprocess.DEVNULL,  # a crash in native code might print user data
         env={**os.environ, "PYTHONPATH": os.pathsep.join(module_search_path())},
-        start_new_session=True,  # Ctrl-C is the parent's business
+        start_new_session=True,  # Ctrl-C signals the parent only
     )
 
 
@@ -36,16 +36,16 @@ def kill_pipe_process(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # buffered bytes have no reader any more
+        with contextlib.suppress(OSError):  # buffered bytes have no reader left
             if pipe is not None:
                 pipe.close()
 
 
 def find_exceeded_limit(process: subprocess.Popen[bytes], seconds: float) -> str | None:
-    """The limit that ended a process whose pipes are closed: `time` or `memory`; None if a person or a program did.
+    """The limit that ended a process whose pipes are closed: `time` or `memory`; None if it was killed by a signal.
 
     Args:
-        seconds: How long it may take to end; more counts as `time`.
+        seconds: Time to wait for its end; a process that runs longer exceeds `time`.
     """
     try:
         status = process.wait(timeout=seconds)

@@ -50,8 +50,8 @@ class RayDistributedExecutor(RpcExecutor):
         super().__init__(config, platform, topology.num_workers)
         launched = launch_actors(config, platform, topology)
         self._far = launched.far
-        self._activity_table = launched.board
-        self._attach_workers(launched.group, launched.writer, launched.readers, launched.board)
+        self._activity_table = launched.activity_table
+        self._attach_workers(launched.group, launched.writer, launched.readers, launched.activity_table)
         atexit.register(self._finalizer)  # before Ray's own end: whoever registers last is called first
         try:
             launched.group.launch()
@@ -64,7 +64,7 @@ class RayDistributedExecutor(RpcExecutor):
         super().shutdown()
         atexit.unregister(self._finalizer)
 
-    # Workers on other nodes cannot write on the board: there it says what they were asked for and have not answered.
+    # Workers on other nodes cannot write on the activity_table: there it says what they were asked for and have not answered.
 
     def _on_request_sent(self, request: Request, args: tuple[Any, ...]) -> None:
         for rank in self._far:

@@ -64,14 +64,14 @@ class LaunchedActors:
     Attributes:
         group: Ends the actors. It has not been told to launch the workers in them.
         writer, readers: The executor's ends of the queues.
-        board: Where workers on the engine's node say what they do, and the executor what it asked the others for.
+        activity_table: Where workers on the engine's node say what they do, and the executor what it asked the others for.
         far: Ranks on other nodes.
     """
 
     group: RayWorkerGroup
     writer: MessageWriter
     readers: list[MessageReader[Reply]]
-    board: ActivityTable
+    activity_table: ActivityTable
     far: tuple[int, ...]
 
 
@@ -89,17 +89,17 @@ def launch_actors(config: EngineConfig, platform: Platform, topology: LaunchTopo
         placed = _in_order(job, resource, limit)
         names = worker_names(config.parallel, len(placed))
         far = tuple(r for r, worker in enumerate(placed) if worker.identity.node_id != job.node_id)
-        board = ActivityTable.create(len(placed))
-        stack.callback(board.close)
+        activity_table = ActivityTable.create(len(placed))
+        stack.callback(activity_table.close)
         workers = []
         for rank, (name, at) in enumerate(zip(names, placed)):
             stack_fd = -1 if rank in far else anonymous_file("stacks")
-            workers.append(RayWorkerHandle(name, rank, at.identity, at.actor, stack_fd, board))
-        group = RayWorkerGroup(job, workers, board)
+            workers.append(RayWorkerHandle(name, rank, at.identity, at.actor, stack_fd, activity_table))
+        group = RayWorkerGroup(job, workers, activity_table)
         stack.callback(group.close)
-        writer, readers = _connect(config, platform, topology, placed, job, group, board)
+        writer, readers = _connect(config, platform, topology, placed, job, group, activity_table)
         stack.pop_all()
-    return LaunchedActors(group, writer, readers, board, far)
+    return LaunchedActors(group, writer, readers, activity_table, far)
 
 
 def _resource_of(platform: Platform, topology: LaunchTopology) -> str:
@@ -157,7 +157,7 @@ def _connect(
     placed: Sequence[_Placed],
     job: RayJob,
     group: RayWorkerGroup,
-    board: ActivityTable,
+    activity_table: ActivityTable,
 ) -> tuple[MessageWriter, list[MessageReader[Reply]]]:
     """Tells every actor who it is, and gives it its ends of the queues; returns the executor's."""
     workers = group.workers
@@ -165,7 +165,7 @@ def _connect(
     with contextlib.ExitStack() as stack:
         queues = RpcQueues([worker.name for worker in workers], far, job.node_ip, config.parallel)
         stack.callback(queues.close)  # the workers have what is theirs
-        messages = {worker.rank: _parcel(worker, queues, board) for worker in workers if worker.is_local}
+        messages = {worker.rank: _parcel(worker, queues, activity_table) for worker in workers if worker.is_local}
         door = FileDescriptorServer(messages)
         stack.callback(door.close)
         starts = _starts(config, platform, topology, workers, placed, queues, door)
@@ -192,10 +192,10 @@ def _connect(
         return writer, readers
 
 
-def _parcel(worker: RayWorkerHandle, queues: RpcQueues, board: ActivityTable) -> MessageWithFds:
+def _parcel(worker: RayWorkerHandle, queues: RpcQueues, activity_table: ActivityTable) -> MessageWithFds:
     requests, replies = queues.worker_handles(worker.rank)
-    ends = NearEnds(requests, replies, board.fd, worker.stack_fd)
-    return MessageWithFds(ends, (*requests.fds, *replies.fds, board.fd, worker.stack_fd))
+    ends = NearEnds(requests, replies, activity_table.fd, worker.stack_fd)
+    return MessageWithFds(ends, (*requests.fds, *replies.fds, activity_table.fd, worker.stack_fd))
 
 
 def _starts(
@@ -209,7 +209,7 @@ def _starts(
 ) -> list[RayWorkerStart]:
     encoded = encode_worker_configs(config, len(placed))
     host, port = placed[0].identity.node_ip, placed[0].identity.port
-    meeting = f"tcp://{f'[{host}]' if ':' in host else host}:{port}" if len(placed) > 1 else None
+    rendezvous = f"tcp://{f'[{host}]' if ':' in host else host}:{port}" if len(placed) > 1 else None
     defaults = {name: value for name, value in os.environ.items() if name.startswith(COPIED_PREFIXES)}
     starts = []
     is_spread = len({at.identity.node_id for at in placed}) > 1
@@ -221,7 +221,7 @@ def _starts(
             local_world_size=at.local_world_size,
             seed=config.model.seed,
             in_engine_process=False,
-            init_method=meeting,
+            init_method=rendezvous,
             num_devices=devices_per_worker(config.parallel, len(placed)),
         )
         starts.append(

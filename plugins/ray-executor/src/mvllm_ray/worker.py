@@ -96,7 +96,7 @@ class NearEnds(msgspec.Struct, frozen=True):
 
     Attributes:
         requests, replies: Its ends of the queues.
-        activity_fd: The status board.
+        activity_fd: The status activity_table.
         stack_fd: Where its stacks go when it crashes or hangs.
     """
 
