@@ -1,8 +1,7 @@
-"""The actors of one engine as workers: watched by one thread, ended together.
+"""The WorkerGroup of Ray actors: one monitor thread watches them, and they are terminated together.
 
-The thread asks Ray a few times a second, without waiting inside it, whether an actor's `run` has come back, and sleeps
-on the sockets of the actors on this node, whose death closes them at once. An actor or a node that is lost is a dead
-worker, and takes the same way as one.
+The thread polls the sockets of local actors, which the kernel closes at their death, and a few times a second asks Ray,
+without blocking, whether an actor's `run` has returned. A lost actor or node is reported like a dead worker process.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from mvllm.extension_api import (
 from mvllm_ray.cluster import RayJob, ready, summary_of
 from mvllm_ray.worker import RayWorkerIdentity, RayWorkerReport
 
-_POLL_SECONDS = 0.25  # how often Ray is asked
+_POLL_SECONDS = 0.25  # interval of asking Ray
 _RAY_REPORT_SECONDS = 2.0  # how much later than a closed connection Ray may report what happened
 _KILL_SECONDS = 1.5  # after ray.kill, and after SIGKILL
-_REPORT_SECONDS = 2.0  # for an actor on another node to say what it is doing
+_REPORT_SECONDS = 2.0  # for an actor on another node to report its activity
 
 
 class RayWorkerHandle(WorkerHandle):
-    """One actor, as the executor sees it. Used by the group.
+    """The executor's handle of one actor.
 
     Args:
         name, rank: As in WorkerHandle.
@@ -191,13 +190,13 @@ class RayWorkerGroup(WorkerGroup[RayWorkerHandle]):
                 poll.unregister(fd)
                 open_sockets.discard(fd)
 
-    # --- the monitor's own thread
+    # --- in the monitor thread
 
     def _run_monitor(self) -> None:
         """Records handshakes and ends of workers until `terminate` sets the stop signal."""
         try:
             self._watch_workers()
-        except Exception as e:  # noqa: BLE001  (without a monitor no death would be noticed: that ends the engine)
+        except Exception as e:  # noqa: BLE001  (without a monitor no death is noticed, so the engine fails)
             error = EngineDeadError(f"The workers cannot be watched any more: {type(e).__name__}: {e}")
             error.__cause__ = e
             self.fail(error)
@@ -205,21 +204,21 @@ class RayWorkerGroup(WorkerGroup[RayWorkerHandle]):
     def _watch_workers(self) -> None:
         poll = select.poll()
         poll.register(self._monitor_stop.fd, select.POLLIN)
-        local = {worker.control.fileno(): worker for worker in self._workers if worker.control is not None}
-        for fd in local:
+        by_fd = {worker.control.fileno(): worker for worker in self._workers if worker.control is not None}
+        for fd in by_fd:
             poll.register(fd, select.POLLIN | select.POLLHUP)
         while not self._monitor_stop.is_set and self._watched:
-            gone = [local[fd] for fd, _ in poll.poll(_POLL_SECONDS * 1e3) if fd in local]
+            gone = [by_fd[fd] for fd, _ in poll.poll(_POLL_SECONDS * 1e3) if fd in by_fd]
             for worker in gone:
                 assert worker.control is not None
                 poll.unregister(worker.control)
-            lost = self._ask_ray()
+            lost = self._poll_ray()
             if (gone or lost) and not self._is_shutting_down and self.failure is None:
                 self._reap_workers(lost, gone)
 
-    def _ask_ray(self) -> list[RayWorkerHandle]:
-        """Takes what has come back since the last look; returns the workers that turned out to be lost."""
-        if not ray.is_initialized():  # to ask all the same would start another Ray
+    def _poll_ray(self) -> list[RayWorkerHandle]:
+        """Handles the actor calls that have returned since the last time; returns the workers that have ended."""
+        if not ray.is_initialized():  # asking would start another Ray
             raise RuntimeError("ray.shutdown() was called in the engine's process, which ends its actors")
         lost = []
         for ref in ready(list(self._watched)):
@@ -235,7 +234,9 @@ class RayWorkerGroup(WorkerGroup[RayWorkerHandle]):
                     continue
                 if handshake.failure is not None and is_built:
                     self.fail(handshake.failure.to_exception())
-                worker.exit_reason = handshake.failure.message if handshake.failure else "It has left its loop."
+                worker.exit_reason = (
+                    handshake.failure.message if handshake.failure else "Its request loop has returned."
+                )
             with self._state_changed:
                 worker.has_ended = True
                 self._state_changed.notify_all()
@@ -251,7 +252,7 @@ class RayWorkerGroup(WorkerGroup[RayWorkerHandle]):
             self._state_changed.notify_all()
 
     def _reap_workers(self, lost: list[RayWorkerHandle], gone: list[RayWorkerHandle]) -> None:
-        """Waits for Ray's account of what the kernel has told, and for those that die of the same cause."""
+        """Waits for Ray's report of the deaths of `gone` and for deaths of the same cause, then fails the group."""
         deadline = time.monotonic() + _RAY_REPORT_SECONDS
         gather_until = time.monotonic() + self.GATHER_SECONDS
         while time.monotonic() < deadline and not self._monitor_stop.is_set:
@@ -259,9 +260,9 @@ class RayWorkerGroup(WorkerGroup[RayWorkerHandle]):
             if not waiting and time.monotonic() > gather_until:
                 break
             time.sleep(0.02)
-            lost += self._ask_ray()
-        everyone = lost + [worker for worker in gone if worker not in lost]
-        for worker in everyone:
+            lost += self._poll_ray()
+        ended = lost + [worker for worker in gone if worker not in lost]
+        for worker in ended:
             worker.has_ended = True
         if not self._is_shutting_down:
-            self.fail_of_deaths(everyone)
+            self.fail_of_deaths(ended)
