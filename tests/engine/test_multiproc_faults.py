@@ -1,4 +1,4 @@
-"""A whole engine on worker processes of a platform that fails on demand: who is told what, and who goes on.
+"""A whole engine on worker processes of a platform that fails on demand: errors, and the engines that continue.
 
 What the caller sees does not depend on where the engine core runs. The gate has the core in its own process, from which
 a fault has one border more to cross; test_example_device has the core here, and `ci/dev.py test --all` both.
@@ -136,7 +136,7 @@ def test_a_step_that_hangs_ends_with_the_rank_and_its_stack(make: MakeLLM, kind:
     assert re.search(r"faults\.py.*in happen", message)
 
 
-def test_a_stopped_worker_is_told_of_at_the_time_limit_by_a_core_in_its_own_process(make: MakeLLM) -> None:
+def test_a_core_process_reports_a_stopped_worker_at_the_time_limit(make: MakeLLM) -> None:
     llm = make(step_timeout=2, **OWN_PROCESS)
     run(llm)
     (worker,) = named(os.environ[TAG], "Worker_TP1")
@@ -186,7 +186,7 @@ def test_a_slow_rank_changes_nothing_but_the_time(make: MakeLLM) -> None:
     assert run(llm) == run(make(tensor_parallel_size=1))
 
 
-def test_a_rank_without_room_for_one_sequence_refuses_for_all(make: MakeLLM) -> None:
+def test_a_rank_without_memory_for_one_sequence_fails_the_start(make: MakeLLM) -> None:
     with pytest.raises(CacheError, match="max_model_len"):
         make(f"poor@memory:rank=1,free={16 << 20}", **WANTED)
 

@@ -1,4 +1,4 @@
-"""Whatever is killed or interrupted, at whatever moment: the caller is told, and nothing is left behind."""
+"""Processes killed or interrupted at any moment: the caller gets an error, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.helpers.processes import (
 
 PROGRAM = Path(__file__).with_name("multiproc_program.py")
 PHASES = {"start-up": "hang-starting", "loading": "hang-loading", "idle": "slow", "mid-request": "slow"}
-"""Phase -> what holds the engine there."""
+"""Phase -> the mode of the scripted worker that holds the engine there."""
 ACTIVITY = {
     "start-up": "importing the worker",
     "loading": "load_model",
@@ -133,10 +133,10 @@ def test_a_killed_worker_is_named_and_nothing_is_left(start: StartEngine, phase:
         wait_until(lambda: len(tagged(engine.tag)) == 1, 5, "the other worker is ended, the caller is not")
         engine.go()
     killed = time.monotonic()
-    told = engine.expect("failed")
+    failure = engine.expect("failed")
     assert time.monotonic() - killed < 5
-    assert re.search(rf"Worker_TP{rank} \(rank {rank}, pid {pid}\) was killed by SIGKILL.*memory", told["message"])
-    assert re.search(ACTIVITY[phase], told["message"])
+    assert re.search(rf"Worker_TP{rank} \(rank {rank}, pid {pid}\) was killed by SIGKILL.*memory", failure["message"])
+    assert re.search(ACTIVITY[phase], failure["message"])
     assert engine.process.wait(5) == 1
     engine.assert_nothing_left()
 

@@ -1,7 +1,7 @@
 """Workers in Ray actors on a cluster of two nodes, both on this machine: tokens, queues, deaths, choice, refusals.
 
 The first node, which the tests are on, has one core and two made-up devices that Ray numbers; the second has one core.
-So two workers that each want a core are on different nodes, whoever places them.
+So two workers that each request a core are on different nodes.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def sources(executor: RayDistributedExecutor) -> list[type]:
     return [type(reader.source) for reader in executor._replies._readers]
 
 
-def test_ranks_on_our_node_use_the_ring_and_those_elsewhere_the_network(make: MakeExecutor) -> None:
+def test_ranks_on_the_engines_node_use_the_ring_and_others_the_network(make: MakeExecutor) -> None:
     executor = make()
     mine = ray.get_runtime_context().get_node_id()
     assert executor.workers[0].node_id == mine and executor.workers[1].node_id != mine
@@ -252,7 +252,7 @@ def test_ranks_on_our_node_use_the_ring_and_those_elsewhere_the_network(make: Ma
     assert [future.result().step for future in futures] == [0, 1, 2, 3, 4]
 
 
-def test_devices_that_ray_numbers_are_given_by_number_with_the_environment_of_the_engine(
+def test_workers_get_the_devices_that_ray_assigned_and_the_environment_of_the_engine(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCRIPTED_WORKER_RESOURCE", DEVICE)
@@ -282,7 +282,7 @@ def test_a_worker_killed_in_a_call_or_idle_is_named_with_its_node_and_what_it_di
     failures: list[Exception] = []
     executor.on_failure(failures.append)
     os.kill(worker.pid, signal.SIGKILL)
-    wait_until(lambda: failures, 5, "the callback is called though nobody waits")
+    wait_until(lambda: failures, 5, "the callback is called without a waiting call")
     with pytest.raises(WorkerDiedError, match=rf"Worker_TP{rank} .*while it was idle"):
         executor.collective_rpc("check_health")
 
@@ -315,7 +315,7 @@ def test_a_worker_that_cannot_be_built_raises_its_own_error(
         make()
 
 
-def test_shutdown_may_be_repeated_and_waits_for_nobody_long(make: MakeExecutor) -> None:
+def test_shutdown_may_be_repeated_and_takes_little_time(make: MakeExecutor) -> None:
     executor = make()
     pids = executor.worker_pids
     pending = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 600_000), non_block=True)
@@ -396,7 +396,7 @@ def test_a_cluster_that_the_engine_joined_is_left_at_its_end_and_leaving_it_earl
 # --- choice and refusals
 
 
-def test_unset_and_more_workers_than_devices_is_ray_where_a_cluster_is(
+def test_more_workers_than_devices_choose_ray_where_a_cluster_is(
     monkeypatch: pytest.MonkeyPatch, nodes: TwoNodes
 ) -> None:
     executor = make_executor(config(2, distributed_executor_backend=None), choose_platform("cpu").platform)
@@ -408,7 +408,7 @@ def test_unset_and_more_workers_than_devices_is_ray_where_a_cluster_is(
     assert isinstance(executor, MultiprocExecutor)
 
 
-def test_a_cluster_that_is_too_small_is_refused_with_what_would_help(make: MakeExecutor) -> None:
+def test_a_cluster_that_is_too_small_is_refused_with_a_remedy(make: MakeExecutor) -> None:
     with pytest.raises(ConfigError, match=r"3 workers need 3 of Ray's resource 'CPU'.*has 2.*tensor_parallel_size"):
         make(3)
 
@@ -421,7 +421,7 @@ def test_a_platform_that_names_no_resource_is_refused_with_the_field(
         make()
 
 
-def test_without_ray_the_refusal_says_how_to_install_it() -> None:
+def test_without_ray_the_error_says_how_to_install_it() -> None:
     program = """
 import sys
 class Blocker:

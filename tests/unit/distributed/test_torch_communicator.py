@@ -110,7 +110,7 @@ def two_groups(rank: int, world_size: int, address: str) -> None:
         group.close()
 
 
-def test_groups_within_a_world_do_not_mix() -> None:
+def test_groups_within_a_world_are_separate() -> None:
     spawn(two_groups, 4)
 
 

@@ -1,4 +1,4 @@
-"""What travels between an executor and its workers: calls, results, errors, and the configuration."""
+"""The messages between an executor and its workers: calls, results, errors, and the configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def failure_of(error: BaseException) -> WorkerFailure:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(failure), type=WorkerFailure)
 
 
-def test_the_configuration_arrives_as_it_was_sent() -> None:
+def test_the_configuration_is_unchanged_after_encoding_and_decoding() -> None:
     config = EngineArgs.from_kwargs(
         model="demo", tensor_parallel_size=2, hf_overrides={"rope_theta": 1e6}, seed=2**62
     ).create_engine_config()
@@ -43,12 +43,12 @@ def test_the_configuration_arrives_as_it_was_sent() -> None:
 
 
 @pytest.mark.parametrize("value", [int(1e30), -(2**70), "\ud800", {"deep": [None, True, 1.5, float("inf")]}])
-def test_whatever_a_config_json_holds_beside_what_is_read_travels_too(value: object) -> None:
+def test_unknown_fields_of_config_json_are_encoded_too(value: object) -> None:
     config = EngineArgs.from_kwargs(model="demo", hf_overrides={"model_max_length": value}).create_engine_config()
     assert decode_config(encode_config(config)).model.hf_config.get("model_max_length") == value
 
 
-def test_bytes_of_something_else_are_not_a_configuration() -> None:
+def test_other_bytes_are_not_decoded_as_a_configuration() -> None:
     with pytest.raises(msgspec.ValidationError):
         decode_config(msgspec.msgpack.encode({"model": "demo"}))
 
@@ -75,7 +75,7 @@ def test_arguments_of_other_types_and_other_methods_are_refused() -> None:
     assert "execute_model" in method_codecs()
 
 
-def test_an_error_of_ours_keeps_its_class_and_any_other_becomes_a_worker_error() -> None:
+def test_an_mvllm_error_keeps_its_class_and_any_other_becomes_a_worker_error() -> None:
     ours = failure_of(ModelError("no such tensor")).to_exception()
     assert type(ours) is ModelError
     assert str(ours) == "Worker_TP2 (rank 2, pid 99) failed in load_model: no such tensor"
@@ -87,7 +87,7 @@ def test_an_error_of_ours_keeps_its_class_and_any_other_becomes_a_worker_error()
         assert "in failure_of" in str(error.__cause__)
 
 
-def test_an_error_without_a_printable_text_travels_all_the_same() -> None:
+def test_an_error_without_a_printable_text_is_sent_without_it() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise ValueError
@@ -96,7 +96,7 @@ def test_an_error_without_a_printable_text_travels_all_the_same() -> None:
     assert "\\udc80" in str(failure_of(ValueError("\udc80")).to_exception())
 
 
-def test_workers_are_named_by_what_they_share() -> None:
+def test_workers_are_named_by_their_parallel_ranks() -> None:
     def names(tp: int, pp: int) -> list[str]:
         parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
         return worker_names(parallel, tp * pp)
@@ -111,7 +111,7 @@ def test_workers_are_named_by_what_they_share() -> None:
     assert worker_names(ParallelConfig(pipeline_parallel_size=4), 2) == ["Worker_0", "Worker_1"]
 
 
-def test_the_activity_table_has_one_line_per_rank_in_every_process_that_maps_it() -> None:
+def test_the_activity_table_has_one_row_per_rank_in_every_process_that_maps_it() -> None:
     board = ActivityTable.create(3)
     other = ActivityTable(os.dup(board.fd))
     other.write(1, "execute_model", request_id=5, step=12)

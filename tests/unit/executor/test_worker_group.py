@@ -1,4 +1,4 @@
-"""Which worker an error names first, where one waits for another."""
+"""The worker that an error names first, if one waits for another."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def test_of_late_workers_the_stopped_one_comes_first() -> None:
+def test_a_stopped_worker_is_named_first_among_late_ones() -> None:
     group = Group(size=3, stopped=[2])
     error = group.stuck_error(group.workers, 2.0, "has not finished its step")
     assert isinstance(error, WorkerStuckError) and error.rank == 2
@@ -62,7 +62,7 @@ def test_of_late_workers_the_stopped_one_comes_first() -> None:
     group.close()
 
 
-def test_a_failure_of_one_that_waited_for_a_stopped_one_names_that_first() -> None:
+def test_a_failure_while_another_worker_is_stopped_names_the_stopped_one_first() -> None:
     waited = WorkerError("Worker_TP0 failed in all_reduce: timeout", rank=0, pid=100, activity="all_reduce")
     group = Group(size=2, stopped=[1])
     error = group.fail_with_root_cause(waited)
@@ -73,7 +73,7 @@ def test_a_failure_of_one_that_waited_for_a_stopped_one_names_that_first() -> No
 
 
 @pytest.mark.parametrize("stopped", [[], [0]], ids=["none", "itself"])
-def test_a_failure_with_no_other_one_stopped_stays_as_it_is(stopped: list[int]) -> None:
+def test_a_failure_is_unchanged_if_no_other_worker_is_stopped(stopped: list[int]) -> None:
     failure = WorkerError("Worker_TP0 failed", rank=0, pid=100, activity="")
     group = Group(size=2, stopped=stopped)
     assert group.fail_with_root_cause(failure) is failure

@@ -35,7 +35,7 @@ CASES = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @CASES
-def test_a_reader_may_die_between_any_two_instructions_of_taking_a_message(
+def test_a_reader_may_die_between_any_two_instructions_of_receiving_a_message(
     size: int, options: tuple[str, ...], least: int
 ) -> None:
     seen = deaths("reader", size, *options)
@@ -58,7 +58,7 @@ def test_a_writer_may_die_between_any_two_instructions_of_sending_a_message(
     got = [(death["first"], death["second"]) for death in seen]
     together = {(before, before), (before + 1, before + 1)}
     if not options:
-        assert set(got) == {*together, (before + 1, before)}, "readers are told one after the other"
+        assert set(got) == {*together, (before + 1, before)}, "readers are notified one after the other"
     elif size < LARGE:  # how often it looks while it waits differs from run to run, so a boundary may be left out
         assert together <= set(got) <= {*together, (before + 1, before)}
     else:  # what a socket had not passed on dies with its writer

@@ -1,4 +1,4 @@
-"""Peers that die, at every instruction boundary that matters: the other end notices, says who it was, and goes on."""
+"""Peers that die at the relevant instruction boundaries: the other end notices it, names the peer, and continues."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_writer_that_waits_for_room_notices_at_once_that_its_reader_was_killed
         assert time.monotonic() - killed < SOON
 
 
-def test_a_death_pipe_does_where_there_is_no_pidfd(monkeypatch):
+def test_a_death_pipe_replaces_a_missing_pidfd(monkeypatch):
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     read_end, write_end = os.pipe()
     with queue_of("Worker_TP0") as queue, contextlib.closing(queue.open_reader(0, dict)) as reader:
@@ -116,7 +116,7 @@ def test_a_death_pipe_does_where_there_is_no_pidfd(monkeypatch):
     os.close(read_end)
 
 
-def test_looking_the_process_up_does_where_there_is_neither(monkeypatch):
+def test_the_process_is_looked_up_without_pidfd_and_death_pipe(monkeypatch):
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     with queue_of("Worker_TP0") as queue, contextlib.closing(queue.open_writer()) as writer:
         ready, theirs = processes.SPAWN.Pipe()

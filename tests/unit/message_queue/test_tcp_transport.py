@@ -1,4 +1,4 @@
-"""Readers on other machines (here: through this machine's TCP): the same promises, and a locked door."""
+"""Readers on other machines (here over this machine's TCP): the same guarantees, and authentication."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_local_and_remote_readers_get_the_same_messages_in_order(ends):
             assert (message, bytes(buffer)) == ({"number": number}, payload)
 
 
-def test_back_pressure_reaches_across_the_network(ends):
+def test_back_pressure_applies_to_remote_readers(ends):
     remote = ends.connect()
     for number in range(10):
         if number < 3:
@@ -101,11 +101,11 @@ def test_a_group_can_wait_for_remote_readers(ends):
     assert group.wait(10) == [remote]
 
 
-def test_a_stranger_without_the_key_gets_nothing_and_disturbs_nobody(ends):
+def test_a_reader_with_another_key_is_refused_and_others_are_served(ends):
     public, secret = zmq.curve_keypair()
-    stranger = ends.connect(public_key=public, secret_key=secret)
+    other_reader = ends.connect(public_key=public, secret_key=secret)
     with pytest.raises(PeerDiedError, match="refused our key"):
-        stranger.dequeue(10)
+        other_reader.dequeue(10)
     with pytest.raises(QueueTimeoutError, match="never attached"):
         ends.writer.enqueue({}, timeout=0.05)
     remote = ends.connect()
@@ -160,7 +160,7 @@ def test_a_remote_wait_ends_at_the_stop_signal(ends):
     reader.close()
 
 
-def test_refusals_say_what_to_do(ends):
+def test_errors_of_remote_queues_name_the_remedy(ends):
     with pytest.raises(ConfigError, match="open_writer"):
         MessageQueue.create("q", [], remote_readers=["r"], host="127.0.0.1").writer_handle()
     with pytest.raises(ConfigError, match="remote_readers and host go together"):
