@@ -260,7 +260,7 @@ def test_a_result_of_another_kind_than_declared_fails_the_call_and_names_the_wor
 
 
 def test_a_reply_in_another_ranks_name_ends_the_executor_and_names_the_sender(make: MakeExecutor) -> None:
-    with pytest.raises(WorkerError, match=r"Worker_TP1 \(rank 1, pid \d+\) sent a reply in the name of rank 7"):
+    with pytest.raises(WorkerError, match=r"Worker_TP1 \(rank 1, pid \d+\) sent a reply as rank 7"):
         make(2).collective_rpc("allocate_kv_cache", (FORGE_ON_RANK_1, 7))
 
 

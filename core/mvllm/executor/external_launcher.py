@@ -20,11 +20,9 @@ from mvllm.distributed.rank_exchange import RankExchange
 from mvllm.errors import ConfigError
 from mvllm.executor.interface import log_drawn_seed
 from mvllm.executor.uniproc import InProcessExecutor
-from mvllm.executor.worker_topology import devices_per_worker, with_workers_as_ranks
-from mvllm.platform.checked_calls import call_checked
+from mvllm.executor.worker_topology import devices_per_worker, launch_topology, with_workers_as_ranks
 from mvllm.platform.interface import Platform
-from mvllm.platform.phases import Phase, enter_phase
-from mvllm.platform.topology import LaunchTopology, WorkerContext
+from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
 _T = TypeVar("_T")
@@ -89,9 +87,7 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         launched = LaunchedRank.from_environment(os.environ)
-        with enter_phase(Phase.ENGINE):
-            topology: LaunchTopology = call_checked(platform, "topology", config.parallel, returns=LaunchTopology)
-        num_devices = devices_per_worker(config.parallel, topology.num_workers)
+        num_devices = devices_per_worker(config.parallel, launch_topology(config, platform).num_workers)
         parallel = with_workers_as_ranks(config.parallel, num_devices)
         if launched.world_size != parallel.world_size:
             devices = "" if num_devices == 1 else f", each of which drives {num_devices} devices"

@@ -234,11 +234,7 @@ class RpcExecutor(Executor):
         except (PeerDiedError, QueueStoppedError) as e:
             raise self._root_cause(e) from None
         except QueueTimeoutError as e:
-            busy = self._busy()
-            late = [
-                *busy,
-                *(worker for worker in self._group.stopped_workers() if worker not in busy),
-            ] or self._group.workers
+            late = list(dict.fromkeys([*self._busy(), *self._group.stopped_workers()])) or self._group.workers
             raise self._group.fail_with_root_cause(self._group.stuck_error(late, limit, "took no request")) from e
 
     def _on_request_sent(self, request: Request, args: tuple[Any, ...]) -> None:
@@ -249,15 +245,13 @@ class RpcExecutor(Executor):
 
     def _dispatch(self, readers: Sequence[MessageReader[Reply]]) -> None:
         for reader in readers:
+            sender = self._group.workers[self._sender_of(reader)]
             try:
                 reply, _ = reader.dequeue()
+                error = None if reply.rank == sender.rank else _unreadable(sender, f"a reply as rank {reply.rank}")
             except (QueueCorruptError, msgspec.DecodeError) as e:
-                sender = self._group.workers[self._sender_of(reader)]
-                self._fail_calls(self._group.fail_with_root_cause(_unreadable(sender, f"an unreadable reply: {e}", e)))
-                return
-            if reply.rank != self._sender_of(reader):
-                sender = self._group.workers[self._sender_of(reader)]
-                error = _unreadable(sender, f"a reply in the name of rank {reply.rank}")
+                error = _unreadable(sender, f"an unreadable reply: {e}", e)
+            if error is not None:
                 self._fail_calls(self._group.fail_with_root_cause(error))
                 return
             call = self._calls.get(reply.id)
@@ -274,7 +268,7 @@ class RpcExecutor(Executor):
                 call.future.set_result(results[0] if call.codec.name == STEP_METHOD else results)
 
     def _sender_of(self, reader: MessageReader[Reply]) -> int:
-        """The rank that writes what `reader` reads."""
+        """The rank whose replies `reader` reads."""
         rank = self._senders.get(reader.name)
         if rank is None:
             rank = next(w.rank for w in self._group.workers if response_queue_name(w.name) == reader.name)

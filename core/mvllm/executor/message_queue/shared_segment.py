@@ -15,6 +15,7 @@ import sys
 import tempfile
 
 from mvllm.executor.message_queue.errors import SharedMemoryError
+from mvllm.executor.process.process_utils import anonymous_file, memory_file
 
 if sys.platform == "linux":
     import fcntl
@@ -51,7 +52,7 @@ class SharedSegment:
         Raises:
             SharedMemoryError: There is not enough memory.
         """
-        fd = _open(name, directory)
+        fd = anonymous_file(name, directory or anonymous_directory())
         try:
             _allocate(fd, size)
             if directory is None:
@@ -81,28 +82,11 @@ class SharedSegment:
 
 def anonymous_directory() -> str | None:
     """The directory that replaces anonymous memory, or None where the system has anonymous memory."""
-    fd = _memfd("probe")
+    fd = memory_file("probe")
     if fd < 0:
         return FALLBACK_DIRECTORY if os.path.isdir(FALLBACK_DIRECTORY) else tempfile.gettempdir()
     os.close(fd)
     return None
-
-
-def _memfd(name: str) -> int:
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a sandbox may forbid the call
-            return os.memfd_create(f"mvllm-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    return -1
-
-
-def _open(name: str, directory: str | None) -> int:
-    fd = _memfd(name) if directory is None else -1
-    return fd if fd >= 0 else _open_unnamed(directory or anonymous_directory() or tempfile.gettempdir())
-
-
-def _open_unnamed(directory: str) -> int:
-    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:  # has no name, or only until it is open
-        return os.dup(file.fileno())
 
 
 def _allocate(fd: int, size: int) -> None:

@@ -34,7 +34,7 @@ from mvllm.executor.message_queue.errors import (
 )
 from mvllm.executor.message_queue.handles import RemoteReaderHandle
 from mvllm.executor.message_queue.notifier import StopSignal
-from mvllm.executor.message_queue.overflow_socket import LINGER_MS, shared_frames
+from mvllm.executor.message_queue.overflow_socket import GRACE_SECONDS, LINGER_MS, shared_frames
 from mvllm.executor.message_queue.peers import Peer
 from mvllm.executor.message_queue.waiter import POLL_SECONDS, Waiter
 
@@ -248,7 +248,9 @@ class RemoteSource:
         if self._frames is None:
             self._frames = self._receive_next()
         if self._frames is None and self._read_events():
-            self._frames = self._receive_next()  # a message from before the connection broke
+            # ZeroMQ reports the end of a connection just before it delivers the last message.
+            if self._socket.poll(int(GRACE_SECONDS * 1e3)):
+                self._frames = self._receive_next()
             if self._frames is None:
                 raise self._broken()
         return self._frames is not None

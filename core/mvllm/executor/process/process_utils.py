@@ -28,7 +28,6 @@ STACK_SIGNAL = signal.SIGUSR1
 """Makes a process write the stacks of all its threads, even inside native code."""
 
 _CRASH_REPORT_PREFIX = "It ended with an error: "
-_HAS_MEMFD = hasattr(os, "memfd_create")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _STACK_BYTES = 64 << 10
@@ -232,17 +231,26 @@ def _open_stream(stream: TextIO | None) -> TextIO:
     return stream if stream is not None else open(os.devnull, "w")
 
 
-def anonymous_file(name: str) -> int:
+def anonymous_file(name: str, directory: str | None = None) -> int:
     """A descriptor of an empty file without a name, which is deleted when its last descriptor is closed.
 
     Args:
         name: Shown in /proc.
+        directory: The file system to create it in; None for anonymous memory, or a temporary file without it.
     """
-    if _HAS_MEMFD:
-        with contextlib.suppress(OSError):  # a sandbox may forbid the call
-            return os.memfd_create(f"mvllm-{name}", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile(buffering=0) as file:
+    fd = memory_file(name) if directory is None else -1
+    if fd >= 0:
+        return fd
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:  # has no name, or only until it is open
         return os.dup(file.fileno())
+
+
+def memory_file(name: str) -> int:
+    """A descriptor of an empty file in anonymous memory, which can be sealed; -1 where the system offers none."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a sandbox may forbid the call
+            return os.memfd_create(f"mvllm-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    return -1
 
 
 class PrefixedStream:
