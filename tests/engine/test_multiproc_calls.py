@@ -254,7 +254,7 @@ def test_a_result_of_another_kind_than_declared_fails_the_call_and_names_the_wor
 ) -> None:
     monkeypatch.setenv("SCRIPTED_WORKER", "odd")
     executor = make(2)
-    with pytest.raises(WorkerError, match=r"Worker_TP\d \(rank \d, pid \d+\) sent something else than available_kv_b"):
+    with pytest.raises(WorkerError, match=r"Worker_TP\d \(rank \d, pid \d+\) sent another type than available_kv_b"):
         executor.available_kv_bytes()
     assert executor.collective_rpc("check_health") == [None, None], "the workers are still of use"
 
