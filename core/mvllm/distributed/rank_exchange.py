@@ -49,5 +49,5 @@ class RankExchange:
     def all_gather(self, payload: bytes) -> list[bytes]:
         """The payloads of all ranks, in rank order. All ranks call it the same number of times."""
         prefix = f"exchange/{next(self._round)}"
-        self._shared.set(f"{prefix}/{self._rank}", payload)  # type: ignore[arg-type]  # bytes are taken, too
+        self._shared.set(f"{prefix}/{self._rank}", payload)  # type: ignore[arg-type]  # bytes are accepted as well
         return [self._shared.get(f"{prefix}/{rank}") for rank in range(self._world_size)]

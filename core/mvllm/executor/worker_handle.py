@@ -46,7 +46,7 @@ class WorkerHandle(ABC):
 
     @property
     def activity(self) -> Activity:
-        """What the worker is doing, as far as the table says."""
+        """The activity of the worker, as the table has it."""
         return self._activity_table.read(self.rank)
 
     @property

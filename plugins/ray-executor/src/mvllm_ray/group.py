@@ -34,7 +34,7 @@ from mvllm_ray.cluster import RayJob, ready, summary_of
 from mvllm_ray.worker import RayWorkerIdentity, RayWorkerReport
 
 _POLL_SECONDS = 0.25  # interval of asking Ray
-_RAY_REPORT_SECONDS = 2.0  # how much later than a closed connection Ray may report what happened
+_RAY_REPORT_SECONDS = 2.0  # how long after a closed connection Ray may report the death
 _KILL_SECONDS = 1.5  # after ray.kill, and after SIGKILL
 _REPORT_SECONDS = 2.0  # for an actor on another node to report its activity
 
