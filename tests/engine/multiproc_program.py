@@ -1,4 +1,4 @@
-"""An engine core in a process of its own, for tests that kill things: scripted workers, and no torch anywhere.
+"""An engine core with scripted workers and without torch, for tests that kill processes.
 
 Prints its phase on stdout, one JSON line each; in phase idle it waits for a line on stdin.
 """

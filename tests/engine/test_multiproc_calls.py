@@ -215,7 +215,7 @@ def test_a_death_while_idle_is_noticed_without_a_call_and_ends_the_others(make: 
 
 def test_a_hung_step_fails_with_the_stack_of_the_rank_that_hangs(make: MakeExecutor, tag: str) -> None:
     executor = make(2, step_timeout=1.0)
-    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 0 answers, rank 1 never comes back
+    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 0 answers, rank 1 hangs
     health = executor.collective_rpc("check_health", non_block=True)
     with pytest.raises(TimeoutError, match=r"Worker_TP1.*execute_model of step 99"):
         health.result(0.2)
@@ -256,7 +256,7 @@ def test_a_result_of_another_kind_than_declared_fails_the_call_and_names_the_wor
     executor = make(2)
     with pytest.raises(WorkerError, match=r"Worker_TP\d \(rank \d, pid \d+\) sent another type than available_kv_b"):
         executor.available_kv_bytes()
-    assert executor.collective_rpc("check_health") == [None, None], "the workers are still of use"
+    assert executor.collective_rpc("check_health") == [None, None], "the workers stay usable"
 
 
 def test_a_reply_in_another_ranks_name_ends_the_executor_and_names_the_sender(make: MakeExecutor) -> None:
@@ -273,7 +273,7 @@ def test_a_step_that_does_not_end_is_reported_with_stacks_once_and_other_calls_w
     executor.collective_rpc("allocate_kv_cache", (SLEEP_ON_RANK_0_MS, 1000))
     assert "allocate_kv_cache has not ended after" in caplog.text and "The stack of" not in caplog.text
     caplog.clear()
-    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 1 never comes back from it
+    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 1 hangs in it
     os.kill(executor.worker_pids[0], signal.SIGSTOP)
     with pytest.raises(TimeoutError):
         executor.execute_model(SchedulerOutput(step=100)).result(3.0)
@@ -372,7 +372,7 @@ def test_an_executor_that_is_collected_in_its_monitor_thread_ends_its_workers_gr
 ) -> None:
     problems: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", problems.append)
-    make(1).shutdown()  # what is opened once per process
+    make(1).shutdown()  # opens what is opened once per process
     num_open = len(os.listdir("/proc/self/fd"))
     executor = make_executor(_config(2), choose_platform("scripted").platform)
     victim = executor.worker_pids[0]
@@ -395,7 +395,7 @@ def test_an_executor_that_is_collected_in_its_monitor_thread_ends_its_workers_gr
     finally:
         gc.enable()
     assert is_collected() is None
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_open, 30, "everything is given back")
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_open, 30, "all descriptors are closed")
     assert not problems, problems
     assert not tagged(tag)
 
@@ -419,7 +419,7 @@ def test_a_fork_of_the_engines_process_does_not_end_its_workers(make: MakeExecut
 
 
 def test_descriptors_are_closed(make: MakeExecutor) -> None:
-    make(2).shutdown()  # what is opened once per process
+    make(2).shutdown()  # opens what is opened once per process
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         make(2).shutdown()
@@ -430,7 +430,7 @@ def test_descriptors_are_closed(make: MakeExecutor) -> None:
 def test_an_executor_without_memory_for_its_queues_releases_everything(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make(2).shutdown()  # what is opened once per process
+    make(2).shutdown()  # opens what is opened once per process
     before = len(os.listdir("/proc/self/fd"))
 
     def refused() -> None:
@@ -443,7 +443,7 @@ def test_an_executor_without_memory_for_its_queues_releases_everything(
     with monkeypatch.context() as patched:
         patched.setattr(rpc_queues, "shared_memory_space", lambda: replace(space, free_bytes=1000))
         refused()
-    create, made = ShmRingBuffer.create, itertools.count()  # it was there when all was planned, and is gone at the last
+    create, made = ShmRingBuffer.create, itertools.count()  # memory is short only when the last ring is created
     monkeypatch.setattr(ShmRingBuffer, "create", lambda *args: create(*args) if next(made) < 2 else _no_memory())
     refused()
 

@@ -176,7 +176,7 @@ WANTED = {"max_num_seqs": 2048, "max_model_len": 256, "memory_utilization": 0.9,
 def test_the_rank_with_the_least_memory_decides_how_many_blocks_all_have(make: MakeLLM, rank: int) -> None:
     poor = make(f"poor@memory:rank={rank},free={200 << 20}", **WANTED).llm_engine.cache_summary
     assert poor.num_blocks > 0
-    assert poor.total_bytes <= 100 << 20, "half of what is free on that rank: two ranks of one memory share it"
+    assert poor.total_bytes <= 100 << 20, "half of the free memory of that rank: two ranks share one memory"
 
 
 def test_a_slow_rank_changes_nothing_but_the_time(make: MakeLLM) -> None:
@@ -192,7 +192,7 @@ def test_a_rank_without_memory_for_one_sequence_fails_the_start(make: MakeLLM) -
 
 
 def test_a_step_that_finds_no_memory_on_one_rank_ends_the_engine_with_the_reason(make: MakeLLM) -> None:
-    """The other waits for its part: asked whether it has failed, too, it does not answer."""
+    """The other rank waits for its shard, and does not answer whether it has failed, too."""
     llm = make("oom@execute:rank=1,step=2", step_timeout=20.0)
     with pytest.raises(
         EngineDeadError, match=r"Worker_TP1 .*execute_model of step 2: A step does not fit .*: injected"

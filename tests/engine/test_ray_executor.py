@@ -46,14 +46,14 @@ pytestmark = pytest.mark.serial
 TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
 """A small budget cuts prompts into chunks."""
 NUM_BLOCKS = 24
-"""Room for two sequences of the greatest length: eight cannot stay."""
+"""Enough for two sequences of the greatest length, so that eight are preempted."""
 DEVICE = "GPU"
-"""A resource that Ray numbers, and believes in without looking."""
+"""A resource that Ray numbers, without checking that the devices exist."""
 
 
 @dataclass
 class TwoNodes:
-    """The cluster. The second node may be lost, and comes back."""
+    """The cluster. The second node may be removed and added again."""
 
     cluster: Any
     second: Any
@@ -100,7 +100,7 @@ def _started() -> Cluster:
 
 @pytest.fixture(autouse=True)
 def nothing_left(nodes: TwoNodes) -> Iterator[None]:
-    """No actor, no claim on the cluster, no shared memory."""
+    """Checks that no actor, reserved resource or shared memory is left."""
     before = shared_memory_names()
     yield
     wait_until(lambda: not _workers_alive(), 10, "no actor is left")
@@ -109,7 +109,7 @@ def nothing_left(nodes: TwoNodes) -> Iterator[None]:
 
 
 def _workers_alive() -> list[psutil.Process]:
-    """Actors of ours below this process, which has started the nodes."""
+    """The actors among the descendants of this process, which has started the nodes."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -127,7 +127,7 @@ def executor_of(llm: LLM) -> Any:
 # --- a whole engine
 
 
-# What a family does to its shards does not depend on the executor; test_multiproc_parity has every one.
+# The sharding of a family does not depend on the executor; test_multiproc_parity tests every family.
 FURTHER = [pytest.param(n, marks=pytest.mark.exhaustive) for n in ("mistral-window", "qwen2", "qwen3", "opt", "gpt2")]
 
 
@@ -151,7 +151,7 @@ def test_ranks_on_two_nodes_give_the_tokens_of_transformers(name: str) -> None:
 
 
 def _bytes_of_blocks(folder: Path) -> int:
-    """What NUM_BLOCKS blocks take on one of two ranks, in float32."""
+    """The bytes of NUM_BLOCKS blocks on one of two ranks, in float32."""
     config = json.loads((folder / "config.json").read_text())
     heads = config.get("num_attention_heads") or config["n_head"]
     hidden = config.get("hidden_size") or config["n_embd"]
@@ -258,7 +258,7 @@ def test_workers_get_the_devices_that_ray_assigned_and_the_environment_of_the_en
     monkeypatch.setenv("SCRIPTED_WORKER_RESOURCE", DEVICE)
     monkeypatch.setenv("HF_SCRIPTED_WORKER_MARK", "from the engine")
     executor = make()
-    assert sources(executor) == [LocalSource, LocalSource]  # the devices are on our node, both of them
+    assert sources(executor) == [LocalSource, LocalSource]  # both devices are on the engine's node
     for rank in range(2):
         with pytest.raises(PlatformError, match="RuntimeError: 0,1 from the engine"):
             executor.collective_rpc("allocate_kv_cache", (TELL, 0), ranks=[rank])
@@ -300,7 +300,7 @@ def test_an_error_keeps_its_traceback_and_a_step_that_raises_ends_the_executor(m
 
 def test_a_step_that_hangs_on_another_node_fails_with_the_stack_of_the_rank(make: MakeExecutor) -> None:
     executor = make(step_timeout=2.0)
-    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 0 answers, rank 1 never comes back
+    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 0 answers, rank 1 hangs
     os.kill(executor.worker_pids[0], signal.SIGSTOP)
     with pytest.raises(WorkerStuckError, match=r"Worker_TP1 \(rank 1.*step 99(?s:.*)in execute_model"):
         executor.execute_model(SchedulerOutput(step=100)).result()
@@ -323,7 +323,7 @@ def test_shutdown_may_be_repeated_and_takes_little_time(make: MakeExecutor) -> N
     for _ in range(2):
         executor.shutdown()
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5, "the actors are gone")
-    assert ray.is_initialized()  # the caller's own
+    assert ray.is_initialized()  # initialized by the caller
     with pytest.raises(EngineDeadError, match="shut down"):
         pending.result()
 
@@ -393,7 +393,7 @@ def test_a_cluster_that_the_engine_joined_is_left_at_its_end_and_leaving_it_earl
     assert "ray.shutdown() was called" in run.stdout or "Worker_TP" in run.stdout
 
 
-# --- choice and refusals
+# --- choice and errors
 
 
 def test_more_workers_than_devices_choose_ray_where_a_cluster_is(

@@ -120,7 +120,7 @@ def test_a_listed_executor_that_prefers_an_engine_of_several_workers_is_chosen(e
     assert type(make_executor(config(), listing)) is UniProcExecutor
     without = FakePlatform(executors=("uni", "clustered"))
     monkeypatch.setattr("mvllm.executor.factory._count_devices", lambda platform: 2)
-    assert "2 workers are needed" in refusal(config(tp=2), without)  # it is there, and does not claim these
+    assert "2 workers are needed" in refusal(config(tp=2), without)  # it is installed, and does not prefer this engine
     monkeypatch.setattr("mvllm.executor.factory._count_devices", lambda platform: 1)
     monkeypatch.setenv("MVLLM_PLUGINS", "remote")
     assert "2 workers are needed" in refusal(config(tp=2), without)

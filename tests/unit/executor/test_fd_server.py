@@ -147,7 +147,7 @@ def test_a_client_waits_while_the_backlog_is_full() -> None:
         listener.bind("\0mvllm-test-" + secrets.token_hex(8))
         listener.listen(0)
         address = FileDescriptorServerAddress("@" + listener.getsockname()[1:].decode(), b"x" * 32)
-        for _ in range(3):  # until the line is full
+        for _ in range(3):  # until the backlog is full
             client = stack.enter_context(socket.socket(socket.AF_UNIX))
             client.setblocking(False)
             with contextlib.suppress(BlockingIOError):

@@ -45,7 +45,7 @@ def test_a_reader_that_dies_anywhere_is_named_and_the_others_lose_nothing(point)
                     assert reader.dequeue(5)[0] == {"number": read}
                     read += 1
             assert (caught.value.name, caught.value.index, caught.value.pid) == ("Worker_TP1", 1, child.pid)
-            assert 3 <= sent <= 15, "three slots, and at the fourth call at most four times three messages were taken"
+            assert 3 <= sent <= 15, "three slots, and the fourth call has taken at most four times three messages"
             writer.drop_reader(1)
             for number in range(20):
                 writer.enqueue({"number": number}, timeout=5)
@@ -151,7 +151,7 @@ def test_a_group_notices_the_death_of_any_writer_once_it_has_read_what_is_there(
 
 
 class PollInTheWorstOrder:
-    """poll() that looked at the data before a peer's last message came, and at the peer after it had ended."""
+    """A poll() that checks the data before a peer's last message, and the peer after its end."""
 
     def __init__(self, real, peer_fd, last_act):
         self._real, self._peer_fd, self._last_act = real, peer_fd, last_act

@@ -29,7 +29,7 @@ SMALL = QueueSettings(num_slots=3, slot_bytes=1024)
 
 
 class Ends:
-    """A queue with all its ends open here."""
+    """A queue with all its ends in this process."""
 
     def __init__(self, num_readers=1, settings=SMALL, message_type=dict, stop=None):
         self.queue = MessageQueue.create("steps", [f"Worker_TP{i}" for i in range(num_readers)], settings=settings)
@@ -57,7 +57,7 @@ def make_ends():
 
 @pytest.fixture(params=["eventfd", "pipe"], autouse=True)
 def wake_up(request, monkeypatch):
-    """Every test here runs with both kinds of wake-up."""
+    """Runs every test with both kinds of notifier."""
     if request.param == "pipe":
         monkeypatch.setattr(notifiers, "HAS_EVENTFD", False)
     elif not notifiers.HAS_EVENTFD:
@@ -230,7 +230,7 @@ def test_the_stop_signal_ends_a_wait_at_once_and_every_later_one(make_ends):
         ends.reader.dequeue()
     assert time.monotonic() - started < 5
     ends.writer.enqueue({})
-    assert ends.reader.dequeue() == ({}, [])  # what is there is still delivered
+    assert ends.reader.dequeue() == ({}, [])  # published messages are still delivered
     with pytest.raises(QueueStoppedError):
         ends.reader.dequeue()
     for _ in range(3):

@@ -94,7 +94,7 @@ def test_planned_rings_fit_and_every_byte_of_them_can_be_written(small_filesyste
 
 
 def limit_memory(monkeypatch, root, line, folders):
-    """A machine whose control groups have these files: {folder: {file: content}}."""
+    """Simulates control groups with these files: {folder: {file: content}}."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(line)
     for folder, files in folders.items():
@@ -115,7 +115,7 @@ def test_the_limit_of_any_control_group_above_counts(monkeypatch, tmp_path, wher
 
 
 def test_cached_files_count_as_free_memory(monkeypatch, tmp_path):
-    """After reading weights a container's memory is full of them, and every byte of that can be had."""
+    """After weights have been read, cached files fill a container's memory, and all of it can be freed."""
     usage = {
         "memory.limit_in_bytes": 64 * MIB,
         "memory.usage_in_bytes": 64 * MIB - 1,

@@ -32,7 +32,7 @@ SMALL = QueueSettings(num_slots=3, slot_bytes=1024)
 
 
 class Ends:
-    """A queue with one local and some remote readers, all open here."""
+    """A queue with one local and some remote readers, all in this process."""
 
     def __init__(self, num_remote=1):
         remote = [f"Worker_TP{1 + i}" for i in range(num_remote)]
