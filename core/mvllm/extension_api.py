@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from mvllm.executor.rpc_queues import RemoteResponseQueue, RpcQueues
     from mvllm.executor.uniproc import UniProcExecutor
     from mvllm.executor.worker_group import WorkerGroup
+    from mvllm.executor.worker_handle import WorkerHandle
     from mvllm.executor.worker_proc import WorkerProc
     from mvllm.executor.worker_topology import devices_per_worker, launch_topology
     from mvllm.layers.attention import Attention
@@ -167,6 +168,7 @@ _HOMES = {
     "ActivityTable": "mvllm.executor.process.activity_table",
     "UniProcExecutor": "mvllm.executor.uniproc",
     "WorkerGroup": "mvllm.executor.worker_group",
+    "WorkerHandle": "mvllm.executor.worker_handle",
     "WorkerProc": "mvllm.executor.worker_proc",
     "Attention": "mvllm.layers.attention",
     "BuildContext": "mvllm.layers.context",
@@ -296,6 +298,7 @@ __all__ = [
     "WorkerContext",
     "WorkerDiedError",
     "WorkerGroup",
+    "WorkerHandle",
     "WorkerProc",
     "WorkerStuckError",
     "WorkerWrapper",

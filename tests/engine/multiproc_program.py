@@ -1,6 +1,6 @@
-"""An engine core in a process of its own, for tests that kill things: scripted workers, and no torch anywhere.
+"""An engine core with scripted workers and without torch, for tests that kill processes.
 
-Says on stdout how far it is, one JSON line each; goes on from idle when it gets a line on stdin.
+Prints its phase on stdout, one JSON line each; in phase idle it waits for a line on stdin.
 """
 
 from __future__ import annotations

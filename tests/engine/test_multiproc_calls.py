@@ -1,4 +1,4 @@
-"""Calls to worker processes: who answers, in what order, how long it may take, and what an error brings along."""
+"""Calls to worker processes: the ranks that answer, the order, the time limits, and the contents of errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _config(num_workers: int, **fields: object) -> EngineConfig:
     return config
 
 
-def test_every_rank_answers_in_rank_order_or_only_those_asked(make: MakeExecutor) -> None:
+def test_all_ranks_or_only_the_named_ones_answer_in_rank_order(make: MakeExecutor) -> None:
     executor = make(3)
     assert [needs.bytes_per_token for needs in executor.kv_cache_needs()] == [1000, 1001, 1002]
     assert executor.kv_cache_needs()[0].block_sizes == (16, 32)
@@ -101,7 +101,7 @@ def test_only_declared_methods_with_arguments_of_their_types_can_be_called(make:
     assert executor.collective_rpc("check_health") == [None]
 
 
-def test_steps_may_be_under_way_together_and_are_answered_by_one_rank(make: MakeExecutor) -> None:
+def test_several_steps_may_be_in_flight_and_one_rank_answers(make: MakeExecutor) -> None:
     executor = make(2)
     futures = [executor.execute_model(SchedulerOutput(step=step)) for step in range(5)]
     outputs = [future.result() for future in reversed(futures)]
@@ -109,7 +109,7 @@ def test_steps_may_be_under_way_together_and_are_answered_by_one_rank(make: Make
     assert all(output.sampled_token_ids == [0] for output in outputs)
 
 
-def test_a_call_that_does_not_wait_gives_a_future(make: MakeExecutor) -> None:
+def test_a_non_blocking_call_returns_a_future(make: MakeExecutor) -> None:
     executor = make()
     future = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 3000), non_block=True)
     assert isinstance(future, Future) and not future.done()
@@ -130,7 +130,7 @@ def test_a_timeout_names_the_worker_and_its_late_reply_is_not_taken_for_a_later_
         assert [needs.bytes_per_token for needs in executor.kv_cache_needs()] == [1000, 1001]
 
 
-def test_a_call_that_was_given_up_says_so_however_often_it_is_asked(make: MakeExecutor) -> None:
+def test_a_cancelled_call_raises_its_timeout_every_time(make: MakeExecutor) -> None:
     executor = make(2)
     future = executor.collective_rpc("allocate_kv_cache", (SLEEP_ON_RANK_0_MS, 1000), timeout=0.2, non_block=True)
     for ask in (future.result, future.result, lambda: future.result(1)):
@@ -150,7 +150,7 @@ def test_an_error_of_one_rank_is_raised_at_once_and_shifts_no_later_reply(make: 
     assert slow.result() == [None, None]
 
 
-def test_an_error_tells_type_message_rank_pid_method_and_traceback(make: MakeExecutor) -> None:
+def test_an_error_has_type_message_rank_pid_method_and_traceback(make: MakeExecutor) -> None:
     executor = make()
     with pytest.raises(PlatformError, match="KeyError: 'string 7 tore'") as caught:
         executor.collective_rpc("allocate_kv_cache", (RAISE, 7))
@@ -174,7 +174,7 @@ def test_a_step_that_raises_ends_the_executor(make: MakeExecutor, tag: str) -> N
         executor.execute_model(SchedulerOutput(step=14))
     wait_until(lambda: failures and not tagged(tag), 5, "the callback is called and the workers are gone")
     assert len(failures) == 1
-    executor.on_failure(failures.append)  # late, but told
+    executor.on_failure(failures.append)  # registered late, called at once
     assert failures[0] is failures[1]
 
 
@@ -190,7 +190,7 @@ def test_a_worker_that_ends_in_a_call_is_named_with_what_it_did(
     start = time.monotonic()
     with pytest.raises(WorkerDiedError, match=rf"Worker_TP1 \(rank 1, pid {pid}\) .*{how}.*during allocate_kv_cache"):
         executor.collective_rpc("allocate_kv_cache", (code, int(value)), ranks=[1])
-    assert time.monotonic() - start < 5, "its death is an event; nobody looks for it from time to time"
+    assert time.monotonic() - start < 5, "its death is noticed as an event, not by polling"
 
 
 def test_the_stack_of_a_crash_is_in_the_error(make: MakeExecutor) -> None:
@@ -217,7 +217,7 @@ def test_a_death_while_idle_is_noticed_without_a_call_and_ends_the_others(make: 
 
 def test_a_hung_step_fails_with_the_stack_of_the_rank_that_hangs(make: MakeExecutor, tag: str) -> None:
     executor = make(2, step_timeout=1.0)
-    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 0 answers, rank 1 never comes back
+    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 0 answers, rank 1 hangs
     health = executor.collective_rpc("check_health", non_block=True)
     with pytest.raises(TimeoutError, match=r"Worker_TP1.*execute_model of step 99"):
         health.result(0.2)
@@ -238,7 +238,7 @@ def test_a_request_that_cannot_be_read_ends_the_worker_with_the_reason(make: Mak
     assert any("in worker_busy_loop" in line for line in rest), rest
 
 
-def test_shared_memory_that_holds_nonsense_ends_the_worker_with_the_reason(make: MakeExecutor) -> None:
+def test_corrupt_shared_memory_ends_the_worker_with_the_reason(make: MakeExecutor) -> None:
     executor = make()
     out = executor._writer._out
     out.wait_for_slot(None)
@@ -256,13 +256,13 @@ def test_a_result_of_another_kind_than_declared_fails_the_call_and_names_the_wor
 ) -> None:
     monkeypatch.setenv("SCRIPTED_WORKER", "odd")
     executor = make(2)
-    with pytest.raises(WorkerError, match=r"Worker_TP\d \(rank \d, pid \d+\) sent something else than available_kv_b"):
+    with pytest.raises(WorkerError, match=r"Worker_TP\d \(rank \d, pid \d+\) sent another type than available_kv_b"):
         executor.available_kv_bytes()
-    assert executor.collective_rpc("check_health") == [None, None], "the workers are still of use"
+    assert executor.collective_rpc("check_health") == [None, None], "the workers stay usable"
 
 
 def test_a_reply_in_another_ranks_name_ends_the_executor_and_names_the_sender(make: MakeExecutor) -> None:
-    with pytest.raises(WorkerError, match=r"Worker_TP1 \(rank 1, pid \d+\) sent a reply in the name of rank 7"):
+    with pytest.raises(WorkerError, match=r"Worker_TP1 \(rank 1, pid \d+\) sent a reply as rank 7"):
         make(2).collective_rpc("allocate_kv_cache", (FORGE_ON_RANK_1, 7))
 
 
@@ -275,7 +275,7 @@ def test_a_step_that_does_not_end_is_reported_with_stacks_once_and_other_calls_w
     executor.collective_rpc("allocate_kv_cache", (SLEEP_ON_RANK_0_MS, 1000))
     assert "allocate_kv_cache has not ended after" in caplog.text and "The stack of" not in caplog.text
     caplog.clear()
-    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 1 never comes back from it
+    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 1 hangs in it
     os.kill(executor.worker_pids[0], signal.SIGSTOP)
     with pytest.raises(TimeoutError):
         executor.execute_model(SchedulerOutput(step=100)).result(3.0)
@@ -296,7 +296,7 @@ def test_a_death_after_a_reported_stack_does_not_repeat_it(make: MakeExecutor) -
     assert "Its stack" not in str(caught.value)
 
 
-def test_a_rank_that_takes_no_messages_stops_the_writer_only_so_long(make: MakeExecutor) -> None:
+def test_a_rank_that_reads_no_messages_blocks_the_writer_until_the_timeout(make: MakeExecutor) -> None:
     executor = make(2, step_timeout=2.0)
     with pytest.raises(WorkerStuckError, match=r"Worker_TP1 \(rank 1.*took no request.*step 99(?s:.*)in execute_model"):
         for step in range(99, 120):
@@ -335,9 +335,7 @@ def test_shutdown_may_be_repeated_and_later_calls_say_so(make: MakeExecutor, tag
         executor.collective_rpc("check_health")
 
 
-def test_every_thread_that_shuts_down_returns_when_it_is_done_and_who_waited_is_told(
-    make: MakeExecutor, tag: str
-) -> None:
+def test_every_thread_that_shuts_down_waits_for_the_end_and_pending_calls_raise(make: MakeExecutor, tag: str) -> None:
     executor = make(2)
     pending = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 60_000), non_block=True)
 
@@ -354,7 +352,7 @@ def test_every_thread_that_shuts_down_returns_when_it_is_done_and_who_waited_is_
             waiter.result(30)
 
 
-def test_workers_that_do_not_listen_are_ended_all_the_same(make: MakeExecutor, tag: str) -> None:
+def test_workers_that_ignore_the_stop_request_are_killed(make: MakeExecutor, tag: str) -> None:
     executor = make(2)
     executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 60_000), non_block=True)
     start = time.monotonic()
@@ -363,7 +361,7 @@ def test_workers_that_do_not_listen_are_ended_all_the_same(make: MakeExecutor, t
     assert not tagged(tag)
 
 
-def test_an_executor_that_is_forgotten_ends_its_workers(make: MakeExecutor, tag: str) -> None:
+def test_a_garbage_collected_executor_ends_its_workers(make: MakeExecutor, tag: str) -> None:
     executor = make_executor(_config(1), choose_platform("scripted").platform)
     assert len(tagged(tag)) == 1
     del executor
@@ -371,12 +369,12 @@ def test_an_executor_that_is_forgotten_ends_its_workers(make: MakeExecutor, tag:
     wait_until(lambda: not tagged(tag), 5, "the worker is gone")
 
 
-def test_an_executor_that_is_collected_in_its_own_monitor_ends_its_workers_in_good_order(
+def test_an_executor_that_is_collected_in_its_monitor_thread_ends_its_workers_gracefully(
     make: MakeExecutor, tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", problems.append)
-    make(1).shutdown()  # what is opened once per process
+    make(1).shutdown()  # opens what is opened once per process
     num_open = len(os.listdir("/proc/self/fd"))
     executor = make_executor(_config(2), choose_platform("scripted").platform)
     victim = executor.worker_pids[0]
@@ -391,7 +389,7 @@ def test_an_executor_that_is_collected_in_its_own_monitor_ends_its_workers_in_go
     monkeypatch.setattr(ChildProcessGroup, "_reap_workers", collecting)
     cycle: list[object] = [executor]
     cycle.append(cycle)
-    gc.disable()  # whoever comes first
+    gc.disable()  # only the monitor thread collects the executor
     try:
         del executor, cycle
         os.kill(victim, signal.SIGKILL)
@@ -399,7 +397,7 @@ def test_an_executor_that_is_collected_in_its_own_monitor_ends_its_workers_in_go
     finally:
         gc.enable()
     assert is_collected() is None
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_open, 30, "everything is given back")
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_open, 30, "all descriptors are closed")
     assert not problems, problems
     assert not tagged(tag)
 
@@ -422,8 +420,8 @@ def test_a_fork_of_the_engines_process_does_not_end_its_workers(make: MakeExecut
     assert executor.collective_rpc("check_health") == [None]
 
 
-def test_descriptors_are_given_back(make: MakeExecutor) -> None:
-    make(2).shutdown()  # what is opened once per process
+def test_descriptors_are_closed(make: MakeExecutor) -> None:
+    make(2).shutdown()  # opens what is opened once per process
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         make(2).shutdown()
@@ -431,10 +429,10 @@ def test_descriptors_are_given_back(make: MakeExecutor) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_an_executor_that_finds_too_little_memory_for_its_queues_gives_everything_back(
+def test_an_executor_without_memory_for_its_queues_releases_everything(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make(2).shutdown()  # what is opened once per process
+    make(2).shutdown()  # opens what is opened once per process
     before = len(os.listdir("/proc/self/fd"))
 
     def refused() -> None:
@@ -447,7 +445,7 @@ def test_an_executor_that_finds_too_little_memory_for_its_queues_gives_everythin
     with monkeypatch.context() as patched:
         patched.setattr(rpc_queues, "shared_memory_space", lambda: replace(space, free_bytes=1000))
         refused()
-    create, made = ShmRingBuffer.create, itertools.count()  # it was there when all was planned, and is gone at the last
+    create, made = ShmRingBuffer.create, itertools.count()  # memory is short only when the last ring is created
     monkeypatch.setattr(ShmRingBuffer, "create", lambda *args: create(*args) if next(made) < 2 else _no_memory())
     refused()
 
@@ -456,7 +454,7 @@ def _no_memory() -> NoReturn:
     raise SharedMemoryError("none is left")
 
 
-def test_what_workers_print_says_who_they_are_and_titles_name_them(
+def test_output_of_workers_has_a_prefix_and_process_titles_name_them(
     make: MakeExecutor, capfd: pytest.CaptureFixture[str]
 ) -> None:
     executor = make(2)
@@ -468,7 +466,7 @@ def test_what_workers_print_says_who_they_are_and_titles_name_them(
     assert f"(Worker_TP1 pid={pid}) scripted_worker on device-1\n(Worker_TP1 pid={pid}) second line\n" in out
 
 
-def test_an_idle_worker_uses_no_processor(make: MakeExecutor) -> None:
+def test_an_idle_worker_uses_no_cpu(make: MakeExecutor) -> None:
     import psutil
 
     executor = make()
@@ -480,7 +478,7 @@ def test_an_idle_worker_uses_no_processor(make: MakeExecutor) -> None:
     assert sum(worker.cpu_times()[:2]) - before < 0.02
 
 
-def test_a_process_that_ends_without_a_word_takes_its_workers_along(make: MakeExecutor, tag: str) -> None:
+def test_a_process_that_exits_without_shutdown_ends_its_workers(make: MakeExecutor, tag: str) -> None:
     code = """
 import sys
 from mvllm.config.engine_args import EngineArgs

@@ -1,4 +1,4 @@
-"""A whole engine on worker processes of a platform that fails on demand: who is told what, and who goes on.
+"""A whole engine on worker processes of a platform that fails on demand: errors, and the engines that continue.
 
 What the caller sees does not depend on where the engine core runs. The gate has the core in its own process, from which
 a fault has one border more to cross; test_example_device has the core here, and `ci/dev.py test --all` both.
@@ -136,7 +136,7 @@ def test_a_step_that_hangs_ends_with_the_rank_and_its_stack(make: MakeLLM, kind:
     assert re.search(r"faults\.py.*in happen", message)
 
 
-def test_a_stopped_worker_is_told_of_at_the_time_limit_by_a_core_in_its_own_process(make: MakeLLM) -> None:
+def test_a_core_process_reports_a_stopped_worker_at_the_time_limit(make: MakeLLM) -> None:
     llm = make(step_timeout=2, **OWN_PROCESS)
     run(llm)
     (worker,) = named(os.environ[TAG], "Worker_TP1")
@@ -176,7 +176,7 @@ WANTED = {"max_num_seqs": 2048, "max_model_len": 256, "memory_utilization": 0.9,
 def test_the_rank_with_the_least_memory_decides_how_many_blocks_all_have(make: MakeLLM, rank: int) -> None:
     poor = make(f"poor@memory:rank={rank},free={200 << 20}", **WANTED).llm_engine.cache_summary
     assert poor.num_blocks > 0
-    assert poor.total_bytes <= 100 << 20, "half of what is free on that rank: two ranks of one memory share it"
+    assert poor.total_bytes <= 100 << 20, "half of the free memory of that rank: two ranks share one memory"
 
 
 def test_a_slow_rank_changes_nothing_but_the_time(make: MakeLLM) -> None:
@@ -186,13 +186,13 @@ def test_a_slow_rank_changes_nothing_but_the_time(make: MakeLLM) -> None:
     assert run(llm) == run(make(tensor_parallel_size=1))
 
 
-def test_a_rank_without_room_for_one_sequence_refuses_for_all(make: MakeLLM) -> None:
+def test_a_rank_without_memory_for_one_sequence_fails_the_start(make: MakeLLM) -> None:
     with pytest.raises(CacheError, match="max_model_len"):
         make(f"poor@memory:rank=1,free={16 << 20}", **WANTED)
 
 
 def test_a_step_that_finds_no_memory_on_one_rank_ends_the_engine_with_the_reason(make: MakeLLM) -> None:
-    """The other waits for its part: asked whether it has failed, too, it does not answer."""
+    """The other rank waits for its shard, and does not answer whether it has failed, too."""
     llm = make("oom@execute:rank=1,step=2", step_timeout=20.0)
     with pytest.raises(
         EngineDeadError, match=r"Worker_TP1 .*execute_model of step 2: A step does not fit .*: injected"

@@ -1,4 +1,4 @@
-"""Whatever is killed or interrupted, at whatever moment: the caller is told, and nothing is left behind."""
+"""Processes killed or interrupted at any moment: the caller gets an error, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.helpers.processes import (
 
 PROGRAM = Path(__file__).with_name("multiproc_program.py")
 PHASES = {"start-up": "hang-starting", "loading": "hang-loading", "idle": "slow", "mid-request": "slow"}
-"""Phase -> what holds the engine there."""
+"""Phase -> the mode of the scripted worker that holds the engine there."""
 ACTIVITY = {
     "start-up": "importing the worker",
     "loading": "load_model",
     "idle": "idle",
-    "mid-request": "execute_model of step|idle",  # a busy machine may let the signal in between two steps
+    "mid-request": "execute_model of step|idle",  # on a busy machine the signal may arrive between two steps
 }
 
 
@@ -61,7 +61,7 @@ class Engine:
         )
 
     def reach(self, phase: str) -> None:
-        """Returns when the engine is in the middle of `phase`."""
+        """Returns when the engine is in `phase`."""
         if phase in ("idle", "mid-request"):
             self.expect("idle")
             # A signal just before Python enters the read is seen only after the next line has come.
@@ -79,7 +79,7 @@ class Engine:
         self.process.stdin.flush()
 
     def expect(self, phase: str) -> dict[str, str]:
-        """The next line that speaks of `phase`."""
+        """The next line about `phase`."""
         assert self.process.stdout is not None and self.process.stderr is not None
         while line := self.process.stdout.readline():
             facts = json.loads(line)
@@ -95,7 +95,7 @@ class Engine:
         assert_nothing_left(self.tag, self.shared_memory_before)
 
     def _hangs(self) -> bool:
-        """Both workers sleep, in Python's own sleep."""
+        """Whether both workers are in time.sleep."""
         workers = named(self.tag, "Worker_TP0") + named(self.tag, "Worker_TP1")
         return len(workers) == 2 and all(sleeps(worker.pid) for worker in workers)
 
@@ -133,10 +133,10 @@ def test_a_killed_worker_is_named_and_nothing_is_left(start: StartEngine, phase:
         wait_until(lambda: len(tagged(engine.tag)) == 1, 5, "the other worker is ended, the caller is not")
         engine.go()
     killed = time.monotonic()
-    told = engine.expect("failed")
+    failure = engine.expect("failed")
     assert time.monotonic() - killed < 5
-    assert re.search(rf"Worker_TP{rank} \(rank {rank}, pid {pid}\) was killed by SIGKILL.*memory", told["message"])
-    assert re.search(ACTIVITY[phase], told["message"])
+    assert re.search(rf"Worker_TP{rank} \(rank {rank}, pid {pid}\) was killed by SIGKILL.*memory", failure["message"])
+    assert re.search(ACTIVITY[phase], failure["message"])
     assert engine.process.wait(5) == 1
     engine.assert_nothing_left()
 
@@ -190,6 +190,6 @@ def test_ctrl_c_in_a_terminal_reaches_the_caller_only(start: StartEngine) -> Non
     groups = {os.getpgid(engine.worker(rank)) for rank in (0, 1)}
     assert os.getpgid(engine.process.pid) not in groups
     for rank in (0, 1):
-        os.kill(engine.worker(rank), signal.SIGINT)  # and who sends it all the same is not heard
+        os.kill(engine.worker(rank), signal.SIGINT)  # workers ignore it
     time.sleep(0.3)
     assert len(tagged(engine.tag)) == 3

@@ -1,7 +1,7 @@
 """Workers in Ray actors on a cluster of two nodes, both on this machine: tokens, queues, deaths, choice, refusals.
 
 The first node, which the tests are on, has one core and two made-up devices that Ray numbers; the second has one core.
-So two workers that each want a core are on different nodes, whoever places them.
+So two workers that each request a core are on different nodes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ pytestmark = pytest.mark.serial
 TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
 """A small budget cuts prompts into chunks."""
 NUM_BLOCKS = 24
-"""Room for two sequences of the greatest length: eight cannot stay."""
+"""Enough for two sequences of the greatest length, so that eight are preempted."""
 DEVICE = "GPU"
-"""A resource that Ray numbers, and believes in without looking."""
+"""A resource that Ray numbers, without checking that the devices exist."""
 
 
 @dataclass
 class TwoNodes:
-    """The cluster. The second node may be lost, and comes back."""
+    """The cluster. The second node may be removed and added again."""
 
     cluster: Any
     second: Any
@@ -100,7 +100,7 @@ def _started() -> Cluster:
 
 @pytest.fixture(autouse=True)
 def nothing_left(nodes: TwoNodes) -> Iterator[None]:
-    """No actor, no claim on the cluster, no shared memory."""
+    """Checks that no actor, reserved resource or shared memory is left."""
     before = shared_memory_names()
     yield
     wait_until(lambda: not _workers_alive(), 10, "no actor is left")
@@ -109,7 +109,7 @@ def nothing_left(nodes: TwoNodes) -> Iterator[None]:
 
 
 def _workers_alive() -> list[psutil.Process]:
-    """Actors of ours below this process, which has started the nodes."""
+    """The actors among the descendants of this process, which has started the nodes."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -127,7 +127,7 @@ def executor_of(llm: LLM) -> Any:
 # --- a whole engine
 
 
-# What a family does to its shards does not depend on the executor; test_multiproc_parity has every one.
+# The sharding of a family does not depend on the executor; test_multiproc_parity tests every family.
 FURTHER = [pytest.param(n, marks=pytest.mark.exhaustive) for n in ("mistral-window", "qwen2", "qwen3", "opt", "gpt2")]
 
 
@@ -151,7 +151,7 @@ def test_ranks_on_two_nodes_give_the_tokens_of_transformers(name: str) -> None:
 
 
 def _bytes_of_blocks(folder: Path) -> int:
-    """What NUM_BLOCKS blocks take on one of two ranks, in float32."""
+    """The bytes of NUM_BLOCKS blocks on one of two ranks, in float32."""
     config = json.loads((folder / "config.json").read_text())
     heads = config.get("num_attention_heads") or config["n_head"]
     hidden = config.get("hidden_size") or config["n_embd"]
@@ -242,7 +242,7 @@ def sources(executor: RayDistributedExecutor) -> list[type]:
     return [type(reader.source) for reader in executor._replies._readers]
 
 
-def test_ranks_on_our_node_use_the_ring_and_those_elsewhere_the_network(make: MakeExecutor) -> None:
+def test_ranks_on_the_engines_node_use_the_ring_and_others_the_network(make: MakeExecutor) -> None:
     executor = make()
     mine = ray.get_runtime_context().get_node_id()
     assert executor.workers[0].node_id == mine and executor.workers[1].node_id != mine
@@ -252,13 +252,13 @@ def test_ranks_on_our_node_use_the_ring_and_those_elsewhere_the_network(make: Ma
     assert [future.result().step for future in futures] == [0, 1, 2, 3, 4]
 
 
-def test_devices_that_ray_numbers_are_given_by_number_with_the_environment_of_the_engine(
+def test_workers_get_the_devices_that_ray_assigned_and_the_environment_of_the_engine(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCRIPTED_WORKER_RESOURCE", DEVICE)
     monkeypatch.setenv("HF_SCRIPTED_WORKER_MARK", "from the engine")
     executor = make()
-    assert sources(executor) == [LocalSource, LocalSource]  # the devices are on our node, both of them
+    assert sources(executor) == [LocalSource, LocalSource]  # both devices are on the engine's node
     for rank in range(2):
         with pytest.raises(PlatformError, match="RuntimeError: 0,1 from the engine"):
             executor.collective_rpc("allocate_kv_cache", (TELL, 0), ranks=[rank])
@@ -282,7 +282,7 @@ def test_a_worker_killed_in_a_call_or_idle_is_named_with_its_node_and_what_it_di
     failures: list[Exception] = []
     executor.on_failure(failures.append)
     os.kill(worker.pid, signal.SIGKILL)
-    wait_until(lambda: failures, 5, "the callback is called though nobody waits")
+    wait_until(lambda: failures, 5, "the callback is called without a waiting call")
     with pytest.raises(WorkerDiedError, match=rf"Worker_TP{rank} .*while it was idle"):
         executor.collective_rpc("check_health")
 
@@ -300,7 +300,7 @@ def test_an_error_keeps_its_traceback_and_a_step_that_raises_ends_the_executor(m
 
 def test_a_step_that_hangs_on_another_node_fails_with_the_stack_of_the_rank(make: MakeExecutor) -> None:
     executor = make(step_timeout=2.0)
-    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 0 answers, rank 1 never comes back
+    executor.execute_model(SchedulerOutput(step=99)).result()  # rank 0 answers, rank 1 hangs
     os.kill(executor.worker_pids[0], signal.SIGSTOP)
     with pytest.raises(WorkerStuckError, match=r"Worker_TP1 \(rank 1.*step 99(?s:.*)in execute_model"):
         executor.execute_model(SchedulerOutput(step=100)).result()
@@ -315,7 +315,7 @@ def test_a_worker_that_cannot_be_built_raises_its_own_error(
         make()
 
 
-def test_shutdown_may_be_repeated_and_waits_for_nobody_long(make: MakeExecutor) -> None:
+def test_shutdown_may_be_repeated_and_takes_little_time(make: MakeExecutor) -> None:
     executor = make()
     pids = executor.worker_pids
     pending = executor.collective_rpc("allocate_kv_cache", (SLEEP_MS, 600_000), non_block=True)
@@ -323,7 +323,7 @@ def test_shutdown_may_be_repeated_and_waits_for_nobody_long(make: MakeExecutor) 
     for _ in range(2):
         executor.shutdown()
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5, "the actors are gone")
-    assert ray.is_initialized()  # the caller's own
+    assert ray.is_initialized()  # initialized by the caller
     with pytest.raises(EngineDeadError, match="shut down"):
         pending.result()
 
@@ -393,10 +393,10 @@ def test_a_cluster_that_the_engine_joined_is_left_at_its_end_and_leaving_it_earl
     assert "ray.shutdown() was called" in run.stdout or "Worker_TP" in run.stdout
 
 
-# --- choice and refusals
+# --- choice and errors
 
 
-def test_unset_and_more_workers_than_devices_is_ray_where_a_cluster_is(
+def test_more_workers_than_devices_choose_ray_where_a_cluster_is(
     monkeypatch: pytest.MonkeyPatch, nodes: TwoNodes
 ) -> None:
     executor = make_executor(config(2, distributed_executor_backend=None), choose_platform("cpu").platform)
@@ -408,7 +408,7 @@ def test_unset_and_more_workers_than_devices_is_ray_where_a_cluster_is(
     assert isinstance(executor, MultiprocExecutor)
 
 
-def test_a_cluster_that_is_too_small_is_refused_with_what_would_help(make: MakeExecutor) -> None:
+def test_a_cluster_that_is_too_small_is_refused_with_a_remedy(make: MakeExecutor) -> None:
     with pytest.raises(ConfigError, match=r"3 workers need 3 of Ray's resource 'CPU'.*has 2.*tensor_parallel_size"):
         make(3)
 
@@ -421,7 +421,7 @@ def test_a_platform_that_names_no_resource_is_refused_with_the_field(
         make()
 
 
-def test_without_ray_the_refusal_says_how_to_install_it() -> None:
+def test_without_ray_the_error_says_how_to_install_it() -> None:
     program = """
 import sys
 class Blocker:

@@ -57,6 +57,6 @@ def test_without_anonymous_memory_rings_shrink_into_the_file_system(size: int) -
 @pytest.mark.slow
 def test_where_not_even_the_smallest_rings_fit_the_engine_refuses_with_the_remedy() -> None:
     found, _ = run(MIB // 4, "--without-anonymous-memory")
-    assert "SharedMemoryError: 3 message queues want" in found["refusal"]
+    assert "SharedMemoryError: 3 message queues request" in found["refusal"]
     assert "/dev/shm has" in found["refusal"] and "--shm-size" in found["refusal"]
     assert found["used"] <= OTHERS

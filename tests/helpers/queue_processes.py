@@ -65,18 +65,16 @@ def start(target, *args):
 
 
 def read_until_death(handle, point, call) -> None:
-    """A reader that would read for ever, and dies at a point."""
+    """Reads until it dies at `point`."""
     reader = MessageReader.attach(handle, dict)
-    reader.set_activity("execute_model step 17")
     die_at(point, call)
     while True:
         reader.dequeue()
 
 
 def write_until_death(handle, point, call) -> None:
-    """A writer that would write for ever."""
+    """Writes until it dies at `point`."""
     writer = MessageWriter.attach(handle)
-    writer.set_activity("schedule")
     die_at(point, call)
     number = 0
     while True:
@@ -84,10 +82,9 @@ def write_until_death(handle, point, call) -> None:
         number += 1
 
 
-def idle_reader(handle, activity: str, ready) -> None:
-    """Attaches, says what it does, and never reads."""
-    reader = MessageReader.attach(handle, dict)
-    reader.set_activity(activity)
+def idle_reader(handle, ready) -> None:
+    """Attaches and never reads."""
+    _reader = MessageReader.attach(handle, dict)
     ready.send(os.getpid())
     time.sleep(600)
 
@@ -106,7 +103,7 @@ def echo(requests, replies, message_type) -> None:
 
 
 def count_cpu_seconds(handle, seconds: float, result) -> None:
-    """CPU seconds of a reader that gets nothing: its thread's, since libraries may keep threads of their own busy."""
+    """The CPU seconds of a waiting reader's thread; libraries may have busy threads of their own."""
     reader = MessageReader.attach(handle, dict)
     reader.dequeue(60)
     before = time.thread_time()
@@ -116,7 +113,7 @@ def count_cpu_seconds(handle, seconds: float, result) -> None:
 
 
 def size_of(number: int, slot_bytes: int) -> int:
-    """Bytes beside message `number`: anything around nothing, around the slot's limit, and beyond it."""
+    """The size of the buffer of message `number`: near zero, near the slot's limit, or above it."""
     draw = zlib.crc32(number.to_bytes(8, "little"))
     kind, size = draw % 100, draw // 100
     if kind < 90:
@@ -132,7 +129,7 @@ def content_of(number: int, size: int) -> bytes:
 
 
 def checking_reader(handle, slot_bytes: int, num_messages: int, seed: int, result) -> None:
-    """Reads all messages and compares each with what it has to be; pauses at random."""
+    """Reads all messages and compares each with the expected one; pauses at random."""
     reader = MessageReader.attach(handle, list)
     reader.watch_writer(pid=os.getppid())
     draw = random.Random(seed)

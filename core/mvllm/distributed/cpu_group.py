@@ -1,6 +1,6 @@
-"""Bytes between the ranks of a group, whatever the device: what ranks tell each other about their work.
+"""CpuGroup: sends bytes between the ranks of a group through host memory, whatever the device.
 
-A message is one tensor of a fixed size in the host's memory; what does not fit follows in a second one:
+A message is one tensor of a fixed size in host memory. A second tensor holds the bytes that do not fit:
 
     length (8 bytes) | first 4096 bytes, padded        rest, if any
 """
@@ -13,16 +13,16 @@ import torch
 from mvllm.platform.communicator import Communicator
 
 _FIRST_PART = 4096
-"""Bytes that travel with the length, in the one tensor that most messages need."""
+"""Bytes of the payload in the first tensor, which most messages need only."""
 
 _LENGTH_BYTES = 8
 
 
 class CpuGroup:
-    """One rank's end. Every rank makes the same calls in the same order, but for send and receive.
+    """One rank's view of the group.
 
     Args:
-        communicator: Takes tensors in the host's memory; None for a group of one rank.
+        communicator: A communicator for tensors in host memory; None for a group of one rank.
         rank: Position in the group.
 
     Attributes:
@@ -37,14 +37,14 @@ class CpuGroup:
         self.world_size = 1 if communicator is None else communicator.world_size
 
     def send(self, payload: bytes, *destinations: int) -> None:
-        """Sends to other ranks of the group, without waiting for them to receive."""
+        """Sends `payload` to other ranks of the group, without waiting for them to receive it."""
         parts = _split(payload)
         for destination in destinations:
             for part in parts:
                 self._require_communicator().send(part, destination)
 
     def receive(self, source: int) -> bytes:
-        """What `send` of rank `source` was given; in the order in which it was sent."""
+        """The next payload that rank `source` sent to this rank."""
         first = self._receive(_LENGTH_BYTES + _FIRST_PART, source)
         length = int.from_bytes(first[:_LENGTH_BYTES], "little")
         payload = first[_LENGTH_BYTES : _LENGTH_BYTES + length]
@@ -52,44 +52,17 @@ class CpuGroup:
             payload += self._receive(length - _FIRST_PART, source)
         return payload
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """What every rank passed, in rank order."""
-        if self.communicator is None:
-            return [payload]
-        lengths = self._require_communicator().all_gather(torch.tensor([len(payload)], dtype=torch.int64), 0).tolist()
-        widest = max(1, *lengths)
-        padded = torch.zeros((1, widest), dtype=torch.uint8)
-        padded[0, : len(payload)] = _tensor(payload)
-        gathered = self._require_communicator().all_gather(padded, 0).numpy()
-        return [gathered[rank, :length].tobytes() for rank, length in enumerate(lengths)]
-
-    def broadcast(self, payload: bytes, source: int = 0) -> bytes:
-        """What rank `source` passed; what the others pass does not count."""
-        if self.communicator is None:
-            return payload
-        mine = self.rank == source
-        [length] = (
-            self._require_communicator().broadcast(torch.tensor([len(payload)], dtype=torch.int64), source).tolist()
-        )
-        values = _tensor(payload) if mine else torch.empty(length, dtype=torch.uint8)
-        return self._require_communicator().broadcast(values, source).numpy().tobytes() if length else b""
-
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
-        if self.communicator is not None:
-            self.communicator.barrier()
-
     def close(self) -> None:
         """Leaves the group. Idempotent."""
         if self.communicator is not None:
             self.communicator.close()
 
     def _receive(self, count: int, source: int) -> bytes:
-        # A communicator that takes tensors of the host may put what it receives on its device.
+        # A communicator that accepts host tensors may receive into tensors on its device.
         return self._require_communicator().recv((count,), torch.uint8, source).cpu().numpy().tobytes()
 
     def _require_communicator(self) -> Communicator:
-        assert self.communicator is not None, "a group of one rank: nobody to talk to"
+        assert self.communicator is not None, "a group of one rank has no other rank to communicate with"
         return self.communicator
 
 
@@ -101,5 +74,5 @@ def _split(payload: bytes) -> list[torch.Tensor]:
 
 
 def _tensor(payload: bytes) -> torch.Tensor:
-    """uint8 [len(payload)], in memory of its own."""
+    """A copy of `payload` as uint8 [len(payload)]."""
     return torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy())

@@ -1,4 +1,4 @@
-"""A group of ranks as layers see it: collectives that cost nothing when the group is one rank."""
+"""GroupCoordinator: the collectives of a group of ranks, which are the identity in a group of one rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mvllm.platform.topology import GroupSpec
 
 
 class GroupCoordinator:
-    """One rank's view of its group.
+    """One rank's view of its group. Collectives that are not methods here are methods of `device_group`.
 
     Args:
         spec: The group.
-        communicator: Its collectives; None for a group of one rank, where every collective is the identity.
+        communicator: The platform's communicator; None for a group of one rank.
         local_rank: The caller's rank among the workers on this machine.
-        host_communicator: Takes tensors in the host's memory; needed where `communicator` does not.
+        host_communicator: A communicator for tensors in host memory; required if `communicator` does not accept them.
 
     Attributes:
         name: The group's name, `tp` or `pp`.
@@ -25,7 +25,7 @@ class GroupCoordinator:
         rank_in_group: The caller's position in the group.
         world_size: Ranks in the group.
         device_group: The platform's communicator, for tensors on the device; None for a group of one rank.
-        cpu_group: For bytes, whatever the device.
+        cpu_group: Sends bytes between the ranks, whatever the device.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GroupCoordinator:
         if self.device_group is not None:
             host = host_communicator or (self.device_group if self.device_group.on_host else None)
             if host is None:
-                raise ValueError(f"Group {spec.name!r} has no communicator that takes tensors in the host's memory.")
+                raise ValueError(f"Group {spec.name!r} has no communicator for tensors in host memory.")
         self.cpu_group = CpuGroup(host, self.rank_in_group)
 
     @classmethod
@@ -66,37 +66,24 @@ class GroupCoordinator:
         return self.rank_in_group == self.world_size - 1
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks; may work in place."""
+        """The sum over ranks; may work in place."""
         return tensor if self.device_group is None else self.device_group.all_reduce(tensor)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The ranks' tensors, concatenated along `dim`."""
         return tensor if self.device_group is None else self.device_group.all_gather(tensor, dim)
 
-    def reduce_scatter(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """This rank's equal share, along `dim`, of the sum over ranks."""
-        return tensor if self.device_group is None else self.device_group.reduce_scatter(tensor, dim)
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """In place: the values of rank `source`."""
+        """Overwrites `tensor` with the values of rank `source`."""
         return tensor if self.device_group is None else self.device_group.broadcast(tensor, source)
 
-    def gather(self, tensor: torch.Tensor, destination: int = 0, dim: int = -1) -> torch.Tensor | None:
-        """On rank `destination` the ranks' tensors concatenated along `dim`; None elsewhere."""
-        return tensor if self.device_group is None else self.device_group.gather(tensor, destination, dim)
-
     def send(self, tensor: torch.Tensor, destination: int) -> None:
-        """Sends to rank `destination` of the group, another rank than this one, without waiting for it to receive."""
+        """Sends `tensor` to another rank of the group, without waiting for it to receive."""
         self._require_communicator().send(tensor, destination)
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
-        """Receives what rank `source` of the group sends."""
+        """Receives a tensor from rank `source` of the group."""
         return self._require_communicator().recv(shape, dtype, source)
-
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
-        if self.device_group is not None:
-            self.device_group.barrier()
 
     def close(self) -> None:
         """Leaves the group. Idempotent."""
@@ -106,5 +93,5 @@ class GroupCoordinator:
             self.device_group.close()
 
     def _require_communicator(self) -> Communicator:
-        assert self.device_group is not None, f"group {self.name!r} has one rank: nobody to talk to"
+        assert self.device_group is not None, f"group {self.name!r} has one rank and no other to communicate with"
         return self.device_group

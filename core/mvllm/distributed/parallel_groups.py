@@ -1,14 +1,14 @@
-"""The groups that a rank belongs to.
+"""The tensor-parallel and pipeline-parallel groups of a rank.
 
-Ranks of one tensor-parallel group are neighbours, so that they sit on one machine where possible; a pipeline group
-takes the ranks at one place in each of them:
+The ranks of a tensor-parallel group are consecutive, so that they are on one machine where possible. A pipeline group
+consists of the ranks at the same position of each tensor-parallel group:
 
     tensor_parallel_size = 2, pipeline_parallel_size = 3         rank  0 1   2 3   4 5
                                                                  tp    0 1 | 0 1 | 0 1
     pp groups: (0, 2, 4) and (1, 3, 5)                           pp    0 0   1 1   2 2
 
-A rank is a worker here. Where workers drive several devices, one has what as many neighbours in a tensor-parallel group
-would have, and tensor_parallel_size is counted in workers.
+A rank is a worker here. A worker that drives several devices holds the shards of as many consecutive tensor-parallel
+ranks, and tensor_parallel_size is counted in workers.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class ParallelGroups:
     """The groups of one rank.
 
     Attributes:
-        tp: The ranks that share each layer.
-        pp: The ranks that each hold a run of layers, first layers first.
+        tp: The ranks that each hold a shard of every layer.
+        pp: The ranks that each hold a stage of consecutive layers, in order of the layers.
     """
 
     tp: GroupCoordinator
     pp: GroupCoordinator
 
     def close(self) -> None:
-        """Leaves the groups; the one that was joined first may hold what the others stand on. Idempotent."""
+        """Leaves the groups in reverse order: the one joined first may own the world of the others. Idempotent."""
         self.pp.close()
         self.tp.close()
 
@@ -57,10 +57,10 @@ def group_ranks(parallel: ParallelConfig, rank: int) -> tuple[tuple[int, ...], t
 def join_groups(
     parallel: ParallelConfig, platform: Platform, ctx: WorkerContext, device: torch.device
 ) -> ParallelGroups:
-    """Meets the other ranks. All ranks call it at the same time; a world of one rank meets nobody.
+    """Joins the groups of this rank. All ranks call it at the same time; a world of one rank joins none.
 
     Raises:
-        ConfigError: The sizes do not make up the world, or there is no address to meet at.
+        ConfigError: The sizes do not match the number of ranks, or there is no rendezvous address.
     """
     if ctx.world_size * ctx.num_devices != parallel.world_size or parallel.tensor_parallel_size % ctx.num_devices:
         raise ConfigError(
@@ -71,12 +71,12 @@ def join_groups(
     if ctx.num_devices > 1:  # the devices of one worker are one rank of the group
         parallel = replace(parallel, tensor_parallel_size=parallel.tensor_parallel_size // ctx.num_devices)
     if ctx.world_size == 1:
-        alone = (ctx.rank,)
+        ranks = (ctx.rank,)
         return ParallelGroups(
-            *(GroupCoordinator(GroupSpec(name, alone, ctx.rank), local_rank=ctx.local_rank) for name in ("tp", "pp"))
+            *(GroupCoordinator(GroupSpec(name, ranks, ctx.rank), local_rank=ctx.local_rank) for name in ("tp", "pp"))
         )
     if ctx.init_method is None:
-        raise ConfigError(f"{ctx.world_size} ranks have to meet, but the executor gave them no address (init_method).")
+        raise ConfigError(f"{ctx.world_size} ranks need a rendezvous address, but the executor set no init_method.")
     tp_ranks, pp_ranks = group_ranks(parallel, ctx.rank)
     return ParallelGroups(
         tp=_join(platform, GroupSpec("tp", tp_ranks, ctx.rank, ctx.init_method, ctx.world_size), ctx, device),
@@ -88,6 +88,6 @@ def _join(platform: Platform, spec: GroupSpec, ctx: WorkerContext, device: torch
     if len(spec.ranks) == 1:
         return GroupCoordinator(spec, local_rank=ctx.local_rank)
     communicator = call_checked(platform, "communicator", spec, device, returns=Communicator)
-    # Joined here and not when it is first needed: ranks come to that at different times, and would wait for each other.
+    # Joined now, not at first use: ranks reach the first use at different times and would wait for each other.
     host = None if communicator.on_host else TorchCommunicator(spec, HOST_BACKEND)
     return GroupCoordinator(spec, communicator, ctx.local_rank, host)

@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed, for every platform whose vendor provides a backend for it."""
+"""TorchCommunicator: collectives over torch.distributed, for platforms whose vendor provides a backend for it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from mvllm.platform.topology import GroupSpec
 logger = get_logger(__name__)
 
 HOST_BACKEND = "gloo"
-"""Torch's backend for tensors in the host's memory."""
+"""Torch's backend for tensors in host memory."""
 
 _MAX_PENDING_SENDS = 16
-"""Sends to one rank that it may not have received yet. More than any pipeline has steps under way."""
+"""Sends to one rank that may be unreceived at once. More than any pipeline has steps in flight."""
 
 _CLOSING_SECONDS = 2.0
-"""How long a rank that leaves waits for others to receive its last messages."""
+"""How long `close` waits for other ranks to receive the last sends."""
 
 _groups: WeakValueDictionary[tuple[tuple[int, ...], str], dist.ProcessGroup] = WeakValueDictionary()
-"""Groups within a world, by ranks and backend. Torch keeps them as long as the world; nobody else may, or they would
-outlive it and fail when the process ends."""
+"""Groups within a world, by ranks and backend. The references are weak: torch keeps the groups as long as the world,
+and a group that outlived it would fail when the process ends."""
 
 
 def _group_within_world(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of some ranks.
+    """The group of `ranks`, created once.
 
-    It lasts as long as the world, since torch cannot make the same group a second time: the second would look for its
-    members where those of the first were.
+    It lasts as long as the world, because torch cannot create the same group twice: the second one would use the
+    rendezvous keys of the first.
     """
     group = _groups.get((ranks, backend))
     if group is None:
@@ -49,14 +49,14 @@ def _group_within_world(ranks: tuple[int, ...], backend: str, timeout: timedelta
 class TorchCommunicator(Communicator):
     """A group of torch.distributed.
 
-    The first communicator of a process joins torch's world: all ranks of the engine, or, where the spec does not say
-    how many there are, the ranks of its own group. Later ones are groups within that world; only their members need to
-    make them, in the same order. A world that was there before is used, and left as it is.
+    The first communicator of a process initializes torch's world: all ranks of the engine, or, if the spec has no world
+    size, the ranks of its own group. Later ones are groups within that world, which only their members create, in the
+    same order. A world that was initialized before is used and never destroyed.
 
     Args:
         spec: The group, with a rendezvous address.
-        backend: Name of torch's backend, as the platform's vendor calls it.
-        device: Where received tensors are made; None for torch's default.
+        backend: The name of torch's backend for the device.
+        device: The device of received tensors; None for torch's default.
         timeout: Seconds after which a collective that some rank has not joined fails.
     """
 
@@ -100,7 +100,7 @@ class TorchCommunicator(Communicator):
     def reduce_scatter(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         parts = [part.contiguous() for part in tensor.chunk(self.world_size, dim=dim)]
         if tensor.shape[dim] % self.world_size:
-            raise ValueError(f"{tensor.shape[dim]} elements cannot be shared evenly by {self.world_size} ranks.")
+            raise ValueError(f"{tensor.shape[dim]} elements cannot be divided evenly among {self.world_size} ranks.")
         result = torch.empty_like(parts[0])
         dist.reduce_scatter(result, parts, group=self._group)
         return result
@@ -113,10 +113,10 @@ class TorchCommunicator(Communicator):
         tensor = tensor.contiguous()
         work = dist.isend(tensor, dst=self._global(destination), group=self._group)
         assert work is not None
-        unsettled = self._pending_sends[destination]
-        unsettled.append((work, tensor))  # which must live until it has been sent
-        if len(unsettled) > _MAX_PENDING_SENDS:
-            unsettled.popleft()[0].wait()
+        pending = self._pending_sends[destination]
+        pending.append((work, tensor))  # the tensor must live until it has been sent
+        if len(pending) > _MAX_PENDING_SENDS:
+            pending.popleft()[0].wait()
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
@@ -132,18 +132,18 @@ class TorchCommunicator(Communicator):
     def all_to_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if len(tensors) != self.world_size:
             raise ValueError(f"all_to_all takes one tensor for each of {self.world_size} ranks, got {len(tensors)}.")
-        # Every rank passes the same list of shapes, so what arrives here has the shape of what this rank keeps.
-        mine = tensors[self.rank]
+        # Every rank passes the same list of shapes, so received tensors have the shape of the one that this rank keeps.
+        own = tensors[self.rank]
         outgoing = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        incoming = outgoing.new_empty(mine.numel() * self.world_size)
+        incoming = outgoing.new_empty(own.numel() * self.world_size)
         dist.all_to_all_single(
             incoming,
             outgoing,
-            output_split_sizes=[mine.numel()] * self.world_size,
+            output_split_sizes=[own.numel()] * self.world_size,
             input_split_sizes=[math.prod(tensor.shape) for tensor in tensors],
             group=self._group,
         )
-        return [part.view(mine.shape) for part in incoming.chunk(self.world_size)]
+        return [part.view(own.shape) for part in incoming.chunk(self.world_size)]
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
@@ -158,10 +158,10 @@ class TorchCommunicator(Communicator):
             dist.destroy_process_group()
 
     def _wait_for_sends(self) -> None:
-        """Lets others receive what they were sent; whoever is gone, or does not want it any more, is not waited for."""
+        """Waits until pending sends are received, within a deadline; a send that fails is skipped."""
         deadline = time.monotonic() + _CLOSING_SECONDS
-        for unsettled in self._pending_sends.values():
-            for work, _ in unsettled:
+        for pending in self._pending_sends.values():
+            for work, _ in pending:
                 try:
                     work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
                 except RuntimeError as e:

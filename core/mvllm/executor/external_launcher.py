@@ -1,8 +1,8 @@
-"""Many ranks that somebody else started (torchrun, Slurm), each of them a whole engine.
+"""Executor for ranks that an external launcher (torchrun, Slurm) started; each rank runs a whole engine.
 
-Nobody commands: every rank gets the same requests, makes the same plans, and its worker does its share of each step.
-That works because a plan depends on nothing but the requests and the settings; what could differ between ranks (the
-memory found on each, a seed that nobody gave) is exchanged at the start, and the settings are compared.
+Every rank receives the same requests and schedules the same steps, and its worker computes its shard of each step. No
+rank sends plans to another: a plan depends only on requests and settings. Values that may differ between ranks (free
+memory, a drawn seed) are exchanged at the start, and the settings are compared.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,15 +18,11 @@ import msgspec
 from mvllm.config.engine_config import EngineConfig, replace_field
 from mvllm.distributed.rank_exchange import RankExchange
 from mvllm.errors import ConfigError
-from mvllm.executor.deferred_output import start_step
 from mvllm.executor.interface import log_drawn_seed
 from mvllm.executor.uniproc import InProcessExecutor
-from mvllm.executor.worker_topology import devices_per_worker, with_workers_as_ranks
-from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.platform.checked_calls import call_checked
+from mvllm.executor.worker_topology import devices_per_worker, launch_topology, with_workers_as_ranks
 from mvllm.platform.interface import Platform
-from mvllm.platform.phases import Phase, enter_phase
-from mvllm.platform.topology import LaunchTopology, WorkerContext
+from mvllm.platform.topology import WorkerContext
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
 _T = TypeVar("_T")
@@ -37,12 +32,12 @@ _LAUNCH_HINT = "Start the program with torchrun --nproc-per-node=<ranks>, or set
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """What the launcher says about this process, in the variables that torchrun sets.
+    """Rank and world size of this process, from the environment variables that torchrun sets.
 
     Attributes:
         rank, world_size: RANK and WORLD_SIZE.
-        local_rank, local_world_size: LOCAL_RANK and LOCAL_WORLD_SIZE; without the second, all ranks are on one machine.
-        host: MASTER_ADDR, where rank 0 runs.
+        local_rank, local_world_size: LOCAL_RANK and LOCAL_WORLD_SIZE, which is WORLD_SIZE where it is unset.
+        host: MASTER_ADDR, the address of rank 0.
     """
 
     rank: int
@@ -56,7 +51,7 @@ class LaunchedRank:
         """Reads the variables.
 
         Raises:
-            ConfigError: Some are missing or make no sense.
+            ConfigError: Variables are missing, are not numbers, or contradict each other.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if not env.get(name)]
@@ -84,27 +79,24 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 class ExecutorWithExternalLauncher(InProcessExecutor):
-    """This rank's worker, called directly; the other ranks' engines do the same at the same time.
+    """Calls this rank's worker directly, in step with the engines of the other ranks.
 
     Raises:
-        ConfigError: The environment names no rank, or the launched ranks are not as many as the settings make.
+        ConfigError: The environment names no rank, or the number of launched ranks does not match the settings.
     """
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         launched = LaunchedRank.from_environment(os.environ)
-        with enter_phase(Phase.ENGINE):
-            topology: LaunchTopology = call_checked(platform, "topology", config.parallel, returns=LaunchTopology)
-        num_devices = devices_per_worker(config.parallel, topology.num_workers)
+        num_devices = devices_per_worker(config.parallel, launch_topology(config, platform).num_workers)
         parallel = with_workers_as_ranks(config.parallel, num_devices)
         if launched.world_size != parallel.world_size:
-            drives = "" if num_devices == 1 else f", each of which drives {num_devices} devices"
+            devices = "" if num_devices == 1 else f", each of which drives {num_devices} devices"
             raise ConfigError(
                 f"The launcher started {launched.world_size} ranks, but tensor_parallel_size "
                 f"{config.parallel.tensor_parallel_size} × pipeline_parallel_size {parallel.pipeline_parallel_size} "
-                f"makes {parallel.world_size}{drives}. Start {parallel.world_size}, or set sizes whose product is "
+                f"makes {parallel.world_size}{devices}. Start {parallel.world_size}, or set sizes whose product is "
                 f"{launched.world_size * num_devices}."
             )
-        self._output_is_complete = launched.rank >= parallel.world_size - parallel.tensor_parallel_size
         self._exchange = RankExchange(launched.rank, launched.world_size, launched.host)
         config = _with_common_seed(config, self._gather(_drawn_seed(config), int | None))
         if config.model.seed_is_drawn and launched.rank == 0:
@@ -119,10 +111,11 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
             every_rank_answers=True,
             num_devices=num_devices,
         )
-        super().__init__(config, platform, ctx)
+        is_in_last_stage = launched.rank >= parallel.world_size - parallel.tensor_parallel_size
+        super().__init__(config, platform, ctx, output_is_complete=is_in_last_stage)
 
     def start(self) -> None:
-        """Compares the settings of all ranks, then brings this one up to a loaded model.
+        """Compares the settings of all ranks, then loads the model.
 
         Raises:
             ConfigError: The ranks were started with different settings.
@@ -130,24 +123,17 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
         _check_equal_settings(self._gather(_settings(self._config), dict[str, str]))
         super().start()
 
-    def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        self._started_step = start_step(self._worker, plan, output_is_complete=self._output_is_complete)
-        return self._started_step
-
-    def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> None:
-        super().sample_tokens(step, mask_rows, token_masks)
-
     def kv_cache_needs(self) -> list[KVCacheNeeds]:
-        """Of all ranks, so that every engine divides the memory alike."""
+        """Of all ranks, so that every engine allocates the same number of blocks."""
         return self._gather(super().kv_cache_needs()[0], KVCacheNeeds)
 
     def available_kv_bytes(self) -> list[int]:
-        """Of all ranks, likewise."""
+        """Of all ranks, for the same reason."""
         return self._gather(super().available_kv_bytes()[0], int)
 
-    def _gather(self, mine: _T, kind: Any) -> list[_T]:
-        everyone = self._exchange.all_gather(msgspec.msgpack.encode(mine))
-        return [msgspec.msgpack.decode(payload, type=kind) for payload in everyone]
+    def _gather(self, value: _T, kind: Any) -> list[_T]:
+        payloads = self._exchange.all_gather(msgspec.msgpack.encode(value))
+        return [msgspec.msgpack.decode(payload, type=kind) for payload in payloads]
 
 
 def _drawn_seed(config: EngineConfig) -> int | None:
@@ -155,18 +141,18 @@ def _drawn_seed(config: EngineConfig) -> int | None:
 
 
 def _with_common_seed(config: EngineConfig, drawn: list[int | None]) -> EngineConfig:
-    """The configuration with the seed that rank 0 drew, where every rank has drawn one.
+    """The configuration with the seed that rank 0 drew, if every rank has drawn one.
 
     Args:
-        drawn: By rank; None of ranks that were given a seed.
+        drawn: The drawn seed of each rank; None for a rank that was given a seed.
     """
-    if None in drawn:  # given to some of them only: `_check_equal_settings` tells
+    if None in drawn:  # only some ranks were given a seed: `_check_equal_settings` raises
         return config
     return replace_field(config, "model.seed", drawn[0])
 
 
 def _settings(config: EngineConfig) -> dict[str, str]:
-    """What must be equal for plans and samples to be. Where files lie may differ between machines."""
+    """The settings that plans and samples depend on. Paths may differ between machines."""
     model = config.model
     values: dict[str, object] = {
         "dtype": model.dtype,
@@ -179,7 +165,7 @@ def _settings(config: EngineConfig) -> dict[str, str]:
     }
     for section in (config.cache, config.scheduler, config.parallel):
         values |= dataclasses.asdict(section)
-    del values["prefix_caching_seed"]  # names of blocks never leave a rank
+    del values["prefix_caching_seed"]  # block hashes are local to a rank
     return {name: repr(value) for name, value in values.items()}
 
 

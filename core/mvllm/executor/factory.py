@@ -1,4 +1,4 @@
-"""Which executor carries an engine."""
+"""Chooses and builds the executor of an engine."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _BUILT_IN = {
 
 
 def make_executor(config: EngineConfig, platform: Platform) -> Executor:
-    """Builds the executor that was asked for, or the one that fits the number of workers.
+    """Builds the executor that the configuration names, or else the one that fits the number of workers.
 
     Raises:
-        ConfigError: The choice is unknown, or the platform does not allow it, or it cannot run this many workers.
-        PlatformError: The platform's topology does not have the devices for this configuration.
+        ConfigError: The executor is unknown, or the platform does not allow it, or it cannot run this many workers.
+        PlatformError: The platform's topology has too few devices for this configuration.
     """
     topology = launch_topology(config, platform)
     with enter_phase(Phase.ENGINE):
@@ -64,7 +64,7 @@ def _check_allowed(name: str, topology: LaunchTopology, platform: Platform) -> N
 
 
 def _default(topology: LaunchTopology, config: EngineConfig, platform: Platform) -> str:
-    """In this process where one worker does; for several, an installed executor that wants them, or `mp`."""
+    """`uni` for one worker; for several, an installed executor that prefers this engine, or else `mp`."""
     if topology.num_workers > 1 and (preferred := _preferred(topology, platform)) is not None:
         return preferred
     fitting = ("uni", "mp") if topology.num_workers == 1 else ("mp",)
@@ -80,7 +80,7 @@ def _default(topology: LaunchTopology, config: EngineConfig, platform: Platform)
 
 
 def _preferred(topology: LaunchTopology, platform: Platform) -> str | None:
-    """The installed executor that says that it should run this engine, of those that the platform lists."""
+    """The first installed executor that the platform lists and whose `is_preferred` is true."""
     listed = [name for name in topology.executors if name not in _BUILT_IN]
     if not listed:
         return None
@@ -89,7 +89,7 @@ def _preferred(topology: LaunchTopology, platform: Platform) -> str | None:
         if name in offered:
             try:
                 _, found = plugin_groups.load_plugin_by_name(plugin_groups.EXECUTORS, name)
-            except ConfigError as e:  # nobody has named it, so the engine can do without
+            except ConfigError as e:  # the user has not named it, so another executor will do
                 logger.warning("The executor %r is not considered for this engine. %s", name, e)
                 continue
             if _checked(name, found).is_preferred(topology, lambda: _count_devices(platform)):
@@ -98,14 +98,14 @@ def _preferred(topology: LaunchTopology, platform: Platform) -> str | None:
 
 
 def _count_devices(platform: Platform) -> int | None:
-    """Devices that the platform finds on this machine; None where it does not list them."""
+    """The number of devices that the platform finds on this machine; None where it does not list them."""
     with enter_phase(Phase.PROBE):
         found = load_attribute(platform.spec.probe)()
     return len(found.devices) or None
 
 
 def can_sample_later(executor: Executor) -> bool:
-    """Whether plans may say `masks_follow`: the executor and its workers know what that means."""
+    """Whether plans may set `masks_follow`: the executor and its workers support it."""
     return defined_together(type(executor), "execute_model", "sample_tokens") and executor.can_sample_later()
 
 
@@ -117,7 +117,7 @@ def _import(name: str, path: str) -> type[Executor]:
     except (ImportError, AttributeError, ValueError) as e:
         if command := installable_executors().get(name):
             raise ConfigError(
-                f"distributed_executor_backend {name!r} was asked for, but the package that brings this executor is "
+                f"distributed_executor_backend {name!r} was asked for, but the package that provides this executor is "
                 f"not installed. Run: {command}, on every machine that runs workers; or set "
                 "distributed_executor_backend to mp to stay on this machine."
             ) from None

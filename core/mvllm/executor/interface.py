@@ -1,4 +1,4 @@
-"""Executors: how one engine core reaches its workers."""
+"""The interface of executors: how one engine core calls its workers."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ logger = get_logger(__name__)
 
 
 def log_drawn_seed(seed: int) -> None:
-    """Logs the seed of an engine that was given none, so that its samples can be had again."""
-    logger.info("seed = %d: drawn at this start, as none was given. With this seed, samples are the same again.", seed)
+    """Logs the seed of an engine that was given none, so that its samples can be reproduced."""
+    logger.info("seed = %d: drawn at this start, because none was given. Set this seed to reproduce the samples.", seed)
 
 
 class Executor(ABC):
     """Runs WorkerProtocol methods on every worker of one engine.
 
-    Used from one thread, the engine core's. A worker's error is raised where its result is asked for.
+    Used from the engine core's thread only. A worker's error is raised where its result is requested.
 
     Args:
         config: The engine's configuration.
-        platform: Where its workers run.
+        platform: The platform of its workers.
     """
 
     needs_platform_support: ClassVar[bool] = False
-    """Whether an executor that is named by its entry point runs only on platforms that list the name in
+    """Whether the executor, if it is named by its entry point, runs only on platforms that list that name in
     `LaunchTopology.executors`."""
 
     @classmethod
     def is_preferred(cls, topology: LaunchTopology, count_devices: Callable[[], int | None]) -> bool:
-        """Whether this executor should run an engine of several workers for which none was named.
+        """Whether this executor should run an engine of several workers for which the user named no executor.
 
-        Asked of installed executors that the platform lists in `LaunchTopology.executors`, in the order of that list.
-        The answer must not need anything to be imported that starts slowly.
+        Called on installed executors that the platform lists in `LaunchTopology.executors`, in the order of that list.
+        It must not import slow libraries.
 
         Args:
-            topology: How many workers, of how many devices each.
+            topology: The number of workers and of devices per worker.
             count_devices: Counts the devices of this machine; None where the platform does not list them.
         """
         return False
@@ -55,7 +55,7 @@ class Executor(ABC):
 
     @property
     def config(self) -> EngineConfig:
-        """The configuration that its workers have: the engine's, with what several engines had to agree on."""
+        """The configuration of its workers: the engine's, with the values that several engines agreed on."""
         return self._config
 
     @overload
@@ -93,14 +93,14 @@ class Executor(ABC):
         """Calls a WorkerProtocol method on all workers, or on `ranks`.
 
         Args:
-            method: Name of a declared method; anything else is refused.
+            method: Name of a method that WorkerProtocol declares.
             args: Its arguments.
-            timeout: Seconds to wait for all answers, or None for no limit.
+            timeout: Seconds to wait for all results, or None for the default limit of the executor.
             ranks: Workers to call, or None for all.
             non_block: Return a future instead of waiting.
 
         Returns:
-            The answers in rank order.
+            The results in rank order.
         """
 
     @abstractmethod
@@ -108,44 +108,44 @@ class Executor(ABC):
         """Starts one step. Steps run in the order of the calls; the result comes from one rank."""
 
     def can_sample_later(self) -> bool:
-        """Whether plans may say `masks_follow`, with `sample_tokens` behind them. Asked when the model is loaded."""
+        """Whether plans may set `masks_follow`, followed by `sample_tokens`. Called after the model is loaded."""
         return False
 
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> None:
-        """Has the step that was started last, and whose plan said `masks_follow`, sampled.
+        """Samples the last started step, whose plan set `masks_follow`.
 
-        Errors are raised by the step's own future. Only where `can_sample_later`.
+        Errors are raised by the step's future. Only called where `can_sample_later` is true.
 
         Args:
-            step: Of the plan.
-            mask_rows, token_masks: As in the plan.
+            step: The number of the step.
+            mask_rows, token_masks: As in SchedulerOutput.
         """
         raise NotImplementedError
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends all workers. Idempotent."""
+        """Terminates all workers. Idempotent."""
 
     def on_failure(self, callback: Callable[[Exception], None]) -> None:
-        """Has `callback` called, once and from any thread, when the workers can no longer be used.
+        """Registers `callback`, which is called once, from any thread, when the workers can no longer be used.
 
-        A failure that has happened is reported at once. Workers that cannot fail by themselves never call it.
+        If that has happened, it is called at once. Executors whose workers cannot fail by themselves never call it.
         """
 
     def start(self) -> None:
-        """Brings every worker up to a loaded model."""
+        """Initializes the device and loads the model on every worker."""
         self.collective_rpc("init_device")
         self.collective_rpc("load_model")
 
     def kv_cache_needs(self) -> list[KVCacheNeeds]:
-        """Each worker's cost of KV cache, in rank order."""
+        """The KV-cache requirements of each worker, in rank order."""
         return self.collective_rpc("kv_cache_needs")
 
     def available_kv_bytes(self) -> list[int]:
-        """What a profiling step leaves on each worker, in rank order."""
+        """The bytes that a profiling step leaves for the KV cache on each worker, in rank order."""
         return self.collective_rpc("available_kv_bytes")
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
-        """Claims the KV cache on every worker, then lets them warm up."""
+        """Allocates the KV cache on every worker, then warms the workers up."""
         self.collective_rpc("allocate_kv_cache", (num_blocks, block_size))
         self.collective_rpc("warm_up")

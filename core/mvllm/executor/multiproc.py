@@ -1,4 +1,4 @@
-"""Workers in processes of their own, on this machine. Calls are RpcExecutor's; this starts the processes."""
+"""The executor `mp`: starts one process per worker on this machine. RpcExecutor makes the calls."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _HAS_PROC = os.path.isdir("/proc/self/fd")
 
 
 class MultiprocExecutor(RpcExecutor):
-    """One process per worker, started with the platform's environment for it.
+    """Starts one process per worker, with the environment that the platform sets for it.
 
     Raises:
-        Exception: On construction: a worker's own exception, if one cannot be built. Nothing stays behind.
+        Exception: On construction: a worker's own exception, if one cannot be built. All processes have ended then.
     """
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
@@ -36,22 +36,22 @@ class MultiprocExecutor(RpcExecutor):
         super().__init__(config, platform, topology.num_workers)
         names = worker_names(config.parallel, topology.num_workers)
         with contextlib.ExitStack() as undo:
-            board = ActivityTable.create(len(names))
-            undo.callback(board.close)
+            activity_table = ActivityTable.create(len(names))
+            undo.callback(activity_table.close)
             queues = RpcQueues(names, parallel=config.parallel)
             undo.callback(queues.close)
-            meeting = _make_rendezvous() if len(names) > 1 else None
-            launches = _launches(config, platform, topology, names, queues, meeting, board)
-            group = ChildProcessGroup(launches, board)
-            self._attach_workers(group, queues.open_writer(group.stop), queues.open_readers(group.stop), board)
-            undo.pop_all()  # `shutdown` does it from here on
+            rendezvous = _make_rendezvous() if len(names) > 1 else None
+            launches = _launches(config, platform, topology, names, queues, rendezvous, activity_table)
+            group = ChildProcessGroup(launches, activity_table)
+            self._attach_workers(group, queues.open_writer(group.stop), queues.open_readers(group.stop), activity_table)
+            undo.pop_all()  # `shutdown` closes them from here on
         try:
             try:
                 group.launch()
-            finally:  # the workers have inherited what is theirs
+            finally:  # the workers have inherited their descriptors
                 queues.close()
-                if meeting is not None:
-                    meeting.close()
+                if rendezvous is not None:
+                    rendezvous.close()
             group.wait_ready(config.parallel.start_timeout)
         except BaseException:
             self.shutdown()
@@ -64,8 +64,8 @@ def _launches(
     topology: LaunchTopology,
     names: Sequence[str],
     queues: RpcQueues,
-    meeting: _Rendezvous | None,
-    board: ActivityTable,
+    rendezvous: _Rendezvous | None,
+    activity_table: ActivityTable,
 ) -> list[ProcessLaunch]:
     encoded = encode_worker_configs(config, len(names))
     parallel = config.parallel
@@ -81,35 +81,35 @@ def _launches(
                 local_world_size=parallel.data_parallel_size * len(names),
                 seed=config.model.seed,
                 in_engine_process=False,
-                init_method=meeting.address if meeting else None,
+                init_method=rendezvous.address if rendezvous else None,
                 num_devices=devices_per_worker(parallel, len(names)),
             ),
             platform=platform.spec.name,
             config=encoded[rank],
             requests=requests,
             replies=replies,
-        ).with_parent_state(board.fd)
+        ).with_parent_state(activity_table.fd)
         env = topology.env_per_worker[rank] if topology.env_per_worker else {}
-        shared = (board.fd, *(meeting.fds if meeting else ()))
+        shared = (activity_table.fd, *(rendezvous.fds if rendezvous else ()))
         launches.append(ProcessLaunch(start, env, (*requests.fds, *replies.fds, start.stack_fd, *shared)))
     return launches
 
 
 @dataclass(frozen=True)
 class _Rendezvous:
-    """Where the ranks find each other: an address for `init_method`, and descriptors that must be inherited for it."""
+    """The address of `init_method`, and the descriptors that workers must inherit for it."""
 
     address: str
     fds: tuple[int, ...] = ()
 
     def close(self) -> None:
-        """The workers have inherited it."""
+        """Closes the descriptors of this process. Call it after the workers have inherited them."""
         for fd in self.fds:
             os.close(fd)
 
 
 def _make_rendezvous() -> _Rendezvous:
-    """An unnamed file on Linux: no port that somebody may take first, nothing that listens, nothing left behind."""
+    """An unnamed file on Linux, which needs no port and leaves nothing behind; elsewhere a free TCP port."""
     if _HAS_PROC:
         fd = anonymous_file("rendezvous")
         return _Rendezvous(f"file:///proc/self/fd/{fd}", (fd,))

@@ -1,11 +1,11 @@
-"""Calls to workers in other processes, on this machine or on others.
+"""Base of executors whose workers run in other processes, on this machine or on others.
 
     engine core ── rpc_broadcast_mq ──> every worker          one message per call, written once, read by all
                 <─ worker_response_mq ─ each worker           tagged with the request's id and the rank
 
-A call is a message out and an entry in a table of calls under way. Replies find their entry by id; one that finds none
-is late and is dropped. Nothing runs in the background: whoever waits for a result reads the replies, so a step costs
-two messages and no thread switch. What does run beside is the monitor of the WorkerGroup, which watches for deaths.
+A call sends one message and adds an entry to the table of pending calls. Replies find their entry by id; a reply
+without an entry is late and is dropped. The thread that waits for a result reads the replies, so a step costs two
+messages and no thread switch. The only background thread is the monitor of the WorkerGroup, which watches for deaths.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -36,9 +36,11 @@ from mvllm.executor.message_queue import (
     ReaderGroup,
 )
 from mvllm.executor.process.activity_table import ActivityTable
-from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, MethodCodec, Reply, Request, codec_of
+from mvllm.executor.rpc_call import RpcCall, RpcFuture
+from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, Request, codec_of
 from mvllm.executor.rpc_queues import response_queue_name
-from mvllm.executor.worker_group import FailureCallback, WorkerGroup, WorkerView
+from mvllm.executor.worker_group import FailureCallback, WorkerGroup
+from mvllm.executor.worker_handle import WorkerHandle
 from mvllm.executor.worker_topology import devices_per_worker, with_workers_as_ranks
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -47,89 +49,21 @@ from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
 
 logger = get_logger(__name__)
 
-T = TypeVar("T")
-
 STEP_METHOD = "execute_model"
 SAMPLE_METHOD = "sample_tokens"
-"""Has no reply of its own: the step has one."""
+"""Has no reply: the reply of the step is sent after sampling."""
 _WARN_SECONDS = 30.0
 _SHUT_DOWN = "The workers have been shut down."
 
 
-class RpcFuture(Future[T], Generic[T]):
-    """The result of a call. Waiting for it is what reads the replies, so wait from the executor's thread.
-
-    Args:
-        executor: Whose call it is.
-        timeout: Seconds that `result` waits when it is not told otherwise. They count from the call of `result`.
-    """
-
-    def __init__(self, executor: RpcExecutor, timeout: float | None) -> None:
-        super().__init__()
-        self._executor = executor
-        self._timeout = timeout
-        self.set_running_or_notify_cancel()
-
-    def result(self, timeout: float | None = None) -> T:
-        """The result.
-
-        Raises:
-            TimeoutError: It is not there in time; the message names the workers that have not answered.
-            Exception: A worker's own, or the failure of a worker's process.
-        """
-        self._wait(timeout)
-        return super().result(0)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What `result` would raise, or None."""
-        self._wait(timeout)
-        return super().exception(0)
-
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-        if not super().done():
-            self._executor.request_deferred_reply(self)
-            self._executor.poll_replies()
-        return super().done()
-
-    @property
-    def is_resolved(self) -> bool:
-        """`done`, without looking for replies."""
-        return super().done()
-
-    def _wait(self, timeout: float | None) -> None:
-        if timeout is None:
-            self._executor.wait_for(self, self._timeout, give_up=True)
-        else:
-            self._executor.wait_for(self, timeout, give_up=False)
-
-
-class _Call:
-    """A call under way: who has answered, who has not."""
-
-    def __init__(self, request_id: int, codec: MethodCodec, ranks: Sequence[int], future: RpcFuture[Any]) -> None:
-        self.id = request_id
-        self.codec = codec
-        self.missing = set(ranks)
-        self.results: dict[int, Any] = {}
-        self.future = future
-        self.label = codec.name
-
-    def add_reply(self, reply: Reply) -> bool:
-        """Keeps one rank's result; returns whether it was the last."""
-        self.missing.discard(reply.rank)
-        self.results[reply.rank] = self.codec.result.decode(reply.result)
-        return not self.missing
-
-
 class RpcExecutor(Executor):
-    """An executor whose workers are reached through message queues.
+    """Calls workers through message queues.
 
-    A subclass starts the workers; it calls `_use` as soon as there is something that has to be ended.
+    A subclass starts the workers. It calls `_attach_workers` as soon as there are processes to terminate.
 
     Args:
-        config, platform: As Executor.
-        num_workers: How many there will be.
+        config, platform: As in Executor.
+        num_workers: The number of workers that the subclass starts.
     """
 
     def __init__(self, config: EngineConfig, platform: Platform, num_workers: int) -> None:
@@ -137,22 +71,26 @@ class RpcExecutor(Executor):
         self._ranks = tuple(range(num_workers))
         self._reply_rank = _reply_rank(config.parallel, num_workers)
         self._next_id = STOP_ID + 1
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, RpcCall] = {}
         self._senders: dict[str, int] = {}  # by the name of their queue
         self._defers_replies = keeps_sampled_tokens_on_device(config, platform.capabilities)
-        self._deferred_step: Future[Any] | None = None  # of the step that workers will answer when something follows it
+        self._deferred_step: Future[Any] | None = None  # of the step whose reply the workers defer
 
     def _attach_workers(
-        self, group: WorkerGroup, writer: MessageWriter, readers: Sequence[MessageReader[Reply]], board: ActivityTable
+        self,
+        group: WorkerGroup[Any],
+        writer: MessageWriter,
+        readers: Sequence[MessageReader[Reply]],
+        activity_table: ActivityTable,
     ) -> None:
-        """Takes over the workers and the executor's ends of the queues; from now on `shutdown` ends them.
+        """Takes over the workers and the executor's ends of the queues.
 
-        Also when the executor is dropped without a word, and when the interpreter ends.
+        From now on `shutdown`, garbage collection of the executor, and the end of the interpreter terminate them.
         """
         self._group = group
         self._writer = writer
         self._replies = ReaderGroup(readers, group.stop, self._config.parallel.mq_spin_seconds)
-        self._finalizer = weakref.finalize(self, _shut_down, group, writer, readers, board, os.getpid())
+        self._finalizer = weakref.finalize(self, _shut_down, group, writer, readers, activity_table, os.getpid())
 
     # --- calls
 
@@ -192,11 +130,11 @@ class RpcExecutor(Executor):
         self._next_id += 1
 
     def on_failure(self, callback: FailureCallback) -> None:
-        """Has `callback` called, once, from another thread, when the workers can no longer be used."""
+        """As in Executor; `callback` is called from another thread."""
         self._group.on_failure(callback)
 
     @property
-    def workers(self) -> Sequence[WorkerView]:
+    def workers(self) -> Sequence[WorkerHandle]:
         """In rank order."""
         return self._group.workers
 
@@ -210,25 +148,25 @@ class RpcExecutor(Executor):
             error = self._group.failure or EngineDeadError(_SHUT_DOWN)
             self._finalizer()
             self._fail_calls(error)
-        else:  # perhaps in another thread, and not done yet
+        else:  # another thread may still be shutting down
             self._group.terminate()
 
     # --- waiting, for RpcFuture
 
-    def wait_for(self, future: RpcFuture[Any], timeout: float | None, *, give_up: bool) -> None:
-        """Reads replies until `future` is settled.
+    def wait_for(self, future: RpcFuture[Any], timeout: float | None, *, cancel_on_timeout: bool) -> None:
+        """Reads replies until `future` is resolved.
 
         Args:
-            timeout: Seconds; None is for a step, which gets `step_timeout` and fails the executor when it is late.
-            give_up: At the timeout, end the call: its result is a TimeoutError for good, and replies that come later
-                are dropped. Else it can be waited for again.
+            timeout: Seconds; None for a step, which has `step_timeout` and fails the executor when it is late.
+            cancel_on_timeout: At the timeout, set a TimeoutError as the call's result and drop later replies.
+                Otherwise the call can be waited for again.
 
         Raises:
-            TimeoutError: It is not in time, and the call has not been given up.
+            TimeoutError: The timeout has passed, and `cancel_on_timeout` is False.
         """
         start = time.monotonic()
         warn_at = start + _WARN_SECONDS
-        stacks = True  # once per wait: what hangs for long goes on hanging in the same place
+        stacks = True  # logged once per wait: a worker that hangs stays in the same place
         limit = self._config.parallel.step_timeout if timeout is None else timeout
         self.request_deferred_reply(future)
         while not future.is_resolved:
@@ -244,7 +182,7 @@ class RpcExecutor(Executor):
                     warn_at, stacks = warn_at + _WARN_SECONDS, False
                 elif timeout is None:
                     self._fail_stuck()
-                elif give_up:
+                elif cancel_on_timeout:
                     self._cancel_call(future, limit)
                 else:
                     raise self._timeout(self._call_of(future), limit) from None
@@ -254,7 +192,7 @@ class RpcExecutor(Executor):
                 self._dispatch(ready)
 
     def poll_replies(self) -> None:
-        """Settles whatever can be settled without waiting."""
+        """Reads the replies that have arrived, without waiting."""
         if not self._finalizer.alive:
             return
         with contextlib.suppress(QueueTimeoutError):
@@ -264,17 +202,17 @@ class RpcExecutor(Executor):
                 self._fail_calls(self._root_cause(e))
 
     def request_deferred_reply(self, future: RpcFuture[Any]) -> None:
-        """Has the workers answer a step that they would answer only when another follows."""
+        """Asks the workers for the deferred reply of the last step, if `future` is its future."""
         if self._deferred_step is future and not future.is_resolved and self._finalizer.alive:
             self._deferred_step = None
-            with contextlib.suppress(QueueError):  # which the wait for the reply meets, too, and reports
+            with contextlib.suppress(QueueError):  # the wait for the reply raises it again
                 self._writer.enqueue(Request(FLUSH_ID, "", b""), timeout=self._config.parallel.step_timeout)
 
-    # --- inside
+    # --- sending and receiving
 
     def _send(
         self, method: str, args: tuple[Any, ...], *, ranks: tuple[int, ...] | None, expect: Sequence[int], future: Any
-    ) -> _Call:
+    ) -> RpcCall:
         codec = codec_of(method)
         self._group.check()
         if not self._finalizer.alive:
@@ -286,7 +224,7 @@ class RpcExecutor(Executor):
         request = Request(self._next_id, method, msgspec.msgpack.encode(args), ranks, reply_from)
         self._next_id += 1
         self._enqueue(request, limit)
-        call = self._calls[request.id] = _Call(request.id, codec, expect, future)
+        call = self._calls[request.id] = RpcCall(request.id, codec, expect, future)
         self._on_request_sent(request, args)
         return call
 
@@ -296,30 +234,24 @@ class RpcExecutor(Executor):
         except (PeerDiedError, QueueStoppedError) as e:
             raise self._root_cause(e) from None
         except QueueTimeoutError as e:
-            busy = self._busy()
-            late = [
-                *busy,
-                *(worker for worker in self._group.stopped_workers() if worker not in busy),
-            ] or self._group.workers
+            late = list(dict.fromkeys([*self._busy(), *self._group.stopped_workers()])) or self._group.workers
             raise self._group.fail_with_root_cause(self._group.stuck_error(late, limit, "took no request")) from e
 
     def _on_request_sent(self, request: Request, args: tuple[Any, ...]) -> None:
-        """A request is on its way; for subclasses that keep account of workers which cannot write on the board."""
+        """Hook: a request has been sent. For subclasses whose workers cannot write to the activity table."""
 
     def _on_reply(self, reply: Reply, method: str | None) -> None:
-        """A reply has come; likewise."""
+        """Hook: a reply has been received; `method` is None where its call is no longer pending."""
 
     def _dispatch(self, readers: Sequence[MessageReader[Reply]]) -> None:
         for reader in readers:
+            sender = self._group.workers[self._sender_of(reader)]
             try:
                 reply, _ = reader.dequeue()
+                error = None if reply.rank == sender.rank else _unreadable(sender, f"a reply as rank {reply.rank}")
             except (QueueCorruptError, msgspec.DecodeError) as e:
-                sender = self._group.workers[self._sender_of(reader)]
-                self._fail_calls(self._group.fail_with_root_cause(_unreadable(sender, f"what is no reply: {e}", e)))
-                return
-            if reply.rank != self._sender_of(reader):
-                sender = self._group.workers[self._sender_of(reader)]
-                error = _unreadable(sender, f"a reply in the name of rank {reply.rank}")
+                error = _unreadable(sender, f"an unreadable reply: {e}", e)
+            if error is not None:
                 self._fail_calls(self._group.fail_with_root_cause(error))
                 return
             call = self._calls.get(reply.id)
@@ -336,26 +268,26 @@ class RpcExecutor(Executor):
                 call.future.set_result(results[0] if call.codec.name == STEP_METHOD else results)
 
     def _sender_of(self, reader: MessageReader[Reply]) -> int:
-        """The rank that writes what `reader` reads."""
+        """The rank whose replies `reader` reads."""
         rank = self._senders.get(reader.name)
         if rank is None:
             rank = next(w.rank for w in self._group.workers if response_queue_name(w.name) == reader.name)
             self._senders[reader.name] = rank
         return rank
 
-    def _is_complete(self, call: _Call, reply: Reply) -> bool:
+    def _is_complete(self, call: RpcCall, reply: Reply) -> bool:
         try:
             return call.add_reply(reply)
         except msgspec.DecodeError as e:
             sender = self._group.workers[reply.rank]
-            error = _unreadable(sender, f"something else than {call.label} returns: {e}", e)
+            error = _unreadable(sender, f"another type than {call.label} returns: {e}", e)
             self._handle_failure(error, call, is_step=call.codec.name == STEP_METHOD)
             return False
 
-    def _handle_failure(self, error: Exception, call: _Call | None, *, is_step: bool) -> None:
+    def _handle_failure(self, error: Exception, call: RpcCall | None, *, is_step: bool) -> None:
         if is_step:
-            # The rows of this rank are not what the others think any more; nothing after this could be right. If
-            # another rank's death is behind it, that is the better story.
+            # The rows of this rank differ from those of the others now, so no later step could be right. If the death
+            # of another rank is the cause, that is the error to report.
             self._fail_calls(self._group.fail_with_root_cause(error))
         elif call is not None:
             del self._calls[call.id]
@@ -371,23 +303,23 @@ class RpcExecutor(Executor):
         absent = [worker for worker in self._group.workers if worker.activity.request_id < oldest]
         late = [*absent, *(worker for worker in self._busy() if worker not in absent)]
         late = late or [self._group.workers[self._reply_rank]]
-        # Those that wait for a stuck rank are as late as it is. One that has not come to this step is named first, then
-        # the one that came last.
+        # Ranks that wait for a stuck rank are as late as that one. A rank that has not begun this step is named first,
+        # then the one that began it last.
         late.sort(key=lambda worker: (worker not in absent, -(worker.activity.step or 0), worker.activity.seconds))
         seconds = self._config.parallel.step_timeout
         self._fail_calls(
             self._group.fail_with_root_cause(self._group.stuck_error(late, seconds, "has not finished its step"))
         )
 
-    def _busy(self) -> list[WorkerView]:
+    def _busy(self) -> list[WorkerHandle]:
         return [worker for worker in self._group.workers if not worker.activity.is_idle]
 
     def _root_cause(self, error: PeerDiedError | QueueStoppedError) -> Exception:
-        """Why a wait for the workers has ended: their failure, or somebody's wish."""
+        """The error behind a wait that ended: the failure of a worker, or the shutdown of the executor."""
         found = self._group.fail_with_root_cause(error)
         return EngineDeadError(_SHUT_DOWN) if isinstance(found, QueueStoppedError) else found
 
-    def _call_of(self, future: RpcFuture[Any]) -> _Call:
+    def _call_of(self, future: RpcFuture[Any]) -> RpcCall:
         return next(call for call in self._calls.values() if call.future is future)
 
     def _cancel_call(self, future: RpcFuture[Any], seconds: float) -> None:
@@ -395,7 +327,7 @@ class RpcExecutor(Executor):
         del self._calls[call.id]
         future.set_exception(self._timeout(call, seconds))
 
-    def _timeout(self, call: _Call, seconds: float) -> TimeoutError:
+    def _timeout(self, call: RpcCall, seconds: float) -> TimeoutError:
         waiting = [self._group.workers[rank] for rank in sorted(call.missing)]
         states = "; ".join(f"{worker}, which is in {worker.activity}" for worker in waiting)
         return TimeoutError(f"{call.label}: no answer within {seconds:g} s from {states}.")
@@ -405,7 +337,7 @@ class RpcExecutor(Executor):
         busy = self._busy()
         states = ", ".join(f"{worker} in {worker.activity}" for worker in busy) or "all workers are idle"
         logger.warning("%s has not ended after %.0f s: %s", call.label if call else "a call", seconds, states)
-        # A step that takes so long most likely hangs; loading weights may well do, and then stacks are for the curious.
+        # A step that takes so long most likely hangs. Loading weights may take so long; then stacks are debug output.
         level = logging.WARNING if call is not None and call.codec.name == STEP_METHOD else logging.DEBUG
         if stacks and logger.isEnabledFor(level):
             for worker in busy:
@@ -413,7 +345,7 @@ class RpcExecutor(Executor):
                     logger.log(level, "The stack of %s:\n%s", worker, stack.rstrip())
 
 
-def _unreadable(worker: WorkerView, what: str, error: Exception | None = None) -> WorkerError:
+def _unreadable(worker: WorkerHandle, what: str, error: Exception | None = None) -> WorkerError:
     activity = str(worker.activity)
     unreadable = WorkerError(f"{worker} sent {what}", rank=worker.rank, pid=worker.pid, activity=activity)
     unreadable.__cause__ = error
@@ -421,50 +353,50 @@ def _unreadable(worker: WorkerView, what: str, error: Exception | None = None) -
 
 
 def worker_names(parallel: ParallelConfig, num_workers: int) -> list[str]:
-    """What workers are called, in rank order: `Worker_TP0`, `Worker_PP1_TP0`, or just `Worker` where there is one."""
+    """The names of the workers, in rank order: `Worker_TP0`, `Worker_PP1_TP0`; `Worker` if there is only one."""
     if num_workers == 1:
         return ["Worker"]
     parallel = with_workers_as_ranks(parallel, devices_per_worker(parallel, num_workers))
     tp = parallel.tensor_parallel_size
-    if num_workers != parallel.world_size:  # what they drive is their own class's affair
+    if num_workers != parallel.world_size:  # the platform's worker class decides which devices they drive
         return [f"Worker_{rank}" for rank in range(num_workers)]
     stage = ["" if parallel.pipeline_parallel_size == 1 else f"_PP{rank // tp}" for rank in range(num_workers)]
-    part = ["" if tp == 1 else f"_TP{rank % tp}" for rank in range(num_workers)]
-    return [f"Worker{a}{b}" for a, b in zip(stage, part)]
+    shard = ["" if tp == 1 else f"_TP{rank % tp}" for rank in range(num_workers)]
+    return [f"Worker{a}{b}" for a, b in zip(stage, shard)]
 
 
 def _reply_rank(parallel: ParallelConfig, num_workers: int) -> int:
-    """Who answers a step: the first rank of the last pipeline stage."""
+    """The rank that replies to a step: the first one of the last pipeline stage."""
     parallel = with_workers_as_ranks(parallel, devices_per_worker(parallel, num_workers))
     return num_workers - parallel.tensor_parallel_size if num_workers == parallel.world_size else 0
 
 
 def _shut_down(
-    group: WorkerGroup,
+    group: WorkerGroup[Any],
     writer: MessageWriter,
     readers: Sequence[MessageReader[Reply]],
-    board: ActivityTable,
+    activity_table: ActivityTable,
     pid: int,
 ) -> None:
-    """The ladder: a message, then whatever WorkerGroup.end does, then the queues."""
-    if os.getpid() != pid:  # a fork of the engine's process: nothing of this is its own
+    """Sends the stop request, terminates the group, and closes the queues and the activity table."""
+    if os.getpid() != pid:  # a fork of the engine's process, which owns none of this
         return
-    if group.is_monitor_thread():  # by the garbage collector, which comes in any thread; this one has to see the ends
-        args = (group, writer, readers, board, pid)
+    if group.is_monitor_thread():  # garbage collection runs in any thread; this one must go on watching
+        args = (group, writer, readers, activity_table, pid)
         threading.Thread(target=_shut_down, args=args, name="worker-shutdown", daemon=True).start()
         return
-    told = False
+    stop_is_sent = False
     try:
         if group.failure is None and group.workers and all(worker.is_ready for worker in group.workers):
             group.expect_exits()
             with contextlib.suppress(QueueError):
                 writer.enqueue(Request(STOP_ID, "", b""), timeout=0.5)
-                told = True
-        group.terminate(gracefully=told)
-    finally:  # also when Ctrl-C interrupts what is above
+                stop_is_sent = True
+        group.terminate(gracefully=stop_is_sent)
+    finally:  # also when Ctrl-C interrupts the lines above
         group.terminate()
         writer.close()
         for reader in readers:
             reader.close()
         group.close()
-        board.close()
+        activity_table.close()

@@ -1,13 +1,13 @@
-"""What the executor and its workers say to each other. Typed msgpack; nothing is pickled.
+"""The messages between the executor and its workers. Typed msgpack; nothing is pickled.
 
     executor ── Request(id, method, args, ranks, reply_from) ──> every worker    (rpc_broadcast_mq)
     worker   ── Reply(id, rank, result | failure) ─────────────> executor        (its worker_response_mq)
 
-A worker that leaves a step's tokens on the device owes the reply: it comes when the next step has been launched, or
-before anything else is done. Who waits for the newest step, and has nothing else to ask, sends FLUSH_ID.
+A worker that leaves a step's tokens on the device defers the reply until the next step has been launched or another
+request arrives. An executor that waits for the newest step and has no other request sends FLUSH_ID.
 
-A reply carries the id of the request it answers: an answer that nobody waits for any more (its call timed out, or an
-error of another rank ended it) is recognised and dropped, and can never be taken for the answer to a later call.
+A reply carries the id of its request. A reply whose call is no longer pending (it timed out, or the error of another
+rank ended it) is dropped, and is never taken for the reply to a later call.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mvllm.messages.process_failure import ProcessFailure
 from mvllm.platform.worker_protocol import WorkerProtocol
 
 STOP_ID = 0
-"""The id of the request that ends a worker's loop. No call has it."""
+"""The id of the stop request, which ends a worker's loop. No call has it."""
 
 FLUSH_ID = -1
-"""The id of the request that asks for nothing but the replies still owed. No call has it, and it has no reply."""
+"""The id of the flush request, which asks for deferred replies. No call has it, and it has no reply."""
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):
@@ -37,7 +37,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
         id: Counts from 1; or STOP_ID, or FLUSH_ID.
         method: A method of WorkerProtocol.
         args: Its arguments, as an array.
-        ranks: Who executes it, or None for all.
+        ranks: The ranks that execute it, or None for all.
         reply_from: The only rank that sends its result, or None for all that execute. Failures are always sent.
     """
 
@@ -52,7 +52,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """What became of a request on one rank. `result` is msgpack; it is empty where `failure` is set."""
+    """The result of a request on one rank, as msgpack; empty where `failure` is set."""
 
     id: int
     rank: int
@@ -62,7 +62,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True)
 class MethodCodec:
-    """Arguments and result of one WorkerProtocol method, as its signature declares them."""
+    """Decoders for the arguments and the result of one WorkerProtocol method, from its annotations."""
 
     name: str
     arguments: msgspec.msgpack.Decoder[Any]
@@ -71,7 +71,7 @@ class MethodCodec:
 
 @functools.cache
 def method_codecs() -> dict[str, MethodCodec]:
-    """Every method that a worker can be asked for, from WorkerProtocol's own annotations."""
+    """The codecs of all methods that a worker offers, by name."""
     codecs = {}
     for name, function in vars(WorkerProtocol).items():
         if name.startswith("_") or not callable(function):
@@ -80,7 +80,7 @@ def method_codecs() -> dict[str, MethodCodec]:
         result = hints.pop("return", None)
         arguments: Any = tuple.__class_getitem__(tuple(hints.values()))
         codecs[name] = MethodCodec(name, msgspec.msgpack.Decoder(arguments), msgspec.msgpack.Decoder(result))
-    # Answered by the wrapper, which knows the worker's class.
+    # WorkerWrapper answers this one: it depends on the worker's class.
     codecs["can_sample_later"] = MethodCodec(
         "can_sample_later", msgspec.msgpack.Decoder(tuple[()]), msgspec.msgpack.Decoder(bool)
     )

@@ -1,7 +1,7 @@
-"""The queues of one engine: rpc_broadcast_mq and every worker_response_mq, planned together.
+"""The message queues of one engine: rpc_broadcast_mq and one worker_response_mq per worker.
 
-worker on this machine      reads a ring and writes a ring of its own                        made here, all of them
-worker on another machine   reads the same messages over TCP, and makes its own queue back   see RemoteResponseQueue
+worker on this machine      reads the broadcast ring, writes a ring of its own       RpcQueues creates all of them
+worker on another machine   reads the same messages over TCP, writes over TCP        RemoteResponseQueue, in the worker
 """
 
 from __future__ import annotations
@@ -27,48 +27,50 @@ from mvllm.executor.rpc_messages import Reply
 
 ENGINE = "EngineCore"
 _REPLY_SIZE_DIVISOR = 4
-"""Replies are shorter than requests: their slots are as many, and a quarter as large."""
+"""Replies are shorter than requests, so their slots are a quarter as large."""
 
 
 class RpcQueues:
-    """The executor's side. Holds every descriptor; close it when all workers have theirs.
+    """The executor's side of all queues. Holds every descriptor; close it when all workers have theirs.
 
     Args:
-        names: The workers, in rank order.
-        far: Ranks on other machines.
-        host: This machine's address for them; None where there are none.
-        parallel: How large the queues should be.
+        names: The names of the workers, in rank order.
+        remote_ranks: Ranks on other machines.
+        host: This machine's address as the other machines reach it; None where there are no remote ranks.
+        parallel: The settings for the sizes of the queues.
 
     Raises:
-        SharedMemoryError: There is not enough shared memory, even for small rings.
+        SharedMemoryError: There is not enough shared memory even for the smallest rings.
     """
 
     def __init__(
         self,
         names: Sequence[str],
-        far: Collection[int] = (),
+        remote_ranks: Collection[int] = (),
         host: str | None = None,
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  (frozen)
     ) -> None:
-        near = [rank for rank in range(len(names)) if rank not in far]
-        self._index = {rank: index for ranks in (near, sorted(far)) for index, rank in enumerate(ranks)}
+        local_ranks = [rank for rank in range(len(names)) if rank not in remote_ranks]
+        self._index = {rank: index for ranks in (local_ranks, sorted(remote_ranks)) for index, rank in enumerate(ranks)}
         broadcast, response = request_settings(parallel), reply_settings(parallel)
-        wanted = [broadcast.shape(len(near)), *(response.shape(1) for _ in near)]
+        requested = [broadcast.shape(len(local_ranks)), *(response.shape(1) for _ in local_ranks)]
         settings = [
             msgspec.structs.replace(base, num_slots=shape.num_slots, slot_bytes=shape.slot_bytes)
-            for base, shape in zip([broadcast, *[response] * len(near)], plan_rings(wanted, shared_memory_space()))
+            for base, shape in zip(
+                [broadcast, *[response] * len(local_ranks)], plan_rings(requested, shared_memory_space())
+            )
         ]
         self._broadcast = MessageQueue.create(
             "rpc_broadcast_mq",
-            [names[rank] for rank in near],
+            [names[rank] for rank in local_ranks],
             writer=ENGINE,
             settings=settings[0],
-            remote_readers=[names[rank] for rank in sorted(far)],
-            host=host if far else None,
+            remote_readers=[names[rank] for rank in sorted(remote_ranks)],
+            host=host if remote_ranks else None,
         )
         self._responses: dict[int, MessageQueue] = {}
         try:
-            for rank, setting in zip(near, settings[1:]):
+            for rank, setting in zip(local_ranks, settings[1:]):
                 self._responses[rank] = MessageQueue.create(
                     response_queue_name(names[rank]), [ENGINE], writer=names[rank], settings=setting
                 )
@@ -77,29 +79,29 @@ class RpcQueues:
             raise
 
     def worker_handles(self, rank: int) -> tuple[ReaderHandle, WriterHandle]:
-        """What a worker on this machine needs."""
+        """The queue handles of a worker on this machine: requests to read, replies to write."""
         return self._broadcast.reader_handle(self._index[rank]), self._responses[rank].writer_handle()
 
     def remote_worker_handle(self, rank: int) -> RemoteReaderHandle:
-        """What a worker on another machine needs to read requests."""
+        """The handle with which a worker on another machine reads requests."""
         return self._broadcast.remote_reader_handle(self._index[rank])
 
     def open_writer(self, stop: StopSignal) -> MessageWriter:
-        """The executor's end of rpc_broadcast_mq. Ask for the workers' ends first."""
+        """The executor's end of rpc_broadcast_mq. Call it after `remote_worker_handle`."""
         return self._broadcast.open_writer(stop)
 
     def open_readers(self, stop: StopSignal) -> list[MessageReader[Reply]]:
-        """The executor's ends of what the workers on this machine write, in rank order."""
+        """The executor's ends of the response queues of workers on this machine, in rank order."""
         return [queue.open_reader(0, Reply, stop) for queue in self._responses.values()]
 
     def close(self) -> None:
-        """Gives up what the workers have got. Idempotent."""
+        """Closes the descriptors, after the workers have received theirs. Idempotent."""
         for queue in (self._broadcast, *self._responses.values()):
             queue.close()
 
 
 class RemoteResponseQueue:
-    """The worker_response_mq of a worker on another machine than the executor: the worker makes it, and listens.
+    """The worker_response_mq of a worker on another machine than the executor, which creates it and listens.
 
     Args:
         name: The worker's name.
@@ -118,12 +120,12 @@ class RemoteResponseQueue:
 
 
 def request_settings(parallel: ParallelConfig) -> QueueSettings:
-    """What rpc_broadcast_mq should be like."""
+    """The settings of rpc_broadcast_mq."""
     return QueueSettings(parallel.mq_num_slots, parallel.mq_slot_bytes, parallel.mq_spin_seconds)
 
 
 def reply_settings(parallel: ParallelConfig) -> QueueSettings:
-    """What every worker_response_mq should be like."""
+    """The settings of every worker_response_mq."""
     return QueueSettings(parallel.mq_num_slots, parallel.mq_slot_bytes // _REPLY_SIZE_DIVISOR, parallel.mq_spin_seconds)
 
 

@@ -1,4 +1,4 @@
-"""One worker, in the engine core's own process."""
+"""Executors that run one worker in the process of the engine core: `uni`, and the base of `external_launcher`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mvllm.config.engine_config import EngineConfig
-from mvllm.executor.deferred_output import finish_step, start_step
 from mvllm.executor.interface import Executor
 from mvllm.executor.worker_topology import devices_per_worker
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -19,17 +18,22 @@ T = TypeVar("T")
 
 
 class InProcessExecutor(Executor):
-    """Calls its one worker directly, and answers for that worker alone.
+    """Calls one worker directly.
 
     Args:
         config: The engine's configuration.
-        platform: Where its worker runs.
-        ctx: Which worker this is.
+        platform: The platform of its worker.
+        ctx: Rank and launch settings of the worker.
+        output_is_complete: Whether an output that `execute_model` of the worker returns at once is the whole output.
+            Otherwise `collect_output` is called for the rest.
     """
 
-    def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
+    def __init__(
+        self, config: EngineConfig, platform: Platform, ctx: WorkerContext, *, output_is_complete: bool = True
+    ) -> None:
         super().__init__(config, platform)
         self._rank = ctx.rank
+        self._output_is_complete = output_is_complete
         self._worker = WorkerWrapper(config, platform, ctx)
         self._started_step: Future[ModelRunnerOutput] | None = None
 
@@ -48,24 +52,43 @@ class InProcessExecutor(Executor):
         return finished(call) if non_block else call()
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Runs one step, or submits it where the worker gives its output later. Errors are raised by the future."""
-        self._started_step = start_step(self._worker, plan)
-        return self._started_step
+        """Runs one step, or submits it where the worker returns its output later. Errors are raised by the future."""
+        future: Future[ModelRunnerOutput] = Future()
+        try:
+            output = self._worker.execute_model(plan)
+        except Exception as e:  # noqa: BLE001  (stored; raised where the result is requested)
+            future.set_exception(e)
+        else:
+            if output is None or not self._output_is_complete:
+                future = DeferredOutputFuture(lambda: self._worker.call("collect_output", plan.step))
+            else:
+                future.set_result(output)
+        self._started_step = future
+        return future
 
     def can_sample_later(self) -> bool:
         return self._worker.can_sample_later
 
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> None:
-        assert self._started_step is not None, "execute_model comes first"
-        finish_step(self._worker, self._started_step, step, mask_rows, token_masks)
+        future = self._started_step
+        assert future is not None, "execute_model comes first"
+        if future.done():  # it has failed
+            return
+        try:
+            output = self._worker.sample_tokens(step, mask_rows, token_masks)
+        except Exception as e:  # noqa: BLE001  (stored; raised where the result is requested)
+            future.set_exception(e)
+            return
+        if output is not None:
+            future.set_result(output)
 
     def shutdown(self) -> None:
-        """Ends the worker, which leaves the groups that it joined and no others."""
+        """Shuts the worker down, which leaves the process groups that it has joined."""
         self._worker.shutdown()
 
 
 class UniProcExecutor(InProcessExecutor):
-    """The only worker of its engine."""
+    """Runs the only worker of its engine."""
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         parallel = config.parallel
@@ -79,10 +102,40 @@ class UniProcExecutor(InProcessExecutor):
 
 
 def finished(call: Callable[[], T]) -> Future[T]:
-    """Makes the call now; its result, or its error, is there when the future is asked for it."""
+    """A future that holds the result of `call`, which is called now, or its error."""
     future: Future[T] = Future()
     try:
         future.set_result(call())
-    except Exception as e:  # noqa: BLE001  (stored; raised where the result is asked for)
+    except Exception as e:  # noqa: BLE001  (stored; raised where the result is requested)
         future.set_exception(e)
     return future
+
+
+class DeferredOutputFuture(Future[ModelRunnerOutput]):
+    """The output of a submitted step, fetched by the thread that asks for it. Later steps can be submitted first.
+
+    Args:
+        fetch: Waits for the output.
+    """
+
+    def __init__(self, fetch: Callable[[], ModelRunnerOutput]) -> None:
+        super().__init__()
+        self._fetch = fetch
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        """The output. `timeout` has no effect: this call does the work."""
+        self._resolve()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What `result` would raise, or None."""
+        self._resolve()
+        return super().exception(timeout)
+
+    def _resolve(self) -> None:
+        if self.done():
+            return
+        try:
+            self.set_result(self._fetch())
+        except Exception as e:  # noqa: BLE001  (stored; raised where the result is requested)
+            self.set_exception(e)

@@ -1,11 +1,11 @@
-"""A worker process: `python -m mvllm.executor.worker_main <name> <control socket>`.
+"""The program of a worker process: `python -m mvllm.executor.worker_main <name> <control socket>`.
 
-    start   name itself, promise to die with its parent, read WorkerStartArgs from the control socket
-    build   find the platform by name, build the worker (this is where torch is imported), say "ready"
-    loop    take requests until told to stop: WorkerProc
+    start   set the process name, tie the process to its parent, read WorkerStartArgs from the control socket
+    build   load the platform, build the worker (torch is imported here), send the Handshake
+    loop    serve requests until the stop request: WorkerProc
 
-Nothing heavy is imported before WorkerStartArgs is there, and the platform's environment variables are set before this
-program starts.
+No slow library is imported before WorkerStartArgs has been read. The platform's environment variables are set before
+this program starts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from mvllm.executor.worker_proc import WorkerProc
 
 def main() -> None:
     """The program. Never returns."""
-    start, control, board = initialize_child(WorkerStartArgs)
+    start, control, activity_table = initialize_child(WorkerStartArgs)
     try:
         replies = MessageWriter.attach(start.replies)
-        proc = WorkerProc.build(start.name, start.context, start.platform, start.config, start.requests, replies, board)
-    except Exception as e:  # noqa: BLE001  (travels to the executor)
-        send_message(control, Handshake.of_error(e, start.name, start.context.rank, board))
+        proc = WorkerProc.build(
+            start.name, start.context, start.platform, start.config, start.requests, replies, activity_table
+        )
+    except Exception as e:  # noqa: BLE001  (sent to the executor)
+        send_message(control, Handshake.of_error(e, start.name, start.context.rank, activity_table))
         exit_process(1)
     send_message(control, Handshake())
     try:
         proc.worker_busy_loop()
-    except Exception as e:  # noqa: BLE001  (a queue that cannot be read or written any more; told by way of the parent)
+    except Exception as e:  # noqa: BLE001  (a queue is broken: the parent reads the report)
         write_crash_report(start.stack_fd, e)
         exit_process(1)
     proc.shutdown()

@@ -1,9 +1,8 @@
-"""A worker's loop: take a request, call the worker, answer; until told to stop.
+"""The request loop of a worker process: read a request, call the worker, send the reply, until the stop request.
 
-Where a step's tokens stay on the device, its answer comes after the launch of the next step, or as soon as it is asked
-for.
-
-The same in every kind of process that an executor runs workers in. Nothing heavy is imported before `build`.
+Where a step's tokens stay on the device, its reply is deferred until the next step is launched or a flush request
+arrives. The loop is the same in every kind of process that an executor runs workers in. No slow library is imported
+before `build`.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ logger = get_logger(__name__)
 
 
 class WorkerProc:
-    """One rank's loop. The same in every kind of worker process.
+    """The request loop of one rank.
 
     Args:
-        name: For errors.
+        name: The name of the worker, for errors.
         rank: This worker's rank.
-        worker: Does the work.
+        worker: Executes the requests.
         requests: This rank's end of rpc_broadcast_mq.
         replies: Its worker_response_mq.
-        board: Where it says what it is doing.
+        activity_table: Where the rank writes its activity.
     """
 
     def __init__(
@@ -48,17 +47,15 @@ class WorkerProc:
         worker: WorkerWrapper,
         requests: MessageReader[Request],
         replies: MessageWriter,
-        board: ActivityTable,
+        activity_table: ActivityTable,
     ) -> None:
         self._name = name
         self._rank = rank
         self._worker = worker
         self._requests = requests
         self._replies = replies
-        self._activity_table = board
-        self._deferred_replies: deque[tuple[Request, int]] = (
-            deque()
-        )  # steps launched, whose tokens are still on the device
+        self._activity_table = activity_table
+        self._deferred_replies: deque[tuple[Request, int]] = deque()  # launched steps whose tokens are on the device
 
     @classmethod
     def build(
@@ -69,16 +66,16 @@ class WorkerProc:
         config: bytes,
         requests: ReaderHandle | RemoteReaderHandle,
         replies: MessageWriter,
-        board: ActivityTable,
+        activity_table: ActivityTable,
     ) -> WorkerProc:
-        """Finds the platform by its name and builds the worker; this is where torch is imported.
+        """Loads the platform by its name and builds the worker; torch is imported here.
 
         Args:
-            name, replies, board: As above.
-            context: Which worker it is.
-            platform: The platform's name; the plugin is found again by it.
+            name, replies, activity_table: As above.
+            context: Rank and launch settings of the worker.
+            platform: The platform's name, by which this process finds the plugin.
             config: The engine's configuration, see config_codec.
-            requests: Its end of rpc_broadcast_mq, which is attached here.
+            requests: The handle of its end of rpc_broadcast_mq, which is attached here.
         """
         from mvllm.executor.config_codec import decode_config
         from mvllm.executor.message_queue import MessageReader
@@ -86,18 +83,18 @@ class WorkerProc:
 
         rank = context.rank
         reader = MessageReader.attach(requests, Request)
-        board.write(rank, f"loading the platform {platform}")
+        activity_table.write(rank, f"loading the platform {platform}")
         chosen = choose_platform(platform).platform
-        board.write(rank, "importing the worker")
+        activity_table.write(rank, "importing the worker")
         with gc_paused():
             from mvllm.worker.worker_wrapper import WorkerWrapper
 
             worker = WorkerWrapper(decode_config(config), chosen, context)
-        board.write(rank, IDLE)
-        return cls(name, rank, worker, reader, replies, board)
+        activity_table.write(rank, IDLE)
+        return cls(name, rank, worker, reader, replies, activity_table)
 
     def worker_busy_loop(self) -> None:
-        """Serves requests until the one that says stop. The wait for the next one costs nothing."""
+        """Serves requests until the stop request. Waiting for the next one uses no CPU."""
         self._activity_table.write(self._rank, IDLE)
         while True:
             try:
@@ -111,14 +108,14 @@ class WorkerProc:
                 self._serve(request, self._sample)
                 continue
             if request.method != "execute_model":
-                self._send_deferred_replies(0)
+                self._send_deferred_replies(keep=0)
             if request.id != FLUSH_ID and request.is_addressed_to(self._rank):
                 self._serve(request, self._execute)
-            self._send_deferred_replies(1)
+            self._send_deferred_replies(keep=1)
 
-    def _send_deferred_replies(self, but: int) -> None:
-        """Sends the replies that are owed, in order, but for the last so many: the device is busy with those."""
-        while len(self._deferred_replies) > but:
+    def _send_deferred_replies(self, *, keep: int) -> None:
+        """Sends deferred replies in order, except the last `keep`: the device still computes those steps."""
+        while len(self._deferred_replies) > keep:
             request, step = self._deferred_replies.popleft()
             self._serve(request, functools.partial(self._collect, step=step))
 
@@ -133,11 +130,11 @@ class WorkerProc:
             reply = Reply(request.id, self._rank, b"", failure)
         if reply is not None:
             self._replies.enqueue(reply)
-        # Not in a `finally`: what ends the process itself leaves on the board what it was doing.
+        # Not in a `finally`: an exception that ends the process leaves its activity in the table.
         self._activity_table.write(self._rank, IDLE, request.id)
 
     def _execute(self, request: Request) -> Reply | None:
-        """The answer, where this rank is to give one."""
+        """Executes a request; returns the reply, if this rank sends one now."""
         self._activity_table.write(self._rank, request.method, request.id)
         args = codec_of(request.method).arguments.decode(request.args)
         result: object
@@ -152,7 +149,7 @@ class WorkerProc:
         return self._reply(request, result)
 
     def _sample(self, request: Request) -> Reply | None:
-        """Samples the step that was launched last; the answer to that step, if its tokens are there."""
+        """Samples the step launched last; returns the reply to that step, if its tokens are on the host."""
         args = codec_of(request.method).arguments.decode(request.args)
         launched, step = self._deferred_replies[-1]
         self._activity_table.write(self._rank, launched.method, request.id, step)
@@ -163,7 +160,7 @@ class WorkerProc:
         return self._reply(launched, output)
 
     def _collect(self, request: Request, step: int) -> Reply | None:
-        """The answer to a step that has been launched before."""
+        """The reply to a step that was launched earlier."""
         self._activity_table.write(self._rank, request.method, request.id, step)
         return self._reply(request, self._worker.call("collect_output", step))
 

@@ -1,9 +1,9 @@
-"""How many devices each worker drives, and what core's worker can do with them.
+"""The number of workers and of devices per worker, and checks that core's worker supports them.
 
 tensor_parallel_size = 4, pipeline_parallel_size = 2, two devices per worker
 
-ranks      0 1 | 2 3     4 5 | 6 7        one for each device
-workers     0  |  1       2  |  3         what the executor starts: groups are made of these
+ranks      0 1 | 2 3     4 5 | 6 7        one per device
+workers     0  |  1       2  |  3         one per process; the groups below consist of workers
 tp groups    (0, 1)        (2, 3)
 pp groups    (0, 2) and (1, 3)
 """
@@ -21,10 +21,10 @@ from mvllm.platform.topology import LaunchTopology
 
 
 def launch_topology(config: EngineConfig, platform: Platform) -> LaunchTopology:
-    """How the platform wants the workers of this engine to be launched.
+    """The platform's LaunchTopology for the workers of this engine.
 
     Raises:
-        PlatformError: It failed to say so.
+        PlatformError: `topology()` of the platform failed.
     """
     with enter_phase(Phase.ENGINE):
         topology: LaunchTopology = call_checked(platform, "topology", config.parallel, returns=LaunchTopology)
@@ -32,50 +32,50 @@ def launch_topology(config: EngineConfig, platform: Platform) -> LaunchTopology:
 
 
 def devices_per_worker(parallel: ParallelConfig, num_workers: int) -> int:
-    """`WorkerContext.num_devices` where so many workers make up the engine."""
+    """`WorkerContext.num_devices` of an engine with `num_workers` workers."""
     return max(1, parallel.world_size // num_workers)
 
 
 def with_workers_as_ranks(parallel: ParallelConfig, num_devices: int) -> ParallelConfig:
-    """The same configuration, counted in workers that drive `num_devices` of one tensor-parallel group each."""
+    """The configuration with `tensor_parallel_size` counted in workers that drive `num_devices` devices each."""
     if num_devices == 1 or parallel.tensor_parallel_size % num_devices:
         return parallel
     return replace(parallel, tensor_parallel_size=parallel.tensor_parallel_size // num_devices)
 
 
 def check_topology(config: EngineConfig, platform: Platform, topology: LaunchTopology) -> None:
-    """Whether core's worker can be run like this. A platform's own worker knows itself what to do with its devices.
+    """Checks that core's worker supports the topology. A platform's own worker class is not checked.
 
     Raises:
-        PlatformError: The topology has not the devices that it should have.
-        ConfigError: The configuration would have one worker hold several pipeline stages.
+        PlatformError: The topology has too few devices, or more per worker than the platform supports.
+        ConfigError: One worker would hold several pipeline stages, or the platform lacks a collective.
     """
     if call_checked(platform, "worker_class", returns=(str, type(None))) is not None:
         return
     parallel, name = config.parallel, platform.spec.name
     world_size, num_workers = parallel.world_size, topology.num_workers
-    asked = (
+    requested = (
         f"tensor_parallel_size {parallel.tensor_parallel_size} × pipeline_parallel_size "
         f"{parallel.pipeline_parallel_size} makes {world_size} ranks"
     )
     num_devices = devices_per_worker(parallel, num_workers)
     if world_size % num_workers or topology.devices_per_worker < num_devices:
         raise PlatformError(
-            f"{asked}, for which the platform {name!r} has {num_workers} workers of {topology.devices_per_worker} "
+            f"{requested}, for which the platform {name!r} has {num_workers} workers of {topology.devices_per_worker} "
             "devices each. That is a mistake of its topology(): update the platform, or choose sizes whose product is "
             f"{num_workers * topology.devices_per_worker}."
         )
-    most = platform.capabilities.devices_per_process
-    if most is not None and num_devices > most:
+    max_devices = platform.capabilities.devices_per_process
+    if max_devices is not None and num_devices > max_devices:
         raise PlatformError(
-            f"{asked}, and the topology() of the platform {name!r} has each worker drive {num_devices} devices, but it "
-            f"claims at most {most} (devices_per_process). That is a mistake of the platform: tensor_parallel_size="
-            f"{most} avoids it."
+            f"{requested}, and the topology() of the platform {name!r} has each worker drive {num_devices} devices, "
+            f"but it claims at most {max_devices} (devices_per_process). That is a mistake of the platform: "
+            f"tensor_parallel_size={max_devices} avoids it."
         )
     if parallel.tensor_parallel_size % num_devices:
         raise ConfigError(
-            f"{asked}, and each worker of the platform {name!r} drives {num_devices} devices, which share layers: it "
-            f"cannot hold several pipeline stages. Set tensor_parallel_size to a multiple of {num_devices} (with "
+            f"{requested}, and each worker of the platform {name!r} drives {num_devices} devices, which share layers: "
+            f"it cannot hold several pipeline stages. Set tensor_parallel_size to a multiple of {num_devices} (with "
             f"pipeline_parallel_size {world_size // num_devices} or a divisor of that)."
         )
     workers = with_workers_as_ranks(parallel, num_devices)

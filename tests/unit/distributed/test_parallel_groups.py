@@ -1,4 +1,4 @@
-"""Which ranks meet in which group, and who is turned away."""
+"""The groups of each rank, and refused sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE = torch.device("cpu")
 
 
 class ThreadGroupPlatform:
-    """Notes the groups that were asked for, and who was told to leave."""
+    """Records the groups that were requested and closed."""
 
     spec = SimpleNamespace(name="acme")
 
@@ -41,7 +41,7 @@ def context(rank: int, world_size: int, **fields) -> WorkerContext:
     )
 
 
-def test_neighbours_share_layers_and_strides_share_requests() -> None:
+def test_consecutive_ranks_form_tensor_parallel_groups_and_strided_ranks_pipelines() -> None:
     groups = [group_ranks(config(2, 3), rank) for rank in range(6)]
     assert groups == [
         ((0, 1), (0, 2, 4)),
@@ -63,7 +63,7 @@ def test_every_rank_is_once_in_a_group_of_each_kind() -> None:
                 assert all(rank in ranks for ranks in group_ranks(config(tp, pp), rank))
 
 
-def test_a_rank_knows_where_it_is_and_leaves_in_the_reverse_order() -> None:
+def test_a_rank_has_its_groups_and_leaves_them_in_reverse_order() -> None:
     platform = ThreadGroupPlatform()
     groups = join_groups(config(2, 2), platform, context(3, 4), DEVICE)
     assert [(g.name, g.ranks, g.init_method, g.world_size) for g in platform.asked] == [
@@ -76,14 +76,14 @@ def test_a_rank_knows_where_it_is_and_leaves_in_the_reverse_order() -> None:
     assert platform.closed == ["pp", "tp"]
 
 
-def test_groups_of_one_rank_ask_for_no_communicator() -> None:
+def test_groups_of_one_rank_create_no_communicator() -> None:
     platform = ThreadGroupPlatform()
     groups = join_groups(config(1, 2), platform, context(1, 2), DEVICE)
     assert [group.name for group in platform.asked] == ["pp"]
     assert groups.tp.world_size == 1 and groups.pp.is_last
 
 
-def test_one_worker_meets_nobody_whatever_it_drives() -> None:
+def test_one_worker_joins_no_group_whatever_its_number_of_devices() -> None:
     groups = join_groups(config(4, 1), ThreadGroupPlatform(), WorkerContext(num_devices=4), DEVICE)
     assert (groups.tp.world_size, groups.pp.world_size) == (1, 1)
 
@@ -106,11 +106,11 @@ def test_a_world_of_another_size_is_refused() -> None:
 
 
 def test_ranks_without_an_address_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no address"):
+    with pytest.raises(ConfigError, match="need a rendezvous address"):
         join_groups(config(2, 1), ThreadGroupPlatform(), context(0, 2, init_method=None), DEVICE)
 
 
-def test_a_platform_whose_communicator_is_none_is_named() -> None:
+def test_a_platform_that_returns_no_communicator_is_named() -> None:
     platform = ThreadGroupPlatform()
     platform.communicator = lambda group, device: None
     with pytest.raises(PlatformError, match="'acme' answered communicator with a NoneType"):

@@ -104,12 +104,13 @@ def two_groups(rank: int, world_size: int, address: str) -> None:
         pp.send(mine, 1)
     else:
         assert pp.recv((1,), torch.float32, 0).item() == pp_ranks[0]
-    world.barrier()
+    assert world.device_group is not None
+    world.device_group.barrier()
     for group in reversed(groups):
         group.close()
 
 
-def test_groups_within_a_world_do_not_mix() -> None:
+def test_groups_within_a_world_are_separate() -> None:
     spawn(two_groups, 4)
 
 

@@ -27,16 +27,16 @@ HOLE = "\0"  # where a source has a value, and the page has "..."
 
 NOT_FOR_USERS = (
     "is not contiguous; make it so before sending",
-    "names open files, so it can only go to a child",
+    "names open files, so it can only be sent to a child",
     "is still in use after the end of acquire_read",
     "remote_readers and host go together",
-    "has remote readers, so the process that made it has to write it",
+    "has remote readers, so the process that created it has to write it",
     "was created without remote readers",
     "no process of this one to watch",
     "it takes 1 to",
     "was closed; nothing can be",
     "in the configuration cannot",
-    "it did not know the token",
+    "its token is wrong, or there is no message",
     "the other process announced",
 )
 """Of the interfaces between our own parts: no setting and no request of a user leads to them, or they only go on to be

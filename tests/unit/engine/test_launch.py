@@ -14,7 +14,7 @@ from mvllm.engine.process.launch import failing_together, start_timeout_seconds
 from mvllm.executor.worker_group import WorkerGroup
 
 
-class Starting(WorkerGroup):
+class Starting(WorkerGroup[Any]):
     """A process that never becomes ready."""
 
     is_ended = False
@@ -26,8 +26,10 @@ class Starting(WorkerGroup):
     def terminate(self, *, gracefully: bool = False) -> None:
         self.is_ended = True
 
-    def is_monitor_thread(self) -> bool:
-        return False
+    def launch(self) -> None: ...
+    def _run_monitor(self) -> None: ...
+    def _request_exit(self) -> None: ...
+    def _kill(self) -> None: ...
 
     def close(self) -> None:
         self.stop.close()

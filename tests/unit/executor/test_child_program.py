@@ -1,4 +1,4 @@
-"""A process of an engine dies with its parent from its first moments on."""
+"""A child process of an engine ends with its parent from the start of its program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher's variables may say, and on what ranks must agree."""
+"""The launcher's environment variables, and the settings that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from mvllm.config.engine_config import replace_field
 from mvllm.errors import ConfigError
-from mvllm.executor.deferred_output import DeferredOutputFuture
 from mvllm.executor.external_launcher import (
     LaunchedRank,
     _check_equal_settings,
@@ -14,6 +13,7 @@ from mvllm.executor.external_launcher import (
     _settings,
     _with_common_seed,
 )
+from mvllm.executor.uniproc import DeferredOutputFuture
 from mvllm.messages.scheduler_output import ModelRunnerOutput
 from tests.unit.engine.builders import make_config
 
@@ -27,18 +27,18 @@ ENV = {
 }
 
 
-def test_the_variables_of_torchrun_are_read() -> None:
+def test_reads_the_variables_of_torchrun() -> None:
     assert LaunchedRank.from_environment(ENV) == LaunchedRank(5, 8, 1, 4, "node0")
 
 
-def test_without_the_number_of_local_ranks_all_are_local() -> None:
+def test_all_ranks_are_local_without_local_world_size() -> None:
     env = {name: value for name, value in ENV.items() if name != "LOCAL_WORLD_SIZE"}
     assert LaunchedRank.from_environment(env).local_world_size == 8
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 @pytest.mark.parametrize("how", ["absent", "empty"])
-def test_a_missing_variable_is_named_with_the_remedy(missing: str, how: str) -> None:
+def test_a_missing_variable_is_named_with_the_launch_command(missing: str, how: str) -> None:
     env = dict(ENV)
     if how == "absent":
         del env[missing]
@@ -48,13 +48,13 @@ def test_a_missing_variable_is_named_with_the_remedy(missing: str, how: str) -> 
         LaunchedRank.from_environment(env)
 
 
-def test_outside_a_launcher_all_are_named() -> None:
+def test_all_variables_are_named_without_a_launcher() -> None:
     with pytest.raises(ConfigError, match="RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not"):
         LaunchedRank.from_environment({})
 
 
 @pytest.mark.parametrize("value", ["x", "-1", "1.0", " 1", "٣"])
-def test_what_is_no_number_is_refused(value: str) -> None:
+def test_a_value_that_is_not_a_number_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"LOCAL_RANK in the environment must be a whole number"):
         LaunchedRank.from_environment({**ENV, "LOCAL_RANK": value})
 

@@ -1,4 +1,4 @@
-"""Which executor carries an engine: built in, from an entry point, by dotted path; and every refusal."""
+"""Choosing the executor of an engine: built in, by entry point, by dotted path; and every error."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.unit.worker.fake_platform import FakePlatform
 
 
 class Remote(UniProcExecutor):
-    """A stranger's executor."""
+    """An executor of another package."""
 
 
 class Clustered(Remote):
-    """One that platforms have to list, and that claims engines whose workers need more devices than are here."""
+    """An executor that platforms must list; it prefers engines that need more devices than this machine has."""
 
     needs_platform_support = True
 
@@ -50,7 +50,7 @@ def refusal(settings: EngineConfig, platform: FakePlatform | None = None) -> str
 
 @pytest.fixture
 def entry_points(monkeypatch):
-    """Entry points that the test says are installed, by name."""
+    """The entry points that count as installed in the test, by name."""
 
     def install(**values):
         group = EXECUTORS.group
@@ -80,12 +80,12 @@ def test_an_entry_point_names_a_class(entry_points):
     assert isinstance(make_executor(config("remote"), FakePlatform()), Remote)
 
 
-def test_a_named_executor_may_carry_several_workers(entry_points):
+def test_a_named_executor_may_run_several_workers(entry_points):
     entry_points(remote=f"{__name__}:Remote")
     assert isinstance(make_executor(config("remote", tp=2), FakePlatform()), Remote)
 
 
-def test_topology_is_asked_in_the_engines_phase():
+def test_topology_is_called_in_the_engine_phase():
     platform = FakePlatform()
     make_executor(config(), platform)
     assert platform.phases["topology"] is Phase.ENGINE
@@ -112,9 +112,7 @@ def test_an_executor_that_the_platform_does_not_allow(entry_points):
     assert isinstance(make_executor(config("clustered"), allowing), Clustered)
 
 
-def test_an_installed_executor_that_the_platform_lists_may_claim_an_engine_of_several_workers(
-    entry_points, monkeypatch
-):
+def test_a_listed_executor_that_prefers_an_engine_of_several_workers_is_chosen(entry_points, monkeypatch):
     entry_points(clustered=f"{__name__}:Clustered", remote=f"{__name__}:Remote")
     listing = FakePlatform(executors=("uni", "mp", "remote", "clustered"))
     monkeypatch.setattr("mvllm.executor.factory._count_devices", lambda platform: 1)
@@ -122,31 +120,31 @@ def test_an_installed_executor_that_the_platform_lists_may_claim_an_engine_of_se
     assert type(make_executor(config(), listing)) is UniProcExecutor
     without = FakePlatform(executors=("uni", "clustered"))
     monkeypatch.setattr("mvllm.executor.factory._count_devices", lambda platform: 2)
-    assert "2 workers are needed" in refusal(config(tp=2), without)  # it is there, and does not claim these
+    assert "2 workers are needed" in refusal(config(tp=2), without)  # it is installed, and does not prefer this engine
     monkeypatch.setattr("mvllm.executor.factory._count_devices", lambda platform: 1)
     monkeypatch.setenv("MVLLM_PLUGINS", "remote")
     assert "2 workers are needed" in refusal(config(tp=2), without)
 
 
-def test_a_listed_executor_that_cannot_be_loaded_claims_nothing(entry_points, caplog):
+def test_a_listed_executor_that_cannot_be_loaded_is_not_chosen(entry_points, caplog):
     entry_points(clustered="there_is_no_such_module:Clustered")
     with caplog.at_level("WARNING", logger="mvllm"):
         assert "2 workers are needed" in refusal(config(tp=2), FakePlatform(executors=("clustered",)))
     assert "'clustered' is not considered" in caplog.text and "there_is_no_such_module" in caplog.text
 
 
-def test_an_executor_whose_package_is_missing_comes_with_the_command_that_installs_it(entry_points, monkeypatch):
+def test_the_error_for_an_executor_without_its_package_has_the_install_command(entry_points, monkeypatch):
     entry_points()
     required = ['mvllm-acme>=1; extra == "acme"', 'mvllm-far>=1; extra == "far"', 'mvllm-far>=1; extra == "executors"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
     text = refusal(config("far"), FakePlatform(executors=("far",)))
-    assert 'package that brings this executor is not installed. Run: pip install "mvllm[far]"' in text
+    assert 'package that provides this executor is not installed. Run: pip install "mvllm[far]"' in text
     assert "neither built in" in refusal(config("acme"))
     assert installable_platforms() == ["mvllm-acme"]
 
 
 @pytest.mark.parametrize("name", ["nope", "nope.Executor", f"{__name__}.Absent", "a:b:c", ":", "."])
-def test_a_name_that_leads_nowhere_says_where_was_looked(entry_points, name):
+def test_the_error_for_an_unknown_name_lists_where_it_was_searched(entry_points, name):
     entry_points()
     text = refusal(config(name))
     assert repr(name) in text
@@ -154,7 +152,7 @@ def test_a_name_that_leads_nowhere_says_where_was_looked(entry_points, name):
 
 
 @pytest.mark.parametrize("path", [f"{__name__}.NotAnExecutor", "mvllm.executor.factory.make_executor"])
-def test_what_is_no_executor_class_is_refused(path):
+def test_a_class_that_is_not_an_executor_is_refused(path):
     assert "not an Executor class" in refusal(config(path))
 
 
@@ -172,7 +170,7 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(entry_points):
         ({"executors": ()}, "an executor that may be used"),
     ],
 )
-def test_a_topology_that_contradicts_itself_is_the_platforms_error(topology, says):
+def test_a_contradictory_topology_is_an_error_of_the_platform(topology, says):
     class Confused(FakePlatform):
         def topology(self, parallel):
             return LaunchTopology(**{"num_workers": 1, "devices_per_worker": 1, "executors": ("mp",), **topology})
@@ -182,7 +180,7 @@ def test_a_topology_that_contradicts_itself_is_the_platforms_error(topology, say
 
 
 def of(num_workers: int, devices: int, **capabilities: object) -> FakePlatform:
-    """A platform with a worker of core's, and such a topology."""
+    """A platform with core's worker and the given topology."""
 
     class Several(FakePlatform):
         def topology(self, parallel):
@@ -213,7 +211,7 @@ def test_workers_of_several_devices_need_collectives_among_them_only():
 
 
 @pytest.mark.parametrize(("workers", "devices"), [(3, 2), (1, 2), (2, 1)])
-def test_a_topology_without_the_devices_that_were_asked_for_is_the_platforms_error(workers, devices):
+def test_a_topology_with_too_few_devices_is_an_error_of_the_platform(workers, devices):
     with pytest.raises(PlatformError, match=f"makes 4 ranks, for which .* has {workers} workers of {devices} devices"):
         make_executor(config("uni", tp=4), of(workers, devices))
 

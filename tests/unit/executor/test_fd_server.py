@@ -1,4 +1,4 @@
-"""Open files by way of a socket: they arrive, only for those who know the token, and an end is heard."""
+"""FileDescriptorServer: descriptors arrive, the token is required, and each end notices the end of the other."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def pipes() -> Iterator[list[tuple[int, int]]]:
 
 
 @pytest.fixture
-def door(pipes: list[tuple[int, int]]) -> Iterator[FileDescriptorServer]:
+def server(pipes: list[tuple[int, int]]) -> Iterator[FileDescriptorServer]:
     fds = (pipes[0][1], pipes[1][1])
-    door = FileDescriptorServer(
+    server = FileDescriptorServer(
         {0: MessageWithFds(Files(*fds), fds), 7: MessageWithFds(Files(*reversed(fds)), tuple(reversed(fds)))}
     )
-    yield door
-    door.close()
+    yield server
+    server.close()
 
 
-def test_each_descriptor_arrives_under_the_name_that_the_message_has_for_it(
-    door: FileDescriptorServer, pipes: list[tuple[int, int]]
+def test_each_descriptor_is_mapped_from_its_number_in_the_message(
+    server: FileDescriptorServer, pipes: list[tuple[int, int]]
 ) -> None:
     for key, order in ((0, (0, 1)), (7, (1, 0))):
-        files, fds, control = fetch_descriptors(door.address, key, Files)
+        files, fds, control = fetch_descriptors(server.address, key, Files)
         assert not {files.first, files.second} & set(fds.values())
         os.write(fds[files.first], b"first")
         os.write(fds[files.second], b"second")
@@ -64,12 +64,12 @@ def test_each_descriptor_arrives_under_the_name_that_the_message_has_for_it(
         control.close()
 
 
-def test_the_connection_outlives_the_server_and_signals_the_end_of_either_side(door: FileDescriptorServer) -> None:
-    _, fds, control = fetch_descriptors(door.address, 0, Files)
+def test_the_connection_outlives_the_server_and_signals_the_end_of_either_side(server: FileDescriptorServer) -> None:
+    _, fds, control = fetch_descriptors(server.address, 0, Files)
     for fd in fds.values():
         os.close(fd)
-    theirs = door.connection(0)
-    door.close()
+    theirs = server.connection(0)
+    server.close()
     assert theirs.pid in (os.getpid(), None)
     assert not select.select([control, theirs.socket], [], [], 0)[0]
     theirs.socket.close()
@@ -80,58 +80,58 @@ def test_the_connection_outlives_the_server_and_signals_the_end_of_either_side(d
 
 @pytest.mark.parametrize("token", [b"", b"x" * 32, b"x" * 31])
 def test_a_client_without_the_token_gets_nothing_and_others_are_served(
-    door: FileDescriptorServer, token: bytes
+    server: FileDescriptorServer, token: bytes
 ) -> None:
     with pytest.raises((EOFError, OSError)):
-        fetch_descriptors(FileDescriptorServerAddress(door.address.path, token), 0, Files)
-    _, fds, control = fetch_descriptors(door.address, 0, Files)
+        fetch_descriptors(FileDescriptorServerAddress(server.address.path, token), 0, Files)
+    _, fds, control = fetch_descriptors(server.address, 0, Files)
     for fd in fds.values():
         os.close(fd)
     control.close()
 
 
-def test_a_message_is_handed_out_once(door: FileDescriptorServer) -> None:
-    _, fds, control = fetch_descriptors(door.address, 0, Files)
+def test_a_message_is_sent_once(server: FileDescriptorServer) -> None:
+    _, fds, control = fetch_descriptors(server.address, 0, Files)
     for fd in fds.values():
         os.close(fd)
     with pytest.raises((EOFError, OSError)):
-        fetch_descriptors(door.address, 0, Files)
+        fetch_descriptors(server.address, 0, Files)
     control.close()
 
 
-def test_a_client_that_announces_a_long_message_is_disconnected(door: FileDescriptorServer) -> None:
-    path = door.address.path
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.settimeout(10)
-        stranger.connect(f"\0{path[1:]}" if path.startswith("@") else path)
-        stranger.sendall(b"\xff\xff\xff\x7f")
-        assert stranger.recv(1) == b""
+def test_a_client_that_announces_a_long_message_is_disconnected(server: FileDescriptorServer) -> None:
+    path = server.address.path
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(10)
+        client.connect(f"\0{path[1:]}" if path.startswith("@") else path)
+        client.sendall(b"\xff\xff\xff\x7f")
+        assert client.recv(1) == b""
 
 
 @pytest.mark.parametrize("said", [b"", b"\x24", b"\x24\0\0\0half of a token"], ids=["nothing", "half a length", "half"])
-def test_idle_connections_do_not_block_other_clients(door: FileDescriptorServer, said: bytes) -> None:
-    path = door.address.path
+def test_idle_connections_do_not_block_other_clients(server: FileDescriptorServer, said: bytes) -> None:
+    path = server.address.path
     with ExitStack() as stack:
         for _ in range(80):
-            stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
-            stranger.connect(f"\0{path[1:]}" if path.startswith("@") else path)
-            stranger.sendall(said)
-        # It has less patience than one stranger might take.
-        _, fds, control = fetch_descriptors(door.address, 0, Files)
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.connect(f"\0{path[1:]}" if path.startswith("@") else path)
+            client.sendall(said)
+        # It times out sooner than an idle client is disconnected.
+        _, fds, control = fetch_descriptors(server.address, 0, Files)
         for fd in fds.values():
             os.close(fd)
         control.close()
         before = time.monotonic()
-        door.close()
-        assert time.monotonic() - before < 5, "the door waited for strangers"
+        server.close()
+        assert time.monotonic() - before < 5, "close waited for idle clients"
 
 
-def test_a_request_may_come_byte_by_byte(door: FileDescriptorServer) -> None:
-    path = door.address.path
+def test_a_request_may_come_byte_by_byte(server: FileDescriptorServer) -> None:
+    path = server.address.path
     with socket.socket(socket.AF_UNIX) as slow:
         slow.settimeout(10)
         slow.connect(f"\0{path[1:]}" if path.startswith("@") else path)
-        for byte in b"\x24\0\0\0" + door.address.token + b"\x07\0\0\0":
+        for byte in b"\x24\0\0\0" + server.address.token + b"\x07\0\0\0":
             slow.send(bytes([byte]))
             time.sleep(0.001)
         begin, fds, _, _ = socket.recv_fds(slow, 1, 10)
@@ -142,16 +142,16 @@ def test_a_request_may_come_byte_by_byte(door: FileDescriptorServer) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the name is a path")
-def test_who_has_to_stand_in_line_waits() -> None:
+def test_a_client_waits_while_the_backlog_is_full() -> None:
     with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack, ThreadPoolExecutor() as pool:
         listener.bind("\0mvllm-test-" + secrets.token_hex(8))
         listener.listen(0)
         address = FileDescriptorServerAddress("@" + listener.getsockname()[1:].decode(), b"x" * 32)
-        for _ in range(3):  # until the line is full
-            stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
-            stranger.setblocking(False)
+        for _ in range(3):  # until the backlog is full
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
             with contextlib.suppress(BlockingIOError):
-                stranger.connect(listener.getsockname())
+                client.connect(listener.getsockname())
         late = pool.submit(fetch_descriptors, address, 0, Files)
         with pytest.raises(TimeoutError):
             late.result(0.3)

@@ -1,4 +1,4 @@
-"""What travels between an executor and its workers: calls, results, errors, and the configuration."""
+"""The messages between an executor and its workers: calls, results, errors, and the configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def failure_of(error: BaseException) -> ProcessFailure:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(failure), type=ProcessFailure)
 
 
-def test_the_configuration_arrives_as_it_was_sent() -> None:
+def test_the_configuration_is_unchanged_after_encoding_and_decoding() -> None:
     config = EngineArgs.from_kwargs(
         model="demo", tensor_parallel_size=2, hf_overrides={"rope_theta": 1e6}, seed=2**62
     ).create_engine_config()
@@ -49,7 +49,7 @@ def test_unread_entries_of_config_json_are_sent_too(value: object) -> None:
     assert decode_config(encode_config(config)).model.hf_config.get("model_max_length") == value
 
 
-def test_bytes_of_something_else_are_not_a_configuration() -> None:
+def test_other_bytes_are_not_decoded_as_a_configuration() -> None:
     with pytest.raises(msgspec.ValidationError):
         decode_config(msgspec.msgpack.encode({"model": "demo"}))
 
@@ -97,7 +97,7 @@ def test_an_unprintable_error_is_sent_without_its_text() -> None:
     assert "\\udc80" in str(failure_of(ValueError("\udc80")).to_exception())
 
 
-def test_workers_are_named_by_what_they_share() -> None:
+def test_workers_are_named_by_their_parallel_ranks() -> None:
     def names(tp: int, pp: int) -> list[str]:
         parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
         return worker_names(parallel, tp * pp)
@@ -112,7 +112,7 @@ def test_workers_are_named_by_what_they_share() -> None:
     assert worker_names(ParallelConfig(pipeline_parallel_size=4), 2) == ["Worker_0", "Worker_1"]
 
 
-def test_the_activity_table_has_one_line_per_rank_in_every_process_that_maps_it() -> None:
+def test_the_activity_table_has_one_row_per_rank_in_every_process_that_maps_it() -> None:
     board = ActivityTable.create(3)
     other = ActivityTable(os.dup(board.fd))
     other.write(1, "execute_model", request_id=5, step=12)

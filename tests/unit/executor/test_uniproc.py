@@ -1,4 +1,4 @@
-"""The executor in this process: one worker, errors where results are asked for, a life in the declared order."""
+"""UniProcExecutor: one worker, errors raised with the results, methods called in the declared order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_worker_is_rank_0_of_1_with_the_engines_seed(started):
     assert (ctx.rank, ctx.world_size, ctx.seed, ctx.in_engine_process) == (0, 1, 5, True)
 
 
-def test_a_life_in_order(started):
+def test_the_methods_of_a_worker_are_called_in_order(started):
     executor, worker = started
     executor.start()
     assert executor.kv_cache_needs() == [KVCacheNeeds(8, (16,))]
@@ -51,7 +51,7 @@ def test_a_life_in_order(started):
     ]
 
 
-def test_answers_come_in_a_list_by_rank(started):
+def test_results_are_a_list_in_rank_order(started):
     executor, _ = started
     assert executor.collective_rpc("available_kv_bytes") == [1000]
     assert executor.collective_rpc("available_kv_bytes", ranks=[0]) == [1000]
@@ -59,7 +59,7 @@ def test_answers_come_in_a_list_by_rank(started):
     assert executor.collective_rpc("available_kv_bytes", non_block=True).result() == [1000]
 
 
-def test_an_error_is_raised_where_the_result_is_asked_for(started):
+def test_an_error_is_raised_where_the_result_is_requested(started):
     executor, _ = started
     with pytest.raises(RuntimeError, match="does not answer"):
         executor.collective_rpc("check_health")
@@ -85,7 +85,7 @@ def test_only_declared_methods_can_be_called(started):
         started[0].collective_rpc("__class__")
 
 
-def test_an_output_that_the_worker_gives_later_is_fetched_when_it_is_asked_for(started, monkeypatch):
+def test_a_deferred_output_is_fetched_when_it_is_requested(started, monkeypatch):
     executor, worker = started
     collected = []
 

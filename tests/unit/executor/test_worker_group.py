@@ -1,60 +1,60 @@
-"""Which worker an error names first, where one waits for another."""
+"""The worker that an error names first, if one waits for another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from mvllm.errors import WorkerError, WorkerStuckError
-from mvllm.executor.process.activity_table import Activity
+from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.executor.worker_group import WorkerGroup
+from mvllm.executor.worker_handle import WorkerHandle
 
 
-class Worker:
-    """A worker that does nothing."""
+class Worker(WorkerHandle):
+    """A worker in the middle of a step, without a process."""
 
-    def __init__(self, rank: int, *, is_stopped: bool = False) -> None:
-        self.name, self.rank, self.pid = f"Worker_TP{rank}", rank, 100 + rank
-        self.is_ready, self.is_stopped = True, is_stopped
-        self.activity = Activity("execute_model", request_id=1, step=3, seconds=1.0)
+    def __init__(self, rank: int, activity_table: ActivityTable, *, is_stopped: bool = False) -> None:
+        super().__init__(f"Worker_TP{rank}", rank, 100 + rank, activity_table, -1)
+        activity_table.write(rank, "execute_model", request_id=1, step=3)
+        self._is_stopped = is_stopped
 
-    def __str__(self) -> str:
-        return f"{self.name} (rank {self.rank}, pid {self.pid})"
+    @property
+    def is_running(self) -> bool:
+        return False
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_stopped
 
     def dump_stack(self) -> str:
         return "stack"
 
-    def stuck_error(self, message: str) -> Exception:
-        return WorkerStuckError(message, rank=self.rank, pid=self.pid, activity="step")
+    def describe_exit(self) -> str:
+        return f"{self} has ended."
 
 
-class Group(WorkerGroup):
-    def __init__(self, *workers: Worker) -> None:
-        super().__init__()
-        self._workers = workers
-        self._cause_seconds = 0.0
+class Group(WorkerGroup[Worker]):
+    def __init__(self, *, size: int, stopped: Sequence[int] = ()) -> None:
+        self._activity_table = ActivityTable.create(size)
+        super().__init__([Worker(rank, self._activity_table, is_stopped=rank in stopped) for rank in range(size)])
+        self._death_report_seconds = 0.0
 
-    @property
-    def workers(self) -> Sequence[Any]:
-        return self._workers
-
-    def terminate(self, *, gracefully: bool = False) -> None: ...
-
-    def is_monitor_thread(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        self.stop.close()
+    def launch(self) -> None: ...
+    def _run_monitor(self) -> None: ...
+    def _request_exit(self) -> None: ...
+    def _kill(self) -> None: ...
+    def _release(self) -> None:
+        self._activity_table.close()
 
 
 def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def test_a_stopped_worker_is_named_before_other_late_ones() -> None:
-    group = Group(Worker(0), Worker(1), Worker(2, is_stopped=True))
+def test_a_stopped_worker_is_named_first_among_late_ones() -> None:
+    group = Group(size=3, stopped=[2])
     error = group.stuck_error(group.workers, 2.0, "has not finished its step")
     assert isinstance(error, WorkerStuckError) and error.rank == 2
     assert first_line(error).startswith("Worker_TP2 (rank 2, pid 102) has not finished its step within 2 s")
@@ -62,9 +62,9 @@ def test_a_stopped_worker_is_named_before_other_late_ones() -> None:
     group.close()
 
 
-def test_a_failure_names_a_stopped_worker_before_the_one_that_waited_for_it() -> None:
+def test_a_failure_while_another_worker_is_stopped_names_the_stopped_one_first() -> None:
     waited = WorkerError("Worker_TP0 failed in all_reduce: timeout", rank=0, pid=100, activity="all_reduce")
-    group = Group(Worker(0), Worker(1, is_stopped=True))
+    group = Group(size=2, stopped=[1])
     error = group.fail_with_root_cause(waited)
     assert isinstance(error, WorkerStuckError) and error.rank == 1 and error.__cause__ is waited
     assert first_line(error).startswith("Worker_TP1 (rank 1, pid 101) is stopped, as by SIGSTOP, in ")
@@ -73,8 +73,8 @@ def test_a_failure_names_a_stopped_worker_before_the_one_that_waited_for_it() ->
 
 
 @pytest.mark.parametrize("stopped", [[], [0]], ids=["none", "itself"])
-def test_a_failure_without_another_stopped_worker_is_unchanged(stopped: list[int]) -> None:
+def test_a_failure_is_unchanged_if_no_other_worker_is_stopped(stopped: list[int]) -> None:
     failure = WorkerError("Worker_TP0 failed", rank=0, pid=100, activity="")
-    group = Group(*(Worker(rank, is_stopped=rank in stopped) for rank in range(2)))
+    group = Group(size=2, stopped=stopped)
     assert group.fail_with_root_cause(failure) is failure
     group.close()

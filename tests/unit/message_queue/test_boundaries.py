@@ -1,4 +1,4 @@
-"""An end that dies at any instruction boundary: nothing is lost, repeated, reordered, or waited for in vain.
+"""An end that dies at any instruction boundary: no message is lost, repeated or reordered, and no wait hangs.
 
 Every boundary between two instructions of the queue's own code is tried, and between two of its lines where a wait
 or a socket makes each try slow.
@@ -19,7 +19,7 @@ LARGE = 5000  # bytes: more than a slot has
 
 
 def deaths(role: str, size: int, *options: str) -> list[dict[str, int]]:
-    """What the survivors saw of a death at each boundary, in the order of the boundaries."""
+    """The messages that the survivors received, for a death at each boundary, in order of the boundaries."""
     command = [sys.executable, "-m", "tests.helpers.queue_boundaries", role, str(size), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
@@ -35,14 +35,14 @@ CASES = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @CASES
-def test_a_reader_may_die_between_any_two_instructions_of_taking_a_message(
+def test_a_reader_may_die_between_any_two_instructions_of_receiving_a_message(
     size: int, options: tuple[str, ...], least: int
 ) -> None:
     seen = deaths("reader", size, *options)
     assert len(seen) >= least
     sent = [death["sent"] for death in seen]
-    assert set(sent) == {1 + NUM_SLOTS, 2 + NUM_SLOTS}, "what it released made room, and nothing else"
-    if not options:  # every run takes the same way
+    assert set(sent) == {1 + NUM_SLOTS, 2 + NUM_SLOTS}, "only released slots are free"
+    if not options:  # every run has the same boundaries
         assert sent == sorted(sent), "a message is released at one boundary, and from there on"
     assert {death["after"] for death in seen} == {2 * NUM_SLOTS}
 
@@ -58,10 +58,10 @@ def test_a_writer_may_die_between_any_two_instructions_of_sending_a_message(
     got = [(death["first"], death["second"]) for death in seen]
     together = {(before, before), (before + 1, before + 1)}
     if not options:
-        assert set(got) == {*together, (before + 1, before)}, "readers are told one after the other"
+        assert set(got) == {*together, (before + 1, before)}, "readers are notified one after the other"
     elif size < LARGE:  # how often it looks while it waits differs from run to run, so a boundary may be left out
         assert together <= set(got) <= {*together, (before + 1, before)}
-    else:  # what a socket had not passed on dies with its writer
+    else:  # data that the socket has not sent is lost with its writer
         assert (before, before) in got and set(got) <= {*together, (before + 1, before), (before, before + 1)}
     if not options:
         assert got == sorted(got), "the message is there for one reader, then for the other, and stays"

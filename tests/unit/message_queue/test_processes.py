@@ -1,4 +1,4 @@
-"""Queues between real processes: handles that travel, many messages, and idle ends that cost nothing."""
+"""Queues between real processes: passed handles, many messages, and idle ends that use no CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_MESSAGES = int(os.environ.get("QUEUE_STRESS_MESSAGES", "20000"))  # the full
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_handles_travel_in_the_arguments_of_a_process(method):
+def test_handles_are_passed_in_the_arguments_of_a_process(method):
     requests = MessageQueue.create("requests", ["child"], settings=QueueSettings(slot_bytes=4096))
     replies = MessageQueue.create("replies", ["parent"], settings=QueueSettings(slot_bytes=4096))
     child = get_context(method).Process(
@@ -44,7 +44,7 @@ def test_handles_travel_in_the_arguments_of_a_process(method):
     reader.close()
 
 
-def test_handles_travel_as_plain_data_beside_pass_fds():
+def test_handles_are_passed_as_plain_data_with_pass_fds():
     program = """
 import sys, msgspec
 from mvllm.executor.message_queue import MessageReader, ReaderHandle
@@ -67,7 +67,7 @@ print(message["step"], bytes(buffer).decode())
             assert child.communicate(timeout=60)[0].split() == ["7", "payload"]
 
 
-def test_a_handle_says_that_it_cannot_travel_where_descriptors_do_not():
+def test_a_handle_cannot_be_pickled_without_its_descriptors():
     with contextlib.closing(MessageQueue.create("steps", ["child"])) as queue:
         with pytest.raises(TypeError, match=r"ReaderHandle names open files.*pass_fds"):
             ForkingPickler.dumps(queue.reader_handle(0))
@@ -79,7 +79,7 @@ def test_the_queue_needs_neither_torch_nor_zeromq_to_be_imported():
 
 
 @pytest.mark.serial
-def test_an_idle_reader_takes_no_cpu():
+def test_an_idle_reader_uses_no_cpu():
     with contextlib.closing(MessageQueue.create("steps", ["idle"])) as queue:
         result, theirs = processes.SPAWN.Pipe()
         processes.start(processes.count_cpu_seconds, queue.reader_handle(0), 2.0, theirs)

@@ -1,4 +1,4 @@
-"""Shared memory is planned for the whole engine, and lack of it is an error with a remedy, never a signal."""
+"""Shared memory is planned for the whole engine; a lack of it is an error with a remedy, never a signal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def total(shapes):
     return sum(shape.total_bytes for shape in shapes)
 
 
-def test_rings_that_fit_stay_as_they_are():
+def test_rings_that_fit_are_unchanged():
     wanted = [RingShape(8), *[RingShape(1)] * 8]
     assert plan_rings(wanted, space(1 << 30)) == wanted
 
@@ -50,8 +50,8 @@ def test_the_number_of_slots_shrinks_last():
     assert 3 <= planned.num_slots < 10
 
 
-def test_too_little_for_the_smallest_rings_is_refused_with_the_remedy():
-    with pytest.raises(SharedMemoryError, match=r"9 message queues want .* but /dev/shm has .*--shm-size"):
+def test_too_little_memory_for_the_smallest_rings_is_refused_with_a_hint():
+    with pytest.raises(SharedMemoryError, match=r"9 message queues request .* but /dev/shm has .*--shm-size"):
         plan_rings([RingShape(1)] * 9, space(1 * MIB))
 
 
@@ -94,7 +94,7 @@ def test_planned_rings_fit_and_every_byte_of_them_can_be_written(small_filesyste
 
 
 def limit_memory(monkeypatch, root, line, folders):
-    """A machine whose control groups have these files: {folder: {file: content}}."""
+    """Simulates control groups with these files: {folder: {file: content}}."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(line)
     for folder, files in folders.items():
@@ -114,8 +114,8 @@ def test_the_limit_of_any_control_group_above_counts(monkeypatch, tmp_path, wher
     assert shared_memory_space().free_bytes == 60 * MIB
 
 
-def test_files_that_the_kernel_has_cached_are_not_in_the_way(monkeypatch, tmp_path):
-    """After reading weights a container's memory is full of them, and every byte of that can be had."""
+def test_cached_files_count_as_free_memory(monkeypatch, tmp_path):
+    """After weights have been read, cached files fill a container's memory, and all of it can be freed."""
     usage = {
         "memory.limit_in_bytes": 64 * MIB,
         "memory.usage_in_bytes": 64 * MIB - 1,

@@ -1,16 +1,16 @@
-"""Messages from one process to several: shared memory, a wake-up per reader, sockets for what is large or far.
+"""Message queues from one process to several: a ring in shared memory; sockets for large messages and other machines.
 
-    MessageQueue        creates a queue and hands out its ends            queue.py
+    MessageQueue        creates a queue and the handles of its ends       queue.py
       MessageWriter     enqueue                                           message_writer.py
       MessageReader     dequeue, acquire_read; ReaderGroup for several    message_reader.py
-    RingWriter/Reader   who may touch which slot, and the waits           ring_writer.py, ring_reader.py
-      ShmRingBuffer     the memory, drawn                                 ring_buffer.py
-      Notifier          wake-ups that count                               notifier.py
-      Waiter, Peer      data, death and stop in one wait                  waiter.py, peers.py
-    Overflow*, Remote*  the sockets                                       overflow_socket.py, remote.py
-    plan_rings          shared memory for a whole engine                  shared_memory_budget.py
+    RingWriter/Reader   slot ownership, and the waits for slots           ring_writer.py, ring_reader.py
+      ShmRingBuffer     the layout of the shared memory                   ring_buffer.py
+      Notifier          counting wake-ups (eventfd or pipe)               notifier.py
+      Waiter, Peer      one wait for data, peer death and stop            waiter.py, peers.py
+    Overflow*, Remote*  the sockets                                       overflow_socket.py, tcp_transport.py
+    plan_rings          shared memory for the queues of an engine         shared_memory_budget.py
 
-Nothing here imports torch, pickles, or leaves anything behind when its process is killed.
+No module here imports torch or pickles messages, and a killed process leaves nothing behind.
 """
 
 from mvllm.executor.message_queue.errors import (

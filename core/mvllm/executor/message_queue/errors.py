@@ -1,4 +1,4 @@
-"""What can go wrong in a queue. Each message names the queue, the end that waited, and whom it waited for."""
+"""The errors of message queues. Each message names the queue and the peer that it waited for."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from mvllm.errors import ConfigError, MvllmError
 
 
 class QueueError(MvllmError, RuntimeError):
-    """Root of all errors of a message queue."""
+    """Base of all errors of a message queue."""
 
 
 class QueueTimeoutError(QueueError, TimeoutError):
-    """The deadline passed. Nothing was sent or taken; the queue can be used on."""
+    """The deadline passed. No message was sent or received; the queue stays usable."""
 
 
 class QueueStoppedError(QueueError):
-    """The stop signal was set while, or before, this end waited."""
+    """The stop signal was set before or during a wait."""
 
 
 class QueueClosedError(QueueError):
@@ -22,27 +22,25 @@ class QueueClosedError(QueueError):
 
 
 class QueueCorruptError(QueueError):
-    """Shared memory or a socket held what no correct peer can have put there."""
+    """Shared memory or a socket held data that no correct peer writes."""
 
 
 class PeerDiedError(QueueError):
-    """A process at another end has ended.
+    """The process at another end of the queue has ended.
 
     Args:
-        message: The whole story.
-        name: The peer's name, as its queue was created with.
+        message: The text of the error.
+        name: The peer's name, from the creation of the queue.
         index: The reader's index, or None for the writer.
         pid: Its process id, or None when it never attached.
-        activity: What it last said it was doing, or "".
     """
 
-    def __init__(self, message: str, *, name: str, index: int | None, pid: int | None, activity: str) -> None:
+    def __init__(self, message: str, *, name: str, index: int | None, pid: int | None) -> None:
         super().__init__(message)
         self.name = name
         self.index = index
         self.pid = pid
-        self.activity = activity
 
 
 class SharedMemoryError(ConfigError):
-    """Shared memory of the size that was asked for cannot be had."""
+    """There is not enough shared memory for the requested size."""

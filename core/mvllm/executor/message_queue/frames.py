@@ -1,8 +1,8 @@
-"""Several byte strings in one stretch of memory, each on its own cache line.
+"""Packs several byte strings into one region of memory, each aligned to a cache line.
 
     count | length of each | pad | frame 0 | pad | frame 1 | ...
 
-Frame 0 of a message is its msgpack text; the others are the buffers that travel beside it.
+Frame 0 of a message is its msgpack encoding; the others are the buffers that are sent with it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _COUNT = struct.Struct("Q")
 
 
 def as_frame(buffer: object) -> bytes | memoryview:
-    """A buffer's bytes, without a copy.
+    """The bytes of a buffer, without a copy.
 
     Raises:
-        TypeError: It is no buffer, or its bytes do not lie one after the other.
+        TypeError: It is no buffer, or not contiguous.
     """
     if isinstance(buffer, bytes):
         return buffer
@@ -39,7 +39,7 @@ def as_frame(buffer: object) -> bytes | memoryview:
 
 
 def packed_bytes(frames: Sequence[bytes | memoryview]) -> int:
-    """Bytes that `pack` needs."""
+    """The number of bytes that `pack` writes for `frames`."""
     total = _table(len(frames)).size + _PAD & _MASK
     for frame in frames:
         total += len(frame) + _PAD & _MASK
@@ -47,7 +47,7 @@ def packed_bytes(frames: Sequence[bytes | memoryview]) -> int:
 
 
 def pack(frames: Sequence[bytes | memoryview], into: memoryview, at: int = 0) -> None:
-    """Writes `frames` to memory of at least `packed_bytes(frames)` bytes from `at` on: one copy of each."""
+    """Copies `frames` into `into` from offset `at`, which leaves at least `packed_bytes(frames)` bytes."""
     table = _table(len(frames))
     table.pack_into(into, at, len(frames), *map(len, frames))
     start = at + (table.size + _PAD & _MASK)
@@ -58,7 +58,7 @@ def pack(frames: Sequence[bytes | memoryview], into: memoryview, at: int = 0) ->
 
 
 def unpack(packed: memoryview) -> list[memoryview]:
-    """The frames, in place: views of `packed`.
+    """The frames, as views of `packed`.
 
     Raises:
         QueueCorruptError: The lengths do not fit the memory.
@@ -84,5 +84,5 @@ def unpack(packed: memoryview) -> list[memoryview]:
 
 @functools.cache
 def _table(count: int) -> struct.Struct:
-    """The layout of what precedes `count` frames."""
+    """The layout of the table in front of `count` frames."""
     return struct.Struct(f"{1 + count}Q")

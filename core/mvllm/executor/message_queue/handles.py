@@ -1,11 +1,11 @@
-"""How the ends of a queue reach the processes they belong to.
+"""Handles: plain data with which another process attaches to an end of a queue.
 
-A handle is plain data. One for the same machine names file descriptors, so they have to travel with it:
+A handle for the same machine names file descriptors, which must be passed along with it:
 
     subprocess.Popen(..., pass_fds=handle.fds)      and the handle as msgpack, for instance through a pipe
-    multiprocessing.Process(..., args=(handle,))    with any start method; the descriptors go along by themselves
+    multiprocessing.Process(..., args=(handle,))    with any start method; multiprocessing passes the descriptors
 
-One for another machine is host, port and keys, and travels any way that keeps a secret.
+A handle for another machine has host, port and keys, and must be sent over a channel that keeps it secret.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FdPair: TypeAlias = tuple[int, int]  # a notifier's read and write descriptor, w
 
 
 class _LocalHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes common to the handles of one machine.
+    """The fields common to handles for the same machine.
 
     Attributes:
         queue: The queue's name.
-        segment: Descriptor of the ring's memory.
-        token: Begins every message on the overflow socket.
+        segment: Descriptor of the ring's shared memory.
+        token: The prefix of every message on the overflow socket.
         spin_seconds: See QueueSettings.
     """
 
@@ -40,34 +40,34 @@ class _LocalHandle(msgspec.Struct, frozen=True, kw_only=True):
     @property
     @abstractmethod
     def fds(self) -> tuple[int, ...]:
-        """Every descriptor it names, each once."""
+        """All descriptors that the handle names, without duplicates."""
 
     @abstractmethod
     def with_fds(self, new: Mapping[int, int]) -> Any:
-        """The same handle with other descriptors."""
+        """The same handle with descriptors replaced by `new`."""
 
     def duplicated(self) -> Any:
-        """A handle for another end in this process, with descriptors of its own."""
+        """The same handle with duplicated descriptors, for an end in this process."""
         return self.with_fds({fd: os.dup(fd) for fd in self.fds})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For multiprocessing, while it starts a child."""
+        """Pickles the handle while multiprocessing starts a child; an error otherwise."""
         if multiprocessing.context.get_spawning_popen() is None:
             raise TypeError(
-                f"A {type(self).__name__} names open files, so it can only go to a child that is being started: in the "
-                "args of a multiprocessing.Process, or as msgpack with subprocess's pass_fds."
+                f"A {type(self).__name__} names open files, so it can only be sent to a child that is being started: "
+                "in the args of a multiprocessing.Process, or as msgpack with subprocess's pass_fds."
             )
         passed = {fd: multiprocessing.reduction.DupFd(fd) for fd in self.fds}
         return _rebuild, (type(self), msgspec.msgpack.encode(self), passed)
 
 
 class WriterHandle(_LocalHandle, frozen=True, kw_only=True):
-    """The writing end.
+    """Handle of the writing end.
 
     Attributes:
-        items, space: Per reader, its two notifiers.
-        readers: Per reader, its name.
-        overflow: Per reader, the address of its overflow socket.
+        items, space: The two notifiers of each reader.
+        readers: The name of each reader.
+        overflow: The address of the overflow socket of each reader.
     """
 
     items: tuple[FdPair, ...]
@@ -89,10 +89,10 @@ class WriterHandle(_LocalHandle, frozen=True, kw_only=True):
 
 
 class ReaderHandle(_LocalHandle, frozen=True, kw_only=True):
-    """One reading end.
+    """Handle of one reading end.
 
     Attributes:
-        index: Which reader.
+        index: The index of the reader.
         items, space: Its two notifiers.
         writer: The writer's name.
         overflow: The address of its overflow socket.
@@ -115,15 +115,15 @@ class ReaderHandle(_LocalHandle, frozen=True, kw_only=True):
 
 
 class RemoteReaderHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """One reading end on another machine. A secret: who has it can read the queue.
+    """Handle of one reading end on another machine. A secret: it grants access to the queue.
 
     Attributes:
         queue: The queue's name.
-        index: Which of the remote readers.
-        host, port: Where the writer listens.
+        index: The index among the remote readers.
+        host, port: The address at which the writer listens.
         writer: The writer's name.
         server_key: The writer's public CURVE key.
-        public_key, secret_key: The key pair of the queue's remote readers.
+        public_key, secret_key: The CURVE key pair of the queue's remote readers.
     """
 
     queue: str

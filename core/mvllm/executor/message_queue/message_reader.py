@@ -1,4 +1,4 @@
-"""The ends of a queue that receive."""
+"""MessageReader, the receiving end of a queue, and ReaderGroup, one wait for several readers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from mvllm.executor.message_queue.ring_writer import OVERFLOW
 from mvllm.executor.message_queue.shared_segment import SharedSegment
 from mvllm.executor.message_queue.waiter import AdaptiveSpin, Waiter, deadline_after
 
-if TYPE_CHECKING:  # ZeroMQ is loaded by who needs it
+if TYPE_CHECKING:  # loads ZeroMQ, which few queues need
     from mvllm.executor.message_queue.overflow_socket import OverflowReceiver
 
 T = TypeVar("T")
 
 
 class MessageSource(Protocol):
-    """Where a reader's frames come from.
+    """Source of a reader's frames: the ring of this machine, or a socket.
 
     Attributes:
         name: The queue's name.
-        in_place: Whether the frames taken last lie in a slot, which `release` gives back.
+        in_place: Whether the last received frames lie in a slot, which `release` frees.
         fds: Readable when there may be a message.
-        peers: Local processes whose end ends a wait.
+        peers: Local processes whose death ends a wait.
     """
 
     @property
@@ -50,17 +50,16 @@ class MessageSource(Protocol):
     def has_message(self) -> bool: ...
     def hint(self) -> bool: ...
     def receive(self, deadline: float | None) -> list[memoryview]:
-        """The next message's frames. Taking again before `release` gives the same message."""
+        """The frames of the next message; the same message again until `release` is called."""
         ...
 
     def release(self) -> None: ...
-    def set_activity(self, text: str) -> None: ...
     def watch(self, *, pid: int | None = None, fd: int | None = None) -> None: ...
     def close(self) -> None: ...
 
 
 class LocalSource:
-    """The ring, and the overflow socket where a slot says so. See MessageSource."""
+    """Receives from the ring, and from the overflow socket where a slot announces a large message."""
 
     def __init__(self, handle: ReaderHandle, stop: StopSignal | None) -> None:
         self.name = handle.queue
@@ -82,7 +81,6 @@ class LocalSource:
         self.has_message = self._in.has_message
         self.hint = self._in.hint
         self.release = self._in.release
-        self.set_activity = self._in.set_activity
         self.watch = self._in.peer.watch
         self._overflow: OverflowReceiver | None = None
 
@@ -116,7 +114,7 @@ class LocalSource:
 class MessageReader(Generic[T]):
     """Receives every message of a queue, in order. Used from one thread.
 
-    Built by `attach`, or by MessageQueue.open_reader in the process that made the queue.
+    Built by `attach`, or by MessageQueue.open_reader in the process that created the queue.
     """
 
     def __init__(self, source: MessageSource, decode: Callable[[memoryview], T]) -> None:
@@ -144,17 +142,17 @@ class MessageReader(Generic[T]):
         return cls(source, msgspec.msgpack.Decoder(message_type).decode)
 
     def dequeue(self, timeout: float | None = None) -> tuple[T, list[memoryview]]:
-        """The next message and the buffers beside it, in memory of their own.
+        """The next message and its buffers, copied out of the slot.
 
         Args:
             timeout: Seconds to wait for it, or None for no limit.
 
         Raises:
-            QueueTimeoutError: It did not come in time.
-            PeerDiedError: The writer has ended, and everything it sent was read.
+            QueueTimeoutError: It was not received in time.
+            PeerDiedError: The writer has ended, and all its messages have been read.
             QueueStoppedError: The stop signal was set while waiting.
             QueueClosedError: This end is closed.
-            msgspec.ValidationError: It is not of the type that this end expects. It counts as read.
+            msgspec.ValidationError: It is not of this reader's message type. It counts as read.
         """
         if self._is_closed:
             raise self._closed()
@@ -165,19 +163,19 @@ class MessageReader(Generic[T]):
             if buffers and self.source.in_place:
                 buffers = [memoryview(bytes(buffer)) for buffer in buffers]
         except BaseException:
-            self._give_back(frames)
+            self._release(frames)
             raise
-        if self._give_back(frames):
+        if self._release(frames):
             raise self._still_in_use()
         return message, buffers
 
     @contextlib.contextmanager
     def acquire_read(self, timeout: float | None = None) -> Iterator[tuple[T, list[memoryview]]]:
-        """As `dequeue`, but the buffers are where they were written, without a copy, and end with the `with` block.
+        """As `dequeue`, but without a copy: the buffers are views of the slot, valid until the end of the `with` block.
 
         Raises:
-            QueueError: At the end of the block, something (an array made of a buffer) still uses the slot. The slot is
-                given back all the same, so that thing must not be used any more.
+            QueueError: An object (an array made from a buffer) still refers to the slot at the end of the block. The
+                slot is freed nevertheless, so the object must not be used any more.
         """
         if self._is_closed:
             raise self._closed()
@@ -185,22 +183,18 @@ class MessageReader(Generic[T]):
         try:
             yield self._decode(frames[0]), frames[1:]
         except BaseException:
-            self._give_back(frames)
+            self._release(frames)
             raise
-        if self._give_back(frames):
+        if self._release(frames):
             raise self._still_in_use()
 
     def has_message(self) -> bool:
-        """Whether `dequeue` has something to return."""
+        """Whether `dequeue` would return at once."""
         return not self._is_closed and self.source.has_message()
 
     def watch_writer(self, *, pid: int | None = None, fd: int | None = None) -> None:
-        """Says which process the writer is; see Peer.watch. Without this it is known once the writer attaches."""
+        """Sets the process of the writer (see Peer.watch), which is otherwise known once the writer attaches."""
         self.source.watch(pid=pid, fd=fd)
-
-    def set_activity(self, text: str) -> None:
-        """What this process is doing, for the errors of those who wait for it."""
-        self.source.set_activity(text)
 
     def close(self) -> None:
         """Idempotent."""
@@ -208,8 +202,8 @@ class MessageReader(Generic[T]):
             self._is_closed = True
             self.source.close()
 
-    def _give_back(self, frames: list[memoryview]) -> bool:
-        """Ends the life of the frames; returns whether something made of them is still in use."""
+    def _release(self, frames: list[memoryview]) -> bool:
+        """Frees the slot of the frames; returns whether an object still refers to it."""
         is_used = False
         if self.source.in_place:
             slot = frames[0].obj
@@ -218,7 +212,7 @@ class MessageReader(Generic[T]):
                     frame.release()
                 except BufferError:
                     is_used = True
-            is_used = is_used or sys.getrefcount(slot) > 2  # ours, and getrefcount's own
+            is_used = is_used or sys.getrefcount(slot) > 2  # this variable, and the argument of getrefcount
         self.source.release()
         return is_used
 
@@ -233,12 +227,12 @@ class MessageReader(Generic[T]):
 
 
 class ReaderGroup(Generic[T]):
-    """One wait for several readers, for instance the replies of all workers. Used from one thread.
+    """Waits for several readers at once, for instance the replies of all workers. Used from one thread.
 
     Args:
-        readers: The readers; they stay the caller's to close, after the group is no longer used.
+        readers: The readers, which the caller closes after the last use of the group.
         stop: Ends every wait, or None.
-        spin_seconds: Longest busy look before sleeping; 0 for never.
+        spin_seconds: Longest spin before a sleep; 0 for none.
     """
 
     def __init__(
@@ -253,11 +247,10 @@ class ReaderGroup(Generic[T]):
                 self._waiter.add(fd)
 
     def wait(self, timeout: float | None = None) -> list[MessageReader[T]]:
-        """Readers that have a message; at least one.
+        """The readers that have a message; at least one.
 
         Raises:
-            QueueTimeoutError, PeerDiedError, QueueStoppedError: As MessageReader.dequeue, and only when no reader has a
-                message.
+            QueueTimeoutError, PeerDiedError, QueueStoppedError: As MessageReader.dequeue, if no reader has a message.
         """
         deadline = deadline_after(timeout)
         self._spin.spin(self._hint)

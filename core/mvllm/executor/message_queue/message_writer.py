@@ -1,4 +1,4 @@
-"""The end of a queue that sends."""
+"""MessageWriter, the sending end of a queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mvllm.executor.message_queue.ring_writer import OVERFLOW, RingWriter
 from mvllm.executor.message_queue.shared_segment import SharedSegment
 from mvllm.executor.message_queue.waiter import deadline_after
 
-if TYPE_CHECKING:  # ZeroMQ is loaded by who needs it
+if TYPE_CHECKING:  # these load ZeroMQ, which few queues need
     from mvllm.executor.message_queue.overflow_socket import OverflowSender
     from mvllm.executor.message_queue.tcp_transport import RemoteSender
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # ZeroMQ is loaded by who needs it
 class MessageWriter:
     """Sends messages to every reader of a queue. Used from one thread.
 
-    Built by `attach`, or by MessageQueue.open_writer in the process that made the queue.
+    Built by `attach`, or by MessageQueue.open_writer in the process that created the queue.
     """
 
     def __init__(self, handle: WriterHandle, stop: StopSignal | None, remote: RemoteSender | None) -> None:
@@ -56,14 +56,14 @@ class MessageWriter:
         """Sends one message to every reader, or to none.
 
         Args:
-            message: What msgspec can encode: structs, dicts, lists, numbers, text.
-            buffers: Contiguous buffers (bytes, arrays) that travel beside it, copied once into the slot. They may be
+            message: Any value that msgspec encodes: structs, dicts, lists, numbers, text.
+            buffers: Contiguous buffers (bytes, arrays) to send with it, copied once into the slot. They may be
                 changed as soon as this returns.
-            timeout: Seconds to wait for room, or None for no limit.
+            timeout: Seconds to wait for a free slot, or None for no limit.
 
         Raises:
-            QueueTimeoutError: No room in time; the message names the readers that are behind and what they do.
-            PeerDiedError: A reader has ended, so room will never come; `drop_reader` goes on without it.
+            QueueTimeoutError: No slot was free in time; the message names the readers that are behind.
+            PeerDiedError: A reader has ended. `drop_reader` continues without it.
             QueueStoppedError: The stop signal was set while waiting.
             QueueClosedError: This end is closed.
         """
@@ -84,14 +84,14 @@ class MessageWriter:
             self._send_overflow(frames)
 
     def watch_reader(self, index: int, *, pid: int | None = None, fd: int | None = None) -> None:
-        """Says which process a local reader is; see Peer.watch. Without this it is known once the reader attaches."""
+        """Sets the process of a local reader (see Peer.watch), which is otherwise known once the reader attaches."""
         self._out.peers[index].watch(pid=pid, fd=fd)
 
     def drop_reader(self, index: int, *, remote: bool = False) -> None:
-        """Goes on without a reader that has ended, for good.
+        """Removes a reader that has ended.
 
         Args:
-            remote: `index` counts the remote readers.
+            remote: Whether `index` is an index among the remote readers.
         """
         if remote:
             if self._remote is not None:
@@ -101,12 +101,8 @@ class MessageWriter:
         if self._overflow is not None:
             self._overflow.drop_reader(index)
 
-    def set_activity(self, text: str) -> None:
-        """What this process is doing, for the errors of those who wait for it."""
-        self._out.set_activity(text)
-
     def close(self) -> None:
-        """Idempotent. Waits up to 2 s for large messages that readers have not got yet."""
+        """Closes this end, after up to 2 s for large messages that readers have not received yet. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

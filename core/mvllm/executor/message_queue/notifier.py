@@ -1,9 +1,9 @@
-"""Counting wake-ups between processes: one side adds tokens, the other takes all there are.
+"""Counting wake-ups between processes: one process adds tokens, the other takes all tokens.
 
-The idea: the count lives in the kernel. A token that was added cannot be lost, however late the other side looks, and a
-side that waits costs nothing. Adding and taking go through one lock inside the kernel (an eventfd's, or a pipe's), so
-whatever the one process did before it added a token is visible to the process that took it: on every CPU, also on
-those that reorder loads and stores. Everything the queue's correctness needs from memory ordering is in that sentence.
+The count is kept in the kernel, so a token is not lost however late the other process reads it, and a waiting process
+uses no CPU. Adding and taking go through one lock inside the kernel (an eventfd's, or a pipe's), so everything that a
+process stored before it added a token is visible to the process that took it: on every CPU, also on those that reorder
+loads and stores. The queue needs no other memory ordering.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Notifier(ABC):
 
     Attributes:
         read_fd: Readable, for poll(), while there are tokens.
-        write_fd: What tokens are added through; the same number where one descriptor does both.
+        write_fd: The descriptor for adding tokens; equal to `read_fd` for an eventfd.
     """
 
     read_fd: int
@@ -28,11 +28,11 @@ class Notifier(ABC):
 
     @abstractmethod
     def notify(self) -> None:
-        """Adds one token. Never blocks, as long as fewer than 4,096 are outstanding."""
+        """Adds one token. Never blocks while fewer than 4,096 tokens are outstanding."""
 
     @abstractmethod
     def drain(self) -> int:
-        """Takes all tokens; 0 when there are none. Never blocks."""
+        """Takes all tokens and returns their number, which may be 0. Never blocks."""
 
     @property
     def fds(self) -> tuple[int, int]:
@@ -63,7 +63,7 @@ if sys.platform == "linux":
 
 
 class PipeNotifier(Notifier):
-    """For systems without eventfd: a token is a byte."""
+    """A count of bytes in a pipe, for systems without eventfd."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self.read_fd = read_fd
@@ -80,7 +80,7 @@ class PipeNotifier(Notifier):
 
 
 def make_notifier() -> Notifier:
-    """A count of zero, by the best means this system has."""
+    """A notifier without tokens: an eventfd where the system has it, otherwise a pipe."""
     if sys.platform == "linux" and HAS_EVENTFD:
         return EventFdNotifier(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
     read_fd, write_fd = os.pipe()
@@ -90,7 +90,7 @@ def make_notifier() -> Notifier:
 
 
 def open_notifier(fds: tuple[int, int]) -> Notifier:
-    """The notifier behind descriptors that came with a handle. Takes them over."""
+    """The notifier of the descriptors in a handle, which it takes over."""
     read_fd, write_fd = fds
     if sys.platform == "linux" and read_fd == write_fd:
         return EventFdNotifier(read_fd)
@@ -98,9 +98,9 @@ def open_notifier(fds: tuple[int, int]) -> Notifier:
 
 
 class StopSignal:
-    """Ends every wait that was given it, now and from then on. `set` may be called from any thread or signal handler.
+    """Ends all present and future waits that watch it. `set` may be called from any thread or signal handler.
 
-    One signal can serve many queues. Its owner closes it, after the queues.
+    One signal can serve many queues. Its owner closes it after the queues.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class StopSignal:
 
     @property
     def fd(self) -> int:
-        """Readable for good once the signal is set."""
+        """Readable from the moment the signal is set."""
         return self._notifier.read_fd
 
     @property

@@ -1,11 +1,11 @@
-"""Messages too large for a slot, between processes of one machine: a ZeroMQ pipe per reader.
+"""Sockets for messages that are too large for a slot, between processes of one machine: one ZeroMQ pipe per reader.
 
-The idea: the slot announces the message and is used up like any other, so back-pressure and order stay the ring's
-business and the socket needs no limit of its own. The reader's end binds and the writer's connects: a message can be
-sent before its reader has ever looked. Both open at the first such message; who never overflows never loads ZeroMQ.
+A slot announces the message and is occupied like any other, so the ring provides back-pressure and order, and the
+socket needs no limit. The reader's end binds and the writer's end connects, so a message can be sent before its reader
+has opened the socket. Both ends open at the first such message; without one, ZeroMQ is not loaded.
 
-Names live in Linux' abstract namespace, so nothing is left behind. They are random, the reader's end turns away
-processes of other users (the kernel says who they are), and what does not begin with the queue's token is dropped.
+The names are in Linux' abstract namespace, which leaves no files behind. They are random, the reader's end refuses
+processes of other users (the kernel reports the user), and messages without the queue's token are dropped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mvllm.executor.message_queue.waiter import Waiter
 
 logger = logging.getLogger(__name__)
 
-LINGER_MS = 2000  # how long a closing writer waits for its readers to take the last large messages
-GRACE_SECONDS = 0.2  # what a writer sent before it died may still be on its way through the kernel
+LINGER_MS = 2000  # how long a closing writer waits for readers to receive the last large messages
+GRACE_SECONDS = 0.2  # data that a writer sent before its death may still be in the kernel
 
 
 class OverflowSender:
@@ -36,7 +36,7 @@ class OverflowSender:
 
     Args:
         addresses: One per reader.
-        token: Shared by the queue's ends.
+        token: The token of the queue.
     """
 
     def __init__(self, addresses: Sequence[str], token: bytes) -> None:
@@ -45,7 +45,7 @@ class OverflowSender:
         self._sockets: list[zmq.Socket[bytes] | None] = []
         for address in addresses:
             socket = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.SNDHWM, 0)  # the ring limits how much is on its way
+            socket.setsockopt(zmq.SNDHWM, 0)  # the ring limits the number of messages
             socket.setsockopt(zmq.LINGER, LINGER_MS)
             connect_ipc_socket(socket, address)
             self._sockets.append(socket)
@@ -65,7 +65,7 @@ class OverflowSender:
             self._sockets[index] = None
 
     def close(self) -> None:
-        """Idempotent; waits up to 2 s for what was not delivered yet."""
+        """Closes the sockets, after up to 2 s for undelivered messages. Idempotent."""
         for socket in self._sockets:
             if socket is not None:
                 socket.close()
@@ -78,8 +78,8 @@ class OverflowReceiver:
 
     Args:
         name: The queue's name, for errors.
-        address: Where to bind.
-        token: Shared by the queue's ends.
+        address: The address to bind.
+        token: The token of the queue.
         peer: The writer.
         stop: Ends every wait, or None.
     """
@@ -97,21 +97,21 @@ class OverflowReceiver:
         self._waiter.add(self._fd)
 
     def receive(self, sequence: int, deadline: float | None) -> list[memoryview]:
-        """The frames of message `sequence`, in memory of their own.
+        """The frames of message `sequence`.
 
         Raises:
-            QueueTimeoutError, PeerDiedError, QueueStoppedError: As every wait; the message can be asked for again.
-            QueueCorruptError: The socket has another message than the slot announced.
+            QueueTimeoutError, PeerDiedError, QueueStoppedError: As in Waiter.wait; the call can be repeated.
+            QueueCorruptError: The socket holds another message than the slot announced.
         """
         while True:
-            parts = self._receive_any()
+            parts = self._receive_next()
             if parts is not None:
                 return self._checked(parts, sequence)
             try:
                 if not self._waiter.wait(deadline, f"the large message {sequence}"):
                     raise QueueTimeoutError(f"Queue {self._name}: the large message {sequence} did not come in time.")
             except PeerDiedError:
-                if not self._comes_within(GRACE_SECONDS):
+                if not self._arrives_within(GRACE_SECONDS):
                     raise
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class OverflowReceiver:
         self._socket.close()
         self._context.term()
 
-    def _receive_any(self) -> list[memoryview] | None:
+    def _receive_next(self) -> list[memoryview] | None:
         while True:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -138,7 +138,7 @@ class OverflowReceiver:
             )
         return parts[1:]
 
-    def _comes_within(self, seconds: float) -> bool:
+    def _arrives_within(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
@@ -150,5 +150,5 @@ class OverflowReceiver:
 
 
 def shared_frames(frames: Sequence[bytes | memoryview]) -> list[zmq.Frame]:
-    """ZeroMQ frames that several sockets can send. Bytes cannot change, so they need no copy; others get one."""
+    """ZeroMQ frames that several sockets can send. `bytes` are immutable and need no copy; other buffers are copied."""
     return [zmq.Frame(frame, copy=not isinstance(frame, bytes)) for frame in frames]

@@ -1,8 +1,8 @@
-"""Who is at the other ends of a queue, and whether they still live.
+"""The processes at the other ends of a queue, and whether they are alive.
 
-A peer is watched through a descriptor that becomes readable when its process ends: a pidfd, or whatever the caller
-passes (the read end of a pipe whose only write end the peer holds). Until a peer has a descriptor (it has not attached
-yet, or the system has no pidfd) its process is looked up a few times a second while somebody waits.
+A peer is watched through a descriptor that becomes readable when its process ends: a pidfd, or one that the caller
+passes (the read end of a pipe whose only write end the peer holds). While a peer has no descriptor (it has not attached
+yet, or the system has no pidfd), waits look its process up a few times a second.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from mvllm.executor.message_queue.errors import PeerDiedError
 
 
 class Peer:
-    """One other end.
+    """The process at another end.
 
     Args:
-        name: For people, for instance "Worker_TP3".
-        index: Its number among the readers, or None for the writer.
-        pid: Asks the shared memory for its process id; 0 while unknown.
-        activity: Asks the shared memory what it is doing.
+        name: Its name in errors, for instance "Worker_TP3".
+        index: Its index among the readers, or None for the writer.
+        pid: Reads its process id from the shared memory; 0 while unknown.
     """
 
-    def __init__(self, name: str, index: int | None, pid: Callable[[], int], activity: Callable[[], str]) -> None:
+    def __init__(self, name: str, index: int | None, pid: Callable[[], int]) -> None:
         self.name = name
         self.index = index
         self._find_pid = pid
-        self._find_activity = activity
         self._pid = 0
         self._fd = -1
         self._owns_fd = False
@@ -48,9 +46,9 @@ class Peer:
         return self._fd
 
     def watch(self, *, pid: int | None = None, fd: int | None = None) -> None:
-        """Says which process this is, or gives a descriptor that becomes readable at its end (and stays the caller's).
+        """Sets the process by its id, or by a descriptor that becomes readable at its end and that the caller keeps.
 
-        Saying it right after starting a child is the surest way: its number cannot have been reused.
+        Called right after the start of a child, it excludes that the pid has been reused.
         """
         self.forget_fd()
         self._pid = pid or self._pid
@@ -58,24 +56,24 @@ class Peer:
             self._fd = fd
         elif pid is not None:
             self._open_pidfd(pid)
-        self._changed()
+        self._notify_observers()
 
     def observe(self, changed: Callable[[], None]) -> None:
-        """Has `changed` called whenever anything about this peer has."""
+        """Registers `changed`, which is called whenever this peer changes."""
         self._observers.append(changed)
 
     def drop(self) -> None:
-        """Nobody waits for it any more, for good."""
+        """Excludes it from all further waits."""
         self.is_dropped = True
-        self._changed()
+        self._notify_observers()
 
     def mark_dead(self) -> None:
-        """Its process has ended."""
+        """Records that its process has ended."""
         self.is_dead = True
-        self._changed()
+        self._notify_observers()
 
     def check_alive(self) -> None:
-        """Finds out as much as can be known without a descriptor, and gets one where possible."""
+        """Opens a pidfd if the peer has no descriptor; where that is impossible, looks the process up."""
         if self._fd >= 0 or self.is_dead or self.is_dropped:
             return
         pid = self.pid
@@ -84,23 +82,20 @@ class Peer:
         self._open_pidfd(pid)
         if self._fd < 0 and not _is_running(pid):
             self.is_dead = True
-        self._changed()
+        self._notify_observers()
 
     def describe(self) -> str:
-        """For example: reader 3 (Worker_TP3, pid 1234), which last said it was doing: load_model."""
+        """For example: reader 3 (Worker_TP3, pid 1234)."""
         role = "the writer" if self.index is None else f"reader {self.index}"
         pid = self.pid
-        activity = self._find_activity()
-        doing = f", which last said it was doing: {activity}" if activity else ""
-        return f"{role} ({self.name}, {f'pid {pid}' if pid else 'never attached'}){doing}"
+        return f"{role} ({self.name}, {f'pid {pid}' if pid else 'never attached'})"
 
     def died_error(self, queue: str, waiting_for: str) -> PeerDiedError:
         return PeerDiedError(
-            f"Queue {queue}: {self.describe()}, has ended. It was needed for {waiting_for}.",
+            f"Queue {queue}: {self.describe()} has ended. It was needed for {waiting_for}.",
             name=self.name,
             index=self.index,
             pid=self.pid,
-            activity=self._find_activity(),
         )
 
     def forget_fd(self) -> None:
@@ -108,9 +103,9 @@ class Peer:
             os.close(self._fd)
         self._fd = -1
         self._owns_fd = False
-        self._changed()
+        self._notify_observers()
 
-    def _changed(self) -> None:
+    def _notify_observers(self) -> None:
         for changed in self._observers:
             changed()
 

@@ -8,11 +8,11 @@
                message, buffers = reader.dequeue()
                with reader.acquire_read() as (message, buffers): ...   buffers in place, no copy
 
-The queue is also where the two ways of a message part: what fits a slot is written into it; what does not goes through
-the overflow socket and the slot announces it; remote readers get either over TCP.
+A message that fits a slot is written into it. A larger one is announced by a slot and sent through the overflow socket.
+Readers on other machines receive both kinds over TCP.
 
-An end is used from one thread, of the process that attached it. To end a wait from another thread or from a signal
-handler set its StopSignal; a handler that raises is safe only while the end waits.
+An end is used from one thread of the process that attached it. To end a wait from another thread or a signal handler,
+set its StopSignal. A signal handler that raises is safe only while the end waits.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from mvllm.executor.message_queue.message_writer import MessageWriter
 from mvllm.executor.message_queue.notifier import Notifier, StopSignal, make_notifier
 from mvllm.executor.message_queue.ring_buffer import RingShape, ShmRingBuffer
 
-if TYPE_CHECKING:  # ZeroMQ is loaded by who needs it
+if TYPE_CHECKING:  # loads ZeroMQ, which few queues need
     from mvllm.executor.message_queue.tcp_transport import RemoteSender
 
 T = TypeVar("T")
 
 
 class QueueSettings(msgspec.Struct, frozen=True):
-    """What can be set about a queue.
+    """The sizes of a queue.
 
     Attributes:
-        num_slots: Messages that may be on their way at once.
-        slot_bytes: Largest packed message that goes through shared memory.
-        spin_seconds: Longest busy look of a reader before it sleeps; 0 for never. Shrinks where it does not pay.
+        num_slots: The number of messages that may be unread at once.
+        slot_bytes: The largest packed message that is sent through shared memory.
+        spin_seconds: The longest spin of a reader before it sleeps; 0 for none. See AdaptiveSpin.
         directory: A memory file system for the ring, or None for anonymous memory (see SharedSegment.create).
     """
 
@@ -54,12 +54,12 @@ class QueueSettings(msgspec.Struct, frozen=True):
     directory: str | None = None
 
     def shape(self, num_readers: int) -> RingShape:
-        """What a queue of so many local readers claims; for `plan_rings`."""
+        """The ring of a queue with `num_readers` local readers, for `plan_rings`."""
         return RingShape(num_readers, self.num_slots, self.slot_bytes if num_readers else framing.ALIGNMENT)
 
 
 class MessageQueue:
-    """A queue before its ends are handed out. Holds every descriptor; close it when all children have started.
+    """A queue with all its descriptors. Close it when all child processes have started.
 
     Build with `create`.
     """
@@ -102,7 +102,7 @@ class MessageQueue:
 
         Raises:
             SharedMemoryError: There is not enough shared memory.
-            ConfigError: Settings that no queue can have.
+            ConfigError: The settings are out of range.
         """
         settings = settings or QueueSettings()
         if bool(remote_readers) != (host is not None):
@@ -139,39 +139,39 @@ class MessageQueue:
         return cls(ring, [*items, *space], writer_handle, reader_handles, remote)
 
     def writer_handle(self) -> WriterHandle:
-        """For the process that writes; valid until `close`. Only one process may use it.
+        """The handle for the writing process, which must be one only; valid until `close`.
 
         Raises:
-            ConfigError: The queue has remote readers: their connection ends in this process.
+            ConfigError: The queue has remote readers, whose connections end in this process.
         """
         if self._remote is not None:
             raise ConfigError(
-                f"The queue {self.name!r} has remote readers, so the process that made it has to write it: use "
+                f"The queue {self.name!r} has remote readers, so the process that created it has to write it: use "
                 "open_writer, or create the queue in the process that writes."
             )
         return self._writer
 
     def reader_handle(self, index: int) -> ReaderHandle:
-        """For the process that is reader `index`; valid until `close`."""
+        """The handle for reader `index`; valid until `close`."""
         return self._readers[index]
 
     def remote_reader_handle(self, index: int) -> RemoteReaderHandle:
-        """For the process that is remote reader `index`, counting the remote ones only."""
+        """The handle for remote reader `index`, counted among the remote readers."""
         if self._remote is None:
             raise ConfigError(f"The queue {self.name!r} was created without remote readers.")
         return self._remote.handle(index)
 
     def open_writer(self, stop: StopSignal | None = None) -> MessageWriter:
-        """The writing end, in this process. It outlives the queue."""
+        """The writing end, in this process. It stays open after `close` of the queue."""
         remote, self._remote = self._remote, None
         return MessageWriter(self._writer.duplicated(), stop, remote)
 
     def open_reader(self, index: int, message_type: type[T], stop: StopSignal | None = None) -> MessageReader[T]:
-        """A reading end, in this process. It outlives the queue."""
+        """A reading end, in this process. It stays open after `close` of the queue."""
         return MessageReader.attach(self._readers[index].duplicated(), message_type, stop)
 
     def close(self) -> None:
-        """Gives up this process' descriptors; the ends live on. Idempotent."""
+        """Closes the descriptors of the queue; attached ends stay open. Idempotent."""
         if self._remote is not None:
             self._remote.close()
             self._remote = None

@@ -1,27 +1,24 @@
-"""A ring of slots in shared memory: one process writes, n read, every reader reads every message.
+"""A ring of slots in shared memory: one process writes, n processes read, every reader reads every message.
 
-The idea: message s (counting from 1) lies in slot (s - 1) % num_slots. The writer may fill it when every reader is done
-with message s - num_slots; a reader may look at it when the writer is done with it. Both permissions are tokens in
+Message s (counted from 1) is stored in slot (s - 1) % num_slots. The writer may fill the slot when every reader has
+released message s - num_slots; a reader may read it when the writer has published it. Both permissions are tokens in
 kernel counters, two per reader: `items` (writer to reader, one per message) and `space` (reader to writer, one per
-message released). Who holds the token may touch the slot, and taking a token orders memory (see notifier.py). No load
-or store in this memory decides who may do what: a flag seen early, late or never is only a hint, which is why plain
-Python stores without fences are enough on weakly ordered CPUs too.
+message released). Only the holder of the token accesses the slot, and taking a token orders memory (see notifier.py).
+No load or store in this memory grants a permission: the flags in it are only hints, so plain Python stores without
+fences are enough on weakly ordered CPUs too.
 
 The memory, in 64-byte lines so that no two processes write the same line:
 
     byte 0         preamble   magic | num_readers | num_slots | slot_bytes     64 bytes, written at creation
          64        writer     messages published | pid                         64 bytes, written by the writer
-         128                  activity: UTF-8 text, zero-terminated            192 bytes
-         320       reader 0   messages released (its acknowledgement) | pid    64 bytes, written by reader 0
-         384                  activity                                         192 bytes
-         576       reader 1   ...
+         128       reader 0   messages released (its acknowledgement) | pid    64 bytes, written by reader 0
+         192       reader 1   ...
          page      slot 0     sequence | length | kind                         64 bytes, written by the writer
            + 64               payload                                          slot_bytes bytes, written by the writer
                    slot 1     ...
 
-All numbers are unsigned 64-bit, in the machine's order. A slot's sequence is stored last: a reader that spins looks at
-it for a hint, and a reader that holds the token checks it. Counts and activities are there for people (error messages)
-and for `check_integrity`.
+All numbers are unsigned 64-bit in native byte order. A slot's sequence is stored last: a reader that spins reads it as
+a hint, and a reader that holds the token checks it. Counts are there for `check_integrity`.
 """
 
 from __future__ import annotations
@@ -40,23 +37,21 @@ from mvllm.executor.message_queue.shared_segment import SharedSegment
 
 LINE = 64
 WORD = 8
-MAGIC = int.from_bytes(b"mvllmMQ1", "little")
+MAGIC = int.from_bytes(b"mvllmMQ2", "little")
 MAX_SLOTS = 2048  # tokens outstanding must fit the smallest pipe
 
-_ACTIVITY_BYTES = 192
-_PARTY_BYTES = LINE + _ACTIVITY_BYTES
 _LABEL = struct.Struct("=QQQ")  # of a slot: sequence, length, kind
 _LENGTH_AND_KIND = struct.Struct("=QQ")
 WRITER = 0  # the party of the writer; reader r is party r + 1
 
 
 class RingShape(msgspec.Struct, frozen=True):
-    """How large a ring is.
+    """The size of a ring.
 
     Attributes:
         num_readers: Readers on this machine.
-        num_slots: Messages that may be on their way at once.
-        slot_bytes: Largest payload that fits a slot.
+        num_slots: The number of messages that may be unread at once.
+        slot_bytes: The largest payload that fits a slot.
     """
 
     num_readers: int
@@ -78,7 +73,7 @@ class RingShape(msgspec.Struct, frozen=True):
     @property
     def slots_offset(self) -> int:
         """Bytes before the first slot."""
-        return _round_up(LINE + _PARTY_BYTES * (1 + self.num_readers), mmap.PAGESIZE)
+        return _round_up(LINE * (2 + self.num_readers), mmap.PAGESIZE)
 
     @property
     def total_bytes(self) -> int:
@@ -86,7 +81,7 @@ class RingShape(msgspec.Struct, frozen=True):
 
 
 class ShmRingBuffer:
-    """The memory and its fields. Who may use which slot is decided by its owner, RingWriter or RingReader.
+    """The memory and its fields. Its owner, RingWriter or RingReader, controls access to the slots.
 
     Args:
         segment: Memory that `create` laid out; taken over.
@@ -110,7 +105,7 @@ class ShmRingBuffer:
         """An empty ring.
 
         Raises:
-            SharedMemoryError: There is not enough room for it.
+            SharedMemoryError: There is not enough shared memory for it.
         """
         segment = SharedSegment.create(shape.total_bytes, name, directory)
         with segment.view.cast("Q") as words:
@@ -125,8 +120,8 @@ class ShmRingBuffer:
     def payload(self, sequence: int, length: int) -> memoryview:
         """The first `length` bytes of the slot of message `sequence`, in place.
 
-        Its `obj` belongs to this view alone, and whatever is made of the view refers to it: its reference count tells
-        whether anything still uses the slot.
+        Its `obj` belongs to this view alone, and every object made from the view refers to it, so the reference count
+        of `obj` shows whether the slot is still in use.
         """
         start = self._slot(sequence) + LINE
         return self._bytes[start : start + length].data
@@ -136,7 +131,7 @@ class ShmRingBuffer:
         framing.pack(frames, self.segment.view, self._slot(sequence) + LINE)
 
     def publish(self, sequence: int, length: int, kind: int) -> None:
-        """Labels a filled slot. The sequence comes last: a spinning reader takes it as the hint to look for a token."""
+        """Labels a filled slot. The sequence is stored last, as the hint for spinning readers to look for a token."""
         slot = self._slot(sequence)
         _LENGTH_AND_KIND.pack_into(self.segment.view, slot + WORD, length, kind)
         words = self._words
@@ -144,14 +139,14 @@ class ShmRingBuffer:
         words[LINE // WORD] = sequence  # the writer's count
 
     def hint(self, sequence: int) -> bool:
-        """Whether message `sequence` seems to be there. Gives no right to read it."""
+        """Whether message `sequence` seems to be published. Grants no permission to read it."""
         return self._words[self._slot(sequence) // WORD] == sequence
 
     def label(self, sequence: int) -> tuple[int, int]:
         """(length, kind) of message `sequence`, for a reader that holds its token.
 
         Raises:
-            QueueCorruptError: The slot holds something else.
+            QueueCorruptError: The slot holds another message.
         """
         found, length, kind = _LABEL.unpack_from(self.segment.view, self._slot(sequence))
         if found != sequence or length > self.slot_bytes:
@@ -177,22 +172,11 @@ class ShmRingBuffer:
         self._words[_party(party) // WORD + 1] = pid
 
     def pid(self, party: int) -> int:
-        """Process id of the party, or 0 before it has attached."""
+        """The process id of the party, or 0 before it has attached."""
         return self._words[_party(party) // WORD + 1]
 
-    def set_activity(self, party: int, text: str) -> None:
-        raw = text.encode()[: _ACTIVITY_BYTES - 1] + b"\0"
-        start = _party(party) + LINE
-        self.segment.view[start : start + len(raw)] = raw
-
-    def activity(self, party: int) -> str:
-        """What the party last said it was doing; "" when it never did."""
-        start = _party(party) + LINE
-        raw = bytes(self.segment.view[start : start + _ACTIVITY_BYTES])
-        return raw.partition(b"\0")[0].decode(errors="replace")
-
     def check_integrity(self) -> None:
-        """Raises QueueCorruptError if counts contradict each other. For a ring at rest."""
+        """Raises QueueCorruptError if counts contradict each other. For a ring that no process is using."""
         published = self.count(WRITER)
         for reader in range(self.shape.num_readers):
             released = self.count(1 + reader)
@@ -212,7 +196,7 @@ class ShmRingBuffer:
 
 
 def _party(party: int) -> int:
-    return LINE + _PARTY_BYTES * party
+    return LINE * (1 + party)
 
 
 def _round_up(value: int, step: int) -> int:

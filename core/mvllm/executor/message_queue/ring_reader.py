@@ -1,4 +1,4 @@
-"""A reading end of a ring."""
+"""RingReader, a reading end of a ring: waits for messages and releases slots."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mvllm.executor.message_queue.waiter import AdaptiveSpin, Waiter
 
 
 class RingReader:
-    """Reads slots in order, in place. For one thread; one per reader index, ever.
+    """Reads slots in order, in place. Used from one thread; only one may ever exist per reader index.
 
     Args:
         name: The queue's name, for errors.
         ring: The memory.
-        index: Which reader this is.
-        items: Tokens for messages that may be read.
-        space: Tokens for messages that were released.
+        index: The index of the reader.
+        items: The tokens for messages that may be read.
+        space: The tokens for messages that were released.
         writer_name: For errors.
-        spin_seconds: Longest busy look before sleeping.
+        spin_seconds: Longest spin before a sleep.
         stop: Ends every wait, or None.
     """
 
@@ -44,19 +44,19 @@ class RingReader:
         self._tokens = 0
         self._next = 1
         self._spin = AdaptiveSpin(spin_seconds)
-        self.peer = Peer(writer_name, None, lambda: ring.pid(WRITER), lambda: ring.activity(WRITER))
+        self.peer = Peer(writer_name, None, lambda: ring.pid(WRITER))
         self.waiter = Waiter(name, [self.peer], stop)
         self.waiter.add(items.read_fd)
         ring.set_pid(self._party, os.getpid())
 
     @property
     def sequence(self) -> int:
-        """Number of the message that `current` would read."""
+        """The number of the next message."""
         return self._next
 
     @property
     def fd(self) -> int:
-        """Readable while there are tokens that this end has not taken yet."""
+        """Readable while there are tokens that this end has not taken."""
         return self._items.read_fd
 
     def has_message(self) -> bool:
@@ -70,7 +70,7 @@ class RingReader:
 
         Raises:
             QueueTimeoutError: The deadline passed.
-            PeerDiedError: The writer has ended, and everything it sent was read.
+            PeerDiedError: The writer has ended, and all its messages have been read.
             QueueStoppedError: The stop signal was set.
         """
         if self._tokens:
@@ -92,14 +92,11 @@ class RingReader:
         return self._ring.payload(self._next, length), kind
 
     def release(self) -> None:
-        """Gives the current message's slot back to the writer."""
+        """Frees the slot of the current message for the writer."""
         self._ring.set_count(self._party, self._next)
         self._next += 1
         self._tokens -= 1
         self._space.notify()
-
-    def set_activity(self, text: str) -> None:
-        self._ring.set_activity(self._party, text)
 
     def close(self) -> None:
         """Idempotent."""
@@ -109,5 +106,5 @@ class RingReader:
         self._ring.close()
 
     def hint(self) -> bool:
-        """Whether the next message seems to be there; only a hint."""
+        """Whether the next message seems to be published; only a hint."""
         return self._ring.hint(self._next)

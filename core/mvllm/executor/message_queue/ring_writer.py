@@ -1,4 +1,4 @@
-"""The writing end of a ring."""
+"""RingWriter, the writing end of a ring: waits for free slots and fills them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mvllm.executor.message_queue.ring_buffer import WRITER, ShmRingBuffer
 from mvllm.executor.message_queue.waiter import Waiter
 
 INLINE = 0  # the slot holds the message
-OVERFLOW = 1  # the slot says that the message comes through the socket
+OVERFLOW = 1  # the slot announces a message on the overflow socket
 
 
 class RingWriter:
-    """Fills slots in order. For one thread; one per ring, ever.
+    """Fills slots in order. Used from one thread; only one may ever exist per ring.
 
     Args:
         name: The queue's name, for errors.
         ring: The memory.
-        items: Per reader, tokens for messages it may read.
-        space: Per reader, tokens for messages it has released.
+        items: Per reader, the tokens for messages that it may read.
+        space: Per reader, the tokens for messages that it has released.
         reader_names: For errors.
         stop: Ends every wait, or None.
     """
@@ -42,25 +42,25 @@ class RingWriter:
         self._space = space
         self._num_slots = ring.num_slots
         self._next = 1  # sequence number of the next message
-        self._limit = ring.num_slots  # the highest that may be written with the tokens in hand
-        self._released = [0] * len(items)  # per reader, messages released, as far as tokens were taken
+        self._limit = ring.num_slots  # the highest that may be written with the tokens taken
+        self._released = [0] * len(items)  # per reader, the number of `space` tokens taken
         self.peers = [_reader_peer(ring, index, reader) for index, reader in enumerate(reader_names)]
         self._waiter = Waiter(name, self.peers, stop)
         for notifier in space:
             self._waiter.add(notifier.read_fd)
-        self._told = list(items)  # of the readers that are not dropped
+        self._active_items = list(items)  # of the readers that are not dropped
         ring.set_pid(WRITER, os.getpid())
 
     @property
     def sequence(self) -> int:
-        """Number of the message that `write` would write."""
+        """The number of the next message."""
         return self._next
 
     def wait_for_slot(self, deadline: float | None) -> None:
-        """Returns when the next slot is free: no reader still needs what it holds.
+        """Returns when the next slot is free: every reader has released its last message.
 
         Raises:
-            QueueTimeoutError: The deadline passed; names the readers that are behind.
+            QueueTimeoutError: The deadline passed; the message names the readers that are behind.
             PeerDiedError: A reader has ended.
             QueueStoppedError: The stop signal was set.
         """
@@ -73,10 +73,10 @@ class RingWriter:
             self._reserve_space()
 
     def write(self, frames: Sequence[bytes | memoryview], num_bytes: int, kind: int = INLINE) -> None:
-        """Fills the free slot and tells every reader. Call `wait_for_slot` first.
+        """Fills the free slot and notifies every reader. Call `wait_for_slot` first.
 
         Args:
-            frames: What to pack into it; nothing for kind OVERFLOW.
+            frames: The frames to pack into it; none for kind OVERFLOW.
             num_bytes: `packed_bytes(frames)`, at most `slot_bytes`.
         """
         assert self._next <= self._limit
@@ -85,20 +85,17 @@ class RingWriter:
             self._ring.fill(sequence, frames)
         self._ring.publish(sequence, num_bytes, kind)
         self._next = sequence + 1
-        for notifier in self._told:
+        for notifier in self._active_items:
             notifier.notify()
 
     def drop_reader(self, index: int) -> None:
-        """Goes on without a reader: it gets no more messages and is not waited for. It cannot come back."""
+        """Removes a reader: it receives no more messages and no wait depends on it. It cannot attach again."""
         peer = self.peers[index]
         if not peer.is_dropped:
             peer.drop()
-            self._told.remove(self._items[index])
+            self._active_items.remove(self._items[index])
             self._waiter.remove(self._space[index].read_fd)
             self._update_limit()
-
-    def set_activity(self, text: str) -> None:
-        self._ring.set_activity(WRITER, text)
 
     def close(self) -> None:
         """Idempotent."""
@@ -128,4 +125,4 @@ class RingWriter:
 
 
 def _reader_peer(ring: ShmRingBuffer, index: int, name: str) -> Peer:
-    return Peer(name, index, lambda: ring.pid(1 + index), lambda: ring.activity(1 + index))
+    return Peer(name, index, lambda: ring.pid(1 + index))

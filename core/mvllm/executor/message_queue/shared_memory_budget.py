@@ -1,7 +1,8 @@
-"""Shared memory for a whole engine, planned before any of it is claimed.
+"""Plans the shared memory of all rings of an engine before any of it is allocated.
 
-Rings may shrink: what does not fit a slot goes over a socket, so a smaller ring is slower and nothing worse. Slots are
-halved first (the largest rings first), then their number, and when nothing can shrink any more the engine refuses.
+Rings may shrink: a message that does not fit a slot is sent over a socket, so a smaller ring is only slower. Slot sizes
+are halved first (largest rings first), then the number of slots is reduced. If the smallest rings do not fit, an error
+says how much memory is missing.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ MIN_SLOT_BYTES = 64 << 10
 MIN_SLOTS = 3
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
-USABLE = 7 / 8  # the rest is for others: communication libraries use shared memory too
+USABLE = 7 / 8  # communication libraries use shared memory too
 
 
 class SharedMemorySpace(msgspec.Struct, frozen=True):
-    """How much shared memory there is.
+    """The available shared memory.
 
     Attributes:
-        free_bytes: What can be claimed.
-        place: For people.
-        remedy: How to get more.
+        free_bytes: Bytes that can be allocated.
+        place: What it is a part of, for errors.
+        remedy: How to get more, for errors.
     """
 
     free_bytes: int
@@ -40,7 +41,7 @@ class SharedMemorySpace(msgspec.Struct, frozen=True):
 
 
 def shared_memory_space(directory: str | None = None) -> SharedMemorySpace:
-    """What is free in `directory`, or of anonymous memory for None (see SharedSegment.create)."""
+    """The free memory in `directory`, or the free anonymous memory for None (see SharedSegment.create)."""
     directory = directory or anonymous_directory()
     if directory is not None:
         stat = os.statvfs(directory)
@@ -52,18 +53,18 @@ def shared_memory_space(directory: str | None = None) -> SharedMemorySpace:
     return SharedMemorySpace(_free_memory(), "memory", "more memory: a larger --memory limit of the container")
 
 
-def plan_rings(wanted: Sequence[RingShape], space: SharedMemorySpace) -> list[RingShape]:
-    """The shapes that fit, in the order of those wanted; the wanted ones where they fit as they are.
+def plan_rings(requested: Sequence[RingShape], space: SharedMemorySpace) -> list[RingShape]:
+    """The shapes that fit, in the order of `requested`; the requested shapes themselves if they fit.
 
     Raises:
-        SharedMemoryError: Even the smallest rings do not fit; the message says what would help.
+        SharedMemoryError: Even the smallest rings do not fit; the message says how to get more memory.
     """
     usable = int(space.free_bytes * USABLE)
-    shapes = list(wanted)
+    shapes = list(requested)
     while sum(shape.total_bytes for shape in shapes) > usable:
         index = max(range(len(shapes)), key=lambda i: (_is_shrinkable(shapes[i]), shapes[i].total_bytes))
         if not _is_shrinkable(shapes[index]):
-            raise _refusal(wanted, shapes, usable, space)
+            raise _space_error(requested, shapes, usable, space)
         shapes[index] = _shrunk(shapes[index])
     return shapes
 
@@ -78,14 +79,15 @@ def _shrunk(shape: RingShape) -> RingShape:
     return msgspec.structs.replace(shape, num_slots=shape.num_slots - 1)
 
 
-def _refusal(
-    wanted: Sequence[RingShape], least: Sequence[RingShape], usable: int, space: SharedMemorySpace
+def _space_error(
+    requested: Sequence[RingShape], least: Sequence[RingShape], usable: int, space: SharedMemorySpace
 ) -> SharedMemoryError:
-    asked = sum(shape.total_bytes for shape in wanted)
+    requested_bytes = sum(shape.total_bytes for shape in requested)
     needed = sum(shape.total_bytes for shape in least)
     return SharedMemoryError(
-        f"{len(wanted)} message queues want {asked:,} bytes of shared memory and need at least {needed:,}, but "
-        f"{space.place} has {usable:,} to spare ({space.free_bytes:,} free). Use fewer workers, or {space.remedy}."
+        f"{len(requested)} message queues request {requested_bytes:,} bytes of shared memory and need at least "
+        f"{needed:,}, but {space.place} has {usable:,} to spare ({space.free_bytes:,} free). "
+        f"Use fewer workers, or {space.remedy}."
     )
 
 
@@ -94,7 +96,7 @@ def _free_memory() -> int:
 
 
 def _cgroup_headrooms() -> list[int]:
-    """What the memory limits of this process's control groups leave, from its own to the root's."""
+    """The bytes left under the memory limits of this process's control groups, from its own up to the root."""
     headrooms = []
     with contextlib.suppress(OSError):
         for line in (PROC / "self/cgroup").read_text().splitlines():
@@ -117,7 +119,7 @@ def _headroom(folder: Path) -> list[int]:
 
 
 def _droppable(folder: Path) -> int:
-    """Bytes of cached files, which count as used, and which the kernel drops before it refuses memory."""
+    """Bytes of cached files, which count as used, but which the kernel drops before it refuses memory."""
     with contextlib.suppress(OSError, ValueError):
         fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))

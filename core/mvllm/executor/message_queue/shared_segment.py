@@ -1,8 +1,8 @@
-"""Shared memory without a name: it lives while a process has it open, and is gone with the last one.
+"""Shared memory without a name, which the kernel frees when the last process closes it.
 
-The idea: nobody looks a segment up, its descriptor is handed on. So nothing has to be unlinked, nothing is left after
-`kill -9` of any process, and no tracker has to know. Every page is claimed at creation: lack of memory is an error
-here, not a SIGBUS at some later store.
+A segment is shared by passing its descriptor, so it needs no unlinking and no resource tracker, and nothing is left
+after `kill -9` of any process. Every page is allocated at creation: lack of memory is an error there, not a SIGBUS at
+some later store.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 
 from mvllm.executor.message_queue.errors import SharedMemoryError
+from mvllm.executor.process.process_utils import anonymous_file, memory_file
 
 if sys.platform == "linux":
     import fcntl
@@ -24,7 +25,7 @@ _ZEROS = bytes(1 << 20)
 
 
 class SharedSegment:
-    """A mapped stretch of shared memory.
+    """A mapped region of shared memory.
 
     Args:
         fd: Its descriptor, which the segment takes over.
@@ -41,19 +42,19 @@ class SharedSegment:
 
     @classmethod
     def create(cls, size: int, name: str, directory: str | None = None) -> SharedSegment:
-        """Claims `size` bytes.
+        """Allocates `size` bytes.
 
         Args:
-            name: For people who read /proc.
-            directory: A memory file system to take them from (for instance /dev/shm), or None for anonymous memory
-                where the system has it, which no mount limits.
+            name: Shown in /proc.
+            directory: A memory file system to allocate in (for instance /dev/shm), or None for anonymous memory,
+                which no mount limits, where the system has it.
 
         Raises:
-            SharedMemoryError: There is not enough room.
+            SharedMemoryError: There is not enough memory.
         """
-        fd = _open(name, directory)
+        fd = anonymous_file(name, directory or anonymous_directory())
         try:
-            _claim(fd, size)
+            _allocate(fd, size)
             if directory is None:
                 _forbid_resizing(fd)
             return cls(fd)
@@ -69,7 +70,7 @@ class SharedSegment:
             ) from e
 
     def close(self) -> None:
-        """Unmaps. Idempotent. Views that a caller still holds keep the mapping until they are gone."""
+        """Unmaps the memory. Idempotent. Views that a caller still holds keep the mapping alive."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -80,32 +81,15 @@ class SharedSegment:
 
 
 def anonymous_directory() -> str | None:
-    """Where anonymous memory comes from: None for the system's own, which no mount limits, else a file system's."""
-    fd = _memfd("probe")
+    """The directory that replaces anonymous memory, or None where the system has anonymous memory."""
+    fd = memory_file("probe")
     if fd < 0:
         return FALLBACK_DIRECTORY if os.path.isdir(FALLBACK_DIRECTORY) else tempfile.gettempdir()
     os.close(fd)
     return None
 
 
-def _memfd(name: str) -> int:
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a sandbox may forbid the call
-            return os.memfd_create(f"mvllm-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    return -1
-
-
-def _open(name: str, directory: str | None) -> int:
-    fd = _memfd(name) if directory is None else -1
-    return fd if fd >= 0 else _open_unnamed(directory or anonymous_directory() or tempfile.gettempdir())
-
-
-def _open_unnamed(directory: str) -> int:
-    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:  # never has a name, or loses it at once
-        return os.dup(file.fileno())
-
-
-def _claim(fd: int, size: int) -> None:
+def _allocate(fd: int, size: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, size)
         return
@@ -114,7 +98,7 @@ def _claim(fd: int, size: int) -> None:
 
 
 def _forbid_resizing(fd: int) -> None:
-    """Nobody can take back the pages of those who have mapped them."""
+    """Seals the size, so that no process can remove pages that another one has mapped."""
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # not an anonymous file: it cannot be sealed, and nobody else has it open
+        with contextlib.suppress(OSError):  # not an anonymous file: it cannot be sealed, and has no name to open it by
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

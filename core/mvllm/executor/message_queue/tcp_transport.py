@@ -1,13 +1,13 @@
-"""The queue's frames for readers on other machines: ZeroMQ over TCP.
+"""The transport of a queue to readers on other machines: ZeroMQ over TCP.
 
-    writer   ROUTER, bound     -> [sequence] [frame 0] [frame 1] ...       or [] to find out whether the reader lives
-    reader   DEALER, connects  -> [released, pid, activity]                at attach, and at every release
+    writer   ROUTER, bound     -> [sequence] [frame 0] [frame 1] ...       or [] to check that the reader is alive
+    reader   DEALER, connects  -> [released, pid]                          at attach, and at every release
 
-Back-pressure is the ring's: a message may be sent when every reader has released the one `num_slots` before it, so
-neither side's buffers need another limit.
+Back-pressure works as in the ring: a message may be sent when every reader has released the one `num_slots` before it,
+so the buffers need no other limit.
 
-Every connection is CURVE: encrypted, and refused by ZeroMQ itself unless the reader proves that it has the secret key
-that the queue's handle carries. Bytes of anyone else never reach code of ours.
+Every connection uses CURVE: it is encrypted, and ZeroMQ refuses it unless the reader has the secret key in the queue's
+handle. Data of other peers never reaches this code.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ from mvllm.executor.message_queue.errors import (
 )
 from mvllm.executor.message_queue.handles import RemoteReaderHandle
 from mvllm.executor.message_queue.notifier import StopSignal
-from mvllm.executor.message_queue.overflow_socket import LINGER_MS, shared_frames
+from mvllm.executor.message_queue.overflow_socket import GRACE_SECONDS, LINGER_MS, shared_frames
 from mvllm.executor.message_queue.peers import Peer
 from mvllm.executor.message_queue.waiter import POLL_SECONDS, Waiter
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000  # a machine that is gone sends no farewell
-_ACTIVITY_BYTES = 256
-_MAX_REPORT_BYTES = 4096  # the handshake has to fit too
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000  # detects a machine that vanished
+_MAX_REPORT_BYTES = 4096  # the handshake must fit as well
 _REPORT = struct.Struct("!QQ")
 
 
@@ -50,10 +49,10 @@ class RemoteSender:
     """The writer's end for remote readers.
 
     Args:
-        name, writer_name: Of the queue and its writer.
-        reader_names: Of the remote readers.
-        num_slots: Messages that may be on their way to each.
-        host: Address to listen at, one of this machine's; a free port is chosen.
+        name, writer_name: The names of the queue and its writer.
+        reader_names: The names of the remote readers.
+        num_slots: The number of messages that may be unread at each.
+        host: The address of this machine to listen at; a free port is chosen.
     """
 
     def __init__(self, name: str, writer_name: str, reader_names: Sequence[str], num_slots: int, host: str) -> None:
@@ -68,7 +67,7 @@ class RemoteSender:
         self._server_key, server_secret = zmq.curve_keypair()
         self._reader_keys = zmq.curve_keypair()
         self._context = zmq.Context()
-        self._door = _ZapAuthenticator(self._context, z85.decode(self._reader_keys[0]))
+        self._authenticator = _ZapAuthenticator(self._context, z85.decode(self._reader_keys[0]))
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.CURVE_SERVER, 1),
@@ -88,7 +87,7 @@ class RemoteSender:
         self._waiter: Waiter | None = None
 
     def use_stop(self, stop: StopSignal | None) -> None:
-        """Before the first wait: what ends every wait."""
+        """Sets the signal that ends every wait. Call it before the first wait."""
         self._waiter = Waiter(self._name, [], stop)
         self._waiter.add(self._fd)
 
@@ -105,7 +104,7 @@ class RemoteSender:
         )
 
     def wait_for_credit(self, sequence: int, deadline: float | None) -> None:
-        """Returns when every remote reader is connected and has room for message `sequence`.
+        """Returns when every remote reader is connected and may receive message `sequence`.
 
         Raises:
             QueueTimeoutError, PeerDiedError, QueueStoppedError: As RingWriter.wait_for_slot.
@@ -126,7 +125,7 @@ class RemoteSender:
                     raise self._timeout(sequence, behind)
 
     def send(self, sequence: int, frames: Sequence[bytes | memoryview]) -> None:
-        """Queues one message for every remote reader. Never blocks; a reader found dead is told by the next wait."""
+        """Queues one message for every remote reader. Never blocks; the next wait reports a dead reader."""
         parts = [zmq.Frame(struct.pack("!Q", sequence)), *shared_frames(frames)]
         for index, peer in enumerate(self.peers):
             if not peer.is_dropped:
@@ -138,8 +137,8 @@ class RemoteSender:
     def close(self) -> None:
         """Idempotent."""
         self._socket.close()
-        self._context.term()  # wakes the doorkeeper, which closes its own socket
-        self._door.join()
+        self._context.term()  # wakes the authenticator, which closes its socket
+        self._authenticator.join()
 
     def _bind(self, host: str) -> int:
         try:
@@ -196,10 +195,10 @@ class RemoteSender:
 
 
 class RemoteSource:
-    """A remote reader's end. What MessageReader takes messages from (see LocalSource for the contract).
+    """Receives messages from a writer on another machine. See MessageSource.
 
     Args:
-        handle: From the writer.
+        handle: The handle from the writer.
         stop: Ends every wait, or None.
     """
 
@@ -210,7 +209,6 @@ class RemoteSource:
         self._handle = handle
         self._released = 0
         self._frames: list[memoryview] | None = None
-        self._activity = b""
         self._is_connected = False
         self._failure = ""
         self._context = zmq.Context()
@@ -223,7 +221,7 @@ class RemoteSource:
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
             (zmq.LINGER, LINGER_MS),
-            (zmq.RECONNECT_IVL, -1),  # a connection that breaks is a peer that is gone
+            (zmq.RECONNECT_IVL, -1),  # a broken connection counts as a dead peer
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
             (zmq.IPV6, int(":" in handle.host)),
@@ -233,7 +231,7 @@ class RemoteSource:
         host = f"[{handle.host}]" if ":" in handle.host else handle.host
         self._socket.connect(f"tcp://{host}:{handle.port}")
         self.fds: list[int] = [s.getsockopt(zmq.FD) for s in (self._socket, self._monitor)]  # type: ignore[misc]
-        self.peers: list[Peer] = []  # the connection tells when the writer is gone
+        self.peers: list[Peer] = []  # the connection shows the death of the writer
         self._waiter = Waiter(self.name, [], stop)
         for fd in self.fds:
             self._waiter.add(fd)
@@ -248,9 +246,11 @@ class RemoteSource:
 
     def has_message(self) -> bool:
         if self._frames is None:
-            self._frames = self._receive_any()
+            self._frames = self._receive_next()
         if self._frames is None and self._read_events():
-            self._frames = self._receive_any()  # what came before the connection broke
+            # ZeroMQ reports the end of a connection just before it delivers the last message.
+            if self._socket.poll(int(GRACE_SECONDS * 1e3)):
+                self._frames = self._receive_next()
             if self._frames is None:
                 raise self._broken()
         return self._frames is not None
@@ -269,10 +269,6 @@ class RemoteSource:
         self._released += 1
         self._report()
 
-    def set_activity(self, text: str) -> None:
-        self._activity = text.encode()[:_ACTIVITY_BYTES]
-        self._report()
-
     def watch(self, *, pid: int | None = None, fd: int | None = None) -> None:
         raise QueueError(f"Queue {self.name}: the writer is on another machine, no process of this one to watch.")
 
@@ -283,17 +279,17 @@ class RemoteSource:
         self._context.term()
 
     def _report(self) -> None:
-        with contextlib.suppress(zmq.Again):  # the writer is gone, which the next wait finds out and tells
-            self._socket.send(_REPORT.pack(self._released, os.getpid()) + self._activity, zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # the writer is dead, which the next wait reports
+            self._socket.send(_REPORT.pack(self._released, os.getpid()), zmq.NOBLOCK)
 
-    def _receive_any(self) -> list[memoryview] | None:
+    def _receive_next(self) -> list[memoryview] | None:
         while True:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
             if len(parts) == 1 and len(parts[0]) == 0:
-                continue  # only a look whether we live
+                continue  # the writer's check of this reader
             views = [part.buffer for part in parts]
             found = struct.unpack("!Q", views[0])[0] if len(views[0]) == 8 else None
             if found != self.sequence or len(views) < 2:
@@ -301,7 +297,7 @@ class RemoteSource:
             return views[1:]
 
     def _read_events(self) -> bool:
-        """Looks at what happened to the connection; returns whether it is gone."""
+        """Reads the events of the connection; returns whether it is broken."""
         while True:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
@@ -324,30 +320,27 @@ class RemoteSource:
             name=self._handle.writer,
             index=None,
             pid=None,
-            activity="",
         )
 
 
 class _Report:
-    """What a remote reader last told of itself."""
+    """The last report of a remote reader."""
 
     def __init__(self) -> None:
         self.is_connected = False
         self.released = 0
         self.pid = 0
-        self.activity = ""
 
     def update(self, body: bytes) -> None:
         self.is_connected = True
         self.released, self.pid = _REPORT.unpack_from(body)
-        self.activity = body[_REPORT.size :].decode(errors="replace")
 
 
 class _ZapAuthenticator(threading.Thread):
-    """Answers ZeroMQ's question whether a key may come in. Asleep except while somebody connects."""
+    """The thread that accepts or refuses the keys of connecting readers, through ZeroMQ's ZAP protocol."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], accepted: bytes) -> None:
-        super().__init__(name="mvllm-queue-door", daemon=True)
+        super().__init__(name="queue-authenticator", daemon=True)
         self._accepted = accepted
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -371,11 +364,11 @@ class _ZapAuthenticator(threading.Thread):
 
 
 def _remote_peer(name: str, index: int, report: _Report) -> Peer:
-    return Peer(name, index, lambda: report.pid, lambda: report.activity)
+    return Peer(name, index, lambda: report.pid)
 
 
 def _routing_id(index: int) -> bytes:
-    return b"r" + struct.pack("!I", index)  # never begins with a zero byte, which ZeroMQ keeps for itself
+    return b"r" + struct.pack("!I", index)  # must not begin with a zero byte, which ZeroMQ reserves
 
 
 def _index_of(routing_id: bytes) -> int:

@@ -1,6 +1,6 @@
-"""The one wait of the queue: for data, for the end of a peer, and for a stop signal, all in one poll().
+"""Waiter, which waits in one poll() for data, the death of a peer, and the stop signal; and AdaptiveSpin.
 
-Data goes first: what a peer sent before it died is still delivered.
+Data has priority: messages that a peer sent before its death are delivered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mvllm.executor.message_queue.errors import QueueStoppedError
 from mvllm.executor.message_queue.notifier import StopSignal
 from mvllm.executor.message_queue.peers import Peer
 
-POLL_SECONDS = 0.2  # how often a peer without a descriptor is looked up while waiting
+POLL_SECONDS = 0.2  # interval of looking up a peer without a descriptor
 
 
 def deadline_after(timeout: float | None) -> float | None:
@@ -27,8 +27,8 @@ class Waiter:
 
     Args:
         queue: The queue's name, for errors.
-        peers: Whose end ends the wait. Dropped peers do not count.
-        stop: Ends the wait too, or None.
+        peers: The processes whose death ends the wait, except dropped ones.
+        stop: Ends the wait as well, or None.
     """
 
     def __init__(self, queue: str, peers: Sequence[Peer], stop: StopSignal | None) -> None:
@@ -38,14 +38,14 @@ class Waiter:
         self._poll = select.poll()
         self._watched: dict[int, Peer] = {}
         self._data: set[int] = set()
-        self._is_settled = False  # every peer is in the poll set or needs not be, and none is dead
+        self._is_up_to_date = False  # all peers are in the poll set or dropped, and none is dead
         if stop is not None:
             self._poll.register(stop.fd, select.POLLIN)
         for peer in peers:
             peer.observe(self._invalidate)
 
     def add(self, fd: int) -> None:
-        """Counts `fd` among the data."""
+        """Adds a data descriptor."""
         self._poll.register(fd, select.POLLIN)
         self._data.add(fd)
 
@@ -60,7 +60,7 @@ class Waiter:
             QueueStoppedError: The stop signal is set and there is no data.
             PeerDiedError: A peer has ended and there is no data.
         """
-        if self._is_settled:  # the short way: nothing to find out about anybody
+        if self._is_up_to_date:  # the fast path: no peer has changed
             limit = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
             data = [fd for fd, _ in self._poll.poll(limit) if fd in self._data]
             if data:
@@ -69,7 +69,7 @@ class Waiter:
             known = self._watch_peers()
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             dead = [peer for peer in self._peers if peer.is_dead and not peer.is_dropped]
-            self._is_settled = known and not dead
+            self._is_up_to_date = known and not dead
             limits = [seconds for seconds in (remaining, None if known else POLL_SECONDS) if seconds is not None]
             events = self._poll.poll(0 if dead else min(limits) * 1e3 if limits else None)
             data, stopped = self._sort(fd for fd, _ in events)
@@ -79,15 +79,15 @@ class Waiter:
                 raise QueueStoppedError(f"Queue {self._queue} was stopped while it waited for {waiting_for}.")
             for peer in dead:
                 raise peer.died_error(self._queue, waiting_for)
-            # One that was found dead just now is not reported yet: poll() looks at one descriptor after the other, so
-            # what the peer did last may have come after the look at the data and before the look at the peer.
+            # A peer found dead in this poll() is not reported yet: poll() checks one descriptor after the other, so its
+            # last message may have arrived after the check of the data and before the check of the peer.
             if any(peer.is_dead and not peer.is_dropped for peer in self._peers):
                 continue
             if not events and remaining is not None and remaining == min(limits):
                 return []
 
     def _invalidate(self) -> None:
-        self._is_settled = False
+        self._is_up_to_date = False
 
     def _sort(self, fds: Iterable[int]) -> tuple[list[int], bool]:
         data = []
@@ -119,13 +119,13 @@ class Waiter:
 
 
 class AdaptiveSpin:
-    """A short busy look before sleeping, where looking has paid lately.
+    """A short spin before a sleep, as long as recent spins have saved sleeps.
 
-    A wait that ended within the limit allows a full spin to the next one; each that did not halves it, down to none.
-    So a busy queue saves the sleep, and an idle one costs nothing.
+    A wait that ended within the limit allows a full spin to the next wait; every other wait halves it, down to none. So
+    a busy queue avoids sleeps, and an idle one uses no CPU.
 
     Args:
-        limit: Longest spin in seconds; 0 for never.
+        limit: Longest spin in seconds; 0 for none.
     """
 
     def __init__(self, limit: float) -> None:
@@ -134,7 +134,7 @@ class AdaptiveSpin:
         self._started = 0.0
 
     def spin(self, hint: Callable[[], bool]) -> bool:
-        """Looks until `hint` or the allowed time is over; returns what it saw. Starts the wait that `ended` ends."""
+        """Spins until `hint` is true or the allowed time is over; returns the hint. Call `ended` after the wait."""
         if self._limit == 0.0:
             return hint()
         now = self._started = time.monotonic()
@@ -142,11 +142,11 @@ class AdaptiveSpin:
         while not hint():
             if time.monotonic() >= until:
                 return False
-            os.sched_yield()  # whoever computes on this core goes first
+            os.sched_yield()  # lets other threads of this core run
         return True
 
     def ended(self) -> None:
-        """The wait is over: there was something."""
+        """Records the end of the wait."""
         if self._limit == 0.0:
             return
         if time.monotonic() - self._started <= self._limit:

@@ -1,11 +1,11 @@
-"""What each worker is doing right now, readable while it hangs and after it died.
+"""The activity of each worker, in shared memory that stays readable while a worker hangs and after its death.
 
-The idea: one page of shared memory, one line per rank, written by the rank and read by the executor when something has
-gone wrong. Nothing is decided by it; it only makes errors say *what a rank was doing* instead of *that it is silent*.
+One page holds one row per rank. The rank writes it, and the executor reads it for error messages and log lines, which
+then say *what a rank was doing*. No other decision depends on it, except which of several late workers is named first.
 
     byte 64 * rank   request id | since (monotonic clock, seconds) | step or -1 | activity (40 bytes of UTF-8)
 
-The memory has no name. Its descriptor is inherited, so nothing is left behind whoever is killed.
+The memory has no name: its descriptor is inherited, so no process leaves it behind.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from mvllm.executor.process.shared_memory import SharedMemory
 
-_LINE = struct.Struct("=Qdq40s")
-assert _LINE.size == 64
+_ROW = struct.Struct("=Qdq40s")
+assert _ROW.size == 64
 
 STARTING = "starting the interpreter"
 IDLE = "idle"
@@ -26,13 +26,13 @@ IDLE = "idle"
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank was doing when the board was read.
+    """The activity of a rank at the time of reading.
 
     Attributes:
-        text: The name of a WorkerProtocol method, or a phase of start-up.
-        step: The step, for `execute_model`.
-        request_id: The request it works on, or the last one.
-        seconds: For how long.
+        text: The name of a WorkerProtocol method, or a phase of the start.
+        step: The step, for `execute_model`; None otherwise.
+        request_id: The current request, or the last one.
+        seconds: The time since the activity began.
     """
 
     text: str
@@ -44,7 +44,7 @@ class Activity:
         return self.text if self.step is None else f"{self.text} of step {self.step}"
 
     def during(self) -> str:
-        """For sentences about an end: when it came."""
+        """A phrase for an error about the end of the process: `during load_model (2.0 s into it)`."""
         return "while it was idle" if self.is_idle else f"during {self} ({self.seconds:.1f} s into it)"
 
     @property
@@ -62,22 +62,22 @@ class ActivityTable(SharedMemory):
     @classmethod
     def create(cls, num_ranks: int) -> ActivityTable:
         """A table in which every rank is starting."""
-        table = cls.allocate("status", max(mmap.PAGESIZE, num_ranks * _LINE.size), is_reserved=True)
+        table = cls.allocate("status", max(mmap.PAGESIZE, num_ranks * _ROW.size), is_reserved=True)
         for rank in range(num_ranks):
             table.write(rank, STARTING)
         return table
 
     def write(self, rank: int, text: str, request_id: int = 0, step: int = -1) -> None:
-        """Says what `rank` does from now on."""
-        _LINE.pack_into(self._map, rank * _LINE.size, request_id, time.monotonic(), step, text.encode())
+        """Sets the activity of `rank`, which begins now."""
+        _ROW.pack_into(self._map, rank * _ROW.size, request_id, time.monotonic(), step, text.encode())
 
     def write_idle(self, rank: int, request_id: int = 0) -> None:
-        """Says that `rank` waits for requests, and which one it has answered last."""
+        """Sets `rank` idle; `request_id` is the last request that it has answered."""
         self.write(rank, IDLE, request_id)
 
     def read(self, rank: int) -> Activity:
-        """What `rank` said last."""
-        request_id, since, step, text = _LINE.unpack_from(self._map, rank * _LINE.size)
+        """The activity of `rank`."""
+        request_id, since, step, text = _ROW.unpack_from(self._map, rank * _ROW.size)
         return Activity(
             text.rstrip(b"\0").decode(errors="replace"),
             None if step < 0 else step,
@@ -86,6 +86,6 @@ class ActivityTable(SharedMemory):
         )
 
     def since(self, rank: int) -> float:
-        """When `rank` said that, by the monotonic clock, in seconds."""
-        since: float = _LINE.unpack_from(self._map, rank * _LINE.size)[1]
+        """When the activity of `rank` began, in seconds of the monotonic clock."""
+        since: float = _ROW.unpack_from(self._map, rank * _ROW.size)[1]
         return since

@@ -1,4 +1,4 @@
-"""One process that works for this one, as its parent sees it: started, watched, asked for its stack, ended."""
+"""The parent's handle of a child process: starts it, reads its handshake and stacks, signals and reaps it."""
 
 from __future__ import annotations
 
@@ -13,69 +13,66 @@ from typing import ClassVar, Self
 
 import msgspec
 
-from mvllm.errors import WorkerDiedError, WorkerStuckError
-from mvllm.executor.process.activity_table import STARTING, Activity, ActivityTable
+from mvllm.executor.process.activity_table import STARTING, ActivityTable
 from mvllm.executor.process.handshake import ChildStartArgs, Handshake, receive_message, send_message
-from mvllm.executor.process.process_utils import STACK_SIGNAL, StackFile, is_stopped, open_pidfd
+from mvllm.executor.process.process_utils import STACK_SIGNAL, is_stopped, open_pidfd
+from mvllm.executor.worker_handle import WorkerHandle
 
 
-class ChildProcessHandle:
-    """A running (or ended) worker process. Made with `launch`.
+class ChildProcessHandle(WorkerHandle):
+    """A running (or ended) child process. Made with `launch`.
 
     Attributes:
-        module: What the process runs: its `main`.
-        handshake_type: The class of its answer to its start.
-        name, rank, pid: Who it is.
-        is_ready: It waits for requests.
-        exit_code: Its exit status, minus a signal's number, or None while it runs.
+        module: The module whose `main` the process runs.
+        handshake_type: The class of the answer to its start arguments.
+        control: The parent's end of the socket pair between the two.
     """
 
     module: ClassVar[str] = "mvllm.executor.worker_main"
     handshake_type: ClassVar[type[Handshake]] = Handshake
+    control: socket.socket
 
     def __init__(
-        self, start: ChildStartArgs, process: subprocess.Popen[bytes], control: socket.socket, board: ActivityTable
+        self,
+        start: ChildStartArgs,
+        process: subprocess.Popen[bytes],
+        control: socket.socket,
+        activity_table: ActivityTable,
     ) -> None:
-        self.name = start.name
-        self.rank = start.rank
-        self.pid = process.pid
-        self.is_ready = False
-        self.exit_code: int | None = None
+        super().__init__(start.name, start.rank, process.pid, activity_table, start.stack_fd)
         self.control = control
-        self._process = process
-        self._stacks = StackFile(start.stack_fd)
-        self._activity_table = board
         self.pidfd = open_pidfd(process.pid)
+        self._process = process
 
     @classmethod
     def launch(
-        cls, start: ChildStartArgs, env: Mapping[str, str], pass_fds: Sequence[int], board: ActivityTable
+        cls, start: ChildStartArgs, env: Mapping[str, str], pass_fds: Sequence[int], activity_table: ActivityTable
     ) -> Self:
-        """Starts the process. The calling thread must live as long as the worker: the kernel ties the two together.
+        """Starts the process. The calling thread must live as long as the process: the kernel ties the two together.
 
         Args:
-            start: What the worker is told.
-            env: Variables to set before its program starts.
-            pass_fds: The descriptors that `start` speaks of.
-            board: Where it will say what it does.
+            start: The message to send.
+            env: Environment variables to set.
+            pass_fds: The descriptors that `start` names.
+            activity_table: Where the process writes its activity.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            own = [cls.module, start.name, str(theirs.fileno()), str(os.getpid())]
-            command = [sys.executable, "-P", "-m", "mvllm.executor.process.child_program", *own]
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            arguments = [cls.module, start.name, str(child_end.fileno()), str(os.getpid())]
+            command = [sys.executable, "-P", "-m", "mvllm.executor.process.child_program", *arguments]
             process = subprocess.Popen(
                 command,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(start.sys_path), **env},
-                pass_fds=(theirs.fileno(), *pass_fds),
+                pass_fds=(child_end.fileno(), *pass_fds),
                 stdin=subprocess.DEVNULL,
                 cwd=None if _has_working_directory() else os.sep,
-                # Ctrl-C in a terminal goes to the whole foreground group; workers hear of it from their parent. And
-                # whatever a worker starts can be ended with its group.
+                # Ctrl-C in a terminal signals the whole foreground group; children react to their parent's end instead.
+                # And processes that a child starts can be killed with its group.
                 process_group=0,
             )
-        handle = cls(start, process, ours, board)
-        with contextlib.suppress(BrokenPipeError, ConnectionError):  # its death is noticed where deaths are
-            send_message(ours, start)
+        handle = cls(start, process, parent_end, activity_table)
+        with contextlib.suppress(BrokenPipeError, ConnectionError):  # it has ended, which the monitor notices
+            send_message(parent_end, start)
         return handle
 
     @property
@@ -84,16 +81,8 @@ class ChildProcessHandle:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the kernel lets it do nothing, after SIGSTOP or in a debugger."""
+        """As in WorkerHandle."""
         return is_stopped(self.pid)
-
-    @property
-    def activity(self) -> Activity:
-        """What it said last that it is doing."""
-        return self._activity_table.read(self.rank)
-
-    def __str__(self) -> str:
-        return f"{self.name} (rank {self.rank}, pid {self.pid})"
 
     def receive_handshake(self) -> Handshake | None:
         """Receives the answer to the start; None when the process ended without one. `control` must be readable."""
@@ -105,8 +94,8 @@ class ChildProcessHandle:
     def reap(self) -> bool:
         """Collects the exit status if the process has ended; returns whether it has.
 
-        Called by one thread only. Whatever the worker left running in its group is killed first, while its own number
-        cannot belong to anybody else yet.
+        Called by one thread only. Other processes of its process group are killed first, while its pid cannot have been
+        reused yet.
         """
         if self.exit_code is not None:
             return True
@@ -118,56 +107,34 @@ class ChildProcessHandle:
         return True
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Does nothing when the process has ended."""
+        """Has no effect when the process has ended."""
         if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def close_death_pipe(self) -> None:
-        """Tells the worker that its parent has given it up."""
+        """Closes the control socket in both directions, at which the process ends itself."""
         with contextlib.suppress(OSError):
             self.control.shutdown(socket.SHUT_RDWR)
 
     def dump_stack(self) -> str:
-        """The stacks of all its threads, most recent call first; what there is after half a second.
-
-        Empty while the interpreter starts: the signal would still kill it.
-        """
+        """As in WorkerHandle. Empty while the interpreter starts: the signal would kill it."""
         if self.activity.text == STARTING:
             return ""
-        return self._stacks.read_after(lambda: self.send_signal(STACK_SIGNAL))
-
-    def death_error(self) -> Exception:
-        """The error that says how it ended and what it was doing."""
-        assert self.exit_code is not None
-        message, activity = self.describe_exit(), str(self.activity)
-        return WorkerDiedError(message, rank=self.rank, pid=self.pid, activity=activity, exit_code=self.exit_code)
-
-    def stuck_error(self, message: str) -> Exception:
-        """The error for its not having done in time what `message` says."""
-        return WorkerStuckError(message, rank=self.rank, pid=self.pid, activity=str(self.activity))
+        return self.stacks.read_after(lambda: self.send_signal(STACK_SIGNAL))
 
     def describe_exit(self) -> str:
-        """How it ended and what it was doing, with its stack if it left one."""
         assert self.exit_code is not None
         activity = self.activity
-        reason, stack = self._stacks.crash_report()
+        reason, stack = self.stacks.crash_report()
         message = f"{self} {_describe_exit(self.exit_code)} {activity.during()}{f': {reason}' if reason else '.'}"
         if stack:
             message += f"\nIts stack:\n{stack.rstrip()}"
         return message
 
-    def close(self) -> None:
-        """Gives back its descriptors, after its end. Idempotent."""
-        self.control.close()
-        self._stacks.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-        self.pidfd = -1
-
 
 def _has_working_directory() -> bool:
-    """Whether this process' working directory still exists: libraries cannot be loaded where it does not."""
+    """Whether the working directory of this process still exists; without one, libraries cannot be loaded."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -176,10 +143,10 @@ def _has_working_directory() -> bool:
 
 
 def _has_ended(pid: int) -> bool:
-    """Without collecting the status: the process stays a zombie, and its number its own."""
+    """Whether the process has ended. Leaves its status uncollected, so that its pid is not reused."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # somebody else has collected it
+    except ChildProcessError:  # the status has been collected already
         return True
 
 

@@ -1,7 +1,7 @@
-"""The program of every process of an engine: `python -m ... <module> <name> <control socket> <parent pid>`.
+"""The program of every child process of an engine: `python -m ... <module> <name> <control socket> <parent pid>`.
 
-It promises to die with its parent before it imports the module whose `main` it runs. Imports take seconds, minutes on a
-busy machine, and nobody else would end a process whose parent is killed meanwhile.
+It ties the process to its parent, then imports `module` and runs its `main`. The order matters: imports take seconds,
+and a process whose parent is killed in the meantime must end as well.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Open files for processes of this machine that are not our children, for those who know a token.
+"""Passes file descriptors to processes of this machine that are not child processes, if they present a token.
 
-    engine    door = FileDescriptorServer({0: MessageWithFds(message, fds), ...})   listens; door.address travels some
-    other way worker    message, fds, control = fetch_descriptors(address, 0, kind)       the files are its own now
-    engine    connection = door.connection(0)                         who came; the socket stays open between the two
+    engine    server = FileDescriptorServer({0: MessageWithFds(message, fds), ...})   send server.address to the worker
+    worker    message, fds, connection = fetch_descriptors(address, 0, kind)          has its own descriptors now
+    engine    connection = server.connection(0)                                       the socket to that worker
 
-The socket stays open on purpose: each side's death closes it, which is how the other one hears of that.
+The socket stays open: the kernel closes it at the end of either process, which the other process notices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from mvllm.executor.message_queue.ipc_sockets import HAS_ABSTRACT_SOCKETS
-from mvllm.executor.process.handshake import FRAME_LENGTH, receive_frame, send_frame
+from mvllm.executor.process.message_frames import LENGTH, encode_frame, read_frame
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -41,13 +41,13 @@ _REQUEST_BYTES = _TOKEN_BYTES + _KEY.size
 _CREDENTIALS = struct.Struct("=iII")  # Linux' struct ucred: pid, uid, gid
 _POLL_SECONDS = 0.2
 _CONNECTION_TIMEOUT_SECONDS = 10.0
-_REFUSED_MESSAGE = "it did not know the token, or asked for what is not there"
-_MAX_PENDING_CONNECTIONS = 64  # who have not said yet what they want
-_MAX_FDS = 250  # the kernel takes 253 at once
+_REFUSED_MESSAGE = "its token is wrong, or there is no message for its key"
+_MAX_PENDING_CONNECTIONS = 64  # connections whose request is incomplete
+_MAX_FDS = 250  # the kernel passes 253 at once
 
 
 class FileDescriptorServerAddress(msgspec.Struct, frozen=True):
-    """Where a door is, and what opens it. A secret."""
+    """Address and token of a FileDescriptorServer. A secret."""
 
     path: str
     token: bytes
@@ -55,7 +55,7 @@ class FileDescriptorServerAddress(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class MessageWithFds:
-    """What one process gets: a message that names descriptors, and those descriptors."""
+    """A message that names descriptors, and those descriptors."""
 
     message: msgspec.Struct
     fds: Sequence[int]
@@ -63,11 +63,11 @@ class MessageWithFds:
 
 @dataclass(frozen=True)
 class Connection:
-    """A process that has got its message_with_fds.
+    """A connection to a process that has received its message.
 
     Attributes:
-        socket: Closed when either side has ended.
-        pid: Its process id as the kernel says, or None where the kernel does not.
+        socket: The kernel closes it when either process ends.
+        pid: The process id that the kernel reports, or None where it reports none.
     """
 
     socket: socket.socket
@@ -75,10 +75,10 @@ class Connection:
 
 
 class FileDescriptorServer:
-    """Gives each message_with_fds out once.
+    """Sends each message once, to the first process that requests its key with the token.
 
     Args:
-        messages: By key. The descriptors have to stay open until `close`.
+        messages: By key. The descriptors must stay open until `close`.
     """
 
     def __init__(self, messages: Mapping[int, MessageWithFds]) -> None:
@@ -88,23 +88,23 @@ class FileDescriptorServer:
         if HAS_ABSTRACT_SOCKETS:
             path = f"@mvllm-{secrets.token_hex(16)}"
         else:
-            self._folder = tempfile.mkdtemp(prefix="mvllm-")  # only its owner may enter
-            path = str(Path(self._folder) / "door")
+            self._folder = tempfile.mkdtemp(prefix="mvllm-")  # accessible to this user only
+            path = str(Path(self._folder) / "socket")
         self.address = FileDescriptorServerAddress(path, secrets.token_bytes(_TOKEN_BYTES))
         self._is_closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(_socket_address(path))
         self._listener.listen(len(messages) + _MAX_PENDING_CONNECTIONS)
         self._listener.setblocking(False)
-        self._thread = threading.Thread(target=self._serve, name="descriptor-door", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="fd-server", daemon=True)
         self._thread.start()
 
     def connection(self, key: int) -> Connection:
-        """The process that received the message `key`. Call it after its report; the caller owns the connection."""
+        """The connection to the process that received message `key`. Call it once; the caller then owns it."""
         return self._connections.pop(key)
 
     def close(self) -> None:
-        """Lets nobody in any more. Connections that were asked for live on. Idempotent."""
+        """Stops listening. Connections that `connection` has returned stay open. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -116,145 +116,146 @@ class FileDescriptorServer:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _serve(self) -> None:
-        """Accepts connections without waiting: one that sends nothing, or half a message, delays no other."""
-        pending_connections: dict[int, _PendingConnection] = {}
+        """Accepts and reads connections without blocking, so that an incomplete request delays no other one."""
+        pending: dict[int, _PendingConnection] = {}
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         while self._messages and not self._is_closed:
             ready = {fd for fd, _ in poll.poll(_POLL_SECONDS * 1e3)}
-            for fd, pending_connection in list(pending_connections.items()):
+            for fd, pending_connection in list(pending.items()):
                 if (
                     fd in ready and self._serve_connection(pending_connection)
                 ) or time.monotonic() > pending_connection.deadline:
                     poll.unregister(fd)
-                    pending_connections.pop(fd).leave()
+                    pending.pop(fd).close()
             if self._listener.fileno() in ready:
                 try:
                     peer, _ = self._listener.accept()
-                except BlockingIOError:  # it has left again
+                except BlockingIOError:  # it has disconnected
                     continue
                 except OSError as e:
-                    logger.warning("A process came for its open files and cannot be let in yet: %s", e)
+                    logger.warning("Cannot accept a connection for file descriptors yet: %s", e)
                     time.sleep(_POLL_SECONDS)
                     continue
-                pending_connections[peer.fileno()] = _PendingConnection(peer)
+                pending[peer.fileno()] = _PendingConnection(peer)
                 poll.register(peer, select.POLLIN)
-                while len(pending_connections) > _MAX_PENDING_CONNECTIONS:  # the one who has said nothing for longest
-                    fd = next(iter(pending_connections))
+                while len(pending) > _MAX_PENDING_CONNECTIONS:  # drops the oldest
+                    fd = next(iter(pending))
                     poll.unregister(fd)
-                    pending_connections.pop(fd).leave()
-        for pending_connection in pending_connections.values():
-            pending_connection.leave()
+                    pending.pop(fd).close()
+        for pending_connection in pending.values():
+            pending_connection.close()
 
     def _serve_connection(self, pending_connection: _PendingConnection) -> bool:
         """Reads from the connection and answers a complete request; returns whether the connection is done."""
         try:
-            request = pending_connection.hear()
+            request = pending_connection.receive()
             if request is None:
                 return False
             self._send_descriptors(pending_connection, request)
         except (OSError, EOFError) as e:
-            logger.warning("A process came for its open files and did not get them: %s", e)
+            logger.warning("Refused a request for file descriptors: %s", e)
         return True
 
     def _send_descriptors(self, pending_connection: _PendingConnection, request: bytes) -> None:
         token, (key,) = request[:_TOKEN_BYTES], _KEY.unpack(request[_TOKEN_BYTES:].ljust(_KEY.size, b"\0"))
         if not hmac.compare_digest(token, self.address.token) or key not in self._messages:
             raise ConnectionError(_REFUSED_MESSAGE)
-        message_with_fds, peer = self._messages[key], pending_connection.socket
+        message, peer = self._messages[key], pending_connection.socket
         peer.settimeout(_CONNECTION_TIMEOUT_SECONDS)
-        # The worker may say that it has its message_with_fds as soon as this is sent, so the connection is noted first.
+        # The worker may report to the engine as soon as this is sent, so the connection is stored first.
         self._connections[key] = Connection(peer, _pid_of(peer))
         try:
-            socket.send_fds(peer, [b"\0"], list(message_with_fds.fds))
-            send_frame(peer, msgspec.msgpack.encode([list(message_with_fds.fds), message_with_fds.message]))
+            socket.send_fds(peer, [b"\0"], list(message.fds))
+            peer.sendall(encode_frame(msgspec.msgpack.encode([list(message.fds), message.message])))
         except OSError:
             del self._connections[key]
             raise
         peer.settimeout(None)
-        pending_connection.stays = True
+        pending_connection.is_kept = True
         del self._messages[key]
 
 
 class _PendingConnection:
-    """Who has come, and what was heard of the request so far.
+    """A connection, and the part of its request that was received so far.
 
     Attributes:
-        deadline: By when it has to have said all of it, by time.monotonic().
-        stays: Whether the connection is used on.
+        deadline: When the request has to be complete, by time.monotonic().
+        is_kept: Whether the connection stays open after the answer.
     """
 
     def __init__(self, peer: socket.socket) -> None:
         self.socket = peer
         self.deadline = time.monotonic() + _CONNECTION_TIMEOUT_SECONDS
-        self.stays = False
-        self._heard = b""
+        self.is_kept = False
+        self._received = b""
         peer.setblocking(False)
 
-    def hear(self) -> bytes | None:
-        """The request, once it is whole. Call when there is something to hear.
+    def receive(self) -> bytes | None:
+        """The request, or None while it is incomplete. Call it when the socket is readable.
 
         Raises:
-            EOFError, OSError: It has left, or announces too much.
+            EOFError, OSError: It has disconnected, or announces too many bytes.
         """
-        part = self.socket.recv(FRAME_LENGTH.size + _REQUEST_BYTES - len(self._heard))
+        part = self.socket.recv(LENGTH.size + _REQUEST_BYTES - len(self._received))
         if not part:
-            raise EOFError("it left before it had said what it wanted")
-        self._heard += part
-        if len(self._heard) < FRAME_LENGTH.size:
+            raise EOFError("it disconnected before its request was complete")
+        self._received += part
+        if len(self._received) < LENGTH.size:
             return None
-        (length,) = FRAME_LENGTH.unpack_from(self._heard)
+        (length,) = LENGTH.unpack_from(self._received)
         if length > _REQUEST_BYTES:
             raise ConnectionError(_REFUSED_MESSAGE)
-        request = self._heard[FRAME_LENGTH.size :]
+        request = self._received[LENGTH.size :]
         return request[:length] if len(request) >= length else None
 
-    def leave(self) -> None:
-        """Closes the connection, unless it is used on."""
-        if not self.stays:
+    def close(self) -> None:
+        """Closes the socket, unless it is kept."""
+        if not self.is_kept:
             self.socket.close()
 
 
 def fetch_descriptors(
     address: FileDescriptorServerAddress, key: int, kind: type[T]
 ) -> tuple[T, dict[int, int], socket.socket]:
-    """Fetches a message_with_fds.
+    """Requests a message with its descriptors.
 
     Args:
-        key: Which one.
-        kind: What its message is.
+        address: The address of the server.
+        key: The key of the message.
+        kind: The type of the message.
 
     Returns:
-        The message; descriptor as the message names it to descriptor in this process; the connection.
+        The message; a map from the descriptors that it names to those in this process; the connection.
 
     Raises:
-        OSError: Nobody is there, or the kernel refused.
-        EOFError: The other side did not let us in.
+        OSError: No process listens there, or the kernel refused.
+        EOFError: The server refused the request.
     """
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        door.settimeout(_CONNECTION_TIMEOUT_SECONDS)
-        _connect(door, _socket_address(address.path))
-        send_frame(door, address.token + _KEY.pack(key))
-        begin, fds, _, _ = socket.recv_fds(door, 1, _MAX_FDS)
+        connection.settimeout(_CONNECTION_TIMEOUT_SECONDS)
+        _connect(connection, _socket_address(address.path))
+        connection.sendall(encode_frame(address.token + _KEY.pack(key)))
+        begin, fds, _, _ = socket.recv_fds(connection, 1, _MAX_FDS)
         for fd in fds:
             os.set_inheritable(fd, False)
         if not begin:
             raise EOFError("the engine closed the connection")
-        named, message = msgspec.msgpack.decode(receive_frame(door), type=tuple[list[int], msgspec.Raw])
-        door.settimeout(None)
+        named, message = msgspec.msgpack.decode(read_frame(connection.recv), type=tuple[list[int], msgspec.Raw])
+        connection.settimeout(None)
     except BaseException:
-        door.close()
+        connection.close()
         raise
-    return msgspec.msgpack.decode(message, type=kind), dict(zip(named, fds, strict=True)), door
+    return msgspec.msgpack.decode(message, type=kind), dict(zip(named, fds, strict=True)), connection
 
 
-def _connect(door: socket.socket, name: str) -> None:
-    """Connects; the kernel does not wait by itself while too many others stand in line."""
+def _connect(connection: socket.socket, name: str) -> None:
+    """Connects, with retries: a non-blocking connect fails while the queue of connections is full."""
     deadline = time.monotonic() + _CONNECTION_TIMEOUT_SECONDS
     while True:
         try:
-            return door.connect(name)
+            return connection.connect(name)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise

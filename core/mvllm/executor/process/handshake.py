@@ -1,27 +1,23 @@
-"""How a worker process is told what it is, and how it says that it is ready.
+"""The messages at the start of a worker process: WorkerStartArgs to the worker, Handshake from the worker.
 
-One socket pair per worker carries three things: down, one WorkerStartArgs; up, one Handshake; and, by staying open, the
-fact that the other side lives. Messages are msgpack behind a 4-byte length.
+They use one socket pair per worker, which stays open: its end tells each process that the other one has ended.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import struct
 from typing import Self, TypeVar
 
 import msgspec
 
 from mvllm.executor.message_queue.handles import ReaderHandle, WriterHandle
 from mvllm.executor.process.activity_table import ActivityTable
+from mvllm.executor.process.message_frames import encode_frame, read_frame
 from mvllm.executor.process.process_utils import anonymous_file, module_search_path
 from mvllm.logging import log_level
 from mvllm.messages.process_failure import ProcessFailure, describe_failure
 from mvllm.platform.topology import WorkerContext
-
-FRAME_LENGTH = struct.Struct("=I")
-"""What a frame begins with: its bytes."""
 
 T = TypeVar("T")
 
@@ -89,53 +85,27 @@ class Handshake(msgspec.Struct, frozen=True):
     failure: ProcessFailure | None = None
 
     @classmethod
-    def of_error(cls, error: BaseException, name: str, rank: int | None, board: ActivityTable) -> Handshake:
+    def of_error(cls, error: BaseException, name: str, rank: int | None, activity_table: ActivityTable) -> Handshake:
         """The handshake of a process that fails with `error`.
 
         Args:
             name: The process.
             rank: The worker's rank; None for a process that is not a worker.
-            board: The table with its last activity.
+            activity_table: The table with its last activity.
         """
-        activity = str(board.read(rank or 0))
+        activity = str(activity_table.read(rank or 0))
         return cls(describe_failure(error, name=name, activity=activity, rank=rank))
 
 
 def send_message(to: socket.socket, message: msgspec.Struct) -> None:
     """Sends one message, whole."""
-    send_frame(to, msgspec.msgpack.encode(message))
-
-
-def send_frame(to: socket.socket, data: bytes) -> None:
-    """Sends bytes behind their length."""
-    to.sendall(FRAME_LENGTH.pack(len(data)) + data)
+    to.sendall(encode_frame(msgspec.msgpack.encode(message)))
 
 
 def receive_message(source: socket.socket, kind: type[T]) -> T:
     """Receives what `send_message` sent.
 
     Raises:
-        EOFError: The other side has ended or given up.
+        EOFError: The other process closed the connection.
     """
-    return msgspec.msgpack.decode(receive_frame(source), type=kind)
-
-
-def receive_frame(source: socket.socket) -> bytes:
-    """Receives what `send_frame` sent.
-
-    Raises:
-        EOFError: The other side has closed the connection.
-    """
-    (length,) = FRAME_LENGTH.unpack(_receive_exactly(source, FRAME_LENGTH.size))
-    return _receive_exactly(source, length)
-
-
-def _receive_exactly(source: socket.socket, size: int) -> bytes:
-    parts = []
-    while size:
-        part = source.recv(min(size, 1 << 20))
-        if not part:
-            raise EOFError("the other process closed the connection")
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+    return msgspec.msgpack.decode(read_frame(source.recv), type=kind)

@@ -1,7 +1,4 @@
-"""Child processes that answer messages over their standard input and output.
-
-A message is 4 bytes of length, little-endian, then msgpack.
-"""
+"""Child processes that answer msgpack messages over their standard input and output."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
+from mvllm.executor.process.message_frames import encode_frame, read_frame
 from mvllm.executor.process.process_utils import module_search_path
 
 _T = TypeVar("_T")
@@ -27,9 +25,9 @@ def start_pipe_process(module: str) -> subprocess.Popen[bytes]:
         [sys.executable, "-P", "-m", module, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # a crash of native code would print what a user has sent
+        stderr=subprocess.DEVNULL,  # a crash in native code might print user data
         env={**os.environ, "PYTHONPATH": os.pathsep.join(module_search_path())},
-        start_new_session=True,  # Ctrl-C is the parent's business
+        start_new_session=True,  # Ctrl-C signals the parent only
     )
 
 
@@ -38,16 +36,16 @@ def kill_pipe_process(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # buffered bytes have no reader any more
+        with contextlib.suppress(OSError):  # buffered bytes have no reader left
             if pipe is not None:
                 pipe.close()
 
 
 def find_exceeded_limit(process: subprocess.Popen[bytes], seconds: float) -> str | None:
-    """The limit that ended a process whose pipes are closed: `time` or `memory`; None if a person or a program did.
+    """The limit that ended a process whose pipes are closed: `time` or `memory`; None if it was killed by a signal.
 
     Args:
-        seconds: How long it may take to end; more counts as `time`.
+        seconds: Time to wait for its end; a process that runs longer exceeds `time`.
     """
     try:
         status = process.wait(timeout=seconds)
@@ -60,8 +58,7 @@ def find_exceeded_limit(process: subprocess.Popen[bytes], seconds: float) -> str
 
 def write_message(stream: IO[bytes], message: msgspec.Struct) -> None:
     """Writes one message, whole."""
-    payload = msgspec.msgpack.encode(message)
-    stream.write(len(payload).to_bytes(4, "little") + payload)
+    stream.write(encode_frame(msgspec.msgpack.encode(message)))
     stream.flush()
 
 
@@ -69,36 +66,26 @@ def read_message(stream: IO[bytes], kind: type[_T]) -> _T:
     """Reads one message.
 
     Raises:
-        EOFError: The other side has ended.
+        EOFError: The other process has closed its end.
     """
-    head = stream.read(4)
-    payload = stream.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
-    if len(head) < 4 or len(payload) < int.from_bytes(head, "little"):
-        raise EOFError
-    return msgspec.msgpack.decode(payload, type=kind)
+    return msgspec.msgpack.decode(read_frame(stream.read), type=kind)
 
 
 def receive_message(stream: IO[bytes], kind: type[_T], seconds: float) -> _T:
-    """Reads one message from an unbuffered or unread stream, within a time.
+    """Reads one message within a time limit, past the buffer of `stream`.
 
     Raises:
-        EOFError: The other side has ended.
+        EOFError: The other process has closed its end.
         TimeoutError: The message was not complete after `seconds`.
     """
     deadline = time.monotonic() + seconds
-    size = int.from_bytes(_receive(stream.fileno(), 4, deadline), "little")
-    return msgspec.msgpack.decode(_receive(stream.fileno(), size, deadline), type=kind)
-
-
-def _receive(fd: int, size: int, deadline: float) -> bytes:
-    parts = bytearray()
+    fd = stream.fileno()
     poll = select.poll()  # select() takes no descriptor from 1024 on
     poll.register(fd, select.POLLIN)
-    while len(parts) < size:
+
+    def read(size: int) -> bytes:
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
             raise TimeoutError
-        part = os.read(fd, size - len(parts))
-        if not part:
-            raise EOFError
-        parts += part
-    return bytes(parts)
+        return os.read(fd, size)
+
+    return msgspec.msgpack.decode(read_frame(read), type=kind)

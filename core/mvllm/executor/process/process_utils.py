@@ -1,4 +1,4 @@
-"""What a process asks of the operating system for itself: a name, a death with its parent, a stack when asked."""
+"""Operating-system settings of a process: name, death with its parent, stack dumps, limits, output prefixes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ import psutil  # type: ignore[import-untyped]
 from mvllm.logging import configure_logging
 
 STACK_SIGNAL = signal.SIGUSR1
-"""Makes a worker write the stacks of all its threads, even from inside native code."""
+"""Makes a process write the stacks of all its threads, even inside native code."""
 
-_CRASH_REPORT_PREFIX = "It gave up: "
-_HAS_MEMFD = hasattr(os, "memfd_create")
+_CRASH_REPORT_PREFIX = "It ended with an error: "
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _STACK_BYTES = 64 << 10
@@ -37,9 +36,9 @@ _LAST_STANDARD_FD = 2
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends, in whatever state this process is.
+    """Has the kernel kill this process when the thread that started it ends.
 
-    Linux only; elsewhere `watch_parent` has to do. Ends the process at once if the parent is gone already.
+    Linux only; elsewhere `watch_parent` replaces it. Ends the process at once if the parent has ended already.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -48,9 +47,9 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def watch_parent(pipe: socket.socket) -> None:
-    """Ends this process when the other end of `pipe` is closed, by its owner or by its owner's death.
+    """Ends this process when the other end of `pipe` is closed, by its owner or by the end of its owner.
 
-    The end is immediate: nobody is left who would want results, and a cleaner way may be what the parent gave up on.
+    It ends at once, without clean-up: no process needs its results, and clean-up may be what hangs.
     """
 
     def watch() -> None:
@@ -63,47 +62,47 @@ def watch_parent(pipe: socket.socket) -> None:
 
 
 def dump_stacks_to(fd: int) -> None:
-    """Writes all threads' stacks to `fd` when the process crashes or gets STACK_SIGNAL. No lock is needed for it."""
+    """Writes the stacks of all threads to `fd` when the process crashes or receives STACK_SIGNAL, without a lock."""
     faulthandler.enable(file=fd, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
 
 
 def write_crash_report(fd: int, error: BaseException) -> None:
-    """Leaves in the stack file why this process ends by itself; its parent tells the caller."""
+    """Writes to the stack file why this process ends by itself, for the parent's error message."""
     head = f"{_CRASH_REPORT_PREFIX}{type(error).__qualname__}: {error}".replace("\n", " ")
     trace = "".join(traceback.format_exception(error))
     os.write(fd, f"{head}\n{trace}".encode(errors="backslashreplace"))
 
 
 class StackFile:
-    """Where a process writes its stacks, as somebody else reads it.
+    """Reads the file that another process writes its stacks to.
 
     Args:
-        fd: What that process passed to `dump_stacks_to`; taken over.
+        fd: The descriptor that the process passed to `dump_stacks_to`; taken over. -1 for none.
     """
 
     SIGNAL = STACK_SIGNAL
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._seen = 0  # bytes that `after` has returned
+        self._seen = 0  # bytes that `read_after` has returned
 
     def text(self) -> str:
-        """What was written and not returned by `after` yet."""
+        """What was written and not returned by `read_after` yet."""
         return self._read().decode(errors="replace")
 
     def crash_report(self) -> tuple[str, str]:
-        """Why the process ended, by its own account, in one line; and its stack. Either may be empty."""
+        """The reason that the process wrote before it ended, in one line, and its stack. Either may be empty."""
         text = self.text()
         if not text.startswith(_CRASH_REPORT_PREFIX):
             return "", text
         head, _, stack = text.removeprefix(_CRASH_REPORT_PREFIX).partition("\n")
         return head, stack
 
-    def read_after(self, ask: Callable[[], None]) -> str:
-        """What `ask`, which sends STACK_SIGNAL, makes the process write; what there is of it after half a second."""
+    def read_after(self, request: Callable[[], None]) -> str:
+        """What the process writes within half a second of `request`, which sends STACK_SIGNAL."""
         before = size = len(self._read())
-        ask()
+        request()
         deadline = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < deadline:
             time.sleep(0.02)
@@ -126,7 +125,7 @@ class StackFile:
 
 
 def open_pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when process `pid` ends, or -1 where there is no such thing."""
+    """A descriptor that becomes readable when process `pid` ends, or -1 where the system offers none."""
     if hasattr(os, "pidfd_open"):
         with contextlib.suppress(OSError):  # an old kernel or a sandbox
             return os.pidfd_open(pid)
@@ -134,7 +133,7 @@ def open_pidfd(pid: int) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the kernel lets process `pid` do nothing, after SIGSTOP or in a debugger."""
+    """Whether process `pid` is stopped, by SIGSTOP or a debugger."""
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.Error:
@@ -142,7 +141,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def set_process_name(name: str) -> None:
-    """The name that ps and top show: all of it where setproctitle is installed, else 15 bytes."""
+    """Sets the name that ps and top show: in full where setproctitle is installed, otherwise its first 15 bytes."""
     try:
         import setproctitle  # type: ignore[import-not-found, unused-ignore]
 
@@ -153,9 +152,9 @@ def set_process_name(name: str) -> None:
 
 
 def ensure_standard_streams() -> None:
-    """Has descriptors 0, 1 and 2 lead somewhere, where whoever started this process has closed them.
+    """Opens descriptors 0, 1 and 2 on /dev/null where they are closed.
 
-    Otherwise they are the numbers of the next three files that are opened, and whatever prints prints there.
+    Otherwise the next files that are opened would get these numbers, and output would go into them.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD_FD:
         os.set_inheritable(fd, True)
@@ -163,24 +162,24 @@ def ensure_standard_streams() -> None:
 
 
 def limit_processor_time(seconds: float) -> None:
-    """Has the kernel end this process, by SIGXCPU, when it has computed that much longer, to the second above."""
+    """Has the kernel end this process by SIGXCPU after `seconds` more of CPU time, rounded up to a second."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(usage.ru_utime + usage.ru_stime + seconds)
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Has the kernel refuse this process more address space than it has now and `num_bytes` beyond."""
-    room = psutil.Process().memory_info().vms + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    """Limits the address space of this process to its present size plus `num_bytes`."""
+    limit = psutil.Process().memory_info().vms + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def module_search_path() -> list[str]:
-    """Where this process finds modules, for a process that is started by it."""
+    """The module search path of this process, for a process that it starts."""
     found = []
     for entry in sys.path:
-        with contextlib.suppress(FileNotFoundError):  # the working directory has been removed: nothing is found there
-            if isinstance(entry, str):  # what is no string, Python ignores too
+        with contextlib.suppress(FileNotFoundError):  # the working directory has been removed
+            if isinstance(entry, str):  # Python ignores other entries too
                 found.append(entry or os.getcwd())
     return found
 
@@ -188,14 +187,14 @@ def module_search_path() -> list[str]:
 def configure_child_process(
     name: str, sys_path: Sequence[str], python_path: str | None, stack_fd: int, log_level: str
 ) -> None:
-    """Makes this interpreter like its parent: module search path, logging, and stacks where they are looked for.
+    """Sets up this process like its parent: module search path, logging, and the file for stacks.
 
     Args:
-        name: What its lines on stdout and stderr begin with, for instance `Worker_TP0`.
-        sys_path: Where the parent finds modules.
-        python_path: The parent's own PYTHONPATH, which the launch had to replace.
-        stack_fd: Where stacks go.
-        log_level: Of the `mvllm` loggers.
+        name: The prefix of its lines on stdout and stderr, for instance `Worker_TP0`.
+        sys_path: The parent's module search path.
+        python_path: The parent's PYTHONPATH, which the launch has replaced.
+        stack_fd: Descriptor of the file for stacks.
+        log_level: The level of the `mvllm` loggers.
     """
     sys.path[:] = sys_path
     if python_path is None:
@@ -207,11 +206,11 @@ def configure_child_process(
 
 
 def label_output(name: str, log_level: str) -> None:
-    """Has every line of this process on stdout and stderr begin with its name and process id.
+    """Prefixes every line of this process on stdout and stderr with its name and process id.
 
     Args:
         name: For instance `Worker_TP0`.
-        log_level: Of the `mvllm` loggers, which write there.
+        log_level: The level of the `mvllm` loggers, which write to these streams.
     """
     prefix = f"({name} pid={os.getpid()}) "
     sys.stdout = PrefixedStream(_open_stream(sys.stdout), prefix)
@@ -220,37 +219,46 @@ def label_output(name: str, log_level: str) -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Ends the process without the interpreter's and the libraries' destructors, which have been seen to hang."""
+    """Ends the process without the interpreter's and the libraries' destructors, which may hang."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it any more
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is no stream, or it has no reader
             stream.flush()
     os._exit(status)
 
 
 def _open_stream(stream: TextIO | None) -> TextIO:
-    """`stream`, or one that leads nowhere: Python has none where it finds the descriptor closed."""
+    """`stream`, or one to /dev/null where Python has none because the descriptor is closed."""
     return stream if stream is not None else open(os.devnull, "w")
 
 
-def anonymous_file(name: str) -> int:
-    """A descriptor of an empty file that only its descriptors lead to: it is gone with the last of them.
+def anonymous_file(name: str, directory: str | None = None) -> int:
+    """A descriptor of an empty file without a name, which is deleted when its last descriptor is closed.
 
     Args:
-        name: For people who read /proc.
+        name: Shown in /proc.
+        directory: The file system to create it in; None for anonymous memory, or a temporary file without it.
     """
-    if _HAS_MEMFD:
-        with contextlib.suppress(OSError):  # a sandbox may forbid the call
-            return os.memfd_create(f"mvllm-{name}", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile(buffering=0) as file:
+    fd = memory_file(name) if directory is None else -1
+    if fd >= 0:
+        return fd
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:  # has no name, or only until it is open
         return os.dup(file.fileno())
 
 
+def memory_file(name: str) -> int:
+    """A descriptor of an empty file in anonymous memory, which can be sealed; -1 where the system offers none."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a sandbox may forbid the call
+            return os.memfd_create(f"mvllm-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    return -1
+
+
 class PrefixedStream:
-    """A text stream whose lines begin with the name of the process that writes them.
+    """A text stream that prefixes every line.
 
     Args:
-        stream: Where lines go.
-        prefix: What they begin with.
+        stream: The stream to write to.
+        prefix: The prefix of each line.
     """
 
     def __init__(self, stream: TextIO, prefix: str) -> None:
@@ -271,8 +279,8 @@ class PrefixedStream:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """No garbage is collected meanwhile: imports make hundreds of thousands of objects that live for ever, and looking
-    through them again and again is a sixth of their time.
+    """Pauses garbage collection: imports make hundreds of thousands of objects that are never freed, and scanning them
+    repeatedly takes a sixth of the import time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -130,8 +130,6 @@ def test_a_rank_on_its_own_asks_the_platform_for_nothing(
 
     alone = GroupCoordinator.single("tp")
     tensor = bound_device.to_device(torch.arange(6.0).view(2, 3))
-    for same in (alone.all_reduce(tensor), alone.all_gather(tensor), alone.broadcast(tensor), alone.gather(tensor)):
-        assert same is not None
+    for same in (alone.all_reduce(tensor), alone.all_gather(tensor), alone.broadcast(tensor)):
         assert bound_device.to_host(same).wait().tolist() == [[0, 1, 2], [3, 4, 5]]
-    alone.barrier()
     alone.close()

@@ -1,8 +1,8 @@
 """The executor `ray` of mvllm: workers in Ray actors, on the nodes of a Ray cluster.
 
-executor.py   RayDistributedExecutor, which the entry point names; imports Ray when an engine starts
-launch.py     from a topology to workers that know their ranks and have their queues
-cluster.py    a connection to Ray, placement groups, actors
-worker.py     what an actor does
-group.py      the watch over the actors, and their end
+executor.py   RayDistributedExecutor, the entry point; imports Ray when an engine starts
+launch.py     starts the actors: placement, ranks, environments, queues
+cluster.py    connects to Ray, reserves resources, creates actors
+worker.py     the actor: builds the worker and runs its request loop
+group.py      watches and terminates the actors
 """

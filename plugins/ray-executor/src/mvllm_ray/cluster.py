@@ -1,6 +1,6 @@
-"""What the Ray executor asks of Ray itself: a connection, a place for every worker, actors there, and their end.
+"""The calls to Ray: connecting, placement groups, actors, and their termination.
 
-Every wait for Ray is a short one in a loop: a thread that sits inside Ray when the interpreter ends crashes it.
+Every wait for Ray is a short one in a loop: a thread that is inside Ray when the interpreter ends crashes it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from mvllm_ray.worker import RayWorker, own_version
 logger = get_logger("mvllm.ray.cluster")
 
 _WARN_SECONDS = 30.0
-_NEAR_SECONDS = 5.0  # how long a place on our own node is waited for before any node will do
+_LOCAL_NODE_SECONDS = 5.0  # wait for a bundle on this node before any node is accepted
 _SLICE_SECONDS = 0.2
 _NODE_LABEL = "ray.io/node-id"
 
 
 class RayJob:
-    """The actors of one engine and what was claimed for them. Made by `start`.
+    """The actors of one engine and their placement group. Made by `start`.
 
     Attributes:
-        node_id, node_ip: The node that this process is on.
+        node_id, node_ip: The node of this process.
         actors: One per worker, in no particular order of nodes.
     """
 
@@ -48,38 +48,43 @@ class RayJob:
 
     @classmethod
     def start(cls, resource: str, topology: LaunchTopology, timeout: float) -> RayJob:
-        """Connects to Ray, claims a place for each worker, and creates an actor there.
+        """Connects to Ray, reserves a bundle for each worker, and creates an actor in it.
 
         Args:
-            resource: Ray's name of what one device is.
-            topology: How many workers, of how many devices.
-            timeout: Seconds to wait for places.
+            resource: Ray's name of the resource that one device is.
+            topology: The number of workers and of devices per worker.
+            timeout: Seconds to wait for the resources.
 
         Raises:
-            ConfigError: There is no such cluster, or it does not have what is needed.
-            PlatformError: It has, but not within the timeout.
+            ConfigError: There is no such cluster, or it has too few resources.
+            PlatformError: The resources were not free within the timeout.
         """
         job = cls(owns_ray=connect())
         try:
-            share = {resource: float(topology.devices_per_worker)}
-            group, places = job._place(share, topology.num_workers, timeout)
-            job._create_actors(group, places, share)
+            resources = {resource: float(topology.devices_per_worker)}
+            group, bundle_indices = job._reserve_bundles(resources, topology.num_workers, timeout)
+            job._create_actors(group, bundle_indices, resources)
         except BaseException:
             job.close()
             raise
         return job
 
-    def ask(self, refs: Sequence[Any], timeout: float, what: str) -> list[bytes]:
-        """The answers of actors that were asked for something.
+    def wait_results(self, refs: Sequence[Any], timeout: float, what: str) -> list[bytes]:
+        """The results of pending actor calls.
+
+        Args:
+            refs: The calls.
+            timeout: Seconds to wait for all of them.
+            what: The purpose of the calls, for errors and logs.
 
         Raises:
-            PlatformError: An actor could not be started or has ended, or did not answer in time.
+            PlatformError: An actor could not be started, has ended, or did not answer in time.
         """
         begin = time.monotonic()
         warn_at = begin + _WARN_SECONDS
         while len(done := ready(refs, _SLICE_SECONDS)) < len(refs):
             for ref in done:
-                _result(ref, what)  # a failure need not wait for the others
+                _result(ref, what)  # raises a failure before the others have answered
             seconds = time.monotonic() - begin
             if seconds > timeout:
                 raise PlatformError(
@@ -93,10 +98,10 @@ class RayJob:
         return [_result(ref, what) for ref in refs]
 
     def kill(self) -> None:
-        """Ends every actor, whatever it is doing, and gives back their places. Idempotent."""
+        """Kills every actor and removes the placement group. Idempotent."""
         actors, self.actors = self.actors, []
         group, self._group = self._group, None
-        if not ray.is_initialized():  # somebody has left the cluster, which ends them just so
+        if not ray.is_initialized():  # the program has disconnected from Ray, which ends the actors
             return
         for actor in actors:
             ray.kill(actor, no_restart=True)
@@ -104,7 +109,7 @@ class RayJob:
             ray.util.remove_placement_group(group)
 
     def close(self) -> None:
-        """Ends the actors, and Ray where it was started for them. Idempotent."""
+        """Kills the actors, and shuts Ray down if `start` has initialized it. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -112,12 +117,14 @@ class RayJob:
         if self._owns_ray and ray.is_initialized():
             ray.shutdown()
 
-    def _place(self, share: Mapping[str, float], count: int, timeout: float) -> tuple[PlacementGroup, list[int]]:
-        """A placement group, and for each worker the index of its bundle."""
+    def _reserve_bundles(
+        self, resources: Mapping[str, float], count: int, timeout: float
+    ) -> tuple[PlacementGroup, list[int]]:
+        """A placement group, and the bundle index of each worker."""
         current = ray.util.get_current_placement_group()
         if current is not None:
-            return current, _slots(current.bundle_specs, share, count)
-        ((resource, amount),) = share.items()
+            return current, _assign_bundles(current.bundle_specs, resources, count)
+        ((resource, amount),) = resources.items()
         total = ray.cluster_resources().get(resource, 0.0)
         if total < amount * count:
             raise ConfigError(
@@ -126,14 +133,16 @@ class RayJob:
                 "--address=...`), lower tensor_parallel_size or pipeline_parallel_size, or set "
                 "distributed_executor_backend to mp to use this machine without Ray."
             )
-        near = next((node["Resources"].get(resource, 0) for node in ray.nodes() if node["NodeID"] == self.node_id), 0)
-        if near >= amount:  # one bundle here at least, so that rank 0 is
-            here: list[dict[str, str]] = [{_NODE_LABEL: self.node_id}, *[{} for _ in range(count - 1)]]
-            self._group = ray.util.placement_group([dict(share)] * count, "PACK", bundle_label_selector=here)
-            if self._wait_placed(min(timeout, _NEAR_SECONDS)):
+        local_amount = next(
+            (node["Resources"].get(resource, 0) for node in ray.nodes() if node["NodeID"] == self.node_id), 0
+        )
+        if local_amount >= amount:  # at least one bundle on this node, so that rank 0 is local
+            selectors: list[dict[str, str]] = [{_NODE_LABEL: self.node_id}, *[{} for _ in range(count - 1)]]
+            self._group = ray.util.placement_group([dict(resources)] * count, "PACK", bundle_label_selector=selectors)
+            if self._wait_placed(min(timeout, _LOCAL_NODE_SECONDS)):
                 return self._group, list(range(count))
             ray.util.remove_placement_group(self._group)
-        self._group = ray.util.placement_group([dict(share)] * count, "PACK")
+        self._group = ray.util.placement_group([dict(resources)] * count, "PACK")
         if not self._wait_placed(timeout):
             raise PlatformError(
                 f"The Ray cluster has {total:g} of the resource {resource!r}, but {amount * count:g} were not free "
@@ -150,24 +159,26 @@ class RayJob:
                 return False
             if time.monotonic() > warn_at:
                 warn_at += _WARN_SECONDS
-                logger.warning("Waiting for room in the Ray cluster: %s", self._group.bundle_specs)
+                logger.warning("Waiting for free resources in the Ray cluster: %s", self._group.bundle_specs)
         return True
 
-    def _create_actors(self, group: PlacementGroup, places: Sequence[int], share: Mapping[str, float]) -> None:
-        remote: Any = ray.remote  # its annotations leave out this argument
+    def _create_actors(
+        self, group: PlacementGroup, bundle_indices: Sequence[int], resources: Mapping[str, float]
+    ) -> None:
+        remote: Any = ray.remote  # its annotations lack this argument
         actor_class = remote(concurrency_groups={"control": 1})(RayWorker)
-        ((resource, amount),) = share.items()
-        for index in places:
-            options = {"num_cpus": 0, "max_restarts": 0, **_claim(resource, amount)}
+        ((resource, amount),) = resources.items()
+        for index in bundle_indices:
+            options = {"num_cpus": 0, "max_restarts": 0, **_resource_options(resource, amount)}
             strategy = PlacementGroupSchedulingStrategy(group, index, placement_group_capture_child_tasks=False)
             self.actors.append(actor_class.options(scheduling_strategy=strategy, **options).remote())
 
 
 def connect() -> bool:
-    """Connects to the cluster that is there (RAY_ADDRESS, or one started on this machine), or starts one here.
+    """Connects to the cluster at RAY_ADDRESS or to one on this machine, or starts one on this machine.
 
     Returns:
-        Whether it was this call: then Ray is ours to shut down.
+        Whether this call initialized Ray, so that the engine has to shut it down.
 
     Raises:
         ConfigError: RAY_ADDRESS names a cluster that does not answer.
@@ -181,18 +192,18 @@ def connect() -> bool:
         ray.init(include_dashboard=False)
     except (ConnectionError, RuntimeError, ValueError) as e:
         address = os.environ.get("RAY_ADDRESS")
-        asked = f"the cluster at RAY_ADDRESS={address}" if address else "Ray on this machine"
+        target = f"the cluster at RAY_ADDRESS={address}" if address else "Ray on this machine"
         raise ConfigError(
-            f"distributed_executor_backend 'ray' was asked for, but {asked} cannot be reached or started: {e}. Start "
+            f"distributed_executor_backend 'ray' was asked for, but {target} cannot be reached or started: {e}. Start "
             "one with `ray start --head`, or unset RAY_ADDRESS, or set distributed_executor_backend to mp."
         ) from e
     if before is not None and before is not signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, before)  # Ray has replaced the program's own
+        signal.signal(signal.SIGTERM, before)  # Ray has replaced the program's handler
     return True
 
 
 def ready(refs: Sequence[Any], timeout: float = 0.0) -> list[Any]:
-    """Those whose result is there, failures included; waits up to `timeout` seconds for all of them."""
+    """The calls that have ended, with a result or an error; waits up to `timeout` seconds for all of them."""
     if not refs:
         return []
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout)
@@ -200,12 +211,12 @@ def ready(refs: Sequence[Any], timeout: float = 0.0) -> list[Any]:
 
 
 def summary_of(error: BaseException) -> str:
-    """What Ray says about the end of an actor, on one line."""
+    """Ray's account of the end of an actor, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [
+    account = [
         line for line in lines[1:] if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:"))
     ]
-    return " ".join(told or lines)[:600]
+    return " ".join(account or lines)[:600]
 
 
 def _result(ref: Any, what: str) -> bytes:
@@ -214,26 +225,26 @@ def _result(ref: Any, what: str) -> bytes:
     except RayError as e:
         raise PlatformError(
             f"A Ray actor for a worker could not be started or has ended: {what}: {summary_of(e)}\nEvery node needs "
-            f"mvllm {own_version()}, the platform's package, and the same Python; an actor's own lines are in "
+            f"mvllm {own_version()}, the platform's package, and the same Python; the actor's log is in "
             "the folder session_latest/logs of Ray's temporary folder there."
         ) from e
 
 
-def _slots(bundles: Sequence[Mapping[str, float]], share: Mapping[str, float], count: int) -> list[int]:
-    """For each worker the bundle that it goes to, in order; a bundle may have room for several."""
-    ((resource, amount),) = share.items()
-    slots = [index for index, bundle in enumerate(bundles) for _ in range(int(bundle.get(resource, 0) // amount))]
-    if len(slots) < count:
+def _assign_bundles(bundles: Sequence[Mapping[str, float]], resources: Mapping[str, float], count: int) -> list[int]:
+    """The bundle index of each worker, in order; a bundle may hold several workers."""
+    ((resource, amount),) = resources.items()
+    indices = [index for index, bundle in enumerate(bundles) for _ in range(int(bundle.get(resource, 0) // amount))]
+    if len(indices) < count:
         raise ConfigError(
             f"The engine runs inside a Ray placement group, whose bundles {list(map(dict, bundles))} have room for "
-            f"{len(slots)} workers of {amount:g} {resource!r} each; {count} are needed. Give the group "
-            f"{count} bundles of {dict(share)}, or set distributed_executor_backend to mp."
+            f"{len(indices)} workers of {amount:g} {resource!r} each; {count} are needed. Give the group "
+            f"{count} bundles of {dict(resources)}, or set distributed_executor_backend to mp."
         )
-    return slots[:count]
+    return indices[:count]
 
 
-def _claim(resource: str, amount: float) -> dict[str, Any]:
-    """Actor options that claim a resource: Ray has keywords for a few, and wants all others by name."""
+def _resource_options(resource: str, amount: float) -> dict[str, Any]:
+    """The actor options that request a resource: a keyword for those that Ray has one for, otherwise by name."""
     keyword = f"num_{resource.lower()}s"
     if keyword in inspect.signature(ray.init).parameters:
         return {keyword: amount}

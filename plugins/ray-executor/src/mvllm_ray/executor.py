@@ -1,4 +1,4 @@
-"""The executor that the entry point names. Ray is imported when an engine starts, not when this module is."""
+"""RayDistributedExecutor. Ray is imported when an engine starts, not with this module."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _STEP_METHOD = "execute_model"
 
 
 class RayDistributedExecutor(RpcExecutor):
-    """One Ray actor per worker.
+    """Runs one Ray actor per worker.
 
     Raises:
         ConfigError: On construction: Ray cannot be imported, or the platform or the cluster does not allow it.
-        Exception: A worker's own exception, if one cannot be built. Nothing stays behind.
+        Exception: A worker's own exception, if one cannot be built. All actors have ended then.
     """
 
     needs_platform_support = True
 
     @classmethod
     def is_preferred(cls, topology: LaunchTopology, count_devices: Callable[[], int | None]) -> bool:
-        """In a placement group; and where a cluster is there and this machine has fewer devices than are needed."""
+        """In a placement group; and if there is a cluster and this machine has too few devices."""
         if not topology.ray_resource:
             return False
         needed = topology.num_workers * topology.devices_per_worker
@@ -49,10 +49,10 @@ class RayDistributedExecutor(RpcExecutor):
         topology = launch_topology(config, platform)
         super().__init__(config, platform, topology.num_workers)
         launched = launch_actors(config, platform, topology)
-        self._far = launched.far
-        self._activity_table = launched.board
-        self._attach_workers(launched.group, launched.writer, launched.readers, launched.board)
-        atexit.register(self._finalizer)  # before Ray's own end: whoever registers last is called first
+        self._remote_ranks = launched.remote_ranks
+        self._activity_table = launched.activity_table
+        self._attach_workers(launched.group, launched.writer, launched.readers, launched.activity_table)
+        atexit.register(self._finalizer)  # called before Ray's exit handler, which was registered earlier
         try:
             launched.group.launch()
             launched.group.wait_ready(config.parallel.start_timeout)
@@ -64,24 +64,24 @@ class RayDistributedExecutor(RpcExecutor):
         super().shutdown()
         atexit.unregister(self._finalizer)
 
-    # Workers on other nodes cannot write on the board: there it says what they were asked for and have not answered.
+    # Workers on other nodes cannot write to the activity table, so these hooks write their pending requests to it.
 
     def _on_request_sent(self, request: Request, args: tuple[Any, ...]) -> None:
-        for rank in self._far:
+        for rank in self._remote_ranks:
             if request.is_addressed_to(rank):
                 step = args[0].step if request.method == _STEP_METHOD else -1
                 self._activity_table.write(rank, request.method, request.id, step)
 
     def _on_reply(self, reply: Reply, method: str | None) -> None:
-        for rank in self._far:
-            # Who answers a step stands for all: it needed the others to get there.
-            is_through = reply.rank == rank or method == _STEP_METHOD
-            if is_through and self._activity_table.read(rank).request_id <= reply.id:
+        for rank in self._remote_ranks:
+            # The rank that replies to a step needed the others for it, so all have executed it.
+            has_finished = reply.rank == rank or method == _STEP_METHOD
+            if has_finished and self._activity_table.read(rank).request_id <= reply.id:
                 self._activity_table.write_idle(rank, reply.id)
 
 
 def _in_placement_group() -> bool:
-    """Whether somebody has set aside a part of a Ray cluster for this process. Never imports Ray."""
+    """Whether this process runs inside a Ray placement group. Never imports Ray."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return False
@@ -91,7 +91,7 @@ def _in_placement_group() -> bool:
 
 
 def _is_cluster_there() -> bool:
-    """Whether this process belongs to a Ray cluster, or has been told of one."""
+    """Whether this process has initialized Ray, or RAY_ADDRESS is set and Ray is installed."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return True

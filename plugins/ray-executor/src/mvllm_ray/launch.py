@@ -1,9 +1,9 @@
-"""From a topology to actors that know their ranks. Calls are RpcExecutor's; this places and starts the actors.
+"""Starts the actors of an engine: placement, ranks, environments and queues. RpcExecutor makes the calls.
 
-1. claim     a bundle for each worker, in the placement group that we are in or in one of our own
-2. identify  each actor says where it is and which devices Ray gave it
-3. order     our own node first, then node by node: neighbours in rank are neighbours in the cluster
-4. initialize  name, rank, environment; queue ends by shared memory on our node, by TCP on others
+1. reserve     a bundle for each worker, in the current placement group or in a new one
+2. identify    each actor reports its node and the devices that Ray assigned to it
+3. order       the engine's node first, then node by node, so that consecutive ranks share nodes
+4. initialize  name, rank, environment; queues in shared memory on the engine's node, over TCP on others
 5. build, run  as in any worker process
 """
 
@@ -41,15 +41,15 @@ from mvllm.extension_api import (
 )
 from mvllm_ray.cluster import RayJob
 from mvllm_ray.group import RayWorkerGroup, RayWorkerHandle
-from mvllm_ray.worker import NearEnds, RayWorkerAnswer, RayWorkerIdentity, RayWorkerStart, own_version
+from mvllm_ray.worker import InitializeResult, LocalHandles, RayWorkerIdentity, RayWorkerStart, own_version
 
 COPIED_PREFIXES = ("MVLLM_", "HF_", "OMP_")
-"""How variables begin that workers get from the engine's process, where they have none of their own."""
+"""Prefixes of the environment variables that workers inherit from the engine's process, unless their node sets them."""
 
 
 @dataclass(frozen=True)
-class _Placed:
-    """An actor and its identity, once it has a rank (its place in a list of these)."""
+class _RankedActor:
+    """An actor and its identity; its rank is its index in a list of these."""
 
     actor: Any
     identity: RayWorkerIdentity
@@ -59,47 +59,47 @@ class _Placed:
 
 @dataclass(frozen=True)
 class LaunchedActors:
-    """Actors that know their ranks and have their ends of the queues; and what the executor has of them.
+    """Initialized actors and the executor's ends of the queues.
 
     Attributes:
-        group: Ends the actors. It has not been told to launch the workers in them.
+        group: The group of the actors; `launch` has not been called.
         writer, readers: The executor's ends of the queues.
-        board: Where workers on the engine's node say what they do, and the executor what it asked the others for.
-        far: Ranks on other nodes.
+        activity_table: Where local workers write their activity, and the executor the requests it sent to the others.
+        remote_ranks: The ranks on other nodes.
     """
 
     group: RayWorkerGroup
     writer: MessageWriter
     readers: list[MessageReader[Reply]]
-    board: ActivityTable
-    far: tuple[int, ...]
+    activity_table: ActivityTable
+    remote_ranks: tuple[int, ...]
 
 
 def launch_actors(config: EngineConfig, platform: Platform, topology: LaunchTopology) -> LaunchedActors:
-    """Steps 1 to 4 of those above.
+    """Steps 1 to 4 of the module's docstring.
 
     Raises:
         ConfigError: The platform or the cluster does not allow it.
-        PlatformError: An actor could not be started. Nothing stays behind.
+        PlatformError: An actor could not be started. All actors have ended then.
     """
     resource, limit = _resource_of(platform, topology), config.parallel.start_timeout
     with contextlib.ExitStack() as stack:
         job = RayJob.start(resource, topology, limit)
         stack.callback(job.close)
-        placed = _in_order(job, resource, limit)
-        names = worker_names(config.parallel, len(placed))
-        far = tuple(r for r, worker in enumerate(placed) if worker.identity.node_id != job.node_id)
-        board = ActivityTable.create(len(placed))
-        stack.callback(board.close)
+        actors = _assign_ranks(job, resource, limit)
+        names = worker_names(config.parallel, len(actors))
+        remote_ranks = tuple(r for r, actor in enumerate(actors) if actor.identity.node_id != job.node_id)
+        activity_table = ActivityTable.create(len(actors))
+        stack.callback(activity_table.close)
         workers = []
-        for rank, (name, at) in enumerate(zip(names, placed)):
-            stack_fd = -1 if rank in far else anonymous_file("stacks")
-            workers.append(RayWorkerHandle(name, rank, at.identity, at.actor, stack_fd, board))
-        group = RayWorkerGroup(job, workers, board)
+        for rank, (name, actor) in enumerate(zip(names, actors)):
+            stack_fd = -1 if rank in remote_ranks else anonymous_file("stacks")
+            workers.append(RayWorkerHandle(name, rank, actor.identity, actor.actor, stack_fd, activity_table))
+        group = RayWorkerGroup(job, workers, activity_table)
         stack.callback(group.close)
-        writer, readers = _connect(config, platform, topology, placed, job, group, board)
+        writer, readers = _initialize_actors(config, platform, topology, actors, job, group, activity_table)
         stack.pop_all()
-    return LaunchedActors(group, writer, readers, board, far)
+    return LaunchedActors(group, writer, readers, activity_table, remote_ranks)
 
 
 def _resource_of(platform: Platform, topology: LaunchTopology) -> str:
@@ -112,9 +112,9 @@ def _resource_of(platform: Platform, topology: LaunchTopology) -> str:
     return topology.ray_resource
 
 
-def _in_order(job: RayJob, resource: str, limit: float) -> list[_Placed]:
+def _assign_ranks(job: RayJob, resource: str, limit: float) -> list[_RankedActor]:
     """The actors in rank order."""
-    answers = job.ask(
+    answers = job.wait_results(
         [actor.identify.remote(resource.encode()) for actor in job.actors], limit, "starting them on their nodes"
     )
     identities = [msgspec.msgpack.decode(answer, type=RayWorkerIdentity) for answer in answers]
@@ -138,91 +138,93 @@ def _in_order(job: RayJob, resource: str, limit: float) -> list[_Placed]:
     )
     sizes = Counter(identity.node_id for identity in identities)
     seen: Counter[str] = Counter()
-    placed = []
+    actors = []
     for index in order:
         identity = identities[index]
-        placed.append(_Placed(job.actors[index], identity, seen[identity.node_id], sizes[identity.node_id]))
+        actors.append(_RankedActor(job.actors[index], identity, seen[identity.node_id], sizes[identity.node_id]))
         seen[identity.node_id] += 1
-    return placed
+    return actors
 
 
 def _device_key(identity: RayWorkerIdentity) -> tuple[tuple[int, str], ...]:
     return tuple((int(device), "") if device.isdigit() else (1 << 31, device) for device in identity.device_ids)
 
 
-def _connect(
+def _initialize_actors(
     config: EngineConfig,
     platform: Platform,
     topology: LaunchTopology,
-    placed: Sequence[_Placed],
+    actors: Sequence[_RankedActor],
     job: RayJob,
     group: RayWorkerGroup,
-    board: ActivityTable,
+    activity_table: ActivityTable,
 ) -> tuple[MessageWriter, list[MessageReader[Reply]]]:
-    """Tells every actor who it is, and gives it its ends of the queues; returns the executor's."""
+    """Sends every actor its start message and its ends of the queues; returns the executor's ends."""
     workers = group.workers
-    far = [worker.rank for worker in workers if not worker.is_near]
+    remote_ranks = [worker.rank for worker in workers if not worker.is_local]
     with contextlib.ExitStack() as stack:
-        queues = RpcQueues([worker.name for worker in workers], far, job.node_ip, config.parallel)
-        stack.callback(queues.close)  # the workers have what is theirs
-        messages = {worker.rank: _parcel(worker, queues, board) for worker in workers if worker.is_near}
-        door = FileDescriptorServer(messages)
-        stack.callback(door.close)
-        starts = _starts(config, platform, topology, workers, placed, queues, door)
+        queues = RpcQueues([worker.name for worker in workers], remote_ranks, job.node_ip, config.parallel)
+        stack.callback(queues.close)  # the workers have their descriptors
+        messages = {
+            worker.rank: _local_message(worker, queues, activity_table) for worker in workers if worker.is_local
+        }
+        server = FileDescriptorServer(messages)
+        stack.callback(server.close)
+        starts = _start_messages(config, platform, topology, workers, actors, queues, server)
         refs = [w.actor.initialize.remote(msgspec.msgpack.encode(start)) for w, start in zip(workers, starts)]
-        near = dict(zip(messages, queues.open_readers(group.stop)))
-        ends = stack.enter_context(contextlib.ExitStack())  # ours, closed if the start fails
-        for reader in near.values():
-            ends.callback(reader.close)
+        local_readers = dict(zip(messages, queues.open_readers(group.stop)))
+        undo = stack.enter_context(contextlib.ExitStack())  # closes the executor's readers if the start fails
+        for reader in local_readers.values():
+            undo.callback(reader.close)
         readers = []
-        for worker, answer in zip(workers, job.ask(refs, config.parallel.start_timeout, "telling them their ranks")):
-            told = msgspec.msgpack.decode(answer, type=RayWorkerAnswer)
-            if told.failure:
-                raise PlatformError(f"{worker} could not be started: {told.failure}.")
-            if worker.is_near:
-                connection = door.connection(worker.rank)
-                worker.connected(connection.socket, connection.pid)
-            if told.replies is None:
-                readers.append(near[worker.rank])
+        for worker, answer in zip(workers, job.wait_results(refs, config.parallel.start_timeout, "initializing them")):
+            result = msgspec.msgpack.decode(answer, type=InitializeResult)
+            if result.failure:
+                raise PlatformError(f"{worker} could not be started: {result.failure}.")
+            if worker.is_local:
+                connection = server.connection(worker.rank)
+                worker.set_control(connection.socket, connection.pid)
+            if result.replies is None:
+                readers.append(local_readers[worker.rank])
             else:
-                readers.append(MessageReader.attach(told.replies, Reply, group.stop))
-                ends.callback(readers[-1].close)
+                readers.append(MessageReader.attach(result.replies, Reply, group.stop))
+                undo.callback(readers[-1].close)
         writer = queues.open_writer(group.stop)
-        ends.pop_all()
+        undo.pop_all()
         return writer, readers
 
 
-def _parcel(worker: RayWorkerHandle, queues: RpcQueues, board: ActivityTable) -> MessageWithFds:
+def _local_message(worker: RayWorkerHandle, queues: RpcQueues, activity_table: ActivityTable) -> MessageWithFds:
     requests, replies = queues.worker_handles(worker.rank)
-    ends = NearEnds(requests, replies, board.fd, worker.stack_fd)
-    return MessageWithFds(ends, (*requests.fds, *replies.fds, board.fd, worker.stack_fd))
+    handles = LocalHandles(requests, replies, activity_table.fd, worker.stack_fd)
+    return MessageWithFds(handles, (*requests.fds, *replies.fds, activity_table.fd, worker.stack_fd))
 
 
-def _starts(
+def _start_messages(
     config: EngineConfig,
     platform: Platform,
     topology: LaunchTopology,
     workers: Sequence[RayWorkerHandle],
-    placed: Sequence[_Placed],
+    actors: Sequence[_RankedActor],
     queues: RpcQueues,
-    door: FileDescriptorServer,
+    server: FileDescriptorServer,
 ) -> list[RayWorkerStart]:
-    encoded = encode_worker_configs(config, len(placed))
-    host, port = placed[0].identity.node_ip, placed[0].identity.port
-    meeting = f"tcp://{f'[{host}]' if ':' in host else host}:{port}" if len(placed) > 1 else None
+    encoded = encode_worker_configs(config, len(actors))
+    host, port = actors[0].identity.node_ip, actors[0].identity.port
+    rendezvous = f"tcp://{f'[{host}]' if ':' in host else host}:{port}" if len(actors) > 1 else None
     defaults = {name: value for name, value in os.environ.items() if name.startswith(COPIED_PREFIXES)}
     starts = []
-    is_spread = len({at.identity.node_id for at in placed}) > 1
-    for worker, at in zip(workers, placed):
+    is_spread = len({actor.identity.node_id for actor in actors}) > 1
+    for worker, actor in zip(workers, actors):
         context = WorkerContext(
             rank=worker.rank,
-            local_rank=at.local_rank,
-            world_size=len(placed),
-            local_world_size=at.local_world_size,
+            local_rank=actor.local_rank,
+            world_size=len(actors),
+            local_world_size=actor.local_world_size,
             seed=config.model.seed,
             in_engine_process=False,
-            init_method=meeting,
-            num_devices=devices_per_worker(config.parallel, len(placed)),
+            init_method=rendezvous,
+            num_devices=devices_per_worker(config.parallel, len(actors)),
         )
         starts.append(
             RayWorkerStart(
@@ -230,23 +232,25 @@ def _starts(
                 context=context,
                 platform=platform.spec.name,
                 config=encoded[worker.rank],
-                environment=_environment(topology, worker.rank, at, placed),
+                environment=_environment(topology, worker.rank, actor, actors),
                 defaults=defaults,
                 sys_path=module_search_path(),
                 directory=os.getcwd(),
                 log_level=log_level(),
-                door=door.address if worker.is_near else None,
-                requests=None if worker.is_near else queues.remote_worker_handle(worker.rank),
+                fd_server=server.address if worker.is_local else None,
+                requests=None if worker.is_local else queues.remote_worker_handle(worker.rank),
                 is_spread=is_spread,
             )
         )
     return starts
 
 
-def _environment(topology: LaunchTopology, rank: int, own: _Placed, placed: Sequence[_Placed]) -> dict[str, str]:
-    """The platform's variables; which devices they name is Ray's to say, where Ray numbers them."""
+def _environment(
+    topology: LaunchTopology, rank: int, own: _RankedActor, actors: Sequence[_RankedActor]
+) -> dict[str, str]:
+    """The platform's variables, with the devices that Ray assigned where Ray numbers them."""
     environment = dict(topology.env_per_worker[rank]) if topology.env_per_worker else {}
     if topology.device_variable and own.identity.device_ids:
-        here = [at.identity for at in placed if at.identity.node_id == own.identity.node_id]
-        environment[topology.device_variable] = ",".join(device for at in here for device in at.device_ids)
+        on_node = [actor for actor in actors if actor.identity.node_id == own.identity.node_id]
+        environment[topology.device_variable] = ",".join(id for actor in on_node for id in actor.identity.device_ids)
     return environment

@@ -1,12 +1,12 @@
-"""A worker in a Ray actor: the same WorkerProc as in a process of our own, started in two phases.
+"""The Ray actor that runs one worker. Its methods, in the order in which the executor calls them:
 
-    identify     where am I, which devices did Ray give me          the executor gives out ranks by the answers
-    initialize   who am I: name, rank, environment, queue ends
-    build        find the platform, build the worker                this is where torch is imported
-    run          take requests until told to stop
-    report       what are you doing, every thread; beside all of these
+    identify     reports node and devices; the executor assigns ranks by the results
+    initialize   sets name, rank and environment, opens the queues
+    build        loads the platform, builds the worker             torch is imported here
+    run          serves requests until the stop request            the same WorkerProc as in a worker process
+    report       returns activity and stacks; may run beside any other method
 
-Ray pickles arguments and results by itself, so only bytes go through it: msgpack of the structs below.
+Ray pickles arguments and results, so all of them are bytes: msgpack of the structs below.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from mvllm.extension_api import (
 
 
 class RayWorkerIdentity(msgspec.Struct, frozen=True):
-    """What an actor says about itself before it has a rank.
+    """Node, process and devices of an actor, before it has a rank.
 
     Attributes:
         node_id, node_ip: Ray's name and address of its node.
         pid: Its process id, on that node.
-        device_ids: What Ray gave it of the platform's resource; empty for resources that Ray does not number.
-        port: A port of `node_ip` that is kept free for the ranks to meet at.
-        version: Of mvllm there.
+        device_ids: The devices that Ray assigned to it; empty for resources that Ray does not number.
+        port: A reserved port of `node_ip` for the rendezvous of the ranks.
+        version: The version of mvllm on its node.
     """
 
     node_id: str
@@ -64,17 +64,17 @@ class RayWorkerIdentity(msgspec.Struct, frozen=True):
 
 
 class RayWorkerStart(msgspec.Struct, frozen=True):
-    """Everything that an actor needs to know to become a worker.
+    """The start message of an actor.
 
     Attributes:
         name, context, platform, config: As in WorkerStartArgs.
-        environment: Variables to set.
-        defaults: Variables of the engine's process, to set where this one has none.
-        sys_path, directory: Where the engine finds modules, and its working directory.
-        log_level: Of the `mvllm` loggers.
-        door: Where a worker on the engine's node gets its ends of the queues.
-        requests: A worker on another node reads requests here.
-        is_spread: The ranks are on several nodes.
+        environment: Environment variables to set.
+        defaults: Variables of the engine's process, to set where this process has none.
+        sys_path, directory: Module search path and working directory of the engine.
+        log_level: The level of the `mvllm` loggers.
+        fd_server: Where a worker on the engine's node requests its LocalHandles; None on other nodes.
+        requests: Handle of the request queue for a worker on another node; None on the engine's node.
+        is_spread: Whether the ranks are on several nodes.
     """
 
     name: str
@@ -86,18 +86,18 @@ class RayWorkerStart(msgspec.Struct, frozen=True):
     sys_path: list[str]
     directory: str
     log_level: str
-    door: FileDescriptorServerAddress | None
+    fd_server: FileDescriptorServerAddress | None
     requests: RemoteReaderHandle | None
     is_spread: bool
 
 
-class NearEnds(msgspec.Struct, frozen=True):
-    """What a worker on the engine's node gets through the door.
+class LocalHandles(msgspec.Struct, frozen=True):
+    """Queue handles and descriptors of a worker on the engine's node, sent by the FileDescriptorServer.
 
     Attributes:
         requests, replies: Its ends of the queues.
-        activity_fd: The status board.
-        stack_fd: Where its stacks go when it crashes or hangs.
+        activity_fd: Descriptor of the activity table.
+        stack_fd: Descriptor of the file that its stacks are written to.
     """
 
     requests: ReaderHandle
@@ -106,12 +106,12 @@ class NearEnds(msgspec.Struct, frozen=True):
     stack_fd: int
 
 
-class RayWorkerAnswer(msgspec.Struct, frozen=True):
-    """What `initialize` returns.
+class InitializeResult(msgspec.Struct, frozen=True):
+    """The result of `initialize`.
 
     Attributes:
-        failure: Why not; empty where all is well.
-        replies: Where the executor reads a far worker's replies.
+        failure: The text of the error; empty on success.
+        replies: Handle of the response queue of a worker on another node; None on the engine's node.
     """
 
     failure: str = ""
@@ -119,11 +119,11 @@ class RayWorkerAnswer(msgspec.Struct, frozen=True):
 
 
 class RayWorkerReport(msgspec.Struct, frozen=True):
-    """What a worker is doing.
+    """The result of `report`.
 
     Attributes:
         text, step: As in Activity.
-        stacks: Of all threads, most recent call first.
+        stacks: The stacks of all threads, most recent call first.
     """
 
     text: str
@@ -132,13 +132,13 @@ class RayWorkerReport(msgspec.Struct, frozen=True):
 
 
 class RayWorker:
-    """The actor. Made by Ray, one per rank."""
+    """The actor. Ray makes one per rank."""
 
     def __init__(self) -> None:
-        self._keeper = socket.socket()
+        self._port_socket = socket.socket()
         self._node_ip = ""
 
-    def __repr__(self) -> str:  # how Ray calls it in the lines that it forwards
+    def __repr__(self) -> str:  # the name that Ray shows for the process and its output
         return "mvllm"
 
     def identify(self, resource: bytes) -> bytes:
@@ -150,31 +150,31 @@ class RayWorker:
             node_ip=self._node_ip,
             pid=os.getpid(),
             device_ids=[str(device) for device in context.get_accelerator_ids().get(resource.decode(), [])],
-            port=self._keep_port(),
+            port=self._reserve_port(),
             version=own_version(),
         )
         return msgspec.msgpack.encode(identity)
 
     def initialize(self, encoded: bytes) -> bytes:
-        """Args: RayWorkerStart. Returns: RayWorkerAnswer."""
+        """Args: RayWorkerStart. Returns: InitializeResult."""
         self._start = start = msgspec.msgpack.decode(encoded, type=RayWorkerStart)
         if start.context.rank != 0:
-            self._keeper.close()
-        self._adopt(start)
-        if start.door is None:
-            return self._open_far_ends(start)
+            self._port_socket.close()
+        self._configure_process(start)
+        if start.fd_server is None:
+            return self._open_remote_queues(start)
         try:
-            ends, fds, control = fetch_descriptors(start.door, start.context.rank, NearEnds)
+            handles, fds, control = fetch_descriptors(start.fd_server, start.context.rank, LocalHandles)
         except (OSError, EOFError) as e:
             text = f"it is on the engine's node but cannot reach the engine's socket there: {type(e).__name__}: {e}"
-            return msgspec.msgpack.encode(RayWorkerAnswer(text))
+            return msgspec.msgpack.encode(InitializeResult(text))
         watch_parent(control)
-        self._control = control  # its end is the news of our death
-        dump_stacks_to(fds[ends.stack_fd])
-        self._activity_table = ActivityTable(fds[ends.activity_fd])
-        self._requests: ReaderHandle | RemoteReaderHandle = ends.requests.with_fds(fds)
-        self._replies = MessageWriter.attach(ends.replies.with_fds(fds))
-        return msgspec.msgpack.encode(RayWorkerAnswer())
+        self._control = control  # its closing at the end of this process notifies the engine
+        dump_stacks_to(fds[handles.stack_fd])
+        self._activity_table = ActivityTable(fds[handles.activity_fd])
+        self._requests: ReaderHandle | RemoteReaderHandle = handles.requests.with_fds(fds)
+        self._replies = MessageWriter.attach(handles.replies.with_fds(fds))
+        return msgspec.msgpack.encode(InitializeResult())
 
     def build(self) -> bytes:
         """Returns: Handshake."""
@@ -189,12 +189,12 @@ class RayWorker:
                 self._replies,
                 self._activity_table,
             )
-        except Exception as e:  # noqa: BLE001  (travels to the executor)
+        except Exception as e:  # noqa: BLE001  (sent to the executor)
             return self._failed(e)
         return msgspec.msgpack.encode(Handshake())
 
     def run(self) -> bytes:
-        """Returns when told to stop, or when the engine is gone: Handshake."""
+        """Serves requests until the stop request or the end of the engine. Returns: Handshake."""
         try:
             self._proc.worker_busy_loop()
         except QueueError as e:
@@ -215,54 +215,53 @@ class RayWorker:
             os.close(fd)
         return msgspec.msgpack.encode(RayWorkerReport(activity.text, activity.step, stacks))
 
-    def _adopt(self, start: RayWorkerStart) -> None:
-        """Makes this interpreter like the engine's, before anything of the platform is imported."""
+    def _configure_process(self, start: RayWorkerStart) -> None:
+        """Sets up this process like the engine's, before the platform is imported."""
         for name, value in start.defaults.items():
             os.environ.setdefault(name, value)
         os.environ.update(start.environment)
         if start.is_spread and (interface := _interface_of(self._node_ip)):
-            # Left alone it takes the address of the host's own name, which often is one that only this host can reach.
+            # By default gloo uses the address of the host name, which often is reachable from this host only.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         sys.path += [path for path in start.sys_path if path not in sys.path]
-        with contextlib.suppress(OSError):  # another node may not have the folder, and need not
+        with contextlib.suppress(OSError):  # another node need not have the folder
             os.chdir(start.directory)
         label_output(start.name, start.log_level)
 
-    def _open_far_ends(self, start: RayWorkerStart) -> bytes:
+    def _open_remote_queues(self, start: RayWorkerStart) -> bytes:
         assert start.requests is not None
         responses = RemoteResponseQueue(start.name, self._node_ip, decode_config(start.config).parallel)
-        self._activity_table = ActivityTable.create(
-            start.context.world_size
-        )  # for its own errors; the executor keeps another
+        # For the errors of this process; the executor has another table for remote workers.
+        self._activity_table = ActivityTable.create(start.context.world_size)
         self._requests = start.requests
         self._replies = responses.writer
-        return msgspec.msgpack.encode(RayWorkerAnswer(replies=responses.handle))
+        return msgspec.msgpack.encode(InitializeResult(replies=responses.handle))
 
     def _failed(self, error: Exception) -> bytes:
         start = self._start
         return msgspec.msgpack.encode(Handshake.of_error(error, start.name, start.context.rank, self._activity_table))
 
-    def _keep_port(self) -> int:
-        """Claims a port without listening at it.
+    def _reserve_port(self) -> int:
+        """Binds a free port without listening.
 
-        Whoever asks the system for any port gets another one then, and torch, which asks for this one with
-        SO_REUSEADDR, gets it all the same.
+        The system then gives it to no process that requests any free port, while torch, which binds this port with
+        SO_REUSEADDR, still can.
         """
         family = socket.AF_INET6 if ":" in self._node_ip else socket.AF_INET
-        self._keeper.close()
-        self._keeper = socket.socket(family)
-        self._keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._keeper.bind((self._node_ip, 0))
-        return int(self._keeper.getsockname()[1])
+        self._port_socket.close()
+        self._port_socket = socket.socket(family)
+        self._port_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port_socket.bind((self._node_ip, 0))
+        return int(self._port_socket.getsockname()[1])
 
 
 def own_version() -> str:
-    """The version of mvllm that this process has."""
+    """The version of mvllm in this process."""
     return importlib.metadata.version("mvllm")
 
 
 def _interface_of(address: str) -> str | None:
-    """The network interface that has `address`."""
+    """The network interface with `address`."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address.partition("%")[0] == address for found in addresses):
             return str(name)
