@@ -36,6 +36,8 @@ _RESERVED = (
 )
 
 
+_MAX_TEMPLATE_BYTES = 4 << 20
+
 Conversation = Sequence[Mapping[str, Any]]
 """Messages of `role` and `content`, a text or a list of text parts; templates may know further keys.
 
@@ -141,23 +143,37 @@ def resolve_chat_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> 
         raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="messages") from e
 
 
-def read_default_template(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """A folder's default template and special tokens, read without transformers; None where none is in its files."""
-    settings: dict[str, Any] = {}
-    with contextlib.suppress(ModelError):
-        settings = read_json_object(folder / "tokenizer_config.json")
-    template: object = settings.get("chat_template")
-    if isinstance(template, list):  # several by name
+def read_chat_template(folder: Path, *, for_tools: bool = False) -> str | None:
+    """The chat template in a tokenizer's folder, read without transformers; None if no file has one.
+
+    Args:
+        for_tools: Prefer the template for requests with tools, if there are several templates.
+    """
+    tool_use = folder / "additional_chat_templates" / "tool_use.jinja"
+    for path in ([tool_use] if for_tools else []) + [folder / "chat_template.jinja"]:
+        with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+            return file.read(_MAX_TEMPLATE_BYTES).decode("utf-8")
+    template = _read_tokenizer_config(folder).get("chat_template")
+    if isinstance(template, list):  # objects with name and template
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
-        template = named.get("default")
-    with contextlib.suppress(OSError, ValueError):
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        template = (named.get("tool_use") if for_tools else None) or named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def read_special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that a tokenizer's folder names for its templates, such as `bos_token`."""
     special = {}
-    for name, token in settings.items():
+    for name, token in _read_tokenizer_config(folder).items():
         content = token.get("content") if isinstance(token, Mapping) else token
         if name.endswith("_token") and isinstance(content, str):
             special[name] = content
-    return template if isinstance(template, str) else None, special
+    return special
+
+
+def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(ModelError):
+        return read_json_object(folder / "tokenizer_config.json")
+    return {}
 
 
 def is_conversation(value: object) -> bool:

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 import mvllm
 from mvllm.engine.frontend import tokenizer as engine_tokenizer
 from mvllm.engine.frontend.tokenizer_json import JsonTokenizer
-from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
+from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.errors import ModelError, RequestError
 from tests.helpers.processes import assert_nothing_left, shared_memory_names
 from tests.helpers.server import SMALL, ServerProcess

@@ -12,7 +12,7 @@ import transformers
 
 import mvllm
 from mvllm.engine.frontend.tokenizer import Tokenizer
-from mvllm.entrypoints.chat_template import read_default_template, render_chat
+from mvllm.entrypoints.chat_template import read_chat_template, read_special_tokens, render_chat
 from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateLimitError, ChatTemplateRenderer
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.errors import ModelError, RequestError
@@ -106,12 +106,13 @@ class TestTheModelsOwnTemplate:
         assert renderer.pid is None
 
     def test_it_is_found_in_the_folder_without_transformers(self, tmp_path: Path) -> None:
-        assert read_default_template(tmp_path) == (None, {})
+        assert read_chat_template(tmp_path) is None and read_special_tokens(tmp_path) == {}
         settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "a"}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-        assert read_default_template(tmp_path) == ("a", {"bos_token": "<s>", "eos_token": "</s>"})
+        assert read_chat_template(tmp_path) == "a"
+        assert read_special_tokens(tmp_path) == {"bos_token": "<s>", "eos_token": "</s>"}
         named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-        assert read_default_template(tmp_path) == ("d", {})
+        assert read_chat_template(tmp_path) == "d" and read_special_tokens(tmp_path) == {}
         (tmp_path / "chat_template.jinja").write_text("b")
-        assert read_default_template(tmp_path) == ("b", {})
+        assert read_chat_template(tmp_path) == "b"

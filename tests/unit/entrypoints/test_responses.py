@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mvllm.entrypoints.openai.chat.serving import MAX_TOOLS
+from mvllm.entrypoints.openai.common.chat_prompt_renderer import MAX_TOOLS
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.responses.input_items import MAX_ITEMS, items_to_messages
 from mvllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse

@@ -14,6 +14,7 @@ pytest.importorskip("starlette")
 from mvllm.entrypoints.cli.main import main
 from mvllm.entrypoints.openai import batch_runner
 from mvllm.entrypoints.openai.batch_runner import BatchRunner
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.errors import EngineDeadError, QueueFullError
 
@@ -38,7 +39,8 @@ class Runner(BatchRunner):
 
     def __init__(self, respond, max_concurrency=4):
         self.engine = SimpleNamespace(errored=False, dead_error=None)
-        super().__init__(self.engine, OpenAIServingModels(["m"], "m"), None, None, max_concurrency=max_concurrency)
+        context = ServingContext(self.engine, None, None)
+        super().__init__(context, OpenAIServingModels(["m"], "m"), max_concurrency=max_concurrency)
         self.respond = respond
 
     def _make_handler(self, line):

@@ -10,13 +10,14 @@ from typing import Any, cast
 import httpx
 from prometheus_client import CollectorRegistry
 
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.server.app import build_app
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
-from mvllm.entrypoints.openai.server.routes import MAX_DETOKENIZE_TOKENS
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.openai.tokenize.routes import MAX_DETOKENIZE_TOKENS
 
 
 class SlowTokenizer:
@@ -39,8 +40,9 @@ def post(tokenizer: SlowTokenizer, path: str, body: dict[str, Any]) -> httpx.Res
     async def ask() -> httpx.Response:
         state = ServerState(60.0)
         config = SimpleNamespace(max_model_len=16, vocab_size=4)
-        work = TokenizerPool(cast(Any, tokenizer), 16)
-        state.set_ready(cast(Any, SimpleNamespace(tokenizer=tokenizer, model_config=config)), work, cast(Any, None))
+        pool = TokenizerPool(cast(Any, tokenizer), 16)
+        engine = SimpleNamespace(tokenizer=tokenizer, model_config=config)
+        state.set_ready(ServingContext(cast(Any, engine), pool, cast(Any, None)))
         metrics = HTTPMetrics(CollectorRegistry())
         app = build_app(state, OpenAIServingModels(["m"], "m"), metrics, ServerSettings())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:

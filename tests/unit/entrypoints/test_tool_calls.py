@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mvllm.entrypoints.openai.chat.serving import MAX_TOOLS
+from mvllm.entrypoints.openai.common.chat_prompt_renderer import MAX_TOOLS
 from mvllm.messages.requests import FinishReason
 from tests.unit.entrypoints import scripted_server
 from tests.unit.entrypoints.builders import save_model_folder

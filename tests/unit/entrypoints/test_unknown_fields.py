@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.common.unknown_fields import MAX_LOGGED_NAMES, MAX_NAMES, UnknownFields
@@ -46,7 +47,8 @@ def post(bodies: list[dict[str, Any]], policy: UnknownFieldsPolicy = "warn") -> 
         engine = SimpleNamespace(
             tokenizer=Tokenizer(), model_config=SimpleNamespace(max_model_len=16, hf_config={}), errored=False
         )
-        state.set_ready(cast(Any, engine), TokenizerPool(cast(Any, Tokenizer()), 16), cast(Any, None))
+        pool = TokenizerPool(cast(Any, Tokenizer()), 16)
+        state.set_ready(ServingContext(cast(Any, engine), pool, cast(Any, None)))
         settings = ServerSettings(unknown_fields=policy)
         app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
@@ -112,7 +114,7 @@ def test_parameters_of_administration_are_checked_too() -> None:
                 levels.append(level)
 
         state = ServerState(60.0)
-        state.set_ready(cast(Any, Engine()), cast(Any, None), cast(Any, None))
+        state.set_ready(ServingContext(cast(Any, Engine()), cast(Any, None), cast(Any, None)))
         settings = ServerSettings(unknown_fields=policy, admin_api_keys=("k",))
         app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
         headers = {"Authorization": "Bearer k"}

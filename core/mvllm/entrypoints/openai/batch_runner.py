@@ -14,16 +14,16 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO, Any
 
 import msgspec
 
-from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler, ChatPromptRenderer
+from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler
 from mvllm.entrypoints.openai.common.errors import APIError, error_body, to_api_error
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder
+from mvllm.entrypoints.openai.common.serving_base import RequestHandler
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields
 from mvllm.entrypoints.openai.completions.serving import CompletionHandler
 from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingHandler
@@ -31,7 +31,6 @@ from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     EmbeddingRequest,
-    GenerationRequest,
     reject_unsupported_fields,
 )
 from mvllm.errors import QueueFullError, RequestError
@@ -81,27 +80,12 @@ class BatchCounts:
     failed: int = 0
 
 
-class RequestHandler(Protocol):
-    """A request that is being answered."""
-
-    async def start(self) -> None:
-        """Hands it to the engine."""
-
-    async def full_response(self) -> bytes:
-        """The answer's body."""
-
-    def close(self) -> None:
-        """Ends it there."""
-
-
 class BatchRunner:
     """Answers requests of files.
 
     Args:
-        engine: What answers them.
-        models: The names that requests may name.
-        tokenizer_pool: Where text is tokenized.
-        prompts: Makes prompts of conversations.
+        context: The engine, and what request handlers share.
+        models: Names of the model that requests may use.
         max_concurrency: Most requests under way, and by that most lines in memory.
         on_done: Called after each line.
         unknown_fields: What is done about fields of bodies that are not known.
@@ -109,26 +93,25 @@ class BatchRunner:
 
     def __init__(
         self,
-        engine: AsyncLLM,
+        context: ServingContext,
         models: OpenAIServingModels,
-        tokenizer_pool: TokenizerPool,
-        prompts: ChatPromptRenderer,
         *,
         max_concurrency: int,
         on_done: Callable[[], None] = lambda: None,
         unknown_fields: UnknownFields | None = None,
     ) -> None:
-        self._engine = engine
+        self._context = context
+        self._engine = context.engine
         self._models = models
-        self._text_work = tokenizer_pool
-        self._prompts = prompts
         self._max_concurrency = max_concurrency
         self._on_done = on_done
         self._unknown_fields = unknown_fields or UnknownFields()
         self._lines = msgspec.json.Decoder(BatchRequestInput)
-        self._chat = BodyDecoder(ChatCompletionRequest)
-        self._completion = BodyDecoder(CompletionRequest)
-        self._embedding = BodyDecoder(EmbeddingRequest)
+        self._handlers: dict[str, tuple[BodyDecoder[Any], Callable[..., RequestHandler]]] = {
+            "/v1/chat/completions": (BodyDecoder(ChatCompletionRequest), ChatCompletionHandler),
+            "/v1/completions": (BodyDecoder(CompletionRequest), CompletionHandler),
+            "/v1/embeddings": (BodyDecoder(EmbeddingRequest), EmbeddingHandler),
+        }
 
     async def run(self, source: IO[bytes], target: IO[bytes]) -> BatchCounts:
         """Answers every line of `source` in a line of `target`. Empty lines count as nothing.
@@ -203,33 +186,22 @@ class BatchRunner:
             finally:
                 call.close()
 
-    def _make_handler(self, line: BatchRequestInput) -> RequestHandler | EmbeddingHandler:
-        body = bytes(line.body)
-        if line.url == "/v1/chat/completions":
-            chat = self._chat.decode(body, self._unknown_fields)
-            return ChatCompletionHandler(self._engine, self._prompts, self._check_request(chat), chat)
-        if line.url == "/v1/completions":
-            completion = self._completion.decode(body, self._unknown_fields)
-            return CompletionHandler(self._engine, self._text_work, self._check_request(completion), completion)
-        if line.url == "/v1/embeddings":
-            embedding = self._embedding.decode(body, self._unknown_fields)
-            return EmbeddingHandler(
-                self._engine, self._text_work, self._models.resolve_name(embedding.model), embedding
+    def _make_handler(self, line: BatchRequestInput) -> RequestHandler:
+        found = self._handlers.get(line.url)
+        if found is None:
+            raise APIError(
+                404,
+                f"url is {line.url[:60]!a}; a batch may ask for '/v1/chat/completions', '/v1/completions' and "
+                "'/v1/embeddings'.",
+                param="url",
+                code="invalid_url",
             )
-        raise APIError(
-            404,
-            f"url is {line.url[:60]!a}; a batch may ask for '/v1/chat/completions', '/v1/completions' and "
-            "'/v1/embeddings'.",
-            param="url",
-            code="invalid_url",
-        )
-
-    def _check_request(self, request: GenerationRequest) -> str:
-        """The model's name in the answer to a request that a batch may have."""
-        if request.stream:
+        decoder, make_handler = found
+        request = decoder.decode(bytes(line.body), self._unknown_fields)
+        if getattr(request, "stream", None):
             raise RequestError("stream is not possible in a batch; leave it out.", parameter="stream")
         reject_unsupported_fields(request)
-        return self._models.resolve_name(request.model)
+        return make_handler(self._context, self._models.resolve_name(request.model), request)
 
 
 def _read_line(source: IO[bytes]) -> bytes | None:

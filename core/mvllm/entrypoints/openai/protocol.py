@@ -371,6 +371,8 @@ def reject_unsupported_fields(request: ModelRequest) -> None:
     Raises:
         RequestError: Names the field and the reason.
     """
+    if not isinstance(request, GenerationRequest | ResponsesRequest):
+        return  # the names are fields of other requests, too
     for name, reason in _UNSUPPORTED.items():
         if getattr(request, name, None) not in (None, "", [], {}, False, "none"):
             raise RequestError(f"{name} is not supported: {reason}.", parameter=name)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.errors import ConfigError, RequestError
 from mvllm.messages.lora import LoRARequest
 
 
@@ -80,6 +81,18 @@ class OpenAIServingModels:
         finally:
             self._loading.remove(name)
         self._lora_requests[name] = request
+
+    async def load_lora_modules(self, engine: AsyncLLM, modules: Sequence[tuple[str, str]]) -> None:
+        """Loads the adapters of `--lora-modules`, given as names and folders.
+
+        Raises:
+            ConfigError: An adapter cannot be used.
+        """
+        for name, path in modules:
+            try:
+                await self.load_lora_adapter(engine, name, path)
+            except (APIError, RequestError) as e:
+                raise ConfigError(f"--lora-modules {name}={path}: {e}") from e
 
     async def unload_lora_adapter(self, engine: AsyncLLM, name: str) -> None:
         """Offers an adapter no more.

@@ -8,11 +8,10 @@ from typing import Any
 
 import msgspec
 
-from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
-from mvllm.entrypoints.openai.common.server_sent_events import encode_json
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
-from mvllm.entrypoints.openai.pooling.serving_base import InputListHandler, pooling_usage
+from mvllm.entrypoints.openai.common.json_response import encode_json
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
+from mvllm.entrypoints.openai.pooling.serving_base import InputListHandler
 from mvllm.entrypoints.openai.protocol import EmbeddingRequest, PoolingRequest
 from mvllm.errors import RequestError
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask, PoolingType
@@ -22,15 +21,17 @@ class EmbeddingHandler(InputListHandler[EmbeddingRequest]):
     """One request for vectors.
 
     Args:
-        engine, tokenizer_pool, model: As BasePoolingHandler.
-        request: As it was sent.
+        context, model: As for RequestHandler.
+        request: The body of the HTTP request.
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
     """
 
-    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: EmbeddingRequest) -> None:
-        super().__init__(engine, tokenizer_pool, model, "embd", request.priority)
+    id_prefix = "embd-"
+
+    def __init__(self, context: ServingContext, model: str, request: EmbeddingRequest) -> None:
+        super().__init__(context, model, request.priority)
         _check_format(request)
         self._request = request
         self._params = PoolingParams(
@@ -45,22 +46,24 @@ class EmbeddingHandler(InputListHandler[EmbeddingRequest]):
         for index, output in enumerate(outputs):  # one at a time: in between, others get their turn
             shown = _encode_values(output, self._request.encoding_format)
             data.append(msgspec.Raw(encode_json({"object": "embedding", "index": index, "embedding": shown})))
-        return encode_json({**self._common_fields(), "data": data, "usage": pooling_usage(outputs)})
+        return self._encode_list(data, outputs)
 
 
 class PoolingHandler(InputListHandler[PoolingRequest]):
     """One request for whatever a model says of its inputs: vectors, vectors of each token, or scores.
 
     Args:
-        engine, tokenizer_pool, model: As BasePoolingHandler.
-        request: As it was sent.
+        context, model: As for RequestHandler.
+        request: The body of the HTTP request.
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
     """
 
-    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: PoolingRequest) -> None:
-        super().__init__(engine, tokenizer_pool, model, "pool", request.priority)
+    id_prefix = "pool-"
+
+    def __init__(self, context: ServingContext, model: str, request: PoolingRequest) -> None:
+        super().__init__(context, model, request.priority)
         _check_format(request)
         self._request = request
         kind: Any = request.pooling_type
@@ -81,7 +84,7 @@ class PoolingHandler(InputListHandler[PoolingRequest]):
         for index, output in enumerate(outputs):
             shown = _encode_values(output, self._request.encoding_format)
             data.append(msgspec.Raw(encode_json({"object": "pooling", "index": index, "data": shown})))
-        return encode_json({**self._common_fields(), "data": data, "usage": pooling_usage(outputs)})
+        return self._encode_list(data, outputs)
 
 
 def _check_format(request: EmbeddingRequest | PoolingRequest) -> None:

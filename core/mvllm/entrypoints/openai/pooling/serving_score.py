@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.frontend.scoring import ScoringRequests
-from mvllm.entrypoints.openai.common.server_sent_events import encode_json
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.common.json_response import encode_json
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.pooling.serving_base import (
     BasePoolingHandler,
     InputListHandler,
@@ -26,17 +25,17 @@ class ClassificationHandler(InputListHandler[ClassificationRequest]):
     """One request for the scores that a classifier gives to inputs.
 
     Args:
-        engine, tokenizer_pool, model: As BasePoolingHandler.
-        request: As it was sent.
+        context, model: As for RequestHandler.
+        request: The body of the HTTP request.
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
     """
 
-    def __init__(
-        self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: ClassificationRequest
-    ) -> None:
-        super().__init__(engine, tokenizer_pool, model, "classify", request.priority)
+    id_prefix = "classify-"
+
+    def __init__(self, context: ServingContext, model: str, request: ClassificationRequest) -> None:
+        super().__init__(context, model, request.priority)
         self._request = request
         self._params = PoolingParams(
             use_activation=request.use_activation,
@@ -60,31 +59,29 @@ class ClassificationHandler(InputListHandler[ClassificationRequest]):
                     "num_classes": len(scores),
                 }
             )
-        return encode_json({**self._common_fields(), "data": data, "usage": pooling_usage(outputs)})
+        return self._encode_list(data, outputs)
 
 
 class _TextPairHandler(BasePoolingHandler):
     """One request to compare texts.
 
     Args:
-        engine, tokenizer_pool, model, kind: As BasePoolingHandler.
-        request: As it was sent.
+        context, model: As for RequestHandler.
+        request: The body of the HTTP request.
         first, second: The texts.
         names: What the request calls these.
     """
 
     def __init__(
         self,
-        engine: AsyncLLM,
-        tokenizer_pool: TokenizerPool,
+        context: ServingContext,
         model: str,
-        kind: str,
         request: TextPairRequest,
         first: Sequence[str],
         second: Sequence[str],
         names: tuple[str, str],
     ) -> None:
-        super().__init__(engine, tokenizer_pool, model, kind, request.priority)
+        super().__init__(context, model, request.priority)
         self._first = check_num_inputs(first, names[0])
         self._second = check_num_inputs(second, names[1])
         self._names = names
@@ -94,9 +91,9 @@ class _TextPairHandler(BasePoolingHandler):
         )
         self._scoring: ScoringRequests | None = None
 
-    async def _make_requests(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
+    async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
         processor = self._engine.pooling_input_processor
-        scoring = self._scoring = await self._text_work.run(
+        scoring = self._scoring = await self._context.tokenizer_pool.run(
             lambda: ScoringRequests.from_texts(processor, self._first, self._second, self._settings, self._names)
         )
         return scoring.prompts, scoring.params
@@ -110,36 +107,40 @@ class ScoreHandler(_TextPairHandler):
     """One request to compare texts pair by pair.
 
     Args:
-        engine, tokenizer_pool, model: As BasePoolingHandler.
-        request: As it was sent.
+        context, model: As for RequestHandler.
+        request: The body of the HTTP request.
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
     """
 
-    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: ScoreRequest) -> None:
+    id_prefix = "score-"
+
+    def __init__(self, context: ServingContext, model: str, request: ScoreRequest) -> None:
         first, first_name = _exactly_one_of(request, "text_1", "queries")
         second, second_name = _exactly_one_of(request, "text_2", "documents")
         names = first_name, second_name
-        super().__init__(engine, tokenizer_pool, model, "score", request, first, second, names)
+        super().__init__(context, model, request, first, second, names)
 
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(self._scores(outputs))]
-        return encode_json({**self._common_fields(), "data": data, "usage": pooling_usage(outputs)})
+        return self._encode_list(data, outputs)
 
 
 class RerankHandler(_TextPairHandler):
     """One request to put documents in order, those first that go best with a query.
 
     Args:
-        engine, tokenizer_pool, model: As BasePoolingHandler.
-        request: As it was sent.
+        context, model: As for RequestHandler.
+        request: The body of the HTTP request.
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
     """
 
-    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: RerankRequest) -> None:
+    id_prefix = "rerank-"
+
+    def __init__(self, context: ServingContext, model: str, request: RerankRequest) -> None:
         if request.query is None:
             raise RequestError("query is missing.", parameter="query")
         if not request.documents:
@@ -147,9 +148,7 @@ class RerankHandler(_TextPairHandler):
         if request.top_n is not None and request.top_n < 0:
             raise RequestError("top_n must be at least 1, or 0 for all.", parameter="top_n")
         texts = [each if isinstance(each, str) else each.text for each in request.documents]
-        super().__init__(
-            engine, tokenizer_pool, model, "rerank", request, [request.query], texts, ("query", "documents")
-        )
+        super().__init__(context, model, request, [request.query], texts, ("query", "documents"))
         self._top_n = request.top_n or len(texts)
         self._return_documents = request.return_documents is not False
 

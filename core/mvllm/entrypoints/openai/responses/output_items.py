@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from mvllm.entrypoints.openai.common.server_sent_events import encode_json
+from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 
 _IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.chat.serving import ChatHandler, ChatPromptRenderer
+from mvllm.entrypoints.openai.chat.serving_base import ChatHandler
 from mvllm.entrypoints.openai.common.errors import to_api_error
-from mvllm.entrypoints.openai.common.server_sent_events import encode_json
+from mvllm.entrypoints.openai.common.json_response import encode_json
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import ResponsesRequest
 from mvllm.entrypoints.openai.responses.input_items import (
     CHAT_TO_RESPONSES_FIELDS,
@@ -40,10 +40,8 @@ class ResponsesHandler(ChatHandler):
     """One request for a response.
 
     Args:
-        engine: What answers it.
-        prompts: Makes the prompt.
-        model: The model's name in the answer.
-        request: As it was sent.
+        context, model: As for RequestHandler.
+        request: The body of the HTTP request.
         store: Where earlier responses are, and where this one goes.
         caller: Who has sent it.
 
@@ -54,8 +52,7 @@ class ResponsesHandler(ChatHandler):
 
     def __init__(
         self,
-        engine: AsyncLLM,
-        prompts: ChatPromptRenderer,
+        context: ServingContext,
         model: str,
         request: ResponsesRequest,
         store: ResponseStore,
@@ -70,7 +67,7 @@ class ResponsesHandler(ChatHandler):
             if request.cache_salt is None:  # what was said under a salt stays under it
                 salt = store.cache_salt(before, caller)
                 request = msgspec.structs.replace(request, cache_salt=salt)
-            super().__init__(engine, prompts, model, to_chat_request(request, self._messages), "resp_")
+            super().__init__(context, model, "resp_", to_chat_request(request, self._messages))
         self._is_stored = request.store is not False and store.is_enabled
         self._events = ResponseEventEncoder()
         self._items = OutputItems(self._events)
@@ -79,7 +76,7 @@ class ResponsesHandler(ChatHandler):
         self._usage_json: dict[str, Any] | None = None
 
     async def start(self) -> None:
-        """Hands the request to the engine. See `Call.start`."""
+        """Hands the request to the engine. See RequestHandler."""
         with _responses_field_names():
             await super().start()
         if self._is_stored:
@@ -164,7 +161,6 @@ class ResponsesHandler(ChatHandler):
 
     async def _events_of_output(self) -> AsyncGenerator[bytes, None]:
         """Reads the answer to its end; gives the events that tell of it."""
-        assert self._engine_requests is not None
         reader = None
         prompt: str | None = None
         reason: str | None = None
@@ -173,7 +169,7 @@ class ResponsesHandler(ChatHandler):
             async for _, output in outputs:
                 self._usage.add(0, output)
                 if reader is None:
-                    reader, prompt = self._make_output_stream(output), output.prompt
+                    reader, prompt = self._make_parser_stream(output), output.prompt
                 for sequence in output.outputs:  # of which there is one
                     token_ids += sequence.token_ids
                     reason = sequence.finish_reason
@@ -188,7 +184,7 @@ class ResponsesHandler(ChatHandler):
         written = self._items.finish("completed" if reason == "stop" else "incomplete")
         num_thoughts = 0
         if any(item["type"] == "reasoning" for item in self._items.items):
-            num_thoughts = await self._prompt_renderer.tokenizer_pool.run(
+            num_thoughts = await self._context.tokenizer_pool.run(
                 lambda: self._count_reasoning_tokens(token_ids, prompt)
             )
         self._usage_json = self._usage.to_response_usage(num_thoughts)

@@ -28,12 +28,10 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.metrics.prometheus import EngineCollector
 from mvllm.engine.metrics.tracing import Tracer
-from mvllm.entrypoints.chat_template import read_default_template
-from mvllm.entrypoints.openai.admin.lora_routes import load_static_loras
-from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
+from mvllm.entrypoints.chat_template import read_chat_template, read_special_tokens
 from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.server.app import build_app
 from mvllm.entrypoints.openai.server.connections import ConnectionTable, RateLimitedWarning, default_max_connections
 from mvllm.entrypoints.openai.server.heartbeat_monitor import HEARTBEAT_INTERVAL_SECONDS
@@ -43,8 +41,7 @@ from mvllm.entrypoints.openai.server.listener import is_public, listener_url
 from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot, SharedServerMetrics
-from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
-from mvllm.entrypoints.parsers.auto_detect import resolve_parsers
+from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, exit_now, force_exit_after, shutdown_signals
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
@@ -333,26 +330,21 @@ class APIServer:
 
     async def _serve(self, engine: AsyncLLM) -> int:
         settings, state = self._settings, self._state
-        tokenizer_pool = TokenizerPool(
-            engine.tokenizer, engine.model_config.max_model_len, self._chat_template_renderer
-        )
-        folder = Path(engine.model_config.tokenizer or "")
-        parsers = resolve_parsers(settings.tool_call_parser, settings.reasoning_parser, settings.chat_template, folder)
-        prompts = ChatPromptRenderer(
+        context = ServingContext.create(
             engine,
-            tokenizer_pool,
+            self._chat_template_renderer,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
             chat_template=settings.chat_template,
             trust_request_chat_template=settings.trust_request_chat_template,
-            tool_parser=parsers.tool,
-            reasoning_parser=parsers.reasoning,
         )
         self._registry.register(
             EngineCollector(engine, model_name=self._models.name, prefixes=settings.metrics_prefixes)
         )
         engine.tracer = self._tracer
-        await load_static_loras(engine, self._models, settings)
+        await self._models.load_lora_modules(engine, settings.lora_modules)
         await self._check_template(engine)
-        state.set_ready(engine, tokenizer_pool, prompts)
+        state.set_ready(context)
         if self._server_group is None:
             seconds = time.monotonic() - state.started
             logger.info(
@@ -370,7 +362,7 @@ class APIServer:
             await self._wait_idle(_FINAL_RESPONSES_SECONDS)
             return 1
         finally:
-            tokenizer_pool.close()
+            context.close()
 
     async def _check_template(self, engine: AsyncLLM) -> None:
         """Tries the chat template out.
@@ -378,13 +370,11 @@ class APIServer:
         Raises:
             ModelError: It takes too much time or memory.
         """
-        folder = str(engine.model_config.tokenizer)
-        template, special_tokens = read_default_template(Path(folder))
-        given = self._settings.chat_template
-        if given is not None or template is not None:
-            await self._chat_template_renderer.check(
-                given or template or "", special_tokens, "--chat-template" if given else folder
-            )
+        folder, given = Path(str(engine.model_config.tokenizer)), self._settings.chat_template
+        template = given or read_chat_template(folder)
+        if template is not None:
+            source = "--chat-template" if given else str(folder)
+            await self._chat_template_renderer.check(template, read_special_tokens(folder), source)
 
     def _start_sharing_metrics(self, engine: AsyncLLM, team: ServerGroup) -> None:
         def collect() -> ServerMetricsSnapshot:

@@ -36,7 +36,7 @@ from mvllm.entrypoints.openai.server.process_messages import (
 )
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
-from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
+from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.errors import EngineDeadError
 from mvllm.executor.config_codec import decode_config
 from mvllm.executor.process.activity_table import IDLE, ActivityTable

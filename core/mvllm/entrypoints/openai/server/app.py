@@ -13,11 +13,11 @@ from starlette.types import ASGIApp
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
 from mvllm.entrypoints.openai.common.openapi import openapi_document
-from mvllm.entrypoints.openai.common.request_body import BodyReader
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.streaming_response import CLIENT_CLOSED_REQUEST, ClientDisconnected
 from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_HEADER
 from mvllm.entrypoints.openai.server.authentication import APIKeys
+from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle, load_http_plugins
 from mvllm.entrypoints.openai.server.middleware import RequestMiddleware
@@ -72,13 +72,13 @@ def build_fastapi_app(
         lambda name: HTTPServerHandle(name, state, models, settings),
         lambda: _add_handlers(FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)),
     )
-    routes = Routes(state, models, metrics, settings)
-    app.router.routes[:0] = routes.fast_routes()
-    for router in routes.routers():
+    body_routes = BodyRoutes(state, models, settings)
+    routes = Routes(state, models, metrics, settings, body_routes)
+    app.router.routes[:0] = routes.fast_routes
+    for router in routes.routers:
         app.include_router(router)
-    bodies = BodyReader.from_settings(settings)
     for plugin in plugins:
-        app.mount(plugin.prefix, plugin.asgi_app(bodies))
+        app.mount(plugin.prefix, plugin.asgi_app(body_routes.reader))
     parts = {plugin.prefix: plugin.app for plugin in plugins if plugin.app is not None}
     app.openapi = lambda: openapi_document(app, parts)  # type: ignore[method-assign]
     if settings.docs:

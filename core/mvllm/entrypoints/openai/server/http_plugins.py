@@ -26,8 +26,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.entrypoints.openai.common.engine_requests import EngineRequests
 from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
+from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
-from mvllm.entrypoints.openai.common.server_sent_events import DONE, encode_json, error_event
+from mvllm.entrypoints.openai.common.server_sent_events import DONE, error_event
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
 from mvllm.entrypoints.openai.server.server_state import ServerState
@@ -88,12 +89,12 @@ class HTTPServerHandle:
         Raises:
             RequestError: It is far too long for the model.
         """
-        return await self._state.tokenizer_pool.encode(text, add_special_tokens=add_special_tokens)
+        return await self._state.context.tokenizer_pool.encode(text, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         tokenizer, ids = self._state.engine.tokenizer, list(token_ids)
-        return await self._state.tokenizer_pool.run(lambda: tokenizer.decode(ids, skip_special_tokens=False))
+        return await self._state.context.tokenizer_pool.run(lambda: tokenizer.decode(ids, skip_special_tokens=False))
 
     async def complete(
         self, request: Request, prompts: Sequence[PromptType], params: SamplingParams | None = None
@@ -160,7 +161,7 @@ class HTTPServerHandle:
         engine = self._state.engine
         chosen = SamplingParams(**engine.model_config.generation_defaults) if params is None else params
         chosen = msgspec.structs.replace(chosen, output_kind=kind)
-        return await EngineRequests.start(engine, f"{self._name}-{uuid.uuid4().hex}", prompts, chosen, None)
+        return await EngineRequests.start(engine, f"{self._name}-{uuid.uuid4().hex}", prompts, chosen)
 
     @contextlib.contextmanager
     def _in_flight(self) -> Any:

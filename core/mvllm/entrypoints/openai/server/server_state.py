@@ -11,9 +11,8 @@ import enum
 import time
 
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
 
 
@@ -48,31 +47,27 @@ class ServerState:
         self.idle.set()
         self._heartbeat_timeout = heartbeat_timeout
         self._shared_metrics = figures
-        self._engine: AsyncLLM | None = None
-        self._text_work: TokenizerPool | None = None
-        self._chat_prompts: ChatPromptRenderer | None = None
+        self._context: ServingContext | None = None
 
-    def set_ready(
-        self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, chat_prompt_renderer: ChatPromptRenderer
-    ) -> None:
-        """From now on requests are answered."""
-        self._engine, self._text_work, self._chat_prompts = engine, tokenizer_pool, chat_prompt_renderer
+    def set_ready(self, context: ServingContext) -> None:
+        """Requests are accepted from now on."""
+        self._context = context
         self.phase = ServerPhase.READY
 
     @property
     def loaded_engine(self) -> AsyncLLM | None:
-        """The engine, where it has been started."""
-        return self._engine
+        """The engine, or None while it is being loaded."""
+        return None if self._context is None else self._context.engine
 
     @property
-    def engine(self) -> AsyncLLM:
-        """The engine, for a request that is let in.
+    def context(self) -> ServingContext:
+        """What runs a new request.
 
         Raises:
-            APIError: There is none, or no more requests are let in (503).
+            APIError: The server does not accept requests (503).
         """
-        if self.phase is ServerPhase.READY and self._engine is not None:
-            return self._engine
+        if self.phase is ServerPhase.READY and self._context is not None:
+            return self._context
         if self.phase is ServerPhase.LOADING:
             raise APIError(503, "The model is being loaded; try again soon.", code="loading", retry_after=2)
         if self.phase is ServerPhase.DRAINING:
@@ -80,16 +75,9 @@ class ServerState:
         raise APIError(503, "The engine has stopped; the server is going down.", code="engine_dead", retry_after=30)
 
     @property
-    def tokenizer_pool(self) -> TokenizerPool:
-        """The threads for text; as `engine`."""
-        assert self.engine is not None and self._text_work is not None
-        return self._text_work
-
-    @property
-    def chat_prompt_renderer(self) -> ChatPromptRenderer:
-        """Where conversations become prompts; as `engine`."""
-        assert self.engine is not None and self._chat_prompts is not None
-        return self._chat_prompts
+    def engine(self) -> AsyncLLM:
+        """The engine, for a new request. Raises as `context`."""
+        return self.context.engine
 
     def request_started(self) -> None:
         """A request goes to the engine."""
@@ -116,7 +104,7 @@ class ServerState:
         """Why the process should be started anew; None while it should not. From memory, at once."""
         if self.phase is ServerPhase.DEAD:
             return "the engine has stopped"
-        engine = self._engine
+        engine = self.loaded_engine
         if engine is None:
             return None
         if engine.errored:
@@ -133,6 +121,6 @@ class ServerState:
             return dead
         if self.phase is not ServerPhase.READY:
             return f"the server is {self.phase.value}"
-        if self._engine is not None and self._engine.is_asleep:
+        if (engine := self.loaded_engine) is not None and engine.is_asleep:
             return "the engine sleeps"
         return None

@@ -99,7 +99,7 @@ def _slug(name: str) -> str:
 
 
 def _read(name: str) -> str:
-    return resources.files("mvllm.entrypoints.openai").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("mvllm.entrypoints.openai.server").joinpath(name).read_text(encoding="utf-8")
 
 
 def _page(text: str) -> HTMLResponse:

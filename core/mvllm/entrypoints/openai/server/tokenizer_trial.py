@@ -8,7 +8,13 @@ import threading
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
-from mvllm.entrypoints.openai.tokenizer_trial_process import LOAD_SECONDS, MEMORY_BYTES, SECONDS, CompileJob, TrialStep
+from mvllm.entrypoints.openai.server.tokenizer_trial_process import (
+    LOAD_SECONDS,
+    MEMORY_BYTES,
+    SECONDS,
+    CompileJob,
+    TrialStep,
+)
 from mvllm.errors import ModelError
 from mvllm.executor.process.pipe_process import (
     find_exceeded_limit,
@@ -81,7 +87,7 @@ class TokenizerTrial:
             with self._lock:
                 if self._closed:
                     return None
-                self._process = process = start_pipe_process("mvllm.entrypoints.openai.tokenizer_trial_process")
+                self._process = process = start_pipe_process("mvllm.entrypoints.openai.server.tokenizer_trial_process")
             step = TrialStep()
             assert process.stdin is not None and process.stdout is not None
             try:
