@@ -8,9 +8,9 @@ from typing import Any
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.openai.chat.serving_base import ChatHandler
 from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.logprobs import TokenFormatter, chat_logprobs, prompt_logprobs
+from mvllm.entrypoints.openai.common.logprobs import chat_logprobs, prompt_logprobs
 from mvllm.entrypoints.openai.common.server_sent_events import ChunkEncoder
-from mvllm.entrypoints.openai.common.serving_base import ChoicesHandler
+from mvllm.entrypoints.openai.common.serving_base import ChoiceEncoder, ChoicesHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
 from mvllm.entrypoints.parsers.interface import finish_reason_with_tools, merge_deltas
@@ -24,11 +24,6 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
 
     def __init__(self, context: ServingContext, model: str, request: ChatCompletionRequest) -> None:
         super().__init__(context, model, "chatcmpl-", request)
-        self._token_formatter = TokenFormatter(
-            context.engine.tokenizer,
-            as_ids=bool(request.return_tokens_as_token_ids),
-            skip_special=self._params.skip_special_tokens,
-        )
         self.is_passthrough = self._output_parser.is_passthrough and not self._tool_choice.is_constrained
 
     def _encode_response(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -58,8 +53,8 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
             choice["token_ids"] = sequence.token_ids
         return choice
 
-    def _make_choice_encoder(self, index: int, chunks: ChunkEncoder) -> _ChoiceEncoder:
-        return _ChoiceEncoder(self, index, chunks)
+    def _make_choice_encoder(self, index: int, chunks: ChunkEncoder) -> ChoiceEncoder:
+        return _ChatChoice(self, index, chunks).encode
 
     def _finish_reason(self, reason: str | None, num_calls: int) -> str | None:
         """The finish reason of a choice. It is not `tool_calls` if the request names the function to call."""
@@ -69,7 +64,7 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
         if not self._request.logprobs or sequence.logprobs is None:
             return None
         return chat_logprobs(
-            self._token_formatter, sequence.token_ids, sequence.logprobs, self._request.top_logprobs or 0
+            self.token_formatter, sequence.token_ids, sequence.logprobs, self._request.top_logprobs or 0
         )
 
     def _add_prompt_fields(self, target: dict[str, Any], output: RequestOutput) -> None:
@@ -85,7 +80,7 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
         return content if isinstance(content, str) else ""
 
 
-class _ChoiceEncoder:
+class _ChatChoice:
     """Encodes one choice of a stream: a chunk with the role, chunks with the text, a chunk with the finish reason."""
 
     def __init__(self, handler: ChatCompletionHandler, index: int, chunks: ChunkEncoder) -> None:
@@ -93,25 +88,28 @@ class _ChoiceEncoder:
         self._handler = handler
         self._index = index
         self._chunks = chunks
-        self._is_first = True
+        self._has_started = False
         self._return_token_ids = bool(request.return_token_ids)
         self._plain = handler.is_passthrough and not (
             request.logprobs or self._return_token_ids or chunks.continuous_usage
         )
-        self._before = b'{"index":%d,"delta":{"content":' % index
+        before = b'{"index":%d,"delta":{"content":' % index
+        self._before, self._after = chunks.wrap(before, b'},"logprobs":null,"finish_reason":null}')
         self._parser_stream: OutputParserStream | None = None
 
     def encode(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
         """The chunks of the next output."""
+        text = sequence.text
+        if self._plain and self._has_started and sequence.finish_reason is None:  # most calls
+            return self._before + encode_json(text) + self._after if text else b""
         encoded = b""
-        if self._is_first:
-            self._is_first = False
+        if not self._has_started:
+            self._has_started = True
             encoded = self._chunks.encode(self._first_choice(output))
         if self._plain:
-            if sequence.text:
-                choice = self._before + encode_json(sequence.text) + b'},"logprobs":null,"finish_reason":null}'
-                encoded += self._chunks.encode(choice)
-        elif sequence.text or sequence.token_ids or sequence.finish_reason is not None:
+            if text:
+                encoded += self._before + encode_json(text) + self._after
+        elif text or sequence.token_ids or sequence.finish_reason is not None:
             if self._parser_stream is None:
                 self._parser_stream = self._handler._make_parser_stream(output)
             encoded += b"".join(map(self._chunks.encode_delta, self._delta_choices(sequence, self._parser_stream)))

@@ -45,6 +45,10 @@ class ChunkEncoder:
         """A chunk with one choice, or with no choice if that is empty, and the usage so far."""
         return self._before + choice + b'],"usage":' + encode_json(self._usage.to_usage()) + b"}\n\n"
 
+    def wrap(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
+        """The bytes of a chunk before and after its text, if `before` and `after` are those of its choice."""
+        return self._before + before, after + self._after
+
     def encode_end(self) -> bytes:
         """The end of the stream: a chunk with the usage, if the request asks for it, and `[DONE]`."""
         return (self.encode_with_usage(b"") if self._includes_usage else b"") + DONE

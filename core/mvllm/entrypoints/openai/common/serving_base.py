@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from functools import partial
-from typing import Any, ClassVar, Protocol
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.openai.common.engine_requests import EngineRequests
 from mvllm.entrypoints.openai.common.errors import to_api_error
+from mvllm.entrypoints.openai.common.logprobs import TokenFormatter
 from mvllm.entrypoints.openai.common.output_constraint import OutputConstraint
 from mvllm.entrypoints.openai.common.server_sent_events import ChunkEncoder, error_event
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
@@ -139,11 +140,8 @@ class GenerationHandler(RequestHandler):
         return prompts, self._params  # _build_prompts may replace them
 
 
-class ChoiceEncoder(Protocol):
-    """Encodes one choice of a stream."""
-
-    def encode(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
-        """The chunks of the next output; empty if it adds nothing. The first call has the prompt's fields."""
+ChoiceEncoder = Callable[[RequestOutput, CompletionOutput], bytes]
+"""Encodes the chunks of one choice, output by output. Empty for an output that adds nothing."""
 
 
 class ChoicesHandler(GenerationHandler):
@@ -154,6 +152,15 @@ class ChoicesHandler(GenerationHandler):
     """
 
     chunk_object: ClassVar[str]
+
+    @cached_property
+    def token_formatter(self) -> TokenFormatter:
+        """Formats the tokens of log-probabilities."""
+        return TokenFormatter(
+            self._engine.tokenizer,
+            as_ids=bool(self._request.return_tokens_as_token_ids),
+            skip_special=self._params.skip_special_tokens,
+        )
 
     async def full_response(self) -> bytes:
         """The body of the response. See RequestHandler."""
@@ -169,6 +176,7 @@ class ChoicesHandler(GenerationHandler):
         requests = self._engine_requests
         chunks = ChunkEncoder(self._common_fields(self.chunk_object), self._usage, self._request.stream_options)
         encoders: dict[int, ChoiceEncoder] = {}
+        run_in_thread = self._context.tokenizer_pool.run  # for the log-probabilities of a prompt, which may be many
         num_sequences = self._params.n
         num_open = requests.num_prompts
         written = b""
@@ -177,15 +185,13 @@ class ChoicesHandler(GenerationHandler):
                 self._usage.add(position, output)
                 for sequence in output.outputs:
                     index = position * num_sequences + sequence.index
-                    encoder = encoders.get(index)
-                    is_first = encoder is None
-                    if encoder is None:
-                        encoder = encoders[index] = self._make_choice_encoder(index, chunks)
-                    if is_first and output.prompt_logprobs:  # there may be many
-                        encode = partial(encoder.encode, output, sequence)
-                        written += await self._context.tokenizer_pool.run(encode)
+                    encode = encoders.get(index)
+                    if encode is not None:
+                        written += encode(output, sequence)
                     else:
-                        written += encoder.encode(output, sequence)
+                        encode = encoders[index] = self._make_choice_encoder(index, chunks)
+                        first = partial(encode, output, sequence)
+                        written += await run_in_thread(first) if output.prompt_logprobs else first()
                     if sequence.finish_reason == "error":
                         raise requests.error_of(sequence)
                 num_open -= output.finished
@@ -203,4 +209,4 @@ class ChoicesHandler(GenerationHandler):
 
     @abstractmethod
     def _make_choice_encoder(self, index: int, chunks: ChunkEncoder) -> ChoiceEncoder:
-        """The encoder of one choice of a stream."""
+        """A new encoder for one choice of a stream."""

@@ -7,12 +7,12 @@ from typing import Any
 
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.openai.common.json_response import encode_json
-from mvllm.entrypoints.openai.common.logprobs import CompletionLogprobs, TokenFormatter, prompt_logprobs
+from mvllm.entrypoints.openai.common.logprobs import CompletionLogprobs, prompt_logprobs
 from mvllm.entrypoints.openai.common.output_constraint import output_constraint
 from mvllm.entrypoints.openai.common.prompt_inputs import build_prompts, split_prompts
 from mvllm.entrypoints.openai.common.request_sampling_params import completion_sampling_params
 from mvllm.entrypoints.openai.common.server_sent_events import ChunkEncoder
-from mvllm.entrypoints.openai.common.serving_base import ChoicesHandler
+from mvllm.entrypoints.openai.common.serving_base import ChoiceEncoder, ChoicesHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.usage import UsageCounter
 from mvllm.entrypoints.openai.protocol import CompletionRequest
@@ -43,11 +43,6 @@ class CompletionHandler(ChoicesHandler):
         super().__init__(context, model, "cmpl-", request, params, constraint)
         self.is_prompt_only = bool(request.echo) and request.max_tokens == 0
         self._usage = UsageCounter(count_completion=not self.is_prompt_only)
-        self.token_formatter = TokenFormatter(
-            context.engine.tokenizer,
-            as_ids=bool(request.return_tokens_as_token_ids),
-            skip_special=params.skip_special_tokens,
-        )
 
     async def _build_prompts(self) -> list[PromptType]:
         request, num_sequences = self._request, self._params.num_sequences
@@ -68,15 +63,15 @@ class CompletionHandler(ChoicesHandler):
 
     def _encode_response(self, outputs: Sequence[RequestOutput]) -> bytes:
         choices = [
-            _ChoiceEncoder(self, position * self._params.n + sequence.index).build(output, sequence)
+            _CompletionChoice(self, position * self._params.n + sequence.index).build(output, sequence)
             for position, output in enumerate(outputs)
             for sequence in output.outputs
         ]
         fields = self._common_fields("text_completion")
         return encode_json({**fields, "choices": choices, "usage": self._usage.to_usage()})
 
-    def _make_choice_encoder(self, index: int, chunks: ChunkEncoder) -> _ChoiceEncoder:
-        return _ChoiceEncoder(self, index, chunks)
+    def _make_choice_encoder(self, index: int, chunks: ChunkEncoder) -> ChoiceEncoder:
+        return _CompletionChoice(self, index, chunks).encode
 
     def prompt_text(self, output: RequestOutput) -> str:
         """The prompt, as text."""
@@ -86,7 +81,7 @@ class CompletionHandler(ChoicesHandler):
         return self._engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
 
 
-class _ChoiceEncoder:
+class _CompletionChoice:
     """Builds one choice, and encodes it chunk by chunk for a stream."""
 
     def __init__(self, handler: CompletionHandler, index: int, chunks: ChunkEncoder | None = None) -> None:

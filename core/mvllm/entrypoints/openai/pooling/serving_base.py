@@ -12,7 +12,7 @@ from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.prompt_inputs import build_prompts, split_prompts
 from mvllm.entrypoints.openai.common.serving_base import RequestHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
-from mvllm.entrypoints.openai.protocol import ClassificationRequest, EmbeddingRequest
+from mvllm.entrypoints.openai.protocol import InputListRequest
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.pooling_params import PoolingParams
@@ -26,6 +26,8 @@ _MAX_INLINE_VALUES = 1 << 15
 
 class BasePoolingHandler(RequestHandler):
     """Answers a request with the model's outputs for a list of inputs.
+
+    Subclasses are created from context, model and body, and raise RequestError if a setting is not valid.
 
     Args:
         context, model, priority: As for RequestHandler.
@@ -72,7 +74,7 @@ class BasePoolingHandler(RequestHandler):
         return encode_json({**self._common_fields("list"), "data": data, "usage": pooling_usage(outputs)})
 
 
-_Request = TypeVar("_Request", bound=EmbeddingRequest | ClassificationRequest)
+_Request = TypeVar("_Request", bound=InputListRequest)
 
 
 class InputListHandler(BasePoolingHandler, Generic[_Request]):
@@ -93,10 +95,10 @@ class InputListHandler(BasePoolingHandler, Generic[_Request]):
 
 
 def check_num_inputs(inputs: Sequence[Any], field: str) -> Sequence[Any]:
-    """Returns the inputs.
+    """Returns `inputs` after a check of their number.
 
     Raises:
-        RequestError: They are too many.
+        RequestError: There are too many.
     """
     if len(inputs) > MAX_INPUTS:
         raise RequestError(
@@ -107,6 +109,6 @@ def check_num_inputs(inputs: Sequence[Any], field: str) -> Sequence[Any]:
 
 
 def pooling_usage(outputs: Sequence[PoolingRequestOutput]) -> dict[str, int]:
-    """How many tokens the prompts had."""
+    """The `usage` object: the tokens of the prompts."""
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings` and `POST /pooling`: vectors of inputs, and whatever else a model says of them."""
+"""`POST /v1/embeddings` and `POST /pooling`: embeddings of inputs, or of their tokens, or scores."""
 
 from __future__ import annotations
 
@@ -18,15 +18,7 @@ from mvllm.messages.pooling_params import PoolingParams, PoolingTask, PoolingTyp
 
 
 class EmbeddingHandler(InputListHandler[EmbeddingRequest]):
-    """One request for vectors.
-
-    Args:
-        context, model: As for RequestHandler.
-        request: The body of the HTTP request.
-
-    Raises:
-        RequestError: On construction: a setting is not acceptable.
-    """
+    """Answers one embedding request."""
 
     id_prefix = "embd-"
 
@@ -43,22 +35,14 @@ class EmbeddingHandler(InputListHandler[EmbeddingRequest]):
 
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data: list[msgspec.Raw] = []
-        for index, output in enumerate(outputs):  # one at a time: in between, others get their turn
-            shown = _encode_values(output, self._request.encoding_format)
-            data.append(msgspec.Raw(encode_json({"object": "embedding", "index": index, "embedding": shown})))
+        for index, output in enumerate(outputs):  # one at a time, so that other threads can run in between
+            values = _encode_values(output, self._request.encoding_format)
+            data.append(msgspec.Raw(encode_json({"object": "embedding", "index": index, "embedding": values})))
         return self._encode_list(data, outputs)
 
 
 class PoolingHandler(InputListHandler[PoolingRequest]):
-    """One request for whatever a model says of its inputs: vectors, vectors of each token, or scores.
-
-    Args:
-        context, model: As for RequestHandler.
-        request: The body of the HTTP request.
-
-    Raises:
-        RequestError: On construction: a setting is not acceptable.
-    """
+    """Answers one pooling request: an embedding of each input or of each token, or scores."""
 
     id_prefix = "pool-"
 
@@ -66,12 +50,12 @@ class PoolingHandler(InputListHandler[PoolingRequest]):
         super().__init__(context, model, request.priority)
         _check_format(request)
         self._request = request
-        kind: Any = request.pooling_type
+        pooling_type: Any = request.pooling_type
         task: Any = request.task
-        if task == "token_embed":  # another name for the same
-            kind, task = kind or PoolingType.ALL, PoolingTask.EMBED
+        if task == "token_embed":  # another name of pooling_type all
+            pooling_type, task = pooling_type or PoolingType.ALL, PoolingTask.EMBED
         self._params = PoolingParams(
-            pooling_type=kind,
+            pooling_type=pooling_type,
             dimensions=request.dimensions,
             normalize=request.normalize,
             use_activation=request.use_activation,
@@ -82,8 +66,8 @@ class PoolingHandler(InputListHandler[PoolingRequest]):
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data: list[msgspec.Raw] = []
         for index, output in enumerate(outputs):
-            shown = _encode_values(output, self._request.encoding_format)
-            data.append(msgspec.Raw(encode_json({"object": "pooling", "index": index, "data": shown})))
+            values = _encode_values(output, self._request.encoding_format)
+            data.append(msgspec.Raw(encode_json({"object": "pooling", "index": index, "data": values})))
         return self._encode_list(data, outputs)
 
 
@@ -93,6 +77,6 @@ def _check_format(request: EmbeddingRequest | PoolingRequest) -> None:
 
 
 def _encode_values(output: PoolingRequestOutput, encoding_format: str | None) -> Any:
-    """The numbers, or the bytes of little-endian float32 as text."""
+    """A list of numbers, or base64 of the bytes of little-endian float32."""
     data = output.outputs.data
     return base64.b64encode(data.tobytes()).decode() if encoding_format == "base64" else data.tolist()

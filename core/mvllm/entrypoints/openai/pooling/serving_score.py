@@ -1,4 +1,4 @@
-"""`POST /classify`, `/score` and `/rerank`: what a model says of texts, or of how well two of them go together."""
+"""`POST /classify`, `/score` and `/rerank`: classes of texts, similarity of pairs, documents sorted for a query."""
 
 from __future__ import annotations
 
@@ -22,15 +22,7 @@ from mvllm.messages.pooling_params import PoolingParams, PoolingTask
 
 
 class ClassificationHandler(InputListHandler[ClassificationRequest]):
-    """One request for the scores that a classifier gives to inputs.
-
-    Args:
-        context, model: As for RequestHandler.
-        request: The body of the HTTP request.
-
-    Raises:
-        RequestError: On construction: a setting is not acceptable.
-    """
+    """Answers one classification request."""
 
     id_prefix = "classify-"
 
@@ -63,13 +55,13 @@ class ClassificationHandler(InputListHandler[ClassificationRequest]):
 
 
 class _TextPairHandler(BasePoolingHandler):
-    """One request to compare texts.
+    """Answers a request that compares texts.
 
     Args:
         context, model: As for RequestHandler.
         request: The body of the HTTP request.
-        first, second: The texts.
-        names: What the request calls these.
+        first, second: The texts of the pairs.
+        names: The fields of the texts in the request, for errors.
     """
 
     def __init__(
@@ -99,20 +91,12 @@ class _TextPairHandler(BasePoolingHandler):
         return scoring.prompts, scoring.params
 
     def _scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[float]:
-        assert self._scoring is not None, "it was started"
+        assert self._scoring is not None, "start() comes first"
         return [output.outputs.score for output in self._scoring.outputs(outputs)]
 
 
 class ScoreHandler(_TextPairHandler):
-    """One request to compare texts pair by pair.
-
-    Args:
-        context, model: As for RequestHandler.
-        request: The body of the HTTP request.
-
-    Raises:
-        RequestError: On construction: a setting is not acceptable.
-    """
+    """Answers one score request: the similarity of each pair of texts."""
 
     id_prefix = "score-"
 
@@ -128,15 +112,7 @@ class ScoreHandler(_TextPairHandler):
 
 
 class RerankHandler(_TextPairHandler):
-    """One request to put documents in order, those first that go best with a query.
-
-    Args:
-        context, model: As for RequestHandler.
-        request: The body of the HTTP request.
-
-    Raises:
-        RequestError: On construction: a setting is not acceptable.
-    """
+    """Answers one rerank request: documents sorted by their relevance for a query."""
 
     id_prefix = "rerank-"
 
@@ -154,20 +130,20 @@ class RerankHandler(_TextPairHandler):
 
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         scores = self._scores(outputs)
-        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: self._top_n]  # equal ones stay in order
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: self._top_n]  # the sort is stable
         results = [self._result(i, scores[i]) for i in best]
         return encode_json({"id": self._id, "model": self._model, "usage": pooling_usage(outputs), "results": results})
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
-        shown = {"document": {"text": self._second[index]}} if self._return_documents else {}
-        return {"index": index, **shown, "relevance_score": score}
+        document = {"document": {"text": self._second[index]}} if self._return_documents else {}
+        return {"index": index, **document, "relevance_score": score}
 
 
 def _exactly_one_of(request: ScoreRequest, name: str, other: str) -> tuple[Sequence[str], str]:
-    """A field under one of two names, and the name.
+    """The texts of a field with two names, and the name that the request uses.
 
     Raises:
-        RequestError: It is there under neither, or both.
+        RequestError: The request has neither or both.
     """
     given = [each for each in (name, other) if getattr(request, each) is not None]
     if len(given) != 1:
