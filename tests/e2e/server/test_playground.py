@@ -80,7 +80,7 @@ DRAWN = (
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(PROGRAM is None, reason="not run: no Chromium")
-def test_markdown_is_drawn_and_nothing_of_it_runs(server: ServerProcess) -> None:
+def test_markdown_is_rendered_and_no_script_in_it_runs(server: ServerProcess) -> None:
     with Browser() as browser:
         browser.open(server.url + "/")
         browser.wait_for("document.querySelector('#phase')?.textContent === 'ready'")

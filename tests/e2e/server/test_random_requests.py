@@ -166,11 +166,11 @@ def soak(server: ServerProcess, client: httpx.Client, num_requests: int, at_once
     assert all(float(line.split()[-1]) == 0 for line in metrics.splitlines() if "kv_cache_usage_perc{" in line)
 
 
-def test_nothing_is_left_of_300_requests(server: ServerProcess, client: httpx.Client) -> None:
+def test_no_state_is_left_after_300_requests(server: ServerProcess, client: httpx.Client) -> None:
     soak(server, client, 300, 40)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-def test_nothing_is_left_of_20000_requests(server: ServerProcess, client: httpx.Client) -> None:
+def test_no_state_is_left_after_20000_requests(server: ServerProcess, client: httpx.Client) -> None:
     soak(server, client, 20_000, 200)

@@ -13,7 +13,7 @@ from mvllm.entrypoints.openai.server.process_manager import _ProcessManager
 from mvllm.entrypoints.openai.server.process_messages import ShutdownSignal
 
 
-def test_two_deaths_at_once_are_one_signal_to_the_others():
+def test_two_deaths_at_once_send_one_signal_to_the_other_servers():
     """A second one would have them abort what they are to finish."""
     ours, theirs = (MessageSocket(end) for end in message_socket_pair())
     manager: Any = object.__new__(_ProcessManager)

@@ -51,14 +51,14 @@ def post(tokenizer: SlowTokenizer, path: str, body: dict[str, Any]) -> httpx.Res
     return asyncio.run(ask())
 
 
-def test_names_of_tokens_come_from_a_thread() -> None:
+def test_token_strings_are_made_in_a_thread() -> None:
     tokenizer = SlowTokenizer()
     answer = post(tokenizer, "/tokenize", {"prompt": "a b", "return_token_strs": True})
     assert answer.json()["token_strs"] == ["1", "2"]
     assert (tokenizer.loaded_by or "").startswith("text")
 
 
-def test_the_ids_that_are_decoded_in_one_request_are_limited() -> None:
+def test_the_number_of_token_ids_to_decode_is_limited() -> None:
     assert post(SlowTokenizer(), "/detokenize", {"tokens": [1] * 100}).json() == {"prompt": "x"}
     answer = post(SlowTokenizer(), "/detokenize", {"tokens": [1] * (MAX_DETOKENIZE_TOKENS + 1)})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tokens"

@@ -14,24 +14,28 @@ from mvllm.errors import RequestError
 from mvllm.messages.inputs import TokensPrompt
 
 MAX_TRUNCATED_MESSAGES = 1 << 16
-"""Messages and calls of a conversation whose prompt is cut; another has fewer than the model takes tokens."""
+"""Messages and tool calls of a conversation whose prompt is truncated; any other has fewer than max_model_len."""
 
 MAX_TOOLS = 4096
 MAX_TEMPLATE_VARIABLES = 256
 
 
 class ChatPromptRenderer:
-    """Turns conversations into prompts.
+    """Turns conversations into prompts, and has the parsers of the model's output.
 
     Args:
-        engine: What the prompts are for.
-        tokenizer_pool: Where templates run.
+        engine: The engine that runs the prompts.
+        tokenizer_pool: Renders templates and tokenizes.
         chat_template: Template in place of the tokenizer's own, from the server's settings.
-        trust_request_chat_template: Whether requests may bring their own.
-        tool_parser, reasoning_parser: Names of what takes the answers apart, if anything does.
+        trust_request_chat_template: Whether requests may send their own.
+        tool_parser, reasoning_parser: Names of the parsers; None for none.
+
+    Attributes:
+        tool_parser, reasoning_parser: Classes of the parsers.
+        special_tokens: Texts of the tokenizer's special tokens.
 
     Raises:
-        ConfigError: There is no parser of such a name.
+        ConfigError: No parser has the name.
     """
 
     def __init__(
@@ -61,31 +65,31 @@ class ChatPromptRenderer:
         if request.messages is None:
             raise RequestError("messages is missing.", parameter="messages")
         self._check_length(request)
-        foreign = bool(request.chat_template)
-        if foreign and not self._trust_request_template:
+        has_own_template = bool(request.chat_template)
+        if has_own_template and not self._trust_request_template:
             raise RequestError(
-                "chat_template is refused, since a template is a program: this server uses the model's own. Start it "
-                "with --trust-request-chat-template to permit others.",
+                "chat_template is not allowed, since a template is a program: this server uses the model's own. Start "
+                "it with --trust-request-chat-template to allow templates of requests.",
                 parameter="chat_template",
             )
         if len(request.chat_template or "") > MAX_TEMPLATE_LENGTH:
             raise RequestError(f"chat_template may have {MAX_TEMPLATE_LENGTH} characters.", parameter="chat_template")
-        render = self._tokenizer_pool.render_with_request_template if foreign else self._tokenizer_pool.render
+        render = self._tokenizer_pool.render_with_request_template if has_own_template else self._tokenizer_pool.render
         text = await render(request.messages, self._template_arguments(request))
         return await self._tokenizer_pool.run(lambda: self._tokenize(text, request))
 
     def _check_length(self, request: ChatCompletionRequest | TokenizeRequest) -> None:
-        """Refuses a conversation that fits no model of this length, before anything is done with its messages."""
-        most = self._engine.model_config.max_model_len
+        """Checks that the conversation may fit into the model's context, before its messages are processed."""
+        max_messages = self._engine.model_config.max_model_len
         if getattr(request, "truncate_prompt_tokens", None) is not None:
-            most = max(most, MAX_TRUNCATED_MESSAGES)
+            max_messages = max(max_messages, MAX_TRUNCATED_MESSAGES)
         messages = request.messages or ()
         calls = [message.get("tool_calls") for message in messages]
         found = len(messages) + sum(len(each) for each in calls if isinstance(each, list))
-        if found > most:
+        if found > max_messages:
             raise RequestError(
-                f"The conversation has {found} messages and calls, which is at least as many tokens, but prompt and "
-                f"output together may have {most} (max_model_len). Shorten the conversation.",
+                f"The conversation has {found} messages and tool calls, which are at least as many tokens, but prompt "
+                f"and output together may have {max_messages} (max_model_len). Shorten the conversation.",
                 parameter="messages",
             )
         check_tools(request.tools)
@@ -95,35 +99,35 @@ class ChatPromptRenderer:
             )
 
     def _template_arguments(self, request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
-        """What `render_chat` is to be told."""
-        go_on = bool(request.continue_final_message)
+        """The keyword arguments of `render_chat`."""
+        continues = bool(request.continue_final_message)
         extra = dict(request.chat_template_kwargs or {})
         effort = getattr(request, "reasoning_effort", None)
         if effort is not None:
             extra.setdefault("reasoning_effort", effort)
         return {
             "chat_template": request.chat_template or self._chat_template,
-            "add_generation_prompt": not go_on
+            "add_generation_prompt": not continues
             if request.add_generation_prompt is None
             else request.add_generation_prompt,
-            "continue_final_message": go_on,
+            "continue_final_message": continues,
             "tools": request.tools,
             "chat_template_kwargs": extra,
         }
 
     def _tokenize(self, text: str, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt:
         self._engine.input_processor.check_text(text)
-        # The template has written the special tokens already.
+        # The template has added the special tokens.
         truncated = getattr(request, "truncate_prompt_tokens", None) is not None
         ids = self._tokenizer_pool.encode_sync(text, add_special_tokens=False, truncated=truncated)
         return TokensPrompt(prompt_token_ids=ids, prompt=text)
 
 
 def check_tools(tools: Sequence[Any] | None) -> None:
-    """Refuses tools of which there are too many.
+    """Checks the number of tools.
 
     Raises:
-        RequestError: There are.
+        RequestError: There are too many.
     """
     if len(tools or ()) > MAX_TOOLS:
         raise RequestError(f"tools may have {MAX_TOOLS} entries; found {len(tools or ())}.", parameter="tools")

@@ -1,4 +1,4 @@
-"""One HTTP request's way through the engine: a request of its own for each prompt, and all of them end together."""
+"""The engine requests of one HTTP request: one for each prompt, started and closed together."""
 
 from __future__ import annotations
 
@@ -102,22 +102,24 @@ class EngineRequests:
         """The final output of each prompt, in order.
 
         Raises:
-            APIError: A sequence failed in the engine.
+            APIError: A sequence failed in the engine, or was aborted before it started.
             EngineDeadError: The engine has stopped.
         """
         outputs = []
-        for stream in self._streams:  # one after the other: what comes for the later ones is kept for us
+        for stream in self._streams:  # in turn: each stream keeps its outputs until they are read
             output = self._pop_first_output() if stream is self._streams[0] else None
             async for latest in stream:
                 output = latest
             if output is None:
-                raise APIError(503, "The request was dropped before it had begun.", code="aborted", retry_after=1)
+                raise APIError(
+                    503, "The request was aborted before it started; try again.", code="aborted", retry_after=1
+                )
             self._raise_errors(output)
             outputs.append(output)
         return outputs
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What is new about each prompt, with the prompt's position, until all have ended."""
+        """The outputs of all prompts as they are generated, each with the index of its prompt."""
         first = self._pop_first_output()
         if first is not None:
             yield 0, first
@@ -125,7 +127,7 @@ class EngineRequests:
             async for output in self._streams[0]:
                 yield 0, output
             return
-        # Each of the tasks waits until its last piece has been taken; the engine joins what comes meanwhile.
+        # A task waits until its last output has been read; the engine joins the outputs that come before.
         queue: asyncio.Queue[_Item] = asyncio.Queue(1)
         tasks = [asyncio.create_task(_feed(queue, i, stream)) for i, stream in enumerate(self._streams)]
         num_open = len(tasks)
@@ -144,15 +146,14 @@ class EngineRequests:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def error_of(self, sequence: CompletionOutput) -> Exception:
-        """What a client is told about a sequence that failed."""
+        """The error to raise for a sequence that failed. Logs its cause."""
         if sequence.error_parameter is not None:
-            ours = self._constraint is not None and sequence.error_parameter == "structured_outputs"
-            field = self._constraint.field if self._constraint is not None and ours else sequence.error_parameter
+            field = sequence.error_parameter
+            if self._constraint is not None and field == "structured_outputs":
+                field = self._constraint.field
             return RequestError(sequence.error or "", parameter=field)
         logger.error("The engine could not finish a request: %s", sequence.error)
-        return APIError(
-            500, "The engine could not finish the request; the server's log tells more.", code="engine_error"
-        )
+        return APIError(500, "The engine could not finish the request; see the server's log.", code="engine_error")
 
     def _raise_errors(self, output: RequestOutput) -> None:
         for sequence in output.outputs:
@@ -164,16 +165,16 @@ class EngineRequests:
         return first
 
     def close(self) -> None:
-        """Drops what has not ended. Idempotent."""
+        """Aborts what has not finished. Idempotent."""
         for stream in self._streams:
             stream.close()
 
 
 def check_num_entries(params: SamplingParams, num_prompts: int) -> None:
-    """Refuses settings whose lists are so long, and asked for so often, that checking them would hold up everybody.
+    """Checks that the lists of sampling parameters are short enough to be validated for each sequence.
 
     Raises:
-        RequestError: They have too much in them.
+        RequestError: They have too many entries.
     """
     num_sequences = num_prompts * (1 if params.use_beam_search else params.num_sequences)
     if num_sequences > 1 and params.num_entries * num_sequences > MAX_ENTRIES:
@@ -188,7 +189,7 @@ async def _feed(queue: asyncio.Queue[_Item], position: int, stream: RequestOutpu
     try:
         async for output in stream:
             await queue.put((position, output))
-    except Exception as e:  # noqa: BLE001  (raised where the queue is read)
+    except Exception as e:  # noqa: BLE001  (raised by the reader of the queue)
         await queue.put((position, e))
     else:
         await queue.put((position, None))

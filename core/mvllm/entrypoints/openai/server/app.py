@@ -1,4 +1,4 @@
-"""Puts the server's application together: routes, errors, the gate around them."""
+"""Builds the server's ASGI application: routes, plugins, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ def build_app(
     settings: ServerSettings,
     tracer: Tracer | None = None,
 ) -> ASGIApp:
-    """The application, as a server runs it."""
+    """The application with all middleware."""
     app: ASGIApp = build_fastapi_app(state, models, metrics, settings)
     if tracer is not None:
         app = TracingMiddleware(app, tracer)
     keys = APIKeys(settings.api_keys, settings.admin_api_keys)
-    gate: ASGIApp = RequestMiddleware(app, keys, metrics.observe, access_log=settings.access_log)
+    app = RequestMiddleware(app, keys, metrics.observe, access_log=settings.access_log)
     if settings.allowed_origins:
-        # Outermost: a browser asks whether it may send the key before it sends it.
-        gate = CORSMiddleware(
-            gate,
+        # Outermost: preflight requests of browsers have no key.
+        app = CORSMiddleware(
+            app,
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", UNKNOWN_FIELDS_HEADER],
         )
-    return gate
+    return app
 
 
 def build_fastapi_app(
     state: ServerState, models: OpenAIServingModels, metrics: HTTPMetrics, settings: ServerSettings
 ) -> FastAPI:
-    """The application without the gate."""
+    """The application without middleware."""
     app = FastAPI(
         title="mvllm",
         version=__version__,
         docs_url=None,
         redoc_url=None,
         openapi_url="/openapi.json" if settings.docs else None,
-        redirect_slashes=False,  # a redirect would repeat the Host that the client claims
+        redirect_slashes=False,  # a redirect would contain the Host header that the client sent
     )
     plugins = load_http_plugins(
         settings.http_plugins,
@@ -95,7 +95,7 @@ def build_fastapi_app(
 
 
 def _add_handlers(app: FastAPI) -> FastAPI:
-    """Has an application's errors leave in the server's shape."""
+    """Adds handlers that turn exceptions into error responses."""
     app.add_exception_handler(ClientDisconnected, _handle_client_disconnect)
     for kind in (APIError, MvllmError, Exception):
         app.add_exception_handler(kind, _handle_error)
@@ -114,12 +114,12 @@ async def _handle_error(request: Request, error: Exception) -> Response:
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, APIError):  # which knows more, such as that the connection is of no further use
+    if isinstance(error.__cause__, APIError):  # it has more fields, such as `close`
         return error_response(error.__cause__)
-    if error.status_code == 404 and error.detail == "Not Found":  # not one that a plugin explains
-        return error_response(APIError(404, "There is nothing at this path.", code="unknown_path"))
+    if error.status_code == 404 and error.detail == "Not Found":  # a plugin's 404 has another text
+        return error_response(APIError(404, "There is no route at this path.", code="unknown_path"))
     if error.status_code == 405:
-        response = error_response(APIError(405, "This path does not take this method.", code="method_not_allowed"))
+        response = error_response(APIError(405, "This path does not accept this method.", code="method_not_allowed"))
         response.headers.update(error.headers or {})
         return response
     return error_response(APIError(error.status_code, str(error.detail)))
@@ -128,4 +128,4 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     name = str(error.errors()[0]["loc"][-1])
-    return error_response(APIError(400, f"The parameter {name[:40]!a} has no acceptable value.", param=name[:40]))
+    return error_response(APIError(400, f"The value of the parameter {name[:40]!a} is not valid.", param=name[:40]))
