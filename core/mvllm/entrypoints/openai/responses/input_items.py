@@ -24,26 +24,11 @@ CHAT_TO_RESPONSES_FIELDS = {
 }
 """Fields of a chat completion request, with the corresponding fields of the Responses API."""
 
-_SAME_NAMES = (
-    "model",
-    "stream",
-    "temperature",
-    "top_p",
-    "parallel_tool_calls",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "priority",
-    "cache_salt",
-    "structured_outputs",
-    "chat_template_kwargs",
+_SHARED_FIELDS = tuple(
+    name
+    for name in ResponsesRequest.__struct_fields__
+    if name in ChatCompletionRequest.__struct_fields__
+    and name not in ("tools", "tool_choice", "stream_options", "top_logprobs")  # these differ
 )
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -83,7 +68,7 @@ def to_chat_request(request: ResponsesRequest, messages: Sequence[Message]) -> C
         tools=None if request.tools is None else [_tool(i, tool) for i, tool in enumerate(request.tools)],
         tool_choice=_tool_choice(request.tool_choice),
         reasoning_effort=effort,
-        **{name: getattr(request, name) for name in _SAME_NAMES},
+        **{name: getattr(request, name) for name in _SHARED_FIELDS},
     )
 
 

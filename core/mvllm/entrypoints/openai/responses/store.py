@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,19 +18,12 @@ from mvllm.entrypoints.openai.responses.input_items import Message
 from mvllm.entrypoints.openai.server.authentication import Caller
 from mvllm.logging import get_logger
 
+if TYPE_CHECKING:
+    from mvllm.entrypoints.openai.responses.serving import ResponsesHandler
+
 logger = get_logger(__name__)
 
 _OVERHEAD_BYTES = 1 << 10
-
-
-class RunningResponse(Protocol):
-    """A response that is being generated."""
-
-    def snapshot(self) -> bytes:
-        """The response so far, as JSON."""
-
-    def cancel(self) -> None:
-        """Aborts it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +60,7 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._ended: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._running: dict[str, tuple[RunningResponse, bytes | None]] = {}  # with the owner
+        self._running: dict[str, tuple[ResponsesHandler, bytes | None]] = {}  # with the owner
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -78,7 +71,7 @@ class ResponseStore:
         """Whether responses are stored."""
         return self._max_responses > 0
 
-    def add_running(self, response_id: str, response: RunningResponse, caller: Caller) -> None:
+    def add_running(self, response_id: str, response: ResponsesHandler, caller: Caller) -> None:
         """Adds a response that is being generated."""
         self._running[response_id] = response, caller.key
 
@@ -160,7 +153,7 @@ class ResponseStore:
         self.num_bytes -= self._find(response_id, caller).size
         del self._ended[response_id]
 
-    def _find_running(self, response_id: str, caller: Caller) -> RunningResponse | None:
+    def _find_running(self, response_id: str, caller: Caller) -> ResponsesHandler | None:
         running, owner = self._running.get(response_id, (None, None))
         return running if caller.may_access(owner) else None
 

@@ -18,8 +18,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -40,11 +41,14 @@ from mvllm.entrypoints.openai.server.http_protocol import LimitedHttpProtocol, u
 from mvllm.entrypoints.openai.server.listener import is_public, listener_url
 from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot, SharedServerMetrics
+from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot
 from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, exit_now, force_exit_after, shutdown_signals
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
+
+if TYPE_CHECKING:
+    from mvllm.entrypoints.openai.server.api_server_proc import ServerGroupMember
 
 logger = get_logger(__name__)
 
@@ -184,25 +188,6 @@ class _HTTPServer(uvicorn.Server):
                 await asyncio.wait_for(self._stop_event.wait(), HEARTBEAT_INTERVAL_SECONDS)
 
 
-class ServerGroup(Protocol):
-    """The connection of one of several API servers to the others and to their parent.
-
-    Attributes:
-        shared_metrics: The metrics of all API servers.
-    """
-
-    shared_metrics: SharedServerMetrics
-
-    def start_receiving(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
-        """Reads the parent's messages in `loop`, and passes the signals that it received to `on_signal`."""
-
-    def report_ready(self) -> None:
-        """Tells the parent that this server accepts requests."""
-
-    def heartbeat(self) -> None:
-        """Shows that the event loop of this server runs."""
-
-
 class APIServer:
     """The HTTP server of one process.
 
@@ -211,7 +196,7 @@ class APIServer:
         model: The model as the user named it.
         settings: The server's.
         listener: The listening socket; closed at the end.
-        group: The other API servers, if there are any.
+        group: Connection to the other API servers and their parent, if the server is one of several.
         tokenizer_trial: Started by `load`; the server waits for its result before it is ready.
     """
 
@@ -221,7 +206,7 @@ class APIServer:
         model: str,
         settings: ServerSettings,
         listener: socket.socket,
-        group: ServerGroup | None = None,
+        group: ServerGroupMember | None = None,
         tokenizer_trial: TokenizerTrial | None = None,
     ) -> None:
         self._make_engine = load
@@ -286,27 +271,18 @@ class APIServer:
 
     async def _load_engine(self) -> AsyncLLM | None:
         """The engine, or None if a signal came first. Raises as soon as the tokenizer trial fails."""
-        loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[AsyncLLM] = loop.create_future()
+        loaded: Future[AsyncLLM] = Future()
 
         def load() -> None:
-            outcome: AsyncLLM | BaseException
-            try:
-                outcome = self._make_engine()
-            except BaseException as e:  # noqa: BLE001  (raised where it is waited for)
-                outcome = e
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(set_outcome, outcome)
-
-        def set_outcome(outcome: AsyncLLM | BaseException) -> None:
-            if isinstance(outcome, BaseException):
-                loaded.set_exception(outcome)
-            else:
-                loaded.set_result(outcome)
+            with contextlib.suppress(InvalidStateError):  # cancelled below
+                try:
+                    loaded.set_result(self._make_engine())
+                except BaseException as e:  # noqa: BLE001  (raised by the result)
+                    loaded.set_exception(e)
 
         threading.Thread(target=load, name="engine-start", daemon=True).start()
         signalled = asyncio.create_task(self._signal_received.wait())
-        waiting: set[asyncio.Future[Any]] = {loaded}
+        waiting: set[asyncio.Future[Any]] = {asyncio.wrap_future(loaded)}
         if self._tokenizer_trial is not None:
             waiting.add(asyncio.wrap_future(self._tokenizer_trial.result))
         try:
@@ -320,7 +296,8 @@ class APIServer:
                 loaded.result().shutdown()
             raise
         finally:
-            signalled.cancel()
+            for each in (signalled, *waiting):
+                each.cancel()
         return None if waiting else loaded.result()
 
     def _exit_before_loaded(self) -> NoReturn:
@@ -378,7 +355,7 @@ class APIServer:
             source = "--chat-template" if given else str(folder)
             await self._chat_template_renderer.check(template, read_special_tokens(folder), source)
 
-    def _start_sharing_metrics(self, engine: AsyncLLM, group: ServerGroup) -> None:
+    def _start_sharing_metrics(self, engine: AsyncLLM, group: ServerGroupMember) -> None:
         def collect() -> ServerMetricsSnapshot:
             return ServerMetricsSnapshot(self._state.num_in_flight, self._metrics.snapshot(), engine.metrics.snapshot())
 

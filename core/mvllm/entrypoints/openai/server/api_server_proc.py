@@ -132,8 +132,13 @@ class APIServerProcess(ChildProcess):
         super().__init__(make_start, [*fds, *(core.activity_fd for core in place.cores)], APIServerHandle)
 
 
-class _ServerGroupMember:
-    """Connects to the engine cores, and handles the messages of the parent. See ServerGroup."""
+class ServerGroupMember:
+    """Connects one API server to its parent, the engine cores, the coordinator and the shared metrics.
+
+    Attributes:
+        shared_metrics: The metrics of all API servers.
+        tokenizer_trial: The trial of this server, if it runs one.
+    """
 
     def __init__(self, start: APIServerStart, control: socket.socket, activity_table: ActivityTable) -> None:
         self._server_args, self._shared_args = server_args, shared_args = start.server_args, start.shared_args
@@ -179,7 +184,7 @@ class _ServerGroupMember:
         return engine
 
     def start_receiving(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
-        """Handles the parent's messages from now on."""
+        """Handles the parent's messages in `loop`, and passes the signals that it received to `on_signal`."""
         self._on_signal = on_signal
         loop.add_reader(self._control_socket.fd, self._receive_messages)
         self._receive_messages()
@@ -219,7 +224,7 @@ class _ServerGroupMember:
 
 def serve(start: APIServerStart, control: socket.socket, activity_table: ActivityTable) -> int:
     """Runs one API server; returns its exit status."""
-    group = _ServerGroupMember(start, control, activity_table)
+    group = ServerGroupMember(start, control, activity_table)
     listener = socket.socket(fileno=start.shared_args.listener_fd)
     shared_args = start.shared_args
     server = APIServer(

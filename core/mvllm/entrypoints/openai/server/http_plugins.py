@@ -14,6 +14,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import msgspec
@@ -236,7 +237,7 @@ def _load(name: str, make_handle: Callable[[str], HTTPServerHandle], make_app: C
 class _BodyLimitMiddleware:
     def __init__(self, app: ASGIApp, prefix: str, bodies: BodyReader) -> None:
         self._app = app
-        self._route = _Prefix(f"{prefix}/...")
+        self._route = SimpleNamespace(path=f"{prefix}/...")
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -252,13 +253,6 @@ class _BodyLimitMiddleware:
             await self._app(scope, receive_limited, send)
         finally:
             scope["route"] = self._route  # so that metrics have one series per plugin
-
-
-class _Prefix:
-    """A route for `scope["route"]`, which has only the path that metrics show."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
 
 
 def _unavailable(name: str) -> ASGIApp:

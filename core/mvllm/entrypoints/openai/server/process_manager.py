@@ -187,9 +187,9 @@ class _ProcessManager:
     def _wait_ready(self) -> None:
         assert self._coordinator is not None
         with failing_together([*self._servers, *(core.process for core in self._engine_cores), self._coordinator]):
-            self._wait_for_each()
+            self._wait_for_each(self._coordinator)
 
-    def _wait_for_each(self) -> None:
+    def _wait_for_each(self, coordinator: CoordinatorChildProcess) -> None:
         handshakes = [core.wait_ready() for core in self._engine_cores]
         ready = [msgspec.structs.replace(handshake, start_seconds=seconds) for handshake, seconds in handshakes]
         for server, control in zip(self._servers, self._control_sockets):
@@ -198,8 +198,7 @@ class _ProcessManager:
                     server.check_usable()
                     time.sleep(_POLL_MS / 1e3)
         timeout = self._config.parallel.start_timeout
-        assert self._coordinator is not None
-        self._coordinator.wait_handshake(timeout)
+        coordinator.wait_handshake(timeout)
         for server in self._servers:
             server.set_phase("joining the engine cores")
             server.wait_handshake(timeout)
