@@ -1,4 +1,4 @@
-"""Keys: nothing but health is open, whatever the path looks like, and nothing shows a key."""
+"""API keys: only health is open, however a path is spelled, and no output contains a key."""
 
 from __future__ import annotations
 

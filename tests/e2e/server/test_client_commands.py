@@ -1,4 +1,4 @@
-"""The commands that talk with a server, with a real one; and a file of requests, which has the server's answers."""
+"""The commands that send requests to a server, with a real one; and a batch file, which has the same responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for what a running server tells, by its right names and labels, and for all of it."""
+"""The Grafana dashboard uses all metrics of a running server, by their right names and labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/embeddings` with the real OpenAI SDK, beside `LLM.embed`; and what it refuses."""
+"""`/v1/embeddings` with the real OpenAI SDK, compared with `LLM.embed`; and its errors."""
 
 from __future__ import annotations
 

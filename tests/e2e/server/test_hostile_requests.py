@@ -1,4 +1,4 @@
-"""Requests made to hurt: each gets an error of the usual shape, and after each the server works as before."""
+"""Hostile requests: each gets an error in the usual format, and the server works as before."""
 
 from __future__ import annotations
 

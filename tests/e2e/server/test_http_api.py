@@ -1,4 +1,4 @@
-"""What goes over the wire, byte by byte where clients depend on it."""
+"""HTTP responses, byte by byte where clients depend on it."""
 
 from __future__ import annotations
 

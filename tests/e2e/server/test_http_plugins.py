@@ -1,4 +1,4 @@
-"""Routes of other packages, on a real server: guarded like its own, and no danger to it when they are broken."""
+"""HTTP plugins on a real server: they need keys like its own routes, and a broken one does not harm it."""
 
 from __future__ import annotations
 

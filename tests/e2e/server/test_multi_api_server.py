@@ -1,4 +1,4 @@
-"""Two API servers on one socket, two replicas, and the coordinator between them: one server, whoever answers."""
+"""Two API servers on one socket, two replicas and the coordinator behave as one server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real OpenAI SDK against a real server: what it reads is what `LLM` generates."""
+"""The real OpenAI SDK with a real server: it reads what `LLM` generates."""
 
 from __future__ import annotations
 

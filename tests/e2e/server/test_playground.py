@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser. With WRITE_PICTURES in the environment, the picture in the docs is made anew."""
+"""The page at `/` in a real browser. With WRITE_PICTURES in the environment, the picture in the docs is taken anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors, classes, scores and ranks over HTTP: what `LLM` says of the same texts; and what is refused."""
+"""Embeddings, classes, scores and ranks over HTTP, compared with `LLM` for the same texts; and their errors."""
 
 from __future__ import annotations
 

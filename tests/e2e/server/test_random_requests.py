@@ -1,5 +1,4 @@
-"""Requests that nobody thought of: whatever a body holds, the answer is no fault of the server's; and nothing is left
-of many requests, however they ended."""
+"""Random request bodies: no body causes a 500, and no state is left after many requests, however they ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Responses API as the real OpenAI SDK speaks it, against a real server: its text is that of a chat."""
+"""The Responses API with the real OpenAI SDK and a real server: its text is that of a chat completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling fields over HTTP: what changes single logits, ranks answers, or cuts prompts."""
+"""Sampling fields over HTTP: biases of logits, ranked outputs, truncated prompts."""
 
 from __future__ import annotations
 

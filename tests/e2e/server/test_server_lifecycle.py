@@ -1,4 +1,4 @@
-"""How a server begins and ends: what it says meanwhile, what becomes of requests, and with which status it goes."""
+"""Start and end of a server: its logs, its requests, and its exit status."""
 
 from __future__ import annotations
 

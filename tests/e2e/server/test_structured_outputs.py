@@ -1,4 +1,4 @@
-"""Forms of outputs over HTTP: what comes back has the form, and what cannot be had is an error of the request."""
+"""Structured outputs over HTTP: the output matches the constraint, and an unusable constraint is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of requests arrive at a collector that speaks OTLP over HTTP; one that does not answer holds nobody up."""
+"""Spans of requests arrive at an OTLP collector; one that does not answer delays no request."""
 
 from __future__ import annotations
 

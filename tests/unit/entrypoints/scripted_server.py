@@ -1,4 +1,4 @@
-"""The whole HTTP application around an engine core that writes what the test has chosen."""
+"""The whole HTTP application with an engine core that generates a text of the test."""
 
 from __future__ import annotations
 

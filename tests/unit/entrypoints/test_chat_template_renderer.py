@@ -1,4 +1,4 @@
-"""Chat templates, those of models and those that come with requests: rendered within limits."""
+"""Rendering of chat templates, of models and of requests, within limits."""
 
 from __future__ import annotations
 

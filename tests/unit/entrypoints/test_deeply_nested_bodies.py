@@ -1,4 +1,4 @@
-"""What is nested as deeply as can just be decoded is the caller's fault, wherever it is noticed."""
+"""A body that nests as deeply as can be decoded is a client error, wherever the depth is noticed."""
 
 from __future__ import annotations
 

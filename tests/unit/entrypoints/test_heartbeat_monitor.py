@@ -1,4 +1,4 @@
-"""Which processes are taken for hung: the time that counts is that of an observer who looks in time."""
+"""Detection of silent processes; the time in which the monitor itself is stopped does not count."""
 
 from __future__ import annotations
 

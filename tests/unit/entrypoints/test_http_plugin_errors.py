@@ -1,4 +1,4 @@
-"""Errors of a plugin's routes: what they say gets out, and a body beyond the limit ends the connection."""
+"""Errors of a plugin's routes: their text is kept, and a body beyond the limit closes the connection."""
 
 from __future__ import annotations
 

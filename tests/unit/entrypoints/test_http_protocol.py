@@ -1,4 +1,4 @@
-"""HTTP on one connection, and the limits of all connections of a process; the application answers when it is told."""
+"""HTTP on one connection, and the limits of all connections of a process; the test controls the responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tokens begin in a text."""
+"""Text offsets of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process above several API servers: what it tells them when one of them dies; no process needed."""
+"""The parent of several API servers: its messages when a server dies, without processes."""
 
 from __future__ import annotations
 

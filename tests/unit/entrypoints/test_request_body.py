@@ -1,4 +1,4 @@
-"""Bodies of requests, decoded."""
+"""Decoding of request bodies."""
 
 from __future__ import annotations
 

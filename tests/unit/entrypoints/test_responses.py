@@ -1,4 +1,4 @@
-"""Responses: thoughts, text and calls become items; items become messages; and what is kept is bounded."""
+"""Responses: reasoning, text and calls become items; items become messages; and the store is bounded."""
 
 from __future__ import annotations
 

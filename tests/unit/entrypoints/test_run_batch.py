@@ -1,4 +1,4 @@
-"""Files of requests: how they are read, and what lines that are no requests come to. Answers of a model: tests/e2e."""
+"""Batch files: how they are read, and the errors of invalid lines. Responses of a model: tests/e2e."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize` hold nobody else up."""
+"""`/tokenize` and `/detokenize` do not block the event loop."""
 
 from __future__ import annotations
 

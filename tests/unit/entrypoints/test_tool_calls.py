@@ -1,4 +1,4 @@
-"""Tools and thoughts over HTTP: the whole application around an engine core that writes what the test has chosen."""
+"""Tools and reasoning over HTTP: the whole application with an engine core that generates a text of the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of requests that the server does not know: logged once, named in a header, or refused."""
+"""Unknown request fields: logged once, named in a header, or rejected."""
 
 from __future__ import annotations
 
