@@ -1,8 +1,11 @@
-"""Renders a conversation to the text that the model was trained to continue.
+"""Renders a conversation to a prompt with the model's chat template.
 
-Messages come as clients of the chat completions API send them, and go to the template as templates expect them: a
-call's arguments as an object instead of its JSON text, no content as an empty text, parts of text as one text, and what
-a model thought under the name that templates know.
+Messages have the format of the chat completions API, and are converted to the format that templates expect:
+
+    arguments of a tool call    JSON text           -> object
+    content                     null                -> empty text
+    content                     list of text parts  -> text
+    reasoning                   reasoning           -> reasoning_content
 """
 
 from __future__ import annotations
@@ -36,10 +39,12 @@ _RESERVED = (
 )
 
 
-Conversation = Sequence[Mapping[str, Any]]
-"""Messages of `role` and `content`, a text or a list of text parts; templates may know further keys.
+_MAX_TEMPLATE_BYTES = 4 << 20
 
-Assistants' messages may have `tool_calls` and `reasoning` (or `reasoning_content`), those of tools a `tool_call_id`.
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages with `role` and `content`, which is a text or a list of text parts. Templates may use more keys.
+
+Assistant messages may have `tool_calls` and `reasoning` (or `reasoning_content`), tool messages a `tool_call_id`.
 """
 
 
@@ -54,23 +59,22 @@ def render_chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt of a conversation, special tokens included: tokenize it without adding any.
+    """The prompt of a conversation, with special tokens: tokenize it without adding them again.
 
     Args:
         chat_template: A Jinja template in place of the tokenizer's own.
-        add_generation_prompt: End with the beginning of an answer.
-        continue_final_message: Leave the last message open, for the model to go on with it.
+        add_generation_prompt: End with the header of the assistant's next message.
+        continue_final_message: Leave the last message open, so that the model continues it.
         tools: Functions that the model may call, as JSON schemas.
-        documents: Texts that the model may draw on, usually of `title` and `text`; few templates show them.
-        chat_template_kwargs: Further variables for the template.
+        documents: Texts for the model to use, usually with `title` and `text`; few templates support them.
+        chat_template_kwargs: More variables for the template.
 
     Raises:
-        RequestError: The conversation or the settings are not acceptable, there is no template, or it failed.
+        RequestError: The conversation or a setting is not valid, there is no template, or it failed.
     """
     if add_generation_prompt and continue_final_message:
         raise RequestError(
-            "continue_final_message leaves the last message open, which add_generation_prompt would close; "
-            "pass add_generation_prompt=False with it.",
+            "continue_final_message and add_generation_prompt exclude each other: pass add_generation_prompt=False.",
             parameter="continue_final_message",
         )
     if not isinstance(chat_template_kwargs, Mapping | None):
@@ -86,7 +90,7 @@ def render_chat(
         _check_objects(name, value)
     if documents:
         if "documents" in extra:
-            raise RequestError("documents are given twice, also in chat_template_kwargs.", parameter="documents")
+            raise RequestError("documents may not be passed again in chat_template_kwargs.", parameter="documents")
         extra["documents"] = list(documents)
     if chat_template is None and getattr(tokenizer.hf, "chat_template", None) is None:
         raise RequestError(
@@ -118,19 +122,19 @@ def render_chat(
 
 
 def uses_transformers_template(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer renders its template as those of transformers do, and not by code of its own."""
+    """Whether the tokenizer renders its template with transformers' code, not with its own."""
     apply = getattr(type(tokenizer.hf), "apply_chat_template", None)
     return getattr(apply, "__module__", None) == "transformers.tokenization_utils_base"
 
 
 def resolve_chat_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """The template that `render_chat` would use, None if there is none, and the special tokens that it knows by name.
+    """The template that `render_chat` would use, None if there is none, and the special tokens by name.
 
     Args:
-        settings: Of `render_chat`.
+        settings: Keyword arguments of `render_chat`.
 
     Raises:
-        RequestError: There are several, and none of the name that is asked for, or none that is the default.
+        RequestError: The tokenizer has several templates, but not the requested one or no default.
     """
     hf, given = tokenizer.hf, settings.get("chat_template")
     if given is None and hf.chat_template is None:
@@ -141,23 +145,37 @@ def resolve_chat_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> 
         raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="messages") from e
 
 
-def read_default_template(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """A folder's default template and special tokens, read without transformers; None where none is in its files."""
-    settings: dict[str, Any] = {}
-    with contextlib.suppress(ModelError):
-        settings = read_json_object(folder / "tokenizer_config.json")
-    template: object = settings.get("chat_template")
-    if isinstance(template, list):  # several by name
+def read_chat_template(folder: Path, *, for_tools: bool = False) -> str | None:
+    """The chat template in a tokenizer's folder, read without transformers; None if no file has one.
+
+    Args:
+        for_tools: Prefer the template for requests with tools, if there are several templates.
+    """
+    tool_use = folder / "additional_chat_templates" / "tool_use.jinja"
+    for path in ([tool_use] if for_tools else []) + [folder / "chat_template.jinja"]:
+        with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+            return file.read(_MAX_TEMPLATE_BYTES).decode("utf-8")
+    template = _read_tokenizer_config(folder).get("chat_template")
+    if isinstance(template, list):  # objects with name and template
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
-        template = named.get("default")
-    with contextlib.suppress(OSError, ValueError):
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        template = (named.get("tool_use") if for_tools else None) or named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def read_special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that a tokenizer's folder names for its templates, such as `bos_token`."""
     special = {}
-    for name, token in settings.items():
+    for name, token in _read_tokenizer_config(folder).items():
         content = token.get("content") if isinstance(token, Mapping) else token
         if name.endswith("_token") and isinstance(content, str):
             special[name] = content
-    return template if isinstance(template, str) else None, special
+    return special
+
+
+def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(ModelError):
+        return read_json_object(folder / "tokenizer_config.json")
+    return {}
 
 
 def is_conversation(value: object) -> bool:
@@ -189,15 +207,15 @@ def _check_message(i: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if calls:
         checked["tool_calls"] = _check_calls(i, calls)
         if content is None:
-            checked["content"] = ""  # templates concatenate it, or look into it, without asking
-    thoughts = message.get("reasoning")
-    if isinstance(thoughts, str) and message.get("reasoning_content") is None:
-        checked["reasoning_content"] = thoughts
+            checked["content"] = ""  # templates concatenate it or search in it
+    reasoning = message.get("reasoning")
+    if isinstance(reasoning, str) and message.get("reasoning_content") is None:
+        checked["reasoning_content"] = reasoning
     return checked
 
 
 def _check_calls(i: int, calls: object) -> list[dict[str, Any]]:
-    """The calls of a message, with arguments as objects."""
+    """The tool calls of a message, with arguments as objects."""
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise RequestError(
             f"The tool_calls of message {i} must be a list; found a {type(calls).__name__}.", parameter="messages"
@@ -207,7 +225,7 @@ def _check_calls(i: int, calls: object) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(
-                f"Message {i} has a tool call without a function, which is an object of 'name' and 'arguments'.",
+                f"Message {i} has a tool call without a function, which is an object with 'name' and 'arguments'.",
                 parameter="messages",
             )
         arguments = _as_object(function.get("arguments"))
@@ -216,7 +234,7 @@ def _check_calls(i: int, calls: object) -> list[dict[str, Any]]:
 
 
 def _as_object(arguments: object) -> object:
-    """A call's arguments as templates expect them. What a model wrote that is no JSON object stays the text it is."""
+    """The arguments of a tool call as an object. A text that is not a JSON object is returned unchanged."""
     if arguments is None or arguments == "":
         return {}
     if not isinstance(arguments, str):
@@ -246,7 +264,7 @@ def _join_parts(i: int, parts: Sequence[Any]) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RequestError(
-                f"Message {i} has a part of type {kind!r}; this model takes only text parts.", parameter="messages"
+                f"Message {i} has a part of type {kind!r}; this model accepts only text parts.", parameter="messages"
             )
         texts.append(part["text"])
     return "\n".join(texts)

@@ -1,4 +1,4 @@
-"""One server on the demo model for all tests of this folder that do not need one of their own."""
+"""One server with the demo model for all tests of this folder that need no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys: nothing but health is open, whatever the path looks like, and nothing shows a key."""
+"""API keys: only health is open, however a path is spelled, and no output contains a key."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class TestEveryRoute:
                 assert (answer.status_code == 403) == (is_admin and who == "user"), (who, answer.text)
 
     @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "MADEUP"])
-    def test_methods_are_no_way_around(self, app: object, method: str) -> None:
+    def test_no_method_bypasses_authentication(self, app: object, method: str) -> None:
         for path in ("/v1/models", "/metrics", "/", "/docs", "/openapi.json", "/server_info", "/nothing"):
             assert self.ask(app, method, path, {}).status_code == 401
 
@@ -128,14 +128,14 @@ ODD_HEADS = [
 ]  # fmt: skip
 
 
-def test_odd_paths_are_no_way_around(guarded: ServerProcess) -> None:
+def test_no_spelling_of_a_path_bypasses_authentication(guarded: ServerProcess) -> None:
     for data in ODD_HEADS:
         answer = guarded.exchange(data)
         assert answer.split()[1] in (b"401", b"400"), (data, answer)
         assert b'"object":"list"' not in answer
 
 
-def test_each_key_opens_what_it_should(guarded: ServerProcess) -> None:
+def test_each_key_permits_its_routes(guarded: ServerProcess) -> None:
     with guarded.client() as client:
         for key, models, admin in ((USER, 200, 403), (SECOND, 200, 403), (ADMIN, 200, 200), ("nobody", 401, 401)):
             headers = {"Authorization": f"Bearer {key}"}
@@ -167,7 +167,7 @@ def test_sleep_and_wake_up_need_an_admin_key(guarded: ServerProcess) -> None:
             assert client.post("/v1/completions", json=greedy).json()["choices"][0]["text"] == text
 
 
-def test_strangers_cannot_use_up_the_descriptors(guarded: ServerProcess) -> None:
+def test_clients_without_a_key_cannot_exhaust_the_descriptors(guarded: ServerProcess) -> None:
     """More half-sent heads than the server may have files, all it is permitted: probes and users are answered."""
     assert psutil.Process(guarded.process.pid).rlimit(psutil.RLIMIT_NOFILE) == (MAX_FILES, MAX_FILES)
     with guarded.client(headers={"Authorization": f"Bearer {USER}"}) as client, ExitStack() as stack:
@@ -192,12 +192,12 @@ def test_keys_appear_in_no_log_and_no_response(guarded: ServerProcess) -> None:
 
 
 class TestKeys:
-    def test_without_any_users_are_free_and_administration_is_closed(self) -> None:
+    def test_without_keys_users_need_none_and_administration_is_closed(self) -> None:
         keys = APIKeys()
         assert keys.authenticate([]).role is Role.USER
         assert keys.authenticate([(b"authorization", b"Bearer x")]).role is Role.USER
 
-    def test_each_of_many_is_its_own_and_nothing_like_one_is_one(self) -> None:
+    def test_each_of_many_keys_is_valid_and_similar_strings_are_not(self) -> None:
         keys = APIKeys([f"user-{index}" for index in range(5000)], ["boss"])
         callers = {keys.authenticate([(b"authorization", b"Bearer user-%d" % index)]) for index in range(5000)}
         assert len(callers) == 5000 and {caller.role for caller in callers} == {Role.USER}
@@ -206,13 +206,13 @@ class TestKeys:
         assert keys.authenticate([(b"authorization", b"Bearer boss")]).role is Role.ADMIN
 
     @pytest.mark.parametrize("key", ["", " ", "a b", "a\n", "ü"])
-    def test_what_cannot_be_one_is_refused(self, key: str, tmp_path: Path) -> None:
+    def test_invalid_keys_are_rejected(self, key: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             read_api_keys([key], [], "X", None)
         with pytest.raises(ConfigError):
             read_api_keys([], [], "X", key)
 
-    def test_a_file_without_one_is_refused(self, tmp_path: Path) -> None:
+    def test_a_file_without_a_key_is_rejected(self, tmp_path: Path) -> None:
         (tmp_path / "empty").write_text("# nothing\n\n")
         for name in ("empty", "missing"):
             with pytest.raises(ConfigError, match="API keys"):

@@ -1,4 +1,4 @@
-"""The commands that talk with a server, with a real one; and a file of requests, which has the server's answers."""
+"""The commands that send requests to a server, with a real one; and a batch file, which has the same responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_bench_serve(server, tmp_path, kind):
     assert 1 <= result["max_concurrent_requests"] <= 4
 
 
-def test_complete_and_chat_print_what_the_server_writes(server, client, capsys, monkeypatch):
+def test_complete_and_chat_print_the_servers_output(server, client, capsys, monkeypatch):
     body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
     text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
     arguments = ["--url", server.url, "--max-tokens", "12", "--temperature", "0"]
@@ -46,7 +46,7 @@ def test_complete_and_chat_print_what_the_server_writes(server, client, capsys, 
     assert capsys.readouterr().out == answer + "\n"
 
 
-def test_a_file_of_requests_has_the_answers_of_the_server(client, tmp_path):
+def test_a_batch_file_has_the_responses_of_the_server(client, tmp_path):
     requests = {
         f"{prompt}-{n}": ("/v1/completions", {"prompt": prompt, "max_tokens": n, "temperature": 0, "logprobs": 1})
         for prompt in PROMPTS

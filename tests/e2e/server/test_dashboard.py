@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for what a running server tells, by its right names and labels, and for all of it."""
+"""The Grafana dashboard uses all metrics of a running server, by their right names and labels."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ def queries(dashboard: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield variable["name"], variable["query"]["query"], ""
 
 
-def test_every_metric_it_asks_for_is_on_a_running_server(dashboard: dict[str, Any], told: dict[str, set[str]]) -> None:
+def test_every_metric_of_the_dashboard_exists_on_a_running_server(
+    dashboard: dict[str, Any], told: dict[str, set[str]]
+) -> None:
     asked = {name for _, expression, _ in queries(dashboard) for name in NAME.findall(expression)}
     assert asked and asked <= told.keys(), asked - told.keys()
 
 
-def test_every_label_it_asks_for_is_there(dashboard: dict[str, Any], told: dict[str, set[str]]) -> None:
+def test_every_label_of_the_dashboard_exists(dashboard: dict[str, Any], told: dict[str, set[str]]) -> None:
     for title, expression, legend in queries(dashboard):
         if expression.startswith("label_values("):
             metric, label = re.fullmatch(r"label_values\(([\w:]+)[^,]*, (\w+)\)", expression).groups()  # type: ignore
@@ -79,7 +81,7 @@ def test_rates_are_of_counters_and_quantiles_of_buckets(dashboard: dict[str, Any
         assert expression.count("(") == expression.count(")") and expression.count("{") == expression.count("}"), title
 
 
-def test_everything_the_engine_tells_is_shown(dashboard: dict[str, Any], told: dict[str, set[str]]) -> None:
+def test_every_metric_of_the_engine_is_shown(dashboard: dict[str, Any], told: dict[str, set[str]]) -> None:
     asked = {name for _, expression, _ in queries(dashboard) for name in NAME.findall(expression)}
 
     def is_shown(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""`/v1/embeddings` with the real OpenAI SDK, beside `LLM.embed`; and what it refuses."""
+"""`/v1/embeddings` with the real OpenAI SDK, compared with `LLM.embed`; and its errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_close(found: list[list[float]], expected: list[list[float]]) -> None:
         assert abs(np.linalg.norm(one) / np.linalg.norm(other) - 1) < 0.05
 
 
-def test_texts_and_token_ids_have_the_vectors_of_llm(sdk: OpenAI, llm: LLM) -> None:
+def test_texts_and_token_ids_have_the_embeddings_of_llm(sdk: OpenAI, llm: LLM) -> None:
     expected = [output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)]
     ids = [llm.llm_engine.tokenizer.encode(text) for text in TEXTS]
     for given in (TEXTS, ids):
@@ -52,7 +52,7 @@ def test_texts_and_token_ids_have_the_vectors_of_llm(sdk: OpenAI, llm: LLM) -> N
     assert abs(np.linalg.norm(expected[0]) - 1) < 1e-5
 
 
-def test_bytes_and_numbers_are_the_same_vector(sdk: OpenAI, client: httpx.Client) -> None:
+def test_base64_and_numbers_are_the_same_embedding(sdk: OpenAI, client: httpx.Client) -> None:
     asked = {"model": "demo", "input": TEXTS[0]}
     as_numbers = client.post("/v1/embeddings", json=asked).json()["data"][0]["embedding"]
     as_bytes = client.post("/v1/embeddings", json=asked | {"encoding_format": "base64"}).json()["data"][0]["embedding"]
@@ -61,14 +61,14 @@ def test_bytes_and_numbers_are_the_same_vector(sdk: OpenAI, client: httpx.Client
     assert by_sdk.embedding == as_numbers
 
 
-def test_vectors_are_cut_and_scaled_as_asked(sdk: OpenAI, llm: LLM) -> None:
+def test_dimensions_and_normalize(sdk: OpenAI, llm: LLM) -> None:
     for settings in ({"dimensions": 12}, {"dimensions": 5, "normalize": False}):
         [expected] = llm.embed(TEXTS[1], PoolingParams(**settings), use_tqdm=False)  # type: ignore[arg-type]
         [found] = sdk.embeddings.create(model="demo", input=TEXTS[1], extra_body=settings).data
         assert_close([found.embedding], [expected.outputs.embedding])
 
 
-def test_many_at_once_and_beside_texts(sdk: OpenAI, llm: LLM) -> None:
+def test_many_inputs_at_once_and_beside_completions(sdk: OpenAI, llm: LLM) -> None:
     texts = [f"{TEXTS[i % 3]} {i}" for i in range(40)]
     expected = [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
 
@@ -105,14 +105,14 @@ def test_many_at_once_and_beside_texts(sdk: OpenAI, llm: LLM) -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong_is_refused_by_name(client: httpx.Client, body: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_rejected_by_name(client: httpx.Client, body: dict[str, Any], param: str) -> None:
     answer = client.post("/v1/embeddings", json=body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param and error["type"] == "BadRequestError" and error["message"]
 
 
-def test_inputs_longer_than_the_model_reads_say_so(sdk: OpenAI) -> None:
+def test_an_input_beyond_max_model_len_is_an_error(sdk: OpenAI) -> None:
     limit = sdk.models.retrieve("demo").max_model_len  # type: ignore[attr-defined]
     assert sdk.embeddings.create(model="demo", input=[[5] * limit]).usage.prompt_tokens == limit
     with pytest.raises(openai.BadRequestError) as caught:
@@ -123,7 +123,7 @@ def test_inputs_longer_than_the_model_reads_say_so(sdk: OpenAI) -> None:
         sdk.embeddings.create(model="nobody", input="x")
 
 
-def test_who_leaves_ends_the_request(server: ServerProcess, client: httpx.Client) -> None:
+def test_a_disconnect_aborts_the_request(server: ServerProcess, client: httpx.Client) -> None:
     limit = client.get("/v1/models").json()["data"][0]["max_model_len"]
     with server.client(timeout=0.05) as hasty, pytest.raises(httpx.TimeoutException):
         hasty.post("/v1/embeddings", json={"input": [[7 + i] * limit for i in range(60)]})

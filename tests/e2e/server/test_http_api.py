@@ -1,4 +1,4 @@
-"""What goes over the wire, byte by byte where clients depend on it."""
+"""HTTP responses, byte by byte where clients depend on it."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_tokens_by_their_ids_and_logprobs_of_the_prompt(client: httpx.Client) ->
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_logprobs_of_the_prompt_come_with_the_first_piece_of_a_stream(client: httpx.Client, count: int) -> None:
+def test_logprobs_of_the_prompt_come_with_the_first_chunk_of_a_stream(client: httpx.Client, count: int) -> None:
     # Long enough that a busy reader does not find all of its pieces put together.
     ask = {**STORY, "prompt_logprobs": count, "stream": True, "max_tokens": 200, "ignore_eos": True}
     choices = [event["choices"][0] for event in events(client.post("/v1/completions", json=ask))]
@@ -150,7 +150,7 @@ def test_defaults_are_the_models_and_limits_the_contexts(client: httpx.Client) -
     assert client.post("/v1/chat/completions", json=both).json()["usage"]["completion_tokens"] == 2
 
 
-def test_a_prompt_seen_before_is_counted_as_cached(client: httpx.Client) -> None:
+def test_a_repeated_prompt_is_counted_as_cached(client: httpx.Client) -> None:
     ask = {"prompt": "A rather long beginning of a story " * 20, "max_tokens": 1, "cache_salt": "of this test"}
     first, second = (client.post("/v1/completions", json=ask).json()["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
@@ -166,13 +166,13 @@ def test_null_and_unknown_fields_count_as_not_given(client: httpx.Client) -> Non
     assert odd.json()["choices"] == plain
 
 
-def test_request_ids_are_given_back(client: httpx.Client) -> None:
+def test_request_ids_are_returned(client: httpx.Client) -> None:
     assert client.get("/version", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
     made = [client.get("/version", headers=h).headers["x-request-id"] for h in ({}, {"X-Request-Id": "a b\tc"})]
     assert all(re.fullmatch("req-[0-9a-f]{32}", one) for one in made) and made[0] != made[1]
 
 
-def test_one_request_id_twice_at_once_is_no_cross_talk(server: ServerProcess, client: httpx.Client) -> None:
+def test_two_requests_with_the_same_id_do_not_mix(server: ServerProcess, client: httpx.Client) -> None:
     body = json.dumps({**STORY, "stream": True}).encode()
     expected = client.post("/v1/completions", json=STORY).json()["choices"][0]["text"]
     same = {"X-Request-Id": "same", "Content-Type": "application/json"}
@@ -184,7 +184,7 @@ def test_one_request_id_twice_at_once_is_no_cross_talk(server: ServerProcess, cl
         assert "".join(chunk["choices"][0]["text"] for chunk in events(answer)) == expected
 
 
-def test_paths_are_forgiving_and_wrong_ones_are_errors(client: httpx.Client, server: ServerProcess) -> None:
+def test_extra_slashes_are_accepted_and_unknown_paths_are_errors(client: httpx.Client, server: ServerProcess) -> None:
     for path in ("/v1//models", "//v1/models", "/v1/models/"):
         assert b" 200 OK" in server.exchange(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
     for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/health", 405)):
@@ -205,7 +205,7 @@ def test_tokenize_and_detokenize(client: httpx.Client) -> None:
         assert client.post(path, json=body).status_code == 400
 
 
-def test_what_the_server_tells_of_itself(client: httpx.Client) -> None:
+def test_models_version_load_and_health(client: httpx.Client) -> None:
     assert client.get("/version").json() == {"version": __version__}
     for path in ("/health", "/health/live", "/health/ready", "/ping"):
         assert client.get(path).json() == {"status": "ok"}
@@ -226,7 +226,7 @@ def test_at_rest_it_uses_less_than_a_hundredth_of_a_processor(server: ServerProc
     assert_idle(server)
 
 
-def test_the_page_to_chat_is_one_file_that_talks_to_this_server_alone(client: httpx.Client) -> None:
+def test_the_playground_is_one_file_that_connects_to_this_server_only(client: httpx.Client) -> None:
     answer = client.get("/")
     assert answer.headers["content-type"].startswith("text/html")
     assert "connect-src 'self'" in answer.headers["content-security-policy"]

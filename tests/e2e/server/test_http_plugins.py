@@ -1,4 +1,4 @@
-"""Routes of other packages, on a real server: guarded like its own, and no danger to it when they are broken."""
+"""HTTP plugins on a real server: they need keys like its own routes, and a broken one does not harm it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_errors_have_the_servers_shape(client: httpx.Client, method: str, path: 
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_its_routes_are_behind_the_key_and_in_the_documents(plugged: ServerProcess, client: httpx.Client) -> None:
+def test_its_routes_need_the_key_and_are_in_the_documents(plugged: ServerProcess, client: httpx.Client) -> None:
     assert client.get("/plugins/answers/count", params={"text": "a b"}).json()["count"] > 0
     with plugged.client() as stranger:
         answer = stranger.post("/plugins/answers/rank", json=RANK)
@@ -119,7 +119,7 @@ def test_fields_that_a_route_does_not_know_are_reported(client: httpx.Client, pl
     assert "unknown field topk of a request to /v1/completions. Did you mean top_k?" in plugged.log
 
 
-def test_the_chat_template_decides_who_reads_calls(client: httpx.Client, plugged: ServerProcess) -> None:
+def test_the_chat_template_selects_the_parser_of_calls(client: httpx.Client, plugged: ServerProcess) -> None:
     """It has nothing to do with plugins; this server has a template that shows a format."""
     assert "Tool call parser hermes, as the chat template shows" in plugged.log
     ask = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL], "max_tokens": 2}
@@ -136,7 +136,7 @@ def test_a_plugin_that_raises_while_loading_loses_only_its_own_routes(
     assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
-def test_a_name_that_nobody_offers_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_an_unknown_plugin_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "demo", "--port", "0", "--http-plugins", "nobody", *SMALL) as server:
         assert server.wait() == 1
         assert "'nobody'" in server.log and "mvllm.http" in server.log

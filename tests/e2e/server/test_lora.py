@@ -117,7 +117,7 @@ def test_administrators_load_and_unload_adapters(client: httpx.Client, adapters:
     assert post(client, "/v1/unload_lora_adapter", lora_name="second").status_code == 200
 
 
-def test_what_cannot_be_loaded_is_refused_and_the_rest_goes_on(
+def test_an_adapter_that_cannot_be_loaded_is_an_error_and_the_server_continues(
     client: httpx.Client, adapters: Adapters, tmp_path: Path
 ) -> None:
     nan = write_adapter(tmp_path / "nan", adapters.checkpoint, targets=("q_proj",), size=float("nan"))

@@ -1,4 +1,4 @@
-"""Two API servers on one socket, two replicas, and the coordinator between them: one server, whoever answers."""
+"""Two API servers on one socket, two replicas and the coordinator behave as one server."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def counter(client: httpx.Client, name: str) -> float:
     return float(found[0].split()[-1])
 
 
-def test_tokens_are_those_of_a_request_alone_whoever_answers(server: ServerProcess, both: list[httpx.Client]) -> None:
+def test_tokens_are_those_of_a_request_alone_on_each_server(server: ServerProcess, both: list[httpx.Client]) -> None:
     before = server.pids()
     prompts = [f"{index} little dogs went to the river and" for index in range(12)]
     alone = [complete(both[0], prompt)["choices"][0]["text"] for prompt in prompts]
@@ -105,7 +105,9 @@ def test_metrics_of_each_api_server_cover_all_of_them(both: list[httpx.Client]) 
     assert len(set(blocks)) == 3 and len(blocks) == 6  # the same, with its two lines of comment
 
 
-def test_what_is_under_way_is_seen_by_both_and_counted_once(server: ServerProcess, both: list[httpx.Client]) -> None:
+def test_running_requests_are_seen_by_both_servers_and_counted_once(
+    server: ServerProcess, both: list[httpx.Client]
+) -> None:
     for client in both:
         wait_idle(client)
     with server.client() as third, third.stream("POST", "/v1/completions", json=LONG) as stream:
@@ -125,7 +127,7 @@ def test_what_is_under_way_is_seen_by_both_and_counted_once(server: ServerProces
         wait_idle(client)
 
 
-def test_one_request_id_at_both_at_once_is_two_requests(both: list[httpx.Client]) -> None:
+def test_the_same_request_id_at_both_servers_is_two_requests(both: list[httpx.Client]) -> None:
     prompts = ["A cat sat on", "The moon is a"]
     alone = [complete(both[0], prompt)["choices"][0]["text"] for prompt in prompts]
 
@@ -143,7 +145,7 @@ def test_one_request_id_at_both_at_once_is_two_requests(both: list[httpx.Client]
             assert list(pool.map(ask, range(2))) == alone
 
 
-def test_asleep_at_one_is_asleep_at_both(both: list[httpx.Client]) -> None:
+def test_sleep_at_one_server_is_sleep_at_both(both: list[httpx.Client]) -> None:
     key = {"Authorization": "Bearer boss"}
     assert both[0].post("/sleep", headers=key).json() == {"is_sleeping": True}
     assert both[1].get("/is_sleeping", headers=key).json() == {"is_sleeping": True}
@@ -161,7 +163,7 @@ def test_a_signal_to_the_group_reaches_the_started_process_alone(server: ServerP
     assert os.getpgid(server.process.pid) == os.getpgid(0)
 
 
-def test_nobody_else_can_reach_more_than_the_port(server: ServerProcess) -> None:
+def test_other_users_can_reach_only_the_port(server: ServerProcess) -> None:
     """Of all sockets of all processes, one address listens on a network; the rest has no name in any folder."""
     listening, unix = set(), set()
     for pid in server.pids():
@@ -181,7 +183,7 @@ def test_at_rest_it_uses_less_than_a_hundredth_of_a_processor(server: ServerProc
     assert_idle(server)
 
 
-def test_a_dead_coordinator_is_the_servers_end(server: ServerProcess, both: list[httpx.Client]) -> None:
+def test_the_death_of_the_coordinator_ends_the_server(server: ServerProcess, both: list[httpx.Client]) -> None:
     """Keep it last: it ends the server of this module."""
     for rank in range(2):
         process(server, f"EngineCore_DP{rank}").suspend()  # so that the request is under way
@@ -197,7 +199,7 @@ def test_a_dead_coordinator_is_the_servers_end(server: ServerProcess, both: list
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_when_an_api_server_dies_or_stands_still_the_others_finish_what_they_have(tmp_path: Path, number: int) -> None:
+def test_when_an_api_server_dies_or_hangs_the_others_finish_their_requests(tmp_path: Path, number: int) -> None:
     """Its own requests are dropped, so that nothing computes for nobody meanwhile. The server ends, with status 1."""
     before = shared_memory_names()
     arguments = ("--port", "0", "--api-server-count", "2", "--shutdown-timeout", "300", "--api-server-timeout", "8")
@@ -211,7 +213,7 @@ def test_when_an_api_server_dies_or_stands_still_the_others_finish_what_they_hav
             for client, ask in zip(clients, asks)
         ]
         process(server, "ApiServer_1").send_signal(number)
-        server.wait_for_log("The others finish what they have under way")
+        server.wait_for_log("The other API servers finish their requests")
         core.resume()
         chunks = [json.loads(line[6:]) for line in streams[0].iter_lines() if line.startswith("data: {")]
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
@@ -225,7 +227,7 @@ def test_when_an_api_server_dies_or_stands_still_the_others_finish_what_they_hav
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", ["EngineCore_DP0", "EngineCore_DP1", "ApiServer_0", "the parent", "DPCoordinator"])
-def test_each_process_that_is_killed_or_stands_still_is_the_servers_end(tmp_path: Path, victim: str) -> None:
+def test_the_death_or_hang_of_each_process_ends_the_server(tmp_path: Path, victim: str) -> None:
     before = shared_memory_names()
     arguments = ("--port", "0", *TWO_AND_TWO, "--api-server-timeout", "8", *SMALL)
     with ServerProcess(tmp_path, "demo", *arguments) as server:
@@ -285,14 +287,14 @@ def test_a_hung_core_is_ended_by_its_parent_with_its_stacks(tmp_path: Path) -> N
         assert "has given no sign of life" in server.log
 
 
-def test_what_cannot_be_served_is_explained_by_one_of_several_as_by_one(tmp_path: Path) -> None:
+def test_errors_at_the_start_are_those_of_a_single_server(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         with ServerProcess(tmp_path, "demo", "--port", port, "--api-server-count", "2", *SMALL) as server:
             assert server.wait() == 1
-        assert "is taken by" in server.log and "Traceback" not in server.log
+        assert "is in use by" in server.log and "Traceback" not in server.log
     with ServerProcess(tmp_path, "demo", "--port", "0", "--api-server-count", "0", *SMALL) as server:
         assert server.wait() == 1
     assert "--api-server-count is 0" in server.log

@@ -1,4 +1,4 @@
-"""The real OpenAI SDK against a real server: what it reads is what `LLM` generates."""
+"""The real OpenAI SDK with a real server: it reads what `LLM` generates."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_streams_of_many_at_once_have_the_tokens_of_llm(server: ServerProcess, l
     assert asyncio.run(all_of_them()) == [(each.text, each.token_ids, "length") for each in expected]
 
 
-def test_chat_says_what_llm_says_at_once_and_in_pieces(sdk: OpenAI, llm: LLM) -> None:
+def test_chat_has_the_text_of_llm_with_and_without_stream(sdk: OpenAI, llm: LLM) -> None:
     [expected] = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=None), use_tqdm=False)
     answer = sdk.chat.completions.create(model="demo", messages=QUESTION, temperature=0)  # type: ignore[call-overload]
     [choice] = answer.choices
@@ -88,7 +88,7 @@ def test_chat_says_what_llm_says_at_once_and_in_pieces(sdk: OpenAI, llm: LLM) ->
     assert all(chunk.usage is None for chunk in pieces)
 
 
-def test_several_answers_and_seeds(sdk: OpenAI) -> None:
+def test_several_choices_and_seeds(sdk: OpenAI) -> None:
     ask = {"model": "demo", "prompt": "Once upon a time", "n": 3, "seed": 7, "temperature": 1.0, "max_tokens": 12}
     first, second = (sdk.completions.create(**ask) for _ in range(2))
     texts = [choice.text for choice in first.choices]
@@ -166,7 +166,7 @@ def test_the_async_sdk_parses_and_streams(server: ServerProcess, llm: LLM) -> No
         (openai.BadRequestError, {"extra_body": {"response_format": {"type": "made up"}}}),
     ],
 )
-def test_refusals_are_the_errors_of_the_sdk(sdk: OpenAI, kind: type[openai.APIStatusError], ask: dict) -> None:
+def test_errors_are_the_exceptions_of_the_sdk(sdk: OpenAI, kind: type[openai.APIStatusError], ask: dict) -> None:
     with pytest.raises(kind) as caught:
         sdk.completions.create(**{"model": "demo", "prompt": "x", "max_tokens": 2, **ask})
     assert caught.value.param == next(iter(ask.get("extra_body", ask)))

@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser. With WRITE_PICTURES in the environment, the picture in the docs is made anew."""
+"""The page at `/` in a real browser. With WRITE_PICTURES in the environment, the picture in the docs is taken anew."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ DRAWN = (
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(PROGRAM is None, reason="not run: no Chromium")
-def test_markdown_is_drawn_and_nothing_of_it_runs(server: ServerProcess) -> None:
+def test_markdown_is_rendered_and_no_script_in_it_runs(server: ServerProcess) -> None:
     with Browser() as browser:
         browser.open(server.url + "/")
         browser.wait_for("document.querySelector('#phase')?.textContent === 'ready'")

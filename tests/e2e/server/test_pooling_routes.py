@@ -1,4 +1,4 @@
-"""Vectors, classes, scores and ranks over HTTP: what `LLM` says of the same texts; and what is refused."""
+"""Embeddings, classes, scores and ranks over HTTP, compared with `LLM` for the same texts; and their errors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_cross_encoder_scores_pairs(judge: httpx.Client, judge_scores: np.ndar
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_documents_come_in_order(judge: httpx.Client, judge_scores: np.ndarray, path: str) -> None:
+def test_documents_are_sorted_by_relevance(judge: httpx.Client, judge_scores: np.ndarray, path: str) -> None:
     order = np.argsort(-judge_scores).tolist()
     results = ask(judge, path, query=QUERY, documents=DOCUMENTS)["results"]
     assert [each["index"] for each in results] == order
@@ -105,7 +105,7 @@ def test_a_classifier_names_the_label(judge: httpx.Client) -> None:
     assert [each["data"] for each in pooled["data"]] == [each["probs"] for each in answer["data"]]
 
 
-def test_an_encoder_gives_vectors_and_compares_them(encoder: httpx.Client, vectors: np.ndarray) -> None:
+def test_an_encoder_returns_embeddings_and_scores(encoder: httpx.Client, vectors: np.ndarray) -> None:
     texts = [QUERY, *DOCUMENTS]
     answer = ask(encoder, "/v1/embeddings", input=texts)
     np.testing.assert_allclose([each["embedding"] for each in answer["data"]], vectors, **CLOSE)
@@ -122,7 +122,7 @@ def test_an_encoder_gives_vectors_and_compares_them(encoder: httpx.Client, vecto
     assert [each["index"] for each in ask(encoder, "/rerank", query=QUERY, documents=DOCUMENTS)["results"]] == order
 
 
-def test_longer_inputs_are_cut_where_that_is_asked_for(encoder: httpx.Client) -> None:
+def test_truncate_prompt_tokens(encoder: httpx.Client) -> None:
     long = "a " * 300
     refused = encoder.post("/v1/embeddings", json={"input": long})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
@@ -169,14 +169,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), REFUSED, ids=str)
-def test_what_is_wrong_is_refused_by_name(judge: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_rejected_by_name(judge: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
     answer = judge.post(path, json=body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param and error["type"] == "BadRequestError" and error["message"]
 
 
-def test_bodies_that_are_none_are_refused_and_the_server_goes_on(judge: httpx.Client) -> None:
+def test_invalid_bodies_are_rejected_and_the_server_continues(judge: httpx.Client) -> None:
     json = {"content-type": "application/json"}
     for path in ("/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"):
         for body in (b"", b"{", b"[]", b"null", b'{"model": 3}', b"\xff", b"[" * 100_000):

@@ -1,4 +1,4 @@
-"""The Responses API as the real OpenAI SDK speaks it, against a real server: its text is that of a chat."""
+"""The Responses API with the real OpenAI SDK and a real server: its text is that of a chat completion."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def chat(sdk: OpenAI, *messages: tuple[str, str], **more: Any) -> Any:
     return sdk.chat.completions.create(model="demo", messages=said, temperature=0, **more)  # type: ignore[call-overload]
 
 
-def test_a_response_says_what_a_chat_says_at_once_and_in_pieces(sdk: OpenAI) -> None:
+def test_a_response_has_the_text_of_a_chat_completion_with_and_without_stream(sdk: OpenAI) -> None:
     expected = chat(sdk, ("system", "Be brief."), ("user", QUESTION))
     ask: dict[str, Any] = {"model": "demo", "input": QUESTION, "instructions": "Be brief.", "temperature": 0}
     answer = sdk.responses.create(**ask)
@@ -71,7 +71,7 @@ def test_a_response_says_what_a_chat_says_at_once_and_in_pieces(sdk: OpenAI) -> 
     assert events[-1].response.output_text == answer.output_text  # type: ignore[union-attr]
 
 
-def test_a_long_response_arrives_while_it_is_made(sdk: OpenAI) -> None:
+def test_a_long_response_arrives_while_it_is_generated(sdk: OpenAI) -> None:
     """Pieces that wait for a busy reader are put together, so a short answer may well be a single one."""
     ask: dict[str, Any] = {"model": "demo", "input": QUESTION, "max_output_tokens": 300, "stream": True}
     events = list(sdk.responses.create(**ask, extra_body={"ignore_eos": True}))
@@ -85,13 +85,13 @@ def test_a_model_of_pydantic_is_what_parse_returns(sdk: OpenAI) -> None:
         assert isinstance(stream.get_final_response().output_parsed, City)
 
 
-def test_one_that_is_cut_off_says_so(sdk: OpenAI) -> None:
+def test_a_truncated_response_is_incomplete(sdk: OpenAI) -> None:
     answer = sdk.responses.create(model="demo", input="Tell me a story.", max_output_tokens=2, temperature=0)
     assert answer.status == "incomplete" and answer.usage is not None and answer.usage.output_tokens == 2
     assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
 
 
-def test_a_conversation_goes_on_until_it_is_forgotten(sdk: OpenAI) -> None:
+def test_a_conversation_continues_until_it_is_deleted(sdk: OpenAI) -> None:
     first = sdk.responses.create(model="demo", input=QUESTION, temperature=0)
     second = sdk.responses.create(model="demo", input="And of France?", previous_response_id=first.id, temperature=0)
     expected = chat(sdk, ("user", QUESTION), ("assistant", first.output_text), ("user", "And of France?"))
@@ -107,7 +107,7 @@ def test_a_conversation_goes_on_until_it_is_forgotten(sdk: OpenAI) -> None:
     assert sdk.responses.create(model="demo", input="x", previous_response_id=second.id, temperature=0).output_text
 
 
-def test_a_function_that_must_be_called(sdk: OpenAI) -> None:
+def test_a_required_function_call(sdk: OpenAI) -> None:
     answer = sdk.responses.create(  # type: ignore[call-overload]
         model="demo",
         input=QUESTION,
@@ -119,7 +119,7 @@ def test_a_function_that_must_be_called(sdk: OpenAI) -> None:
     assert (call.type, call.name, set(json.loads(call.arguments))) == ("function_call", "weather", {"days"})
 
 
-def test_one_that_is_being_written_can_be_looked_at_and_cancelled(sdk: OpenAI, client: httpx.Client) -> None:
+def test_a_running_response_can_be_read_and_cancelled(sdk: OpenAI, client: httpx.Client) -> None:
     endless = {"ignore_eos": True, "min_tokens": 900}
     stream = sdk.responses.create(
         model="demo", input="Go on.", max_output_tokens=900, temperature=0, stream=True, extra_body=endless

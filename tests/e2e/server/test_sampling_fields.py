@@ -1,4 +1,4 @@
-"""Sampling fields over HTTP: what changes single logits, ranks answers, or cuts prompts."""
+"""Sampling fields over HTTP: biases of logits, ranked outputs, truncated prompts."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_beam_search(client: httpx.Client) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "top_p"
 
 
-def test_a_search_whose_client_leaves_ends(server: ServerProcess, client: httpx.Client) -> None:
+def test_a_disconnect_aborts_a_beam_search(server: ServerProcess, client: httpx.Client) -> None:
     ask = {**STORY, "use_beam_search": True, "beam_width": 32, "max_tokens": 1000}
     with pytest.raises(httpx.ReadTimeout):
         client.post(PATH, json=ask, timeout=httpx.Timeout(30, read=0.05))
     wait_idle(client)
 
 
-def test_prompts_are_cut(client: httpx.Client) -> None:
+def test_truncate_prompt_tokens(client: httpx.Client) -> None:
     [short] = choices(client, prompt=[8, 9, 10, 11])
     answer = client.post(
         PATH, json={**STORY, "prompt": [5] * 5000 + [8, 9, 10, 11], "truncate_prompt_tokens": 4}
@@ -84,11 +84,11 @@ def test_prompts_are_cut(client: httpx.Client) -> None:
     assert chat["usage"]["prompt_tokens"] == 2
 
 
-def test_arguments_for_plugins_are_taken_and_mean_nothing_without_one(client: httpx.Client) -> None:
+def test_vllm_xargs_are_accepted_and_have_no_effect_without_a_plugin(client: httpx.Client) -> None:
     assert choices(client, vllm_xargs={"no_repeat_ngram_size": 2, "more": ["x"]}) == choices(client)
 
 
-def test_long_settings_of_many_sequences_are_refused_at_once(server: ServerProcess, client: httpx.Client) -> None:
+def test_long_lists_for_many_sequences_are_rejected_at_once(server: ServerProcess, client: httpx.Client) -> None:
     """They would be checked and sent for each sequence, and hold up everybody for half a minute."""
     words = ["ab cd ef " * 8 + str(i) for i in range(128)]
     many = {"prompt": [[5]] * 2048, "max_tokens": 1}
@@ -104,7 +104,7 @@ def test_long_settings_of_many_sequences_are_refused_at_once(server: ServerProce
     assert len(choices(client, prompt=[[5], [6], [7]], bad_words=words, n=1)) == 3
 
 
-def test_settings_that_leave_no_token_are_the_clients_fault(client: httpx.Client) -> None:
+def test_settings_that_allow_no_token_are_a_client_error(client: httpx.Client) -> None:
     for ask, name in (
         ({"allowed_token_ids": [5], "min_tokens": 3, "stop_token_ids": [5]}, "allowed_token_ids"),
         ({"bad_words": ["a"], "structured_outputs": {"choice": ["a"]}}, "bad_words"),

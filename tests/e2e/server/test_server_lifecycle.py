@@ -1,4 +1,4 @@
-"""How a server begins and ends: what it says meanwhile, what becomes of requests, and with which status it goes."""
+"""Start and end of a server: its logs, its requests, and its exit status."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.server import SMALL, ServerProcess, raw_post
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
-def test_a_port_in_use_is_known_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -27,7 +27,7 @@ def test_a_port_in_use_is_known_before_anything_is_loaded(tmp_path: Path) -> Non
         with ServerProcess(tmp_path, "demo", "--port", str(port), *SMALL) as server:
             assert server.wait() == 1
         me = psutil.Process()
-        assert f"Port {port} of 127.0.0.1 is taken by {me.name()} (pid {me.pid})" in server.log
+        assert f"Port {port} of 127.0.0.1 is in use by {me.name()} (pid {me.pid})" in server.log
         assert "Loading" not in server.log and "Traceback" not in server.log
 
 
@@ -43,14 +43,14 @@ def test_a_port_in_use_is_known_before_anything_is_loaded(tmp_path: Path) -> Non
         (["demo", "--skip-tokenizer-init"], "--skip-tokenizer-init"),
     ],
 )
-def test_what_cannot_be_served_is_explained_in_a_line(tmp_path: Path, arguments: list[str], says: str) -> None:
+def test_errors_at_the_start_are_one_line(tmp_path: Path, arguments: list[str], says: str) -> None:
     with ServerProcess(tmp_path, *arguments, "--port", "0", *SMALL) as server:
         assert server.wait(120) in (1, 2)
     assert says in server.log and "Traceback" not in server.log
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_in_the_first_moments_is_an_orderly_end(tmp_path: Path, number: int, status: int) -> None:
+def test_a_signal_during_the_start_ends_the_server_in_order(tmp_path: Path, number: int, status: int) -> None:
     """As soon as Python runs our first lines; and again when there is something on disk."""
     path = tmp_path / "socket"
     for moment in (handles_signals, lambda pid: path.exists()):
@@ -68,7 +68,7 @@ def handles_signals(pid: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def test_while_the_model_is_loaded_it_lives_but_is_not_ready(tmp_path: Path) -> None:
+def test_while_the_model_is_loaded_the_server_is_live_but_not_ready(tmp_path: Path) -> None:
     """And Ctrl-C ends it at once, with all that it has started."""
     before = shared_memory_names()
     with ServerProcess(tmp_path, "demo", "--port", "0", *SMALL) as server, server.client() as client:
@@ -118,7 +118,7 @@ def test_a_full_queue_is_429_and_sigterm_lets_requests_finish(tmp_path: Path) ->
     assert_nothing_left(server.tag, before)
 
 
-def test_a_hung_engine_is_seen_and_a_second_signal_aborts_what_waits_for_it(tmp_path: Path) -> None:
+def test_a_hung_engine_is_unhealthy_and_a_second_signal_aborts_its_requests(tmp_path: Path) -> None:
     arguments = ["demo", "--port", "0", "--shutdown-timeout", "600", "--heartbeat-timeout", "1", *SMALL]
     with ServerProcess(tmp_path, *arguments) as server, server.client() as client:
         server.wait_ready()
@@ -142,7 +142,7 @@ def test_a_hung_engine_is_seen_and_a_second_signal_aborts_what_waits_for_it(tmp_
         assert server.wait() == 0, server.log
 
 
-def test_when_the_engine_dies_requests_fail_and_the_status_says_so(tmp_path: Path) -> None:
+def test_when_the_engine_dies_requests_fail_and_the_exit_status_is_1(tmp_path: Path) -> None:
     before = shared_memory_names()
     with ServerProcess(tmp_path, "demo", "--port", "0", *SMALL) as server, server.client() as client:
         server.wait_ready()
@@ -163,7 +163,7 @@ def test_when_the_engine_dies_requests_fail_and_the_status_says_so(tmp_path: Pat
     assert_nothing_left(server.tag, before)
 
 
-def test_when_the_server_is_killed_nothing_is_left(tmp_path: Path) -> None:
+def test_when_the_server_is_killed_no_process_is_left(tmp_path: Path) -> None:
     before = shared_memory_names()
     with ServerProcess(tmp_path, "demo", "--port", "0", *SMALL) as server:
         server.wait_ready()

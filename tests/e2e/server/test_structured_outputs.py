@@ -1,4 +1,4 @@
-"""Forms of outputs over HTTP: what comes back has the form, and what cannot be had is an error of the request."""
+"""Structured outputs over HTTP: the output matches the constraint, and an unusable constraint is an error."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class TestForms:
         text, reason = both(client, path, {**ask, "structured_outputs": {"grammar": 'root ::= "a" [0-9] "b"'}})
         assert re.fullmatch("a[0-9]b", text) and reason == "stop"
 
-    def test_a_form_behind_what_comes_before_it(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
+    def test_a_constraint_after_reasoning(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
         """Free up to the first dot, as a model's thoughts are up to their tag."""
         form = {"regex": "[0-9]{3}-[a-f]{2}", "thoughts_end": "."}
         text, reason = both(client, path, {**ask, "structured_outputs": form, "max_tokens": 300})
@@ -146,7 +146,7 @@ class TestForms:
         text, _ = both(client, path, {**ask, "response_format": form, "min_tokens": 60})
         assert "e[" in text and re.fullmatch(r"([^e]|e\[[78]\])*(e(\[([78]\]?)?)?)?", text)
 
-    def test_the_fields_of_before(
+    def test_the_deprecated_fields(
         self, server: ServerProcess, client: httpx.Client, path: str, ask: dict[str, Any]
     ) -> None:
         for more, pattern in (
@@ -179,7 +179,7 @@ class TestForms:
         ],
         ids=range(13),
     )
-    def test_what_is_none_is_refused_by_its_name(
+    def test_invalid_constraints_are_rejected_by_name(
         self, client: httpx.Client, path: str, ask: dict[str, Any], more: dict[str, Any], param: str
     ) -> None:
         assert refusal(client, path, {**ask, **more})["param"] == param
@@ -208,7 +208,7 @@ def test_structured_output_applies_to_every_prompt_and_sequence(client: httpx.Cl
     ],
     ids=["slow", "deep", "large", "left-recursive", "wide"],
 )
-def test_a_hostile_one_ends_and_others_are_answered(
+def test_a_hostile_constraint_ends_and_other_requests_are_answered(
     server: ServerProcess, client: httpx.Client, form: dict[str, Any]
 ) -> None:
     """The bound is far above the 3 s of processor time that a form may take, and far below what these would."""
@@ -221,7 +221,7 @@ def test_a_hostile_one_ends_and_others_are_answered(
     assert re.fullmatch("[xy]{4}", both(client, CHAT, {**QUESTION, "structured_outputs": {"regex": "[xy]{4}"}})[0])
 
 
-def test_an_ambiguous_one_ends_with_an_error_of_its_own(client: httpx.Client) -> None:
+def test_an_ambiguous_grammar_is_an_error_of_its_request(client: httpx.Client) -> None:
     """Each token makes the next more expensive, without end."""
     form = {"grammar": 'start: s\ns: s s | "a" |'}
     answer = client.post(COMPLETIONS, json={**STORY, "max_tokens": 900, "min_tokens": 900, "structured_outputs": form})
@@ -230,7 +230,7 @@ def test_an_ambiguous_one_ends_with_an_error_of_its_own(client: httpx.Client) ->
     assert "processor time" in error["message"]
 
 
-def test_others_do_not_wait_for_a_slow_one_and_who_leaves_is_forgotten(
+def test_other_requests_do_not_wait_for_a_slow_constraint_and_a_disconnect_aborts_it(
     server: ServerProcess, client: httpx.Client
 ) -> None:
     slow = {**STORY, "stream": True, "structured_outputs": {"json": {**SLOW, "multipleOf": 999979}}}
@@ -248,7 +248,7 @@ class TestForcedCalls:
         assert call["function"]["name"] == "weather" and set(json.loads(call["function"]["arguments"])) == {"x", "on"}
         assert choice["finish_reason"] == "stop" and choice["message"]["content"] is None
 
-    def test_some_function_is_called(self, client: httpx.Client) -> None:
+    def test_any_function_is_called(self, client: httpx.Client) -> None:
         tools = {"tools": [WEATHER, CLOCK], "tool_choice": "required", "parallel_tool_calls": False}
         ask = {**QUESTION, **tools, "max_tokens": ROOM}
         [choice] = client.post(CHAT, json=ask).json()["choices"]
@@ -261,7 +261,7 @@ class TestForcedCalls:
         assert (opening["function"]["name"], arguments) == (call["function"]["name"], call["function"]["arguments"])
         assert pieces[-1]["finish_reason"] == "tool_calls"
 
-    def test_one_that_is_cut_off_says_so(self, client: httpx.Client) -> None:
+    def test_a_truncated_call_has_finish_reason_length(self, client: httpx.Client) -> None:
         ask = {**QUESTION, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 3}
         assert client.post(CHAT, json=ask).json()["choices"][0]["finish_reason"] == "length"
 
@@ -276,7 +276,7 @@ class TestForcedCalls:
         ],
         ids=["no tools", "no such", "two forms", "no schema", "deep"],
     )
-    def test_what_cannot_be_is_refused(self, client: httpx.Client, more: dict[str, Any], param: str) -> None:
+    def test_invalid_tool_choices_are_rejected(self, client: httpx.Client, more: dict[str, Any], param: str) -> None:
         ask = {**QUESTION, "tools": [WEATHER], "tool_choice": "required", **more}
         assert refusal(client, CHAT, ask)["param"] == param
 
@@ -286,7 +286,7 @@ class TestForcedCalls:
         assert json.loads(both(client, CHAT, {**ask, "tool_choice": "none"})[0]).keys() == {"x", "on"}
 
 
-def test_the_sdk_has_its_own_error_for_a_refusal(sdk: OpenAI) -> None:
+def test_errors_are_the_exceptions_of_the_sdk(sdk: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         sdk.chat.completions.create(  # type: ignore[call-overload]
             model="demo", messages=QUESTION["messages"], response_format=NO_SCHEMA, stream=True

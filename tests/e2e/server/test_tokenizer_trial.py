@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 import mvllm
 from mvllm.engine.tokenizer import tokenizer as engine_tokenizer
 from mvllm.engine.tokenizer.tokenizer_json import JsonTokenizer
-from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
+from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.errors import ModelError, RequestError
 from tests.helpers.processes import assert_nothing_left, shared_memory_names
 from tests.helpers.server import SMALL, ServerProcess
@@ -73,7 +73,7 @@ def test_a_slow_expression_is_found(tmp_path: Path, parts: dict[str, Any], says:
         try_tokenizer(write_tokenizer(tmp_path, **parts))
 
 
-def test_a_tokenizer_in_use_passes(tmp_path: Path) -> None:
+def test_a_common_tokenizer_passes(tmp_path: Path) -> None:
     try_tokenizer(DEMO)
     try_tokenizer(tmp_path)  # has no tokenizer.json
     (tmp_path / "tokenizer.json").write_text("{")
@@ -92,7 +92,7 @@ def test_a_server_with_such_a_tokenizer_does_not_start(tmp_path: Path) -> None:
     assert_nothing_left(server.tag, before)
 
 
-def test_a_match_that_the_library_gives_up_is_an_error_of_the_request() -> None:
+def test_a_match_that_the_library_aborts_is_an_error_of_the_request() -> None:
     fast = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
     fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
     tokenizer = engine_tokenizer.Tokenizer(lambda: None, JsonTokenizer(fast, None))

@@ -1,4 +1,4 @@
-"""Spans of requests arrive at a collector that speaks OTLP over HTTP; one that does not answer holds nobody up."""
+"""Spans of requests arrive at an OTLP collector; one that does not answer delays no request."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_each_prompt_of_a_stream_has_a_span(client: httpx.Client, collector: Col
         assert facts["gen_ai.usage.output_tokens"] == 24 and facts["gen_ai.request.choice.count"] == 2
 
 
-def test_a_client_that_leaves_is_seen_to(client: httpx.Client, collector: Collector) -> None:
+def test_a_disconnect_ends_the_spans(client: httpx.Client, collector: Collector) -> None:
     trace, headers = traceparent(3)
     with client.stream(
         "POST", "/v1/completions", json={**STORY, "max_tokens": 900, "stream": True}, headers=headers
@@ -179,14 +179,14 @@ def test_a_client_that_leaves_is_seen_to(client: httpx.Client, collector: Collec
     assert facts["gen_ai.response.finish_reasons"] == ["abort"] and 0 < facts["gen_ai.usage.output_tokens"] < 900
 
 
-def test_a_refused_request_has_no_span_of_the_engine(client: httpx.Client, collector: Collector) -> None:
+def test_a_rejected_request_has_no_span_of_the_engine(client: httpx.Client, collector: Collector) -> None:
     trace, headers = traceparent(4)
     assert client.post("/v1/completions", json={**STORY, "temperature": -1}, headers=headers).status_code == 400
     [root] = collector.trace(trace)
     assert attributes(root)["http.response.status_code"] == 400
 
 
-def test_who_is_not_to_be_traced_is_not(client: httpx.Client, collector: Collector) -> None:
+def test_an_unsampled_trace_has_no_spans(client: httpx.Client, collector: Collector) -> None:
     """As the caller says so, has no key, or asks for nothing that takes time; a header that is none does no harm."""
     unsampled, unknown, health = f"{5:032x}", f"{6:032x}", f"{7:032x}"
     for headers in ({"traceparent": f"00-{unsampled}-{CALLER}-00"}, {"traceparent": "00-" + "x" * 5000}):
@@ -200,7 +200,7 @@ def test_who_is_not_to_be_traced_is_not(client: httpx.Client, collector: Collect
     assert not {unsampled, unknown, health} & {span.trace_id.hex() for span in collector.spans}
 
 
-def test_a_collector_that_does_not_answer_costs_spans_and_no_request(
+def test_a_collector_that_does_not_answer_loses_spans_but_no_request(
     client: httpx.Client, collector: Collector, server: ServerProcess
 ) -> None:
     """More requests than the queue of spans is long are answered while it is silent. Last: the collector goes for good,
@@ -219,7 +219,7 @@ def test_a_collector_that_does_not_answer_costs_spans_and_no_request(
     assert "Traceback" not in server.log
 
 
-def test_an_endpoint_that_is_none_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_an_invalid_endpoint_is_a_one_line_error(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "demo", "--otlp-traces-endpoint", "localhost:4317", *SMALL) as server:
         assert server.wait(120) == 1
     assert "must be the URL of a collector" in server.log and "Traceback" not in server.log
@@ -244,7 +244,7 @@ except ConfigError as e:
 """
 
 
-def test_without_the_extra_all_else_works_and_the_option_says_what_is_missing() -> None:
+def test_without_the_extra_the_server_works_and_the_option_names_the_missing_package() -> None:
     """The server's modules import nothing of OpenTelemetry: they load where it is not there."""
     ran = subprocess.run([sys.executable, "-c", WITHOUT_OTEL], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr

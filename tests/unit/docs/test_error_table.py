@@ -18,6 +18,7 @@ EXECUTORS = [
 SOURCES = [
     *EXECUTORS,
     *(ROOT / "core" / "mvllm" / "engine").rglob("*.py"),
+    ROOT / "core" / "mvllm" / "messages" / "process_failure.py",
     ROOT / "core" / "mvllm" / "platform" / "plugin_groups.py",
     *(ROOT / "platforms" / "cpu" / "src").rglob("*communicator.py"),
 ]

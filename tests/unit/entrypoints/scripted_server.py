@@ -1,4 +1,4 @@
-"""The whole HTTP application around an engine core that writes what the test has chosen."""
+"""The whole HTTP application with an engine core that generates a text of the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
+from mvllm.entrypoints.openai.common.chat_prompt_renderer import ChatPromptRenderer
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.server.app import build_app
@@ -92,7 +93,8 @@ class Server:
             engine = AsyncLLM(self.core.config, log_stats=False, client=self.core)  # type: ignore[arg-type]
             tokenizer_pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len)
             state = ServerState(60)
-            state.set_ready(engine, tokenizer_pool, ChatPromptRenderer(engine, tokenizer_pool, **self.parsers))
+            renderer = ChatPromptRenderer(engine, tokenizer_pool, **self.parsers)
+            state.set_ready(ServingContext(engine, tokenizer_pool, renderer))
             app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), self.settings)
             answers: list[httpx.Response] = []
             try:

@@ -1,4 +1,4 @@
-"""Chat templates, those of models and those that come with requests: rendered within limits."""
+"""Rendering of chat templates, of models and of requests, within limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers
 
 import mvllm
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
-from mvllm.entrypoints.chat_template import read_default_template, render_chat
+from mvllm.entrypoints.chat_template import read_chat_template, read_special_tokens, render_chat
 from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateLimitError, ChatTemplateRenderer
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.errors import ModelError, RequestError
@@ -46,7 +46,7 @@ def render(tokenizer: Tokenizer, template: str, seconds: float = 30.0, **more: A
     ],
     ids=["open", "go-on"],
 )
-def test_they_give_what_the_tokenizer_would(tokenizer: Tokenizer, more: dict[str, Any]) -> None:
+def test_request_templates_render_as_the_tokenizer_does(tokenizer: Tokenizer, more: dict[str, Any]) -> None:
     expected = render_chat(tokenizer, MESSAGES, chat_template=TEMPLATE, **more)
     assert render(tokenizer, TEMPLATE, **more) == expected
 
@@ -60,7 +60,7 @@ def test_they_give_what_the_tokenizer_would(tokenizer: Tokenizer, more: dict[str
         ("{{ raise_exception('no') }}", "TemplateError: no"),
     ],
 )
-def test_what_they_may_not(tokenizer: Tokenizer, template: str, says: str) -> None:
+def test_request_templates_that_exceed_limits_are_rejected(tokenizer: Tokenizer, template: str, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         render(tokenizer, template, 2.0)
 
@@ -70,7 +70,7 @@ class TestTheModelsOwnTemplate:
 
     LOOPS = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
 
-    def test_it_renders_what_the_tokenizer_would_and_is_stopped_at_its_limits(self, tokenizer: Tokenizer) -> None:
+    def test_the_model_template_renders_as_the_tokenizer_does_within_limits(self, tokenizer: Tokenizer) -> None:
         renderer = ChatTemplateRenderer(1.0)
         work = TokenizerPool(tokenizer, 100, renderer)
 
@@ -105,13 +105,14 @@ class TestTheModelsOwnTemplate:
             work.close()
         assert renderer.pid is None
 
-    def test_it_is_found_in_the_folder_without_transformers(self, tmp_path: Path) -> None:
-        assert read_default_template(tmp_path) == (None, {})
+    def test_template_and_special_tokens_are_read_from_the_folder_without_transformers(self, tmp_path: Path) -> None:
+        assert read_chat_template(tmp_path) is None and read_special_tokens(tmp_path) == {}
         settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "a"}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-        assert read_default_template(tmp_path) == ("a", {"bos_token": "<s>", "eos_token": "</s>"})
+        assert read_chat_template(tmp_path) == "a"
+        assert read_special_tokens(tmp_path) == {"bos_token": "<s>", "eos_token": "</s>"}
         named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-        assert read_default_template(tmp_path) == ("d", {})
+        assert read_chat_template(tmp_path) == "d" and read_special_tokens(tmp_path) == {}
         (tmp_path / "chat_template.jinja").write_text("b")
-        assert read_default_template(tmp_path) == ("b", {})
+        assert read_chat_template(tmp_path) == "b"

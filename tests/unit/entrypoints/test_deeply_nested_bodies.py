@@ -1,11 +1,11 @@
-"""What is nested as deeply as can just be decoded is the caller's fault, wherever it is noticed."""
+"""A body that nests as deeply as can be decoded is a client error, wherever the depth is noticed."""
 
 from __future__ import annotations
 
 from mvllm.entrypoints.openai.common.errors import to_api_error
 
 
-def test_a_value_too_deep_to_be_shown_is_refused() -> None:
+def test_a_value_too_deep_to_be_encoded_is_a_400() -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]

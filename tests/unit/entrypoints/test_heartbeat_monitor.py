@@ -1,4 +1,4 @@
-"""Which processes are taken for hung: the time that counts is that of an observer who looks in time."""
+"""Detection of silent processes; the time in which the monitor itself is stopped does not count."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_time_in_which_the_monitor_itself_was_stopped_does_not_count() -> None:
     assert [heartbeats.find_silent([7.0], 3600.0 + 30.0 * look) for look in range(1, 9)] == [[]] * 8
 
 
-def test_without_a_limit_nobody_is_found_and_nobody_looks() -> None:
+def test_without_a_limit_no_process_is_found_and_no_checks_are_made() -> None:
     heartbeats = HeartbeatMonitor(0.0, 1, 0.0)
     assert heartbeats.poll_interval_ms is None
     assert heartbeats.find_silent([7.0], 1.0) == heartbeats.find_silent([7.0], 1e9) == []

@@ -1,4 +1,4 @@
-"""Errors of a plugin's routes: what they say gets out, and a body beyond the limit ends the connection."""
+"""Errors of a plugin's routes: their text is kept, and a body beyond the limit closes the connection."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def ask(method: str, path: str, **more: Any) -> httpx.Response:
     return asyncio.run(run())
 
 
-def test_a_body_that_is_too_long_ends_the_connection() -> None:
+def test_a_body_that_is_too_long_closes_the_connection() -> None:
     assert ask("POST", "save", json=[1]).json() == [1]
     answer = ask("POST", "save", json=["x" * 200])
     assert answer.status_code == 413 and "100 bytes" in answer.json()["error"]["message"]
     assert answer.headers["connection"] == "close"
 
 
-def test_what_is_not_there_is_explained_by_whoever_knows() -> None:
+def test_a_plugins_404_keeps_its_text() -> None:
     assert ask("GET", "find").json()["error"]["message"] == "There is no such document."
     assert ask("GET", "nothing").json()["error"]["code"] == "unknown_path"

@@ -1,4 +1,4 @@
-"""HTTP on one connection, and the limits of all connections of a process; the application answers when it is told."""
+"""HTTP on one connection, and the limits of all connections of a process; the test controls the responses."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def ends(reader: asyncio.StreamReader) -> bytes:
 
 
 class TestPipelines:
-    def test_as_many_requests_as_may_wait_are_answered_in_order_again_and_again(self) -> None:
+    def test_the_most_pipelined_requests_are_answered_in_order_repeatedly(self) -> None:
         async def test(listener: Listener) -> None:
             reader, writer = await listener.connect()
             for _ in range(5):
@@ -130,7 +130,7 @@ class TestPipelines:
 
         with_listener(test)
 
-    def test_one_more_closes_the_connection_and_nothing_of_it_is_computed(self) -> None:
+    def test_one_request_too_many_closes_the_connection_and_aborts_all(self) -> None:
         async def test(listener: Listener) -> None:
             reader, _ = await listener.connect(GET * 60_000)
             assert await ends(reader) == b""
@@ -141,7 +141,7 @@ class TestPipelines:
 
         with_listener(test)
 
-    def test_a_client_that_leaves_is_noticed_with_requests_that_came_one_by_one(self) -> None:
+    def test_a_disconnect_is_noticed_with_requests_that_came_one_by_one(self) -> None:
         async def test(listener: Listener) -> None:
             _, writer = await listener.connect(GET)
             for _ in range(3):
@@ -156,7 +156,7 @@ class TestPipelines:
 
 
 class TestClientsThatCloseTheirSendingSide:
-    def test_get_their_answers(self) -> None:
+    def test_receive_their_responses(self) -> None:
         async def test(listener: Listener) -> None:
             reader, writer = await listener.connect(GET + GET.replace(b"/", b"/second", 1))
             writer.write_eof()
@@ -166,7 +166,7 @@ class TestClientsThatCloseTheirSendingSide:
 
         with_listener(test)
 
-    def test_get_the_rest_of_their_stream(self) -> None:
+    def test_receive_the_rest_of_their_stream(self) -> None:
         async def test(listener: Listener) -> None:
             reader, writer = await listener.connect(GET.replace(b"/", b"/stream", 1))
             await reader.readuntil(b"data: 1\n\n\r\n")
@@ -179,7 +179,7 @@ class TestClientsThatCloseTheirSendingSide:
         with_listener(test)
 
     @pytest.mark.parametrize("request_", [GET, GET.replace(b"/", b"/stream", 1), GET.replace(b"1.1", b"1.0")])
-    def test_are_told_from_those_that_have_left(self, request_: bytes) -> None:
+    def test_are_distinguished_from_disconnected_ones(self, request_: bytes) -> None:
         async def test(listener: Listener) -> None:
             reader, writer = await listener.connect(request_)
             while not listener.app.begun:
@@ -192,7 +192,7 @@ class TestClientsThatCloseTheirSendingSide:
 
         with_listener(test)
 
-    def test_are_not_waited_for_with_half_a_body(self) -> None:
+    def test_end_an_incomplete_body(self) -> None:
         async def test(listener: Listener) -> None:
             half = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n12345"
             reader, writer = await listener.connect(GET.replace(b"/", b"/now", 1) + half)
@@ -206,7 +206,7 @@ class TestClientsThatCloseTheirSendingSide:
 class TestLimits:
     """With room for three connections, and two more for probes."""
 
-    def test_the_oldest_connection_that_waits_for_its_client_is_closed_for_a_new_one(
+    def test_a_new_connection_evicts_the_oldest_that_waits_for_its_client(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connections, "REQUEST_HEAD_GRACE_SECONDS", 0.0)
@@ -229,7 +229,7 @@ class TestLimits:
 
         with_listener(test, most=3)
 
-    def test_while_all_are_busy_probes_are_answered_and_nothing_else(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_while_all_are_busy_only_probes_are_answered(self, caplog: pytest.LogCaptureFixture) -> None:
         async def test(listener: Listener) -> None:
             busy = [await listener.connect(GET) for _ in range(3)]
             while listener.app.begun < 3:
@@ -253,9 +253,7 @@ class TestLimits:
             with_listener(test, most=3)
         assert len([record for record in caplog.records if "All 3 connections are in use" in record.message]) == 1
 
-    def test_a_head_that_is_half_sent_behind_a_long_answer_has_a_time_limit(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_incomplete_head_after_a_long_response_has_a_time_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("mvllm.entrypoints.openai.server.http_protocol.HEAD_SECONDS", 0.05)
 
         async def test(listener: Listener) -> None:
@@ -267,7 +265,7 @@ class TestLimits:
 
         with_listener(test)
 
-    def test_a_body_that_nobody_reads_any_more_has_a_time_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_body_whose_response_was_sent_has_a_time_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("mvllm.entrypoints.openai.server.http_protocol.HEAD_SECONDS", 0.1)
 
         async def test(listener: Listener) -> None:
@@ -281,7 +279,7 @@ class TestLimits:
 
         with_listener(test)
 
-    def test_a_closed_connection_whose_client_reads_nothing_is_cut(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_closing_connection_whose_client_reads_nothing_is_aborted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("mvllm.entrypoints.openai.server.http_protocol.STALL_SECONDS", 0.05)
 
         async def test(listener: Listener) -> None:

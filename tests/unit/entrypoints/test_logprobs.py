@@ -1,4 +1,4 @@
-"""Where tokens begin in a text."""
+"""Text offsets of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEXT = "The cat \U0001fae8 sat 𝄞𝄞 on ﷽ the mat."  # with characters that
 
 
 @pytest.mark.parametrize("piece", [1, 2, 1000])
-def test_offsets_are_right_behind_a_character_that_is_split_over_tokens(piece: int) -> None:
+def test_offsets_are_right_after_a_character_that_is_split_over_tokens(piece: int) -> None:
     ids = TOKENIZER.encode(TEXT, add_special_tokens=False)
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == TEXT
     names = TokenFormatter(TOKENIZER, as_ids=False, skip_special=True)

@@ -1,4 +1,4 @@
-"""The process above several API servers: what it tells them when one of them dies; no process needed."""
+"""The parent of several API servers: its messages when a server dies, without processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mvllm.entrypoints.openai.server.process_manager import _ProcessManager
 from mvllm.entrypoints.openai.server.process_messages import ShutdownSignal
 
 
-def test_two_deaths_at_once_are_one_signal_to_the_others():
+def test_two_deaths_at_once_send_one_signal_to_the_other_servers():
     """A second one would have them abort what they are to finish."""
     ours, theirs = (MessageSocket(end) for end in message_socket_pair())
     manager: Any = object.__new__(_ProcessManager)

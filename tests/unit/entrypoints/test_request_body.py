@@ -1,4 +1,4 @@
-"""Bodies of requests, decoded."""
+"""Decoding of request bodies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mvllm.entrypoints.openai.common.request_body import (
 from mvllm.entrypoints.openai.protocol import CompletionRequest
 
 
-def test_a_body_of_more_lists_than_anybody_needs_is_not_decoded() -> None:
+def test_a_body_of_too_many_lists_is_not_decoded() -> None:
     decoder = BodyDecoder(CompletionRequest)
     assert len(decoder.decode(b'{"prompt":[' + b"[]," * 1000 + b"[]]}").prompt or "") == 1001
     with pytest.raises(APIError, match="lists, objects") as raised:
@@ -30,13 +30,13 @@ def test_a_body_of_more_lists_than_anybody_needs_is_not_decoded() -> None:
         decoder.decode(b"{" + b",".join(b'"%d" : 1' % number for number in range(MAX_CONTAINERS + 1)) + b"}")
 
 
-def test_a_text_may_have_as_many_brackets_and_colons_as_it_likes() -> None:
+def test_brackets_and_colons_in_strings_are_not_limited() -> None:
     text = '[{"\\\\": 1}]' * MAX_CONTAINERS
     body = json.dumps({"prompt": [text, "a", "[{:\\"]}).encode()
     assert BodyDecoder(CompletionRequest).decode(body).prompt == [text, "a", "[{:\\"]
 
 
-def test_a_body_of_more_values_than_any_prompt_has_is_not_decoded() -> None:
+def test_a_body_of_too_many_values_is_not_decoded() -> None:
     decoder = BodyDecoder(CompletionRequest)
     assert len(decoder.decode(b'{"prompt":[' + b"5," * 1000 + b"5]}").prompt or "") == 1001
     with pytest.raises(APIError, match="values") as raised:
@@ -44,15 +44,15 @@ def test_a_body_of_more_values_than_any_prompt_has_is_not_decoded() -> None:
     assert raised.value.status == 400
 
 
-def test_a_body_of_more_texts_than_anybody_sends_is_not_decoded() -> None:
+def test_a_body_of_too_many_strings_is_not_decoded() -> None:
     decoder = BodyDecoder(CompletionRequest)
-    with pytest.raises(APIError, match="texts"):
+    with pytest.raises(APIError, match="strings"):
         decoder.decode(b'{"prompt":[' + b'"a",' * MAX_STRINGS + b'"a"]}')
     quoted = json.dumps({"prompt": '"' * 3 * MAX_STRINGS}).encode()
     assert len(str(decoder.decode(quoted).prompt)) == 3 * MAX_STRINGS
 
 
-def test_a_body_that_comes_in_ever_so_small_pieces_is_given_up() -> None:
+def test_a_body_that_arrives_in_small_parts_times_out() -> None:
     """Each piece in time, and the whole of it not."""
 
     async def drip() -> Message:

@@ -1,4 +1,4 @@
-"""Responses: thoughts, text and calls become items; items become messages; and what is kept is bounded."""
+"""Responses: reasoning, text and calls become items; items become messages; and the store is bounded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mvllm.entrypoints.openai.chat.serving import MAX_TOOLS
+from mvllm.entrypoints.openai.common.chat_prompt_renderer import MAX_TOOLS
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.responses.input_items import MAX_ITEMS, items_to_messages
 from mvllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
@@ -50,7 +50,7 @@ def without_ids(value: Any) -> Any:
     return [without_ids(inner) for inner in value] if isinstance(value, list) else value
 
 
-def test_thoughts_text_and_a_call_are_three_items(folder: str) -> None:
+def test_reasoning_text_and_a_call_are_three_items(folder: str) -> None:
     server = Server(folder, f"{THOUGHT}Let me see.{CALL}")
     answer = server.post(ASK, PATH).json()
     assert answer["status"] == "completed" and answer["object"] == "response"
@@ -68,7 +68,7 @@ def test_thoughts_text_and_a_call_are_three_items(folder: str) -> None:
     assert server.core.prompts == ["user: What is the weather?weather "]
 
 
-def test_a_stream_tells_of_the_same_items_in_the_order_of_the_api(folder: str) -> None:
+def test_a_stream_has_events_of_the_same_items_in_the_order_of_the_api(folder: str) -> None:
     server = Server(folder, f"{THOUGHT}Let me see.{CALL}")
     whole, streamed = (server.post({**ASK, "stream": stream}, PATH) for stream in (False, True))
     found = events(streamed.text)
@@ -94,7 +94,7 @@ def test_a_stream_tells_of_the_same_items_in_the_order_of_the_api(folder: str) -
     assert len(deltas) > 6  # piece by piece
 
 
-def test_one_that_is_cut_off_within_its_thoughts(folder: str) -> None:
+def test_a_response_truncated_within_its_reasoning(folder: str) -> None:
     server = Server(folder, "<think>It may", FinishReason.LENGTH)
     answer = server.post(ASK, PATH).json()
     assert answer["status"] == "incomplete" and answer["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -106,13 +106,13 @@ def test_one_that_is_cut_off_within_its_thoughts(folder: str) -> None:
 
 
 @pytest.mark.parametrize("written", ["", " ", "\n"])
-def test_an_answer_of_nothing_is_a_message(folder: str, written: str) -> None:
+def test_an_empty_output_is_a_message(folder: str, written: str) -> None:
     answer = Server(folder, written, reasoning_parser=None).post(ASK, PATH).json()
     [item] = answer["output"]
     assert item["type"] == "message" and item["content"][0]["text"] == written
 
 
-def test_a_conversation_goes_on_with_all_that_was_said(folder: str) -> None:
+def test_a_conversation_continues_with_all_earlier_messages(folder: str) -> None:
     server = Server(folder, f"{THOUGHT}{CALL}")
     result = {"type": "function_call_output", "call_id": "any", "output": "sunny"}
     first, second, _ = server.talk(
@@ -128,7 +128,7 @@ def test_a_conversation_goes_on_with_all_that_was_said(folder: str) -> None:
     assert server.core.prompts[2] == last
 
 
-def test_what_was_said_under_a_salt_stays_under_it(folder: str) -> None:
+def test_a_continued_conversation_keeps_its_cache_salt(folder: str) -> None:
     server = Server(folder, "Hello.")
     on = {"input": "Thanks.", "previous_response_id": "{id}"}
     answers = server.talk(
@@ -142,7 +142,7 @@ def test_what_was_said_under_a_salt_stays_under_it(folder: str) -> None:
     assert [request.cache_salt for request in server.core.requests] == ["mine", "mine", "mine", "other", None]
 
 
-def test_what_is_stored_is_given_back_until_it_is_deleted(folder: str) -> None:
+def test_a_stored_response_can_be_read_until_it_is_deleted(folder: str) -> None:
     server = Server(folder, "Hello.")
     made, shown, again, gone, missing, late = server.talk(
         ("POST", PATH, {**ASK, "metadata": {"a": "b"}}),
@@ -164,18 +164,18 @@ def test_what_is_stored_is_given_back_until_it_is_deleted(folder: str) -> None:
     assert error["code"] == "previous_response_not_found"
 
 
-def test_a_response_that_was_given_is_not_streamed_again(folder: str) -> None:
+def test_a_stored_response_cannot_be_streamed(folder: str) -> None:
     _, answer = Server(folder, "Hello.").talk(("POST", PATH, ASK), ("GET", f"{PATH}/{{id}}?stream=true", None))
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "stream"
 
 
-def test_one_that_has_ended_cannot_be_cancelled(folder: str) -> None:
+def test_a_finished_response_cannot_be_cancelled(folder: str) -> None:
     _, answer = Server(folder, "Hello.").talk(("POST", PATH, ASK), ("POST", f"{PATH}/{{id}}/cancel", None))
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "response_ended"
 
 
 @pytest.mark.parametrize("off", ["by the request", "by the server"])
-def test_nothing_is_kept_where_nothing_is_wanted(folder: str, off: str) -> None:
+def test_nothing_is_stored_with_store_false_or_a_limit_of_0(folder: str, off: str) -> None:
     server = Server(folder, "Hello.")
     if off == "by the server":
         server.settings = replace(server.settings, max_stored_responses=0)
@@ -232,7 +232,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_is_not_acceptable_is_refused_in_the_requests_own_words(folder: str) -> None:
+def test_invalid_fields_are_rejected_by_their_names_in_the_request(folder: str) -> None:
     bodies = [{**ASK, **more, "stream": stream} for stream in (False, True) for more, _ in REFUSED]
     answers = Server(folder, "Hello.").talk(*(("POST", PATH, body) for body in bodies))
     for answer, body, (_, param) in zip(answers, bodies, [*REFUSED, *REFUSED], strict=True):
@@ -307,7 +307,7 @@ CALLER = Caller(Role.USER, b"a key")
 
 
 class TestStore:
-    def test_one_that_is_being_written_is_its_owners(self) -> None:
+    def test_a_running_response_belongs_to_its_owner(self) -> None:
         store = ResponseStore(2, 1 << 20)
         store.add_running("a", SimpleNamespace(snapshot=lambda: b"half", cancel=lambda: None), CALLER)
         for use in (store.body, store.cancel, store.delete, store.conversation):
@@ -317,7 +317,7 @@ class TestStore:
             assert "still" not in str(raised.value)
         assert store.body("a", CALLER) == store.cancel("a", Caller(Role.ADMIN, b"boss")) == b"half"
 
-    def test_those_used_longest_ago_go_first(self) -> None:
+    def test_the_least_recently_used_is_evicted_first(self) -> None:
         store = ResponseStore(2, 1 << 20)
         for name in ("a", "b"):
             store.finish(name, StoredResponse(name.encode(), b"[]", owner=CALLER.key))

@@ -1,4 +1,4 @@
-"""Files of requests: how they are read, and what lines that are no requests come to. Answers of a model: tests/e2e."""
+"""Batch files: how they are read, and the errors of invalid lines. Responses of a model: tests/e2e."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ pytest.importorskip("starlette")
 from mvllm.entrypoints.cli.main import main
 from mvllm.entrypoints.openai import batch_runner
 from mvllm.entrypoints.openai.batch_runner import BatchRunner
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.errors import EngineDeadError, QueueFullError
 
@@ -38,7 +39,8 @@ class Runner(BatchRunner):
 
     def __init__(self, respond, max_concurrency=4):
         self.engine = SimpleNamespace(errored=False, dead_error=None)
-        super().__init__(self.engine, OpenAIServingModels(["m"], "m"), None, None, max_concurrency=max_concurrency)
+        context = ServingContext(self.engine, None, None)
+        super().__init__(context, OpenAIServingModels(["m"], "m"), max_concurrency=max_concurrency)
         self.respond = respond
 
     def _make_handler(self, line):
@@ -61,7 +63,7 @@ def run(runner, *lines):
     return tally, [json.loads(each) for each in target.getvalue().splitlines()]
 
 
-def test_each_line_has_its_answer():
+def test_each_line_has_its_response():
     tally, answers = run(Runner(fine), line("a"), b"", line("b"), b"  ")
     assert (tally.total, tally.failed) == (2, 0)
     assert {answer["custom_id"] for answer in answers} == {"a", "b"}
@@ -71,7 +73,7 @@ def test_each_line_has_its_answer():
         assert answer["response"]["status_code"] == 200 and answer["response"]["body"] == {"ok": True}
 
 
-def test_no_more_lines_are_read_than_are_being_answered():
+def test_no_more_lines_are_read_than_run_at_a_time():
     async def scenario():
         gates = [asyncio.Event() for _ in range(20)]
 
@@ -104,15 +106,15 @@ def test_no_more_lines_are_read_than_are_being_answered():
     ("data", "custom_id", "expected"),
     [
         (b"nonsense", None, "malformed"),
-        (b"[" * 100_000, None, "no request"),
-        (b"\xff\xfe", None, "no request"),
+        (b"[" * 100_000, None, "not a valid request"),
+        (b"\xff\xfe", None, "not a valid request"),
         (b'{"custom_id": "x", "url": "/v1/completions"}', "x", "body"),
         (b'{"custom_id": 7, "url": "/v1/completions", "body": {}}', None, "str"),
         (b'{"url": "/v1/completions", "body": {}}', None, "custom_id"),
         (b'["a"]', None, "object"),
     ],
 )
-def test_a_line_that_is_no_request_is_told_and_the_rest_goes_on(data, custom_id, expected):
+def test_an_invalid_line_gets_an_error_and_the_rest_run(data, custom_id, expected):
     tally, [answer, other] = run(Runner(fine), data, line("good"))
     if answer["custom_id"] == "good":
         answer, other = other, answer
@@ -122,7 +124,7 @@ def test_a_line_that_is_no_request_is_told_and_the_rest_goes_on(data, custom_id,
     assert other["response"]["status_code"] == 200
 
 
-def test_a_line_that_is_too_long_is_passed_over(monkeypatch):
+def test_a_line_that_is_too_long_gets_an_error(monkeypatch):
     monkeypatch.setattr(batch_runner, "MAX_LINE_BYTES", 1000)
     _, answers = run(Runner(fine), line("long", body={"prompt": "x" * 5000}), line("a"), line("b"))
     assert {a["custom_id"]: a["error"] is None for a in answers} == {None: False, "a": True, "b": True}
@@ -133,16 +135,16 @@ def test_a_line_that_is_too_long_is_passed_over(monkeypatch):
 @pytest.mark.parametrize(
     ("request_line", "status", "expected"),
     [
-        (line(url="/v1/images"), 404, "a batch may ask for"),
+        (line(url="/v1/images"), 404, "a batch may have"),
         (line(method="GET"), 405, "it must be 'POST'"),
-        (line(body={"prompt": "x", "stream": True}), 400, "stream is not possible in a batch"),
+        (line(body={"prompt": "x", "stream": True}), 400, "stream is not supported in a batch"),
         (line(body={"prompt": "x", "model": "other"}), 404, "does not exist"),
         (line(body={"prompt": "x", "max_tokens": "many"}), 400, "max_tokens"),
         (line(body={"prompt": "x", "suffix": "y"}), 400, "suffix is not supported"),
         (line(body=7), 400, "body"),
     ],
 )
-def test_what_a_server_would_refuse_has_its_status(request_line, status, expected):
+def test_a_rejected_request_has_the_servers_status(request_line, status, expected):
     async def as_it_is(line, call):
         return call(line)
 
@@ -152,7 +154,7 @@ def test_what_a_server_would_refuse_has_its_status(request_line, status, expecte
     assert expected in answer["response"]["body"]["error"]["message"]
 
 
-def test_a_full_queue_is_waited_for(monkeypatch):
+def test_a_request_waits_while_the_queue_is_full(monkeypatch):
     monkeypatch.setattr(batch_runner, "_RETRY_SECONDS", 0.0)
     left = [3]
 
@@ -166,7 +168,7 @@ def test_a_full_queue_is_waited_for(monkeypatch):
     assert tally.failed == 0 and left[0] == -1
 
 
-def test_an_engine_that_dies_ends_the_run_after_those_under_way():
+def test_an_engine_that_dies_ends_the_run_after_the_running_requests():
     async def die(line, call):
         runner.engine.errored, runner.engine.dead_error = True, EngineDeadError("gone")
         raise EngineDeadError("gone")
@@ -189,7 +191,7 @@ def test_an_engine_that_dies_ends_the_run_after_those_under_way():
         (["-i", "{folder}/in", "-o", "{folder}/out", "--chat-template", "/nowhere/t"], "/nowhere/t"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_the_model_is_loaded(arguments, expected, tmp_path, capsys):
+def test_invalid_arguments_are_rejected_before_the_model_is_loaded(arguments, expected, tmp_path, capsys):
     (tmp_path / "in").write_bytes(line())
     argv = [argument.format(folder=tmp_path) for argument in arguments]
     assert main(["run-batch", *argv, "--model", "demo"]) == 1

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize` hold nobody else up."""
+"""`/tokenize` and `/detokenize` do not block the event loop."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any, cast
 import httpx
 from prometheus_client import CollectorRegistry
 
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.server.app import build_app
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
-from mvllm.entrypoints.openai.server.routes import MAX_DETOKENIZE_TOKENS
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
+from mvllm.entrypoints.openai.tokenize.routes import MAX_DETOKENIZE_TOKENS
 
 
 class SlowTokenizer:
@@ -39,8 +40,9 @@ def post(tokenizer: SlowTokenizer, path: str, body: dict[str, Any]) -> httpx.Res
     async def ask() -> httpx.Response:
         state = ServerState(60.0)
         config = SimpleNamespace(max_model_len=16, vocab_size=4)
-        work = TokenizerPool(cast(Any, tokenizer), 16)
-        state.set_ready(cast(Any, SimpleNamespace(tokenizer=tokenizer, model_config=config)), work, cast(Any, None))
+        pool = TokenizerPool(cast(Any, tokenizer), 16)
+        engine = SimpleNamespace(tokenizer=tokenizer, model_config=config)
+        state.set_ready(ServingContext(cast(Any, engine), pool, cast(Any, None)))
         metrics = HTTPMetrics(CollectorRegistry())
         app = build_app(state, OpenAIServingModels(["m"], "m"), metrics, ServerSettings())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
@@ -49,14 +51,14 @@ def post(tokenizer: SlowTokenizer, path: str, body: dict[str, Any]) -> httpx.Res
     return asyncio.run(ask())
 
 
-def test_names_of_tokens_come_from_a_thread() -> None:
+def test_token_strings_are_made_in_a_thread() -> None:
     tokenizer = SlowTokenizer()
     answer = post(tokenizer, "/tokenize", {"prompt": "a b", "return_token_strs": True})
     assert answer.json()["token_strs"] == ["1", "2"]
     assert (tokenizer.loaded_by or "").startswith("text")
 
 
-def test_the_ids_that_are_decoded_in_one_request_are_limited() -> None:
+def test_the_number_of_token_ids_to_decode_is_limited() -> None:
     assert post(SlowTokenizer(), "/detokenize", {"tokens": [1] * 100}).json() == {"prompt": "x"}
     answer = post(SlowTokenizer(), "/detokenize", {"tokens": [1] * (MAX_DETOKENIZE_TOKENS + 1)})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tokens"

@@ -1,4 +1,4 @@
-"""Tools and thoughts over HTTP: the whole application around an engine core that writes what the test has chosen."""
+"""Tools and reasoning over HTTP: the whole application with an engine core that generates a text of the test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mvllm.entrypoints.openai.chat.serving import MAX_TOOLS
+from mvllm.entrypoints.openai.common.chat_prompt_renderer import MAX_TOOLS
 from mvllm.messages.requests import FinishReason
 from tests.unit.entrypoints import scripted_server
 from tests.unit.entrypoints.builders import save_model_folder
@@ -32,7 +32,7 @@ class Server(scripted_server.Server):
         return choice["message"], choice["finish_reason"]
 
 
-def test_an_answer_comes_in_its_parts(folder: str) -> None:
+def test_a_response_has_reasoning_content_and_tool_calls(folder: str) -> None:
     server = Server(folder)
     message, reason = server.message()
     assert reason == "tool_calls"
@@ -43,7 +43,7 @@ def test_an_answer_comes_in_its_parts(folder: str) -> None:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
-def test_a_stream_has_the_same_parts(folder: str, reason: FinishReason) -> None:
+def test_a_stream_has_the_same_reasoning_content_and_tool_calls(folder: str, reason: FinishReason) -> None:
     server = Server(folder, reason=reason)
     whole, why = server.message()
     assert why == ("tool_calls" if reason is FinishReason.STOP else "length")
@@ -63,7 +63,7 @@ def test_a_stream_has_the_same_parts(folder: str, reason: FinishReason) -> None:
     assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + [why]
 
 
-def test_without_tools_or_with_none_wanted_calls_are_text(folder: str) -> None:
+def test_without_tools_or_with_tool_choice_none_calls_are_text(folder: str) -> None:
     for more in ({"tools": None}, {"tools": []}, {"tool_choice": "none"}):
         message, reason = Server(folder).message(**more)
         assert "<tool_call>" in message["content"] and "tool_calls" not in message and reason == "stop"
@@ -71,7 +71,7 @@ def test_without_tools_or_with_none_wanted_calls_are_text(folder: str) -> None:
     assert message["content"] == WRITTEN
 
 
-def test_what_cannot_be_promised_is_refused(folder: str) -> None:
+def test_unsupported_tool_requests_are_rejected(folder: str) -> None:
     broken = {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}
     another = {"type": "function", "function": {"name": "clock"}}
     for server, more, param in (
@@ -99,7 +99,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
     ],
     ids=["required", "named"],
 )
-def test_a_call_that_must_be_is_read_from_its_json(
+def test_a_required_call_is_read_from_its_json(
     folder: str, choice: object, written: str, ended: str, reason: FinishReason
 ) -> None:
     """Without a parser of the model family's format, and with one for thoughts, which then come before it."""
@@ -117,7 +117,7 @@ def test_a_call_that_must_be_is_read_from_its_json(
         assert not any(chunk["delta"].get("content") for chunk in chunks) and chunks[-1]["finish_reason"] == why
 
 
-def test_what_is_in_it_too_often_is_refused_before_anybody_looks_at_it(folder: str) -> None:
+def test_too_many_messages_or_tools_are_rejected_before_they_are_processed(folder: str) -> None:
     """Such as more messages and calls than the model takes tokens, of which there are 256."""
     message = {"role": "user", "content": "x"}
     for more, param in (

@@ -1,4 +1,4 @@
-"""Fields of requests that the server does not know: logged once, named in a header, or refused."""
+"""Unknown request fields: logged once, named in a header, or rejected."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.common.unknown_fields import MAX_LOGGED_NAMES, MAX_NAMES, UnknownFields
@@ -46,7 +47,8 @@ def post(bodies: list[dict[str, Any]], policy: UnknownFieldsPolicy = "warn") -> 
         engine = SimpleNamespace(
             tokenizer=Tokenizer(), model_config=SimpleNamespace(max_model_len=16, hf_config={}), errored=False
         )
-        state.set_ready(cast(Any, engine), TokenizerPool(cast(Any, Tokenizer()), 16), cast(Any, None))
+        pool = TokenizerPool(cast(Any, Tokenizer()), 16)
+        state.set_ready(ServingContext(cast(Any, engine), pool, cast(Any, None)))
         settings = ServerSettings(unknown_fields=policy)
         app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
@@ -74,7 +76,7 @@ def test_an_unknown_field_is_named_in_a_header_and_logged_once(caplog: pytest.Lo
     assert "/tokenize" in line and "Did you mean add_special_tokens?" in line
 
 
-def test_a_server_can_refuse_unknown_fields_or_ignore_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_can_reject_unknown_fields_or_ignore_them(caplog: pytest.LogCaptureFixture) -> None:
     body = {"prompt": "x", "add_specialtokens": False}
     [refused] = post([body], "refuse")
     error = refused.json()["error"]
@@ -85,7 +87,7 @@ def test_a_server_can_refuse_unknown_fields_or_ignore_them(caplog: pytest.LogCap
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_names_from_clients_stay_out_of_log_and_header_where_they_are_no_names(
+def test_unprintable_names_are_neither_logged_nor_in_the_header(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="mvllm"):
@@ -98,7 +100,7 @@ def test_names_from_clients_stay_out_of_log_and_header_where_they_are_no_names(
     assert len(answer.headers["x-mvllm-unknown-fields"]) < 600
 
 
-def test_parameters_of_administration_are_checked_too() -> None:
+def test_query_parameters_of_administration_are_checked_too() -> None:
     """They are in the query: `/sleep?levl=2` would sleep otherwise than was meant."""
 
     async def sleep(policy: UnknownFieldsPolicy) -> tuple[httpx.Response, list[int]]:
@@ -112,7 +114,7 @@ def test_parameters_of_administration_are_checked_too() -> None:
                 levels.append(level)
 
         state = ServerState(60.0)
-        state.set_ready(cast(Any, Engine()), cast(Any, None), cast(Any, None))
+        state.set_ready(ServingContext(cast(Any, Engine()), cast(Any, None), cast(Any, None)))
         settings = ServerSettings(unknown_fields=policy, admin_api_keys=("k",))
         app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), settings)
         headers = {"Authorization": "Bearer k"}
@@ -127,12 +129,12 @@ def test_parameters_of_administration_are_checked_too() -> None:
     assert answer.status_code == 400 and "Did you mean level?" in answer.json()["error"]["message"] and levels == []
 
 
-def test_what_is_remembered_of_names_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_number_of_stored_names_is_limited(caplog: pytest.LogCaptureFixture) -> None:
     decoder, unknown = BodyDecoder(CompletionRequest), UnknownFields()
     with caplog.at_level(logging.WARNING, logger="mvllm"):
         for i in range(MAX_LOGGED_NAMES + 50):
             decoder.decode(json.dumps({"prompt": "x", f"name_{i}": 1}).encode(), unknown)
-    assert len(caplog.records) == MAX_LOGGED_NAMES + 1 and "further ones are not" in caplog.text
+    assert len(caplog.records) == MAX_LOGGED_NAMES + 1 and "no more will be" in caplog.text
 
 
 @pytest.mark.parametrize("body", [b'{"prompt":"x","\xff":1}', b'{"prompt":"x","stream_options":{"\xff":1}}'])
@@ -173,21 +175,21 @@ def test_a_body_of_very_many_unknown_fields_is_reported_by_the_first() -> None:
         ),
     ],
 )
-def test_objects_whose_fields_are_known_are_looked_into(
+def test_objects_with_a_fixed_set_of_fields_are_checked(
     kind: type[msgspec.Struct], body: dict[str, Any], names: list[str] | None
 ) -> None:
     assert found(kind, body) == (["text.x", "reasoning.efort"] if names is None else names)
 
 
 @pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest])
-def test_fields_that_clients_send_as_a_matter_of_course_are_known(kind: type[msgspec.Struct]) -> None:
+def test_fields_that_clients_always_send_are_known(kind: type[msgspec.Struct]) -> None:
     body = dict.fromkeys(ClientRequest.__struct_fields__)
     assert {"user", "metadata", "store", "service_tier"} <= set(body) and found(kind, body) == []
     page = (Path(__file__).parents[3] / "docs" / "reference" / "http-api.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in page for name in set(body) - {"model"})
 
 
-def test_structs_of_plugins_keep_their_own_ways() -> None:
+def test_the_settings_of_plugins_structs_apply() -> None:
     """Renamed fields and tags are known by the names that clients write; arrays have no names."""
 
     class Renamed(msgspec.Struct, rename="camel", tag="r", tag_field="kind"):

@@ -11,7 +11,7 @@ from typing import IO, Any, get_args
 
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.openai.server.settings import UnknownFieldsPolicy
-from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE, resolve_parsers
+from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.errors import ConfigError
 
@@ -91,10 +91,9 @@ async def _answer_all(args: argparse.Namespace, template: str | None, source: IO
 
     from mvllm.engine.async_llm import AsyncLLM
     from mvllm.entrypoints.openai.batch_runner import BatchRunner
-    from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
     from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
+    from mvllm.entrypoints.openai.common.serving_context import ServingContext
     from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-    from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
     from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields
     from mvllm.progress import show_progress
 
@@ -104,23 +103,18 @@ async def _answer_all(args: argparse.Namespace, template: str | None, source: IO
         stack.callback(engine.shutdown)
         templates = ChatTemplateRenderer()
         stack.callback(templates.close)
-        tokenizer_pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len, templates)
-        stack.callback(tokenizer_pool.close)
-        folder = Path(engine.model_config.tokenizer or "")
-        parsers = resolve_parsers(args.tool_call_parser, args.reasoning_parser, template, folder)
-        prompts = ChatPromptRenderer(
+        context = ServingContext.create(
             engine,
-            tokenizer_pool,
+            templates,
+            tool_call_parser=args.tool_call_parser,
+            reasoning_parser=args.reasoning_parser,
             chat_template=template,
-            tool_parser=parsers.tool,
-            reasoning_parser=parsers.reasoning,
         )
+        stack.callback(context.close)
         bar = stack.enter_context(show_progress(None, "Requests", disable=args.disable_tqdm))
         runner = BatchRunner(
-            engine,
+            context,
             OpenAIServingModels(args.served_model_name or (settings.model,), settings.model),
-            tokenizer_pool,
-            prompts,
             max_concurrency=args.max_concurrency or 2 * engine.config.scheduler.max_num_seqs,
             on_done=lambda: bar.update(1),
             unknown_fields=UnknownFields(args.unknown_fields),

@@ -1,11 +1,11 @@
-"""Answers a file of requests, in the format of OpenAI's batches: a line in, a line out.
+"""Runs a file of requests in OpenAI's batch format: one JSON line for each request and for each response.
 
     {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
  -> {"id": ..., "custom_id": "1", "response": {"status_code": 200, "request_id": ..., "body": {...}}, "error": null}
 
-The idea: no more lines are read than are being answered, so that a file may be of any length. An answer is written
-when it is there, so answers come in another order than requests; `custom_id` says which is whose. What a server would
-refuse has the server's status and body; what is no request at all has `response: null`, and `error` says why.
+Lines are read only as requests finish, so a file may have any length. A response is written when it is complete, so the
+order differs from that of the requests; `custom_id` identifies them. A request that the server would reject gets the
+server's status and body. A line that is not a request gets `response: null` and an `error`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO, Any
 
 import msgspec
 
-from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler, ChatPromptRenderer
+from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler
 from mvllm.entrypoints.openai.common.errors import APIError, error_body, to_api_error
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder
+from mvllm.entrypoints.openai.common.serving_base import RequestHandler
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.common.unknown_fields import UnknownFields
 from mvllm.entrypoints.openai.completions.serving import CompletionHandler
 from mvllm.entrypoints.openai.pooling.serving_embedding import EmbeddingHandler
@@ -31,17 +31,16 @@ from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     EmbeddingRequest,
-    GenerationRequest,
     reject_unsupported_fields,
 )
 from mvllm.errors import QueueFullError, RequestError
 
 MAX_LINE_BYTES = 64 << 20
-_RETRY_SECONDS = 0.05  # seconds until another try where the engine's queue is full
+_RETRY_SECONDS = 0.05  # until the next attempt if the engine's queue is full
 
 
 class BatchRequestInput(msgspec.Struct):
-    """A request as it stands in the file."""
+    """A line of the input file."""
 
     custom_id: str
     url: str
@@ -50,7 +49,7 @@ class BatchRequestInput(msgspec.Struct):
 
 
 class BatchResponseData(msgspec.Struct):
-    """What a server would have answered."""
+    """The HTTP response of a request."""
 
     status_code: int
     request_id: str
@@ -58,14 +57,14 @@ class BatchResponseData(msgspec.Struct):
 
 
 class BatchRequestError(msgspec.Struct):
-    """Why a line is no request."""
+    """Why a line is not a request."""
 
     code: str
     message: str
 
 
 class BatchRequestOutput(msgspec.Struct):
-    """A line of the output."""
+    """A line of the output file."""
 
     id: str
     custom_id: str | None
@@ -75,118 +74,102 @@ class BatchRequestOutput(msgspec.Struct):
 
 @dataclass
 class BatchCounts:
-    """How many lines there were, and how many have no answer of the model."""
+    """Number of requests, and of those that failed."""
 
     total: int = 0
     failed: int = 0
 
 
-class RequestHandler(Protocol):
-    """A request that is being answered."""
-
-    async def start(self) -> None:
-        """Hands it to the engine."""
-
-    async def full_response(self) -> bytes:
-        """The answer's body."""
-
-    def close(self) -> None:
-        """Ends it there."""
-
-
 class BatchRunner:
-    """Answers requests of files.
+    """Runs the requests of a file.
 
     Args:
-        engine: What answers them.
-        models: The names that requests may name.
-        tokenizer_pool: Where text is tokenized.
-        prompts: Makes prompts of conversations.
-        max_concurrency: Most requests under way, and by that most lines in memory.
-        on_done: Called after each line.
-        unknown_fields: What is done about fields of bodies that are not known.
+        context: The engine, and what request handlers share.
+        models: Names of the model that requests may use.
+        max_concurrency: Most requests that run, and lines in memory, at a time.
+        on_done: Called after each request.
+        unknown_fields: Handles unknown fields of bodies.
     """
 
     def __init__(
         self,
-        engine: AsyncLLM,
+        context: ServingContext,
         models: OpenAIServingModels,
-        tokenizer_pool: TokenizerPool,
-        prompts: ChatPromptRenderer,
         *,
         max_concurrency: int,
         on_done: Callable[[], None] = lambda: None,
         unknown_fields: UnknownFields | None = None,
     ) -> None:
-        self._engine = engine
+        self._context = context
+        self._engine = context.engine
         self._models = models
-        self._text_work = tokenizer_pool
-        self._prompts = prompts
         self._max_concurrency = max_concurrency
         self._on_done = on_done
         self._unknown_fields = unknown_fields or UnknownFields()
         self._lines = msgspec.json.Decoder(BatchRequestInput)
-        self._chat = BodyDecoder(ChatCompletionRequest)
-        self._completion = BodyDecoder(CompletionRequest)
-        self._embedding = BodyDecoder(EmbeddingRequest)
+        self._handlers: dict[str, tuple[BodyDecoder[Any], Callable[..., RequestHandler]]] = {
+            "/v1/chat/completions": (BodyDecoder(ChatCompletionRequest), ChatCompletionHandler),
+            "/v1/completions": (BodyDecoder(CompletionRequest), CompletionHandler),
+            "/v1/embeddings": (BodyDecoder(EmbeddingRequest), EmbeddingHandler),
+        }
 
     async def run(self, source: IO[bytes], target: IO[bytes]) -> BatchCounts:
-        """Answers every line of `source` in a line of `target`. Empty lines count as nothing.
+        """Runs the request of each line of `source`, and writes a line to `target`. Empty lines are skipped.
 
         Raises:
-            EngineDeadError: The engine stopped; requests under way have answers that say so, later ones have none.
+            EngineDeadError: The engine stopped. Running requests have error responses, later ones none.
         """
-        tally = BatchCounts()
-        room = asyncio.Semaphore(self._max_concurrency)
+        counts = BatchCounts()
+        slots = asyncio.Semaphore(self._max_concurrency)
         encode = msgspec.json.Encoder().encode
 
-        async def answer(data: bytes) -> None:
+        async def run_line(data: bytes) -> None:
             try:
-                found = await self._process_line(data)
+                output = await self._process_line(data)
             finally:
-                room.release()
-            tally.total += 1
-            tally.failed += found.response is None or found.response.status_code != 200
-            target.write(encode(found) + b"\n")
+                slots.release()
+            counts.total += 1
+            counts.failed += output.response is None or output.response.status_code != 200
+            target.write(encode(output) + b"\n")
             self._on_done()
 
         async with asyncio.TaskGroup() as group:
             while not self._engine.errored:
-                await room.acquire()
+                await slots.acquire()
                 data = await asyncio.to_thread(_read_line, source)
                 if data is None:
                     break
                 if data.strip():
-                    group.create_task(answer(data))
+                    group.create_task(run_line(data))
                 else:
-                    room.release()
+                    slots.release()
         target.flush()
         if self._engine.dead_error is not None:
             raise self._engine.dead_error
-        return tally
+        return counts
 
     async def _process_line(self, data: bytes) -> BatchRequestOutput:
-        answer_id = f"batch_req_{uuid.uuid4().hex}"
+        output_id = f"batch_req_{uuid.uuid4().hex}"
         try:
             if len(data) > MAX_LINE_BYTES:
                 raise ValueError(f"The line is longer than {MAX_LINE_BYTES} bytes")
             line = self._lines.decode(data)
         except (ValueError, RecursionError) as e:  # msgspec's errors are ValueErrors
-            failure = BatchRequestError("invalid_line", f"The line is no request: {str(e).replace('`', '')}.")
-            return BatchRequestOutput(answer_id, _custom_id(data), None, failure)
+            failure = BatchRequestError("invalid_line", f"The line is not a valid request: {str(e).replace('`', '')}.")
+            return BatchRequestOutput(output_id, _custom_id(data), None, failure)
         request_id = uuid.uuid4().hex
         try:
             status, body = 200, await self._respond(line)
-        except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
+        except Exception as e:  # noqa: BLE001  (to_api_error logs it)
             error = to_api_error(e)
             status = error.status
             body = error_body(error.status, error.message, param=error.param, code=error.code)
         return BatchRequestOutput(
-            answer_id, line.custom_id, BatchResponseData(status, request_id, msgspec.Raw(body)), None
+            output_id, line.custom_id, BatchResponseData(status, request_id, msgspec.Raw(body)), None
         )
 
     async def _respond(self, line: BatchRequestInput) -> bytes:
-        """The body of the answer to a request.
+        """The body of the response to a request.
 
         Raises:
             APIError, RequestError, MvllmError: As the server's routes.
@@ -194,42 +177,31 @@ class BatchRunner:
         if line.method != "POST":
             raise APIError(405, f"method is {line.method[:20]!a}; it must be 'POST'.", param="method")
         while True:
-            call = self._make_handler(line)
+            handler = self._make_handler(line)
             try:
-                await call.start()
-                return await call.full_response()
-            except QueueFullError:  # which an engine at rest never is
+                await handler.start()
+                return await handler.full_response()
+            except QueueFullError:  # running requests will leave it
                 await asyncio.sleep(_RETRY_SECONDS)
             finally:
-                call.close()
+                handler.close()
 
-    def _make_handler(self, line: BatchRequestInput) -> RequestHandler | EmbeddingHandler:
-        body = bytes(line.body)
-        if line.url == "/v1/chat/completions":
-            chat = self._chat.decode(body, self._unknown_fields)
-            return ChatCompletionHandler(self._engine, self._prompts, self._check_request(chat), chat)
-        if line.url == "/v1/completions":
-            completion = self._completion.decode(body, self._unknown_fields)
-            return CompletionHandler(self._engine, self._text_work, self._check_request(completion), completion)
-        if line.url == "/v1/embeddings":
-            embedding = self._embedding.decode(body, self._unknown_fields)
-            return EmbeddingHandler(
-                self._engine, self._text_work, self._models.resolve_name(embedding.model), embedding
+    def _make_handler(self, line: BatchRequestInput) -> RequestHandler:
+        route = self._handlers.get(line.url)
+        if route is None:
+            raise APIError(
+                404,
+                f"url is {line.url[:60]!a}; a batch may have '/v1/chat/completions', '/v1/completions' and "
+                "'/v1/embeddings'.",
+                param="url",
+                code="invalid_url",
             )
-        raise APIError(
-            404,
-            f"url is {line.url[:60]!a}; a batch may ask for '/v1/chat/completions', '/v1/completions' and "
-            "'/v1/embeddings'.",
-            param="url",
-            code="invalid_url",
-        )
-
-    def _check_request(self, request: GenerationRequest) -> str:
-        """The model's name in the answer to a request that a batch may have."""
-        if request.stream:
-            raise RequestError("stream is not possible in a batch; leave it out.", parameter="stream")
+        decoder, make_handler = route
+        request = decoder.decode(bytes(line.body), self._unknown_fields)
+        if getattr(request, "stream", None):
+            raise RequestError("stream is not supported in a batch; leave it out.", parameter="stream")
         reject_unsupported_fields(request)
-        return self._models.resolve_name(request.model)
+        return make_handler(self._context, self._models.resolve_name(request.model), request)
 
 
 def _read_line(source: IO[bytes]) -> bytes | None:
@@ -242,7 +214,7 @@ def _read_line(source: IO[bytes]) -> bytes | None:
 
 
 def _custom_id(data: bytes) -> str | None:
-    """The name of a line that is no request, if at least that can be read."""
+    """The `custom_id` of a line that is not a valid request, if the line is JSON."""
     try:
         found = msgspec.json.decode(data)
     except (ValueError, RecursionError):

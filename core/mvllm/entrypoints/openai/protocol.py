@@ -1,10 +1,12 @@
-"""What clients may send: the fields of the OpenAI API and those that this field's engines have added.
+"""Request bodies: the fields of the OpenAI API, and those that vLLM and similar engines have added.
 
-The idea: a body is decoded by msgspec straight into one of these structs, types checked on the way, so nothing of the
-wrong type gets further than here. Every field may be null, which means that it was not given. Fields that no struct has
-are reported (`unknown_fields.py`); those that clients send as a matter of course and that need no answer are fields
-without effect (`ClientRequest`). Fields that are known and cannot be honoured are refused by name
-(`reject_unsupported_fields`), since ignoring them would answer another question than was asked.
+msgspec decodes a body into one of these structs and checks the types of its fields. Every field may be null, as if it
+had not been sent. A field falls into one of four groups:
+
+    used           most fields
+    no effect      fields that clients always send and that need no action (`ClientRequest`)
+    unsupported    known fields that would change the result; they are rejected (`reject_unsupported_fields`)
+    unknown        no struct has the field; it is reported (`unknown_fields.py`)
 """
 
 from __future__ import annotations
@@ -17,22 +19,22 @@ from mvllm.errors import RequestError
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream carries beside the text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # without effect, as for responses
+    include_obfuscation: bool | None = None  # no effect
 
 
 class ModelRequest(msgspec.Struct, kw_only=True):
-    """A request that names a model."""
+    """A request with a model name."""
 
     model: str | None = None
 
 
 class ClientRequest(ModelRequest, kw_only=True):
-    """A request with the fields that clients of OpenAI's API and of other engines send, and that have no effect here:
-    names and labels for the client's own records, and hints for a service with many tenants. They are not unknown."""
+    """A request with the fields that clients of OpenAI's API and of other engines send and that have no effect here:
+    labels for the client's own records, and hints for services with many tenants."""
 
     user: str | None = None
     metadata: Any = None
@@ -48,9 +50,9 @@ class ClientRequest(ModelRequest, kw_only=True):
 
 
 class GenerationRequest(ClientRequest, kw_only=True):
-    """What requests for completions and for chat completions have in common.
+    """Fields of completion and chat completion requests.
 
-    Sampling parameters have the names and bounds of `SamplingParams`, which checks them.
+    Sampling parameters have the names of `SamplingParams`, which checks their values.
     """
 
     n: int | None = None
@@ -93,13 +95,13 @@ class GenerationRequest(ClientRequest, kw_only=True):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
-    # Deprecated: what structured_outputs was before.
+    # Deprecated forms of structured_outputs.
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
 
-    # Known, and refused where they ask for something.
+    # Unsupported.
     logits_processors: Any = None
     thinking_token_budget: int | None = None
 
@@ -109,7 +111,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     Attributes:
         prompt: A text, a list of texts, a list of token ids, or a list of those.
-        logprobs: How many alternatives to report for each token; 0 reports the token alone.
+        logprobs: Number of alternatives to report for each token; 0 reports only the token.
     """
 
     prompt: str | list[str | int | list[int]] | None = None
@@ -122,7 +124,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
     Attributes:
         logprobs: Whether to report log-probabilities, `top_logprobs` alternatives for each token.
-        max_completion_tokens: Goes before `max_tokens`; without either, what the context has room for.
+        max_completion_tokens: Takes precedence over `max_tokens`; without both, the context is the limit.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -145,34 +147,42 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     audio: Any = None
 
 
-class EmbeddingRequest(ClientRequest, kw_only=True):
-    """Body of `POST /v1/embeddings`.
+class InputListRequest(ClientRequest, kw_only=True):
+    """Fields of pooling requests with a list of inputs.
 
     Attributes:
         input: A text, a list of texts, a list of token ids, or a list of those.
-        encoding_format: `float` (the default) writes numbers, `base64` the bytes of little-endian float32.
-        dimensions: Keep only the first so many components.
-        normalize: Scale vectors to length 1; by default what the model's files say.
-        truncate_prompt_tokens: Cut longer inputs to so many tokens; -1 for as many as the model takes.
+        truncate_prompt_tokens: Truncate longer inputs to so many tokens; -1 for the model's limit.
     """
 
     input: str | list[str | int | list[int]] | None = None
-    encoding_format: str | None = None
-    dimensions: int | None = None
-    normalize: bool | None = None
+    truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    truncate_prompt_tokens: int | None = None
+
+
+class EmbeddingRequest(InputListRequest, kw_only=True):
+    """Body of `POST /v1/embeddings`.
+
+    Attributes:
+        encoding_format: `float` (the default) for numbers, `base64` for the bytes of little-endian float32.
+        dimensions: Keep only the first so many components.
+        normalize: Scale embeddings to length 1; by default as the model's files say.
+    """
+
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
 
 
 class PoolingRequest(EmbeddingRequest, kw_only=True):
     """Body of `POST /pooling`.
 
     Attributes:
-        task: `embed`, `token_embed` or `classify`; by default what the model is for.
-        pooling_type: Which hidden states count; by default what the model's files say. `all` is `token_embed`.
-        use_activation: Turn the results of a classifier's head into probabilities.
+        task: `embed`, `token_embed` or `classify`; by default the model's task.
+        pooling_type: How hidden states are pooled; by default as the model's files say. `all` is `token_embed`.
+        use_activation: Turn the scores of a classifier into probabilities.
     """
 
     task: str | None = None
@@ -180,29 +190,22 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
     use_activation: bool | None = None
 
 
-class ClassificationRequest(ClientRequest, kw_only=True):
+class ClassificationRequest(InputListRequest, kw_only=True):
     """Body of `POST /classify`.
 
     Attributes:
-        input: A text, a list of texts, a list of token ids, or a list of those.
-        use_activation: Turn the results of the model's head into probabilities; true by default.
-        truncate_prompt_tokens: Cut longer inputs to so many tokens; -1 for as many as the model takes.
+        use_activation: Turn the scores of the classifier into probabilities; true by default.
     """
 
-    input: str | list[str | int | list[int]] | None = None
     use_activation: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    add_special_tokens: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
 
 
 class TextPairRequest(ClientRequest, kw_only=True):
-    """What requests to compare texts have in common.
+    """Fields of requests that compare texts.
 
     Attributes:
         use_activation: As in ClassificationRequest.
-        truncate_prompt_tokens: Cut what the model reads at once, both texts of a cross-encoder together.
+        truncate_prompt_tokens: Truncate a prompt, which for a cross-encoder is both texts together.
     """
 
     use_activation: bool | None = None
@@ -214,8 +217,8 @@ class ScoreRequest(TextPairRequest, kw_only=True):
     """Body of `POST /score`.
 
     Attributes:
-        text_1, queries: A text, or one for each of the others; two names for the same.
-        text_2, documents: A text or a list of texts; likewise.
+        text_1, queries: A text, or one for each of the second texts. Two names of one field.
+        text_2, documents: A text or a list of texts. Two names of one field.
     """
 
     text_1: str | list[str] | None = None
@@ -225,7 +228,7 @@ class ScoreRequest(TextPairRequest, kw_only=True):
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """A document as Cohere's clients send it."""
+    """A document, as Cohere's clients send it."""
 
     text: str
 
@@ -234,9 +237,9 @@ class RerankRequest(TextPairRequest, kw_only=True):
     """Body of `POST /rerank`.
 
     Attributes:
-        query: What documents are compared with.
-        documents: Texts, or objects that have one.
-        top_n: How many results are wanted; 0 or none for all.
+        query: The text that documents are compared with.
+        documents: Texts, or objects with a text.
+        top_n: Number of results; 0 or null for all.
         return_documents: Repeat the documents in the results; true by default.
     """
 
@@ -247,7 +250,7 @@ class RerankRequest(TextPairRequest, kw_only=True):
 
 
 class ResponsesStreamOptions(msgspec.Struct, kw_only=True):
-    """Accepted and without effect: padding of events is a matter for servers that clients share with eavesdroppers."""
+    """Options of a response's stream, without effect: events are not padded."""
 
     include_obfuscation: bool | None = None
 
@@ -256,11 +259,11 @@ class ResponsesRequest(ClientRequest, kw_only=True):
     """Body of `POST /v1/responses`.
 
     Attributes:
-        input: A text, or a list of items: messages, thoughts, calls of functions and what these returned.
-        instructions: A system message before everything else; not kept for later turns.
-        previous_response_id: Go on with the conversation that this response ended.
-        store: Whether the response can be asked for, and gone on with, later.
-        cache_salt: By default that of the response that is gone on with.
+        input: A text, or a list of items: messages, reasoning, function calls and their outputs.
+        instructions: A system message at the beginning; not stored for later turns.
+        previous_response_id: Continue the conversation that ended with this response.
+        store: Whether to store the response, so that it can be read and continued later.
+        cache_salt: By default that of the previous response.
     """
 
     input: str | list[dict[str, Any]] | None = None
@@ -279,7 +282,7 @@ class ResponsesRequest(ClientRequest, kw_only=True):
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
 
-    # The engine's own, as in the other requests.
+    # Fields of other engines, as in GenerationRequest.
     top_k: int | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
@@ -295,13 +298,13 @@ class ResponsesRequest(ClientRequest, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Names for somebody else's books, and hints: accepted, and without effect.
+    # No effect.
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
     max_tool_calls: int | None = None
 
-    # Known, and refused where they ask for something.
+    # Unsupported.
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
@@ -333,44 +336,46 @@ class DetokenizeRequest(ModelRequest, kw_only=True):
 
 
 _UNSUPPORTED = {
-    "logits_processors": "code from requests is never run; start the server with --logits-processors",
-    "thinking_token_budget": "this server does not follow the parts of an answer",
+    "logits_processors": "the server runs no code from requests; start it with --logits-processors",
+    "thinking_token_budget": "this server does not limit reasoning",
     "suffix": "the model completes text at its end only",
-    "functions": "it is the form of before tools; send tools",
-    "function_call": "it is the form of before tools; send tool_choice",
+    "functions": "it is deprecated; send tools",
+    "function_call": "it is deprecated; send tool_choice",
     "documents": "put them into a message",
     "audio": "the model writes text only",
-    "background": "set stream, or ask from a thread of your own",
-    "conversation": "go on with previous_response_id",
-    "context_management": "prompts are not cut; shorten the input",
-    "moderation": "this server does not judge texts",
+    "background": "set stream, or send the request from a thread",
+    "conversation": "send previous_response_id",
+    "context_management": "prompts are not truncated; shorten the input",
+    "moderation": "this server does not moderate texts",
 }
-"""Field to the reason why it is refused where it asks for something."""
+"""Unsupported fields, with the reason or an alternative. Null and empty values are accepted."""
 
 
 class LoadLoRAAdapterRequest(ModelRequest, kw_only=True):
-    """An adapter that is to be offered."""
+    """Body of `POST /v1/load_lora_adapter`."""
 
     lora_name: str | None = None
     lora_path: str | None = None
 
 
 class UnloadLoRAAdapterRequest(ModelRequest, kw_only=True):
-    """An adapter that is to be offered no more."""
+    """Body of `POST /v1/unload_lora_adapter`."""
 
     lora_name: str | None = None
 
 
 _INCLUDED = frozenset({"reasoning.encrypted_content"})
-"""What clients ask to be included as a matter of course; here thoughts come as plain text, always."""
+"""Values of `include` that are accepted without effect: reasoning is always sent as plain text."""
 
 
 def reject_unsupported_fields(request: ModelRequest) -> None:
-    """Refuses what is known but cannot be honoured. Empty values ask for nothing.
+    """Checks that a request has no unsupported fields.
 
     Raises:
-        RequestError: Names the field and the reason.
+        RequestError: It has one; names the field and the reason.
     """
+    if not isinstance(request, GenerationRequest | ResponsesRequest):
+        return  # other requests use fields of these names
     for name, reason in _UNSUPPORTED.items():
         if getattr(request, name, None) not in (None, "", [], {}, False, "none"):
             raise RequestError(f"{name} is not supported: {reason}.", parameter=name)
@@ -382,7 +387,9 @@ def reject_unsupported_fields(request: ModelRequest) -> None:
 
 def _reject_unsupported_of_responses(request: ResponsesRequest) -> None:
     if request.prompt:
-        raise RequestError("prompt is not supported: no templates are kept here; send input.", parameter="prompt")
+        raise RequestError(
+            "prompt is not supported: the server stores no prompt templates; send input.", parameter="prompt"
+        )
     unknown = [name for name in request.include or () if name not in _INCLUDED]
     if unknown:
         raise RequestError(f"include: {ascii(unknown[0])[:60]} is not supported.", parameter="include")
@@ -392,5 +399,5 @@ def _reject_unsupported_of_responses(request: ResponsesRequest) -> None:
         )
     if request.truncation not in (None, "disabled"):
         raise RequestError(
-            "truncation must be 'disabled': prompts are not cut; shorten the input.", parameter="truncation"
+            "truncation must be 'disabled': prompts are not truncated; shorten the input.", parameter="truncation"
         )

@@ -7,12 +7,12 @@ import logging
 
 import pytest
 
+from mvllm.entrypoints.chat_template import read_chat_template
 from mvllm.entrypoints.parsers.auto_detect import (
     REASONING_RULES,
     TOOL_RULES,
     ParserNames,
     detect_format,
-    read_chat_template,
     resolve_parsers,
 )
 

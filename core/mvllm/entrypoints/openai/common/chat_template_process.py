@@ -1,12 +1,11 @@
-"""Renders conversations with chat templates, in a process that may be killed: `python -m ... <parent pid>`.
+"""The child process that renders chat templates: `python -m ... <parent pid>`.
 
-The idea: a template is somebody's program, and the sandbox of its language bounds neither time nor memory: one power of
-two numbers, or one loop in another, holds up every thread of a process for minutes. So templates run here, under
-limits that the kernel enforces.
+A template is a program, and Jinja's sandbox limits neither its time nor its memory: one large power, or nested loops,
+would block every thread of a process for minutes. So templates run here, under limits that the kernel enforces.
 
-    stdin   TemplateJobs, see pipe_messages        stdout  a Rendered for each
+    stdin   ChatTemplateJobs, see pipe_process     stdout  a RenderedChat for each
 
-The process ends with its parent, when stdin does, or after a job that took too much memory.
+The process ends with its parent, at the end of stdin, or after a job that took too much memory.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from mvllm.executor.process.pipe_process import read_message, write_message
 from mvllm.executor.process.process_utils import die_with_parent, limit_memory, limit_processor_time, set_process_name
 
 MEMORY_BYTES = 512 << 20
-"""Address space beyond what the process has when it is ready."""
+"""Address space that a job may add to the process."""
 MAX_RENDERED = 16 << 20
-"""Longest text that a template may write beside the conversation's own, in characters."""
+"""Longest text that a template may write beside the conversation, in characters."""
 _COPIES = 2  # of a conversation that a template may write
-_LONGEST_ERROR = 1000
+_MAX_ERROR_LENGTH = 1000
 
 
 class ChatTemplateJob(msgspec.Struct):
     """One conversation to render.
 
     Attributes:
-        seconds: Processor time that it may take.
-        special_tokens: The tokenizer's, which templates know by name.
-        conversation: JSON of two values: the messages, and the settings of `render_chat`, `chat_template` included.
-            They were JSON before, and may have integers for which msgpack has no form.
+        seconds: Limit of processor time.
+        special_tokens: Special tokens by the names that templates use.
+        conversation: JSON of a list of the messages and the keyword arguments of `render_chat`. It is not msgpack,
+            which cannot encode large integers.
     """
 
     seconds: float
@@ -48,12 +47,12 @@ class ChatTemplateJob(msgspec.Struct):
 
 
 class RenderedChat(msgspec.Struct):
-    """The text, or why there is none.
+    """The result of a job: a text or an error.
 
     Attributes:
-        parameter: The field of the request that is at fault.
+        parameter: The field of the request that caused the error.
         over_limit: Whether the template took too much memory or wrote too much.
-        is_last: Whether the process ends, since what it has taken may not be given back.
+        is_last: Whether the process ends after this job, because it may keep the memory.
     """
 
     text: str | None = None
@@ -64,7 +63,7 @@ class RenderedChat(msgspec.Struct):
 
 
 def main() -> None:
-    """The program."""
+    """Runs the process."""
     die_with_parent(int(sys.argv[1]))
     set_process_name("ChatTemplate")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -86,7 +85,7 @@ def main() -> None:
 
 
 def render(job: ChatTemplateJob, render_jinja_template: Any) -> RenderedChat:
-    """Does one job; `render_jinja_template` is the function that transformers has."""
+    """Runs one job. `render_jinja_template` is transformers' function."""
 
     def apply(conversation: list[dict[str, Any]], *, tokenize: bool, **settings: Any) -> str:
         chat = [{key: value for key, value in message.items() if value is not None} for message in conversation]
@@ -101,11 +100,11 @@ def render(job: ChatTemplateJob, render_jinja_template: Any) -> RenderedChat:
         if isinstance(e, MemoryError) or isinstance(e.__cause__, MemoryError):
             error = f"The chat template takes more memory than the {MEMORY_BYTES >> 20} MB allowed."
             return RenderedChat(error=error, parameter="chat_template", over_limit=True, is_last=True)
-        error = str(e)[:_LONGEST_ERROR].encode("utf-8", "replace").decode()
+        error = str(e)[:_MAX_ERROR_LENGTH].encode("utf-8", "replace").decode()
         return RenderedChat(error=error, parameter=e.parameter)
-    most = MAX_RENDERED + _COPIES * len(job.conversation)
-    if len(text) > most:
-        error = f"The chat template wrote {len(text)} characters; {most} are allowed."
+    max_length = MAX_RENDERED + _COPIES * len(job.conversation)
+    if len(text) > max_length:
+        error = f"The chat template wrote {len(text)} characters; {max_length} are allowed."
         return RenderedChat(error=error, parameter="chat_template", over_limit=True)
     try:
         text.encode()

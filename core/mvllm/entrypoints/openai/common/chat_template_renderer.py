@@ -1,4 +1,4 @@
-"""The process that renders chat templates, as an API server sees it."""
+"""Renders chat templates in a child process with limits. The process itself is chat_template_process.py."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mvllm.executor.process.pipe_process import (
 )
 
 SECONDS = 5.0
-"""Processor time of one conversation."""
+"""Processor time to render one conversation."""
 WALL_SECONDS = 60.0
-"""A process that gets no processor time in this long is given up, too."""
+"""Wall time after which a conversation fails, even if the process got no processor time."""
 
 _ATTEMPTS = 2
 _SHORT_CONVERSATION = (
@@ -39,16 +39,16 @@ class ChatTemplateLimitError(RequestError):
 
 
 class ChatTemplateRenderer:
-    """Starts the process, and starts it again after one that had to be killed. One conversation at a time.
+    """Renders one conversation at a time, and restarts the process after it was killed.
 
     Args:
-        seconds: Processor time of one conversation.
+        seconds: Processor time to render one conversation.
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
-        # The process dies with the thread that started it.
+        # The kernel ends the process together with the thread that started it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
         self._lock = threading.Lock()
         self._closed = False
@@ -60,11 +60,11 @@ class ChatTemplateRenderer:
     async def render(
         self, messages: Sequence[Any], settings: Mapping[str, Any], special_tokens: Mapping[str, Any]
     ) -> str:
-        """The text of a conversation.
+        """The prompt of a conversation, as text.
 
         Args:
-            settings: Of `render_chat`, `chat_template` included.
-            special_tokens: What templates know by name.
+            settings: Keyword arguments of `render_chat`, with `chat_template`.
+            special_tokens: Special tokens by the names that templates use.
 
         Raises:
             ChatTemplateLimitError: The template took too much time or memory.
@@ -79,12 +79,12 @@ class ChatTemplateRenderer:
         return answer.text
 
     async def check(self, template: str, special_tokens: Mapping[str, Any], source: str) -> None:
-        """Renders a short conversation, so that a template that cannot be used is known before the first request.
+        """Renders a short conversation, so that a template that exceeds the limits is found before the first request.
 
-        An error that the template raises by itself does not count: it may want other messages.
+        An error that the template raises itself is ignored: the template may require other messages.
 
         Args:
-            source: Where the template comes from, for the message.
+            source: Origin of the template, for the error message.
 
         Raises:
             ModelError: The template took too much time or memory.
@@ -94,18 +94,18 @@ class ChatTemplateRenderer:
         except ChatTemplateLimitError as e:
             raise ModelError(
                 f"The chat template ({source}) cannot be used, since it fails with three short messages: {e} "
-                "Check where the model comes from, or pass another template with --chat-template."
+                "Check the origin of the model, or pass another template with --chat-template."
             ) from e
         except RequestError:
             pass
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if there is one."""
+        """The process id; None if no process runs."""
         return self._process.pid if self._process is not None else None
 
     def close(self) -> None:
-        """Ends the process for good, whatever it is doing. Idempotent."""
+        """Kills the process for good. Idempotent."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._kill_process()

@@ -1,4 +1,4 @@
-"""One HTTP request's way through the engine: a request of its own for each prompt, and all of them end together."""
+"""The engine requests of one HTTP request: one for each prompt, started and closed together."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mvllm.errors import RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
+from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import MAX_ENTRIES, SamplingParams
 
 logger = get_logger(__name__)
@@ -22,100 +23,103 @@ _Item = tuple[int, RequestOutput | Exception | None]
 
 
 class EngineRequests:
-    """The engine's requests for one HTTP request. To be closed, however it ends.
+    """The engine requests of one HTTP request, one for each prompt. To be closed, however they end.
 
     Args:
-        streams: Their outputs, by prompt.
-        form: What the outputs must look like.
+        streams: The outputs of each prompt.
+        constraint: Structured output that the HTTP request asks for.
     """
 
-    def __init__(self, streams: Sequence[RequestOutputStream], form: OutputConstraint | None = None) -> None:
+    def __init__(self, streams: Sequence[RequestOutputStream], constraint: OutputConstraint | None = None) -> None:
         self._streams = streams
-        self._constraint = form
-        self._first: RequestOutput | None = None  # of the first prompt, taken and not shown yet
+        self._constraint = constraint
+        self._first: RequestOutput | None = None  # of the first prompt, read by `start`
 
     @classmethod
     async def start(
         cls,
         engine: AsyncLLM,
-        call_id: str,
+        request_id: str,
         prompts: Sequence[PromptType],
-        params: SamplingParams,
-        priority: int | None,
-        form: OutputConstraint | None = None,
+        params: SamplingParams | Sequence[PoolingParams],
+        priority: int = 0,
+        constraint: OutputConstraint | None = None,
         lora_request: LoRARequest | None = None,
     ) -> EngineRequests:
-        """Hands all prompts to the engine, or none.
+        """Adds all prompts to the engine, or none.
 
-        With a form it returns when there is a first output: whether a form can be had shows when it is compiled, and
-        an answer that has begun cannot become an error.
+        With a constraint it waits for the first output: its grammar is compiled by then, so an error of it is raised
+        here, before the response begins.
 
         Args:
-            call_id: What the engine's requests are called.
-            params: The same for all prompts.
-            form: Where `params.structured_outputs` comes from.
-            lora_request: The adapter for all of them.
+            request_id: Shared by the engine requests.
+            params: Sampling parameters of all prompts, or pooling parameters of each.
+            constraint: Where `params.structured_outputs` comes from.
+            lora_request: The adapter for all prompts.
 
         Raises:
-            RequestError: A prompt, a setting or the form is not acceptable.
-            UnavailableError: The engine takes no more requests now.
+            RequestError: A prompt, a setting or the constraint is not acceptable.
+            UnavailableError: The engine's queue is full, or it does not accept requests.
             APIError: A sequence failed in the engine.
             EngineDeadError: The engine has stopped.
         """
-        check_num_entries(params, len(prompts))
+        is_pooling = not isinstance(params, SamplingParams)
+        if isinstance(params, SamplingParams):
+            check_num_entries(params, len(prompts))
+            params_of_each: Sequence[SamplingParams | PoolingParams] = [params] * len(prompts)
+        else:
+            params_of_each = params
         try:
             streams = await engine.add_requests(
-                prompts, [params] * len(prompts), call_id, priority=priority or 0, lora_request=lora_request
+                prompts, params_of_each, request_id, priority=priority, pooling=is_pooling, lora_request=lora_request
             )
         except RequestError as e:
-            if form is not None and e.parameter == "structured_outputs":
-                raise RequestError(str(e), parameter=form.field) from e
+            if constraint is not None and e.parameter == "structured_outputs":
+                raise RequestError(str(e), parameter=constraint.field) from e
             raise
-        generation = cls(streams, form)
-        if form is not None:
+        requests = cls(streams, constraint)
+        if constraint is not None:
             try:
-                await generation._wait_first_output()
+                await requests._wait_first_output()
             except BaseException:
-                generation.close()
+                requests.close()
                 raise
-        return generation
+        return requests
 
     async def _wait_first_output(self) -> None:
-        """Takes the first output. All prompts have the same form, so one of them is enough."""
+        """Reads the first output of the first prompt; all prompts have the same constraint."""
         async for output in self._streams[0]:
             self._first = output
-            for sequence in output.outputs:
-                if sequence.finish_reason == "error":
-                    raise self.error_of(sequence)
+            self._raise_errors(output)
             return
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts there are."""
+        """The number of prompts."""
         return len(self._streams)
 
     async def collect(self) -> list[RequestOutput]:
         """The final output of each prompt, in order.
 
         Raises:
-            APIError: A sequence failed in the engine.
+            APIError: A sequence failed in the engine, or was aborted before it started.
             EngineDeadError: The engine has stopped.
         """
         outputs = []
-        for stream in self._streams:  # one after the other: what comes for the later ones is kept for us
+        for stream in self._streams:  # in turn: each stream keeps its outputs until they are read
             output = self._pop_first_output() if stream is self._streams[0] else None
             async for latest in stream:
                 output = latest
             if output is None:
-                raise APIError(503, "The request was dropped before it had begun.", code="aborted", retry_after=1)
-            for sequence in output.outputs:
-                if sequence.finish_reason == "error":
-                    raise self.error_of(sequence)
+                raise APIError(
+                    503, "The request was aborted before it started; try again.", code="aborted", retry_after=1
+                )
+            self._raise_errors(output)
             outputs.append(output)
         return outputs
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What is new about each prompt, with the prompt's position, until all have ended."""
+        """The outputs of all prompts as they are generated, each with the index of its prompt."""
         first = self._pop_first_output()
         if first is not None:
             yield 0, first
@@ -123,7 +127,7 @@ class EngineRequests:
             async for output in self._streams[0]:
                 yield 0, output
             return
-        # Each of the tasks waits until its last piece has been taken; the engine joins what comes meanwhile.
+        # A task waits until its last output has been read; the engine joins the outputs that come before.
         queue: asyncio.Queue[_Item] = asyncio.Queue(1)
         tasks = [asyncio.create_task(_feed(queue, i, stream)) for i, stream in enumerate(self._streams)]
         num_open = len(tasks)
@@ -142,31 +146,35 @@ class EngineRequests:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def error_of(self, sequence: CompletionOutput) -> Exception:
-        """What a client is told about a sequence that failed."""
+        """The error to raise for a sequence that failed. Logs its cause."""
         if sequence.error_parameter is not None:
-            ours = self._constraint is not None and sequence.error_parameter == "structured_outputs"
-            field = self._constraint.field if self._constraint is not None and ours else sequence.error_parameter
+            field = sequence.error_parameter
+            if self._constraint is not None and field == "structured_outputs":
+                field = self._constraint.field
             return RequestError(sequence.error or "", parameter=field)
         logger.error("The engine could not finish a request: %s", sequence.error)
-        return APIError(
-            500, "The engine could not finish the request; the server's log tells more.", code="engine_error"
-        )
+        return APIError(500, "The engine could not finish the request; see the server's log.", code="engine_error")
+
+    def _raise_errors(self, output: RequestOutput) -> None:
+        for sequence in output.outputs:
+            if sequence.finish_reason == "error":
+                raise self.error_of(sequence)
 
     def _pop_first_output(self) -> RequestOutput | None:
         first, self._first = self._first, None
         return first
 
     def close(self) -> None:
-        """Drops what has not ended. Idempotent."""
+        """Aborts what has not finished. Idempotent."""
         for stream in self._streams:
             stream.close()
 
 
 def check_num_entries(params: SamplingParams, num_prompts: int) -> None:
-    """Refuses settings whose lists are so long, and asked for so often, that checking them would hold up everybody.
+    """Checks that the lists of sampling parameters are short enough to be validated for each sequence.
 
     Raises:
-        RequestError: They have too much in them.
+        RequestError: They have too many entries.
     """
     num_sequences = num_prompts * (1 if params.use_beam_search else params.num_sequences)
     if num_sequences > 1 and params.num_entries * num_sequences > MAX_ENTRIES:
@@ -181,7 +189,7 @@ async def _feed(queue: asyncio.Queue[_Item], position: int, stream: RequestOutpu
     try:
         async for output in stream:
             await queue.put((position, output))
-    except Exception as e:  # noqa: BLE001  (raised where the queue is read)
+    except Exception as e:  # noqa: BLE001  (raised by the reader of the queue)
         await queue.put((position, e))
     else:
         await queue.put((position, None))

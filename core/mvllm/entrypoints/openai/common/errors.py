@@ -1,7 +1,7 @@
-"""Every error leaves in the shape that OpenAI's clients read: `{"error": {"message", "type", "param", "code"}}`.
+"""Errors of HTTP responses, in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`.
 
-Only texts that were written for users get out: those of RequestError and APIError. Of anything else the client learns
-that it happened, and under which request id the log tells more.
+A response has the text of RequestErrors and APIErrors, which are written for clients. Every other exception is logged,
+and its response is a general 500.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _PROMPTS = ("prompt", "input", "messages")
 
 
 class APIError(Exception):
-    """An answer that is an error.
+    """An error with the response that it becomes.
 
     Args:
         status: HTTP status.
         message: For the client.
-        param: The field of the request that is at fault.
-        code: For programs.
-        retry_after: Seconds after which another attempt makes sense.
-        close: Whether the connection is of no further use, as its request was not read to the end.
+        param: The field of the request that caused it.
+        code: Identifies the error for programs.
+        retry_after: Seconds after which a client should try again.
+        close: Whether to close the connection, because its request was not read to the end.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class APIError(Exception):
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
-    """The JSON of an error."""
+    """The body of an error response."""
     kind = _TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
     clean = message.encode(errors="backslashreplace").decode()
     return msgspec.json.encode({"error": {"message": clean, "type": kind, "param": param, "code": code}})
 
 
 def to_api_error(error: BaseException) -> APIError:
-    """What a client is to hear about an exception; logs what it is not."""
+    """The error that a client gets for an exception. Logs exceptions whose text it does not get."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestError):
@@ -86,16 +86,16 @@ def to_api_error(error: BaseException) -> APIError:
             return APIError(429, str(error), code="queue_full", retry_after=retry_after)
         return APIError(503, str(error), code="unavailable", retry_after=retry_after)
     if isinstance(error, EngineDeadError):
-        return APIError(500, "The engine has stopped; the server is going down.", code="engine_dead")
-    if isinstance(error, RecursionError):  # what could just be decoded may still be too deep to be shown
-        logger.warning("A request was refused as nested too deeply.", exc_info=error)
+        return APIError(500, "The engine has stopped; the server is shutting down.", code="engine_dead")
+    if isinstance(error, RecursionError):  # a body that could be decoded may still nest too deeply to be encoded
+        logger.warning("A request was rejected: it is nested too deeply.", exc_info=error)
         return APIError(400, "The body is nested too deeply.")
     logger.error("A request failed.", exc_info=error)
-    return APIError(500, "An internal error happened; the server's log tells more.", code="internal_error")
+    return APIError(500, "An internal error occurred; see the server's log.", code="internal_error")
 
 
 def error_response(error: APIError) -> Response:
-    """The whole answer."""
+    """The error as a response."""
     headers: dict[str, str] = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes that clients read: four parallel lists (completions), a list of objects (chat)."""
+"""Log-probabilities in OpenAI's formats: four parallel lists for completions, a list of objects for chat."""
 
 from __future__ import annotations
 
@@ -11,58 +11,58 @@ from mvllm.engine.tokenizer.tokenizer import Tokenizer
 
 
 class TokenFormatter:
-    """How tokens are called in answers.
+    """Formats tokens for responses.
 
     Args:
         tokenizer: The model's.
-        as_ids: Call them `token_id:<id>`, which is never ambiguous.
-        skip_special: Whether special tokens are left out of the text.
+        as_ids: Format tokens as `token_id:<id>`, which is unambiguous.
+        skip_special: Whether the text of the response omits special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool, skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
-        self._left_out = tokenizer.special_ids if skip_special else frozenset()
+        self._skipped_ids = tokenizer.special_ids if skip_special else frozenset()
 
     def format(self, token_id: int) -> str:
-        """What the token is called."""
+        """The token as a string."""
         return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_text(token_id)
 
     def text_bytes(self, token_id: int) -> bytes:
-        """The bytes that it adds to the text; none where it is left out."""
-        return b"" if token_id in self._left_out else token_bytes(self._tokenizer, token_id)
+        """The bytes that the token adds to the text; none if it is skipped."""
+        return b"" if token_id in self._skipped_ids else token_bytes(self._tokenizer, token_id)
 
     def byte_values(self, token_id: int) -> list[int]:
-        """The bytes that it stands for, which may be a part of a character."""
+        """The token's bytes, which may be part of a character."""
         return list(token_bytes(self._tokenizer, token_id))
 
 
 class CompletionLogprobs:
-    """The four lists of one choice, piece by piece.
+    """Builds the four lists of one choice, output by output.
 
     Args:
-        names: How tokens are called.
+        formatter: Formats tokens.
         num_top: Alternatives to report for each token.
     """
 
-    def __init__(self, names: TokenFormatter, num_top: int) -> None:
-        self._names = names
+    def __init__(self, formatter: TokenFormatter, num_top: int) -> None:
+        self._formatter = formatter
         self._num_top = num_top
         self._offset = 0
-        # A character may be split over tokens, and counts where its last byte comes.
+        # A character may be split over tokens; it counts at the token with its last byte.
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def format_next(self, token_ids: Sequence[int], positions: Iterable[PositionLogprobMap | None]) -> dict[str, Any]:
-        """The lists for the next tokens; a token without a position (the first of a prompt) has null."""
+        """The lists of the next tokens. The first token of a prompt has no log-probability: null."""
         tokens: list[str] = []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for token_id, position in zip(token_ids, positions, strict=False):
-            token = self._names.format(token_id)
+            token = self._formatter.format(token_id)
             tokens.append(token)
             offsets.append(self._offset)
-            self._offset += len(self._characters.decode(self._names.text_bytes(token_id)))
+            self._offset += len(self._characters.decode(self._formatter.text_bytes(token_id)))
             if position is None:
                 values.append(None)
                 tops.append(None)
@@ -72,22 +72,22 @@ class CompletionLogprobs:
         return {"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": tops}
 
     def _top(self, token_id: int, position: PositionLogprobMap) -> dict[str, float]:
-        """The most probable tokens, and the token itself. Of tokens with one name, the most probable counts."""
+        """The most probable tokens and the token itself; of tokens with the same string, the most probable."""
         top: dict[str, float] = {}
         for other, entry in _most_probable(position, self._num_top):
-            top.setdefault(self._names.format(other), _finite(entry.logprob))
-        top.setdefault(self._names.format(token_id), _finite(position[token_id].logprob))
+            top.setdefault(self._formatter.format(other), _finite(entry.logprob))
+        top.setdefault(self._formatter.format(token_id), _finite(position[token_id].logprob))
         return top
 
 
 def chat_logprobs(
-    names: TokenFormatter, token_ids: Sequence[int], positions: Sequence[PositionLogprobMap], num_top: int
+    formatter: TokenFormatter, token_ids: Sequence[int], positions: Sequence[PositionLogprobMap], num_top: int
 ) -> dict[str, Any]:
-    """The `logprobs` of a chat choice, or of a piece of one."""
+    """The `logprobs` of a chat choice, or of a chunk of one."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=False):
-        entry = _chat_entry(names, token_id, position[token_id])
-        entry["top_logprobs"] = [_chat_entry(names, i, lp) for i, lp in _most_probable(position, num_top)]
+        entry = _chat_entry(formatter, token_id, position[token_id])
+        entry["top_logprobs"] = [_chat_entry(formatter, i, lp) for i, lp in _most_probable(position, num_top)]
         content.append(entry)
     return {"content": content, "refusal": None}
 
@@ -106,7 +106,7 @@ def prompt_logprobs(positions: Sequence[PositionLogprobMap | None]) -> list[dict
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes that a token stands for."""
+    """The bytes of a token."""
     if token_id in tokenizer.special_ids:
         return tokenizer.token_text(token_id).encode()
     piece = tokenizer.token_name(token_id)
@@ -127,17 +127,21 @@ def _rank(entry: tuple[int, Logprob]) -> int:
     return entry[1].rank or 0
 
 
-def _chat_entry(names: TokenFormatter, token_id: int, entry: Logprob) -> dict[str, Any]:
-    return {"token": names.format(token_id), "logprob": _finite(entry.logprob), "bytes": names.byte_values(token_id)}
+def _chat_entry(formatter: TokenFormatter, token_id: int, entry: Logprob) -> dict[str, Any]:
+    return {
+        "token": formatter.format(token_id),
+        "logprob": _finite(entry.logprob),
+        "bytes": formatter.byte_values(token_id),
+    }
 
 
 def _finite(value: float) -> float:
-    """JSON has no infinity; clients expect a number that no token beats."""
+    """`value`, or -9999.0 for minus infinity, which JSON does not have."""
     return max(value, -9999.0)
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Byte-level vocabularies write printable bytes as themselves, and the others as what follows U+0100, in order."""
+    """The bytes of the characters of byte-level vocabularies: printable ones are themselves, others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -1,7 +1,4 @@
-"""The description of the API that `/openapi.json` gives.
-
-Bodies are described from the very structs that decode them.
-"""
+"""The OpenAPI document of `/openapi.json`. The schemas of bodies are made from the structs that decode them."""
 
 from __future__ import annotations
 
@@ -28,20 +25,6 @@ from mvllm.entrypoints.openai.protocol import (
 )
 from mvllm.version import __version__
 
-_BODIES: tuple[type[msgspec.Struct], ...] = (
-    CompletionRequest,
-    ChatCompletionRequest,
-    EmbeddingRequest,
-    PoolingRequest,
-    ClassificationRequest,
-    ScoreRequest,
-    RerankRequest,
-    ResponsesRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    LoadLoRAAdapterRequest,
-    UnloadLoRAAdapterRequest,
-)
 _REF = "#/components/schemas/{name}"
 _ERROR = {
     "type": "object",
@@ -62,16 +45,16 @@ _ERROR = {
 
 
 TAGS = {
-    "generation": "Chat, completions and responses.",
-    "embeddings": "Vectors, classes, scores and ranks.",
+    "generation": "Chat completions, completions and responses.",
+    "embeddings": "Embeddings, classes, scores and ranks.",
     "models": "The models that requests may name.",
     "tokens": "Text to token ids, and back.",
     "monitoring": "Load, metrics and version.",
-    "health": "Probes, which need no key.",
-    "admin": "Administration, which needs the key of an administrator.",
+    "health": "Health probes, which need no key.",
+    "admin": "Administration, which needs an administrator's key.",
     "plugins": "Routes of installed packages.",
 }
-"""Groups of routes, in the order in which they are shown, and what is in them."""
+"""The tags of routes, in the order in which they are shown, with their descriptions."""
 
 _TEXT = "The capital of France is Paris."
 _EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
@@ -92,11 +75,12 @@ _EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
     LoadLoRAAdapterRequest: {"lora_name": "poems", "lora_path": "adapters/poems"},
     UnloadLoRAAdapterRequest: {"lora_name": "poems"},
 }
+"""The type of every body, with an example."""
 
 
-def request_body_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """How a route says that its body is a struct of this type."""
-    content = {"schema": {"$ref": _REF.format(name=kind.__name__)}, "example": _EXAMPLES[kind]}
+def request_body_schema(body_type: type[msgspec.Struct]) -> dict[str, Any]:
+    """The `openapi_extra` of a route whose body is a struct of this type."""
+    content = {"schema": {"$ref": _REF.format(name=body_type.__name__)}, "example": _EXAMPLES[body_type]}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
@@ -104,22 +88,22 @@ def openapi_document(app: FastAPI, parts: Mapping[str, FastAPI] | None = None) -
     """The OpenAPI document of an application.
 
     Args:
-        parts: Applications that are mounted in it, by the beginning of their paths.
+        parts: Applications that are mounted in it, by the prefix of their paths.
     """
     if app.openapi_schema:
         return app.openapi_schema
     document = get_openapi(title="mvllm", version=__version__, routes=app.routes)
-    _, schemas = msgspec.json.schema_components(_BODIES, ref_template=_REF)
+    _, schemas = msgspec.json.schema_components(_EXAMPLES, ref_template=_REF)
     components = document.setdefault("components", {})
-    of_parts: dict[str, Any] = {}
+    part_schemas: dict[str, Any] = {}
     for prefix, part in (parts or {}).items():
         found = get_openapi(title="mvllm", version=__version__, routes=part.routes)
         for path, operations in found["paths"].items():
             document["paths"][prefix + path] = operations
             for operation in operations.values():
                 operation["tags"] = ["plugins"]
-        of_parts |= found.get("components", {}).get("schemas", {})
-    components["schemas"] = {**of_parts, **schemas, "Error": _ERROR}
+        part_schemas |= found.get("components", {}).get("schemas", {})
+    components["schemas"] = {**part_schemas, **schemas, "Error": _ERROR}
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{"key": []}]
     document["tags"] = [{"name": name, "description": description} for name, description in TAGS.items()]

@@ -1,4 +1,4 @@
-"""What form a request wants its output to have, whichever of its fields says so."""
+"""The structured output that a request asks for, in any of several fields."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-_warned_fields: set[str] = set()  # those of them that the log has heard of
+_warned_fields: set[str] = set()  # deprecated fields that have been logged
 
 
 @dataclass(frozen=True)
 class OutputConstraint:
-    """A form, and where it comes from.
+    """A constraint of the output and its field.
 
     Attributes:
-        params: What the engine is told.
-        field: The field of the request that errors about it name.
+        params: The constraint, for SamplingParams.
+        field: The field of the request, for error messages.
     """
 
     params: StructuredOutputsParams
@@ -36,39 +36,37 @@ class OutputConstraint:
 
 
 def output_constraint(request: GenerationRequest, choice: ToolChoice | None = None) -> OutputConstraint | None:
-    """The form that the output of a request must have; None where any text will do.
+    """The constraint of a request's output; None for free text.
 
     Args:
-        choice: What a chat request says about tools.
+        choice: The tools and the tool choice of a chat request.
 
     Raises:
-        RequestError: The form is not acceptable, or several fields ask for one.
+        RequestError: The constraint is not valid, or several fields have one.
     """
-    forms = []
-    if (wanted := parse_response_format(request.response_format)) is not None:
-        forms.append(OutputConstraint(wanted, "response_format"))
-    if (wanted := as_structured_outputs("structured_outputs", request.structured_outputs)) is not None:
-        forms.append(OutputConstraint(wanted, "structured_outputs"))
-    forms += _guided(request)
+    constraints = []
+    if (params := parse_response_format(request.response_format)) is not None:
+        constraints.append(OutputConstraint(params, "response_format"))
+    if (params := as_structured_outputs("structured_outputs", request.structured_outputs)) is not None:
+        constraints.append(OutputConstraint(params, "structured_outputs"))
+    constraints += _guided(request)
     if choice is not None and choice.is_constrained:
-        forms.append(OutputConstraint(_tool_call_constraint(choice), "tools"))
-    if len(forms) > 1:
-        first, second = (form.field if form.field != "tools" else "tool_choice" for form in forms[:2])
+        constraints.append(OutputConstraint(_tool_call_constraint(choice), "tools"))
+    if len(constraints) > 1:
+        first, second = (each.field if each.field != "tools" else "tool_choice" for each in constraints[:2])
+        raise RequestError(f"{first} and {second} both constrain the output; send only one of them.", parameter=second)
+    if constraints and choice is not None and choice.mode == "auto":
         raise RequestError(
-            f"{first} and {second} each ask for a form of the output; send one of them.", parameter=second
+            f"{constraints[0].field} constrains the whole output, so tools cannot be called. Send tool_choice 'none', "
+            "or only one of the two.",
+            parameter=constraints[0].field,
         )
-    if forms and choice is not None and choice.mode == "auto":
-        raise RequestError(
-            f"{forms[0].field} leaves no way to call the tools: the whole output has its form. Send tool_choice "
-            "'none', or leave one of the two out.",
-            parameter=forms[0].field,
-        )
-    return forms[0] if forms else None
+    return constraints[0] if constraints else None
 
 
 def _guided(request: GenerationRequest) -> list[OutputConstraint]:
-    """What the fields of before `structured_outputs` ask for."""
-    forms = []
+    """The constraints of the deprecated `guided_*` fields."""
+    constraints = []
     for field, kind in _GUIDED.items():
         value = getattr(request, field)
         if value is None:
@@ -76,18 +74,18 @@ def _guided(request: GenerationRequest) -> list[OutputConstraint]:
         if field not in _warned_fields:
             _warned_fields.add(field)
             logger.warning(
-                '%s in requests is deprecated: send structured_outputs {"%s": ...}. This is said once.', field, kind
+                '%s in requests is deprecated: send structured_outputs {"%s": ...}. Logged once.', field, kind
             )
         try:
-            forms.append(OutputConstraint(StructuredOutputsParams(**{kind: value}), field))
+            constraints.append(OutputConstraint(StructuredOutputsParams(**{kind: value}), field))
         except RequestError as e:
             raise RequestError(str(e), parameter=field) from e
-    return forms
+    return constraints
 
 
 def _tool_call_constraint(choice: ToolChoice) -> StructuredOutputsParams:
     try:
-        check_json_size(choice.tools)  # before a schema of all of them is made
+        check_json_size(choice.tools)  # before their combined schema is made
         return StructuredOutputsParams(json=choice.schema())
     except RequestError as e:
         raise RequestError(f"The parameters of the tools: {e}", parameter="tools") from e

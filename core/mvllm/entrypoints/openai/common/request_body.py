@@ -1,7 +1,4 @@
-"""Reads the body of a request: limits first, then bytes, then JSON, then types.
-
-Nothing is collected beyond the limit, whatever the headers claim, and a body that does not come in time is given up.
-"""
+"""Reads and decodes JSON bodies of requests, within limits of size, time and number of values."""
 
 from __future__ import annotations
 
@@ -22,27 +19,27 @@ from mvllm.executor.process.process_utils import gc_paused
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_CONTAINERS = 1 << 18
-"""Lists and objects in a body, and fields of its objects: to make many, and to forget them, holds up everybody."""
+"""Lists, objects and fields of a body: creating and freeing more would block the event loop."""
 
 MAX_STRINGS = 1 << 20
-"""Texts in a body, names of fields among them; for the same reason."""
+"""Strings of a body, with the names of fields; for the same reason."""
 
 MAX_VALUES = 1 << 22
-"""Values in a body, the entries of its lists among them; for the same reason."""
+"""Values of a body, with the entries of lists; for the same reason."""
 
 MAX_TIMEOUTS_PER_BODY = 10
-"""A whole body may take that many times as long as the next piece of it."""
+"""The time limit of a whole body, in multiples of that of its next part."""
 
 _PATH = re.compile(r" - at `\$((?:\.\w+|\[[.\w]*\])+)`$")
 
 
 class BodyReader:
-    """Reads bodies.
+    """Reads request bodies.
 
     Args:
-        max_bytes: Longest body that is accepted.
-        timeout: Seconds between two pieces of one; a whole one may take MAX_TIMEOUTS_PER_BODY times as long.
-        unknown_fields: What is done about fields that a request's type does not have.
+        max_bytes: Longest body.
+        timeout: Seconds between two parts of a body; the whole may take MAX_TIMEOUTS_PER_BODY times as long.
+        unknown_fields: Handles fields that the body's struct does not have.
     """
 
     def __init__(self, max_bytes: int, timeout: float, unknown_fields: UnknownFields | None = None) -> None:
@@ -52,14 +49,14 @@ class BodyReader:
 
     @classmethod
     def from_settings(cls, settings: ServerSettings) -> BodyReader:
-        """With the limits of a server."""
+        """A reader with the limits of the server's settings."""
         return cls(settings.max_body_bytes, settings.body_timeout, UnknownFields(settings.unknown_fields))
 
     async def decode(self, request: Request, decoder: BodyDecoder[T]) -> T:
         """The body of a request as a struct. Unknown fields are reported.
 
         Raises:
-            APIError: As `read` and `BodyDecoder.decode`, or a field is unknown and the server refuses these (400).
+            APIError: As `read` and `BodyDecoder.decode`, or a field is unknown and the policy is `refuse` (400).
             ClientDisconnected: The client left.
         """
         return decoder.decode(await self.read(request), self._unknown_fields, request.scope)
@@ -68,7 +65,7 @@ class BodyReader:
         """The whole body.
 
         Raises:
-            APIError: It is too long (413), not JSON by its header (415), or does not come (408).
+            APIError: The body is too long (413), is not JSON by its header (415), or does not arrive in time (408).
             ClientDisconnected: The client left.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -77,41 +74,41 @@ class BodyReader:
         claimed = request.headers.get("content-length", "")
         if claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > self.max_bytes):
             raise self._body_too_long_error()
-        pieces: list[bytes] = []
+        parts: list[bytes] = []
         receive = self.limit_receive(request.receive)
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
-            pieces.append(message.get("body", b""))
+            parts.append(message.get("body", b""))
             if not message.get("more_body", False):
-                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def check_query(self, request: Request, *known: str) -> None:
-        """Reports parameters of a request's query that are not among `known`.
+        """Reports query parameters that are not among `known`.
 
         Raises:
-            APIError: One is not, and the server refuses these (400).
+            APIError: A parameter is unknown and the policy is `refuse` (400).
         """
         unknown = [name for name in request.query_params if name not in known]
         if unknown and self._unknown_fields.policy != "ignore":
             self._unknown_fields.handle(unknown, KnownParameters(known), request.scope)
 
     def limit_receive(self, receive: Receive) -> Receive:
-        """`receive` of a request, within the limits: raises as `read` where its body is not."""
+        """An ASGI `receive` that raises as `read` if the body exceeds a limit."""
         length, deadline = 0, 0.0
         has_ended = False
 
         async def receive_limited() -> Message:
             nonlocal length, deadline, has_ended
             if has_ended:
-                return await receive()  # until the client leaves
+                return await receive()  # returns when the client disconnects
             now = asyncio.get_running_loop().time()
             deadline = deadline or now + self._timeout * MAX_TIMEOUTS_PER_BODY
             try:
                 message = await asyncio.wait_for(receive(), min(self._timeout, deadline - now))
             except TimeoutError:
-                raise APIError(408, f"The body did not come within {self._timeout:g} s.", close=True) from None
+                raise APIError(408, f"The body did not arrive within {self._timeout:g} s.", close=True) from None
             length += len(message.get("body", b""))
             if length > self.max_bytes:
                 raise self._body_too_long_error()
@@ -121,33 +118,33 @@ class BodyReader:
         return receive_limited
 
     def _body_too_long_error(self) -> APIError:
-        return APIError(413, f"The body is longer than the {self.max_bytes} bytes that are accepted.", close=True)
+        return APIError(413, f"The body is longer than the {self.max_bytes} bytes allowed.", close=True)
 
 
 class BodyDecoder(Generic[T]):
-    """Turns bodies into structs of one type."""
+    """Decodes bodies into structs of one type."""
 
-    def __init__(self, kind: type[T]) -> None:
-        self._decoder = msgspec.json.Decoder(kind)
-        self._known_fields = KnownFields(kind)
+    def __init__(self, body_type: type[T]) -> None:
+        self._decoder = msgspec.json.Decoder(body_type)
+        self._known_fields = KnownFields(body_type)
 
     def decode(self, body: bytes, unknown_fields: UnknownFields | None = None, scope: Scope | None = None) -> T:
         """The body as a struct.
 
         Args:
             unknown_fields: Reports unknown fields; None ignores them.
-            scope: Of the request that the body belongs to.
+            scope: ASGI scope of the request.
 
         Raises:
-            APIError: It is not JSON, a field has the wrong type, or one is unknown and these are refused (400). The
-                text repeats nothing of what was sent but the name of an unknown field.
+            APIError: The body is not JSON, a field has the wrong type, or a field is unknown and the policy is `refuse`
+                (400). The message repeats nothing of the body except the name of an unknown field.
         """
         _check_size(body)
         reports = unknown_fields is not None and unknown_fields.policy != "ignore"
         try:
-            with gc_paused():  # which would look through everything again and again
+            with gc_paused():  # it would traverse the new objects repeatedly
                 request = self._decoder.decode(body)
-            unknown = self._known_fields.find_unknown(body) if reports else []  # an unknown name may not be UTF-8
+            unknown = self._known_fields.find_unknown(body) if reports else []  # raises if an unknown name is not UTF-8
         except msgspec.ValidationError as e:
             raise _field_type_error(str(e)) from None
         except RecursionError:
@@ -165,18 +162,18 @@ class BodyDecoder(Generic[T]):
 
 
 def _check_size(body: bytes) -> None:
-    """Refuses a body of too many values, without making any of them.
+    """Checks the number of values in a body without creating them.
 
     Raises:
-        APIError: It has too many (400).
+        APIError: There are too many (400).
     """
     if len(body) > MAX_VALUES and body.count(b",") > MAX_VALUES:
         raise APIError(400, f"The body has more than {MAX_VALUES} values.")
     if len(body) > MAX_STRINGS and body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:
-        raise APIError(400, f"The body has more than {MAX_STRINGS} texts.")
+        raise APIError(400, f"The body has more than {MAX_STRINGS} strings.")
     if len(body) <= MAX_CONTAINERS or not _has_many_nodes(body):
         return
-    if _has_many_nodes(_without_strings(body)):  # which may have any of these characters
+    if _has_many_nodes(_without_strings(body)):  # strings may contain these characters
         raise APIError(400, f"The body has more than {MAX_CONTAINERS} lists, objects and fields.")
 
 

@@ -1,4 +1,4 @@
-"""From the fields of a request to SamplingParams."""
+"""SamplingParams from the fields of a request."""
 
 from __future__ import annotations
 
@@ -10,70 +10,46 @@ from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionR
 from mvllm.errors import RequestError
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
-_SAME_NAMES = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "max_tokens",
-    "min_tokens",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "best_of",
-    "truncate_prompt_tokens",
-    "use_beam_search",
-    "beam_width",
-    "length_penalty",
-    "early_stopping",
+_SHARED_FIELDS = tuple(
+    name
+    for name in GenerationRequest.__struct_fields__
+    if name in SamplingParams.__struct_fields__ and name != "structured_outputs"  # see OutputConstraint
 )
 _RANDOM_SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
-"""What a model's own settings say about sampling, which is nothing to a search."""
+"""Defaults of the model that do not apply to beam search."""
 
 
 def completion_sampling_params(
-    request: CompletionRequest, defaults: Mapping[str, Any], form: OutputConstraint | None = None
+    request: CompletionRequest, defaults: Mapping[str, Any], constraint: OutputConstraint | None = None
 ) -> SamplingParams:
-    """How to answer a completion request.
+    """Sampling parameters of a completion request.
 
     Args:
-        defaults: What the model's own settings say, by field.
-        form: What the output must look like.
+        defaults: The model's default parameters.
+        constraint: Structured output that the request asks for.
 
     Raises:
         RequestError: A value is out of its range.
     """
-    given = _collect_fields(request, defaults, form)
+    given = _collect_fields(request, defaults, constraint)
     if request.logprobs is not None:
         given["logprobs"] = request.logprobs
         if request.echo and request.prompt_logprobs is None:
             given["prompt_logprobs"] = request.logprobs
-    if request.echo and request.max_tokens == 0:  # the prompt alone is wanted; the engine always adds a token
+    if request.echo and request.max_tokens == 0:  # the response has only the prompt, but the engine generates a token
         given["max_tokens"] = 1
     return _validate(request, given)
 
 
 def chat_sampling_params(
-    request: ChatCompletionRequest, defaults: Mapping[str, Any], form: OutputConstraint | None = None
+    request: ChatCompletionRequest, defaults: Mapping[str, Any], constraint: OutputConstraint | None = None
 ) -> SamplingParams:
-    """How to answer a chat request. Without a limit, an answer may be as long as the context has room for.
+    """Sampling parameters of a chat request. Without max_tokens the context is the limit.
 
     Raises:
         RequestError: A value is out of its range.
     """
-    given = _collect_fields(request, {"max_tokens": None, **defaults}, form)
+    given = _collect_fields(request, {"max_tokens": None, **defaults}, constraint)
     if request.max_completion_tokens is not None:
         given["max_tokens"] = request.max_completion_tokens
     if request.logprobs:
@@ -84,11 +60,11 @@ def chat_sampling_params(
 
 
 def _collect_fields(
-    request: GenerationRequest, defaults: Mapping[str, Any], form: OutputConstraint | None
+    request: GenerationRequest, defaults: Mapping[str, Any], constraint: OutputConstraint | None
 ) -> dict[str, Any]:
-    given = {name: value for name in _SAME_NAMES if (value := getattr(request, name)) is not None}
-    if form is not None:
-        given["structured_outputs"] = form.params
+    given = {name: value for name in _SHARED_FIELDS if (value := getattr(request, name)) is not None}
+    if constraint is not None:
+        given["structured_outputs"] = constraint.params
     if request.vllm_xargs is not None:
         given["extra_args"] = request.vllm_xargs
     if request.use_beam_search:
@@ -107,7 +83,7 @@ def _validate(request: GenerationRequest, given: dict[str, Any]) -> SamplingPara
     if request.stream and params.is_ranked:
         name = "use_beam_search" if params.use_beam_search else "best_of"
         raise RequestError(
-            f"{name} chooses among whole answers, so there is nothing to stream. Send it without stream"
+            f"{name} chooses among finished outputs, which cannot be streamed. Send it without stream"
             + ("." if params.use_beam_search else ", or equal to n."),
             parameter=name,
         )

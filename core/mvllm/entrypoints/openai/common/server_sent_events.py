@@ -1,46 +1,57 @@
 """Server-sent events: `data: {json}` and an empty line.
 
-The idea: the chunks of one stream differ in a few bytes, so what they have in common is encoded once per stream, and a
-chunk is those bytes around the encoded new text. One such chunk for each token of each stream is what a busy server
-spends its time on.
+The chunks of one stream differ in a few bytes. Their common bytes are encoded once per stream, and a chunk is these
+bytes around the encoded choice: a busy server spends most of its time on such chunks, one for each token.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from mvllm.entrypoints.openai.common.errors import APIError, error_body
+from mvllm.entrypoints.openai.common.json_response import encode_json
+from mvllm.entrypoints.openai.common.usage import UsageCounter
+from mvllm.entrypoints.openai.protocol import StreamOptions
 
 DONE = b"data: [DONE]\n\n"
-_encode = msgspec.json.Encoder().encode
 
 
 class ChunkEncoder:
-    """What all chunks of one stream have in common.
+    """Encodes the chunks of one stream.
 
     Args:
-        head: The fields before `choices`.
-        with_usage: Whether chunks have a `usage`, which is null but in the last one.
+        fields: The fields before `choices`, the same in all chunks.
+        usage: Counts the tokens of the stream.
+        options: Of the request; they say which chunks have a `usage`.
+
+    Attributes:
+        continuous_usage: Whether every chunk with text has the usage so far.
+        encode_delta: Encodes a chunk with text: `encode` or `encode_with_usage`.
     """
 
-    def __init__(self, head: dict[str, Any], *, with_usage: bool) -> None:
-        self._before = b"data: " + _encode(head)[:-1] + b',"choices":['
-        self._after = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+    def __init__(self, fields: dict[str, Any], usage: UsageCounter, options: StreamOptions | None) -> None:
+        self._usage = usage
+        self._includes_usage = options is not None and bool(options.include_usage)
+        self.continuous_usage = self._includes_usage and options is not None and bool(options.continuous_usage_stats)
+        self._before = b"data: " + encode_json(fields)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if self._includes_usage else b"]}\n\n"
+        self.encode_delta = self.encode_with_usage if self.continuous_usage else self.encode
 
     def encode(self, choice: bytes) -> bytes:
-        """A chunk with one choice, already encoded."""
+        """A chunk with one choice, already encoded. Its usage is null, or missing if the request asks for none."""
         return self._before + choice + self._after
 
-    def encode_with_usage(self, choice: bytes, usage: dict[str, Any]) -> bytes:
-        """A chunk that says how many tokens there were; `choice` is empty in the last one."""
-        return self._before + choice + b'],"usage":' + _encode(usage) + b"}\n\n"
+    def encode_with_usage(self, choice: bytes) -> bytes:
+        """A chunk with one choice, or with no choice if that is empty, and the usage so far."""
+        return self._before + choice + b'],"usage":' + encode_json(self._usage.to_usage()) + b"}\n\n"
 
+    def wrap(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
+        """The bytes of a chunk before and after its text, if `before` and `after` are those of its choice."""
+        return self._before + before, after + self._after
 
-def encode_json(value: Any) -> bytes:
-    """Any value as JSON."""
-    return _encode(value)
+    def encode_end(self) -> bytes:
+        """The end of the stream: a chunk with the usage, if the request asks for it, and `[DONE]`."""
+        return (self.encode_with_usage(b"") if self._includes_usage else b"") + DONE
 
 
 def error_event(error: APIError) -> bytes:

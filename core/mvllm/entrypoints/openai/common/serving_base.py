@@ -1,99 +1,212 @@
-"""What calls of every kind have in common: an id, a way into the engine, and an end there."""
+"""Base classes of request handlers: one HTTP request, run by the engine, and its response.
+
+RequestHandler            id, start, close                                pooling/serving_base.py
+└─ GenerationHandler      sampling parameters, usage                      chat/serving_base.py
+   └─ ChoicesHandler      response and stream of `choices`                chat/serving.py, completions/serving.py
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
-from mvllm.engine.async_llm import AsyncLLM
+from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.openai.common.engine_requests import EngineRequests
+from mvllm.entrypoints.openai.common.errors import to_api_error
+from mvllm.entrypoints.openai.common.logprobs import TokenFormatter
 from mvllm.entrypoints.openai.common.output_constraint import OutputConstraint
+from mvllm.entrypoints.openai.common.server_sent_events import ChunkEncoder, error_event
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.usage import UsageCounter
 from mvllm.entrypoints.openai.protocol import GenerationRequest
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
+from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.sampling_params import SamplingParams
 
 
-class GenerationHandler(ABC):
-    """One request that the engine answers, at once or piece by piece.
+class RequestHandler(ABC):
+    """Answers one HTTP request: `start`, then `full_response` or `stream`, and `close` however it ends.
 
     Args:
-        engine: What answers it.
-        model: The model's name in the answer.
-        request: As it was sent.
-        kind: What its id begins with.
-        params: How the engine is to answer it.
-        form: What the outputs must look like.
+        context: The engine, and what handlers share.
+        model: The model's name in the response.
+        id_prefix: Beginning of the response's id.
+        priority: The request's; None is 0.
 
     Attributes:
-        lora_request: The adapter that the request names, to be set before `start`.
+        lora_request: The LoRA adapter that the request names, to be set before `start`.
     """
 
     lora_request: LoRARequest | None = None
+    _constraint: OutputConstraint | None = None
 
-    def __init__(
-        self,
-        engine: AsyncLLM,
-        model: str,
-        request: GenerationRequest,
-        kind: str,
-        params: SamplingParams,
-        form: OutputConstraint | None,
-    ) -> None:
-        self._engine = engine
+    def __init__(self, context: ServingContext, model: str, id_prefix: str, priority: int | None) -> None:
+        self._context = context
+        self._engine = context.engine
         self._model = model
-        self._request = request
-        self._id = f"{kind}{uuid.uuid4().hex}"
+        self._priority = priority or 0
+        self._id = f"{id_prefix}{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._params = params
-        self._constraint = form
-        self._usage = UsageCounter()
-        self._engine_requests: EngineRequests | None = None
+        self._started: EngineRequests | None = None
 
     async def start(self) -> None:
-        """Hands the request to the engine.
+        """Adds the request's prompts to the engine.
 
         Raises:
-            RequestError: It is not acceptable.
-            UnavailableError, EngineDeadError: The engine does not take it.
+            RequestError: The request is not acceptable.
+            UnavailableError, EngineDeadError: The engine does not accept requests.
         """
-        prompts = await self._build_prompts()
-        self._engine_requests = await EngineRequests.start(
-            self._engine,
-            self._id,
-            prompts,
-            self._params,
-            self._request.priority,
-            self._constraint,
-            self.lora_request,
+        prompts, params = await self._build_engine_inputs()
+        self._started = await EngineRequests.start(
+            self._engine, self._id, prompts, params, self._priority, self._constraint, self.lora_request
         )
 
     def close(self) -> None:
-        """Ends the request in the engine, if that goes on with it. Idempotent."""
-        if self._engine_requests is not None:
-            self._engine_requests.close()
+        """Aborts what has not finished in the engine. Idempotent."""
+        if self._started is not None:
+            self._started.close()
 
     @abstractmethod
     async def full_response(self) -> bytes:
-        """The whole answer."""
+        """The body of the response, when all of it is there.
+
+        Raises:
+            APIError: A sequence failed in the engine.
+            EngineDeadError: The engine has stopped.
+        """
+
+    @abstractmethod
+    async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], SamplingParams | Sequence[PoolingParams]]:
+        """The prompts, and the sampling parameters of all or the pooling parameters of each.
+
+        Raises:
+            RequestError: The request is not acceptable.
+        """
+
+    def _common_fields(self, object_type: str) -> dict[str, Any]:
+        """The first fields of a response."""
+        return {"id": self._id, "object": object_type, "created": self._created, "model": self._model}
+
+    @property
+    def _engine_requests(self) -> EngineRequests:
+        assert self._started is not None, "start() comes first"
+        return self._started
+
+
+class GenerationHandler(RequestHandler):
+    """Answers a request that generates text.
+
+    Args:
+        context, model, id_prefix: As for RequestHandler.
+        request: The body of the HTTP request.
+        params: Sampling parameters.
+        constraint: Structured output that the request asks for.
+    """
+
+    def __init__(
+        self,
+        context: ServingContext,
+        model: str,
+        id_prefix: str,
+        request: GenerationRequest,
+        params: SamplingParams,
+        constraint: OutputConstraint | None,
+    ) -> None:
+        super().__init__(context, model, id_prefix, request.priority)
+        self._request = request
+        self._params = params
+        self._constraint = constraint
+        self._usage = UsageCounter()
 
     @abstractmethod
     def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer's events; an error is one of them."""
+        """The response as server-sent events. An error while it is generated is an event, too."""
 
     @abstractmethod
     async def _build_prompts(self) -> Sequence[PromptType]:
-        """What the model is to go on with.
+        """The prompts.
 
         Raises:
-            RequestError: It cannot be made of the request.
+            RequestError: The request is not acceptable.
         """
 
-    def _stream_usage_options(self) -> tuple[bool, bool]:
-        """Whether a stream ends with how many tokens there were, and whether each of its chunks says so."""
-        options = self._request.stream_options
-        include = options is not None and bool(options.include_usage)
-        return include, include and options is not None and bool(options.continuous_usage_stats)
+    async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], SamplingParams]:
+        prompts = await self._build_prompts()
+        return prompts, self._params  # _build_prompts may replace them
+
+
+ChoiceEncoder = Callable[[RequestOutput, CompletionOutput], bytes]
+"""Encodes the chunks of one choice, output by output. Empty for an output that adds nothing."""
+
+
+class ChoicesHandler(GenerationHandler):
+    """Answers a request with a list of `choices`: one for each sequence of each prompt.
+
+    Attributes:
+        chunk_object: The `object` field of a stream's chunks.
+    """
+
+    chunk_object: ClassVar[str]
+
+    @cached_property
+    def token_formatter(self) -> TokenFormatter:
+        """Formats the tokens of log-probabilities."""
+        return TokenFormatter(
+            self._engine.tokenizer,
+            as_ids=bool(self._request.return_tokens_as_token_ids),
+            skip_special=self._params.skip_special_tokens,
+        )
+
+    async def full_response(self) -> bytes:
+        """The body of the response. See RequestHandler."""
+        outputs = await self._engine_requests.collect()
+        for position, output in enumerate(outputs):
+            self._usage.add(position, output)
+        if self._params.prompt_logprobs is None:
+            return self._encode_response(outputs)
+        return await self._context.tokenizer_pool.run(lambda: self._encode_response(outputs))  # there may be many
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events. See GenerationHandler."""
+        requests = self._engine_requests
+        chunks = ChunkEncoder(self._common_fields(self.chunk_object), self._usage, self._request.stream_options)
+        encoders: dict[int, ChoiceEncoder] = {}
+        run_in_thread = self._context.tokenizer_pool.run  # for the log-probabilities of a prompt, which may be many
+        num_sequences = self._params.n
+        num_open = requests.num_prompts
+        written = b""
+        try:
+            async for position, output in requests.outputs():
+                self._usage.add(position, output)
+                for sequence in output.outputs:
+                    index = position * num_sequences + sequence.index
+                    encode = encoders.get(index)
+                    if encode is not None:
+                        written += encode(output, sequence)
+                    else:
+                        encode = encoders[index] = self._make_choice_encoder(index, chunks)
+                        first = partial(encode, output, sequence)
+                        written += await run_in_thread(first) if output.prompt_logprobs else first()
+                    if sequence.finish_reason == "error":
+                        raise requests.error_of(sequence)
+                num_open -= output.finished
+                if written and num_open:  # the last chunks are sent with the stream's end
+                    yield written
+                    written = b""
+        except Exception as e:  # noqa: BLE001  (to_api_error logs what the client does not see)
+            yield written + error_event(to_api_error(e))
+            return
+        yield written + chunks.encode_end()
+
+    @abstractmethod
+    def _encode_response(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The body of the response to finished prompts. May run in a thread."""
+
+    @abstractmethod
+    def _make_choice_encoder(self, index: int, chunks: ChunkEncoder) -> ChoiceEncoder:
+        """A new encoder for one choice of a stream."""

@@ -1,4 +1,4 @@
-"""The names under which the server offers its model, alone and with LoRA adapters."""
+"""The model names of requests: those of the model, and one for each LoRA adapter."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.common.errors import APIError
+from mvllm.errors import ConfigError, RequestError
 from mvllm.messages.lora import LoRARequest
 
 
 class OpenAIServingModels:
-    """One model and its names.
+    """The names of the model and of the loaded LoRA adapters.
 
     Args:
-        names: The first is the one that answers carry.
-        root: What the model was started from.
+        names: Names of the model; the first is used in responses.
+        root: The model as the user named it.
     """
 
     def __init__(self, names: Sequence[str], root: str) -> None:
@@ -26,28 +27,30 @@ class OpenAIServingModels:
         self._created = int(time.time())
         self._lora_requests: dict[str, LoRARequest] = {}
         self._loading: set[str] = set()
-        self._adapter_ids = itertools.count(1)  # of none that was: what was computed with one is never another's
+        self._adapter_ids = itertools.count(1)  # never reused, so that cached blocks of adapters cannot be confused
 
     @property
     def name(self) -> str:
-        """The name in answers to requests that name none."""
+        """The model's name in responses to requests without one."""
         return self._names[0]
 
     def resolve_name(self, name: str | None, *, with_adapters: bool = False) -> str:
-        """The name that the answer to a request for `name` carries.
+        """The model's name in the response to a request for `name`.
 
         Args:
-            with_adapters: Whether it may be an adapter's.
+            with_adapters: Whether `name` may be an adapter.
 
         Raises:
-            APIError: No model is called so (404), or an adapter is, and none can be had (400).
+            APIError: No model has the name (404), or an adapter has it and is not allowed (400).
         """
         if name is None or name in self._names:
             return name or self.name
         if name in self._lora_requests:
             if with_adapters:
                 return name
-            raise APIError(400, "An adapter cannot be had here: name the model itself.", param="model")
+            raise APIError(
+                400, "LoRA adapters are not supported for this request: name the model itself.", param="model"
+            )
         raise APIError(
             404,
             f"The model `{ascii(name[:100])[1:-1]}` does not exist. There is: "
@@ -57,14 +60,14 @@ class OpenAIServingModels:
         )
 
     def lora_request(self, name: str) -> LoRARequest | None:
-        """The adapter that is offered under a name; None for the model itself."""
+        """The adapter of a name; None for the model itself."""
         return self._lora_requests.get(name)
 
     async def load_lora_adapter(self, engine: AsyncLLM, name: str, path: str) -> None:
-        """Has the engine load an adapter, and offers it.
+        """Loads an adapter into the engine, and adds its name.
 
         Raises:
-            APIError: The name is taken (400).
+            APIError: The name is in use (400).
             RequestError: The adapter cannot be used.
         """
         if name in self._names or name in self._lora_requests or name in self._loading:
@@ -81,11 +84,23 @@ class OpenAIServingModels:
             self._loading.remove(name)
         self._lora_requests[name] = request
 
-    async def unload_lora_adapter(self, engine: AsyncLLM, name: str) -> None:
-        """Offers an adapter no more.
+    async def load_lora_modules(self, engine: AsyncLLM, modules: Sequence[tuple[str, str]]) -> None:
+        """Loads the adapters of `--lora-modules`, given as names and folders.
 
         Raises:
-            APIError: There is none of this name (404).
+            ConfigError: An adapter cannot be used.
+        """
+        for name, path in modules:
+            try:
+                await self.load_lora_adapter(engine, name, path)
+            except (APIError, RequestError) as e:
+                raise ConfigError(f"--lora-modules {name}={path}: {e}") from e
+
+    async def unload_lora_adapter(self, engine: AsyncLLM, name: str) -> None:
+        """Removes the name of an adapter, and unloads it.
+
+        Raises:
+            APIError: No adapter has the name (404).
         """
         request = self._lora_requests.pop(name, None)
         if request is None:
@@ -98,7 +113,7 @@ class OpenAIServingModels:
         await engine.remove_lora(request.lora_int_id)
 
     def model_cards(self, max_model_len: int | None) -> list[dict[str, Any]]:
-        """An entry of `/v1/models` for each name."""
+        """The entries of `/v1/models`: one for each name."""
         named = [(name, self._root, None) for name in self._names]
         adapters = [(name, request.lora_path, self.name) for name, request in self._lora_requests.items()]
         return [

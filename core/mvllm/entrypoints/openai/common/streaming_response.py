@@ -1,7 +1,7 @@
-"""Answers that take a while, to clients that may leave or stop reading meanwhile.
+"""Responses to clients that may disconnect or stop reading while the engine works.
 
-The idea: the task that writes an answer is cancelled when its client has gone, or has read nothing for too long; the
-cancellation reaches the engine through the generator that the answer comes from, which drops its requests.
+The task that sends a response is cancelled when its client disconnects, or has read nothing for too long. The
+cancellation closes the generator of the response, which aborts its requests in the engine.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ logger = get_logger(__name__)
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies are to pass pieces on as they come
+    (b"x-accel-buffering", b"no"),  # so that proxies do not buffer
 ]
-_COMMENT = b":\n\n"  # which readers of events leave out
+_COMMENT = b":\n\n"  # a comment, which clients ignore
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status of an answer that nobody is there to read; for the log."""
+"""The status of a response whose client has disconnected; for the log."""
 
 
 class ClientDisconnected(Exception):
-    """There is nobody to answer."""
+    """The client has disconnected."""
 
 
 @contextlib.asynccontextmanager
 async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
-    """Cancels what runs within when the client disconnects.
+    """Cancels the body of the `async with` when the client disconnects.
 
     Raises:
-        ClientDisconnected: It did.
+        ClientDisconnected: The client has disconnected.
     """
     task = asyncio.current_task()
     assert task is not None
-    gone = False
+    disconnected = False
 
     async def watch() -> None:
-        nonlocal gone
+        nonlocal disconnected
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone = True
+        disconnected = True
         task.cancel()
 
     watcher = asyncio.create_task(watch())
     try:
         yield
     except asyncio.CancelledError:
-        if gone and task.uncancel() == 0:
+        if disconnected and task.uncancel() == 0:
             raise ClientDisconnected from None
         raise
     finally:
@@ -63,14 +63,14 @@ async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
 
 
 class RequestConnection:
-    """What an answer may ask of the connection it is for; in the scope of its request, as `mvllm.connection`.
+    """The connection of a request, in its scope as `mvllm.connection`.
 
     Args:
-        abort: Closes the connection at once, with whatever has not been read.
+        abort: Closes the connection at once, and discards unread data.
 
     Attributes:
-        filler: What may stand between two pieces of the answer and says nothing. Sent to a client that has closed its
-            sending side, to find out whether it still reads.
+        filler: Bytes without a meaning that may be sent between two parts of the response, to find out whether a client
+            that has closed its sending side still reads.
     """
 
     def __init__(self, abort: Callable[[], None]) -> None:
@@ -79,12 +79,12 @@ class RequestConnection:
 
 
 class EventStreamResponse(Response):
-    """Server-sent events, written as they come.
+    """A response of server-sent events, sent as they are generated.
 
     Args:
-        events: What is written; nothing comes behind DONE. Closed at the end, whatever the end is.
-        send_timeout: Seconds that the client may leave a full buffer unread.
-        on_end: Called at the end.
+        events: The events; DONE is the last. Closed at the end, also after an error.
+        send_timeout: Seconds for which the client may leave a full send buffer unread.
+        on_end: Called at the end, also after an error.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class EventStreamResponse(Response):
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Writes the stream."""
+        """Sends the events."""
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
@@ -109,37 +109,37 @@ class EventStreamResponse(Response):
         if connection is not None:
             connection.filler = _COMMENT
         stalled = False
-        look_every = self._send_timeout / 2
+        check_seconds = self._send_timeout / 2
         timers: list[asyncio.TimerHandle] = []
 
-        def look() -> None:
+        def check_client() -> None:
             nonlocal stalled
             if self._waiting_since is not None and loop.time() - self._waiting_since > self._send_timeout:
                 stalled = True
                 task.cancel()
             else:
-                timers[:] = [loop.call_later(look_every, look)]
+                timers[:] = [loop.call_later(check_seconds, check_client)]
 
-        timers.append(loop.call_later(look_every, look))
+        timers.append(loop.call_later(check_seconds, check_client))
         try:
             async with cancel_on_disconnect(receive), contextlib.aclosing(self._events) as events:
                 await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
                 more = True
-                async for piece in events:
-                    more = not piece.endswith(DONE)
+                async for event in events:
+                    more = not event.endswith(DONE)
                     self._waiting_since = loop.time()
-                    await send({"type": "http.response.body", "body": piece, "more_body": more})
+                    await send({"type": "http.response.body", "body": event, "more_body": more})
                     self._waiting_since = None
                 if more:
                     await send({"type": "http.response.body", "body": b""})
         except ClientDisconnected:
-            logger.debug("A client left before the end of its stream.")
+            logger.debug("A client disconnected before the end of its stream.")
         except asyncio.CancelledError:
             if not stalled or task.uncancel() > 0:
                 raise
-            logger.info("A client has read nothing for %g s; its request is dropped.", self._send_timeout)
+            logger.info("A client has read nothing for %g s; its request is aborted.", self._send_timeout)
             if connection is not None:
-                connection.abort()  # closing would wait for it to read the rest
+                connection.abort()  # a normal close would wait for the client to read the rest
         finally:
             timers[0].cancel()
             self._on_end()

@@ -1,8 +1,7 @@
-"""What is done with text outside the event loop: chat templates and tokenizing, which long texts make slow.
+"""Threads for tokenizing and chat templates, which would block the event loop with long texts.
 
-A template is somebody's program, whether it came with the model or with a request. It runs in the sandbox of the
-templates' language, in a process of its own with little memory, which is ended when its time is up. The model's
-template has one process for all conversations; one that comes with a request has one for itself.
+A chat template is a program, so it runs in Jinja's sandbox, in a child process with limits of time and memory. The
+model's template has one process for all conversations; a request's own template has a process of its own.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from mvllm.errors import RequestError
 T = TypeVar("T")
 
 MAX_TEMPLATE_LENGTH = 64 << 10
-_SOON = 1 << 18  # characters
+_SHORT_TEXT = 1 << 18  # characters
 
 
 class TokenizerPool:
-    """Threads for work on text.
+    """Threads that work with the tokenizer.
 
     Args:
         tokenizer: The model's tokenizer.
         max_model_len: Longest sequence of the model, in tokens.
-        templates: Renders the model's own template; without it, that runs in this process and without limits.
-        template_seconds: What a template that comes with a request may take.
+        templates: Renders the model's own template; without it, the template runs in this process without limits.
+        template_seconds: Processor time of a template from a request.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class TokenizerPool:
         self._request_template_slots = asyncio.Semaphore(2)
 
     async def encode(self, text: str, *, add_special_tokens: bool, truncated: bool = False) -> list[int]:
-        """The token ids of `text`; as `encode_sync`, in one of the threads."""
+        """As `encode_sync`, in one of the threads."""
         return await self.run(
             lambda: self.encode_sync(text, add_special_tokens=add_special_tokens, truncated=truncated)
         )
@@ -59,15 +58,14 @@ class TokenizerPool:
         """The token ids of `text`.
 
         Args:
-            truncated: Only the last of them will be used.
+            truncated: Only the last token ids are used.
 
         Raises:
-            RequestError: The tokenizer rejects it, or it is so long that this would take a while, and too long for
-                the model.
+            RequestError: The tokenizer rejects the text, or the text is long and certainly too long for the model.
         """
         if truncated:
             check_text_to_truncate(text)
-        elif len(text) > _SOON and (fewest := self.tokenizer.num_tokens_lower_bound(text)) >= self._max_model_len:
+        elif len(text) > _SHORT_TEXT and (fewest := self.tokenizer.num_tokens_lower_bound(text)) >= self._max_model_len:
             raise RequestError(
                 f"The prompt has at least {fewest} tokens, but prompt and output together may have "
                 f"{self._max_model_len} (max_model_len). Shorten the prompt.",
@@ -75,15 +73,15 @@ class TokenizerPool:
             )
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Does `work` in one of the threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def run(self, function: Callable[[], T]) -> T:
+        """Runs `function` in one of the threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     async def render(self, messages: Sequence[Any], settings: Mapping[str, Any]) -> str:
-        """Renders a conversation with the model's own template, or the one that the server was started with.
+        """Renders a conversation with the model's template, or that of the server's settings.
 
         Args:
-            settings: Of `render_chat`.
+            settings: Keyword arguments of `render_chat`.
 
         Raises:
             RequestError: The conversation is not acceptable, or the template failed or took too much time or memory.
@@ -92,14 +90,14 @@ class TokenizerPool:
             return await self.run(lambda: render_chat(self.tokenizer, messages, **settings))
         template, special_tokens = await self.run(lambda: resolve_chat_template(self.tokenizer, settings))
         if template is None:
-            return render_chat(self.tokenizer, messages, **settings)  # says why not
+            return render_chat(self.tokenizer, messages, **settings)  # raises the error
         return await self._templates.render(messages, {**settings, "chat_template": template}, special_tokens)
 
     async def render_with_request_template(self, messages: Sequence[Any], settings: Mapping[str, Any]) -> str:
-        """Renders a conversation with somebody else's template, in a process that ends with it.
+        """Renders a conversation with the template of a request, in a new process.
 
         Args:
-            settings: Of `render_chat`, `chat_template` included.
+            settings: Keyword arguments of `render_chat`, with `chat_template`.
 
         Raises:
             RequestError: The template failed, or took too much time or memory.
@@ -110,5 +108,5 @@ class TokenizerPool:
                 return await renderer.render(messages, settings, special)
 
     def close(self) -> None:
-        """Ends the threads when their work is done."""
+        """Ends the threads when their current work is done."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,8 @@
-"""Finds fields of request bodies that the server does not know, and warns of them or refuses the request.
+"""Finds unknown fields of request bodies, and warns about them or rejects the request.
 
-A field counts as unknown where the struct that decodes the body has no field of that name. Objects that OpenAI's API
-leaves open (messages, tools, JSON schemas, chat_template_kwargs) are not looked into. Names come from clients: they are
-shown only where they look like a field's name, and what is kept of them is bounded.
+A field is unknown if the struct that decodes the body has no field of that name. Objects without a fixed set of fields
+(messages, tools, JSON schemas, chat_template_kwargs) are not checked. Names come from clients: only those that look
+like a field's name are shown, and the number of stored names is limited.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from mvllm.logging import get_logger
 logger = get_logger(__name__)
 
 UNKNOWN_FIELDS_SCOPE_KEY = "mvllm.unknown_fields"
-"""Where the ASGI scope of a request has the list of names for the response's header."""
+"""Key of the ASGI scope under which the names for the response's header are stored."""
 
 UNKNOWN_FIELDS_HEADER = "x-mvllm-unknown-fields"
 
 MAX_NAMES = 16
-"""Names that are reported of one request."""
+"""Most names that are reported for one request."""
 
 MAX_LOGGED_NAMES = 256
-"""Names that a process logs; they are remembered, so that each is logged once."""
+"""Most names that a process logs; they are stored, so that each is logged once."""
 
 _MAX_COLONS = 1 << 15
-"""In a body with more of them the first unknown field alone is reported, as a table of all its fields may be large."""
+"""For a body with more colons only the first unknown field is reported, because a table of its fields may be large."""
 
 _NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}(\.[A-Za-z0-9_\-]{1,64})*")
 _UNPRINTABLE = "?"
@@ -48,41 +48,41 @@ _CLOSED_OBJECTS: dict[str, frozenset[str]] = {
     "text.format": frozenset({"type", "name", "description", "schema", "strict"}),
     "reasoning": frozenset({"effort", "summary", "generate_summary"}),
 }
-"""Objects that requests have as mappings, and the fields that they may have."""
+"""The fields of objects that the structs have as mappings, by path."""
 
 
 class KnownParameters:
-    """The parameters of a query.
+    """The query parameters of a route.
 
     Args:
-        names: Of those that the route takes.
+        names: Their names.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = frozenset(names)
 
     def names_in(self, path: str) -> frozenset[str]:
-        """The fields of the object at `path`, which is empty for the whole."""
+        """The fields of the object at `path`; an empty path is the query or the body itself."""
         return frozenset() if path else self.names
 
 
 class KnownFields(KnownParameters):
-    """The fields of one struct type, and of the structs in it.
+    """The fields of a struct type and of the structs in it.
 
     Args:
-        kind: What a body is decoded into. One that is an array, or refuses unknown fields itself, is not checked.
+        body_type: The type of a body. One that is encoded as an array, or forbids unknown fields, is not checked.
     """
 
-    def __init__(self, kind: type[msgspec.Struct]) -> None:
-        config = kind.__struct_config__
+    def __init__(self, body_type: type[msgspec.Struct]) -> None:
+        config = body_type.__struct_config__
         self.is_checked = not config.array_like and not config.forbid_unknown_fields
-        fields = msgspec.structs.fields(kind)
+        fields = msgspec.structs.fields(body_type)
         tag = [config.tag_field] if config.tag_field else []
         super().__init__([field.encode_name for field in fields] + tag)
         nested = {field.encode_name: _struct_of(field.type) for field in fields}
         self._objects = [field.name for field in fields if field.encode_name in _CLOSED_OBJECTS]
         self.nested = {name: KnownFields(each) for name, each in nested.items() if each is not None}
-        # Scans a body without making its values, and raises at the first unknown field.
+        # Scans a body without creating its values, and raises at the first unknown field.
         plain = [(f"f{i}", msgspec.Raw, msgspec.Raw()) for i in range(len(self.names))]
         rename = {f"f{i}": name for i, name in enumerate(sorted(self.names))}
         scan = msgspec.defstruct("Scan", plain, rename=rename, forbid_unknown_fields=True, kw_only=True)
@@ -100,7 +100,7 @@ class KnownFields(KnownParameters):
             inner = {name: getattr(scanned, self._attributes[name]) for name in self.nested}
         except msgspec.ValidationError as e:
             match = _UNKNOWN.match(str(e))
-            if match is None:  # it is no object
+            if match is None:  # the body is not an object
                 return []
             if len(body) > _MAX_COLONS and body.count(b":") > _MAX_COLONS:
                 return [match[1]]
@@ -112,28 +112,27 @@ class KnownFields(KnownParameters):
                 found += [f"{name}.{each}" for each in self.nested[name].find_unknown(bytes(raw))]
         return found[:MAX_NAMES]
 
-    def find_unknown_in_mappings(self, asked: msgspec.Struct) -> list[str]:
-        """Paths of the unknown fields of the objects that a request has as mappings, at most MAX_NAMES of them."""
+    def find_unknown_in_mappings(self, request: msgspec.Struct) -> list[str]:
+        """Paths of the unknown fields of a request's mappings, at most MAX_NAMES of them."""
         found: list[str] = []
         for name in self._objects:
-            value = getattr(asked, name)
+            value = getattr(request, name)
             if value is not None:
                 found += islice(_unknown_in_object(name, value), MAX_NAMES)
         return found[:MAX_NAMES]
 
     def names_in(self, path: str) -> frozenset[str]:
-        """As KnownParameters; the whole is the body."""
+        """See KnownParameters."""
         if not path:
             return self.names
         return self.nested[path].names if path in self.nested else _CLOSED_OBJECTS.get(path, frozenset())
 
 
 class UnknownFields:
-    """What is done about unknown fields.
+    """Handles unknown fields.
 
     Args:
-        policy: `warn` logs each name once and names them in a header of the response, `refuse` raises, `ignore` does
-            not look.
+        policy: `warn` logs each name once and adds a header to the response, `refuse` raises, `ignore` does not check.
     """
 
     def __init__(self, policy: UnknownFieldsPolicy = "warn") -> None:
@@ -141,15 +140,15 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def handle(self, paths: Sequence[str], known: KnownParameters, scope: Scope | None = None) -> None:
-        """Acts on the unknown fields of one request.
+        """Handles the unknown fields of one request.
 
         Args:
-            paths: Their paths, as the client wrote them.
-            known: The fields of the request, of which the client may have meant one.
-            scope: Of the request; its list under SCOPE_KEY, if there is one, gets the names.
+            paths: Paths of the unknown fields.
+            known: The known fields, for suggestions.
+            scope: ASGI scope of the request; its list under UNKNOWN_FIELDS_SCOPE_KEY, if it has one, gets the names.
 
         Raises:
-            APIError: The policy is to refuse (400).
+            APIError: The policy is `refuse` (400).
         """
         shown = [path if _NAME.fullmatch(path) else _UNPRINTABLE for path in paths[:MAX_NAMES]]
         if scope is not None and isinstance(header := scope.get(UNKNOWN_FIELDS_SCOPE_KEY), list):
@@ -172,9 +171,9 @@ class UnknownFields:
             return
         self._logged.add(name)
         if len(self._logged) > MAX_LOGGED_NAMES:
-            logger.warning("%d unknown fields have been logged; further ones are not.", MAX_LOGGED_NAMES)
+            logger.warning("%d unknown fields have been logged; no more will be.", MAX_LOGGED_NAMES)
             return
-        what = "a field whose name cannot be shown" if name == _UNPRINTABLE else f"the unknown field {name}"
+        what = "a field with an unprintable name" if name == _UNPRINTABLE else f"the unknown field {name}"
         path = getattr((scope or {}).get("route"), "path", None)
         logger.warning(
             "Ignoring %s of a request%s.%s Logged once for each field; --unknown-fields refuse rejects such requests.",
@@ -185,7 +184,9 @@ class UnknownFields:
 
 
 def _unknown_in_object(path: str, value: object) -> Iterator[str]:
-    if not isinstance(value, Mapping) or value.get("type") == "structural_tag":  # which the grammar library defines
+    if (
+        not isinstance(value, Mapping) or value.get("type") == "structural_tag"
+    ):  # the grammar library defines its fields
         return
     known = _CLOSED_OBJECTS[path]
     yield from (f"{path}.{name}" for name in value if name not in known)
@@ -195,7 +196,7 @@ def _unknown_in_object(path: str, value: object) -> Iterator[str]:
 
 
 def unknown_fields_header(names: Sequence[str]) -> tuple[bytes, bytes]:
-    """The header that names a request's unknown fields. The names are those of `UnknownFields.report`."""
+    """The response header with the unknown fields of a request, by the names of `UnknownFields.handle`."""
     text = ", ".join(dict.fromkeys(names))
     if len(text) > 512:
         text = text[:512].rpartition(", ")[0] + ", ..."
@@ -203,12 +204,12 @@ def unknown_fields_header(names: Sequence[str]) -> tuple[bytes, bytes]:
 
 
 def _did_you_mean(path: str, known: KnownParameters) -> str:
-    """A hint at the known field with a similar name; empty where there is none."""
+    """A suggestion of the known field with the most similar name; empty if there is none."""
     parent, dot, name = path.rpartition(".")
     names = sorted(known.names_in(parent))
     simple = {_simple(each): each for each in names}
-    near = simple.get(_simple(name)) or next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.75)), None)
-    return f" Did you mean {parent}{dot}{near}?" if near else ""
+    similar = simple.get(_simple(name)) or next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.75)), None)
+    return f" Did you mean {parent}{dot}{similar}?" if similar else ""
 
 
 def _simple(name: str) -> str:
@@ -216,7 +217,7 @@ def _simple(name: str) -> str:
 
 
 def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
-    """The struct type that a field has as its value, also where it may be null; None where it has another type."""
+    """The struct type of a field, which may be optional; None for other types."""
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     structs = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
     return structs[0] if len(structs) == 1 else None

@@ -1,4 +1,4 @@
-"""How many tokens an answer took."""
+"""The `usage` object of responses."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from mvllm.engine.frontend.outputs import RequestOutput
 
 
 class UsageCounter:
-    """Adds up the tokens of one HTTP request, over prompts and sequences, piece by piece or at once."""
+    """Counts the tokens of one HTTP request, over all of its prompts and sequences.
 
-    def __init__(self) -> None:
+    Args:
+        count_completion: False if the response shows the prompt alone, and not the token generated after it.
+    """
+
+    def __init__(self, *, count_completion: bool = True) -> None:
+        self._count_completion = count_completion
         self._prompt = 0
         self._cached = 0
         self._completion = 0
         self._seen: set[int] = set()
 
     def add(self, position: int, output: RequestOutput) -> None:
-        """Counts a prompt once, and the tokens of each piece.
+        """Counts the prompt, once, and the new tokens of an output.
 
         Args:
-            position: Which of several prompts the output is about.
+            position: Index of the output's prompt in the request.
         """
         if position not in self._seen:
             self._seen.add(position)
@@ -29,13 +34,9 @@ class UsageCounter:
         for sequence in output.outputs:
             self._completion += len(sequence.token_ids)
 
-    def to_usage(self, *, without_completion: bool = False) -> dict[str, Any]:
-        """The `usage` object.
-
-        Args:
-            without_completion: The one token that was generated is no part of the answer.
-        """
-        completion = 0 if without_completion else self._completion
+    def to_usage(self) -> dict[str, Any]:
+        """The `usage` object."""
+        completion = self._completion if self._count_completion else 0
         return {
             "prompt_tokens": self._prompt,
             "total_tokens": self._prompt + completion,
@@ -47,7 +48,7 @@ class UsageCounter:
         """The `usage` object of the Responses API.
 
         Args:
-            num_reasoning_tokens: How many of the tokens wrote thoughts.
+            num_reasoning_tokens: Completion tokens that belong to the reasoning.
         """
         return {
             "input_tokens": self._prompt,

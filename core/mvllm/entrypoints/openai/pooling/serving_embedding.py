@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings` and `POST /pooling`: vectors of inputs, and whatever else a model says of them."""
+"""`POST /v1/embeddings` and `POST /pooling`: embeddings of inputs, or of their tokens, or scores."""
 
 from __future__ import annotations
 
@@ -8,29 +8,22 @@ from typing import Any
 
 import msgspec
 
-from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
-from mvllm.entrypoints.openai.common.server_sent_events import encode_json
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
-from mvllm.entrypoints.openai.pooling.serving_base import InputListHandler, pooling_usage
+from mvllm.entrypoints.openai.common.json_response import encode_json
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
+from mvllm.entrypoints.openai.pooling.serving_base import InputListHandler
 from mvllm.entrypoints.openai.protocol import EmbeddingRequest, PoolingRequest
 from mvllm.errors import RequestError
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask, PoolingType
 
 
 class EmbeddingHandler(InputListHandler[EmbeddingRequest]):
-    """One request for vectors.
+    """Answers one embedding request."""
 
-    Args:
-        engine, tokenizer_pool, model: As BasePoolingHandler.
-        request: As it was sent.
+    id_prefix = "embd-"
 
-    Raises:
-        RequestError: On construction: a setting is not acceptable.
-    """
-
-    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: EmbeddingRequest) -> None:
-        super().__init__(engine, tokenizer_pool, model, "embd", request.priority)
+    def __init__(self, context: ServingContext, model: str, request: EmbeddingRequest) -> None:
+        super().__init__(context, model, request.priority)
         _check_format(request)
         self._request = request
         self._params = PoolingParams(
@@ -42,33 +35,27 @@ class EmbeddingHandler(InputListHandler[EmbeddingRequest]):
 
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data: list[msgspec.Raw] = []
-        for index, output in enumerate(outputs):  # one at a time: in between, others get their turn
-            shown = _encode_values(output, self._request.encoding_format)
-            data.append(msgspec.Raw(encode_json({"object": "embedding", "index": index, "embedding": shown})))
-        return encode_json({**self._common_fields(), "data": data, "usage": pooling_usage(outputs)})
+        for index, output in enumerate(outputs):  # one at a time, so that other threads can run in between
+            values = _encode_values(output, self._request.encoding_format)
+            data.append(msgspec.Raw(encode_json({"object": "embedding", "index": index, "embedding": values})))
+        return self._encode_list(data, outputs)
 
 
 class PoolingHandler(InputListHandler[PoolingRequest]):
-    """One request for whatever a model says of its inputs: vectors, vectors of each token, or scores.
+    """Answers one pooling request: an embedding of each input or of each token, or scores."""
 
-    Args:
-        engine, tokenizer_pool, model: As BasePoolingHandler.
-        request: As it was sent.
+    id_prefix = "pool-"
 
-    Raises:
-        RequestError: On construction: a setting is not acceptable.
-    """
-
-    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: PoolingRequest) -> None:
-        super().__init__(engine, tokenizer_pool, model, "pool", request.priority)
+    def __init__(self, context: ServingContext, model: str, request: PoolingRequest) -> None:
+        super().__init__(context, model, request.priority)
         _check_format(request)
         self._request = request
-        kind: Any = request.pooling_type
+        pooling_type: Any = request.pooling_type
         task: Any = request.task
-        if task == "token_embed":  # another name for the same
-            kind, task = kind or PoolingType.ALL, PoolingTask.EMBED
+        if task == "token_embed":  # another name of pooling_type all
+            pooling_type, task = pooling_type or PoolingType.ALL, PoolingTask.EMBED
         self._params = PoolingParams(
-            pooling_type=kind,
+            pooling_type=pooling_type,
             dimensions=request.dimensions,
             normalize=request.normalize,
             use_activation=request.use_activation,
@@ -79,9 +66,9 @@ class PoolingHandler(InputListHandler[PoolingRequest]):
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data: list[msgspec.Raw] = []
         for index, output in enumerate(outputs):
-            shown = _encode_values(output, self._request.encoding_format)
-            data.append(msgspec.Raw(encode_json({"object": "pooling", "index": index, "data": shown})))
-        return encode_json({**self._common_fields(), "data": data, "usage": pooling_usage(outputs)})
+            values = _encode_values(output, self._request.encoding_format)
+            data.append(msgspec.Raw(encode_json({"object": "pooling", "index": index, "data": values})))
+        return self._encode_list(data, outputs)
 
 
 def _check_format(request: EmbeddingRequest | PoolingRequest) -> None:
@@ -90,6 +77,6 @@ def _check_format(request: EmbeddingRequest | PoolingRequest) -> None:
 
 
 def _encode_values(output: PoolingRequestOutput, encoding_format: str | None) -> Any:
-    """The numbers, or the bytes of little-endian float32 as text."""
+    """A list of numbers, or base64 of the bytes of little-endian float32."""
     data = output.outputs.data
     return base64.b64encode(data.tobytes()).decode() if encoding_format == "base64" else data.tolist()

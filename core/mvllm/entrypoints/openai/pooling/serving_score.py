@@ -1,15 +1,14 @@
-"""`POST /classify`, `/score` and `/rerank`: what a model says of texts, or of how well two of them go together."""
+"""`POST /classify`, `/score` and `/rerank`: classes of texts, similarity of pairs, documents sorted for a query."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
 from mvllm.engine.frontend.scoring import ScoringRequests
-from mvllm.entrypoints.openai.common.server_sent_events import encode_json
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.common.json_response import encode_json
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.pooling.serving_base import (
     BasePoolingHandler,
     InputListHandler,
@@ -23,20 +22,12 @@ from mvllm.messages.pooling_params import PoolingParams, PoolingTask
 
 
 class ClassificationHandler(InputListHandler[ClassificationRequest]):
-    """One request for the scores that a classifier gives to inputs.
+    """Answers one classification request."""
 
-    Args:
-        engine, tokenizer_pool, model: As BasePoolingHandler.
-        request: As it was sent.
+    id_prefix = "classify-"
 
-    Raises:
-        RequestError: On construction: a setting is not acceptable.
-    """
-
-    def __init__(
-        self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: ClassificationRequest
-    ) -> None:
-        super().__init__(engine, tokenizer_pool, model, "classify", request.priority)
+    def __init__(self, context: ServingContext, model: str, request: ClassificationRequest) -> None:
+        super().__init__(context, model, request.priority)
         self._request = request
         self._params = PoolingParams(
             use_activation=request.use_activation,
@@ -60,31 +51,29 @@ class ClassificationHandler(InputListHandler[ClassificationRequest]):
                     "num_classes": len(scores),
                 }
             )
-        return encode_json({**self._common_fields(), "data": data, "usage": pooling_usage(outputs)})
+        return self._encode_list(data, outputs)
 
 
 class _TextPairHandler(BasePoolingHandler):
-    """One request to compare texts.
+    """Answers a request that compares texts.
 
     Args:
-        engine, tokenizer_pool, model, kind: As BasePoolingHandler.
-        request: As it was sent.
-        first, second: The texts.
-        names: What the request calls these.
+        context, model: As for RequestHandler.
+        request: The body of the HTTP request.
+        first, second: The texts of the pairs.
+        names: The fields of the texts in the request, for errors.
     """
 
     def __init__(
         self,
-        engine: AsyncLLM,
-        tokenizer_pool: TokenizerPool,
+        context: ServingContext,
         model: str,
-        kind: str,
         request: TextPairRequest,
         first: Sequence[str],
         second: Sequence[str],
         names: tuple[str, str],
     ) -> None:
-        super().__init__(engine, tokenizer_pool, model, kind, request.priority)
+        super().__init__(context, model, request.priority)
         self._first = check_num_inputs(first, names[0])
         self._second = check_num_inputs(second, names[1])
         self._names = names
@@ -94,52 +83,40 @@ class _TextPairHandler(BasePoolingHandler):
         )
         self._scoring: ScoringRequests | None = None
 
-    async def _make_requests(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
+    async def _build_engine_inputs(self) -> tuple[Sequence[PromptType], Sequence[PoolingParams]]:
         processor = self._engine.pooling_input_processor
-        scoring = self._scoring = await self._text_work.run(
+        scoring = self._scoring = await self._context.tokenizer_pool.run(
             lambda: ScoringRequests.from_texts(processor, self._first, self._second, self._settings, self._names)
         )
         return scoring.prompts, scoring.params
 
     def _scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[float]:
-        assert self._scoring is not None, "it was started"
+        assert self._scoring is not None, "start() comes first"
         return [output.outputs.score for output in self._scoring.outputs(outputs)]
 
 
 class ScoreHandler(_TextPairHandler):
-    """One request to compare texts pair by pair.
+    """Answers one score request: the similarity of each pair of texts."""
 
-    Args:
-        engine, tokenizer_pool, model: As BasePoolingHandler.
-        request: As it was sent.
+    id_prefix = "score-"
 
-    Raises:
-        RequestError: On construction: a setting is not acceptable.
-    """
-
-    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: ScoreRequest) -> None:
+    def __init__(self, context: ServingContext, model: str, request: ScoreRequest) -> None:
         first, first_name = _exactly_one_of(request, "text_1", "queries")
         second, second_name = _exactly_one_of(request, "text_2", "documents")
         names = first_name, second_name
-        super().__init__(engine, tokenizer_pool, model, "score", request, first, second, names)
+        super().__init__(context, model, request, first, second, names)
 
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(self._scores(outputs))]
-        return encode_json({**self._common_fields(), "data": data, "usage": pooling_usage(outputs)})
+        return self._encode_list(data, outputs)
 
 
 class RerankHandler(_TextPairHandler):
-    """One request to put documents in order, those first that go best with a query.
+    """Answers one rerank request: documents sorted by their relevance for a query."""
 
-    Args:
-        engine, tokenizer_pool, model: As BasePoolingHandler.
-        request: As it was sent.
+    id_prefix = "rerank-"
 
-    Raises:
-        RequestError: On construction: a setting is not acceptable.
-    """
-
-    def __init__(self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, model: str, request: RerankRequest) -> None:
+    def __init__(self, context: ServingContext, model: str, request: RerankRequest) -> None:
         if request.query is None:
             raise RequestError("query is missing.", parameter="query")
         if not request.documents:
@@ -147,28 +124,26 @@ class RerankHandler(_TextPairHandler):
         if request.top_n is not None and request.top_n < 0:
             raise RequestError("top_n must be at least 1, or 0 for all.", parameter="top_n")
         texts = [each if isinstance(each, str) else each.text for each in request.documents]
-        super().__init__(
-            engine, tokenizer_pool, model, "rerank", request, [request.query], texts, ("query", "documents")
-        )
+        super().__init__(context, model, request, [request.query], texts, ("query", "documents"))
         self._top_n = request.top_n or len(texts)
         self._return_documents = request.return_documents is not False
 
     def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
         scores = self._scores(outputs)
-        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: self._top_n]  # equal ones stay in order
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: self._top_n]  # the sort is stable
         results = [self._result(i, scores[i]) for i in best]
         return encode_json({"id": self._id, "model": self._model, "usage": pooling_usage(outputs), "results": results})
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
-        shown = {"document": {"text": self._second[index]}} if self._return_documents else {}
-        return {"index": index, **shown, "relevance_score": score}
+        document = {"document": {"text": self._second[index]}} if self._return_documents else {}
+        return {"index": index, **document, "relevance_score": score}
 
 
 def _exactly_one_of(request: ScoreRequest, name: str, other: str) -> tuple[Sequence[str], str]:
-    """A field under one of two names, and the name.
+    """The texts of a field with two names, and the name that the request uses.
 
     Raises:
-        RequestError: It is there under neither, or both.
+        RequestError: The request has neither or both.
     """
     given = [each for each in (name, other) if getattr(request, each) is not None]
     if len(given) != 1:

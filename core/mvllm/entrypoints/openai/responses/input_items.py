@@ -1,11 +1,10 @@
-"""From a request of the Responses API to one for a chat completion: items become messages, tools take on their shape.
+"""Converts a request of the Responses API to a chat completion request: items to messages, tools to their other format.
 
     input           "text"  |  [message | reasoning | function_call | function_call_output, ...]
-                       │             └── an assistant's turn is several items, and one message ──┐
-    messages        instructions, the conversation so far, and these
+                       │             └── an assistant's turn: several items, one message ──┐
+    messages        instructions, the previous conversation, and these
 
-Whatever is refused is refused in the words of the request that was sent: `CHAT_TO_RESPONSES_FIELDS` says what its
-fields are called.
+Errors name the fields of the original request, by `CHAT_TO_RESPONSES_FIELDS`.
 """
 
 from __future__ import annotations
@@ -23,53 +22,38 @@ CHAT_TO_RESPONSES_FIELDS = {
     "response_format": "text",
     "max_tokens": "max_output_tokens",
 }
-"""Fields of a chat completion request to those of a request for a response."""
+"""Fields of a chat completion request, with the corresponding fields of the Responses API."""
 
-_SAME_NAMES = (
-    "model",
-    "stream",
-    "temperature",
-    "top_p",
-    "parallel_tool_calls",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "priority",
-    "cache_salt",
-    "structured_outputs",
-    "chat_template_kwargs",
+_SHARED_FIELDS = tuple(
+    name
+    for name in ResponsesRequest.__struct_fields__
+    if name in ChatCompletionRequest.__struct_fields__
+    and name not in ("tools", "tool_choice", "stream_options", "top_logprobs")  # these differ
 )
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Kinds of parts that are texts, and where their text stands."""
+"""Types of content parts with text, and the field of the text."""
 
 MAX_ITEMS = 1 << 16
-"""Items of an input."""
+"""Most items of an input."""
 
 _MAX_METADATA = (16, 64, 512)
-"""Entries of `metadata`, characters of a name, and of a value, as the OpenAI API documents them."""
+"""Most entries of `metadata`, characters of a name, and characters of a value, as in the OpenAI API."""
 
 Message = dict[str, Any]
 
 
 def to_chat_request(request: ResponsesRequest, messages: Sequence[Message]) -> ChatCompletionRequest:
-    """The request for a chat completion that means the same.
+    """The equivalent chat completion request.
 
     Args:
         messages: The conversation.
 
     Raises:
-        RequestError: A field is not acceptable.
+        RequestError: A field is not valid.
     """
     for name in ("tools", "tool_choice", "text"):
-        if _nests_deeper(getattr(request, name), MAX_NESTING):  # it is a part of the answer, too
+        if _nests_deeper(getattr(request, name), MAX_NESTING):  # the response repeats it
             raise RequestError(f"{name} nests deeper than {MAX_NESTING} levels.", parameter=name)
     _check_metadata(request.metadata or {})
     effort = (request.reasoning or {}).get("effort")
@@ -84,15 +68,15 @@ def to_chat_request(request: ResponsesRequest, messages: Sequence[Message]) -> C
         tools=None if request.tools is None else [_tool(i, tool) for i, tool in enumerate(request.tools)],
         tool_choice=_tool_choice(request.tool_choice),
         reasoning_effort=effort,
-        **{name: getattr(request, name) for name in _SAME_NAMES},
+        **{name: getattr(request, name) for name in _SHARED_FIELDS},
     )
 
 
 def input_messages(value: str | Sequence[Mapping[str, Any]] | None) -> list[Message]:
-    """The messages that `input` stands for.
+    """The messages of `input`.
 
     Raises:
-        RequestError: There is none, or an item is not acceptable.
+        RequestError: The input is missing, or an item is not valid.
     """
     if value is None:
         raise RequestError("input is missing.", parameter="input")
@@ -106,25 +90,25 @@ def input_messages(value: str | Sequence[Mapping[str, Any]] | None) -> list[Mess
 
 
 def items_to_messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Items as messages. Thoughts, text and calls of one assistant's turn are one message.
+    """Items as messages. Reasoning, text and function calls of one assistant's turn are one message.
 
     Raises:
-        RequestError: An item is not acceptable.
+        RequestError: An item is not valid.
     """
     messages: list[Message] = []
-    turn: Message | None = None  # an assistant's message that calls may still be added to
-    thoughts: list[str] = []  # which belong to what comes next
+    turn: Message | None = None  # the assistant's message that function calls are added to
+    reasoning: list[str] = []  # belongs to the next item
     for i, item in enumerate(items):
         where = f"input[{i}]"
         kind = item.get("type", "message")
         if kind == "reasoning":
-            thoughts.append(_reasoning_text(where, item))
+            reasoning.append(_reasoning_text(where, item))
             continue
         if kind == "function_call_output":
             messages.append(_output_of_call(where, item))
             turn = None
         elif kind == "function_call":
-            if turn is None or thoughts:
+            if turn is None or reasoning:
                 turn = {"role": "assistant", "content": None}
                 messages.append(turn)
             turn.setdefault("tool_calls", []).append(_call(where, item))
@@ -134,25 +118,22 @@ def items_to_messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
             turn = message if message["role"] == "assistant" else None
         else:
             raise RequestError(
-                f"{where} has the type {ascii(kind)[:60]}; there are message, reasoning, function_call and "
+                f"{where} has the type {ascii(kind)[:60]}; allowed are message, reasoning, function_call and "
                 "function_call_output.",
                 parameter="input",
             )
-        if thoughts and turn is not None:
-            turn["reasoning"] = "\n".join(thoughts)
-        thoughts = []
+        if reasoning and turn is not None:
+            turn["reasoning"] = "\n".join(reasoning)
+        reasoning = []
     return messages
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
-    most, longest_name, longest_value = _MAX_METADATA
-    if (
-        len(metadata) > most
-        or max(map(len, metadata), default=0) > longest_name
-        or max(map(len, metadata.values()), default=0) > longest_value
-    ):
+    max_entries, max_name, max_value = _MAX_METADATA
+    lengths = len(metadata), max(map(len, metadata), default=0), max(map(len, metadata.values()), default=0)
+    if lengths[0] > max_entries or lengths[1] > max_name or lengths[2] > max_value:
         raise RequestError(
-            f"metadata may have {most} entries, with names of {longest_name} characters and values of {longest_value}.",
+            f"metadata may have {max_entries} entries, with names of {max_name} characters and values of {max_value}.",
             parameter="metadata",
         )
 
@@ -171,7 +152,7 @@ def _message(where: str, item: Mapping[str, Any]) -> Message:
     role = item.get("role")
     if role not in _ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(_ROLES)}.", parameter="input")
-    # Templates know system, which says the same.
+    # Chat templates have no role developer; it is the same as system.
     return {"role": "system" if role == "developer" else role, "content": _text(f"{where}.content", item, "content")}
 
 
@@ -186,7 +167,7 @@ def _output_of_call(where: str, item: Mapping[str, Any]) -> Message:
 
 
 def _reasoning_text(where: str, item: Mapping[str, Any]) -> str:
-    """The thoughts themselves, or else a summary of them."""
+    """The text of a reasoning item: its content, or its summary."""
     parts = item.get("content") or item.get("summary") or []
     texts = [part.get("text") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else [None]
     if not all(isinstance(text, str) for text in texts):
@@ -206,7 +187,7 @@ def _text(where: str, item: Mapping[str, Any], field: str) -> str:
         text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
         if not isinstance(text, str):
             raise RequestError(
-                f"{where}[{i}] must be a text part (input_text, output_text); this model takes no others.",
+                f"{where}[{i}] must be a text part (input_text, output_text); this model accepts no others.",
                 parameter="input",
             )
         texts.append(text)
@@ -221,15 +202,17 @@ def _string(where: str, item: Mapping[str, Any], field: str) -> str:
 
 
 def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What `text` says about the form of the answer."""
+    """The `response_format` that corresponds to `text`."""
     if text is None:
         return None
     if text.get("verbosity") not in (None, "medium"):
-        raise RequestError("text.verbosity is not supported: say in the instructions how long.", parameter="text")
-    form = text.get("format")
-    if form is None:
+        raise RequestError(
+            "text.verbosity is not supported: describe the length in the instructions.", parameter="text"
+        )
+    format_ = text.get("format")
+    if format_ is None:
         return None
-    kind = form.get("type") if isinstance(form, Mapping) else None
+    kind = format_.get("type") if isinstance(format_, Mapping) else None
     if kind not in ("text", "json_object", "json_schema"):
         raise RequestError(
             "text.format must be an object whose type is 'text', 'json_object' or 'json_schema'; "
@@ -237,18 +220,18 @@ def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
             parameter="text",
         )
     if kind == "json_schema":
-        if form.get("schema") is None:
+        if format_.get("schema") is None:
             raise RequestError("text.format of type json_schema needs a schema.", parameter="text")
-        return {"type": kind, "json_schema": {key: form.get(key) for key in ("name", "schema", "strict")}}
+        return {"type": kind, "json_schema": {key: format_.get(key) for key in ("name", "schema", "strict")}}
     return {"type": kind}
 
 
 def _tool(i: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A function in the shape of chat completions, where it is an object within the tool."""
+    """A function in the format of chat completions, where it is an object within the tool."""
     if tool.get("type") != "function":
         raise RequestError(
-            f"tools[{i}] has the type {ascii(tool.get('type'))[:60]}; this server runs no tools of its own, so there "
-            "is 'function' only.",
+            f"tools[{i}] has the type {ascii(tool.get('type'))[:60]}; this server runs no tools itself, so only "
+            "'function' is allowed.",
             parameter="tools",
         )
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}

@@ -1,12 +1,11 @@
-"""The items of a response, as they come to be: what is known of an answer becomes items, and events that tell of them.
+"""Builds the items of a response and the events of its stream from the parser's deltas.
 
-    deltas of an answer      item                events
+    delta                    item                events
     ReasoningDelta           reasoning           output_item.added, content_part.added, reasoning_text.delta ... .done
     ContentDelta             message             the same with output_text
     ToolCallDelta            function_call       output_item.added, function_call_arguments.delta ... .done
 
-One item is open at a time; what is of another kind closes it. Whoever wants no events ignores them: the items are the
-same.
+One item is open at a time; a delta of another kind closes it. A response without a stream ignores the events.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from mvllm.entrypoints.openai.common.server_sent_events import encode_json
+from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 
 _IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
@@ -23,7 +22,7 @@ _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class ResponseEventEncoder:
-    """Numbers the events of one stream."""
+    """Encodes and numbers the events of one stream."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -43,7 +42,7 @@ class OutputItems:
     """The items of one response.
 
     Args:
-        events: Makes the events that tell of them.
+        events: Encodes the events.
     """
 
     def __init__(self, events: ResponseEventEncoder) -> None:
@@ -52,11 +51,11 @@ class OutputItems:
         self._open: dict[str, Any] | None = None  # the last item, while more may come
         self._text: list[str] = []  # of the open item
         self._delta_prefix = b""  # fields of its deltas, up to the new text
-        self._leading_space = ""  # at the beginning of a message that may never come
+        self._leading_space = ""  # of a message that may follow
         self._call: int | None = None
 
     def append(self, deltas: Iterable[Delta]) -> bytes:
-        """Adds what has become certain of the answer; returns the events that say so."""
+        """Adds deltas to the items; returns their events."""
         written = b""
         for delta in deltas:
             if isinstance(delta, ContentDelta):
@@ -72,13 +71,13 @@ class OutputItems:
         return written
 
     def finish(self, status: str) -> bytes:
-        """There is no more.
+        """Closes the open item; returns the events.
 
         Args:
-            status: Of the item that was being written: `completed` or `incomplete`.
+            status: Of the open item: `completed` or `incomplete`.
         """
         written = b""
-        if not self.items:  # an answer of nothing is an answer
+        if not self.items:  # an empty output is an empty message
             written = self._switch_to("message")
             if self._leading_space:
                 written += self._add(self._leading_space)
@@ -91,7 +90,7 @@ class OutputItems:
     def _add_content(self, text: str) -> bytes:
         if self._kind != "message":
             text = self._leading_space + text
-            if not text.strip():  # between calls, or before the first: layout, unless an answer follows
+            if not text.strip():  # whitespace around function calls is dropped, unless text follows
                 self._leading_space = text
                 return b""
             self._leading_space = ""

@@ -1,8 +1,8 @@
-"""`POST /v1/responses`: the next turn of a conversation, as a list of items.
+"""`POST /v1/responses`: the next response of a conversation, as a list of items.
 
-The idea: a response is a chat completion in another shape. The request becomes one for a chat completion, so a model
-sees the same prompt and writes the same tokens; what it writes is taken apart by the same readers, and their deltas
-become items and events.
+A response is a chat completion in another format. The request is converted to a chat completion request, so the model
+gets the same prompt and generates the same tokens. The same parsers read its output, and their deltas become items and
+events.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.chat.serving import ChatHandler, ChatPromptRenderer
+from mvllm.entrypoints.openai.chat.serving_base import ChatHandler
 from mvllm.entrypoints.openai.common.errors import to_api_error
-from mvllm.entrypoints.openai.common.server_sent_events import encode_json
+from mvllm.entrypoints.openai.common.json_response import encode_json
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import ResponsesRequest
 from mvllm.entrypoints.openai.responses.input_items import (
     CHAT_TO_RESPONSES_FIELDS,
@@ -33,29 +33,26 @@ from mvllm.errors import RequestError
 
 _STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}
 _LAST_EVENT = {"completed": "completed", "failed": "failed"}
-"""By status; of any other it is `incomplete`."""
+"""The stream's last event by status; `incomplete` for any other status."""
 
 
 class ResponsesHandler(ChatHandler):
-    """One request for a response.
+    """Answers one request of the Responses API.
 
     Args:
-        engine: What answers it.
-        prompts: Makes the prompt.
-        model: The model's name in the answer.
-        request: As it was sent.
-        store: Where earlier responses are, and where this one goes.
-        caller: Who has sent it.
+        context, model: As for RequestHandler.
+        request: The body of the HTTP request.
+        store: Stores this response, and has the previous one.
+        caller: The sender of the request.
 
     Raises:
-        RequestError: On construction: a field is not acceptable.
-        APIError: The response to go on with is not known.
+        RequestError: On construction: a field is not valid.
+        APIError: The previous response is not known.
     """
 
     def __init__(
         self,
-        engine: AsyncLLM,
-        prompts: ChatPromptRenderer,
+        context: ServingContext,
         model: str,
         request: ResponsesRequest,
         store: ResponseStore,
@@ -64,13 +61,13 @@ class ResponsesHandler(ChatHandler):
         self._response_request = request
         self._store = store
         self._caller = caller
-        before = request.previous_response_id
+        previous_id = request.previous_response_id
         with _responses_field_names():
-            self._messages = [*store.conversation(before, caller), *input_messages(request.input)]
-            if request.cache_salt is None:  # what was said under a salt stays under it
-                salt = store.cache_salt(before, caller)
+            self._messages = [*store.conversation(previous_id, caller), *input_messages(request.input)]
+            if request.cache_salt is None:  # a conversation keeps its salt
+                salt = store.cache_salt(previous_id, caller)
                 request = msgspec.structs.replace(request, cache_salt=salt)
-            super().__init__(engine, prompts, model, to_chat_request(request, self._messages), "resp_")
+            super().__init__(context, model, "resp_", to_chat_request(request, self._messages))
         self._is_stored = request.store is not False and store.is_enabled
         self._events = ResponseEventEncoder()
         self._items = OutputItems(self._events)
@@ -79,43 +76,43 @@ class ResponsesHandler(ChatHandler):
         self._usage_json: dict[str, Any] | None = None
 
     async def start(self) -> None:
-        """Hands the request to the engine. See `Call.start`."""
+        """Adds the prompt to the engine. See RequestHandler."""
         with _responses_field_names():
             await super().start()
         if self._is_stored:
             self._store.add_running(self._id, self, self._caller)
 
     def close(self) -> None:
-        """Ends the request in the engine, if that goes on with it. Idempotent."""
+        """Aborts what has not finished. Idempotent."""
         self._store.finish(self._id)
         super().close()
 
     def cancel(self) -> None:
-        """Ends the request in the engine; whoever reads the answer gets what there is of it."""
+        """Aborts the request. Its response ends with the items generated so far."""
         self._status = "cancelled"
         super().close()
 
     async def full_response(self) -> bytes:
-        """The whole answer."""
+        """The body of the response. See RequestHandler."""
         with _responses_field_names():
             async for _ in self._events_of_output():
                 pass
         return self.snapshot()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer's events; an error is one of them."""
+        """The response as server-sent events. See GenerationHandler."""
         opening = b'"response":' + self.snapshot()
         write = self._events.encode_raw
         yield write("response.created", opening) + write("response.in_progress", opening)
         written = b""
         try:
-            async with contextlib.aclosing(self._events_of_output()) as pieces:
-                async for piece in pieces:
-                    written += piece
-                    if self._status == "in_progress":  # else it leaves together with the stream's end
+            async with contextlib.aclosing(self._events_of_output()) as events:
+                async for event in events:
+                    written += event
+                    if self._status == "in_progress":  # the last events are sent with the stream's end
                         yield written
                         written = b""
-        except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
+        except Exception as e:  # noqa: BLE001  (to_api_error logs it)
             error = to_api_error(e)
             self._status = "failed"
             code = "invalid_prompt" if error.status < 500 else "server_error"
@@ -127,7 +124,7 @@ class ResponsesHandler(ChatHandler):
 
     def snapshot(self) -> bytes:
         """The response as it is now."""
-        asked = self._response_request
+        request = self._response_request
         return encode_json(
             {
                 "id": self._id,
@@ -137,93 +134,92 @@ class ResponsesHandler(ChatHandler):
                 "background": False,
                 "error": self._error,
                 "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
-                "instructions": asked.instructions,
-                "max_output_tokens": asked.max_output_tokens,
-                "max_tool_calls": asked.max_tool_calls,
-                "metadata": asked.metadata or {},
+                "instructions": request.instructions,
+                "max_output_tokens": request.max_output_tokens,
+                "max_tool_calls": request.max_tool_calls,
+                "metadata": request.metadata or {},
                 "model": self._model,
                 "output": self._items.items,
-                "parallel_tool_calls": asked.parallel_tool_calls is not False,
-                "previous_response_id": asked.previous_response_id,
-                "prompt_cache_key": asked.prompt_cache_key,
-                "reasoning": {"effort": (asked.reasoning or {}).get("effort"), "summary": None},
-                "safety_identifier": asked.safety_identifier,
+                "parallel_tool_calls": request.parallel_tool_calls is not False,
+                "previous_response_id": request.previous_response_id,
+                "prompt_cache_key": request.prompt_cache_key,
+                "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
+                "safety_identifier": request.safety_identifier,
                 "service_tier": "default",
                 "store": self._is_stored,
                 "temperature": self._params.temperature,
-                "text": {"format": (asked.text or {}).get("format") or {"type": "text"}},
-                "tool_choice": asked.tool_choice or "auto",
-                "tools": asked.tools or [],
+                "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
+                "tool_choice": request.tool_choice or "auto",
+                "tools": request.tools or [],
                 "top_logprobs": 0,
                 "top_p": self._params.top_p,
                 "truncation": "disabled",
                 "usage": self._usage_json,
-                "user": asked.user,
+                "user": request.user,
             }
         )
 
     async def _events_of_output(self) -> AsyncGenerator[bytes, None]:
-        """Reads the answer to its end; gives the events that tell of it."""
-        assert self._engine_requests is not None
-        reader = None
+        """Reads the outputs of the engine to their end, and yields the events of their items."""
+        parser_stream = None
         prompt: str | None = None
         reason: str | None = None
         token_ids: list[int] = []
         async with contextlib.aclosing(self._engine_requests.outputs()) as outputs:
             async for _, output in outputs:
                 self._usage.add(0, output)
-                if reader is None:
-                    reader, prompt = self._make_output_stream(output), output.prompt
-                for sequence in output.outputs:  # of which there is one
+                if parser_stream is None:
+                    parser_stream, prompt = self._make_parser_stream(output), output.prompt
+                for sequence in output.outputs:  # there is one
                     token_ids += sequence.token_ids
                     reason = sequence.finish_reason
                     if reason == "error":
                         raise self._engine_requests.error_of(sequence)
-                    deltas = reader.feed(sequence.text)
+                    deltas = parser_stream.feed(sequence.text)
                     if reason is not None:
-                        deltas += reader.finish()
+                        deltas += parser_stream.finish()
                     written = self._items.append(deltas)
                     if written:
                         yield written
         written = self._items.finish("completed" if reason == "stop" else "incomplete")
-        num_thoughts = 0
+        num_reasoning_tokens = 0
         if any(item["type"] == "reasoning" for item in self._items.items):
-            num_thoughts = await self._prompt_renderer.tokenizer_pool.run(
+            num_reasoning_tokens = await self._context.tokenizer_pool.run(
                 lambda: self._count_reasoning_tokens(token_ids, prompt)
             )
-        self._usage_json = self._usage.to_response_usage(num_thoughts)
+        self._usage_json = self._usage.to_response_usage(num_reasoning_tokens)
         if self._status != "cancelled":
             self._status = _STATUS.get(reason or "abort", "cancelled")
         self._store_response()
         yield written
 
     def _store_response(self) -> None:
-        """Stores what has become of the response."""
+        """Stores the response and its conversation."""
         if self._is_stored:
             conversation = encode_json([*self._messages, *items_to_messages(self._items.items)])
             salt, owner = self._request.cache_salt, self._caller.key
             self._store.finish(self._id, StoredResponse(self.snapshot(), conversation, salt, owner))
 
     def _count_reasoning_tokens(self, token_ids: Sequence[int], prompt: str | None) -> int:
-        """How many tokens it took until the thoughts had come to their end."""
+        """The number of tokens up to the end of the reasoning."""
         tokenizer, skip_special = self._engine.tokenizer, self._params.skip_special_tokens
 
-        def thoughts(num_tokens: int) -> tuple[bool, int]:
-            """Whether they go on behind that many tokens, and how long they are by then."""
+        def parse_reasoning(num_tokens: int) -> tuple[bool, int]:
+            """Whether the reasoning is open after that many tokens, and its length in characters."""
             stream = self._output_parser.stream(prompt)
             text = tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=skip_special)
             deltas = stream.feed(text)
             return stream.in_reasoning, sum(len(delta.text) for delta in deltas if isinstance(delta, ReasoningDelta))
 
-        go_on, length = thoughts(len(token_ids))
-        if go_on:
+        is_open, length = parse_reasoning(len(token_ids))
+        if is_open:
             return len(token_ids)
-        return bisect.bisect_left(range(len(token_ids)), True, key=lambda n: thoughts(n) == (False, length))
+        return bisect.bisect_left(range(len(token_ids)), True, key=lambda n: parse_reasoning(n) == (False, length))
 
 
 @contextlib.contextmanager
 def _responses_field_names() -> Iterator[None]:
-    """Has errors name the fields of this request, not those of the chat completion that it becomes."""
+    """Renames the fields in errors: from those of the chat completion request to those of the Responses API."""
     try:
         yield
     except RequestError as e:

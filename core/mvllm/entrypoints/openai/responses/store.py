@@ -1,15 +1,15 @@
-"""Responses that can be asked for, and gone on with, after they have been given: as many as fit, in memory.
+"""Stores responses in memory, so that clients can read and continue them later.
 
-The idea: a response is kept as the bytes that were sent, beside the messages of the conversation that it ended, as
-bytes, too. So what is kept cannot change, and its size is known. A response belongs to the key that it was made with:
-to the holder of another one, unless that is an administrator's, it does not exist. Nothing outlives the server.
+A response is stored as the bytes that were sent, with the conversation up to its end as JSON, so it cannot change and
+its size is known. It belongs to the API key of its request: only this key and administrators can read it. Responses
+are evicted least recently used first, and are lost when the server ends.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,19 +18,12 @@ from mvllm.entrypoints.openai.responses.input_items import Message
 from mvllm.entrypoints.openai.server.authentication import Caller
 from mvllm.logging import get_logger
 
+if TYPE_CHECKING:
+    from mvllm.entrypoints.openai.responses.serving import ResponsesHandler
+
 logger = get_logger(__name__)
 
 _OVERHEAD_BYTES = 1 << 10
-
-
-class RunningResponse(Protocol):
-    """A response that is being written."""
-
-    def snapshot(self) -> bytes:
-        """What there is of it."""
-
-    def cancel(self) -> None:
-        """Ends it."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +31,10 @@ class StoredResponse:
     """A response that has ended.
 
     Attributes:
-        body: As it was given.
-        conversation: The messages up to its end, as JSON; without the instructions, which are of one turn only.
-        cache_salt: Of its request: with whom the conversation's cached blocks are shared.
-        owner: The digest of the key that it was made with; None for none.
+        body: The response, as JSON.
+        conversation: The messages up to its end, as JSON, without the instructions, which apply to one turn.
+        cache_salt: The request's: separates the conversation's cached blocks from those of others.
+        owner: Digest of the request's API key; None for none.
     """
 
     body: bytes
@@ -51,23 +44,23 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes, roughly."""
+        """Approximate size in bytes."""
         return len(self.body) + len(self.conversation) + _OVERHEAD_BYTES
 
 
 class ResponseStore:
-    """The responses of one server, those used longest ago dropped first. Used from one thread.
+    """The responses of one server. Used from one thread.
 
     Args:
-        max_responses: How many are kept; 0 for none.
-        max_bytes: How many bytes they may take.
+        max_responses: Most stored responses; 0 for none.
+        max_bytes: Most bytes of all stored responses.
     """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._ended: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._running: dict[str, tuple[RunningResponse, bytes | None]] = {}  # with its owner
+        self._running: dict[str, tuple[ResponsesHandler, bytes | None]] = {}  # with the owner
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -75,24 +68,28 @@ class ResponseStore:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything is kept here."""
+        """Whether responses are stored."""
         return self._max_responses > 0
 
-    def add_running(self, response_id: str, response: RunningResponse, caller: Caller) -> None:
-        """From now on it can be asked for."""
+    def add_running(self, response_id: str, response: ResponsesHandler, caller: Caller) -> None:
+        """Adds a response that is being generated."""
         self._running[response_id] = response, caller.key
 
     def finish(self, response_id: str, stored: StoredResponse | None = None) -> None:
-        """It is not written any more. Idempotent.
+        """Removes a running response, and stores it if `stored` is given. Idempotent.
 
         Args:
-            stored: What is kept of it, if anything is.
+            stored: The response, if it is to be stored.
         """
         self._running.pop(response_id, None)
         if stored is None or not self.is_enabled:
             return
         if stored.size > self._max_bytes:
-            logger.info("A response of %d bytes is not kept: there is room for %d.", stored.size, self._max_bytes)
+            logger.info(
+                "A response of %d bytes is not stored: all responses together may have %d bytes.",
+                stored.size,
+                self._max_bytes,
+            )
             return
         self._ended[response_id] = stored
         self.num_bytes += stored.size
@@ -104,37 +101,39 @@ class ResponseStore:
         """The response, as JSON.
 
         Raises:
-            APIError: It is not known (404).
+            APIError: The response is not known (404).
         """
         running = self._find_running(response_id, caller)
         return running.snapshot() if running is not None else self._find(response_id, caller).body
 
     def conversation(self, response_id: str | None, caller: Caller) -> list[Message]:
-        """The messages up to the end of a response; none where there is no such one.
+        """The messages up to the end of a response; none without a response id.
 
         Raises:
-            APIError: It is not known, or still being written (400).
+            APIError: The response is not known, or is still being generated (400).
         """
         if response_id is None:
             return []
         if self._find_running(response_id, caller) is not None:
-            raise _previous_response_error("is still being written")
+            raise _previous_response_error("is still being generated")
         try:
-            found = self._find(response_id, caller)
+            stored = self._find(response_id, caller)
         except APIError:
-            why = "is not known here; the server keeps some, and those used longest ago are dropped first"
-            raise _previous_response_error(why if self.is_enabled else "is not known: this server keeps none") from None
-        return msgspec.json.decode(found.conversation, type=list[Message])
+            why = "is not known; the server stores a limited number of responses"
+            raise _previous_response_error(
+                why if self.is_enabled else "is not known: this server stores none"
+            ) from None
+        return msgspec.json.decode(stored.conversation, type=list[Message])
 
     def cache_salt(self, response_id: str | None, caller: Caller) -> str | None:
-        """The salt of a response that `conversation` has found; None where it had none, or there is no such one."""
+        """The salt of a stored response; None without a response id or a salt."""
         return None if response_id is None else self._find(response_id, caller).cache_salt
 
     def cancel(self, response_id: str, caller: Caller) -> bytes:
-        """Ends a response that is being written; returns what there is of it.
+        """Aborts a running response; returns the response so far.
 
         Raises:
-            APIError: It is not known (404), or has ended (400).
+            APIError: The response is not known (404), or has ended (400).
         """
         running = self._find_running(response_id, caller)
         if running is None:
@@ -144,24 +143,24 @@ class ResponseStore:
         return running.snapshot()
 
     def delete(self, response_id: str, caller: Caller) -> None:
-        """Forgets a response.
+        """Deletes a stored response.
 
         Raises:
-            APIError: It is not known (404), or is being written (400).
+            APIError: The response is not known (404), or is still being generated (400).
         """
         if self._find_running(response_id, caller) is not None:
-            raise APIError(400, "The response is still being written; cancel it first.", code="response_running")
+            raise APIError(400, "The response is still being generated; cancel it first.", code="response_running")
         self.num_bytes -= self._find(response_id, caller).size
         del self._ended[response_id]
 
-    def _find_running(self, response_id: str, caller: Caller) -> RunningResponse | None:
+    def _find_running(self, response_id: str, caller: Caller) -> ResponsesHandler | None:
         running, owner = self._running.get(response_id, (None, None))
         return running if caller.may_access(owner) else None
 
     def _find(self, response_id: str, caller: Caller) -> StoredResponse:
         found = self._ended.get(response_id)
         if found is None or not caller.may_access(found.owner):
-            raise APIError(404, "There is no such response here.", param="response_id", code="response_not_found")
+            raise APIError(404, "No response has this id.", param="response_id", code="response_not_found")
         self._ended.move_to_end(response_id)
         return found
 

@@ -1,11 +1,11 @@
-"""Runs the server: HTTP from the first moment on, the engine as soon as it is loaded, and an orderly end.
+"""Runs one API server: HTTP while the engine is loaded, requests once it is ready, and an orderly shutdown.
 
     main thread    event loop: HTTP ─────────────────────────────────────────────> drain ─> end
-    start thread   AsyncLLM (imports, weights) ─> handed over
+    start thread   AsyncLLM (imports, weights) ─> engine
     child process  tokenizer trial ─────────────> result
 
-Requests that come while the model is being loaded are refused with 503; `/health/live` is true, `/health/ready` not
-yet. The first SIGTERM, SIGINT or SIGHUP lets requests under way finish, the second does not.
+While the model is being loaded, requests are refused with 503, `/health/live` is 200 and `/health/ready` 503. After the
+first SIGTERM, SIGINT or SIGHUP running requests finish; a second signal aborts them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -28,12 +29,10 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.metrics.prometheus import EngineCollector
 from mvllm.engine.metrics.tracing import Tracer
-from mvllm.entrypoints.chat_template import read_default_template
-from mvllm.entrypoints.openai.admin.lora_routes import load_static_loras
-from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
+from mvllm.entrypoints.chat_template import read_chat_template, read_special_tokens
 from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.server.app import build_app
 from mvllm.entrypoints.openai.server.connections import ConnectionTable, RateLimitedWarning, default_max_connections
 from mvllm.entrypoints.openai.server.heartbeat_monitor import HEARTBEAT_INTERVAL_SECONDS
@@ -42,32 +41,34 @@ from mvllm.entrypoints.openai.server.http_protocol import LimitedHttpProtocol, u
 from mvllm.entrypoints.openai.server.listener import is_public, listener_url
 from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot, SharedServerMetrics
-from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
-from mvllm.entrypoints.parsers.auto_detect import resolve_parsers
+from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot
+from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, exit_now, force_exit_after, shutdown_signals
 from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
+
+if TYPE_CHECKING:
+    from mvllm.entrypoints.openai.server.api_server_proc import ServerGroupMember
 
 logger = get_logger(__name__)
 
 _POLL_SECONDS = 0.5
 _FINAL_RESPONSES_SECONDS = 5.0
-_ACCEPT_AGAIN_SECONDS = 0.5
-_MOST_ACCEPTED_AT_ONCE = 16
+_ACCEPT_RETRY_SECONDS = 0.5
+_MAX_ACCEPTS_PER_TURN = 16
 
 
 def run_server(args: EngineArgs, settings: ServerSettings, listener: socket.socket) -> int:
-    """Serves until told to end.
+    """Serves until a signal ends the server.
 
     Args:
-        listener: Where; closed at the end.
+        listener: The listening socket; closed at the end.
 
     Returns:
         The exit status: 0 after an orderly end, 1 if the engine died, 130 after Ctrl-C before it was loaded.
 
     Raises:
-        PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
+        PlatformError, ConfigError, ModelError: The engine cannot be started with these arguments.
     """
     log_listening(listener, settings)
     trial = TokenizerTrial()
@@ -87,45 +88,45 @@ def run_in_event_loop(server: APIServer) -> int:
 
 
 def log_listening(listener: socket.socket, settings: ServerSettings) -> None:
-    """Says where the server is to be found, and warns where that is too easy."""
+    """Logs the server's URL, and warns if other machines can use it without a key."""
     logger.info("Listening at %s; loading the model.", listener_url(listener))
     if is_public(listener) and not settings.api_keys:
         logger.warning(
-            "Everybody who reaches this machine can use this server: it listens beyond the machine and has no API "
-            "key. Set one with --api-key-file, or listen at --host 127.0.0.1."
+            "Other machines can use this server without a key: it listens beyond the loopback address, and no API key "
+            "is set. Set one with --api-key-file, or listen on --host 127.0.0.1."
         )
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
-    except ImportError:  # it has no builds for some systems
+    except ImportError:  # not available for every system
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
 
 
 class _HTTPServer(uvicorn.Server):
-    """uvicorn without its signals, and without its ten looks at the clock per second.
+    """uvicorn's server, without its signal handlers and with a limit on connections.
 
     Args:
-        is_shared: Other processes accept connections from the same socket. Then one is accepted per turn of the loop,
-            so that a process which has much to do gets fewer.
-        beat: Called every second.
+        is_shared: Whether other processes accept connections from the same socket. If so, one connection is accepted
+            per turn of the event loop, so that busy processes get fewer.
+        heartbeat: Called every second.
     """
 
-    def __init__(self, config: uvicorn.Config, *, is_shared: bool, beat: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, *, is_shared: bool, heartbeat: Callable[[], None]) -> None:
         super().__init__(config)
-        self._heartbeat = beat
+        self._heartbeat = heartbeat
         self.server_state: ConnectionTable = ConnectionTable(default_max_connections())
         self._stop_event = asyncio.Event()
-        self._max_accepts_per_turn = 1 if is_shared else _MOST_ACCEPTED_AT_ONCE
+        self._max_accepts_per_turn = 1 if is_shared else _MAX_ACCEPTS_PER_TURN
         self._connecting: set[asyncio.Task[Any]] = set()
         self._failed_accept = RateLimitedWarning()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to accept connections: a few at a time, since event loops by themselves accept all that wait, and
-        know only afterwards that there are too many.
+        """Starts to accept connections, a few at a time: an event loop's own server accepts all that wait at once,
+        before the limit can apply.
         """
         self.servers = []
         for listener in sockets or ():
@@ -134,7 +135,7 @@ class _HTTPServer(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts no more of them, and waits for those there are."""
+        """Stops accepting connections, and waits for the open ones."""
         for listener in sockets or ():
             asyncio.get_running_loop().remove_reader(listener.fileno())
         await super().shutdown(sockets)
@@ -144,12 +145,12 @@ class _HTTPServer(uvicorn.Server):
             try:
                 connection, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return  # another process was quicker, or the client has left
-            except OSError as e:  # no descriptors are left: those who wait are accepted when there are some again
+                return  # another process accepted it, or the client has left
+            except OSError as e:  # no descriptors are free; waiting connections are accepted later
                 self._failed_accept.log("No connection can be accepted: %s", e)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener.fileno())
-                loop.call_later(_ACCEPT_AGAIN_SECONDS, self._resume_accepting, listener)
+                loop.call_later(_ACCEPT_RETRY_SECONDS, self._resume_accepting, listener)
                 return
             self._start_connection(connection)
 
@@ -170,52 +171,33 @@ class _HTTPServer(uvicorn.Server):
         return LimitedHttpProtocol(self.config, self.server_state, self.lifespan.state)
 
     def stop(self) -> None:
-        """Has it end when connections are done."""
+        """Ends `serve` when the open connections are closed."""
         self.should_exit = True
         self._stop_event.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to whoever runs this."""
+        """Handles no signals: APIServer does."""
         yield
 
     async def main_loop(self) -> None:
-        """Keeps the date in answers true, and gives signs of life, until told to end."""
+        """Updates the date in responses and sends heartbeats, until `stop` is called."""
         while not await self.on_tick(0):
             self._heartbeat()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop_event.wait(), HEARTBEAT_INTERVAL_SECONDS)
 
 
-class ServerGroup(Protocol):
-    """The other processes, for a server that is one of several.
-
-    Attributes:
-        figures: What all of them have counted.
-    """
-
-    shared_metrics: SharedServerMetrics
-
-    def start_receiving(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
-        """Has news read in `loop`. Signals that the server as a whole was sent go to `on_signal`."""
-
-    def report_ready(self) -> None:
-        """This server answers requests."""
-
-    def heartbeat(self) -> None:
-        """The event loop turns."""
-
-
 class APIServer:
-    """One process' server.
+    """The HTTP server of one process.
 
     Args:
-        load: Makes the engine; called in a thread of its own.
-        model: The model as it was asked for.
-        settings: What the server was told.
-        listener: Where it listens; closed at the end.
-        team: The other processes, if there are any.
-        tokenizer_trial: Started by `load`; the server is ready after it.
+        load: Creates the engine; called in a thread.
+        model: The model as the user named it.
+        settings: The server's.
+        listener: The listening socket; closed at the end.
+        group: Connection to the other API servers and their parent, if the server is one of several.
+        tokenizer_trial: Started by `load`; the server waits for its result before it is ready.
     """
 
     def __init__(
@@ -224,43 +206,45 @@ class APIServer:
         model: str,
         settings: ServerSettings,
         listener: socket.socket,
-        team: ServerGroup | None = None,
+        group: ServerGroupMember | None = None,
         tokenizer_trial: TokenizerTrial | None = None,
     ) -> None:
         self._make_engine = load
         self._tokenizer_trial = tokenizer_trial
         self._settings = settings
         self._listener = listener
-        self._server_group = team
+        self._server_group = group
         self._models = OpenAIServingModels(settings.served_model_names or (model,), model)
         self._signals: list[int] = []
         self._signal_received = asyncio.Event()
 
     async def run(self) -> int:
-        """Serves until told to end; returns the exit status."""
-        settings, team = self._settings, self._server_group
+        """Serves until a signal ends the server; returns the exit status."""
+        settings, group = self._settings, self._server_group
         self._registry = registry = CollectorRegistry()
-        if team is None:
+        if group is None:
             ProcessCollector(registry=registry)
             self._state = ServerState(settings.heartbeat_timeout)
             self._metrics = HTTPMetrics(registry)
         else:
-            self._state = ServerState(settings.heartbeat_timeout, team.shared_metrics)
+            self._state = ServerState(settings.heartbeat_timeout, group.shared_metrics)
             self._metrics = HTTPMetrics(
-                registry, elsewhere=team.shared_metrics.other_http_metrics, changed=team.shared_metrics.schedule_publish
+                registry,
+                other_servers=group.shared_metrics.other_http_metrics,
+                on_change=group.shared_metrics.schedule_publish,
             )
         endpoint = settings.otlp_traces_endpoint
         self._tracer = Tracer(endpoint, self._models.name) if endpoint is not None else None
         app = build_app(self._state, self._models, self._metrics, settings, self._tracer)
         config: dict[str, Any] = {"app": app, "timeout_graceful_shutdown": 2, **uvicorn_settings()}
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # anybody can send what is no HTTP
-        beat = team.heartbeat if team is not None else lambda: None
-        self._http = _HTTPServer(uvicorn.Config(**config), is_shared=team is not None, beat=beat)
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients cause them by sending invalid HTTP
+        heartbeat = group.heartbeat if group is not None else lambda: None
+        self._http = _HTTPServer(uvicorn.Config(**config), is_shared=group is not None, heartbeat=heartbeat)
         loop = asyncio.get_running_loop()
         for number in shutdown_signals():
             loop.add_signal_handler(number, self._on_signal, number)
-        if team is not None:
-            team.start_receiving(loop, self._on_signal)
+        if group is not None:
+            group.start_receiving(loop, self._on_signal)
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         engine: AsyncLLM | None = None
         self._chat_template_renderer = ChatTemplateRenderer()
@@ -283,31 +267,22 @@ class APIServer:
                 self._tracer.close()
         return status
 
-    # --- its start
+    # --- start
 
     async def _load_engine(self) -> AsyncLLM | None:
-        """The engine, or None where a signal came first. Fails as soon as the trial of the tokenizer does."""
-        loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[AsyncLLM] = loop.create_future()
+        """The engine, or None if a signal came first. Raises as soon as the tokenizer trial fails."""
+        loaded: Future[AsyncLLM] = Future()
 
         def load() -> None:
-            outcome: AsyncLLM | BaseException
-            try:
-                outcome = self._make_engine()
-            except BaseException as e:  # noqa: BLE001  (raised where it is waited for)
-                outcome = e
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever wanted this
-                loop.call_soon_threadsafe(tell, outcome)
-
-        def tell(outcome: AsyncLLM | BaseException) -> None:
-            if isinstance(outcome, BaseException):
-                loaded.set_exception(outcome)
-            else:
-                loaded.set_result(outcome)
+            with contextlib.suppress(InvalidStateError):  # cancelled below
+                try:
+                    loaded.set_result(self._make_engine())
+                except BaseException as e:  # noqa: BLE001  (raised by the result)
+                    loaded.set_exception(e)
 
         threading.Thread(target=load, name="engine-start", daemon=True).start()
         signalled = asyncio.create_task(self._signal_received.wait())
-        waiting: set[asyncio.Future[Any]] = {loaded}
+        waiting: set[asyncio.Future[Any]] = {asyncio.wrap_future(loaded)}
         if self._tokenizer_trial is not None:
             waiting.add(asyncio.wrap_future(self._tokenizer_trial.result))
         try:
@@ -321,45 +296,41 @@ class APIServer:
                 loaded.result().shutdown()
             raise
         finally:
-            signalled.cancel()
+            for each in (signalled, *waiting):
+                each.cancel()
         return None if waiting else loaded.result()
 
     def _exit_before_loaded(self) -> NoReturn:
-        """Ends this process while its engine is being started: nothing can wait for that, and nothing survives it."""
+        """Ends this process, and with it the thread that loads the engine and its child processes."""
         logger.info("Ended before the model was loaded.")
         exit_now(self._signals[0])
 
-    # --- its life
+    # --- serving
 
     async def _serve(self, engine: AsyncLLM) -> int:
         settings, state = self._settings, self._state
-        tokenizer_pool = TokenizerPool(
-            engine.tokenizer, engine.model_config.max_model_len, self._chat_template_renderer
-        )
-        folder = Path(engine.model_config.tokenizer or "")
-        parsers = resolve_parsers(settings.tool_call_parser, settings.reasoning_parser, settings.chat_template, folder)
-        prompts = ChatPromptRenderer(
+        context = ServingContext.create(
             engine,
-            tokenizer_pool,
+            self._chat_template_renderer,
+            tool_call_parser=settings.tool_call_parser,
+            reasoning_parser=settings.reasoning_parser,
             chat_template=settings.chat_template,
             trust_request_chat_template=settings.trust_request_chat_template,
-            tool_parser=parsers.tool,
-            reasoning_parser=parsers.reasoning,
         )
         self._registry.register(
             EngineCollector(engine, model_name=self._models.name, prefixes=settings.metrics_prefixes)
         )
         engine.tracer = self._tracer
-        await load_static_loras(engine, self._models, settings)
+        await self._models.load_lora_modules(engine, settings.lora_modules)
         await self._check_template(engine)
-        state.set_ready(engine, tokenizer_pool, prompts)
+        state.set_ready(context)
         if self._server_group is None:
             seconds = time.monotonic() - state.started
             logger.info(
                 "Ready at %s after %.1f s, as model %s.", listener_url(self._listener), seconds, self._models.name
             )
         else:
-            await engine.check_health()  # which also has news of others read from now on
+            await engine.check_health()  # from now on it reads the coordinator's messages, too
             self._start_sharing_metrics(engine, self._server_group)
             self._server_group.report_ready()
         try:
@@ -370,30 +341,28 @@ class APIServer:
             await self._wait_idle(_FINAL_RESPONSES_SECONDS)
             return 1
         finally:
-            tokenizer_pool.close()
+            context.close()
 
     async def _check_template(self, engine: AsyncLLM) -> None:
-        """Tries the chat template out.
+        """Renders a short conversation with the chat template.
 
         Raises:
-            ModelError: It takes too much time or memory.
+            ModelError: The template takes too much time or memory.
         """
-        folder = str(engine.model_config.tokenizer)
-        template, special_tokens = read_default_template(Path(folder))
-        given = self._settings.chat_template
-        if given is not None or template is not None:
-            await self._chat_template_renderer.check(
-                given or template or "", special_tokens, "--chat-template" if given else folder
-            )
+        folder, given = Path(str(engine.model_config.tokenizer)), self._settings.chat_template
+        template = given or read_chat_template(folder)
+        if template is not None:
+            source = "--chat-template" if given else str(folder)
+            await self._chat_template_renderer.check(template, read_special_tokens(folder), source)
 
-    def _start_sharing_metrics(self, engine: AsyncLLM, team: ServerGroup) -> None:
+    def _start_sharing_metrics(self, engine: AsyncLLM, group: ServerGroupMember) -> None:
         def collect() -> ServerMetricsSnapshot:
             return ServerMetricsSnapshot(self._state.num_in_flight, self._metrics.snapshot(), engine.metrics.snapshot())
 
-        team.shared_metrics.start(collect)
+        group.shared_metrics.start(collect)
 
     async def _wait_for_end(self, engine: AsyncLLM) -> bool:
-        """Waits for a signal, or for the engine's death; returns whether it was a signal."""
+        """Waits for a signal or for the death of the engine; returns whether a signal came."""
         while not self._signals:
             if engine.errored:
                 return False
@@ -401,27 +370,32 @@ class APIServer:
                 await asyncio.wait_for(self._signal_received.wait(), _POLL_SECONDS)
         return True
 
-    # --- its end
+    # --- shutdown
 
     async def _drain(self, engine: AsyncLLM) -> int:
         state, timeout = self._state, self._settings.shutdown_timeout
         state.phase = ServerPhase.DRAINING
         logger.info(
-            "%s: no new requests; %d under way have %g s.",
+            "%s: no new requests are accepted; %d running requests may take %g s.",
             signal.Signals(self._signals[0]).name,
             state.num_in_flight,
             timeout,
         )
         self._signal_received.clear()
         idle = asyncio.create_task(state.idle.wait())
-        again = asyncio.create_task(self._signal_received.wait())
+        second_signal = asyncio.create_task(self._signal_received.wait())
         try:
             deadline = time.monotonic() + timeout
-            while not (idle.done() or again.done() or engine.errored) and (left := deadline - time.monotonic()) > 0:
-                await asyncio.wait([idle, again], timeout=min(left, _POLL_SECONDS), return_when=asyncio.FIRST_COMPLETED)
+            while (
+                not (idle.done() or second_signal.done() or engine.errored)
+                and (left := deadline - time.monotonic()) > 0
+            ):
+                await asyncio.wait(
+                    [idle, second_signal], timeout=min(left, _POLL_SECONDS), return_when=asyncio.FIRST_COMPLETED
+                )
         finally:
             idle.cancel()
-            again.cancel()
+            second_signal.cancel()
         if engine.errored:
             state.phase = ServerPhase.DEAD
             return 1
@@ -444,10 +418,10 @@ class APIServer:
 
 
 def require_tokenizer(args: EngineArgs) -> None:
-    """Refuses an engine that could not read a text.
+    """Checks that the engine has a tokenizer, which the server needs.
 
     Raises:
-        ConfigError: It was asked for without a tokenizer.
+        ConfigError: skip_tokenizer_init is set.
     """
     if args.skip_tokenizer_init:
         raise ConfigError("The server needs the model's tokenizer; leave skip_tokenizer_init unset.")

@@ -1,8 +1,6 @@
-"""One of several API servers.
+"""The process of one of several API servers. They share a listening socket and the engine cores.
 
 Started as `python -m mvllm.entrypoints.openai.server.api_server_proc <name> <control socket> <parent pid>`.
-
-It listens at a socket that it shares with the others, and joins engine cores that their common parent has started.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from mvllm.entrypoints.openai.server.process_messages import (
 )
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
-from mvllm.entrypoints.openai.tokenizer_trial import TokenizerTrial
+from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.errors import EngineDeadError
 from mvllm.executor.config_codec import decode_config
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
@@ -117,39 +115,44 @@ class APIServerProcess(ChildProcess):
         super().__init__(start, [*fds, *(core.activity_fd for core in place.cores)], APIServerHandle)
 
 
-class _ServerGroupMember:
-    """This server's place among the processes: joins the cores, and does what the parent says."""
+class ServerGroupMember:
+    """Connects one API server to its parent, the engine cores, the coordinator and the shared metrics.
 
-    def __init__(self, start: APIServerStart, control: socket.socket, board: ActivityTable) -> None:
-        self._server_args, self._shared_args = place, common = start.server_args, start.shared_args
+    Attributes:
+        shared_metrics: The metrics of all API servers.
+        tokenizer_trial: The trial of this server, if it runs one.
+    """
+
+    def __init__(self, start: APIServerStart, control: socket.socket, activity_table: ActivityTable) -> None:
+        self._server_args, self._shared_args = server_args, shared_args = start.server_args, start.shared_args
         self._control = control
-        self._activity_table = board
-        self._control_socket = MessageSocket(place.control_messages_fd)
+        self._activity_table = activity_table
+        self._control_socket = MessageSocket(server_args.control_messages_fd)
         self._decoder: msgspec.msgpack.Decoder[ParentMessage] = msgspec.msgpack.Decoder(ParentMessage)
-        self._coordinator_client = CoordinatorClient(MessageSocket(place.coordinator_fd), place.index + 1)
-        self.shared_metrics = SharedServerMetrics(SharedMetricsPages(common.shared_metrics_fd), place.index)
-        self._links = [
+        self._coordinator_client = CoordinatorClient(MessageSocket(server_args.coordinator_fd), server_args.index + 1)
+        self.shared_metrics = SharedServerMetrics(SharedMetricsPages(shared_args.shared_metrics_fd), server_args.index)
+        self._core_connections = [
             JoinedCoreConnection(
-                core.channel, core.activity_fd, common.unresponsive_timeout, self._hung_core_reporter(rank)
+                core.channel, core.activity_fd, shared_args.unresponsive_timeout, self._hung_core_reporter(rank)
             )
-            for rank, core in enumerate(place.cores)
+            for rank, core in enumerate(server_args.cores)
         ]
-        self.tokenizer_trial = TokenizerTrial() if place.index == 0 else None  # one for all
+        self.tokenizer_trial = TokenizerTrial() if server_args.index == 0 else None
         self._cores_ready = threading.Event()
         self._failure: EngineDeadError | None = None
         self._on_signal: Callable[[int], None] = lambda number: None
         self._is_ready = False
 
     def load_engine(self) -> AsyncLLM:
-        """The engine, as soon as its cores are ready."""
+        """Creates the engine; returns when its cores are ready."""
         config = decode_config(self._shared_args.config)
         if self.tokenizer_trial is not None:
             self.tokenizer_trial.start(config.model.tokenizer)
         self._activity_table.write(0, "loading the tokenizer")
-        clients = [AsyncMPClient(config, link, self._shared_args.platform_summary) for link in self._links]
+        clients = [AsyncMPClient(config, each, self._shared_args.platform_summary) for each in self._core_connections]
         engine = AsyncLLM(
             config,
-            log_stats=self._server_args.index == 0,  # its line is about all of them
+            log_stats=self._server_args.index == 0,  # the log line has the totals of all servers
             client=DPLBAsyncMPClient(config, clients, self._coordinator_client),
             name=f"{self._server_args.index}-",
             other_metrics=self.shared_metrics.other_engine_metrics,
@@ -164,19 +167,19 @@ class _ServerGroupMember:
         return engine
 
     def start_receiving(self, loop: asyncio.AbstractEventLoop, on_signal: Callable[[int], None]) -> None:
-        """Does what the parent says, from now on."""
+        """Handles the parent's messages in `loop`, and passes the signals that it received to `on_signal`."""
         self._on_signal = on_signal
         loop.add_reader(self._control_socket.fd, self._receive_messages)
         self._receive_messages()
 
     def report_ready(self) -> None:
-        """Requests are answered from now on."""
+        """Tells the parent that this server accepts requests."""
         self._is_ready = True
         self.heartbeat()
         send_message(self._control, Handshake())
 
     def heartbeat(self) -> None:
-        """A sign of life for the parent, which looks for it as soon as requests are answered."""
+        """Shows the parent that the event loop runs. The parent checks it once the server is ready."""
         if self._is_ready:
             self._activity_table.write(0, IDLE)
 
@@ -184,13 +187,13 @@ class _ServerGroupMember:
         while (data := self._control_socket.receive()) is not None:
             match self._decoder.decode(data):
                 case CoreStarted(rank=rank, ready=ready, pid=pid):
-                    self._links[rank].mark_ready(ready, pid)
-                    if all(link.is_ready for link in self._links):
+                    self._core_connections[rank].mark_ready(ready, pid)
+                    if all(each.is_ready for each in self._core_connections):
                         self._cores_ready.set()
                 case EngineDied(message=message):
                     self._failure = EngineDeadError(message)
-                    for link in self._links:
-                        link.set_failure(self._failure)
+                    for each in self._core_connections:
+                        each.set_failure(self._failure)
                     self._cores_ready.set()
                 case ShutdownSignal(signal=number):
                     self._on_signal(number)
@@ -202,13 +205,13 @@ class _ServerGroupMember:
         return report
 
 
-def serve(start: APIServerStart, control: socket.socket, board: ActivityTable) -> int:
+def serve(start: APIServerStart, control: socket.socket, activity_table: ActivityTable) -> int:
     """Runs one API server; returns its exit status."""
-    membership = _ServerGroupMember(start, control, board)
+    group = ServerGroupMember(start, control, activity_table)
     listener = socket.socket(fileno=start.shared_args.listener_fd)
-    common = start.shared_args
+    shared_args = start.shared_args
     server = APIServer(
-        membership.load_engine, common.model, common.settings, listener, membership, membership.tokenizer_trial
+        group.load_engine, shared_args.model, shared_args.settings, listener, group, group.tokenizer_trial
     )
     return run_in_event_loop(server)
 

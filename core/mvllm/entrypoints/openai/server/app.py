@@ -1,4 +1,4 @@
-"""Puts the server's application together: routes, errors, the gate around them."""
+"""Builds the server's ASGI application: routes, plugins, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from starlette.types import ASGIApp
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
 from mvllm.entrypoints.openai.common.openapi import openapi_document
-from mvllm.entrypoints.openai.common.request_body import BodyReader
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.streaming_response import CLIENT_CLOSED_REQUEST, ClientDisconnected
 from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_HEADER
 from mvllm.entrypoints.openai.server.authentication import APIKeys
+from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle, load_http_plugins
 from mvllm.entrypoints.openai.server.middleware import RequestMiddleware
@@ -37,48 +37,48 @@ def build_app(
     settings: ServerSettings,
     tracer: Tracer | None = None,
 ) -> ASGIApp:
-    """The application, as a server runs it."""
+    """The application with all middleware."""
     app: ASGIApp = build_fastapi_app(state, models, metrics, settings)
     if tracer is not None:
         app = TracingMiddleware(app, tracer)
     keys = APIKeys(settings.api_keys, settings.admin_api_keys)
-    gate: ASGIApp = RequestMiddleware(app, keys, metrics.observe, access_log=settings.access_log)
+    app = RequestMiddleware(app, keys, metrics.observe, access_log=settings.access_log)
     if settings.allowed_origins:
-        # Outermost: a browser asks whether it may send the key before it sends it.
-        gate = CORSMiddleware(
-            gate,
+        # Outermost: preflight requests of browsers have no key.
+        app = CORSMiddleware(
+            app,
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", UNKNOWN_FIELDS_HEADER],
         )
-    return gate
+    return app
 
 
 def build_fastapi_app(
     state: ServerState, models: OpenAIServingModels, metrics: HTTPMetrics, settings: ServerSettings
 ) -> FastAPI:
-    """The application without the gate."""
+    """The application without middleware."""
     app = FastAPI(
         title="mvllm",
         version=__version__,
         docs_url=None,
         redoc_url=None,
         openapi_url="/openapi.json" if settings.docs else None,
-        redirect_slashes=False,  # a redirect would repeat the Host that the client claims
+        redirect_slashes=False,  # a redirect would contain the Host header that the client sent
     )
     plugins = load_http_plugins(
         settings.http_plugins,
         lambda name: HTTPServerHandle(name, state, models, settings),
         lambda: _add_handlers(FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)),
     )
-    routes = Routes(state, models, metrics, settings)
-    app.router.routes[:0] = routes.fast_routes()
-    for router in routes.routers():
+    body_routes = BodyRoutes(state, models, settings)
+    routes = Routes(state, models, metrics, settings, body_routes)
+    app.router.routes[:0] = routes.fast_routes
+    for router in routes.routers:
         app.include_router(router)
-    bodies = BodyReader.from_settings(settings)
     for plugin in plugins:
-        app.mount(plugin.prefix, plugin.asgi_app(bodies))
+        app.mount(plugin.prefix, plugin.asgi_app(body_routes.reader))
     parts = {plugin.prefix: plugin.app for plugin in plugins if plugin.app is not None}
     app.openapi = lambda: openapi_document(app, parts)  # type: ignore[method-assign]
     if settings.docs:
@@ -95,7 +95,7 @@ def build_fastapi_app(
 
 
 def _add_handlers(app: FastAPI) -> FastAPI:
-    """Has an application's errors leave in the server's shape."""
+    """Adds handlers that turn exceptions into error responses."""
     app.add_exception_handler(ClientDisconnected, _handle_client_disconnect)
     for kind in (APIError, MvllmError, Exception):
         app.add_exception_handler(kind, _handle_error)
@@ -114,12 +114,12 @@ async def _handle_error(request: Request, error: Exception) -> Response:
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, APIError):  # which knows more, such as that the connection is of no further use
+    if isinstance(error.__cause__, APIError):  # it has more fields, such as `close`
         return error_response(error.__cause__)
-    if error.status_code == 404 and error.detail == "Not Found":  # not one that a plugin explains
-        return error_response(APIError(404, "There is nothing at this path.", code="unknown_path"))
+    if error.status_code == 404 and error.detail == "Not Found":  # a plugin's 404 has another text
+        return error_response(APIError(404, "There is no route at this path.", code="unknown_path"))
     if error.status_code == 405:
-        response = error_response(APIError(405, "This path does not take this method.", code="method_not_allowed"))
+        response = error_response(APIError(405, "This path does not accept this method.", code="method_not_allowed"))
         response.headers.update(error.headers or {})
         return response
     return error_response(APIError(error.status_code, str(error.detail)))
@@ -128,4 +128,4 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     name = str(error.errors()[0]["loc"][-1])
-    return error_response(APIError(400, f"The parameter {name[:40]!a} has no acceptable value.", param=name[:40]))
+    return error_response(APIError(400, f"The value of the parameter {name[:40]!a} is not valid.", param=name[:40]))

@@ -1,7 +1,7 @@
-"""Who may ask for what. Without a key in the settings, everybody may; with one, nobody without it.
+"""API keys and the roles that they give. Without keys in the settings, requests need none.
 
-Keys are kept and looked up as digests, and nowhere else: no log and no answer has them. How long a look-up takes tells
-nothing of a key, as nobody can choose the digest of what he sends, and does not depend on how many there are.
+Keys are stored and looked up as digests, and appear in no log and no response. The time of a lookup reveals nothing
+about a key: clients cannot choose the digest of what they send.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SCHEME = b"bearer "
 
 
 class Role(enum.IntEnum):
-    """What a key permits; a greater one includes the smaller ones."""
+    """What a caller may do; a greater role includes the smaller ones."""
 
     UNAUTHENTICATED = 0
     USER = 1
@@ -27,18 +27,18 @@ class Role(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Caller:
-    """Who has sent a request.
+    """The sender of a request.
 
     Attributes:
         role: What the caller may do.
-        key: The digest of the caller's key; None without one, or with one that is not known.
+        key: Digest of the caller's key; None without a valid key.
     """
 
     role: Role
     key: bytes | None = field(default=None, repr=False)
 
     def may_access(self, owner: bytes | None) -> bool:
-        """Whether the caller may see and change what was made for the holder of a key, by its digest."""
+        """Whether the caller may read and change an object that belongs to the key with this digest."""
         return self.key == owner or self.role is Role.ADMIN
 
 
@@ -46,7 +46,7 @@ class APIKeys:
     """The keys of one server.
 
     Args:
-        user: Keys for everything but administration; without any, that is open.
+        user: Keys for everything except administration; without any, no key is needed.
         admin: Keys for everything; without any, administration is closed.
     """
 
@@ -57,7 +57,7 @@ class APIKeys:
         self._anonymous_caller = Caller(Role.UNAUTHENTICATED if users else Role.USER)
 
     def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
-        """Who has sent these headers. Several Authorization headers count as none."""
+        """The caller of a request with these headers. Several Authorization headers count as none."""
         values = [value for name, value in headers if name == b"authorization"]
         if len(values) == 1 and values[0][: len(_SCHEME)].lower() == _SCHEME:
             return self._callers.get(_digest(values[0][len(_SCHEME) :].strip()), self._anonymous_caller)
@@ -65,15 +65,15 @@ class APIKeys:
 
 
 def read_api_keys(given: Sequence[str], files: Sequence[str], variable: str, value: str | None) -> list[str]:
-    """All keys that the settings name, each once.
+    """All keys of the command line, of files and of the environment, each once.
 
     Args:
         given: Keys themselves.
-        files: Files with one key per line; lines that begin with # are left out.
-        variable, value: The environment variable that may hold some, one per line, and what it holds.
+        files: Files with one key per line; lines that begin with # are ignored.
+        variable, value: Name and value of the environment variable with keys, one per line.
 
     Raises:
-        ConfigError: One cannot be a key, or a file cannot be read. An empty key never means an open door.
+        ConfigError: A key is empty or invalid, or a file cannot be read.
     """
     keys = [_checked(key, "--api-key") for key in given]
     for name in files:
@@ -92,7 +92,7 @@ def read_api_keys(given: Sequence[str], files: Sequence[str], variable: str, val
 
 def _checked(key: str, source: str) -> str:
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"A key of {source} is empty, or has spaces or characters that no HTTP header carries.")
+        raise ConfigError(f"A key of {source} is empty, or has spaces or characters that HTTP headers cannot have.")
     return key
 
 

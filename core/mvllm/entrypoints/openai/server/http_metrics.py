@@ -1,4 +1,4 @@
-"""Counts answers and their times. Labels come from short lists of ours, so clients cannot make new series."""
+"""HTTP metrics: number and duration of responses. Labels have fixed values, so clients cannot create series."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ _LABELS = ("handler", "method", "status")
 
 Labels = tuple[str, str, str]
 HTTPMetricsSnapshot = dict[Labels, tuple[list[int], float]]
-"""Answers by how long they took, and the sum of that, by labels."""
+"""By labels: the counts of a histogram of durations, and the sum of the durations in seconds."""
 
 
 class HTTPMetrics(Collector):
-    """The metrics of the HTTP side.
+    """Prometheus collector of the HTTP metrics of all processes of a server.
 
     Args:
-        registry: Where they are gathered, together with the engine's.
-        prefix: What their names begin with.
-        elsewhere: Gives the figures of the other processes of this server.
-        changed: Called after each answer.
+        registry: Where it registers itself.
+        prefix: Beginning of the metrics' names.
+        other_servers: Returns the metrics of the server's other processes.
+        on_change: Called after each response.
     """
 
     def __init__(
         self,
         registry: CollectorRegistry,
         prefix: str = "mvllm:",
-        elsewhere: Callable[[], Iterable[HTTPMetricsSnapshot]] = tuple,
-        changed: Callable[[], None] = lambda: None,
+        other_servers: Callable[[], Iterable[HTTPMetricsSnapshot]] = tuple,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._registry = registry
         self._prefix = prefix
-        self._other_servers = elsewhere
-        self._on_change = changed
+        self._other_servers = other_servers
+        self._on_change = on_change
         self._histograms: dict[Labels, Histogram] = {}
         registry.register(self)
 
     def observe(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """Counts one answer."""
+        """Counts one response."""
         labels = (handler, method, f"{status // 100}xx" if status else "left")
         histogram = self._histograms.get(labels)
         if histogram is None:
@@ -54,15 +54,15 @@ class HTTPMetrics(Collector):
         self._on_change()
 
     def snapshot(self) -> HTTPMetricsSnapshot:
-        """Everything counted here."""
+        """The metrics of this process."""
         return {labels: (list(each.counts), each.sum) for labels, each in list(self._histograms.items())}
 
     def exposition(self) -> bytes:
-        """All metrics of the registry, as Prometheus reads them."""
+        """All metrics of the registry, in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Those of all processes together."""
+        """The metrics of all processes together."""
         answers = CounterMetricFamily(f"{self._prefix}http_requests", "Answers.", labels=_LABELS)
         seconds = HistogramMetricFamily(
             f"{self._prefix}http_request_duration_seconds",
@@ -77,8 +77,8 @@ class HTTPMetrics(Collector):
 
     def _total(self) -> dict[Labels, Histogram]:
         total: dict[Labels, Histogram] = {}
-        for figures in (self.snapshot(), *self._other_servers()):
-            for labels, (counts, sum_) in figures.items():
+        for metrics in (self.snapshot(), *self._other_servers()):
+            for labels, (counts, sum_) in metrics.items():
                 histogram = total.setdefault(labels, Histogram(_BUCKETS))
                 histogram.counts = [a + b for a, b in zip(histogram.counts, counts)]
                 histogram.sum += sum_

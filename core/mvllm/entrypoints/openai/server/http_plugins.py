@@ -1,11 +1,11 @@
-"""Routes that other packages add to the server, and all that these get to see of it.
+"""HTTP plugins: packages that add routes to the server.
 
     mvllm.http      greeting = my_package.routes:make_router          make_router(server: HTTPServerHandle) -> APIRouter
     --http-plugins greeting                                           its routes are under /plugins/greeting
 
-The idea: a plugin's routes are an application of their own, mounted under their own prefix, so they can shadow none of
-ours; the gate is around it as around everything (keys, ids, the log), bodies have the server's limits, and errors its
-shape. One that cannot be loaded costs its own routes and nothing else: they answer that it could not be.
+A plugin's routes are a separate application, mounted under the plugin's prefix, so they cannot shadow the server's
+routes. RequestMiddleware (authentication, request ids, log), limits of bodies and error format apply to them. If a
+plugin cannot be loaded, its routes answer 503, and the server runs without it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,8 +27,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.entrypoints.openai.common.engine_requests import EngineRequests
 from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
+from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
-from mvllm.entrypoints.openai.common.server_sent_events import DONE, encode_json, error_event
+from mvllm.entrypoints.openai.common.server_sent_events import DONE, error_event
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
 from mvllm.entrypoints.openai.server.server_state import ServerState
@@ -46,10 +48,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class HTTPServerHandle:
-    """What a plugin gets of the server. Made before the model is loaded; until then, what needs it raises 503.
+    """A plugin's access to the server. Before the model is loaded, methods that need it raise 503.
 
     Args:
-        name: The plugin's.
+        name: The plugin's name.
         state, models, settings: The server's.
     """
 
@@ -62,7 +64,7 @@ class HTTPServerHandle:
 
     @property
     def model_name(self) -> str:
-        """What the model is called in answers."""
+        """The model's name in responses."""
         return self._models.name
 
     @property
@@ -70,7 +72,7 @@ class HTTPServerHandle:
         """Longest sequence of the model, in tokens.
 
         Raises:
-            APIError: The server takes no requests now (503); so do the other methods.
+            APIError: The server does not accept requests (503). The other methods raise it, too.
         """
         return self._state.engine.model_config.max_model_len
 
@@ -78,7 +80,7 @@ class HTTPServerHandle:
         """The body of a request, JSON, as a struct of type `kind`.
 
         Raises:
-            APIError: It is too long, or not what it should be.
+            APIError: The body is too long, is not JSON, or does not match the struct.
         """
         return await self._bodies.decode(request, BodyDecoder(kind))
 
@@ -86,28 +88,28 @@ class HTTPServerHandle:
         """The token ids of a text.
 
         Raises:
-            RequestError: It is far too long for the model.
+            RequestError: The text is too long for the model.
         """
-        return await self._state.tokenizer_pool.encode(text, add_special_tokens=add_special_tokens)
+        return await self._state.context.tokenizer_pool.encode(text, add_special_tokens=add_special_tokens)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         tokenizer, ids = self._state.engine.tokenizer, list(token_ids)
-        return await self._state.tokenizer_pool.run(lambda: tokenizer.decode(ids, skip_special_tokens=False))
+        return await self._state.context.tokenizer_pool.run(lambda: tokenizer.decode(ids, skip_special_tokens=False))
 
     async def complete(
         self, request: Request, prompts: Sequence[PromptType], params: SamplingParams | None = None
     ) -> list[RequestOutput]:
-        """What the model makes of each prompt, when it is whole. Ends in the engine when the client leaves.
+        """The final outputs of prompts. A disconnect of the client aborts them.
 
         Args:
-            request: Whose answer it is for; its body has been read.
+            request: The HTTP request; its body has been read.
             prompts: As for `LLM.generate`.
-            params: By default the model's.
+            params: Sampling parameters; by default the model's.
 
         Raises:
             RequestError: A prompt or a setting is not acceptable.
-            UnavailableError: The engine takes no more requests now.
+            UnavailableError: The engine does not accept more requests now.
         """
         with self._in_flight():
             generation: EngineRequests | None = None
@@ -122,7 +124,7 @@ class HTTPServerHandle:
     async def generate(
         self, prompt: PromptType, params: SamplingParams | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """What is new about a prompt's outputs, piece by piece. Ends in the engine when it is closed.
+        """The outputs of a prompt as they are generated, each with new text. Closing the generator aborts the request.
 
         Raises:
             As `complete`.
@@ -139,10 +141,10 @@ class HTTPServerHandle:
                 generation.close()
 
     async def stream(self, request: Request, values: AsyncGenerator[Any, None]) -> Response:
-        """An answer of server-sent events: a value each, as JSON, and `[DONE]`.
+        """A response of server-sent events: one for each value, as JSON, and `[DONE]`.
 
-        Returns when there is a first value, so that what is refused at once is an error and no stream. `values` is
-        closed at the end, also where the client leaves.
+        Returns when there is a first value, so that an error before it becomes an error response. `values` is closed at
+        the end, also if the client disconnects.
         """
         try:
             async with cancel_on_disconnect(request.receive):
@@ -160,12 +162,12 @@ class HTTPServerHandle:
         engine = self._state.engine
         chosen = SamplingParams(**engine.model_config.generation_defaults) if params is None else params
         chosen = msgspec.structs.replace(chosen, output_kind=kind)
-        return await EngineRequests.start(engine, f"{self._name}-{uuid.uuid4().hex}", prompts, chosen, None)
+        return await EngineRequests.start(engine, f"{self._name}-{uuid.uuid4().hex}", prompts, chosen)
 
     @contextlib.contextmanager
     def _in_flight(self) -> Any:
-        """Counts a request, so that the server's end waits for it."""
-        self._state.engine  # noqa: B018  (raises where no request is let in)
+        """Counts a request as in flight: the server's shutdown waits for it."""
+        self._state.engine  # noqa: B018  (raises if no requests are accepted)
         self._state.request_started()
         try:
             yield
@@ -175,13 +177,13 @@ class HTTPServerHandle:
 
 @dataclass(frozen=True)
 class LoadedPlugin:
-    """A plugin's routes, or why there are none.
+    """A plugin's application, or the reason why it could not be loaded.
 
     Attributes:
-        name: What users type.
-        source: Who offers it.
-        app: Its application, to be mounted at `prefix`.
-        error: Why it could not be loaded.
+        name: The plugin's name.
+        source: The package that has it.
+        app: The application, to be mounted at `prefix`; None if loading failed.
+        error: Why loading failed.
     """
 
     name: str
@@ -191,24 +193,25 @@ class LoadedPlugin:
 
     @property
     def prefix(self) -> str:
-        """What its paths begin with."""
+        """The beginning of its paths."""
         return f"{PREFIX}/{self.name}"
 
     def asgi_app(self, bodies: BodyReader) -> ASGIApp:
-        """It as it is mounted: within the server's limits for bodies, however it reads them."""
+        """The application to mount, with the server's limits of bodies."""
         return _unavailable(self.name) if self.app is None else _BodyLimitMiddleware(self.app, self.prefix, bodies)
 
 
 def load_http_plugins(
     names: Sequence[str], make_handle: Callable[[str], HTTPServerHandle], make_app: Callable[[], FastAPI]
 ) -> list[LoadedPlugin]:
-    """Loads plugins; one that fails is logged, with who offers it, and is there without its routes.
+    """Loads plugins. The error of one that fails is logged.
 
     Args:
-        make_app: An application without routes, whose errors have the server's shape.
+        make_handle: Makes the handle that a plugin gets.
+        make_app: Makes an application without routes that has the server's error handlers.
 
     Raises:
-        ConfigError: Nobody offers a name, or nobody who is let in does.
+        ConfigError: No package has a plugin of a name, or it is not allowed.
     """
     return [_load(name, make_handle, make_app) for name in dict.fromkeys(names)]
 
@@ -234,7 +237,7 @@ def _load(name: str, make_handle: Callable[[str], HTTPServerHandle], make_app: C
 class _BodyLimitMiddleware:
     def __init__(self, app: ASGIApp, prefix: str, bodies: BodyReader) -> None:
         self._app = app
-        self._route = _Prefix(f"{prefix}/...")
+        self._route = SimpleNamespace(path=f"{prefix}/...")
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -243,25 +246,18 @@ class _BodyLimitMiddleware:
         async def receive_limited() -> Message:
             try:
                 return await limited()
-            except APIError as e:  # FastAPI makes 400 of what it does not know
+            except APIError as e:  # FastAPI turns unknown exceptions into 400
                 raise HTTPException(e.status, e.message) from e
 
         try:
             await self._app(scope, receive_limited, send)
         finally:
-            scope["route"] = self._route  # metrics have one series per plugin
-
-
-class _Prefix:
-    """A route's path, as metrics show it."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
+            scope["route"] = self._route  # so that metrics have one series per plugin
 
 
 def _unavailable(name: str) -> ASGIApp:
-    """What stands in for a plugin that could not be loaded."""
-    error = APIError(503, f"The plugin {name} could not be loaded; the server's log tells more.", code="plugin_failed")
+    """The application of a plugin that could not be loaded: it answers 503."""
+    error = APIError(503, f"The plugin {name} could not be loaded; see the server's log.", code="plugin_failed")
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await error_response(error)(scope, receive, send)
@@ -275,7 +271,7 @@ async def _events(first: Sequence[Any], values: AsyncGenerator[Any, None]) -> As
             yield b"data: " + encode_json(value) + b"\n\n"
         async for value in values:
             yield b"data: " + encode_json(value) + b"\n\n"
-    except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
+    except Exception as e:  # noqa: BLE001  (to_api_error logs it)
         yield error_event(to_api_error(e))
     else:
         yield DONE

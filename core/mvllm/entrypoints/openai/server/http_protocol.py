@@ -1,8 +1,6 @@
-"""HTTP/1.1 over one connection, within limits: how long a head may be, how long it may take, and how many requests may
-wait for their answers.
+"""HTTP/1.1 protocol of one connection, with limits: size and time of a request's head, and pipelined requests.
 
-uvicorn's protocol on httptools, which is fast and has no such limits of its own. What it refuses is answered in the
-shape of every other error.
+It extends uvicorn's protocol on httptools, which is fast and has no such limits. Rejected requests get a JSON error.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from mvllm.entrypoints.openai.server.middleware import UNAUTHENTICATED_PATHS
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 128
 MAX_PIPELINED_REQUESTS = 32
-"""Requests on one connection that wait for their answers. One more ends the connection."""
+"""Requests of one connection without a response. One more closes the connection."""
 HEAD_SECONDS = 20.0
-"""From the connection, or the first byte of a later request on it, to the end of the request's headers; and for the
-rest of a body whose request has been answered already."""
+"""From the connection, or the first byte of a later request, to the end of the request's headers; also the time for the
+rest of a body whose response has been sent already."""
 STALL_SECONDS = 60.0
-"""A connection that is to be closed, and whose client has read nothing of its last answer for so long, is cut."""
+"""A closing connection is aborted when its client has read nothing of the last response for so long."""
 _PROBE_PATHS = frozenset(path.encode() for path in UNAUTHENTICATED_PATHS)
 _LINGER_SECONDS = 2.0
 _PROBE_SECONDS = (0.1, 1.0, 10.0)
@@ -38,15 +36,15 @@ _PROBE_SECONDS = (0.1, 1.0, 10.0)
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection."""
 
-    _head_bytes = 0  # received, whether or not they are whole fields
+    _head_bytes = 0  # received, with incomplete fields
     _field_bytes = 0  # of the fields of the head
     _in_head = True
-    _unused_bytes = 0  # received since the last piece of a body: extensions of chunks, fields after the last one
+    _unused_bytes = 0  # received since the last body data: chunk extensions, trailers
     _is_closing = False
     _is_probe_only = False
     _has_no_more_requests = False  # the client has closed its sending side
     _error_response: tuple[int, str] | None = None
-    _receive_timer: asyncio.TimerHandle | None = None  # the client has to send something until then
+    _receive_timer: asyncio.TimerHandle | None = None  # runs while the client has to send something
     _probe_timer: asyncio.TimerHandle | None = None
 
     def __init__(
@@ -58,7 +56,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._table = server_state
-        self._pending_responses: deque[RequestResponseCycle] = deque()  # all but the first wait for it
+        self._pending_responses: deque[RequestResponseCycle] = deque()  # in order; the first is being sent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -89,17 +87,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._reject_body_overhead()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more: it has left, or it has closed its sending side and waits for its answers.
+        """The client has disconnected, or has closed its sending side and still reads responses.
 
-        Both look the same. So something without a meaning is sent to it now and then: a client that has left answers
-        that with a reset. HTTP/1.0 knows of no such thing; there, it has left.
+        Both look the same, so probe data without a meaning is sent now and then: a disconnected client answers it with
+        a reset. HTTP/1.0 has no such data; its clients count as disconnected.
 
         Returns:
             Whether the connection stays open.
         """
         if self._is_closing or self.transport.is_closing():
             return False
-        if self._pending_responses and self._pending_responses[-1].more_body:  # the rest of which will not come
+        if self._pending_responses and self._pending_responses[-1].more_body:  # the rest of its body will not come
             cycle = self._pending_responses.pop()
             if self.pipeline and self.pipeline[0][0] is cycle:
                 self.pipeline.popleft()
@@ -113,7 +111,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._probe_half_closed_client(0)
         return True
 
-    # --- what the parser finds
+    # --- parser callbacks
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -135,7 +133,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_receive_timer()
         self._unused_bytes = 0
         if len(self._pending_responses) >= MAX_PIPELINED_REQUESTS:
-            raise httptools.HttpParserError("too many requests wait for their answers")
+            raise httptools.HttpParserError("too many pipelined requests")
         if self._is_probe_only and self.url.partition(b"?")[0] not in _PROBE_PATHS:
             self._error_response = (503, "All connections of this server are in use. Try again in a moment.")
             raise httptools.HttpParserError("not a health probe")
@@ -151,7 +149,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             len(self._pending_responses) > 1
             and sum(len(cycle.body) for cycle in self._pending_responses) <= HIGH_WATER_LIMIT
         ):
-            self.flow.resume_reading()  # otherwise nobody would notice if the client left
+            self.flow.resume_reading()  # so that a disconnect is noticed
 
     def on_body(self, body: bytes) -> None:
         self._unused_bytes = 0
@@ -159,14 +157,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        if not self._pending_responses and not self.transport.is_closing():  # the rest of one that had been answered
+        if not self._pending_responses and not self.transport.is_closing():  # its response was sent before
             self._stop_receive_timer()
             self._table.mark_idle(self)
 
-    # --- answers
+    # --- responses
 
     def on_response_complete(self) -> None:
-        if not self._pending_responses:  # they have been given up
+        if not self._pending_responses:  # they were dropped
             return
         cycle = self._pending_responses.popleft()
         super().on_response_complete()
@@ -183,13 +181,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._table.mark_idle(self)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no request, and closes the connection."""
+        """Answers data that is not a valid request with an error, and closes the connection."""
         self._stop_receive_timer()
-        is_for_another = len(self._pending_responses) > 1 or any(
+        is_ambiguous = len(self._pending_responses) > 1 or any(
             cycle.response_started for cycle in self._pending_responses
         )
         self._drop_unanswered()
-        if is_for_another:  # so this would be taken for the answer to that
+        if is_ambiguous:  # the client would take it for the response to an earlier request
             self._close()
             return
         status, text = self._error_response or (400, "This is not a valid HTTP/1.1 request.")
@@ -202,20 +200,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def _drop_unanswered(self) -> None:
-        """Whatever is being done for this client is of no use any more."""
+        """Aborts the requests whose response has not been sent."""
         self.pipeline.clear()
         for cycle in self._pending_responses:
             _drop_response(cycle)
         self._pending_responses.clear()
 
     def _close(self) -> None:
-        """Closes the connection when the client has read what has been sent to it."""
+        """Closes the connection when the client has read the send buffer."""
         if not self.transport.is_closing():
             self.transport.close()
         self._abort_when_stalled()
 
     def _abort_when_stalled(self) -> None:
-        """Cuts a connection that is to be closed once its client reads nothing any more."""
+        """Aborts a closing connection when its client has stopped reading."""
         unread = self.transport.get_write_buffer_size()
         if unread:
             self.loop.call_later(STALL_SECONDS, self._abort_unless_read, unread)
@@ -227,9 +225,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._abort_when_stalled()
 
     def _close_after_linger(self) -> None:
-        """Closes the connection when the client has had time to read the answer.
+        """Closes the connection after time for the client to read the response.
 
-        A connection that is closed while bytes are unread is reset, and the answer may be lost with it.
+        Closing a connection with unread bytes resets it, and the client may lose the response.
         """
         self._is_closing = True
         if self.transport.can_write_eof():
@@ -237,27 +235,27 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
 
     def _probe_half_closed_client(self, number: int) -> None:
-        """Sends the client something without a meaning, and goes on with it until everything is answered.
+        """Sends probe data without a meaning, again and again until all responses are sent.
 
-        If nobody is there, the next write fails, and the connection is lost.
+        If the client has disconnected, the next write fails, and the connection is lost.
         """
         self._probe_timer = None
         if self.transport.is_closing() or not self._pending_responses:
             return
         cycle = self._pending_responses[0]
-        piece = b""
+        probe = b""
         if not cycle.response_started:
-            piece = b"HTTP/1.1 100 Continue\r\n\r\n"
+            probe = b"HTTP/1.1 100 Continue\r\n\r\n"
         elif cycle.chunked_encoding:
             filler = cycle.scope["mvllm.connection"].filler  # type: ignore[typeddict-item]
-            piece = b"%x\r\n%b\r\n" % (len(filler), filler) if filler else b""
-        if piece and not self.flow.write_paused:
-            self.transport.write(piece)
+            probe = b"%x\r\n%b\r\n" % (len(filler), filler) if filler else b""
+        if probe and not self.flow.write_paused:
+            self.transport.write(probe)
         seconds = _PROBE_SECONDS[min(number, len(_PROBE_SECONDS) - 1)]
         self._probe_timer = self.loop.call_later(seconds, self._probe_half_closed_client, number + 1)
 
     def _unsupported_upgrade_warning(self) -> None:
-        pass  # the request is answered as if it had not asked
+        pass  # the upgrade is ignored without a warning
 
     # --- limits
 
@@ -270,13 +268,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _reject_head(self) -> None:
         self._error_response = (
             431,
-            f"Headers may have {MAX_HEAD_BYTES} bytes, and there may be {MAX_HEADERS} of them.",
+            f"A request may have {MAX_HEADERS} headers of {MAX_HEAD_BYTES} bytes together; this one has more.",
         )
 
     def _reject_body_overhead(self) -> None:
-        """What a chunked body has beside its data grows without an end; the parser would keep all of it."""
+        """Rejects a chunked body with too many bytes beside its data, all of which the parser would keep."""
         if self.cycle is not None and self.cycle.response_complete:
-            self.transport.close()  # another answer would be taken for that to the next request
+            self.transport.close()  # the client would take a second response for that to the next request
             return
         self._reject_head()
         self.send_400_response("")
@@ -308,7 +306,7 @@ def _drop_response(cycle: RequestResponseCycle) -> None:
 
 
 def uvicorn_settings() -> dict[str, Any]:
-    """What uvicorn is to be told so that it uses this protocol and adds nothing of its own."""
+    """Settings for uvicorn: this protocol, and no logs, headers or WebSockets of its own."""
     return {
         "http": LimitedHttpProtocol,
         "ws": "none",

@@ -1,4 +1,4 @@
-"""The server's socket: taken before anything slow happens, so that a port in use is known at once, with its owner."""
+"""The server's listening socket, bound before the model is loaded, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _BACKLOG = 2048
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address; connections wait until somebody accepts them.
+    """A socket that listens on a TCP address.
 
     Raises:
-        ConfigError: The address is not one of this machine's, or its port is taken; names the owner.
+        ConfigError: The address does not belong to this machine, or its port is in use; names the owner.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as e:
-        raise ConfigError(f"There is no address to listen on at --host {host!r}: {e}") from e
+        raise ConfigError(f"--host {host!r} has no address to listen on: {e}") from e
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -37,17 +37,17 @@ def listen_tcp(host: str, port: int) -> socket.socket:
         listener.close()
         if e.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"Port {port} of {host} is taken by {_port_owner(port)}. End that, or choose another port with --port."
+                f"Port {port} of {host} is in use by {_port_owner(port)}. End that process, or choose another --port."
             ) from e
-        raise ConfigError(f"Nothing can listen at {host}, port {port}: {e.strerror or e}.") from e
+        raise ConfigError(f"Cannot listen on {host}, port {port}: {e.strerror or e}.") from e
     return listener
 
 
 def listen_unix(path: str) -> socket.socket:
-    """A socket that listens at a path, for this user only.
+    """A Unix domain socket that listens at a path, for this user only.
 
     Raises:
-        ConfigError: The path cannot be used, or somebody listens there already.
+        ConfigError: The path cannot be used, or a process listens there already.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -60,12 +60,12 @@ def listen_unix(path: str) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as e:
         listener.close()
-        raise ConfigError(f"Nothing can listen at --uds {path!r}: {e.strerror or e}.") from e
+        raise ConfigError(f"Cannot listen at --uds {path!r}: {e.strerror or e}.") from e
     return listener
 
 
 def listener_url(listener: socket.socket) -> str:
-    """Where a listener is reached."""
+    """The URL of a listener."""
     address = listener.getsockname()
     if isinstance(address, str):
         return f"unix:{address}"
@@ -74,13 +74,13 @@ def listener_url(listener: socket.socket) -> str:
 
 
 def is_public(listener: socket.socket) -> bool:
-    """Whether other machines can reach it."""
+    """Whether a listener accepts connections from other machines."""
     address = listener.getsockname()
     return not isinstance(address, str) and not (address[0].startswith("127.") or address[0] == "::1")
 
 
 def _remove_stale(path: str) -> None:
-    """Removes the socket of a server that has ended."""
+    """Removes a socket that no process listens at."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return

@@ -1,7 +1,7 @@
-"""What every request passes on its way in and out: its path made plain, its id, its key, its line in the log.
+"""The middleware of every request: normalized path, request id, authentication, access log and metrics.
 
-The idea: one ASGI layer around the application, and only one, since each costs every piece of every stream. A key is
-asked for unless the path is literally one of the few that are open, so a path that is odd in any way needs one.
+It is one ASGI layer instead of several, because each layer costs time for every chunk of every stream. A path needs a
+key unless it is literally one of UNAUTHENTICATED_PATHS, so unusual spellings of these need one, too.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _UNAUTHENTICATED = Caller(Role.UNAUTHENTICATED)
 
 ObserveRequest = Callable[[str, str, int, float], None]
-"""Told of each answer: the route's path, the method, the status, and the seconds it took."""
+"""Called for each response with the route's path, the method, the status and the seconds it took."""
 
 
 class RequestMiddleware:
-    """The outermost layer of the server.
+    """The ASGI middleware. See the module.
 
     Args:
-        app: What is inside.
-        keys: Who may enter.
-        observe: Told of every answer.
-        access_log: Whether each answer gets a line: method, path, status, time and request id, never a content.
+        app: The application.
+        keys: The API keys.
+        observe: Called for each response.
+        access_log: Whether to log method, path, status, time and request id of each response.
     """
 
     def __init__(self, app: ASGIApp, keys: APIKeys, observe: ObserveRequest, *, access_log: bool = True) -> None:
@@ -49,16 +49,16 @@ class RequestMiddleware:
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serves one request."""
         if scope["type"] != "http":
-            return  # lifespan and WebSockets are switched off
+            return  # lifespan and WebSockets are disabled
         start = time.perf_counter()
         path = scope["path"] = _normalize_path(scope["path"])
         request_id = _request_id(scope)
         id_header = (b"x-request-id", request_id.encode())
         status = 0
         unknown_fields: list[str] = []
-        scope[UNKNOWN_FIELDS_SCOPE_KEY] = unknown_fields  # filled where the body is decoded
+        scope[UNKNOWN_FIELDS_SCOPE_KEY] = unknown_fields  # filled by UnknownFields
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -74,7 +74,7 @@ class RequestMiddleware:
             if caller.role == Role.UNAUTHENTICATED and path not in UNAUTHENTICATED_PATHS:
                 raise APIError(401, "Send a valid API key: Authorization: Bearer <key>.", code="invalid_api_key")
             await self._app(scope, receive, send_with_id)
-        except Exception as e:  # noqa: BLE001  (logged where it is not an answer)
+        except Exception as e:  # noqa: BLE001  (to_api_error logs it)
             error = to_api_error(e)
             if status == 0:
                 await error_response(error)(scope, receive, send_with_id)
@@ -90,33 +90,33 @@ class RequestMiddleware:
 
 
 def request_caller(scope: Scope) -> Caller:
-    """Who has sent a request, as the gate has found."""
+    """The caller of a request, as RequestMiddleware has authenticated it."""
     caller: Caller = scope.get("mvllm.caller", _UNAUTHENTICATED)
     return caller
 
 
 def require_admin(request: Request) -> None:
-    """Refuses a request without the key of an administrator.
+    """Checks that a request has an administrator's key.
 
     Raises:
-        APIError: It has none (403).
+        APIError: It has not (403).
     """
     if request_caller(request.scope).role < Role.ADMIN:
         raise APIError(
             403,
-            "This needs the key of an administrator (--admin-api-key).",
+            "This route needs an administrator's key (--admin-api-key).",
             code="admin_key_required",
         )
 
 
 def _normalize_path(path: str) -> str:
-    """A path without double slashes and without one at its end: clients join base and path in every way."""
+    """A path without double and trailing slashes, which some clients produce when they join URL and path."""
     path = _SLASHES.sub("/", path)
     return path.rstrip("/") or "/" if path.startswith("/") else "/" + path
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's own id where it is fit for a log, else a new one."""
+    """The client's request id if it is short and printable, else a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return str(value, "ascii")
@@ -124,7 +124,7 @@ def _request_id(scope: Scope) -> str:
 
 
 def _printable_path(path: str) -> str:
-    """A path that cannot disturb the log, whatever it holds."""
+    """A path for the log: shortened, with control characters escaped."""
     return ascii(path[:200])[1:-1]
 
 

@@ -1,14 +1,15 @@
-"""Several API servers on one socket, the engine cores that they share, and a coordinator between them: starts them,
-watches them, ends them.
+"""Starts, supervises and ends several API servers, the engine cores that they share, and a coordinator.
 
     mvllm serve ─┬─ ApiServer_0 ─┐ ROUTER/PULL       DEALER/PUSH ┌─ EngineCore_DP0 ── its workers
                  ├─ ApiServer_1 ─┴──────── every one ────────────┴─ EngineCore_DP1 ── its workers
-                 └─ DPCoordinator   told by cores what they have to do, tells API servers
+                 └─ DPCoordinator   forwards the load of each core to the API servers
 
-This process answers no request: it waits in the kernel for a signal or for the end of one of the others, and looks now
-and then whether API servers and coordinator still give signs of life; one that does not is ended. The first that dies
-ends the server. Where an engine core or the coordinator has died, requests under way fail. Where an API server has, its
-own requests are dropped, and the others finish theirs, as after SIGTERM; the exit status is 1 all the same.
+This process answers no requests. It waits for a signal or for the death of a process, checks the heartbeats of the API
+servers and of the coordinator, and kills a process that has stopped sending them.
+
+    death of an engine core or the coordinator    running requests fail, and the server ends with exit status 1
+    death of an API server                        its requests are aborted, the other servers finish theirs as after
+                                                  SIGTERM, and the server ends with exit status 1
 """
 
 from __future__ import annotations
@@ -59,32 +60,32 @@ from mvllm.platform.choose import choose_platform
 
 logger = get_logger(__name__)
 
-_FINAL_RESPONSES_SECONDS = 15.0  # what an API server gets beyond the time for requests under way
-_POLL_MS = 50  # at the end, for processes that have ended
-_LONGEST_MESSAGE = 16 << 10
+_FINAL_RESPONSES_SECONDS = 15.0  # for an API server to end, after the time for running requests
+_POLL_MS = 50  # during the shutdown
+_MAX_MESSAGE_LENGTH = 16 << 10
 
 
 def run_multi_api_server(args: EngineArgs, settings: ServerSettings, listener: socket.socket, count: int) -> int:
-    """Serves until told to end.
+    """Serves until a signal ends the server.
 
     Args:
-        listener: Where; closed at the end.
-        count: API servers.
+        listener: The listening socket; closed at the end.
+        count: Number of API servers.
 
     Returns:
         The exit status: 0 after an orderly end, 1 if a process died.
 
     Raises:
-        PlatformError, ConfigError, ModelError: The engine cannot be started as asked.
+        PlatformError, ConfigError, ModelError: The engine cannot be started with these arguments.
     """
     log_listening(listener, settings)
-    crew = _ProcessManager(args, settings, listener, count)
+    manager = _ProcessManager(args, settings, listener, count)
     try:
-        crew.start()
-        return crew.supervise()
+        manager.start()
+        return manager.supervise()
     finally:
         force_exit_after(SHUTDOWN_SECONDS)
-        crew.shutdown()
+        manager.shutdown()
 
 
 class _ProcessManager:
@@ -109,54 +110,54 @@ class _ProcessManager:
         self._coordinator: CoordinatorChildProcess | None = None
         self._shared_metrics = SharedMetricsPages.create(count)
         self._status = 0
-        self._deadline = float("inf")  # not at infinity once the server ends
+        self._deadline = float("inf")  # finite once the shutdown has begun
 
-    # --- its start
+    # --- start
 
     def start(self) -> None:
-        """Returns when requests are answered.
+        """Starts all processes; returns when the server accepts requests.
 
         Raises:
-            Exception: What one of the processes could not be started for.
+            Exception: The failure of a process that could not be started.
         """
-        begun = time.monotonic()
-        passed: list[socket.socket] = []
+        started = time.monotonic()
+        inherited: list[socket.socket] = []
 
         def pair() -> tuple[socket.socket, int]:
-            """Two ends: one for a child, which inherits its descriptor, and one to keep."""
+            """A socket of this process, and the descriptor of its peer for a child."""
             ours, theirs = message_socket_pair()
-            passed.append(theirs)
+            inherited.append(theirs)
             return ours, theirs.fileno()
 
         try:
-            self._create_processes(pair, passed)
+            self._create_processes(pair, inherited)
             for process in (*self._servers, *self._engine_cores, self._coordinator):
                 if process is not None:
                     process.launch()
         finally:
-            for end in passed:
-                end.close()
+            for peer in inherited:
+                peer.close()
         self._wait_ready()
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         name = (*self._settings.served_model_names, self._model)[0]
         logger.info("Ready at %s after %.1f s, as model %s.", listener_url(self._listener), seconds, name)
 
-    def _create_processes(self, pair: Callable[[], tuple[socket.socket, int]], passed: list[socket.socket]) -> None:
-        def both() -> tuple[int, int]:
-            """Two ends, each for a child."""
+    def _create_processes(self, pair: Callable[[], tuple[socket.socket, int]], inherited: list[socket.socket]) -> None:
+        def child_pair() -> tuple[int, int]:
+            """The two descriptors of a socket pair between two children."""
             one, other = pair()
-            passed.append(one)
+            inherited.append(one)
             return one.fileno(), other
 
         configs = replica_configs(self._config)
-        meetings = [[new_addresses()[0] for _ in range(self._count)] for _ in configs]  # by rank, by server
-        core_ends, server_ends = [both() for _ in configs], [both() for _ in range(self._count)]
+        addresses = [[new_addresses()[0] for _ in range(self._count)] for _ in configs]  # by rank, by server
+        core_fds, server_fds = [child_pair() for _ in configs], [child_pair() for _ in range(self._count)]
         for rank, config in enumerate(configs):
             name = replica_name(self._config, rank)
             self._engine_cores.append(
-                LaunchedCoreConnection(name, config, self._platform, meetings[rank], core_ends[rank][0])
+                LaunchedCoreConnection(name, config, self._platform, addresses[rank], core_fds[rank][0])
             )
-        common = SharedServerArgs(
+        shared_args = SharedServerArgs(
             model=self._model,
             config=encode_config(self._config_per_server()),
             platform_summary=self._platform_summary,
@@ -169,15 +170,15 @@ class _ProcessManager:
             ours, theirs = pair()
             self._control_sockets.append(MessageSocket(ours))
             cores = [
-                EngineCoreAddress(meeting[index], link.process.activity_table.fd)
-                for meeting, link in zip(meetings, self._engine_cores)
+                EngineCoreAddress(of_core[index], core.process.activity_table.fd)
+                for of_core, core in zip(addresses, self._engine_cores)
             ]
-            place = APIServerArgs(index, cores, control_messages_fd=theirs, coordinator_fd=server_ends[index][0])
-            self._servers.append(APIServerProcess(place, common))
-        self._coordinator = CoordinatorChildProcess([end for _, end in core_ends], [end for _, end in server_ends])
+            server_args = APIServerArgs(index, cores, control_messages_fd=theirs, coordinator_fd=server_fds[index][0])
+            self._servers.append(APIServerProcess(server_args, shared_args))
+        self._coordinator = CoordinatorChildProcess([fd for _, fd in core_fds], [fd for _, fd in server_fds])
 
     def _config_per_server(self) -> EngineConfig:
-        """What an API server is told: of a limit that it cannot know the others' part of, it has its share."""
+        """The config of one API server: it enforces its share of `max_queued_tokens`."""
         limit = self._config.scheduler.max_queued_tokens
         if not limit:
             return self._config
@@ -185,31 +186,30 @@ class _ProcessManager:
 
     def _wait_ready(self) -> None:
         assert self._coordinator is not None
-        with failing_together([*self._servers, *(link.process for link in self._engine_cores), self._coordinator]):
-            self._wait_for_each()
+        with failing_together([*self._servers, *(core.process for core in self._engine_cores), self._coordinator]):
+            self._wait_for_each(self._coordinator)
 
-    def _wait_for_each(self) -> None:
-        ready = [link.wait_ready() for link in self._engine_cores]
-        cores = [msgspec.structs.replace(core, start_seconds=seconds) for core, seconds in ready]
-        for server, door in zip(self._servers, self._control_sockets):
-            for rank, (core, link) in enumerate(zip(cores, self._engine_cores)):
-                while not door.send(CoreStarted(rank, core, link.pid)):  # there is no room before it begins to read
+    def _wait_for_each(self, coordinator: CoordinatorChildProcess) -> None:
+        handshakes = [core.wait_ready() for core in self._engine_cores]
+        ready = [msgspec.structs.replace(handshake, start_seconds=seconds) for handshake, seconds in handshakes]
+        for server, control in zip(self._servers, self._control_sockets):
+            for rank, core in enumerate(self._engine_cores):
+                while not control.send(CoreStarted(rank, ready[rank], core.pid)):  # full until the server reads
                     server.check()
                     time.sleep(_POLL_MS / 1e3)
         timeout = self._config.parallel.start_timeout
-        assert self._coordinator is not None
-        self._coordinator.wait_handshake(timeout)
+        coordinator.wait_handshake(timeout)
         for server in self._servers:
             server.activity_table.write(0, "joining the engine cores")
             server.wait_handshake(timeout)
         self._phases.finish(
-            {phase: max(core.start_seconds[phase] for core in cores) for phase in cores[0].start_seconds}
+            {phase: max(core.start_seconds[phase] for core in ready) for phase in ready[0].start_seconds}
         )
 
-    # --- its life
+    # --- supervision
 
     def supervise(self) -> int:
-        """Returns the exit status when all API servers have ended, for whatever reason."""
+        """Waits until all API servers have ended; returns the exit status."""
         with _signal_socket() as signals:
             poll = select.poll()
             watched = self._watched_descriptors()
@@ -225,8 +225,8 @@ class _ProcessManager:
                             self._forward_signal(number)
                     elif watched[fd]():
                         poll.unregister(fd)
-                signs = [process.activity_table.since(0) for process in self._heartbeat_processes]
-                for index in heartbeats.find_silent(signs, time.monotonic()):
+                last = [process.activity_table.since(0) for process in self._heartbeat_processes]
+                for index in heartbeats.find_silent(last, time.monotonic()):
                     self._terminate_silent(self._heartbeat_processes[index])
         return self._status or int(any(server.exit_code != 0 for server in self._servers))
 
@@ -240,58 +240,62 @@ class _ProcessManager:
         return time.monotonic() < self._deadline and any(server.exit_code is None for server in self._servers)
 
     def _watched_descriptors(self) -> dict[int, Callable[[], bool]]:
-        """What is watched, and what is done when it becomes readable: returns whether that was its last news."""
+        """Descriptors to poll, with what to do when they are readable. It returns whether to stop polling them."""
         assert self._coordinator is not None
         watched: dict[int, Callable[[], bool]] = {}
-        for link in self._engine_cores:
-            watched[link.failure_fd] = lambda link=link: self._on_engine_death(link.process)  # type: ignore[misc]
+        for core in self._engine_cores:
+            watched[core.failure_fd] = lambda core=core: self._on_engine_death(core.process)  # type: ignore[misc]
         watched[self._coordinator.stop.fd] = lambda: self._on_engine_death(self._coordinator)
-        for index, (server, door) in enumerate(zip(self._servers, self._control_sockets)):
+        for index, (server, control) in enumerate(zip(self._servers, self._control_sockets)):
             watched[server.stop.fd] = lambda index=index: self._on_server_death(index)  # type: ignore[misc]
-            watched[door.fd] = lambda door=door: self._receive_report(door)  # type: ignore[misc]
+            watched[control.fd] = lambda control=control: self._receive_report(control)  # type: ignore[misc]
         return watched
 
     @property
     def _heartbeat_processes(self) -> list[ChildProcess]:
-        """The processes that give signs of life whether or not they have something to do."""
+        """The processes that send heartbeats even without requests."""
         assert self._coordinator is not None
         return [*self._servers, self._coordinator]
 
     def _terminate_silent(self, process: ChildProcess) -> None:
-        """Ends a process that does nothing any more; its death is then noticed as any other."""
+        """Kills a process without heartbeats; its death is then handled like any other."""
         if process.exit_code is not None or process.failure is not None:
             return
         error = process.unresponsive_error(self._settings.api_server_timeout, "has given no sign of life")
-        if self._is_ending:  # its end is expected, and so no failure
+        if self._is_ending:  # its death is expected, so it is not a failure
             logger.error("%s", error)
             process.terminate()
         else:
             process.fail_with_root_cause(error)
 
-    def _receive_report(self, door: MessageSocket) -> bool:
-        data = door.receive()
+    def _receive_report(self, control: MessageSocket) -> bool:
+        data = control.receive()
         if data is not None:
             self._engine_cores[msgspec.msgpack.decode(data, type=CoreHung).rank].kill_unresponsive()
         return data is None
 
-    # --- its end
+    # --- shutdown
 
     def _forward_signal(self, number: int) -> None:
-        """A signal is for all API servers: they know best what they have under way."""
+        """Sends a signal to all API servers, which end when their requests have."""
         if number == signal.SIGHUP and self._is_ending:  # a terminal that closes sends several
             return
         if not self._is_ending:
             name = signal.Signals(number).name
-            logger.info("%s: no new requests; those under way have %g s.", name, self._settings.shutdown_timeout)
+            logger.info(
+                "%s: no new requests are accepted; running requests may take %g s.",
+                name,
+                self._settings.shutdown_timeout,
+            )
         self._drain_servers(number)
 
     def _drain_servers(self, number: int) -> None:
         self._begin_shutdown(self._settings.shutdown_timeout)
-        for door in self._control_sockets:
-            door.send(ShutdownSignal(number))
+        for control in self._control_sockets:
+            control.send(ShutdownSignal(number))
 
     def _begin_shutdown(self, seconds: float) -> None:
-        """From now on, API servers are expected to end."""
+        """Expects the API servers to end within `seconds` and the time for final responses."""
         for server in self._servers:
             server.expect_exits()
         self._deadline = min(self._deadline, time.monotonic() + seconds + _FINAL_RESPONSES_SECONDS)
@@ -303,49 +307,49 @@ class _ProcessManager:
         logger.error("The engine has stopped: %s", message)
         self._status = 1
         self._begin_shutdown(0.0)
-        for door in self._control_sockets:
-            door.send(EngineDied(message[:_LONGEST_MESSAGE]))
+        for control in self._control_sockets:
+            control.send(EngineDied(message[:_MAX_MESSAGE_LENGTH]))
         return True
 
     def _on_server_death(self, index: int) -> bool:
         if self._servers[index].failure is None:
             return True
         self._status = 1
-        logger.error("%s The others finish what they have under way.", self._servers[index].failure)
-        for link in self._engine_cores:
-            with contextlib.suppress(Exception):  # a core that is gone has dropped them
-                link.send(DropClient(index + 1))
-        if not self._is_ending:  # those that end already would take it for a second signal, and abort what they have
+        logger.error("%s The other API servers finish their requests.", self._servers[index].failure)
+        for core in self._engine_cores:
+            with contextlib.suppress(Exception):  # a core that has died has no requests
+                core.send(DropClient(index + 1))
+        if not self._is_ending:  # servers that are ending would abort their requests at a second signal
             self._drain_servers(signal.SIGTERM)
         return True
 
     def shutdown(self) -> None:
-        """Nothing is left when this returns. Idempotent."""
+        """Ends all processes and waits for them. Idempotent."""
         for server in self._servers:
             server.close()
-        for link in self._engine_cores:
-            link.shutdown()
+        for core in self._engine_cores:
+            core.shutdown()
         if self._coordinator is not None:
             self._coordinator.close()
-        for door in self._control_sockets:
-            door.close()
+        for control in self._control_sockets:
+            control.close()
         self._shared_metrics.close()
 
 
 @contextlib.contextmanager
 def _signal_socket() -> Iterator[socket.socket]:
-    """The signals that end a server, as bytes that can be read from a socket."""
+    """A socket from which the numbers of shutdown signals can be read, a byte each."""
     source, target = socket.socketpair()
     target.setblocking(False)
 
-    def note(number: int, frame: object) -> None:
-        with contextlib.suppress(OSError):  # there is room for as many as anybody sends
+    def on_signal(number: int, frame: object) -> None:
+        with contextlib.suppress(OSError):  # the buffer holds more signals than users send
             os.write(target.fileno(), bytes([number]))
 
     with source, target:
         for number in shutdown_signals():
-            signal.signal(number, note)
+            signal.signal(number, on_signal)
         try:
             yield source
         finally:
-            ignore_shutdown_signals()  # everything is being ended
+            ignore_shutdown_signals()  # the shutdown has begun

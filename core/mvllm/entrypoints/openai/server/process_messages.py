@@ -1,4 +1,4 @@
-"""What the process that started the API servers and an API server say to each other."""
+"""Messages between the parent process of several API servers and one of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from mvllm.engine.process.core_handshake import CoreReady
 
 
 class CoreStarted(msgspec.Struct, tag=1, frozen=True):
-    """An engine core waits for requests.
+    """To an API server: an engine core is ready for requests.
 
     Attributes:
-        rank: Which one.
-        ready: What it says of itself.
-        pid: Its process.
+        rank: The core's data-parallel rank.
+        ready: The core's handshake.
+        pid: The core's process id.
     """
 
     rank: int
@@ -22,19 +22,19 @@ class CoreStarted(msgspec.Struct, tag=1, frozen=True):
 
 
 class EngineDied(msgspec.Struct, tag=2, frozen=True):
-    """The engine can no longer be used: requests under way fail, and the server ends."""
+    """To an API server: the engine has stopped. Running requests fail, and the server ends."""
 
     message: str
 
 
 class ShutdownSignal(msgspec.Struct, tag=3, frozen=True):
-    """A signal has come, the first of which lets requests under way finish, and the second does not."""
+    """To an API server: a signal was received. After the first, running requests finish; the second aborts them."""
 
     signal: int
 
 
 class CoreHung(msgspec.Struct, tag=4, frozen=True):
-    """From an API server: a core that has work has given no sign of life for too long."""
+    """To the parent: an engine core with requests has been silent for too long."""
 
     rank: int
 

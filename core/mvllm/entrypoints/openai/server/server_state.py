@@ -1,4 +1,4 @@
-"""Where the server is in its life, and what it therefore answers.
+"""The server's phase, its requests in flight, and its health.
 
 LOADING ── the engine is ready ──> READY ── SIGTERM ──> DRAINING ──> end, exit status 0
    └─────────────── the engine fails ──> DEAD ──> end, exit status 1
@@ -11,14 +11,13 @@ import enum
 import time
 
 from mvllm.engine.async_llm import AsyncLLM
-from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
 from mvllm.entrypoints.openai.common.errors import APIError
-from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
 
 
 class ServerPhase(enum.Enum):
-    """The stations of a server's life."""
+    """The phases of a server. See the module."""
 
     LOADING = "loading"
     READY = "ready"
@@ -27,79 +26,68 @@ class ServerPhase(enum.Enum):
 
 
 class ServerState:
-    """What all routes share.
+    """The state of one server process, which all routes share.
 
     Args:
-        heartbeat_timeout: Seconds without a sign of life after which the engine is taken for hung.
-        figures: Where it is told to others how many requests there are, for a server of several processes.
+        heartbeat_timeout: Seconds without a heartbeat of the engine after which the server is unhealthy.
+        shared_metrics: Metrics of all processes, for a server of several.
 
     Attributes:
-        phase: Where the server is.
-        started: Monotonic time of its start.
-        num_in_flight: Requests to the engine that this process has not answered to the end.
-        idle: Set while there are none.
+        phase: The current phase.
+        started: Monotonic time of the start.
+        num_in_flight: Requests to the engine whose response has not ended, in this process.
+        idle: Set while no requests are in flight.
     """
 
-    def __init__(self, heartbeat_timeout: float, figures: SharedServerMetrics | None = None) -> None:
+    def __init__(self, heartbeat_timeout: float, shared_metrics: SharedServerMetrics | None = None) -> None:
         self.phase = ServerPhase.LOADING
         self.started = time.monotonic()
         self.num_in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self._heartbeat_timeout = heartbeat_timeout
-        self._shared_metrics = figures
-        self._engine: AsyncLLM | None = None
-        self._text_work: TokenizerPool | None = None
-        self._chat_prompts: ChatPromptRenderer | None = None
+        self._shared_metrics = shared_metrics
+        self._context: ServingContext | None = None
 
-    def set_ready(
-        self, engine: AsyncLLM, tokenizer_pool: TokenizerPool, chat_prompt_renderer: ChatPromptRenderer
-    ) -> None:
-        """From now on requests are answered."""
-        self._engine, self._text_work, self._chat_prompts = engine, tokenizer_pool, chat_prompt_renderer
+    def set_ready(self, context: ServingContext) -> None:
+        """Requests are accepted from now on."""
+        self._context = context
         self.phase = ServerPhase.READY
 
     @property
     def loaded_engine(self) -> AsyncLLM | None:
-        """The engine, where it has been started."""
-        return self._engine
+        """The engine, or None while it is being loaded."""
+        return None if self._context is None else self._context.engine
 
     @property
-    def engine(self) -> AsyncLLM:
-        """The engine, for a request that is let in.
+    def context(self) -> ServingContext:
+        """What runs a new request.
 
         Raises:
-            APIError: There is none, or no more requests are let in (503).
+            APIError: The server does not accept requests (503).
         """
-        if self.phase is ServerPhase.READY and self._engine is not None:
-            return self._engine
+        if self.phase is ServerPhase.READY and self._context is not None:
+            return self._context
         if self.phase is ServerPhase.LOADING:
             raise APIError(503, "The model is being loaded; try again soon.", code="loading", retry_after=2)
         if self.phase is ServerPhase.DRAINING:
             raise APIError(503, "The server is shutting down.", code="shutting_down", retry_after=5)
-        raise APIError(503, "The engine has stopped; the server is going down.", code="engine_dead", retry_after=30)
+        raise APIError(503, "The engine has stopped; the server is shutting down.", code="engine_dead", retry_after=30)
 
     @property
-    def tokenizer_pool(self) -> TokenizerPool:
-        """The threads for text; as `engine`."""
-        assert self.engine is not None and self._text_work is not None
-        return self._text_work
-
-    @property
-    def chat_prompt_renderer(self) -> ChatPromptRenderer:
-        """Where conversations become prompts; as `engine`."""
-        assert self.engine is not None and self._chat_prompts is not None
-        return self._chat_prompts
+    def engine(self) -> AsyncLLM:
+        """The engine, for a new request. Raises as `context`."""
+        return self.context.engine
 
     def request_started(self) -> None:
-        """A request goes to the engine."""
+        """Counts a new request to the engine."""
         self.num_in_flight += 1
         self.idle.clear()
         if self._shared_metrics is not None:
             self._shared_metrics.schedule_publish()
 
     def request_finished(self) -> None:
-        """It has been answered."""
+        """Counts the end of a response."""
         self.num_in_flight -= 1
         if self.num_in_flight == 0:
             self.idle.set()
@@ -108,15 +96,15 @@ class ServerState:
 
     @property
     def total_num_in_flight(self) -> int:
-        """Requests to the engine that have not been answered to the end, by any process of this server."""
-        elsewhere = 0 if self._shared_metrics is None else self._shared_metrics.num_in_flight_elsewhere()
-        return self.num_in_flight + elsewhere
+        """Requests in flight in all processes of this server."""
+        others = 0 if self._shared_metrics is None else self._shared_metrics.other_num_in_flight()
+        return self.num_in_flight + others
 
     def unhealthy_reason(self) -> str | None:
-        """Why the process should be started anew; None while it should not. From memory, at once."""
+        """Why the process should be restarted; None if it is healthy. Does not block."""
         if self.phase is ServerPhase.DEAD:
             return "the engine has stopped"
-        engine = self._engine
+        engine = self.loaded_engine
         if engine is None:
             return None
         if engine.errored:
@@ -127,12 +115,11 @@ class ServerState:
         return None
 
     def not_ready_reason(self) -> str | None:
-        """Why requests should go elsewhere; None while they should not."""
-        dead = self.unhealthy_reason()
-        if dead is not None:
-            return dead
+        """Why the server should get no requests; None if it is ready."""
+        if (reason := self.unhealthy_reason()) is not None:
+            return reason
         if self.phase is not ServerPhase.READY:
             return f"the server is {self.phase.value}"
-        if self._engine is not None and self._engine.is_asleep:
+        if (engine := self.loaded_engine) is not None and engine.is_asleep:
             return "the engine sleeps"
         return None

@@ -1,4 +1,4 @@
-"""What the server can be told, beside what the engine can."""
+"""The settings of the HTTP server, beside the engine's arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 DEFAULT_PORT = 8000
 
 UnknownFieldsPolicy = Literal["warn", "refuse", "ignore"]
-"""What is done about fields of a request that the server does not know."""
+"""What the server does with request fields that it does not know."""
 
 
 @dataclass(frozen=True)
@@ -16,35 +16,34 @@ class ServerSettings:
     """The server's settings.
 
     Attributes:
-        host, port: Where it listens; port 0 takes a free one.
+        host, port: Address to listen on; port 0 chooses a free one.
         uds: Path of a Unix domain socket to listen on instead.
-        api_keys: Of whom it answers everything but administration; empty for everybody.
-        admin_api_keys: Of whom it answers everything; empty for nobody.
-        served_model_names: Names of the model in requests; empty for the name it was started with.
+        api_keys: Keys for everything except administration; without any, no key is needed.
+        admin_api_keys: Keys for everything; without any, administration is closed.
+        served_model_names: Names of the model in requests; by default the name it was started with.
         chat_template: Template in place of the tokenizer's own.
-        trust_request_chat_template: Whether requests may bring a template.
-        tool_call_parser: Name of what finds calls of tools in answers; `auto` chooses it from the chat template where
-            that shows the model's format, `none` is none.
-        reasoning_parser: Name of what finds thoughts in answers; `auto` and `none` as before.
-        allowed_origins: Origins whose pages may send requests from a browser.
-        max_body_bytes: Longest body of a request.
-        unknown_fields: What is done about fields of a request that the server does not know: `warn` in the log and in
-            the header `x-mvllm-unknown-fields` of the response, `refuse` the request, or `ignore` them.
-        body_timeout: Seconds that the next piece of a body may take.
-        send_timeout: Seconds that a client may leave a full buffer unread.
-        heartbeat_timeout: Seconds without a sign of life after which the engine is taken for hung.
-        api_server_timeout: Seconds without a sign of life after which one of several API servers, or their coordinator,
-            is taken for hung, and the server ends; 0 for never.
-        shutdown_timeout: Seconds that requests under way get after SIGTERM.
-        access_log: Whether each answer gets a line in the log.
-        metrics_prefixes: What names of metrics begin with; with several, each is shown under all.
-        otlp_traces_endpoint: URL of the collector that gets spans of requests; None for none.
-        max_stored_responses: Responses of `/v1/responses` that are kept to be asked for and gone on with; 0 for none.
-        max_stored_bytes: How many bytes they may take together.
-        http_plugins: Names of plugins whose routes are added, under `/plugins/<name>`.
-        lora_modules: Names and folders of the LoRA adapters to offer from the start on.
+        trust_request_chat_template: Whether requests may send a template.
+        tool_call_parser: Name of the parser of tool calls; `auto` detects it from the chat template, `none` is none.
+        reasoning_parser: Name of the parser of reasoning; `auto` and `none` likewise.
+        allowed_origins: Origins whose pages may send requests from a browser (CORS).
+        max_body_bytes: Longest request body.
+        unknown_fields: What to do with unknown request fields: `warn` in the log and in the response header
+            `x-mvllm-unknown-fields`, `refuse` the request, or `ignore` them.
+        body_timeout: Seconds until the next part of a body must have arrived.
+        send_timeout: Seconds for which a client may leave a full send buffer unread.
+        heartbeat_timeout: Seconds without a heartbeat of the engine after which the server is unhealthy.
+        api_server_timeout: Seconds without a heartbeat after which one of several API servers, or their coordinator,
+            counts as hung, and the server ends; 0 for never.
+        shutdown_timeout: Seconds for running requests to finish after SIGTERM.
+        access_log: Whether to log a line for each response.
+        metrics_prefixes: Beginnings of metric names; with several, each metric has several names.
+        otlp_traces_endpoint: URL of the OpenTelemetry collector; None for no tracing.
+        max_stored_responses: Responses of `/v1/responses` to store; 0 for none.
+        max_stored_bytes: Bytes of all stored responses together.
+        http_plugins: Names of plugins whose routes are added under `/plugins/<name>`.
+        lora_modules: Names and folders of the LoRA adapters to load at the start.
         runtime_lora_loading: Whether administrators may load and unload adapters.
-        docs: Whether there are `/docs`, `/openapi.json` and the page at `/`.
+        docs: Whether to serve `/docs`, `/openapi.json` and the playground at `/`.
     """
 
     host: str = "127.0.0.1"

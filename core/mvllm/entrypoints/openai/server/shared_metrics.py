@@ -1,6 +1,6 @@
-"""What one of several API servers counts, for the others to show: each of them answers for all.
+"""Metrics of several API servers in shared memory, so that each of them can report the totals of all.
 
-Figures go onto the board a moment after something has changed, and again and again while requests are under way.
+A server publishes its metrics shortly after a change, and periodically while requests are in flight.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _BUSY_SECONDS = 0.25
 
 
 class ServerMetricsSnapshot(msgspec.Struct, array_like=True):
-    """Everything that one API server has counted.
+    """The metrics of one API server.
 
     Attributes:
-        in_flight: Requests to the engine that have not been answered to the end.
-        http: Of its answers.
-        engine: Of its part of the engine.
+        num_in_flight: Requests to the engine whose response has not ended.
+        http: Of its HTTP responses.
+        engine: Of its engine requests.
     """
 
     num_in_flight: int
@@ -33,15 +33,15 @@ class ServerMetricsSnapshot(msgspec.Struct, array_like=True):
 
 
 class SharedServerMetrics:
-    """Used in the loop's thread.
+    """Publishes one server's metrics and reads those of the others. Used in the event loop's thread.
 
     Args:
-        board: Where the figures of all servers are.
-        page: This one's.
+        pages: Shared memory with a page for each server.
+        page: Index of this server's page.
     """
 
-    def __init__(self, board: SharedMetricsPages, page: int) -> None:
-        self._pages = board
+    def __init__(self, pages: SharedMetricsPages, page: int) -> None:
+        self._pages = pages
         self._page = page
         self._collect: Callable[[], ServerMetricsSnapshot] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -49,35 +49,35 @@ class SharedServerMetrics:
         self._encoder = msgspec.msgpack.Encoder()
 
     def start(self, collect: Callable[[], ServerMetricsSnapshot]) -> None:
-        """From now on, `touch` takes effect."""
+        """Publishes the metrics that `collect` returns from now on."""
         self._collect = collect
         self.schedule_publish()
 
     def schedule_publish(self) -> None:
-        """Something has changed."""
+        """Publishes the metrics soon. To be called after a change."""
         if self._timer is None and self._collect is not None:
             self._timer = asyncio.get_running_loop().call_later(_SOON_SECONDS, self._publish)
 
     def other_servers(self) -> list[ServerMetricsSnapshot]:
-        """What the other servers have counted."""
+        """The metrics of the other servers."""
         return [self._decoder.decode(data) for data in self._pages.read_others(self._page)]
 
     def other_engine_metrics(self) -> list[EngineMetricsSnapshot]:
-        """Of these, the engine's."""
-        return [figures.engine for figures in self.other_servers()]
+        """The engine metrics of the other servers."""
+        return [metrics.engine for metrics in self.other_servers()]
 
     def other_http_metrics(self) -> list[HTTPMetricsSnapshot]:
-        """Of these, those of HTTP."""
-        return [figures.http for figures in self.other_servers()]
+        """The HTTP metrics of the other servers."""
+        return [metrics.http for metrics in self.other_servers()]
 
-    def num_in_flight_elsewhere(self) -> int:
-        """Requests under way in the other servers."""
-        return sum(figures.num_in_flight for figures in self.other_servers())
+    def other_num_in_flight(self) -> int:
+        """Requests in flight in the other servers."""
+        return sum(metrics.num_in_flight for metrics in self.other_servers())
 
     def _publish(self) -> None:
         self._timer = None
         assert self._collect is not None
-        figures = self._collect()
-        self._pages.write(self._page, self._encoder.encode(figures))
-        if figures.num_in_flight:
+        metrics = self._collect()
+        self._pages.write(self._page, self._encoder.encode(metrics))
+        if metrics.num_in_flight:
             self._timer = asyncio.get_running_loop().call_later(_BUSY_SECONDS, self._publish)

@@ -1,7 +1,7 @@
-"""The span of an answer over HTTP, for OpenTelemetry: the parent of what its prompts do in the engine.
+"""Middleware that records an OpenTelemetry span for each HTTP request: the parent of the engine's spans of its prompts.
 
-A client that is itself part of a trace says so in the header `traceparent`; the answer's span then belongs to it. This
-layer is there only where `--otlp-traces-endpoint` asks for it, and inside the gate: who has no key leaves no span.
+A span belongs to the trace of the request's `traceparent` header, if it has one. The middleware is used only with
+`--otlp-traces-endpoint`, and runs after authentication, so that requests without a valid key have no spans.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _OPERATIONS = {
     "/v1/rerank": "rerank",
     "/v2/rerank": "rerank",
 }
-"""Paths that have spans, and what they are for; others are of no interest to who follows a request."""
+"""The paths that have spans, with their operation names."""
 
 
 class TracingMiddleware:
-    """A layer around the server.
+    """The ASGI middleware. See the module.
 
     Args:
-        app: What is inside.
-        tracer: Where spans go.
+        app: The application.
+        tracer: Exports the spans.
     """
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
@@ -40,7 +40,7 @@ class TracingMiddleware:
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serves one request."""
         operation = _OPERATIONS.get(scope["path"])
         if operation is None:
             await self._app(scope, receive, send)
@@ -56,16 +56,16 @@ class TracingMiddleware:
         )
         status = 0
 
-        async def note_status(message: Message) -> None:
+        async def send_and_record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
-        within = otel.context.set_value(OPERATION, operation, otel.trace.set_span_in_context(span, parent))
-        token = otel.context.attach(within)
+        context = otel.context.set_value(OPERATION, operation, otel.trace.set_span_in_context(span, parent))
+        token = otel.context.attach(context)
         try:
-            await self._app(scope, receive, note_status)
+            await self._app(scope, receive, send_and_record_status)
         finally:
             otel.context.detach(token)
             if status:
@@ -77,7 +77,7 @@ class TracingMiddleware:
 
 
 def _carrier(scope: Scope) -> dict[str, str]:
-    """The headers of a request as propagators read them; of one that comes twice, both."""
+    """The headers of a request for OpenTelemetry's propagators; repeated headers are joined."""
     found: dict[str, str] = {}
     for name, value in scope["headers"]:
         key = name.decode("latin-1")

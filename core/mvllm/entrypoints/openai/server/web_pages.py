@@ -1,7 +1,7 @@
-"""The server's pages: one to chat with the model, and one of the API, grouped by use, with forms to try each route.
+"""The server's web pages: a playground to chat with the model, and the API documentation with a form for each route.
 
-A page is one file that loads nothing from elsewhere and talks to this server alone. Its content security policy names
-the page's own script by hash, so that no other script runs, whatever gets into the page.
+A page is one file, loads nothing from other servers and sends requests to this server only. Its content security policy
+allows the page's own script by hash, so no injected script can run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def docs_page(document: Mapping[str, Any]) -> HTMLResponse:
 
 
 def _operation(method: str, path: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    """One route: what it is, its fields, and a form to try it."""
+    """The section of one route: summary, fields, and a form to try it."""
     verb, shown = method.upper(), html.escape(path)
     summary = html.escape(operation.get("summary", ""))
     inputs = "".join(_input(parameter) for parameter in operation.get("parameters", ()))
@@ -99,7 +99,7 @@ def _slug(name: str) -> str:
 
 
 def _read(name: str) -> str:
-    return resources.files("mvllm.entrypoints.openai").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("mvllm.entrypoints.openai.server").joinpath(name).read_text(encoding="utf-8")
 
 
 def _page(text: str) -> HTMLResponse:

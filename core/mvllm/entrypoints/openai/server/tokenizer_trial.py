@@ -1,4 +1,4 @@
-"""Tries a model's tokenizer in a process with limits while the model is loaded, as a server sees it."""
+"""Tests a model's tokenizer in a child process with limits, while the model is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import threading
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
-from mvllm.entrypoints.openai.tokenizer_trial_process import LOAD_SECONDS, MEMORY_BYTES, SECONDS, CompileJob, TrialStep
+from mvllm.entrypoints.openai.server.tokenizer_trial_process import (
+    LOAD_SECONDS,
+    MEMORY_BYTES,
+    SECONDS,
+    TokenizerJob,
+    TrialStep,
+)
 from mvllm.errors import ModelError
 from mvllm.executor.process.pipe_process import (
     find_exceeded_limit,
@@ -19,17 +25,17 @@ from mvllm.executor.process.pipe_process import (
 )
 
 WALL_SECONDS = 300.0
-"""A process whose step takes longer, without the processor time for it, is given up, too."""
+"""Wall time after which a step fails, even if the process got no processor time."""
 
 _ATTEMPTS = 2
-_HINT = "Check where the tokenizer comes from, or name another folder with --tokenizer."
+_HINT = "Check the origin of the tokenizer, or name another folder with --tokenizer."
 
 
 class TokenizerTrial:
-    """Starts a process that tokenizes short texts, and holds the result. One trial per object.
+    """Starts the process that tokenizes test texts, and has its result. One trial per object.
 
     Attributes:
-        result: Set when the trial has ended; raises ModelError if the tokenizer exceeded a limit.
+        result: Set at the end of the trial; raises ModelError if the tokenizer exceeded a limit.
     """
 
     def __init__(self) -> None:
@@ -39,16 +45,16 @@ class TokenizerTrial:
         self._closed = False
 
     def start(self, folder: str | None) -> None:
-        """Begins, in the background.
+        """Starts the trial in the background.
 
         Args:
-            folder: Of the tokenizer; without a `tokenizer.json` in it, nothing has to be tried.
+            folder: The tokenizer's folder; without a `tokenizer.json` in it, the trial ends at once.
         """
         path = Path(folder or "") / "tokenizer.json"
         if folder is None or not path.is_file():
             self._set_result(None)
             return
-        # The process dies with the thread that started it.
+        # The kernel ends the process together with the thread that started it.
         threading.Thread(target=self._run, args=(path,), name="tokenizer-trial", daemon=True).start()
 
     def close(self) -> None:
@@ -62,14 +68,14 @@ class TokenizerTrial:
         error: BaseException | None = None
         try:
             message = self._try(path)
-        except BaseException as e:  # noqa: BLE001  (raised where the result is waited for)
+        except BaseException as e:  # noqa: BLE001  (raised by the result)
             error = e
         else:
             error = ModelError(message) if message is not None else None
         self._set_result(error)
 
     def _set_result(self, error: BaseException | None) -> None:
-        with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+        with contextlib.suppress(InvalidStateError):  # cancelled at the shutdown
             if error is None:
                 self.result.set_result(None)
             else:
@@ -81,11 +87,11 @@ class TokenizerTrial:
             with self._lock:
                 if self._closed:
                     return None
-                self._process = process = start_pipe_process("mvllm.entrypoints.openai.tokenizer_trial_process")
+                self._process = process = start_pipe_process("mvllm.entrypoints.openai.server.tokenizer_trial_process")
             step = TrialStep()
             assert process.stdin is not None and process.stdout is not None
             try:
-                write_message(process.stdin, CompileJob(str(path)))
+                write_message(process.stdin, TokenizerJob(str(path)))
                 while not step.is_last:
                     step = receive_message(process.stdout, TrialStep, WALL_SECONDS)
             except (EOFError, OSError) as e:  # TimeoutError is an OSError
@@ -96,7 +102,7 @@ class TokenizerTrial:
                 return None if step.error is None else f"The tokenizer {path} cannot be used: {step.error}. {_HINT}"
             finally:
                 kill_pipe_process(process)
-        return f"The process that tries the tokenizer {path} was killed {_ATTEMPTS} times; start the server again."
+        return f"The process that tests the tokenizer {path} was killed {_ATTEMPTS} times; start the server again."
 
 
 def _describe_limit(path: Path, step: TrialStep, exceeded: str) -> str:

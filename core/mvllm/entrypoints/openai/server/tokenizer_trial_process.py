@@ -1,12 +1,12 @@
-"""Tokenizes short texts with a model's `tokenizer.json`, under limits: `python -m ... <parent pid>`.
+"""The child process that tests a model's `tokenizer.json` with short texts: `python -m ... <parent pid>`.
 
-A `tokenizer.json` may hold regular expressions. The library searches with them by backtracking: with some expressions,
-a line of text takes hours, in native code that nothing can interrupt. The texts here are of the kinds that show it.
+A `tokenizer.json` may have regular expressions, which the tokenizers library matches by backtracking. With some of them
+a line of text takes hours, in native code that cannot be interrupted. The texts here are those that show it.
 
-    stdin   a CompileJob, see pipe_messages        stdout  a TrialStep before each step, the last one with `is_last`
+    stdin   a TokenizerJob, see pipe_process       stdout  a TrialStep before each step, the last one with `is_last`
 
-The kernel ends the process when it exceeds a limit; the last TrialStep then says in which step. The process ends with
-its parent, too.
+The kernel ends the process when it exceeds a limit; the last TrialStep then has the step. The process also ends with
+its parent.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mvllm.executor.process.pipe_process import read_message, write_message
 from mvllm.executor.process.process_utils import die_with_parent, limit_memory, limit_processor_time, set_process_name
 
 LOAD_SECONDS = 60.0
-"""Processor time to load the file; a vocabulary of 262,144 tokens takes two."""
+"""Processor time to load the file; a vocabulary of 262,144 tokens takes two seconds."""
 SECONDS = 3.0
-"""Processor time of all texts together; tokenizers in use take a tenth or two of one."""
+"""Processor time of all texts together; common tokenizers take 0.1 to 0.2 seconds."""
 MEMORY_BYTES = 512 << 20
-"""Address space for the texts."""
+"""Address space to tokenize the texts."""
 
 _LOAD_BYTES = 1 << 30
 _LOAD_BYTES_PER_BYTE = 32  # of the file: vocabularies take about ten times its size
@@ -55,11 +55,11 @@ _KINDS = {
     "spaces and line breaks in turn": " \n",
 }
 _ENDS = ("\0", "a", "!")
-"""A character after a run, where a match of all of it fails; two that are not of the run's kind."""
+"""Characters after a run, at which a match of the whole run fails. Two that are not in the run are used."""
 
 
-class CompileJob(msgspec.Struct, frozen=True):
-    """A tokenizer to try.
+class TokenizerJob(msgspec.Struct, frozen=True):
+    """A tokenizer to test.
 
     Attributes:
         path: Its `tokenizer.json`.
@@ -69,12 +69,12 @@ class CompileJob(msgspec.Struct, frozen=True):
 
 
 class TrialStep(msgspec.Struct, frozen=True):
-    """What the process does next.
+    """The next step of the process.
 
     Attributes:
-        text: The text that it tokenizes, in words; empty while it loads the file.
+        text: Description of the text to tokenize; empty while the file is loaded.
         error: Why the tokenizer cannot be used.
-        is_last: Whether nothing follows.
+        is_last: Whether the process has finished.
     """
 
     text: str = ""
@@ -83,13 +83,13 @@ class TrialStep(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """The program."""
+    """Runs the process."""
     die_with_parent(int(sys.argv[1]))
     set_process_name("TokenizerTrial")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")  # each thread reserves address space
     try:
-        job = read_message(sys.stdin.buffer, CompileJob)
+        job = read_message(sys.stdin.buffer, TokenizerJob)
         error = try_tokenizer(Path(job.path), lambda text: write_message(sys.stdout.buffer, TrialStep(text)))
         write_message(sys.stdout.buffer, TrialStep(error=error, is_last=True))
     except (EOFError, BrokenPipeError):
@@ -102,10 +102,11 @@ def try_tokenizer(path: Path, report: Callable[[str], None]) -> str | None:
     """Loads a tokenizer, and encodes and decodes each text.
 
     Args:
-        report: Called before each step, with the text in words; with nothing before the file is loaded.
+        report: Called before each step with the description of the text, which is empty for the loading of the file.
 
     Returns:
-        Why it cannot be used. A file that cannot be loaded is no reason: the server that loads it says why.
+        Why the tokenizer cannot be used. A file that cannot be loaded is not reported: the server, which loads it, too,
+        raises the error.
     """
     from tokenizers import Tokenizer
 
@@ -134,7 +135,7 @@ def try_tokenizer(path: Path, report: Callable[[str], None]) -> str | None:
 
 
 def probe_texts() -> Iterator[tuple[str, str]]:
-    """Texts that expressions with nested or repeated repetition are slow to reject, each with its description."""
+    """Texts that regular expressions with nested repetition are slow to reject, each with its description."""
     for name, unit in _KINDS.items():
         for end in [end for end in _ENDS if end not in unit.lower()][:2]:
             run = unit * (_LENGTH // len(unit))

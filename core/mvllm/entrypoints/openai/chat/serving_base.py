@@ -1,0 +1,96 @@
+"""Base of the handlers of chat completions and responses: prompt, tools, structured output and output parser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+
+from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.entrypoints.openai.common.chat_prompt_renderer import ChatPromptRenderer, check_tools
+from mvllm.entrypoints.openai.common.output_constraint import output_constraint
+from mvllm.entrypoints.openai.common.request_sampling_params import chat_sampling_params
+from mvllm.entrypoints.openai.common.serving_base import GenerationHandler
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
+from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
+from mvllm.entrypoints.parsers.output_parser import OutputParser, OutputParserStream
+from mvllm.entrypoints.parsers.registry import tool_parser_names
+from mvllm.entrypoints.parsers.tool_choice import ToolChoice, parse_tool_choice
+from mvllm.errors import RequestError
+from mvllm.messages.inputs import PromptType
+from mvllm.messages.structured_outputs import StructuredOutputsParams
+
+
+class ChatHandler(GenerationHandler):
+    """Answers a conversation with the assistant's next message.
+
+    Args:
+        context, model, id_prefix: As for RequestHandler.
+        request: The body of the HTTP request, or the chat completion request that it amounts to.
+
+    Raises:
+        RequestError: On construction: a setting is not acceptable.
+    """
+
+    _request: ChatCompletionRequest
+
+    def __init__(self, context: ServingContext, model: str, id_prefix: str, request: ChatCompletionRequest) -> None:
+        renderer = context.prompt_renderer
+        check_tools(request.tools)
+        self._tool_choice = parse_tool_choice(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
+        constraint = output_constraint(request, self._tool_choice)
+        params = chat_sampling_params(request, context.engine.model_config.generation_defaults, constraint)
+        self._output_parser = _build_output_parser(
+            request, renderer, self._tool_choice, is_constrained=constraint is not None
+        )
+        if self._output_parser.needs_special_tokens(renderer.special_tokens):
+            params = msgspec.structs.replace(params, skip_special_tokens=False)
+        super().__init__(context, model, id_prefix, request, params, constraint)
+
+    async def _build_prompts(self) -> Sequence[PromptType]:
+        prompt = await self._context.prompt_renderer.render(self._request)
+        if self._request.cache_salt is not None:
+            prompt["cache_salt"] = self._request.cache_salt
+        constraint = self._params.structured_outputs
+        tags = None if constraint is None else self._output_parser.reasoning_tags_for(prompt.get("prompt"))
+        if isinstance(constraint, StructuredOutputsParams) and tags is not None:
+            start, end = tags
+            after_reasoning = msgspec.structs.replace(constraint, thoughts_start=start, thoughts_end=end)
+            self._params = msgspec.structs.replace(self._params, structured_outputs=after_reasoning)
+        return [cast(PromptType, prompt)]
+
+    def _make_parser_stream(self, output: RequestOutput) -> OutputParserStream:
+        """Parses the text of one sequence."""
+        return self._output_parser.stream(output.prompt, self._tool_choice.stream())
+
+
+def _build_output_parser(
+    request: ChatCompletionRequest, renderer: ChatPromptRenderer, choice: ToolChoice, *, is_constrained: bool
+) -> OutputParser:
+    """The parser of the request's outputs.
+
+    Args:
+        is_constrained: Whether the output is structured: then only reasoning may come before it.
+
+    Raises:
+        RequestError: The request has tools, and the server has no tool parser.
+    """
+    reasoning = renderer.reasoning_parser() if renderer.reasoning_parser is not None else None
+    include_reasoning = request.include_reasoning is not False
+    if is_constrained:
+        tagged = reasoning if reasoning is not None and reasoning.tags is not None else None
+        return OutputParser(reasoning=tagged, include_reasoning=include_reasoning)
+    if choice.mode == "auto" and renderer.tool_parser is None:
+        raise RequestError(
+            "tools need a parser that finds calls in what the model writes, and the chat template does not show which: "
+            f"start the server with --tool-call-parser (one of {', '.join(tool_parser_names())}), or send tool_choice "
+            "'none' to show them to the model all the same.",
+            parameter="tools",
+        )
+    return OutputParser(
+        tools=renderer.tool_parser(choice.tools) if choice.mode == "auto" and renderer.tool_parser else None,
+        reasoning=reasoning,
+        include_reasoning=include_reasoning,
+        single_call=not choice.parallel,
+    )

@@ -1,0 +1,133 @@
+"""Turns the conversation of a request into a prompt: the chat template, rendered and tokenized within limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.openai.common.tokenizer_pool import MAX_TEMPLATE_LENGTH, TokenizerPool
+from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
+from mvllm.entrypoints.parsers.registry import reasoning_parser as find_reasoning_parser
+from mvllm.entrypoints.parsers.registry import tool_parser as find_tool_parser
+from mvllm.errors import RequestError
+from mvllm.messages.inputs import TokensPrompt
+
+MAX_TRUNCATED_MESSAGES = 1 << 16
+"""Messages and tool calls of a conversation whose prompt is truncated; any other has fewer than max_model_len."""
+
+MAX_TOOLS = 4096
+MAX_TEMPLATE_VARIABLES = 256
+
+
+class ChatPromptRenderer:
+    """Turns conversations into prompts, and has the parsers of the model's output.
+
+    Args:
+        engine: The engine that runs the prompts.
+        tokenizer_pool: Renders templates and tokenizes.
+        chat_template: Template in place of the tokenizer's own, from the server's settings.
+        trust_request_chat_template: Whether requests may send their own.
+        tool_parser, reasoning_parser: Names of the parsers; None for none.
+
+    Attributes:
+        tool_parser, reasoning_parser: Classes of the parsers.
+        special_tokens: Texts of the tokenizer's special tokens.
+
+    Raises:
+        ConfigError: No parser has the name.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        tokenizer_pool: TokenizerPool,
+        *,
+        chat_template: str | None = None,
+        trust_request_chat_template: bool = False,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> None:
+        self.tool_parser = find_tool_parser(tool_parser) if tool_parser is not None else None
+        self.reasoning_parser = find_reasoning_parser(reasoning_parser) if reasoning_parser is not None else None
+        self.special_tokens = frozenset(map(engine.tokenizer.token_text, engine.tokenizer.special_ids))
+        self._tokenizer_pool = tokenizer_pool
+        self._engine = engine
+        self._chat_template = chat_template
+        self._trust_request_template = trust_request_chat_template
+
+    async def render(self, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt:
+        """The prompt of a request's conversation, as text and as token ids.
+
+        Raises:
+            RequestError: The conversation or the template is not acceptable.
+        """
+        if request.messages is None:
+            raise RequestError("messages is missing.", parameter="messages")
+        self._check_length(request)
+        has_own_template = bool(request.chat_template)
+        if has_own_template and not self._trust_request_template:
+            raise RequestError(
+                "chat_template is not allowed, since a template is a program: this server uses the model's own. Start "
+                "it with --trust-request-chat-template to allow templates of requests.",
+                parameter="chat_template",
+            )
+        if len(request.chat_template or "") > MAX_TEMPLATE_LENGTH:
+            raise RequestError(f"chat_template may have {MAX_TEMPLATE_LENGTH} characters.", parameter="chat_template")
+        render = self._tokenizer_pool.render_with_request_template if has_own_template else self._tokenizer_pool.render
+        text = await render(request.messages, self._template_arguments(request))
+        return await self._tokenizer_pool.run(lambda: self._tokenize(text, request))
+
+    def _check_length(self, request: ChatCompletionRequest | TokenizeRequest) -> None:
+        """Checks that the conversation may fit into the model's context, before its messages are processed."""
+        max_messages = self._engine.model_config.max_model_len
+        if getattr(request, "truncate_prompt_tokens", None) is not None:
+            max_messages = max(max_messages, MAX_TRUNCATED_MESSAGES)
+        messages = request.messages or ()
+        calls = [message.get("tool_calls") for message in messages]
+        found = len(messages) + sum(len(each) for each in calls if isinstance(each, list))
+        if found > max_messages:
+            raise RequestError(
+                f"The conversation has {found} messages and tool calls, which are at least as many tokens, but prompt "
+                f"and output together may have {max_messages} (max_model_len). Shorten the conversation.",
+                parameter="messages",
+            )
+        check_tools(request.tools)
+        if len(request.chat_template_kwargs or ()) > MAX_TEMPLATE_VARIABLES:
+            raise RequestError(
+                f"chat_template_kwargs may have {MAX_TEMPLATE_VARIABLES} entries.", parameter="chat_template_kwargs"
+            )
+
+    def _template_arguments(self, request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
+        """The keyword arguments of `render_chat`."""
+        continues = bool(request.continue_final_message)
+        extra = dict(request.chat_template_kwargs or {})
+        effort = getattr(request, "reasoning_effort", None)
+        if effort is not None:
+            extra.setdefault("reasoning_effort", effort)
+        return {
+            "chat_template": request.chat_template or self._chat_template,
+            "add_generation_prompt": not continues
+            if request.add_generation_prompt is None
+            else request.add_generation_prompt,
+            "continue_final_message": continues,
+            "tools": request.tools,
+            "chat_template_kwargs": extra,
+        }
+
+    def _tokenize(self, text: str, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt:
+        self._engine.input_processor.check_text(text)
+        # The template has added the special tokens.
+        truncated = getattr(request, "truncate_prompt_tokens", None) is not None
+        ids = self._tokenizer_pool.encode_sync(text, add_special_tokens=False, truncated=truncated)
+        return TokensPrompt(prompt_token_ids=ids, prompt=text)
+
+
+def check_tools(tools: Sequence[Any] | None) -> None:
+    """Checks the number of tools.
+
+    Raises:
+        RequestError: There are too many.
+    """
+    if len(tools or ()) > MAX_TOOLS:
+        raise RequestError(f"tools may have {MAX_TOOLS} entries; found {len(tools or ())}.", parameter="tools")

@@ -1,0 +1,66 @@
+"""The engine, the tokenizer threads and the prompt renderer that all request handlers of a process share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mvllm.engine.async_llm import AsyncLLM
+from mvllm.entrypoints.openai.common.chat_prompt_renderer import ChatPromptRenderer
+from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
+from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
+from mvllm.entrypoints.parsers.auto_detect import resolve_parsers
+
+
+@dataclass(frozen=True)
+class ServingContext:
+    """Shared by the request handlers of a server or of a batch.
+
+    Attributes:
+        engine: Runs the requests.
+        tokenizer_pool: Threads for tokenizing and for encoding large responses.
+        prompt_renderer: Turns conversations into prompts, and has the parsers of the model's output.
+    """
+
+    engine: AsyncLLM
+    tokenizer_pool: TokenizerPool
+    prompt_renderer: ChatPromptRenderer
+
+    @classmethod
+    def create(
+        cls,
+        engine: AsyncLLM,
+        template_renderer: ChatTemplateRenderer,
+        *,
+        tool_call_parser: str,
+        reasoning_parser: str,
+        chat_template: str | None,
+        trust_request_chat_template: bool = False,
+    ) -> ServingContext:
+        """The context of an engine.
+
+        Args:
+            template_renderer: Process that renders the model's chat template. The caller closes it.
+            tool_call_parser, reasoning_parser: A parser's name, `auto` to detect it from the chat template, or `none`.
+            chat_template: Template in place of the tokenizer's own.
+            trust_request_chat_template: Whether requests may send templates.
+
+        Raises:
+            ConfigError: No parser has the name.
+        """
+        pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len, template_renderer)
+        folder = Path(engine.model_config.tokenizer or "")
+        parsers = resolve_parsers(tool_call_parser, reasoning_parser, chat_template, folder)
+        renderer = ChatPromptRenderer(
+            engine,
+            pool,
+            chat_template=chat_template,
+            trust_request_chat_template=trust_request_chat_template,
+            tool_parser=parsers.tool,
+            reasoning_parser=parsers.reasoning,
+        )
+        return cls(engine, pool, renderer)
+
+    def close(self) -> None:
+        """Ends the threads when their current work is done."""
+        self.tokenizer_pool.close()

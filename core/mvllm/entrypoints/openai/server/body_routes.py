@@ -1,0 +1,129 @@
+"""Routes with a JSON body: the body is read and checked, a request handler runs, and its response is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mvllm.entrypoints.openai.common.json_response import json_response
+from mvllm.entrypoints.openai.common.openapi import request_body_schema
+from mvllm.entrypoints.openai.common.request_body import BodyDecoder, BodyReader
+from mvllm.entrypoints.openai.common.serving_base import GenerationHandler, RequestHandler
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
+from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
+from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
+from mvllm.entrypoints.openai.protocol import ModelRequest, reject_unsupported_fields
+from mvllm.entrypoints.openai.server.server_state import ServerState
+from mvllm.entrypoints.openai.server.settings import ServerSettings
+
+R = TypeVar("R", bound=ModelRequest)
+Endpoint = Callable[[Request], Awaitable[Response]]
+MakeHandler = Callable[[ServingContext, str, R], RequestHandler]
+"""Makes the handler of a request from the context, the model's name in the response and the body."""
+
+
+class BodyRoutes:
+    """Adds routes with a JSON body, and answers their requests.
+
+    Args:
+        state: The server's state.
+        models: Names of the model and of LoRA adapters.
+        settings: The server's.
+
+    Attributes:
+        reader: Reads bodies within the server's limits.
+    """
+
+    def __init__(self, state: ServerState, models: OpenAIServingModels, settings: ServerSettings) -> None:
+        self.reader = BodyReader.from_settings(settings)
+        self._state = state
+        self._models = models
+        self._send_timeout = settings.send_timeout
+        self._decoders: dict[type[ModelRequest], BodyDecoder[Any]] = {}
+
+    def add(
+        self, router: APIRouter, path: str, body_type: type[ModelRequest], endpoint: Endpoint, summary: str
+    ) -> None:
+        """Adds a POST route whose endpoint reads the body itself, with `decode`."""
+        self._decoders[body_type] = BodyDecoder(body_type)
+        extra = request_body_schema(body_type)
+        router.add_api_route(path, endpoint, methods=["POST"], name=path, summary=summary, openapi_extra=extra)
+
+    def add_handler(
+        self,
+        router: APIRouter,
+        path: str,
+        body_type: type[R],
+        make_handler: MakeHandler[R],
+        summary: str,
+        *,
+        with_adapters: bool = True,
+    ) -> None:
+        """Adds a POST route whose requests have a handler each.
+
+        Args:
+            with_adapters: Whether a request may name a LoRA adapter as its model.
+        """
+
+        async def endpoint(request: Request) -> Response:
+            return await self.run_handler(request, body_type, make_handler, with_adapters=with_adapters)
+
+        self.add(router, path, body_type, endpoint, summary)
+
+    async def decode(self, request: Request, body_type: type[R]) -> R:
+        """The body of a request to one of the routes.
+
+        Raises:
+            APIError: The body is not acceptable.
+            RequestError: It has a field that is not supported.
+            ClientDisconnected: The client left.
+        """
+        body: R = await self.reader.decode(request, self._decoders[body_type])
+        reject_unsupported_fields(body)
+        return body
+
+    async def decode_for_model(
+        self, request: Request, body_type: type[R], *, with_adapters: bool = True
+    ) -> tuple[ServingContext, str, R]:
+        """What runs a request, the name of the model in its response, and its body.
+
+        Raises:
+            As `decode`.
+            APIError: The server does not accept requests (503), or has no such model (404).
+        """
+        context = self._state.context
+        body = await self.decode(request, body_type)
+        return context, self._models.resolve_name(body.model, with_adapters=with_adapters), body
+
+    async def run_handler(
+        self, request: Request, body_type: type[R], make_handler: MakeHandler[R], *, with_adapters: bool = True
+    ) -> Response:
+        """Runs a handler until the response is complete, or, for a stream, until the engine has its prompts.
+
+        Raises:
+            As `decode_for_model` and the handler.
+        """
+        context, model, body = await self.decode_for_model(request, body_type, with_adapters=with_adapters)
+        handler = make_handler(context, model, body)
+        handler.lora_request = self._models.lora_request(model)
+        self._state.request_started()
+
+        def end() -> None:
+            handler.close()
+            self._state.request_finished()
+
+        is_streaming = False
+        try:
+            async with cancel_on_disconnect(request.receive):
+                await handler.start()
+                if not (isinstance(handler, GenerationHandler) and getattr(body, "stream", None)):
+                    return json_response(await handler.full_response())
+            is_streaming = True
+            return EventStreamResponse(handler.stream(), self._send_timeout, end)  # it calls `end`, however it ends
+        finally:
+            if not is_streaming:
+                end()

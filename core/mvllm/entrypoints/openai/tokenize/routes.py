@@ -1,0 +1,68 @@
+"""`POST /tokenize` and `POST /detokenize`: token ids of a text or a conversation, and text of token ids."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mvllm.entrypoints.openai.common.json_response import json_response
+from mvllm.entrypoints.openai.common.streaming_response import cancel_on_disconnect
+from mvllm.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
+from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
+from mvllm.errors import RequestError
+
+MAX_DETOKENIZE_TOKENS = 1 << 20
+"""Token ids of one request to `/detokenize`: parsing and checking more would block the event loop."""
+
+
+class TokenizeRoutes:
+    """The routes.
+
+    Args:
+        body_routes: Reads bodies.
+    """
+
+    def __init__(self, body_routes: BodyRoutes) -> None:
+        self._body_routes = body_routes
+
+    def add_to(self, router: APIRouter) -> None:
+        """Adds the routes to a router."""
+        add = self._body_routes.add
+        add(router, "/tokenize", TokenizeRequest, self.tokenize, "Token ids of a text or a conversation.")
+        add(router, "/detokenize", DetokenizeRequest, self.detokenize, "The text of token ids.")
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or a conversation."""
+        context, _, body = await self._body_routes.decode_for_model(request, TokenizeRequest)
+        engine, pool = context.engine, context.tokenizer_pool
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("Give either prompt or messages.", parameter="prompt")
+        ids: list[int]
+        async with cancel_on_disconnect(request.receive):
+            if body.prompt is None:
+                ids = (await context.prompt_renderer.render(body))["prompt_token_ids"]
+            else:
+                ids = await pool.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        names: list[str | None] | None = None
+        if body.return_token_strs:  # in a thread: there may be many
+            names = await pool.run(lambda: [engine.tokenizer.token_name(i) for i in ids])
+        max_model_len = engine.model_config.max_model_len
+        return json_response({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": names})
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        context, _, body = await self._body_routes.decode_for_model(request, DetokenizeRequest)
+        engine, ids = context.engine, body.tokens
+        if ids is None:
+            raise RequestError("tokens is missing.", parameter="tokens")
+        if len(ids) > MAX_DETOKENIZE_TOKENS:
+            raise RequestError(
+                f"tokens may have {MAX_DETOKENIZE_TOKENS} entries; found {len(ids)}. Send several requests.",
+                parameter="tokens",
+            )
+        vocab_size = engine.model_config.vocab_size
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            raise RequestError(f"tokens must be token ids from 0 to {vocab_size - 1}.", parameter="tokens")
+        text = await context.tokenizer_pool.run(lambda: engine.tokenizer.decode(ids, skip_special_tokens=False))
+        return json_response({"prompt": text})
