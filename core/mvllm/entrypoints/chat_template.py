@@ -34,7 +34,7 @@ _RESERVED = (
     "truncation",
     "max_length",
 )
-
+_MAX_TEMPLATE_BYTES = 4 << 20
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages of `role` and `content`, a text or a list of text parts; templates may know further keys.
@@ -141,17 +141,27 @@ def resolve_chat_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> 
         raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="messages") from e
 
 
-def read_default_template(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """A folder's default template and special tokens, read without transformers; None where none is in its files."""
+def read_template_files(folder: Path, *, for_tools: bool = False) -> tuple[str | None, dict[str, str]]:
+    """The chat template and the special tokens in a tokenizer's folder, read without transformers.
+
+    Args:
+        folder: Of the tokenizer.
+        for_tools: Prefer the template for requests with tools, where the folder has several.
+
+    Returns:
+        The template, or None where no file has a readable one; texts of the special tokens by name.
+    """
     settings: dict[str, Any] = {}
     with contextlib.suppress(ModelError):
         settings = read_json_object(folder / "tokenizer_config.json")
     template: object = settings.get("chat_template")
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # of objects with name and template
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
-        template = named.get("default")
-    with contextlib.suppress(OSError, ValueError):
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        template = (named.get("tool_use") if for_tools else None) or named.get("default")
+    tool_use = folder / "additional_chat_templates" / "tool_use.jinja"
+    for path in (folder / "chat_template.jinja", *([tool_use] if for_tools else [])):
+        with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+            template = file.read(_MAX_TEMPLATE_BYTES).decode("utf-8")
     special = {}
     for name, token in settings.items():
         content = token.get("content") if isinstance(token, Mapping) else token

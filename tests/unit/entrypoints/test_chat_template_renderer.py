@@ -12,7 +12,7 @@ import transformers
 
 import mvllm
 from mvllm.engine.frontend.tokenizer import Tokenizer
-from mvllm.entrypoints.chat_template import read_default_template, render_chat
+from mvllm.entrypoints.chat_template import read_template_files, render_chat
 from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateLimitError, ChatTemplateRenderer
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.errors import ModelError, RequestError
@@ -106,12 +106,18 @@ class TestTheModelsOwnTemplate:
         assert renderer.pid is None
 
     def test_it_is_found_in_the_folder_without_transformers(self, tmp_path: Path) -> None:
-        assert read_default_template(tmp_path) == (None, {})
+        assert read_template_files(tmp_path) == (None, {})
         settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "a"}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-        assert read_default_template(tmp_path) == ("a", {"bos_token": "<s>", "eos_token": "</s>"})
+        assert read_template_files(tmp_path) == ("a", {"bos_token": "<s>", "eos_token": "</s>"})
         named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-        assert read_default_template(tmp_path) == ("d", {})
+        assert read_template_files(tmp_path) == ("d", {})
+        assert read_template_files(tmp_path, for_tools=True) == ("t", {})
         (tmp_path / "chat_template.jinja").write_text("b")
-        assert read_default_template(tmp_path) == ("b", {})
+        assert read_template_files(tmp_path) == read_template_files(tmp_path, for_tools=True) == ("b", {})
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("c")
+        assert (read_template_files(tmp_path)[0], read_template_files(tmp_path, for_tools=True)[0]) == ("b", "c")
+        (tmp_path / "tokenizer_config.json").write_text("[1, 2")
+        assert read_template_files(tmp_path) == ("b", {})

@@ -8,12 +8,10 @@ different parsers, none is chosen.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.logging import get_logger
@@ -21,8 +19,6 @@ from mvllm.logging import get_logger
 logger = get_logger(__name__)
 
 AUTO, NONE = "auto", "none"
-
-_MAX_TEMPLATE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -99,12 +95,14 @@ def resolve_parsers(tool: str, reasoning: str, chat_template: str | None, folder
         folder: Of the tokenizer.
     """
 
+    from mvllm.entrypoints.chat_template import read_template_files
+
     def choose(
         asked: str, rules: tuple[DetectionRule, ...], names: Callable[[], tuple[str, ...]], what: str
     ) -> str | None:
         if asked != AUTO:
             return None if asked == NONE else asked
-        template = chat_template or read_chat_template(folder, for_tools=rules is TOOL_RULES)
+        template = chat_template or read_template_files(folder, for_tools=rules is TOOL_RULES)[0]
         found = detect_format(template, rules) if template else None
         if found is None or found not in names():
             return None
@@ -116,32 +114,3 @@ def resolve_parsers(tool: str, reasoning: str, chat_template: str | None, folder
         choose(tool, TOOL_RULES, tool_parser_names, "Tool call parser"),
         choose(reasoning, REASONING_RULES, reasoning_parser_names, "Reasoning parser"),
     )
-
-
-def read_chat_template(folder: Path, *, for_tools: bool = False) -> str | None:
-    """The chat template in a tokenizer's folder; None where there is none that can be read.
-
-    Args:
-        for_tools: Of several templates, the one for requests with tools.
-    """
-    more = folder / "additional_chat_templates" / "tool_use.jinja"
-    for path in ([more] if for_tools else []) + [folder / "chat_template.jinja"]:
-        if (text := _read(path)) is not None:
-            return text
-    try:
-        found: Any = json.loads(_read(folder / "tokenizer_config.json") or "{}")
-    except (ValueError, RecursionError):
-        return None
-    template = found.get("chat_template") if isinstance(found, dict) else None
-    if isinstance(template, list):  # of objects with name and template
-        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-        template = (named.get("tool_use") if for_tools else None) or named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _read(path: Path) -> str | None:
-    try:
-        with path.open("rb") as file:
-            return file.read(_MAX_TEMPLATE_BYTES).decode("utf-8")
-    except (OSError, ValueError):
-        return None

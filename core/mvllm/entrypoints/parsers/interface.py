@@ -113,22 +113,30 @@ class ParsedOutput:
         return finish_reason_with_tools(reason, len(self.tool_calls))
 
 
-class ToolStream(ABC):
-    """Reads one answer, and finds the calls in it. For one sequence; not thread-safe.
+class DeltaStream(ABC):
+    """Incremental parser of one sequence's text. Not thread-safe.
 
-    However the text is cut, what the pieces give adds up to the same. Nothing raises because of what a model wrote.
+    The deltas add up to the same output however the text is split. No text of a model raises.
     """
-
-    num_calls: int = 0
-    """Calls that have begun."""
 
     @abstractmethod
     def feed(self, text: str) -> list[Delta]:
-        """Takes the next piece of text, of any length, and gives what has become certain, in order."""
+        """Parses the next piece of text, of any length; returns the deltas that no later text can change, in order."""
 
     @abstractmethod
     def finish(self) -> list[Delta]:
-        """Gives what was held back until now: there is no more text. Called once."""
+        """Ends the text; returns the deltas that were held back. Called once."""
+
+    def parse(self, text: str) -> ParsedOutput:
+        """Parses a whole output. Called once, in place of `feed` and `finish`."""
+        return merge_deltas([*self.feed(text), *self.finish()])
+
+
+class ToolStream(DeltaStream):
+    """Incremental parser that finds the tool calls of one sequence. See DeltaStream."""
+
+    num_calls: int = 0
+    """Number of calls that have started."""
 
 
 class ToolParser(ABC):
@@ -149,29 +157,20 @@ class ToolParser(ABC):
         """A reader for one answer."""
 
     def parse(self, text: str) -> ParsedOutput:
-        """Reads a whole answer."""
-        stream = self.stream()
-        return merge_deltas([*stream.feed(text), *stream.finish()])
+        """Parses a whole output."""
+        return self.stream().parse(text)
 
 
-class ReasoningStream(ABC):
-    """Reads one answer, and tells the thoughts from the rest. For one sequence; not thread-safe.
+class ReasoningStream(DeltaStream):
+    """Incremental parser that separates the reasoning of one sequence from its content. See DeltaStream.
 
-    Gives ReasoningDeltas, and ContentDeltas for the rest, which may hold calls.
+    It returns ReasoningDeltas, and ContentDeltas for the rest of the text, tool calls included.
     """
 
     @property
     @abstractmethod
     def in_reasoning(self) -> bool:
-        """Whether the text so far ends within the thoughts: tokens count as reasoning, and a grammar does not apply."""
-
-    @abstractmethod
-    def feed(self, text: str) -> list[Delta]:
-        """Takes the next piece of text, of any length, and gives what has become certain, in order."""
-
-    @abstractmethod
-    def finish(self) -> list[Delta]:
-        """Gives what was held back until now: there is no more text. Called once."""
+        """Whether the text so far ends inside the reasoning. Tokens count as reasoning then; no grammar applies."""
 
 
 class ReasoningParser(ABC):
@@ -194,9 +193,8 @@ class ReasoningParser(ABC):
         """
 
     def parse(self, text: str, prompt: str | None = None) -> ParsedOutput:
-        """Reads a whole answer."""
-        stream = self.stream(prompt)
-        return merge_deltas([*stream.feed(text), *stream.finish()])
+        """Parses a whole output."""
+        return self.stream(prompt).parse(text)
 
 
 def merge_deltas(deltas: Iterable[Delta]) -> ParsedOutput:

@@ -7,6 +7,7 @@ from collections.abc import Container
 from mvllm.entrypoints.parsers.interface import (
     ContentDelta,
     Delta,
+    DeltaStream,
     ParsedOutput,
     ReasoningDelta,
     ReasoningParser,
@@ -15,7 +16,6 @@ from mvllm.entrypoints.parsers.interface import (
     ToolParser,
     ToolStream,
     finish_reason_with_tools,
-    merge_deltas,
 )
 
 
@@ -92,12 +92,11 @@ class OutputParser:
         return (start, end) if stream.in_reasoning else None  # the prompt has closed them
 
     def parse(self, text: str, prompt: str | None = None) -> ParsedOutput:
-        """Reads a whole answer: what its pieces would add up to."""
-        stream = self.stream(prompt)
-        return merge_deltas([*stream.feed(text), *stream.finish()])
+        """Parses a whole output."""
+        return self.stream(prompt).parse(text)
 
 
-class OutputParserStream:
+class OutputParserStream(DeltaStream):
     """Reads one sequence. Not thread-safe.
 
     Args:

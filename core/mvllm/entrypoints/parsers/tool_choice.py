@@ -7,8 +7,7 @@ JSON, which `stream` reads:
     required    [{"name": "get_weather", "arguments": {"city": "Paris"}}, ...]
     named       {"city": "Paris"}                                               the arguments alone
 
-With a reasoning parser the grammar applies from the end of the thoughts on (`OutputParserStream.in_reasoning`). Without
-grammars a caller refuses these two, or lets the model write as with `auto` and looks afterwards with `is_met_by`.
+With a reasoning parser the grammar applies from the end of the thoughts on (`OutputParserStream.in_reasoning`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mvllm.entrypoints.parsers.interface import ToolCall, ToolStream
+from mvllm.entrypoints.parsers.interface import ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
 from mvllm.errors import RequestError
 from mvllm.messages.structured_outputs import check_json_size
@@ -81,17 +80,6 @@ class ToolChoice:
         if self.mode == "named":
             return _NamedCall(self.name or "")
         return _RequiredCalls() if self.mode == "required" else None
-
-    def is_met_by(self, calls: Sequence[ToolCall]) -> bool:
-        """Whether an answer's calls are what was asked for. Does not look at their arguments."""
-        if self.mode == "none":
-            return not calls
-        if len(calls) > 1 and not self.parallel:
-            return False
-        if self.mode == "named":
-            return len(calls) == 1 and calls[0].name == self.name
-        names = {_function(tool)["name"] for tool in self.tools}
-        return (self.mode == "auto" or bool(calls)) and all(call.name in names for call in calls)
 
 
 def parse_tool_choice(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import pytest
@@ -12,7 +11,6 @@ from mvllm.entrypoints.parsers.auto_detect import (
     TOOL_RULES,
     ParserNames,
     detect_format,
-    read_chat_template,
     resolve_parsers,
 )
 
@@ -98,17 +96,3 @@ def test_the_choice_is_logged_and_can_be_made_or_switched_off(tmp_path, caplog) 
     assert resolve_parsers("none", "none", None, tmp_path) == ParserNames(None, None)
     assert resolve_parsers("mistral", "deepseek_r1", None, tmp_path) == ParserNames("mistral", "deepseek_r1")
     assert resolve_parsers("auto", "auto", CHATML, tmp_path) == ParserNames(None, None)  # it is used in place of that
-
-
-def test_the_template_is_read_from_where_tokenizers_keep_it(tmp_path) -> None:
-    assert read_chat_template(tmp_path) is None
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text("[1, 2")
-    assert read_chat_template(tmp_path) is None
-    config.write_text(json.dumps({"chat_template": "plain"}))
-    assert read_chat_template(tmp_path) == "plain"
-    several = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
-    config.write_text(json.dumps({"chat_template": several}))
-    assert (read_chat_template(tmp_path), read_chat_template(tmp_path, for_tools=True)) == ("a", "b")
-    (tmp_path / "chat_template.jinja").write_text("file")
-    assert read_chat_template(tmp_path) == "file"

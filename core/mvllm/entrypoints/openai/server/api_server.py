@@ -28,7 +28,7 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.metrics.prometheus import EngineCollector
 from mvllm.engine.metrics.tracing import Tracer
-from mvllm.entrypoints.chat_template import read_default_template
+from mvllm.entrypoints.chat_template import read_template_files
 from mvllm.entrypoints.openai.admin.lora_routes import load_static_loras
 from mvllm.entrypoints.openai.chat.serving import ChatPromptRenderer
 from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
@@ -379,7 +379,7 @@ class APIServer:
             ModelError: It takes too much time or memory.
         """
         folder = str(engine.model_config.tokenizer)
-        template, special_tokens = read_default_template(Path(folder))
+        template, special_tokens = read_template_files(Path(folder))
         given = self._settings.chat_template
         if given is not None or template is not None:
             await self._chat_template_renderer.check(

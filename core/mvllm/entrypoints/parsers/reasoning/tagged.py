@@ -6,7 +6,15 @@ pair of tags counts; whatever comes later is the answer.
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ReasoningStream
+from typing import ClassVar
+
+from mvllm.entrypoints.parsers.interface import (
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    ReasoningParser,
+    ReasoningStream,
+)
 from mvllm.entrypoints.parsers.markers import is_partial_marker, partial_marker_length
 from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE
 
@@ -114,6 +122,21 @@ class TaggedReasoning(ReasoningStream):
             self._has_emitted = True
         if len(said) < len(text):
             self._space.append(text[len(said) :])
+
+
+class ThinkTagParser(ReasoningParser):
+    """Parser of reasoning between `<think>` and `</think>`."""
+
+    tags = ("<think>", "</think>")
+    markers = tags
+
+    always_reasons: ClassVar[bool] = False
+    """Whether every output starts inside the reasoning, with or without the opening tag."""
+
+    def stream(self, prompt: str | None = None) -> ReasoningStream:
+        start, end = self.tags
+        opened = self.always_reasons or ends_with_tag(prompt, start)
+        return TaggedReasoning(start, end, opened=opened, closed=ends_with_tag(prompt, end))
 
 
 def ends_with_tag(prompt: str | None, tag: str) -> bool:
