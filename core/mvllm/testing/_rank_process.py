@@ -22,9 +22,9 @@ from mvllm.platform.choose import choose_platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import Communicator, DeviceRuntime, GroupSpec, Platform, WorkerContext
 from mvllm.testing.attention_cases import make_spec
+from mvllm.testing.subprocess_checks import print_answer
 from mvllm.worker.worker import Worker
 
-ANSWER_PREFIX = "@mvllm-rank "
 SHAPES = ((6, 8), (1, 4096), (3, 4, 12))
 """Each has dimensions that 4 divides, small and large."""
 
@@ -368,8 +368,7 @@ def main(order: dict[str, Any]) -> int:
             answer["total"] = world.total
         if name == "bind" and world.runtime is not None:
             answer["device"] = str(world.runtime.device)
-        sys.stdout.write(f"\n{ANSWER_PREFIX}{json.dumps(answer)}\n")
-        sys.stdout.flush()
+        print_answer(answer)
         if error and name in ("bind", "join"):
             return 1
     return 0

@@ -20,9 +20,7 @@ from typing import Any
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import LaunchTopology, ParallelConfig
 from mvllm.testing.platform_under_test import PlatformUnderTest
-
-ANSWER_PREFIX = "@mvllm-rank "
-"""Begins a line that is meant for us: device libraries print too."""
+from mvllm.testing.subprocess_checks import child_environment, read_answers
 
 TIMEOUT_SECONDS = 300.0
 
@@ -88,7 +86,6 @@ def run_ranks(
         started = []
         for rank in range(world_size) if local_ranks is None else local_ranks:
             variables = topology.env_per_worker[rank] if topology.env_per_worker else {}
-            env = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
             order = {
                 "platform": platform_under_test.name,
                 "rank": rank,
@@ -103,7 +100,7 @@ def run_ranks(
             with output.open("wb") as sink:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "mvllm.testing._rank_process", json.dumps(order)],
-                    env=env,
+                    env=child_environment({**os.environ, **variables}),
                     stdin=subprocess.DEVNULL,
                     stdout=sink,
                     stderr=subprocess.STDOUT,
@@ -123,10 +120,7 @@ def _collect(started: list[tuple[subprocess.Popen[bytes], Path]]) -> list[RankRe
                 for other, _ in started:
                     other.kill()
             result.output = output.read_text(encoding="utf-8", errors="replace")
-            for line in result.output.splitlines():
-                if line.startswith(ANSWER_PREFIX):
-                    answer = json.loads(line.removeprefix(ANSWER_PREFIX))
-                    result.answers[answer["did"]] = answer
+            result.answers = {answer["did"]: answer for answer in read_answers(result.output)}
             results.append(result)
     finally:
         for process, _ in started:

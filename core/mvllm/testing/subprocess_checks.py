@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def run_in_subprocess(
     """
     done = subprocess.run(
         [sys.executable, "-m", module, json.dumps(order)],
-        env={**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env=child_environment(environment),
         capture_output=True,
         stdin=subprocess.DEVNULL,
         text=True,
@@ -53,17 +53,27 @@ def run_in_subprocess(
         timeout=seconds,
         check=False,
     )
-    for line in done.stdout.splitlines():
-        if line.startswith(ANSWER_PREFIX):
-            answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER_PREFIX))
-            return answer
+    for answer in read_answers(done.stdout):
+        return answer
     raise AssertionError(f"{module} ended with status {done.returncode} and no answer:\n{done.stderr[-3000:]}")
 
 
 def print_answer(answer: dict[str, Any]) -> None:
-    """The child's side."""
+    """Called in the child: prints an answer as one line, which `read_answers` finds among what libraries print."""
     sys.stdout.write(f"\n{ANSWER_PREFIX}{json.dumps(answer)}\n")
     sys.stdout.flush()
+
+
+def read_answers(output: str) -> Iterator[dict[str, Any]]:
+    """The answers in a child's output."""
+    for line in output.splitlines():
+        if line.startswith(ANSWER_PREFIX):
+            yield json.loads(line.removeprefix(ANSWER_PREFIX))
+
+
+def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables of a child: `variables`, and this process's module search path."""
+    return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def open_devices() -> set[str]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,19 +160,29 @@ def draw_weights(model: Any, seed: int = 0) -> None:
     """Random weights under which attention is peaked and logits are spread."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name or ".ln_" in name:
-            noise = 1 + 0.2 * noise if name.endswith("weight") else 0.05 * noise
-        elif parameter.dim() == 1:
-            noise = 0.3 * noise
-        elif any(part in name for part in ("embed_positions", "wpe")):
-            noise = 0.8 * noise
-        elif any(part in name for part in ("embed_tokens", "wte")):
-            noise = 0.2 * noise
-        else:
-            transposed = any(part in name for part in ("c_attn", "c_proj", "c_fc"))
-            noise = noise * (1.4 / math.sqrt(parameter.shape[0 if transposed else 1]))
-        parameter.copy_(noise)
+        parameter.copy_(draw_weight(name, parameter.shape, generator))
+
+
+def draw_weight(
+    name: str, shape: torch.Size, generator: torch.Generator, *, embedding_scale: float = 0.2
+) -> torch.Tensor:
+    """A random weight under which attention is peaked and logits are spread; float32.
+
+    Args:
+        name: Name of the parameter in transformers' model; it decides the scale.
+        embedding_scale: Standard deviation of token embeddings.
+    """
+    noise = torch.randn(shape, generator=generator)
+    if "norm" in name or ".ln_" in name:
+        return 1 + 0.2 * noise if name.endswith("weight") else 0.05 * noise
+    if len(shape) == 1:
+        return 0.3 * noise
+    if any(part in name for part in ("embed_positions", "wpe")):
+        return 0.8 * noise
+    if any(part in name for part in ("embed_tokens", "wte", "word_embeddings")):
+        return embedding_scale * noise
+    is_transposed = any(part in name for part in ("c_attn", "c_proj", "c_fc"))
+    return noise * (1.4 / math.sqrt(shape[0 if is_transposed else 1]))
 
 
 # ---------------------------------------------------------------------------------------------------- engines beside it
@@ -192,7 +200,7 @@ def tie_of(capabilities: Capabilities, dtype: str) -> float:
 
 
 def make_llm(platform_under_test: PlatformUnderTest, folder: Path, **settings: Any) -> LLM:
-    """An engine on the platform under test."""
+    """An engine on the platform under test; a context manager that closes it."""
     defaults: dict[str, Any] = {
         "platform": platform_under_test.name,
         "dtype": main_dtype(platform_under_test.capabilities),
@@ -205,13 +213,6 @@ def make_llm(platform_under_test: PlatformUnderTest, folder: Path, **settings: A
         "use_tqdm_on_load": False,
     }
     return LLM(str(folder), **(defaults | settings))
-
-
-@contextmanager
-def engine(platform_under_test: PlatformUnderTest, folder: Path, **settings: Any) -> Iterator[LLM]:
-    """The same, closed at the end."""
-    with make_llm(platform_under_test, folder, **settings) as llm:
-        yield llm
 
 
 def generate(llm: LLM, prompts: list[list[int]], **settings: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from mvllm.testing.markers import clause, exhaustive, skip_not_claimed, skip_not
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.plugin import DeviceHolder
 from mvllm.testing.rank_launcher import parallel_config, topology_of, why_not_ranks
-from mvllm.testing.zoo import FAMILIES, MAX_LEN, NUM_TOKENS, Zoo, assert_tokens, engine, generate, main_dtype, tie_of
+from mvllm.testing.zoo import FAMILIES, MAX_LEN, NUM_TOKENS, Zoo, assert_tokens, generate, main_dtype, make_llm, tie_of
 
 PLAIN = [family for family in FAMILIES if "-" not in family]
 
@@ -29,7 +29,7 @@ def check(subject: PlatformUnderTest, zoo: Zoo, family: str, dtype: str | None =
     expected = zoo.oracle(family)
     dtype = dtype or main_dtype(subject.capabilities)
     tie = tie_of(subject.capabilities, dtype)
-    with engine(subject, expected.folder, dtype=dtype, **settings) as llm:
+    with make_llm(subject, expected.folder, dtype=dtype, **settings) as llm:
         assert_tokens(zoo, family, expected, generate(llm, expected.prompts), tie)
         [alone] = generate(llm, expected.prompts[-1:])
         if tie == 0:
@@ -67,14 +67,14 @@ def check_parallel(subject: PlatformUnderTest, zoo: Zoo, family: str, tensor: in
     possible = "mp" in topology.executors or topology.num_workers == 1
     if not possible or (subject.capabilities.torch_device and topology.num_workers > 1 and missing):
         with pytest.raises(ConfigError):
-            engine(subject, zoo.checkpoint(family), **sizes).__enter__()
+            make_llm(subject, zoo.checkpoint(family), **sizes).__enter__()
         skip_not_claimed(
             f"two workers in processes; {', '.join(missing) or 'executors ' + ', '.join(topology.executors)}"
         )
     of_core = subject.capabilities.torch_device and subject.platform.worker_class() is None
     if of_core and tensor % (tensor * pipeline // topology.num_workers):
         with pytest.raises(ConfigError, match="several pipeline stages"):
-            engine(subject, zoo.checkpoint(family), **sizes).__enter__()
+            make_llm(subject, zoo.checkpoint(family), **sizes).__enter__()
         skip_not_claimed("several pipeline stages in one worker: its devices share layers")
     if topology.num_workers > 1 and (why := why_not_ranks(subject, tensor, pipeline)):
         skip_not_run(why)
@@ -100,7 +100,7 @@ def test_two_pipeline_stages_generate_the_same(
 @clause("E2E-04")
 def test_a_cached_prefix_changes_no_token(subject: PlatformUnderTest, free_device: None, zoo: Zoo) -> None:
     tie = tie_of(subject.capabilities, main_dtype(subject.capabilities))
-    with engine(subject, zoo.checkpoint("llama")) as llm:
+    with make_llm(subject, zoo.checkpoint("llama")) as llm:
         size = llm.llm_engine.cache_summary.block_size
         length = size + 5
         if length + NUM_TOKENS > MAX_LEN:
@@ -126,7 +126,7 @@ def test_a_request_that_was_preempted_changes_no_token(
 ) -> None:
     tie = tie_of(subject.capabilities, main_dtype(subject.capabilities))
     small = {"block_size": size} if (size := smallest_block(subject, device_holder)) else {}
-    with engine(subject, zoo.checkpoint("llama"), **small) as llm:
+    with make_llm(subject, zoo.checkpoint("llama"), **small) as llm:
         summary = llm.llm_engine.cache_summary
         size, bytes_per_block = summary.block_size, summary.total_bytes // summary.num_blocks
     # Each request begins in one block and ends in its third. Two of them fit into four blocks at first, but not later.
@@ -136,7 +136,7 @@ def test_a_request_that_was_preempted_changes_no_token(
         skip_not_run(f"blocks of {size} tokens are too long for the test's model and its oracle")
     expected = zoo.oracle("llama", (begin,) * 3, num_tokens)
     settings = {"max_model_len": longest, "kv_cache_memory_bytes": 4 * bytes_per_block, **small}
-    with engine(subject, expected.folder, **settings) as llm:
+    with make_llm(subject, expected.folder, **settings) as llm:
         assert_tokens(zoo, "llama", expected, generate(llm, expected.prompts, max_tokens=num_tokens), tie)
         stats = llm.llm_engine.stats
         assert stats is not None and stats.num_preemptions > 0, "nothing was preempted: the test missed its point"

@@ -20,8 +20,8 @@ from mvllm.testing.leftover_processes import ProcessSnapshot, process_snapshot, 
 from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.rank_launcher import parallel_config, topology_of, why_not_ranks
-from mvllm.testing.subprocess_checks import ANSWER_PREFIX
-from mvllm.testing.zoo import Zoo, engine, generate, make_llm
+from mvllm.testing.subprocess_checks import ANSWER_PREFIX, child_environment
+from mvllm.testing.zoo import Zoo, generate, make_llm
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 LONG = {"max_tokens": 500}
@@ -52,7 +52,7 @@ def one_worker(subject: PlatformUnderTest) -> dict[str, Any]:
 
 def works(subject: PlatformUnderTest, zoo: Zoo, expected: list[list[int]] | None = None) -> list[list[int]]:
     """What a new engine in this process generates."""
-    with engine(subject, zoo.checkpoint("llama")) as llm:
+    with make_llm(subject, zoo.checkpoint("llama")) as llm:
         found = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS)]
     assert expected is None or found == expected
     return found
@@ -200,7 +200,7 @@ def test_workers_end_with_their_caller(
     order = {"name": subject.name, "folder": str(zoo.checkpoint("llama")), **worker_settings(subject)}
     caller = subprocess.Popen(
         [sys.executable, "-m", "mvllm.testing._engine_process", json.dumps(order)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env=child_environment(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -233,7 +233,7 @@ def test_awake_again_an_engine_gives_the_same_tokens(
     path = subject.platform.worker_class()
     if path is not None and not hasattr(load_attribute(path), "sleep"):
         skip_not_claimed("sleep: the platform's worker has no such method")
-    with engine(subject, zoo.checkpoint("llama")) as llm:
+    with make_llm(subject, zoo.checkpoint("llama")) as llm:
         expected = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS)]
         for _ in range(2):
             llm.sleep(level)
