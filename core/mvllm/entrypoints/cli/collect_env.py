@@ -131,11 +131,12 @@ def _line(value: object, indent: int) -> str:
 
 
 def _mvllm() -> Report:
+    from mvllm.entrypoints.cli.platforms import dotted
     from mvllm.platform.spec import CONTRACT
 
     return {
         "version": __version__,
-        "contract": ".".join(map(str, CONTRACT)),
+        "contract": dotted(CONTRACT),
         "location": str(Path(__file__).parents[2]),
     }
 
@@ -172,11 +173,11 @@ def _packages() -> dict[str, str | None]:
     """Versions of what mvllm and its plugins require, their extras included."""
     from packaging.requirements import Requirement
 
-    from mvllm.platform import plugin_groups
+    from mvllm.entrypoints.cli.platforms import installed_plugins
     from mvllm.platform.discovery import find_sources
 
     names: set[str] = set()
-    sources = [*find_sources(), *(source for door in plugin_groups.ALL for source in plugin_groups.list_plugins(door))]
+    sources = [*find_sources(), *(source for _, source in installed_plugins())]
     for distribution in {"mvllm", *(source.distribution for source in sources)}:
         try:
             required = importlib.metadata.requires(distribution) or []
@@ -195,31 +196,30 @@ def _version(distribution: str) -> str | None:
 
 
 def _platforms() -> Report:
+    from mvllm.entrypoints.cli.platforms import availability, availability_reason, dotted
     from mvllm.platform.discovery import discover
 
-    found: Report = {}
-    for candidate in discover():
-        spec, probe, failure = candidate.spec, candidate.probe, candidate.failure
-        state = "broken" if failure else "available" if candidate.available else "not available"
-        found[f"{candidate.name} ({candidate.source.distribution})"] = {
+    return {
+        f"{candidate.name} ({candidate.source.distribution})": {
             "version": candidate.source.version,
-            "contract": ".".join(map(str, spec.contract)) if spec is not None else None,
-            "state": state,
-            "reason": failure.message if failure else probe.reason if probe else None,
-            "devices": ", ".join(device.name for device in probe.devices) if probe is not None else None,
+            "contract": dotted(candidate.spec.contract) if candidate.spec is not None else None,
+            "state": availability(candidate),
+            "reason": availability_reason(candidate),
+            "devices": ", ".join(device.name for device in candidate.probe.devices) if candidate.probe else None,
         }
-    return found
+        for candidate in discover()
+    }
 
 
 def _plugins() -> dict[str, str]:
-    """Everything else that plugs in; none of it is imported."""
+    """Installed plugins other than platforms, from their metadata; none is imported."""
+    from mvllm.entrypoints.cli.platforms import installed_plugins
     from mvllm.platform import plugin_groups
 
     return {
-        f"{door.group}: {source.name}": f"{source.distribution} {source.version}"
+        f"{group.group}: {source.name}": f"{source.distribution} {source.version}"
         + ("" if plugin_groups.is_allowed(source) else f" (not let in by {plugin_groups.ENVIRONMENT_VARIABLE})")
-        for door in plugin_groups.ALL
-        for source in plugin_groups.list_plugins(door)
+        for group, source in installed_plugins()
     }
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from mvllm.config.engine_config import ParallelConfig
 from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.fork_runner import ForkResult, run_in_fork
+from mvllm.entrypoints.cli.platforms import dotted, installed_plugins
 from mvllm.errors import MvllmError, PlatformError
 from mvllm.platform import plugin_groups
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
@@ -139,26 +140,31 @@ def _python() -> Checks:
 
 
 def _core() -> Checks:
-    contract = f"{CONTRACT[0]}.{CONTRACT[1]}"
-    yield Check("core.version", CheckStatus.OK, f"mvllm {__version__}, platform contract {contract}")
+    yield Check("core.version", CheckStatus.OK, f"mvllm {__version__}, platform contract {dotted(CONTRACT)}")
 
 
 def _dependencies() -> Checks:
     """What the core's own metadata requires, against what is installed."""
-    try:
-        requirements = importlib.metadata.requires("mvllm") or []
-    except importlib.metadata.PackageNotFoundError:
+    requirements = _requirements("mvllm")
+    if requirements is None:
         remedy = "install it: pip install mvllm"
         yield Check("core.dependencies", CheckStatus.WARNING, "mvllm is run from a folder, not installed", remedy)
         return
-    needed = [r for r in requirements if _applies(r)]
-    problems = [problem for r in needed if (problem := _problem_with(r)) is not None]
-    found = "; ".join(problems) if problems else f"all {len(needed)} required packages are there"
+    problems = _requirement_problems(requirements)
+    found = "; ".join(problems) if problems else f"all {len(requirements)} required packages are there"
     yield _check("core.dependencies", not problems, found, "pip install -U mvllm")
 
 
+def _requirements(distribution: str) -> list[str] | None:
+    """What a distribution's metadata requires on this machine, extras left out; None where it is not installed."""
+    try:
+        requirements = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return [requirement for requirement in requirements if _applies(requirement)]
+
+
 def _applies(requirement: str) -> bool:
-    """Whether it is meant for this machine, and for no extra."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -167,9 +173,13 @@ def _applies(requirement: str) -> bool:
     return marker is None or marker.evaluate({"extra": ""})
 
 
-def _problem_with(requirement: str) -> str | None:
-    match = re.match(r"[A-Za-z0-9._-]+", requirement)
-    name = match.group(0) if match else requirement
+def _requirement_problems(requirements: Iterable[str]) -> list[str]:
+    """The requirements that the installed packages do not meet, as text."""
+    return [problem for requirement in requirements if (problem := _requirement_problem(requirement)) is not None]
+
+
+def _requirement_problem(requirement: str) -> str | None:
+    name = _required_name(requirement)
     try:
         installed = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -181,6 +191,11 @@ def _problem_with(requirement: str) -> str | None:
     wanted = Requirement(requirement)
     fits = wanted.specifier.contains(installed, prereleases=True)
     return None if fits else f"{name} is {installed}, needed is {wanted.specifier}"
+
+
+def _required_name(requirement: str) -> str:
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    return match.group(0) if match else requirement
 
 
 def _torch(candidates: Sequence[Candidate], tried: ForkResult) -> Checks:
@@ -222,7 +237,7 @@ def _entry_points(candidates: Sequence[Candidate], asked: str | None) -> Checks:
 def _plugin(candidate: Candidate) -> Checks:
     """One plugin: does it load, does it speak our contract, does it find devices?"""
     prefix = f"platform.{candidate.name}"
-    yield from _requirements(candidate)
+    yield _plugin_dependencies(candidate)
     if candidate.failure is not None and candidate.failure.stage != "torch":  # which has a check of its own
         failure = candidate.failure
         part = "contract" if failure.stage == "contract" else "plugin"
@@ -231,8 +246,7 @@ def _plugin(candidate: Candidate) -> Checks:
         return
     yield Check(f"{prefix}.plugin", CheckStatus.OK, str(candidate.source))
     if candidate.spec is not None:
-        contract = ".".join(map(str, candidate.spec.contract))
-        yield Check(f"{prefix}.contract", CheckStatus.OK, f"contract {contract}")
+        yield Check(f"{prefix}.contract", CheckStatus.OK, f"contract {dotted(candidate.spec.contract)}")
     probe = candidate.probe
     if probe is not None:
         devices = ", ".join(device.name for device in probe.devices)
@@ -241,15 +255,11 @@ def _plugin(candidate: Candidate) -> Checks:
         yield _check(f"{prefix}.devices", probe.available, found, remedy, CheckStatus.WARNING)
 
 
-def _requirements(candidate: Candidate) -> Checks:
-    """What the plugin's own metadata require, against what is installed: pip was overruled, or something came later."""
+def _plugin_dependencies(candidate: Candidate) -> Check:
+    """Compares the requirements in the plugin's metadata with the installed packages."""
     name = candidate.source.distribution
-    try:
-        requirements = importlib.metadata.requires(name) or []
-    except importlib.metadata.PackageNotFoundError:
-        requirements = []  # a bare entry point asks for nothing
-    problems = [problem for r in requirements if _applies(r) and (problem := _problem_with(r)) is not None]
-    yield _check(
+    problems = _requirement_problems(_requirements(name) or ())  # a bare entry point requires nothing
+    return _check(
         f"platform.{candidate.name}.requirements",
         not problems,
         "; ".join(problems) if problems else f"what {name} requires is there",
@@ -287,7 +297,7 @@ def _torch_backends(candidates: Sequence[Candidate]) -> Checks:
         found = importlib.metadata.entry_points(group="torch.backends")
         loaded_with_torch = {ep.dist.name for ep in found if ep.dist is not None}
     # A platform's library belongs to the platform, whoever publishes it.
-    libraries = {name: {name, *_required_names(name)} for name in claims}
+    libraries = {name: {name, *map(_required_name, _requirements(name) or ())} for name in claims}
     strangers = loaded_with_torch - {library for own in libraries.values() for library in own}
     texts = [f"{c.spec.torch_backend!r} of {c.source}" for c in claims.values() if c.spec is not None]
     texts += [f"{name}, which torch loads by itself" for name in sorted(strangers)]
@@ -303,16 +313,6 @@ def _torch_backends(candidates: Sequence[Candidate]) -> Checks:
         remedy = f"{_TORCH_AUTOLOAD}=0 keeps torch from loading them by itself; {remedy}"
     # One that is loaded with torch has the place before the platform chosen gets there.
     yield Check("torch.backends", CheckStatus.BROKEN if early else CheckStatus.WARNING, found_text, remedy)
-
-
-def _required_names(distribution: str) -> set[str]:
-    from packaging.requirements import Requirement
-
-    try:
-        requirements = importlib.metadata.requires(distribution) or []
-    except importlib.metadata.PackageNotFoundError:
-        return set()
-    return {Requirement(r).name for r in requirements if _applies(r)}
 
 
 def _choice(candidates: Sequence[Candidate], asked: str | None) -> Checks:
@@ -344,20 +344,14 @@ def _unavailable_platform_check(candidates: Sequence[Candidate], asked: str | No
 
 def _extensions() -> Checks:
     """What plugs in beside platforms, by metadata alone, and whether two of them cannot be told apart."""
-    sources = [
-        (door, source)
-        for door in plugin_groups.ALL
-        for source in plugin_groups.list_plugins(door)
-        if plugin_groups.is_allowed(source)
-    ]
-    listed = [f"{door.noun} {source.name} ({source.distribution} {source.version})" for door, source in sources]
-    shut_out = [source.distribution for door in plugin_groups.ALL for source in plugin_groups.list_plugins(door)]
-    shut_out = sorted(set(shut_out) - {source.distribution for _, source in sources})
+    installed = installed_plugins()
+    allowed = [(group, source) for group, source in installed if plugin_groups.is_allowed(source)]
+    listed = [f"{group.noun} {source.name} ({source.distribution} {source.version})" for group, source in allowed]
     found = "; ".join(listed) if listed else "none"
-    if shut_out:
-        found += f"; {plugin_groups.ENVIRONMENT_VARIABLE} does not let in {', '.join(shut_out)}"
-    names = [(door.noun, source.name) for door, source in sources]
-    twice = sorted({f"{noun} {name}" for noun, name in names if names.count((noun, name)) > 1})
+    if excluded := sorted({s.distribution for _, s in installed} - {s.distribution for _, s in allowed}):
+        found += f"; {plugin_groups.ENVIRONMENT_VARIABLE} does not allow {', '.join(excluded)}"
+    names = [f"{group.noun} {source.name}" for group, source in allowed]
+    twice = sorted({name for name in names if names.count(name) > 1})
     remedy = f"two packages offer the {', '.join(twice)}: uninstall one, or name the other in MVLLM_PLUGINS"
     yield _check("extensions.installed", not twice, found, remedy, CheckStatus.WARNING)
 
