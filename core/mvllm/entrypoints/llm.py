@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from mvllm.engine.frontend.scoring import ScoringRequests
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
 from mvllm.entrypoints.generate_progress import GenerateProgress
-from mvllm.entrypoints.interrupts import interrupts_between_steps
+from mvllm.entrypoints.step_loop import step_until_finished
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
 from mvllm.messages.beam_search_params import BeamSearchParams
@@ -377,20 +378,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Queues everything and steps until everything is done."""
         ids = [request.core.request_id for request in requests]
-        engine.add_processed_requests(requests)
         outputs: dict[str, RequestOutput] = {}
-        try:
-            with interrupts_between_steps(engine.wake) as check, GenerateProgress(len(ids), use_tqdm) as progress:
-                while engine.has_unfinished_requests():
-                    check()
-                    for output in engine.step():
-                        if output.finished:
-                            outputs[output.request_id] = output
-                            progress.update(output)
-        except BaseException:
-            # Whoever catches this finds an idle engine.
-            engine.abort_request(ids)
-            raise
+        with GenerateProgress(len(ids), use_tqdm) as progress:
+            engine.add_processed_requests(requests)
+            with closing(step_until_finished(engine, ids)) as steps:
+                for output in steps:
+                    if output.finished:
+                        outputs[output.request_id] = output
+                        progress.update(output)
         return [outputs[i] for i in ids]
 
 

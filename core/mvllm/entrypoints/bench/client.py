@@ -18,7 +18,15 @@ import msgspec
 
 from mvllm.entrypoints.bench.datasets import SampleRequest
 from mvllm.entrypoints.bench.metrics import RequestResult
-from mvllm.entrypoints.urls import join_url
+from mvllm.entrypoints.openai_client import (
+    DONE,
+    error_message,
+    error_text,
+    event_data,
+    first_model_id,
+    join_url,
+    shorten,
+)
 from mvllm.errors import ConfigError, MvllmError
 
 if TYPE_CHECKING:
@@ -27,7 +35,6 @@ if TYPE_CHECKING:
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 """Kind of endpoint to its path."""
 
-_LONGEST_ERROR = 500
 _READ_BYTES = 1 << 18
 
 
@@ -148,9 +155,7 @@ class BenchmarkClient:
         url = join_url(self._target.base_url, "/v1/models")
         try:
             async with self._session.get(url) as response:
-                models = await response.json(content_type=None)
-                name: str = models["data"][0]["id"]
-                return name
+                return first_model_id(await response.read())
         except (*self._failures, LookupError, TypeError) as e:
             raise ConfigError(f"{url} names no model ({_describe(e)}). Name one with --model.") from e
 
@@ -161,9 +166,9 @@ class BenchmarkClient:
         try:
             async with self._session.post(self._target.url, data=body) as response:
                 if response.status != 200:
-                    raise StreamError(f"HTTP status {response.status}: {await _error_text(response)}")
+                    raise StreamError(f"HTTP status {response.status}: {error_text(await response.read())}")
                 async for line in _data_lines(response.content):
-                    if line == b"[DONE]":
+                    if line == DONE:
                         watch.ended = True
                     else:
                         watch.record(_decode_chunk(line))
@@ -192,7 +197,7 @@ class _StreamRecorder:
             StreamError: It tells of an error.
         """
         if chunk.error is not None:
-            raise StreamError(f"error in the stream: {_short(str(chunk.error))}")
+            raise StreamError(f"error in the stream: {error_message(chunk.error)}")
         if chunk.usage is not None:
             self.trace.prompt_tokens = chunk.usage.prompt_tokens
             self.trace.output_tokens = chunk.usage.completion_tokens
@@ -245,20 +250,8 @@ async def _data_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     async for piece in content.iter_any():
         *lines, rest = (rest + piece).split(b"\n") if rest else piece.split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-
-
-async def _error_text(response: aiohttp.ClientResponse) -> str:
-    """What an answer that is an error says, in few characters."""
-    body = await response.read()
-    try:
-        found = msgspec.json.decode(body)
-        error = found.get("error", found) if isinstance(found, dict) else found
-        message = error.get("message", error) if isinstance(error, dict) else error
-        return _short(str(message))
-    except msgspec.DecodeError:
-        return _short(body.decode("utf-8", "replace"))
+            if data := event_data(line):
+                yield data
 
 
 def _describe(error: BaseException) -> str:
@@ -266,9 +259,4 @@ def _describe(error: BaseException) -> str:
         return str(error)
     if isinstance(error, asyncio.TimeoutError):
         return f"no complete answer in time ({type(error).__name__})"
-    return _short(f"{type(error).__name__}: {error}")
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + "..."
+    return shorten(f"{type(error).__name__}: {error}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.entrypoints.bench.datasets import SampleRequest
 from mvllm.entrypoints.bench.report import standard_percentiles
-from mvllm.entrypoints.interrupts import interrupts_between_steps
+from mvllm.entrypoints.step_loop import step_until_finished
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.messages.inputs import PromptType, TokensPrompt
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -113,20 +114,15 @@ def _run(
     processed = engine.input_processor.process_batch(ids, [p for p, _ in requests], [params for _, params in requests])
     engine.add_processed_requests(processed)
     num_input = num_output = 0
-    try:
-        with interrupts_between_steps(engine.wake) as check:
-            while engine.has_unfinished_requests():
-                check()
-                for output in engine.step():
-                    if not output.finished:
-                        continue
-                    error = next((sequence.error for sequence in output.outputs if sequence.error), None)
-                    if error is not None:
-                        raise MvllmError(f"A request failed while it was measured: {error}")
-                    num_input += len(output.prompt_token_ids)
-                    num_new = sum(len(sequence.token_ids) for sequence in output.outputs)
-                    num_output += num_new
-                    on_done(num_new)
-        return num_input, num_output, time.perf_counter() - start
-    finally:
-        engine.abort_request(ids)
+    with closing(step_until_finished(engine, ids)) as steps:
+        for output in steps:
+            if not output.finished:
+                continue
+            error = next((sequence.error for sequence in output.outputs if sequence.error), None)
+            if error is not None:
+                raise MvllmError(f"A request failed while it was measured: {error}")
+            num_input += len(output.prompt_token_ids)
+            num_new = sum(len(sequence.token_ids) for sequence in output.outputs)
+            num_output += num_new
+            on_done(num_new)
+    return num_input, num_output, time.perf_counter() - start

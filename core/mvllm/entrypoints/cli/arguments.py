@@ -126,6 +126,21 @@ def attribute_help(cls: type) -> dict[str, str]:
     return texts
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """The value of an option that takes a JSON object.
+
+    Raises:
+        ConfigError: The text is not JSON, or not an object.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as e:
+        raise ConfigError(f"{text!r} is not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ConfigError(f"{text!r} must be a JSON object.")
+    return value
+
+
 def _add_setting(group: Any, setting: Option) -> None:
     flags = [f"--{name.replace('_', '-')}" for name in (setting.name, *setting.aliases)]
     text = setting.help.replace("%", "%%")
@@ -137,7 +152,7 @@ def _add_setting(group: Any, setting: Option) -> None:
     elif setting.name == "model":
         group.add_argument(*flags, action=ModelAction, metavar="TEXT", **common)
     elif setting.kind is dict:
-        group.add_argument(*flags, type=_json_object, metavar="JSON", **common)
+        group.add_argument(*flags, type=json_object, metavar="JSON", **common)
     else:
         metavar = None if setting.choices else {int: "N", float: "X", str: "TEXT"}.get(setting.kind)
         group.add_argument(
@@ -163,13 +178,3 @@ def _add_sampling_option(group: Any, name: str, hint: Any, text: str) -> None:
         group.add_argument(
             flag, type=float if is_float else human_readable_int, metavar="X" if is_float else "N", **common
         )
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as e:
-        raise ConfigError(f"{text!r} is not JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise ConfigError(f"{text!r} must be a JSON object.")
-    return value

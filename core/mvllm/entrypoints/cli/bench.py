@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -15,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from mvllm.entrypoints.bench.datasets import DATASETS, DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PREFIX_LEN
 from mvllm.entrypoints.bench.metrics import GOODPUT_METRICS, METRICS
 from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
-from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
+from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args, json_object
 from mvllm.entrypoints.cli.config_file import add_config_argument
+from mvllm.entrypoints.openai_client import API_KEY_VARIABLE, authorization_headers
 from mvllm.errors import ConfigError, MvllmError
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, SampleRequest
     from mvllm.messages.sampling_params import SamplingParams
 
-KEY_VARIABLE = "OPENAI_API_KEY"
 _KINDS = ("openai", "openai-chat")  # of endpoints
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
@@ -108,7 +106,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="Model folder, hub name or 'demo' whose tokenizer makes and counts prompts; 'none' goes without. "
         "Default: the model's.",
     )
-    where.add_argument("--api-key", metavar="KEY", help=f"Sent as bearer token. Default, and better: {KEY_VARIABLE}.")
+    where.add_argument(
+        "--api-key", metavar="KEY", help=f"Sent as bearer token. Default, and better: {API_KEY_VARIABLE}."
+    )
     where.add_argument(
         "--header", action="append", default=[], metavar="NAME=VALUE", help="May be given several times."
     )
@@ -153,7 +153,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         kind = int if name == "top_k" else float
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X")
     sampling.add_argument(
-        "--extra-body", type=_json_object, default={}, metavar="JSON", help="Further fields of every request."
+        "--extra-body", type=json_object, default={}, metavar="JSON", help="Further fields of every request."
     )
 
     result = parser.add_argument_group("result")
@@ -263,9 +263,9 @@ def _run_throughput(args: argparse.Namespace) -> int:
 
     settings = engine_args(args)
     samples = _samples(args, _tokenizer(settings.tokenizer or settings.model))
-    with LLM.from_engine_args(settings) as llm, _Progress(args, len(samples)) as step:
+    with LLM.from_engine_args(settings) as llm, _progress_bar(args, len(samples)) as bar:
         params = _params(_ignores_eos(args))
-        result = measure_throughput(llm.llm_engine, samples, params, on_done=lambda num_tokens: step())
+        result = measure_throughput(llm.llm_engine, samples, params, on_done=lambda num_tokens: bar.update(1))
         where = llm.llm_engine.platform_summary
     rows = [
         ("Requests", result["num_requests"]),
@@ -291,7 +291,7 @@ def _run_latency(args: argparse.Namespace) -> int:
     settings = engine_args(args)
     with (
         LLM.from_engine_args(settings) as llm,
-        _Progress(args, args.num_iters_warmup + args.num_iters) as step,
+        _progress_bar(args, args.num_iters_warmup + args.num_iters) as bar,
     ):
         result = measure_latency(
             llm.llm_engine,
@@ -302,7 +302,7 @@ def _run_latency(args: argparse.Namespace) -> int:
             num_iters=args.num_iters,
             params=_params(True),
             seed=args.seed,
-            on_done=step,
+            on_done=bar.update,
         )
         where = llm.llm_engine.platform_summary
     rows: list[tuple[str, object]] = [
@@ -323,11 +323,11 @@ def _run_startup(args: argparse.Namespace) -> int:
 
     settings = engine_args(args)
     settings.create_model_config()  # what cannot be started is said before the first try
-    with _Progress(args, args.num_iters_warmup + args.num_iters) as step:
+    with _progress_bar(args, args.num_iters_warmup + args.num_iters) as bar:
         for _ in range(args.num_iters_warmup):
             measure_one_startup(settings)
-            step()
-        result = measure_startup(settings, args.num_iters, on_done=step)
+            bar.update()
+        result = measure_startup(settings, args.num_iters, on_done=bar.update)
     phases = result["phases"]
     rows: list[tuple[str, object]] = [
         ("Average startup time (s)", result["avg_startup_time"]),
@@ -366,7 +366,7 @@ def _run_serve(args: argparse.Namespace) -> int:
         max_concurrency = DEFAULT_MAX_CONCURRENCY
         print(f"At most {max_concurrency} requests are sent at a time (--max-concurrency).", file=sys.stderr)
     load = LoadPattern(args.request_rate, args.burstiness, max_concurrency, args.num_warmups, args.seed)
-    with _Progress(args, len(samples)) as step:
+    with _progress_bar(args, len(samples)) as bar:
         outcome = asyncio.run(
             run_benchmark(
                 target,
@@ -374,7 +374,7 @@ def _run_serve(args: argparse.Namespace) -> int:
                 load,
                 tokenizer=tokenizer,
                 ready_timeout=args.ready_check_timeout_sec,
-                on_done=lambda trace: step(),
+                on_done=lambda trace: bar.update(),
             )
         )
     result = calculate_metrics(
@@ -474,8 +474,6 @@ def _params(ignore_eos: bool) -> SamplingParams:
 def _target(args: argparse.Namespace) -> ServerEndpoint:
     from mvllm.entrypoints.bench.client import ENDPOINTS, ServerEndpoint
 
-    key = args.api_key or os.environ.get(KEY_VARIABLE)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     sampling = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
     return ServerEndpoint(
         base_url=args.base_url or f"http://{args.host}:{args.port}",
@@ -484,7 +482,7 @@ def _target(args: argparse.Namespace) -> ServerEndpoint:
         chat=args.endpoint_type == "openai-chat",
         ignore_eos=_ignores_eos(args),
         extra_body={**sampling, **args.extra_body},
-        headers=headers | _pairs("--header", args.header),
+        headers=authorization_headers(args.api_key) | _pairs("--header", args.header),
         timeout=args.timeout,
         verify=not args.insecure,
     )
@@ -531,13 +529,6 @@ def _pairs(option: str, given: list[str]) -> dict[str, str]:
     return pairs
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
-
-
 def _print_errors(errors: list[str]) -> None:
     """How often each error came, the most frequent first."""
     from collections import Counter
@@ -548,16 +539,7 @@ def _print_errors(errors: list[str]) -> None:
         print("The server's queue was full. Send fewer requests at a time: --max-concurrency.", file=sys.stderr)
 
 
-class _Progress:
-    """Shows how far a benchmark is, and gives the function that counts."""
+def _progress_bar(args: argparse.Namespace, total: int) -> Any:
+    from mvllm.progress import show_progress
 
-    def __init__(self, args: argparse.Namespace, total: int) -> None:
-        from mvllm.progress import show_progress
-
-        self._bar = show_progress(total, "Benchmark", disable=args.disable_tqdm)
-
-    def __enter__(self) -> Callable[[], None]:
-        return lambda: self._bar.update(1)
-
-    def __exit__(self, *unused: object) -> None:
-        self._bar.close()
+    return show_progress(total, "Benchmark", disable=args.disable_tqdm)

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import http.client
 import json
-import os
 import time
 import urllib.parse
 from collections.abc import Iterator
@@ -19,16 +18,23 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mvllm.config.engine_args import EngineArgs
-from mvllm.entrypoints.urls import join_url
+from mvllm.entrypoints.openai_client import (
+    API_KEY_VARIABLE,
+    DONE,
+    authorization_headers,
+    error_message,
+    error_text,
+    event_data,
+    first_model_id,
+    join_url,
+)
 from mvllm.errors import ConfigError, MvllmError, RequestError
 from mvllm.messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mvllm.entrypoints.cli.terminal import ThroughputCounter
 
-KEY_VARIABLE = "OPENAI_API_KEY"
 _SECONDS = 600.0
-_LONGEST_ERROR = 500
 
 
 def add_url_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +45,7 @@ def add_url_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="Ask the OpenAI-compatible server there; --model is then a name on it, by default the first it lists.",
     )
-    group.add_argument("--api-key", metavar="KEY", help=f"For the server. Default, and better: {KEY_VARIABLE}.")
+    group.add_argument("--api-key", metavar="KEY", help=f"For the server. Default, and better: {API_KEY_VARIABLE}.")
 
 
 class BrokenResponseError(MvllmError):
@@ -58,8 +64,7 @@ class RemoteModel:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._url: str = args.url
-        key = args.api_key or os.environ.get(KEY_VARIABLE)
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._headers = {"Content-Type": "application/json", **authorization_headers(args.api_key)}
         self._sampling = _given_sampling(args)
         _refuse_engine_settings(args)
         self._model: str = getattr(args, "model", None) or self._first_model_name()
@@ -84,7 +89,7 @@ class RemoteModel:
         try:
             for event in self._events(path, body):
                 if event.get("error"):
-                    error = _message(event)
+                    error = error_message(event)
                     break
                 for choice in event.get("choices") or ():
                     delta = choice.get("delta") or {}
@@ -104,8 +109,7 @@ class RemoteModel:
     def _first_model_name(self) -> str:
         with self._request("GET", "/v1/models") as response:
             try:
-                name: str = json.load(response)["data"][0]["id"]
-                return name
+                return first_model_id(response.read())
             except (ValueError, LookupError, TypeError) as e:
                 raise ConfigError(f"{self._url} lists no model. Name one with --model.") from e
 
@@ -120,8 +124,8 @@ class RemoteModel:
         with self._request("POST", path, json.dumps(body)) as response:
             try:
                 for line in response:
-                    data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
-                    ended = ended or data == b"[DONE]"
+                    data = event_data(line)
+                    ended = ended or data == DONE
                     if data and not ended:
                         yield json.loads(data)
             except (OSError, http.client.HTTPException, ValueError) as e:
@@ -150,11 +154,11 @@ class RemoteModel:
                 connection.request(method, url.path, body and body.encode(), self._headers)
                 response = connection.getresponse()
                 if response.status != 200:
-                    said = response.read().decode("utf-8", "replace")
+                    said = response.read()
             except (OSError, http.client.HTTPException) as e:
                 raise MvllmError(f"{self._url} does not answer: {type(e).__name__}: {e}") from e
             if response.status != 200:
-                raise RequestError(f"{self._url} answers with status {response.status}: {_reason(said)}")
+                raise RequestError(f"{self._url} answers with status {response.status}: {error_text(said)}")
             yield response
 
 
@@ -173,15 +177,3 @@ def _refuse_engine_settings(args: argparse.Namespace) -> None:
     if given := sorted(names & vars(args).keys()):
         flag = f"--{given[0].replace('_', '-')}"
         raise ConfigError(f"{flag} is a setting of an engine in this process; with --url, the server has its own.")
-
-
-def _reason(said: str) -> str:
-    try:
-        return _message(json.loads(said))
-    except ValueError:
-        return " ".join(said.split())[:_LONGEST_ERROR]
-
-
-def _message(found: Any) -> str:
-    error = found.get("error", found) if isinstance(found, dict) else found
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:_LONGEST_ERROR]

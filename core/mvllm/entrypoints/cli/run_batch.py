@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import IO, Any, get_args
 
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
+from mvllm.entrypoints.cli.chat_arguments import (
+    add_chat_template_argument,
+    add_parser_arguments,
+    load_chat_template,
+)
 from mvllm.entrypoints.openai.server.settings import UnknownFieldsPolicy
-from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE, resolve_parsers
-from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
+from mvllm.entrypoints.parsers.auto_detect import resolve_parsers
 from mvllm.errors import ConfigError
 
 STANDARD_STREAM = "-"
@@ -48,21 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--disable-tqdm", action="store_true", help="Show no progress.")
     chat = parser.add_argument_group("chat")
-    chat.add_argument("--chat-template", metavar="TEXT", help="A Jinja template, or a file that holds one.")
-    chat.add_argument(
-        "--tool-call-parser",
-        choices=(AUTO, NONE, *tool_parser_names()),
-        default=AUTO,
-        help="How the model writes calls of tools; with none, requests with tools are refused. Default: auto, what the "
-        "chat template shows, if it is certain.",
-    )
-    chat.add_argument(
-        "--reasoning-parser",
-        choices=(AUTO, NONE, *reasoning_parser_names()),
-        default=AUTO,
-        help="How the model marks what it writes for itself. Default: auto, what the chat template shows, if it is "
-        "certain.",
-    )
+    add_chat_template_argument(chat)
+    add_parser_arguments(chat)
     add_engine_arguments(parser)
 
 
@@ -74,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("`mvllm run-batch` needs fastapi, which is not installed. Run: pip install fastapi")
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency is {args.max_concurrency}; it must be at least 1.")
-    template = _template(args.chat_template)
+    template = load_chat_template(args.chat_template)
     source_path, target_path = Path(args.input_file), Path(args.output_file)
     if source_path.exists() and target_path.exists() and source_path.samefile(target_path):
         raise ConfigError(f"The input file {source_path} cannot be the output file, too.")
@@ -137,13 +128,3 @@ def _open(stack: contextlib.ExitStack, name: str, mode: str) -> IO[bytes]:
     except OSError as e:
         what = "input" if mode == "rb" else "output"
         raise ConfigError(f"The {what} file {name} cannot be opened: {e.strerror}.") from e
-
-
-def _template(given: str | None) -> str | None:
-    """The template itself, or the content of the file that was named."""
-    if given is None or "{" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"The chat template {given!r} cannot be read: {e}") from e

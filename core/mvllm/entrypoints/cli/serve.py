@@ -12,11 +12,14 @@ from typing import Any, get_args
 
 from mvllm.config.engine_args import SERVER_MAX_QUEUED_REQUESTS, EngineArgs
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
+from mvllm.entrypoints.cli.chat_arguments import (
+    add_chat_template_argument,
+    add_parser_arguments,
+    load_chat_template,
+)
 from mvllm.entrypoints.cli.human_readable_int import human_readable_int
 from mvllm.entrypoints.openai.server.authentication import read_api_keys
 from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
-from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE
-from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
 from mvllm.errors import ConfigError
 from mvllm.platform import plugin_groups
@@ -146,28 +149,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     chat = parser.add_argument_group("chat")
-    chat.add_argument("--chat-template", metavar="TEXT", help="A Jinja template, or a file that holds one.")
+    add_chat_template_argument(chat)
+    add_parser_arguments(chat)
     chat.add_argument(
         "--trust-request-chat-template",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="Let requests bring templates of their own, which run in a sandbox and for a limited time.",
     )
-    chat.add_argument(
-        "--tool-call-parser",
-        choices=(AUTO, NONE, *tool_parser_names()),
-        default=AUTO,
-        help="How the model writes calls of tools; with none, requests with tools are refused. Default: auto, what the "
-        "chat template shows, if it is certain.",
-    )
     chat.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)  # what users type
-    chat.add_argument(
-        "--reasoning-parser",
-        choices=(AUTO, NONE, *reasoning_parser_names()),
-        default=AUTO,
-        help="How the model marks what it writes for itself. Default: auto, what the chat template shows, if it is "
-        "certain.",
-    )
     add_engine_arguments(parser, model_required=False)
 
 
@@ -297,7 +287,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         api_keys=tuple(user),
         admin_api_keys=tuple(admin),
         served_model_names=tuple(args.served_model_name),
-        chat_template=_template(args.chat_template),
+        chat_template=load_chat_template(args.chat_template),
         trust_request_chat_template=args.trust_request_chat_template,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
@@ -328,16 +318,6 @@ def _adapter(text: str) -> tuple[str, str]:
 
 def _keys(given: Sequence[str], files: Sequence[str], variable: str) -> list[str]:
     return read_api_keys(given, files, variable, os.environ.pop(variable, None))  # no child process inherits it
-
-
-def _template(given: str | None) -> str | None:
-    """The template itself, or the content of the file that was named."""
-    if given is None or "{" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"The chat template {given!r} cannot be read: {e}") from e
 
 
 def _seconds(text: str) -> float:
