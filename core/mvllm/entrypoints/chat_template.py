@@ -1,8 +1,8 @@
-"""Renders a conversation to the text that the model was trained to continue.
+"""Renders conversations to prompts with a model's chat template.
 
-Messages come as clients of the chat completions API send them, and go to the template as templates expect them: a
-call's arguments as an object instead of its JSON text, no content as an empty text, parts of text as one text, and what
-a model thought under the name that templates know.
+Input messages have the form of the chat completions API. Before rendering they are converted to the form that templates
+expect: arguments of tool calls are objects instead of JSON text, missing content is an empty string, text parts are
+joined, and `reasoning` is also available as `reasoning_content`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _RESERVED = (
 _MAX_TEMPLATE_BYTES = 4 << 20
 
 Conversation = Sequence[Mapping[str, Any]]
-"""Messages of `role` and `content`, a text or a list of text parts; templates may know further keys.
+"""Messages with `role` and `content`, a text or a list of text parts. Templates may support other keys.
 
-Assistants' messages may have `tool_calls` and `reasoning` (or `reasoning_content`), those of tools a `tool_call_id`.
+Messages of assistants may have `tool_calls` and `reasoning` (or `reasoning_content`), those of tools `tool_call_id`.
 """
 
 
@@ -54,18 +54,18 @@ def render_chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt of a conversation, special tokens included: tokenize it without adding any.
+    """The prompt of a conversation. It contains its special tokens: tokenize it without adding any.
 
     Args:
         chat_template: A Jinja template in place of the tokenizer's own.
-        add_generation_prompt: End with the beginning of an answer.
-        continue_final_message: Leave the last message open, for the model to go on with it.
+        add_generation_prompt: End with the header of an assistant message.
+        continue_final_message: Leave the last message open, so that the model continues it.
         tools: Functions that the model may call, as JSON schemas.
-        documents: Texts that the model may draw on, usually of `title` and `text`; few templates show them.
-        chat_template_kwargs: Further variables for the template.
+        documents: Texts for retrieval-augmented generation, usually with `title` and `text`; few templates use them.
+        chat_template_kwargs: Additional variables of the template.
 
     Raises:
-        RequestError: The conversation or the settings are not acceptable, there is no template, or it failed.
+        RequestError: The conversation or a parameter is invalid, there is no template, or it raised an error.
     """
     if add_generation_prompt and continue_final_message:
         raise RequestError(
@@ -91,7 +91,7 @@ def render_chat(
     if chat_template is None and getattr(tokenizer.hf, "chat_template", None) is None:
         raise RequestError(
             "The model's tokenizer has no chat template, so a conversation cannot be turned into a prompt. "
-            "Pass chat_template=..., or use generate() with a prompt of your own.",
+            "Pass chat_template=..., or use generate() with a complete prompt.",
             parameter="chat_template",
         )
     given: object = messages
@@ -118,19 +118,19 @@ def render_chat(
 
 
 def uses_transformers_template(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer renders its template as those of transformers do, and not by code of its own."""
+    """Whether the tokenizer renders templates with transformers' implementation, not with one of its own."""
     apply = getattr(type(tokenizer.hf), "apply_chat_template", None)
     return getattr(apply, "__module__", None) == "transformers.tokenization_utils_base"
 
 
 def resolve_chat_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """The template that `render_chat` would use, None if there is none, and the special tokens that it knows by name.
+    """The template that `render_chat` uses, or None, and the special tokens that it can use by name.
 
     Args:
-        settings: Of `render_chat`.
+        settings: Keyword arguments of `render_chat`.
 
     Raises:
-        RequestError: There are several, and none of the name that is asked for, or none that is the default.
+        RequestError: There are several templates, and none has the requested name, or none is the default.
     """
     hf, given = tokenizer.hf, settings.get("chat_template")
     if given is None and hf.chat_template is None:
@@ -171,7 +171,7 @@ def read_template_files(folder: Path, *, for_tools: bool = False) -> tuple[str |
 
 
 def is_conversation(value: object) -> bool:
-    """Whether `value` is one conversation, not a list of them."""
+    """Whether `value` is one conversation, not a list of conversations."""
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(m, Mapping) for m in value)
 
 
@@ -199,15 +199,15 @@ def _check_message(i: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if calls:
         checked["tool_calls"] = _check_calls(i, calls)
         if content is None:
-            checked["content"] = ""  # templates concatenate it, or look into it, without asking
-    thoughts = message.get("reasoning")
-    if isinstance(thoughts, str) and message.get("reasoning_content") is None:
-        checked["reasoning_content"] = thoughts
+            checked["content"] = ""  # templates use it without checking for None
+    reasoning = message.get("reasoning")
+    if isinstance(reasoning, str) and message.get("reasoning_content") is None:
+        checked["reasoning_content"] = reasoning
     return checked
 
 
 def _check_calls(i: int, calls: object) -> list[dict[str, Any]]:
-    """The calls of a message, with arguments as objects."""
+    """The tool calls of a message, with arguments as objects."""
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise RequestError(
             f"The tool_calls of message {i} must be a list; found a {type(calls).__name__}.", parameter="messages"
@@ -226,7 +226,7 @@ def _check_calls(i: int, calls: object) -> list[dict[str, Any]]:
 
 
 def _as_object(arguments: object) -> object:
-    """A call's arguments as templates expect them. What a model wrote that is no JSON object stays the text it is."""
+    """Arguments of a tool call as an object. Text that is not a JSON object is returned unchanged."""
     if arguments is None or arguments == "":
         return {}
     if not isinstance(arguments, str):

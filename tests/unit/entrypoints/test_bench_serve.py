@@ -140,8 +140,8 @@ FAILURES = {
     "HTTP status 500: out of order": Answer([b'{"error": {"message": "out of order", "type": "x"}}'], status=500),
     "HTTP status 429: <p>busy</p>": Answer([b"<p>busy</p>"], status=429),
     "error in the stream: engine died": Answer([completion("a"), event(error={"message": "engine died"}), DONE]),
-    "the stream ended in the middle of the answer": Answer([completion("a"), completion("b")]),
-    "the stream ended without an answer": Answer([usage(1, 0), DONE]),
+    "the stream ended in the middle of the response": Answer([completion("a"), completion("b")]),
+    "the stream ended without a response": Answer([usage(1, 0), DONE]),
     "ClientPayloadError": Answer([completion("a")], cut=True),
     "DecodeError": Answer([completion("a"), b"data: {'no': json}\n\n", DONE]),
     "ValidationError": Answer([b'data: {"choices": 3}\n\n', DONE]),
@@ -175,7 +175,7 @@ def test_nothing_but_failures_is_a_failure(bench):
 def test_a_request_that_takes_too_long_is_a_failure(bench):
     with SSEServer(lambda request, index: Answer([completion("a"), 60.0])) as server:
         status, result, captured = bench(server, "--timeout", "0.2", "--model", "m", count=1)
-    assert status == 1 and result["failed"] == 1 and "no complete answer in time" in captured.err
+    assert status == 1 and result["failed"] == 1 and "no complete response within the timeout" in captured.err
 
 
 def test_a_server_that_is_not_there_is_named(bench):
@@ -185,7 +185,7 @@ def test_a_server_that_is_not_there_is_named(bench):
         status, _, captured = bench(url, "--model", "m", "--ready-check-timeout-sec", "0.1")
         assert status == 1 and f"{url}/v1/completions did not answer" in captured.err
         status, _, captured = bench(url)
-    assert status == 1 and "names no model" in captured.err and "--model" in captured.err
+    assert status == 1 and "lists no model" in captured.err and "--model" in captured.err
 
 
 def test_no_more_requests_than_allowed_are_under_way(bench):
@@ -271,7 +271,7 @@ def test_results_can_be_gathered_in_one_file(bench, tmp_path):
     [
         (["--goodput", "ttft:fast"], "--goodput: 'ttft:fast'"),
         (["--goodput", "itl:3"], "--goodput: 'itl:3'"),
-        (["--percentile-metrics", "ttft,tbt"], "'tbt' is none of ttft, tpot"),
+        (["--percentile-metrics", "ttft,tbt"], "'tbt' is not one of ttft, tpot"),
         (["--metric-percentiles", "101"], "--metric-percentiles"),
         (["--metadata", "x"], "--metadata: 'x'"),
         (["--request-rate", "0"], "request rate"),

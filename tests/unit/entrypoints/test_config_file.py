@@ -1,4 +1,4 @@
-"""`--config FILE`: what the file says counts as if it stood on the command line, and flags go before it."""
+"""`--config FILE`: entries of the file become command-line arguments, and the command line overrides the file."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def test_a_model_that_is_named_by_its_place_goes_before_the_file(config, argumen
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("max_modle_len: 3", ["max_modle_len is no option of `prog go`", "Did you mean max-model-len?"]),
+        ("max_modle_len: 3", ["max_modle_len is not an option of `prog go`", "Did you mean max-model-len?"]),
         ("zzzzzz: 3", ["zzzzzz", "prog go --help"]),
-        ("config: other.yaml", ["config is no option"]),
+        ("config: other.yaml", ["config is not an option"]),
         ("no_enable_prefix_caching: true", ["Did you mean enable-prefix-caching?"]),
         ("max_model_len: many", ["max_model_len", "an integer", "'many'"]),
         ("max_model_len: [1, 2]", ["max_model_len", "one value", "a list"]),
@@ -104,7 +104,7 @@ def test_a_model_that_is_named_by_its_place_goes_before_the_file(config, argumen
         ("fast: 1", ["fast", "true or false", "found 1"]),
         ("enable_prefix_caching: maybe", ["true or false", "'maybe'"]),
         ("dtype: float31", ["dtype", "one of auto, float32", "'float31'"]),
-        ("hf_overrides: text", ["hf_overrides", "not JSON"]),
+        ("hf_overrides: text", ["hf_overrides", "not valid JSON"]),
         ("names: [--fast]", ["names", "dash"]),
         ("- a\n- b", ["option: value"]),
         ("1: a", ["option: value"]),
@@ -143,7 +143,7 @@ def test_the_server_and_files_of_requests_have_it_too(config, capsys):
     assert main(["serve", "some-model", "--config", config("model: in-file\nport: 70000\n")]) == 1
     assert "--port is 70000" in capsys.readouterr().err  # and not: two models
     assert main(["serve", "--config", config("modle: demo")]) == 1
-    assert "modle is no option of `mvllm serve`. Did you mean model?" in capsys.readouterr().err
+    assert "modle is not an option of `mvllm serve`. Did you mean model?" in capsys.readouterr().err
     path = config("input_file: /nowhere/in\noutput-file: out\nmodel: demo\n")
     assert main(["run-batch", "--config", path]) == 1
     assert "/nowhere/in cannot be opened" in capsys.readouterr().err
@@ -154,4 +154,4 @@ def test_a_command_below_a_command_reads_its_own(config, capsys):
     assert main(["bench", "throughput", "--config", path]) == 1
     assert "number of prompts is 0" in capsys.readouterr().err
     assert main(["bench", "latency", "--config", path]) == 1
-    assert "num_prompts is no option of `mvllm bench latency`" in capsys.readouterr().err
+    assert "num_prompts is not an option of `mvllm bench latency`" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The figures of a benchmark against a server, made of what its client saw.
+"""Metrics of a serving benchmark, computed from the client's timings.
 
 sent                first text             text   text             last chunk
  │─────── TTFT ─────────│───── ITL ──────────│─ITL──│────── ... ──────│
@@ -19,23 +19,23 @@ METRICS = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
-"""Short name to name."""
+"""Short names and titles of the latency metrics."""
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(slots=True)
 class RequestResult:
-    """What was seen of one request.
+    """Timings and result of one request.
 
     Attributes:
-        start: When it was sent, in seconds of the monotonic clock.
-        ttft: Seconds until the first text came.
-        latency: Seconds until the last chunk with a choice came.
-        itl: Seconds between one text and the next.
-        prompt_tokens, output_tokens: As the server counts them, or None where it did not say.
-        text: What came.
-        error: Why it failed; None where it did not.
+        start: Time of sending, of time.perf_counter.
+        ttft: Seconds until the first chunk with text.
+        latency: Seconds until the last chunk with a choice.
+        itl: Seconds between consecutive chunks with text.
+        prompt_tokens, output_tokens: The server's counts; None if it sent none.
+        text: The generated text.
+        error: Why the request failed; None for success.
     """
 
     start: float = 0.0
@@ -61,7 +61,7 @@ class RequestResult:
 
     @property
     def tpot(self) -> float:
-        """Seconds per output token after the first; 0 where there was no second."""
+        """Seconds per output token after the first; 0 with fewer than two tokens."""
         return (self.latency - self.ttft) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else 0.0
 
 
@@ -73,14 +73,14 @@ def calculate_metrics(
     selected: Sequence[str] = tuple(METRICS),
     goodput: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The figures under the field's usual keys.
+    """The metrics of a run, under the keys of common serving benchmarks.
 
     Args:
-        traces: One per request.
-        duration: Seconds from the start to the last answer.
-        percentiles: Which, from 0 to 100.
-        selected: Of which metrics, by short name.
-        goodput: Most milliseconds that a good request takes, by the short name of the metric.
+        traces: The results of all requests.
+        duration: Seconds from the start to the last response.
+        percentiles: Percentiles to compute, from 0 to 100.
+        selected: Short names of the latency metrics to include.
+        goodput: Limits in milliseconds by metric; a request that keeps all of them counts for goodput.
     """
     done = [trace for trace in traces if trace.success]
     num_output = sum(trace.num_output_tokens for trace in done)
@@ -112,7 +112,7 @@ def calculate_metrics(
 
 
 def per_request_details(traces: Sequence[RequestResult]) -> dict[str, Any]:
-    """What was seen of each request, under the field's usual keys."""
+    """Lists with one entry per request, under the keys of common serving benchmarks."""
     return {
         "input_lens": [trace.num_prompt_tokens for trace in traces],
         "output_lens": [trace.num_output_tokens for trace in traces],
@@ -125,32 +125,32 @@ def per_request_details(traces: Sequence[RequestResult]) -> dict[str, Any]:
 
 
 def percentile_key(percentile: float) -> str:
-    """`p99`, `p99.9`."""
+    """Name of a percentile in keys: `p99`, `p99.9`."""
     return f"p{percentile:g}"
 
 
 def interpolated_percentile(values: Sequence[float], percentile: float) -> float:
-    """Between the two nearest values, in proportion; 0 of none."""
+    """A percentile with linear interpolation; 0 for no values."""
     if not values:
         return 0.0
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percentile / 100
-    low, high = math.floor(place), math.ceil(place)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    position = (len(ordered) - 1) * percentile / 100
+    low, high = math.floor(position), math.ceil(position)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles in milliseconds; zeros where there is nothing."""
+    """Mean, median, standard deviation and percentiles in milliseconds; zeros for no values."""
     values = [1000 * value for value in seconds]
     mean = math.fsum(values) / len(values) if values else 0.0
     variance = math.fsum((value - mean) ** 2 for value in values) / len(values) if values else 0.0
     ordered = sorted(values)
-    figures = {
+    statistics = {
         f"mean_{name}_ms": mean,
         f"median_{name}_ms": interpolated_percentile(ordered, 50),
         f"std_{name}_ms": math.sqrt(variance),
     }
-    return figures | {f"{percentile_key(p)}_{name}_ms": interpolated_percentile(ordered, p) for p in percentiles}
+    return statistics | {f"{percentile_key(p)}_{name}_ms": interpolated_percentile(ordered, p) for p in percentiles}
 
 
 def _is_good(trace: RequestResult, limits: Mapping[str, float]) -> bool:
@@ -159,7 +159,7 @@ def _is_good(trace: RequestResult, limits: Mapping[str, float]) -> bool:
 
 
 def _peak_token_throughput(done: Sequence[RequestResult]) -> float:
-    """Most tokens that came within one second of the run. A text with several tokens in it counts as so many."""
+    """The largest number of tokens in one second of the run. A chunk counts as its request's mean number."""
     counts: dict[int, float] = {}
     begin = min((trace.start for trace in done), default=0.0)
     for trace in done:
@@ -172,7 +172,7 @@ def _peak_token_throughput(done: Sequence[RequestResult]) -> float:
 
 
 def _peak_concurrency(traces: Sequence[RequestResult]) -> int:
-    """Most requests under way at once. One that ends as another begins is not beside it."""
+    """The largest number of concurrent requests. A request that ends when another starts does not overlap it."""
     events = sorted(event for t in traces if t.latency > 0 for event in ((t.start, 1), (t.start + t.latency, -1)))
     peak = current = 0
     for _, change in events:

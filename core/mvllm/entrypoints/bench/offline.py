@@ -1,4 +1,4 @@
-"""Benchmarks of an engine in this process: how many tokens per second, and how long one batch takes."""
+"""Offline benchmarks of an engine in this process: throughput, and latency of a batch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def measure_throughput(
     *,
     on_done: Callable[[int], None] = lambda num_tokens: None,
 ) -> dict[str, Any]:
-    """Hands the engine all requests at once and measures until the last is done.
+    """Adds all requests at once and measures the time until the last has finished.
 
     Args:
-        samples: The requests; each says how many tokens it wants.
-        params: For all of them, but for max_tokens.
-        on_done: Called with the number of output tokens of each request that is done.
+        samples: The requests.
+        params: Sampling parameters of all requests; `max_tokens` comes from the samples.
+        on_done: Called with the number of output tokens of each finished request.
 
     Raises:
-        RequestError: A request does not fit the model. Nothing was measured.
+        RequestError: A request is too long for the model. No request was run.
     """
     requests = [(_prompt(sample), _for_length(params, sample.output_len)) for sample in samples]
     num_input, num_output, seconds = _run(engine, requests, on_done)
@@ -59,11 +59,11 @@ def measure_latency(
     seed: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Measures how long a batch of random prompts takes, again and again, with nothing in the prefix cache.
+    """Measures the latency of batches of random prompts, which share no prefix.
 
     Raises:
         ConfigError: A number is too small.
-        RequestError: The lengths do not fit the model.
+        RequestError: The lengths exceed the model's.
     """
     import numpy as np
 
@@ -93,7 +93,7 @@ def measure_latency(
 
 
 def _for_length(params: SamplingParams, length: int) -> SamplingParams:
-    """The same parameters for an output of a length, which nobody looks at before its end."""
+    """A copy of the parameters for outputs of `length` tokens, reported when they are complete."""
     import msgspec
 
     return msgspec.structs.replace(params, max_tokens=length, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -108,7 +108,7 @@ def _run(
     requests: Sequence[tuple[PromptType, SamplingParams]],
     on_done: Callable[[int], None] = lambda num_tokens: None,
 ) -> tuple[int, int, float]:
-    """Number of prompt tokens, of output tokens, and seconds from handing over the first request to the last answer."""
+    """Number of prompt tokens, of output tokens, and seconds from adding the requests to the last output."""
     ids = [f"bench-{i}" for i in range(len(requests))]
     start = time.perf_counter()
     processed = engine.input_processor.process_batch(ids, [p for p, _ in requests], [params for _, params in requests])
@@ -120,7 +120,7 @@ def _run(
                 continue
             error = next((sequence.error for sequence in output.outputs if sequence.error), None)
             if error is not None:
-                raise MvllmError(f"A request failed while it was measured: {error}")
+                raise MvllmError(f"A request of the benchmark failed: {error}")
             num_input += len(output.prompt_token_ids)
             num_new = sum(len(sequence.token_ids) for sequence in output.outputs)
             num_output += num_new

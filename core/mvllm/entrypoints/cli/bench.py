@@ -1,4 +1,4 @@
-"""`mvllm bench`: throughput and latency of an engine, its startup, and what a running server does under load."""
+"""`mvllm bench`: benchmarks of an engine (throughput, latency, startup) and of a running server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "freq
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the benchmarks and their options."""
+    """Adds a subcommand for each benchmark."""
     benchmarks = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK", required=True)
     for name, (summary, add, _) in _BENCHMARKS.items():
         add(
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs a benchmark, prints its result, and writes it where that was asked for."""
+    """Runs a benchmark and prints its result; writes it to a file on request."""
     status: int = _BENCHMARKS[args.benchmark][2](args)
     return status
 
@@ -59,70 +59,71 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-len", type=int, default=128, metavar="N", help="Tokens to generate. Default: 128.")
     group.add_argument("--batch-size", type=int, default=8, metavar="N", help="Prompts at once. Default: 8.")
     group.add_argument(
-        "--num-iters-warmup", type=int, default=3, metavar="N", help="Batches before those that count. Default: 3."
+        "--num-iters-warmup", type=int, default=3, metavar="N", help="Batches that are not measured. Default: 3."
     )
-    group.add_argument("--num-iters", type=int, default=10, metavar="N", help="Batches that count. Default: 10.")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="The same makes the same prompts. Default: 0.")
+    group.add_argument("--num-iters", type=int, default=10, metavar="N", help="Measured batches. Default: 10.")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="Seed of the prompts. Default: 0.")
     _add_output(parser)
     add_engine_arguments(parser, own_seed=True)
 
 
 def _add_startup(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="Starts that count. Default: 3.")
+    parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="Measured starts. Default: 3.")
     parser.add_argument(
         "--num-iters-warmup",
         type=int,
         default=1,
         metavar="N",
-        help="Starts before those, which bring files into the system's cache. Default: 1.",
+        help="Starts that are not measured; they load files into the page cache. Default: 1.",
     )
     _add_output(parser)
     add_engine_arguments(parser)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_argument_group("server")
-    where.add_argument(
-        "--base-url", metavar="URL", help="The server's. Default: http://HOST:PORT of the two options below."
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--base-url", metavar="URL", help="URL of the server. Default: http://HOST:PORT from the two options below."
     )
-    where.add_argument("--host", default="127.0.0.1", metavar="HOST", help="Default: 127.0.0.1.")
-    where.add_argument("--port", type=int, default=8000, metavar="N", help="Default: 8000.")
-    where.add_argument(
+    server.add_argument("--host", default="127.0.0.1", metavar="HOST", help="Default: 127.0.0.1.")
+    server.add_argument("--port", type=int, default=8000, metavar="N", help="Default: 8000.")
+    server.add_argument(
         "--endpoint-type",
         "--backend",
         choices=_KINDS,
         default=_KINDS[0],
-        help="What kind of requests to send: texts to complete, or messages. Default: openai.",
+        help="Completions (openai) or chat completions (openai-chat). Default: openai.",
     )
-    where.add_argument(
-        "--endpoint", metavar="PATH", help="Default: /v1/completions or /v1/chat/completions, by the kind."
+    server.add_argument(
+        "--endpoint",
+        metavar="PATH",
+        help="Path of the endpoint. Default: /v1/completions or /v1/chat/completions, by the type.",
     )
     text = "Name on the server. Default: the first that it lists."
-    where.add_argument("--model", action=ModelAction, default=argparse.SUPPRESS, metavar="NAME", help=text)
+    server.add_argument("--model", action=ModelAction, default=argparse.SUPPRESS, metavar="NAME", help=text)
     add_positional_model(parser)
-    where.add_argument(
+    server.add_argument(
         "--tokenizer",
         metavar="TEXT",
-        help="Model folder, hub name or 'demo' whose tokenizer makes and counts prompts; 'none' goes without. "
-        "Default: the model's.",
+        help="Model folder, hub name or 'demo' whose tokenizer makes prompts and counts tokens; 'none' for no "
+        "tokenizer. Default: the model's.",
     )
-    where.add_argument(
-        "--api-key", metavar="KEY", help=f"Sent as bearer token. Default, and better: {API_KEY_VARIABLE}."
+    server.add_argument(
+        "--api-key", metavar="KEY", help=f"Sent as bearer token. Default, and safer: the variable {API_KEY_VARIABLE}."
     )
-    where.add_argument(
+    server.add_argument(
         "--header", action="append", default=[], metavar="NAME=VALUE", help="May be given several times."
     )
-    where.add_argument("--insecure", action="store_true", help="Do not check the server's certificate.")
-    where.add_argument(
-        "--timeout", type=float, default=6 * 3600.0, metavar="S", help="Seconds that a request may take. Default: 6 h."
+    server.add_argument("--insecure", action="store_true", help="Do not check the server's certificate.")
+    server.add_argument(
+        "--timeout", type=float, default=6 * 3600.0, metavar="S", help="Timeout of a request in seconds. Default: 6 h."
     )
-    where.add_argument(
+    server.add_argument(
         "--ready-check-timeout-sec",
         type=float,
         default=60.0,
         metavar="S",
-        help="Seconds that the server may take to answer a first request, which is not counted; 0 sends none. "
-        "Default: 60.",
+        help="Seconds to wait for the response to a first request, which is not measured; 0 sends none. Default: 60.",
     )
 
     load = parser.add_argument_group("load")
@@ -134,26 +135,26 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="X",
-        help="Of arrivals at that rate: 1 is a Poisson process, less comes in bursts, more is more even. Default: 1.",
+        help="Burstiness of arrivals: 1 is a Poisson process, less gives bursts, more gives even gaps. Default: 1.",
     )
     load.add_argument(
         "--max-concurrency",
         type=int,
         metavar="N",
-        help="Most requests under way. Default: 1024 where all are sent at once, which a server with default "
+        help="Limit of concurrent requests. Default: 1024 if all are sent at once, which a server with default "
         "settings queues; no limit with a --request-rate.",
     )
     load.add_argument(
-        "--num-warmups", type=int, default=0, metavar="N", help="Requests before those that count. Default: 0."
+        "--num-warmups", type=int, default=0, metavar="N", help="Requests that are not measured. Default: 0."
     )
     _add_dataset(parser)
 
-    sampling = parser.add_argument_group("sampling", "What is not given is left to the server.")
+    sampling = parser.add_argument_group("sampling", "Defaults are the server's.")
     for name in _SAMPLING:
         kind = int if name == "top_k" else float
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X")
     sampling.add_argument(
-        "--extra-body", type=json_object, default={}, metavar="JSON", help="Further fields of every request."
+        "--extra-body", type=json_object, default={}, metavar="JSON", help="Additional fields of every request."
     )
 
     result = parser.add_argument_group("result")
@@ -161,23 +162,36 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--percentile-metrics",
         default="ttft,tpot,itl,e2el",
         metavar="LIST",
-        help=f"Of {', '.join(METRICS)}. Default: all.",
+        help=f"Metrics to report, of {', '.join(METRICS)}. Default: all.",
     )
-    result.add_argument("--metric-percentiles", default="99", metavar="LIST", help="Such as 50,90,99. Default: 99.")
+    result.add_argument(
+        "--metric-percentiles",
+        default="99",
+        metavar="LIST",
+        help="Percentiles to report, such as 50,90,99. Default: 99.",
+    )
     result.add_argument(
         "--goodput",
         nargs="+",
         metavar="METRIC:MS",
-        help=f"Count requests that keep these limits, in milliseconds: {', '.join(GOODPUT_METRICS)}; "
+        help=f"Count requests within these limits in milliseconds, of {', '.join(GOODPUT_METRICS)}; "
         "such as ttft:200 tpot:50.",
     )
     result.add_argument("--save-result", action="store_true", help="Write the result to a JSON file.")
-    result.add_argument("--save-detailed", action="store_true", help="With what was seen of each request.")
-    result.add_argument("--append-result", action="store_true", help="Add a line to the file.")
-    result.add_argument("--result-dir", type=Path, default=Path(), metavar="PATH", help="Default: here.")
-    result.add_argument("--result-filename", metavar="NAME", help="Default: made of load, model and time.")
-    result.add_argument("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="Goes into the result.")
-    result.add_argument("--label", metavar="TEXT", help="Goes into the result.")
+    result.add_argument("--save-detailed", action="store_true", help="Include the timings and text of each request.")
+    result.add_argument("--append-result", action="store_true", help="Append the result to the file.")
+    result.add_argument(
+        "--result-dir",
+        type=Path,
+        default=Path(),
+        metavar="PATH",
+        help="Folder of the result file. Default: the current folder.",
+    )
+    result.add_argument(
+        "--result-filename", metavar="NAME", help="Name of the result file. Default: from load, model and time."
+    )
+    result.add_argument("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="Stored in the result.")
+    result.add_argument("--label", metavar="TEXT", help="Stored in the result.")
     _add_quiet(result)
     add_config_argument(parser)
 
@@ -188,18 +202,18 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
         "--dataset-name",
         choices=DATASETS,
         default=DATASETS[0],
-        help="random: random words; sharegpt: a file of conversations; prefix_repetition: random words behind a few "
-        "beginnings; builtin: a few written ones. Default: random.",
+        help="random: random words; sharegpt: a file of conversations; prefix_repetition: random words after one of a "
+        "few prefixes; builtin: 16 fixed prompts. Default: random.",
     )
-    group.add_argument("--dataset-path", type=Path, metavar="FILE", help="For sharegpt.")
-    group.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="Requests. Default: 1000.")
+    group.add_argument("--dataset-path", type=Path, metavar="FILE", help="File of the dataset sharegpt.")
+    group.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="Number of requests. Default: 1000.")
     group.add_argument(
         "--input-len",
         "--random-input-len",
         "--prefix-repetition-suffix-len",
         type=int,
         metavar="N",
-        help=f"Tokens of a made-up prompt, common beginnings not counted. Default: {DEFAULT_INPUT_LEN}.",
+        help=f"Tokens of a random prompt without its prefix. Default: {DEFAULT_INPUT_LEN}.",
     )
     group.add_argument(
         "--output-len",
@@ -208,7 +222,7 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
         "--prefix-repetition-output-len",
         type=int,
         metavar="N",
-        help=f"Tokens to ask for. Default: {DEFAULT_OUTPUT_LEN}, or as many as the answer in the file has.",
+        help=f"Output tokens to request. Default: {DEFAULT_OUTPUT_LEN}, or the length of the answer in the file.",
     )
     group.add_argument(
         "--range-ratio",
@@ -216,7 +230,7 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="X",
-        help="Spread both lengths evenly by this share to both sides; from 0 to less than 1. Default: 0.",
+        help="Draw both lengths uniformly from length * (1 ± X); from 0 to less than 1. Default: 0.",
     )
     group.add_argument(
         "--prefix-len",
@@ -224,7 +238,7 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
         "--prefix-repetition-prefix-len",
         type=int,
         metavar="N",
-        help=f"Tokens that prompts have in common. Default: 0, or {DEFAULT_PREFIX_LEN} for prefix_repetition.",
+        help=f"Tokens of the shared prefix. Default: 0, or {DEFAULT_PREFIX_LEN} for prefix_repetition.",
     )
     group.add_argument(
         "--num-prefixes",
@@ -232,15 +246,15 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=10,
         metavar="N",
-        help="Beginnings, for prefix_repetition. Default: 10.",
+        help="Number of prefixes of prefix_repetition. Default: 10.",
     )
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="Go on until the output has its length. Default: where the prompt is random.",
+        help="Generate until the output has its full length. Default: for random prompts.",
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="The same makes the same requests. Default: 0.")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="Seed of the requests. Default: 0.")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -322,7 +336,7 @@ def _run_startup(args: argparse.Namespace) -> int:
     from mvllm.entrypoints.bench.startup import measure_one_startup, measure_startup
 
     settings = engine_args(args)
-    settings.create_model_config()  # what cannot be started is said before the first try
+    settings.create_model_config()  # reports invalid settings before the first start
     with _progress_bar(args, args.num_iters_warmup + args.num_iters) as bar:
         for _ in range(args.num_iters_warmup):
             measure_one_startup(settings)
@@ -411,18 +425,18 @@ def _run_serve(args: argparse.Namespace) -> int:
 _Add = Callable[[argparse.ArgumentParser], None]
 _Run = Callable[[argparse.Namespace], int]
 _BENCHMARKS: dict[str, tuple[str, _Add, _Run]] = {
-    "serve": ("measure a running server, of any maker, under load", _add_serve, _run_serve),
-    "throughput": ("measure how many tokens per second an engine makes", _add_throughput, _run_throughput),
-    "latency": ("measure how long an engine takes for a batch", _add_latency, _run_latency),
-    "startup": ("measure how long an engine takes to start", _add_startup, _run_startup),
+    "serve": ("measure any OpenAI-compatible server under load", _add_serve, _run_serve),
+    "throughput": ("measure the tokens per second of an engine", _add_throughput, _run_throughput),
+    "latency": ("measure the latency of a batch", _add_latency, _run_latency),
+    "startup": ("measure the startup time of an engine", _add_startup, _run_startup),
 }
 
 
-# --- what they share
+# --- shared parts
 
 
 def _needs_tokenizer(args: argparse.Namespace) -> bool:
-    """A server counts tokens itself; without one that is named, prompts that are written need none."""
+    """Whether the dataset needs a tokenizer. Servers count tokens, so the built-in prompts need none."""
     return args.dataset_name != "builtin" or args.tokenizer is not None
 
 
@@ -437,8 +451,8 @@ def _tokenizer_of_server(name: str) -> BenchmarkTokenizer:
         return _tokenizer(name)
     except MvllmError as e:
         raise ConfigError(
-            f"{e}\nThe server's model is not where its tokenizer can be read: name one with --tokenizer, or go without "
-            "by --dataset-name builtin --tokenizer none."
+            f"{e}\nThe tokenizer of the server's model cannot be read: name one with --tokenizer, or use "
+            "--dataset-name builtin --tokenizer none."
         ) from e
 
 
@@ -491,7 +505,7 @@ def _target(args: argparse.Namespace) -> ServerEndpoint:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in METRICS]:
-        raise ConfigError(f"--percentile-metrics: {unknown[0]!r} is none of {', '.join(METRICS)}.")
+        raise ConfigError(f"--percentile-metrics: {unknown[0]!r} is not one of {', '.join(METRICS)}.")
     return names
 
 
@@ -515,8 +529,8 @@ def _limits(given: list[str]) -> dict[str, float]:
             limit = -1.0
         if name not in GOODPUT_METRICS or not limit >= 0:
             raise ConfigError(
-                f"--goodput: {text!r} is no limit; it must be one of {', '.join(GOODPUT_METRICS)}, a colon and "
-                "milliseconds, such as ttft:200."
+                f"--goodput: {text!r} is not METRIC:MILLISECONDS, such as ttft:200, with one of "
+                f"{', '.join(GOODPUT_METRICS)}."
             )
         limits[name] = limit
     return limits
@@ -530,13 +544,13 @@ def _pairs(option: str, given: list[str]) -> dict[str, str]:
 
 
 def _print_errors(errors: list[str]) -> None:
-    """How often each error came, the most frequent first."""
+    """Prints the most frequent errors with their counts."""
     from collections import Counter
 
     for error, count in Counter(errors).most_common(5):
         print(f"error, {count} times: {error}", file=sys.stderr)
     if any(error.startswith("HTTP status 429") for error in errors):
-        print("The server's queue was full. Send fewer requests at a time: --max-concurrency.", file=sys.stderr)
+        print("The server's queue was full. Limit concurrent requests with --max-concurrency.", file=sys.stderr)
 
 
 def _progress_bar(args: argparse.Namespace, total: int) -> Any:

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Answers each line of input as the next message of one conversation."""
     if args.url is not None:
         if args.chat_template is not None:
-            raise ConfigError("--chat-template is for an engine in this process; with --url, the server has its own.")
+            raise ConfigError("--chat-template is for an engine in this process; leave it out with --url.")
         remote = RemoteModel(args)
         return _run_conversation(ChatSession(remote.print_chat, system=args.system), remote.summary)
 

@@ -22,15 +22,14 @@ def add_parser_arguments(group: argparse._ArgumentGroup) -> None:
         "--tool-call-parser",
         choices=(AUTO, NONE, *tool_parser_names()),
         default=AUTO,
-        help="How the model writes calls of tools; with none, requests with tools are refused. Default: auto, what the "
-        "chat template shows, if it is certain.",
+        help="Format of the model's tool calls; with none, requests with tools are rejected. Default: auto, detected "
+        "from the chat template if it is unambiguous.",
     )
     group.add_argument(
         "--reasoning-parser",
         choices=(AUTO, NONE, *reasoning_parser_names()),
         default=AUTO,
-        help="How the model marks what it writes for itself. Default: auto, what the chat template shows, if it is "
-        "certain.",
+        help="Format of the model's reasoning. Default: auto, detected from the chat template if it is unambiguous.",
     )
 
 

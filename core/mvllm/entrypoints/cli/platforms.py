@@ -1,4 +1,4 @@
-"""`mvllm platforms`: every platform plugin found, and whether it can be used."""
+"""`mvllm platforms`: lists the installed platform plugins and their availability."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mvllm.platform.spec import CONTRACT
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
-    parser.add_argument("--platform", metavar="NAME", help="Look at this one only; no other plugin is imported.")
+    parser.add_argument("--platform", metavar="NAME", help="List this platform only; no other plugin is imported.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument("--verbose", action="store_true", help="Print the traceback of a broken plugin.")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the list. A plugin that cannot be used is no error here: saying so is what this command is for."""
+    """Prints the list; returns 0 even if a plugin is broken or not available."""
     candidates = discover(only=args.platform)
     if args.json:
         print(json.dumps({"contract": dotted(CONTRACT), "platforms": [_as_json(c) for c in candidates]}, indent=2))

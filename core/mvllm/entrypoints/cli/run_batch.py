@@ -1,4 +1,4 @@
-"""`mvllm run-batch`: answers a file of requests in the format of OpenAI's batches."""
+"""`mvllm run-batch`: processes a file of requests in the OpenAI batch format."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ STANDARD_STREAM = "-"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
     parser.add_argument(
-        "-i", "--input-file", required=True, metavar="FILE", help="Requests, one per line of JSON; - reads stdin."
+        "-i", "--input-file", required=True, metavar="FILE", help="Requests, one JSON object per line; - reads stdin."
     )
     parser.add_argument(
-        "-o", "--output-file", required=True, metavar="FILE", help="Answers, one per line; - writes to stdout."
+        "-o", "--output-file", required=True, metavar="FILE", help="Responses, one per line; - writes to stdout."
     )
     parser.add_argument(
         "--served-model-name",
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-concurrency",
         type=int,
         metavar="N",
-        help="Most requests under way, and lines in memory. Default: twice --max-num-seqs.",
+        help="Maximum number of concurrent requests. Default: twice --max-num-seqs.",
     )
     parser.add_argument(
         "--unknown-fields",
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers every line; the exit status is 1 if none of them has an answer of the model."""
+    """Processes every line; returns 1 if all requests failed, else 0."""
     import asyncio
 
     if importlib.util.find_spec("starlette") is None:
@@ -68,16 +68,16 @@ def run(args: argparse.Namespace) -> int:
     template = load_chat_template(args.chat_template)
     source_path, target_path = Path(args.input_file), Path(args.output_file)
     if source_path.exists() and target_path.exists() and source_path.samefile(target_path):
-        raise ConfigError(f"The input file {source_path} cannot be the output file, too.")
+        raise ConfigError(f"The input file {source_path} is also the output file. Give another output file.")
     with contextlib.ExitStack() as stack:
         source = _open(stack, args.input_file, "rb")
         target = _open(stack, args.output_file, "wb")
-        tally = asyncio.run(_answer_all(args, template, source, target))
-    print(f"{tally.total} requests, {tally.failed} failed.", file=sys.stderr)
-    return 1 if tally.failed and tally.failed == tally.total else 0
+        counts = asyncio.run(_process_batch(args, template, source, target))
+    print(f"{counts.total} requests, {counts.failed} failed.", file=sys.stderr)
+    return 1 if counts.failed and counts.failed == counts.total else 0
 
 
-async def _answer_all(args: argparse.Namespace, template: str | None, source: IO[bytes], target: IO[bytes]) -> Any:
+async def _process_batch(args: argparse.Namespace, template: str | None, source: IO[bytes], target: IO[bytes]) -> Any:
     import asyncio
 
     from mvllm.engine.async_llm import AsyncLLM

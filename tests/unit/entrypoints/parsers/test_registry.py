@@ -56,7 +56,7 @@ def test_cores_own():
 
 @pytest.mark.parametrize("find", [tool_parser, reasoning_parser])
 def test_a_name_that_nobody_offers_lists_those_there_are(find):
-    with pytest.raises(ConfigError, match=r"no (tool|reasoning) parser 'x'\. There are: .*(hermes|qwen3)"):
+    with pytest.raises(ConfigError, match=r"no (tool|reasoning) parser 'x'\. Choose one of: .*(hermes|qwen3)"):
         find("x")
 
 
