@@ -1,4 +1,7 @@
-"""Finds what an engine has left behind: processes carry a tag in their environment, which children inherit."""
+"""Finds processes and shared memory that an engine has left behind.
+
+Processes carry a tag in an environment variable, which children inherit.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ TAG = "CONFORMANCE_PROCESS_TAG"
 
 @dataclass
 class ProcessSnapshot:
-    """What there was before; `assert_gone` says whether that is all there is again.
+    """The shared memory that existed at the start, and the tag of processes that are started later.
 
     Attributes:
-        tag: The value of TAG in the environment of every process that is started meanwhile.
+        tag: The value of TAG in the environment of these processes.
     """
 
     tag: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -31,7 +34,7 @@ class ProcessSnapshot:
         return tagged_processes(TAG, self.tag)
 
     def workers(self) -> list[psutil.Process]:
-        """Those that are workers of an engine."""
+        """Tagged processes that are workers of an engine."""
         found = []
         for process in self.processes():
             try:
@@ -42,24 +45,24 @@ class ProcessSnapshot:
         return found
 
     def assert_gone(self, seconds: float = 30.0) -> None:
-        """Fails when a process or a piece of named shared memory is left."""
+        """Fails when a tagged process or new shared memory is left after `seconds`."""
         assert_nothing_left(self.processes, self._shared, seconds)
 
 
 @contextmanager
 def process_snapshot() -> Iterator[ProcessSnapshot]:
-    """Tags every process that is started inside; kills what is left at the end, so that no other test meets it."""
+    """Tags the processes that are started in the context, and kills those that are left at its end."""
     before = os.environ.get(TAG)
-    trace = ProcessSnapshot()
-    os.environ[TAG] = trace.tag
+    snapshot = ProcessSnapshot()
+    os.environ[TAG] = snapshot.tag
     try:
-        yield trace
+        yield snapshot
     finally:
         if before is None:
             del os.environ[TAG]
         else:
             os.environ[TAG] = before
-        for process in trace.processes():
+        for process in snapshot.processes():
             process.kill()
 
 
@@ -101,8 +104,8 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str | Call
 
 
 def shared_memory() -> set[str]:
-    """Names of this user's pieces of shared memory."""
-    folder = Path("/dev/shm")  # noqa: S108  (looked at, not written)
+    """Names of this user's shared-memory segments."""
+    folder = Path("/dev/shm")  # noqa: S108  (read, not written)
     found = set()
     for path in folder.iterdir() if folder.is_dir() else ():
         try:

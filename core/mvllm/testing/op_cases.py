@@ -1,4 +1,4 @@
-"""Cases for every operation of the catalogue: facts, arguments, and what an exact computation gives."""
+"""Test cases for every operation: facts, arguments and exact results."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ def op_calls(op: str, dtype: str) -> Iterator[OpCall]:
     yield from _MAKERS.get(op, _activations)(op, torch_dtype(dtype))
 
 
-def exact(trial: OpCall) -> Any:
-    """The reference on float64 arguments."""
-    if trial.op == "quantized_linear":
-        return exact_quantized(*trial.make())
-    if trial.op == "quantized_linear_silu_and_mul":
-        return SCHEMAS["silu_and_mul"].reference(exact_quantized(*trial.make()))
-    if trial.op == "float8_linear":
-        return exact_float8(*trial.make())
-    arguments = [_wide(argument) for argument in trial.make()]
-    if trial.op in ("moe", "clamped_moe"):
-        place = list(SCHEMAS[trial.op].parameters).index("expert_weights")
-        arguments[place] = arguments[place].float()  # in float32 whatever the compute dtype
-    return SCHEMAS[trial.op].reference(*arguments)
+def exact(case: OpCall) -> Any:
+    """The result of the reference for float64 arguments."""
+    if case.op == "quantized_linear":
+        return exact_quantized(*case.make())
+    if case.op == "quantized_linear_silu_and_mul":
+        return SCHEMAS["silu_and_mul"].reference(exact_quantized(*case.make()))
+    if case.op == "float8_linear":
+        return exact_float8(*case.make())
+    arguments = [_as_float64(argument) for argument in case.make()]
+    if case.op in ("moe", "clamped_moe"):
+        index = list(SCHEMAS[case.op].parameters).index("expert_weights")
+        arguments[index] = arguments[index].float()  # float32 for every compute dtype
+    return SCHEMAS[case.op].reference(*arguments)
 
 
 def tolerance(dtype: str) -> float:
-    """Difference allowed, relative to the largest value of the result: a few roundings to the dtype."""
+    """Allowed difference relative to the largest value of the result: a few roundings to the dtype."""
     return {"float32": 2e-5}.get(dtype, 4 * torch.finfo(torch_dtype(dtype)).eps)
 
 
-def _wide(argument: Any) -> Any:
+def _as_float64(argument: Any) -> Any:
     return argument.double() if isinstance(argument, torch.Tensor) and argument.is_floating_point() else argument
 
 
@@ -92,7 +92,7 @@ def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
                 ),
                 weight=1,
             )
-            yield OpCall(  # a band of the table, and ids on either side of it
+            yield OpCall(  # a vocabulary shard, and ids outside of it
                 op,
                 {"num_embeddings": 20, "embedding_dim": 64},
                 lambda rows=rows, ids=ids: (  # type: ignore[misc]
@@ -117,7 +117,7 @@ def _norms(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
                         1e-5,
                     ),  # type: ignore[misc]
                 )
-                yield OpCall(  # of heads, as a view of a fused projection
+                yield OpCall(  # norm of heads, which are a view of a fused projection
                     op,
                     {"hidden_size": size},
                     lambda rows=rows, size=size: (  # type: ignore[misc]
@@ -191,7 +191,7 @@ def _moe(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
 
 def _add_lora(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
-        # Three slots, of which one is not used; one matrix, and three side by side, of which two share a block.
+        # Three slots, one of them unused; one output band, and three bands of which two share a block.
         for bands in (((0, 96, 0),), ((0, 48, 0), (48, 80, 1), (80, 96, 1))):
             blocks = 1 + max(block for _, _, block in bands)
             yield OpCall(
@@ -212,7 +212,7 @@ def _lora_arguments(
     )
     if rows < 3:
         return (*matrices, None, ((2, 0, rows),), bands)
-    odd, even = torch.arange(1, rows, 2), torch.arange(0, rows - 1, 2)  # and the last one has no adapter
+    odd, even = torch.arange(1, rows, 2), torch.arange(0, rows - 1, 2)  # the last row has no adapter
     segments = ((2, 0, len(odd)), (0, len(odd), len(odd) + len(even)))
     return (*matrices, torch.cat((odd, even)), segments, bands)
 
@@ -239,7 +239,7 @@ def _clamped_moe(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
 
 def _argmax(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
-        for size in (5, 64, 200):  # distinct small integers: which of equal elements is taken is left open
+        for size in (5, 64, 200):  # distinct small integers: the index of equal maxima is undefined
             yield OpCall(
                 op,
                 {"size": size},
@@ -269,7 +269,7 @@ def _filtered_draw(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
 
 
 def _draw_arguments(rows: int, size: int) -> tuple[Any, ...]:
-    """Rows of all kinds, with numbers that are nowhere near the boundary of another token."""
+    """Rows with all settings of _DRAWS, and random numbers that are not near the boundary between two tokens."""
     generator = torch.Generator().manual_seed(size)
     temperature, min_p, top_k, top_p = (
         torch.tensor([size if value is None else value for value in column])
@@ -277,15 +277,15 @@ def _draw_arguments(rows: int, size: int) -> tuple[Any, ...]:
     )
     logits = random_tensor(torch.float32, rows, size, seed=rows, scale=2)
     logits[:, 5] = -torch.inf
-    peaks, gap, k = logits.amax(dim=1), temperature * min_p.log(), top_k.long()
+    row_max, gap, k = logits.amax(dim=1), temperature * min_p.log(), top_k.long()
     uniforms = torch.rand(2, rows, generator=generator) * 0.999
 
     def draws(sign: int, other: int) -> torch.Tensor:
-        """The tokens in float64, with every number that decides moved a little."""
+        """The tokens in float64 after small changes of all thresholds."""
         coarse, fine = (uniforms.double() + 1e-4 * torch.tensor([[sign], [other]])).clamp(min=0)
         moved_gap, moved_p = gap.double() - 1e-4 * sign, (top_p.double() + 1e-5 * sign).clamp(max=1.0)
-        wide = logits.double(), peaks.double(), (1 / temperature).double()
-        return filtered_draw(*wide, moved_gap, k, moved_p, coarse, fine, draw_block(size))
+        inputs = logits.double(), row_max.double(), (1 / temperature).double()
+        return filtered_draw(*inputs, moved_gap, k, moved_p, coarse, fine, draw_block(size))
 
     for _ in range(100):
         tokens = torch.stack([draws(sign, other) for sign in (-1, 1) for other in (-1, 1)])
@@ -293,7 +293,7 @@ def _draw_arguments(rows: int, size: int) -> tuple[Any, ...]:
         if not unclear.any():
             break
         uniforms[:, unclear] = torch.rand(2, int(unclear.sum()), generator=generator) * 0.999
-    return logits, peaks, 1 / temperature, gap, k, top_p, *uniforms, draw_block(size)
+    return logits, row_max, 1 / temperature, gap, k, top_p, *uniforms, draw_block(size)
 
 
 def _activations(op: str, dtype: torch.dtype) -> Iterator[OpCall]:

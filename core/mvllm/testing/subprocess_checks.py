@@ -1,4 +1,4 @@
-"""Looks at things from a fresh process, where nothing has been imported or opened yet."""
+"""Runs checks in new processes, where nothing has been imported or opened yet; lists open device files."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _NOT_DEVICES = (
 def run_in_subprocess(
     module: str, order: dict[str, Any], *, seconds: float = 120.0, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Runs `python -m module ORDER` and returns the JSON object that it says.
+    """Runs `python -m module ORDER` and returns the JSON object that it prints with `print_answer`.
 
     Args:
-        module: What runs there.
-        order: Its only argument.
-        seconds: How long that may take.
-        environment: Its variables, but for the search path, which is this process'.
+        module: The module to run.
+        order: Its argument.
+        seconds: Timeout.
+        environment: Its environment variables; the module search path is this process's.
 
     Raises:
-        AssertionError: It said nothing; the message has its output.
+        AssertionError: It printed no answer; the message has its output.
     """
     done = subprocess.run(
         [sys.executable, "-m", module, json.dumps(order)],
@@ -77,7 +77,7 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def open_devices() -> set[str]:
-    """Device files that this process holds open; nothing where the system does not say."""
+    """Paths of the device files that this process has open; empty on systems without /proc."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir() if Path("/proc/self/fd").is_dir() else ():
         try:

@@ -36,7 +36,7 @@ def one_thread():
 def test_each_mistake_is_told_from_the_others():
     case = case_of(sliding_window=9, soft_cap=2.0, sinks=True)
     for name, reading in mistakes(case):
-        assert f"The result is what it would be with {name}." in told(case, expected(case, reading))
+        assert f"The result equals that of attention with {name}." in told(case, expected(case, reading))
 
 
 def test_a_result_that_no_mistake_explains_names_the_worst_request_position_and_head():
@@ -46,7 +46,7 @@ def test_a_result_that_no_mistake_explains_names_the_worst_request_position_and_
     text = told(case, found)
     assert text.startswith("off by 2.5, allowed 5e-05; worst at request 2 (40 tokens before this step, 30 in it), ")
     assert "position 44 (block 2 of its table, offset 12), head 3 (key/value head 1)" in text
-    assert "Wrong are 1 of 192 results, in requests 2." in text and "would be" not in text
+    assert "Wrong: 1 of 192 results, in requests 2." in text and "equals that" not in text
 
 
 def test_what_is_not_finite_is_the_worst():

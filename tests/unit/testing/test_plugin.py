@@ -97,14 +97,14 @@ def test_a_waiver_that_nothing_needs_fails_the_run(run, tmp_path):
     (tmp_path / "w.toml").write_text(WAIVER.format("ATT-04") + WAIVER.format("ATT-03"))
     done, report = run("--mvllm-waivers", "w.toml")
     assert done.returncode == 1
-    assert "a waiver that nothing needs any more: ATT-03" in done.stdout
+    assert "unneeded waiver: ATT-03" in done.stdout
     assert [w["needed"] for w in report["waivers"]] == [True, False]
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("--mvllm-only", "ATX"), "there is no ATX"),
+        (("--mvllm-only", "ATX"), "unknown ATX"),
         (("--mvllm-waivers", "none.toml"), "cannot be read"),
     ],
 )
@@ -119,9 +119,9 @@ def test_a_run_can_be_limited(run):
     assert done.returncode == 0
     assert set(statuses(report)) == {"ATT-03", "GRF-01"} and not report["conformant"]
     assert "  ATT-03  passed " in done.stdout and "DEV-01" not in done.stdout
-    assert re.search(r"^left out: \d+ tests of clauses that --only leaves out$", done.stdout, re.MULTILINE)
+    assert re.search(r"^deselected: \d+ tests of clauses that --only excludes$", done.stdout, re.MULTILINE)
     whole, quick = run("--mvllm-quick")
-    assert re.search(r"^left out: \d+ tests that only a run without --quick has$", whole.stdout, re.MULTILINE)
+    assert re.search(r"^deselected: \d+ tests that --quick excludes$", whole.stdout, re.MULTILINE)
     assert "ATT-01" not in statuses(quick)
 
 

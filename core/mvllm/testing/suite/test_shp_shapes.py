@@ -1,4 +1,4 @@
-"""SHP: steps have the sizes that the platform asked for, and none that it has not met in warm-up."""
+"""SHP: steps have the platform's bucket sizes, and nothing is compiled after the warm-up."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_steps_have_sizes_among_the_buckets_and_nothing_is_compiled_after_warm_u
 ) -> None:
     shapes = shapes_of(subject)
     if subject.platform.worker_class() is not None:
-        skip_not_claimed("core's worker")
+        skip_not_claimed("core's worker: the platform has its own")
     if not any(getattr(shapes, name) for name in DIMENSIONS):
-        skip_not_claimed("buckets: shapes are free")
+        skip_not_claimed("buckets: all sizes are allowed")
     seen: dict[str, set[int]] = {name: set() for name in DIMENSIONS}
     build, warm_up = StepInputBuilder.build, Worker.warm_up
     compiled_after_warm_up: list[str] = []
@@ -91,7 +91,7 @@ def test_no_request_that_only_samples_compiles_anything(
     subject: PlatformUnderTest, free_device: None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if subject.platform.worker_class() is not None:
-        skip_not_claimed("core's worker")
+        skip_not_claimed("core's worker: the platform has its own")
     bound: list[DeviceRuntime] = []
     init_device = Worker.init_device
 
@@ -127,7 +127,7 @@ def test_no_request_that_only_samples_compiles_anything(
 
 @clause("SHP-01")
 def test_the_device_takes_a_shape_that_it_has_not_met(bound_device: DeviceRuntime) -> None:
-    """Profiling and sampling make shapes of their own before and beside the steps."""
+    """Profiling and sampling use sizes that are not buckets."""
     import torch
 
     for size in (1, 3, 17):
