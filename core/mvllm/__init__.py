@@ -1,7 +1,6 @@
-"""mvllm: a hardware-neutral engine for large language models.
+"""mvllm: a hardware-neutral inference engine for large language models.
 
-Importing this package has no consequences: names are resolved on first use, so that neither torch nor a platform plugin
-is loaded by `import mvllm`.
+`import mvllm` has no side effects: names are resolved on first use, so neither torch nor a platform plugin is loaded.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""All that plugins other than platforms may import from mvllm: models, executors, parsers, loggers, commands, ...
+"""Public interface for plugins other than platforms: models, executors, parsers, stat loggers, commands and others.
 
-Unlike `mvllm.plugin_api`, this surface has no contract version: what stands here follows the engine and may change with
-every minor version of mvllm, so a package that uses it states a range (`mvllm>=0.1,<0.2`). Everything is resolved on
-first use; importing this module loads neither torch nor the engine. docs/extending.md says what each group of names is
-for; docs/executors.md has those for executors whose workers run in processes of their own.
+Unlike `mvllm.plugin_api`, it has no contract version and may change with every minor version of mvllm. Packages that
+use it therefore require a range (`mvllm>=0.1,<0.2`). Names are resolved on first use; importing this module loads
+neither torch nor the engine. docs/how-to/extending.md describes the groups of names, docs/reference/executors.md those
+for executors with worker processes.
 """
 
 from __future__ import annotations

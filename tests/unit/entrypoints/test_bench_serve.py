@@ -183,7 +183,7 @@ def test_a_server_that_is_not_there_is_named(bench):
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         status, _, captured = bench(url, "--model", "m", "--ready-check-timeout-sec", "0.1")
-        assert status == 1 and f"{url}/v1/completions did not answer" in captured.err
+        assert status == 1 and f"{url}/v1/completions did not complete" in captured.err
         status, _, captured = bench(url)
     assert status == 1 and "lists no model" in captured.err and "--model" in captured.err
 

@@ -58,8 +58,8 @@ def test_modes(tools, choice, mode):
 @pytest.mark.parametrize(
     ("tools", "choice", "words"),
     [
-        (None, "required", "there are no tools"),
-        ([], WEATHER, "there are no tools"),
+        (None, "required", "the request has no tools"),
+        ([], WEATHER, "the request has no tools"),
         (TOOLS, "must", 'must be "none", "auto"'),
         (TOOLS, {"type": "function"}, 'must be "none", "auto"'),
         (TOOLS, {"type": "function", "function": {"name": "x"}}, "'x', which is none of tools: weather, tree"),
