@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,35 +50,25 @@ def _as_float64(argument: Any) -> Any:
 
 
 def _linear(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
-    for rows in ROWS:
-        for in_features, out_features in ((64, 96), (128, 320), (96, 33)):
+    gated = op == "linear_silu_and_mul"
+    sizes = ((64, 96), (128, 160), (96, 33)) if gated else ((64, 96), (128, 320), (96, 33))
+    for rows in (*ROWS, 200) if gated else ROWS:
+        for in_features, size in sizes:
             for bias in (False, True):
-                yield OpCall(
-                    op,
-                    {"in_features": in_features, "out_features": out_features, "bias": bias},
-                    lambda rows=rows, i=in_features, o=out_features, bias=bias: (  # type: ignore[misc]
-                        random_tensor(dtype, rows, i),
-                        random_tensor(dtype, o, i, seed=1, scale=i**-0.5),
-                        random_tensor(dtype, o, seed=2) if bias else None,
-                    ),
-                    weight=1,
-                )
+                facts = {"in_features": in_features, "size" if gated else "out_features": size, "bias": bias}
+                out_features = 2 * size if gated else size
+                make = partial(_linear_arguments, dtype, rows, in_features, out_features, bias)
+                yield OpCall(op, facts, make, weight=1)
 
 
-def _gated_linear(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
-    for rows in (*ROWS, 200):
-        for in_features, size in ((64, 96), (128, 160), (96, 33)):
-            for bias in (False, True):
-                yield OpCall(
-                    op,
-                    {"in_features": in_features, "size": size, "bias": bias},
-                    lambda rows=rows, i=in_features, o=2 * size, bias=bias: (  # type: ignore[misc]
-                        random_tensor(dtype, rows, i),
-                        random_tensor(dtype, o, i, seed=1, scale=i**-0.5),
-                        random_tensor(dtype, o, seed=2) if bias else None,
-                    ),
-                    weight=1,
-                )
+def _linear_arguments(
+    dtype: torch.dtype, rows: int, in_features: int, out_features: int, bias: bool
+) -> tuple[Any, ...]:
+    return (
+        random_tensor(dtype, rows, in_features),
+        random_tensor(dtype, out_features, in_features, seed=1, scale=in_features**-0.5),
+        random_tensor(dtype, out_features, seed=2) if bias else None,
+    )
 
 
 def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
@@ -107,48 +98,33 @@ def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
 def _norms(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
         for size in (64, 100, 768):
+            facts = {"hidden_size": size}
             if op == "rms_norm":
-                yield OpCall(
-                    op,
-                    {"hidden_size": size},
-                    lambda rows=rows, size=size: (
-                        random_tensor(dtype, rows, size),
-                        random_tensor(dtype, size, seed=1),
-                        1e-5,
-                    ),  # type: ignore[misc]
-                )
-                yield OpCall(  # norm of heads, which are a view of a fused projection
-                    op,
-                    {"hidden_size": size},
-                    lambda rows=rows, size=size: (  # type: ignore[misc]
-                        random_tensor(dtype, rows, 3 * size)[:, size:].view(rows, 2, size),
-                        random_tensor(dtype, size, seed=1),
-                        1e-5,
-                    ),
-                )
+                yield OpCall(op, facts, partial(_rms_norm_arguments, dtype, rows, size))
+                yield OpCall(op, facts, partial(_rms_norm_arguments, dtype, rows, size, of_heads=True))
             elif op == "fused_add_rms_norm":
-                yield OpCall(
-                    op,
-                    {"hidden_size": size},
-                    lambda rows=rows, size=size: (  # type: ignore[misc]
-                        random_tensor(dtype, rows, size),
-                        random_tensor(dtype, rows, size, seed=3),
-                        random_tensor(dtype, size, seed=1),
-                        1e-5,
-                    ),
-                )
+                yield OpCall(op, facts, partial(_rms_norm_arguments, dtype, rows, size, residual=True))
             else:
                 for affine in (False, True):
-                    yield OpCall(
-                        op,
-                        {"hidden_size": size, "affine": affine},
-                        lambda rows=rows, size=size, affine=affine: (  # type: ignore[misc]
-                            random_tensor(dtype, rows, size),
-                            random_tensor(dtype, size, seed=1) if affine else None,
-                            random_tensor(dtype, size, seed=2) if affine else None,
-                            1e-5,
-                        ),
-                    )
+                    make = partial(_layer_norm_arguments, dtype, rows, size, affine)
+                    yield OpCall(op, {**facts, "affine": affine}, make)
+
+
+def _rms_norm_arguments(
+    dtype: torch.dtype, rows: int, size: int, *, residual: bool = False, of_heads: bool = False
+) -> tuple[Any, ...]:
+    """Arguments of an RMS norm; with `of_heads` the input is a strided view of a fused projection."""
+    if of_heads:
+        x = random_tensor(dtype, rows, 3 * size)[:, size:].view(rows, 2, size)
+    else:
+        x = random_tensor(dtype, rows, size)
+    residuals = (random_tensor(dtype, rows, size, seed=3),) if residual else ()
+    return (x, *residuals, random_tensor(dtype, size, seed=1), 1e-5)
+
+
+def _layer_norm_arguments(dtype: torch.dtype, rows: int, size: int, affine: bool) -> tuple[Any, ...]:
+    weights = (random_tensor(dtype, size, seed=1), random_tensor(dtype, size, seed=2)) if affine else (None, None)
+    return (random_tensor(dtype, rows, size), *weights, 1e-5)
 
 
 def _rotary(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
@@ -174,19 +150,24 @@ def _rotary_arguments(dtype: torch.dtype, head_size: int, rotary_dim: int, index
 
 
 def _moe(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
+    facts = {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32}
+    clamped = op == "clamped_moe"
     for rows in ROWS:
-        yield OpCall(
-            op,
-            {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32},
-            lambda rows=rows: (  # type: ignore[misc]
-                random_tensor(dtype, rows, 64),
-                random_tensor(dtype, 4, 64, 64, seed=1, scale=0.12),
-                random_tensor(dtype, 4, 64, 32, seed=2, scale=0.17),
-                torch.stack([(torch.arange(rows) + k) % 4 for k in (0, 1)], dim=1),
-                torch.softmax(random_tensor(torch.float32, rows, 2, seed=3), dim=-1),
-            ),
-            weight=(1, 2),
-        )
+        yield OpCall(op, facts, partial(_moe_arguments, dtype, rows, clamped), weight=(1, 3) if clamped else (1, 2))
+
+
+def _moe_arguments(dtype: torch.dtype, rows: int, clamped: bool) -> tuple[Any, ...]:
+    gate_up = random_tensor(dtype, 4, 64, 64, seed=1, scale=0.12)
+    down = random_tensor(dtype, 4, 64, 32, seed=2, scale=0.17)
+    biases = random_tensor(dtype, 4, 64, seed=4), random_tensor(dtype, 4, 64, seed=5)
+    weights = (gate_up, biases[0], down, biases[1]) if clamped else (gate_up, down)
+    return (
+        random_tensor(dtype, rows, 64),
+        *weights,
+        torch.stack([(torch.arange(rows) + k) % 4 for k in (0, 1)], dim=1),
+        torch.softmax(random_tensor(torch.float32, rows, 2, seed=3), dim=-1),
+        *((1.702, 1.5) if clamped else ()),  # alpha, and a limit that these inputs reach
+    )
 
 
 def _add_lora(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
@@ -215,26 +196,6 @@ def _lora_arguments(
     odd, even = torch.arange(1, rows, 2), torch.arange(0, rows - 1, 2)  # the last row has no adapter
     segments = ((2, 0, len(odd)), (0, len(odd), len(odd) + len(even)))
     return (*matrices, torch.cat((odd, even)), segments, bands)
-
-
-def _clamped_moe(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
-    for rows in ROWS:
-        yield OpCall(
-            op,
-            {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32},
-            lambda rows=rows: (  # type: ignore[misc]
-                random_tensor(dtype, rows, 64),
-                random_tensor(dtype, 4, 64, 64, seed=1, scale=0.12),
-                random_tensor(dtype, 4, 64, seed=4),
-                random_tensor(dtype, 4, 64, 32, seed=2, scale=0.17),
-                random_tensor(dtype, 4, 64, seed=5),
-                torch.stack([(torch.arange(rows) + k) % 4 for k in (0, 1)], dim=1),
-                torch.softmax(random_tensor(torch.float32, rows, 2, seed=3), dim=-1),
-                1.702,
-                1.5,  # within reach of these inputs
-            ),
-            weight=(1, 3),
-        )
 
 
 def _argmax(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
@@ -312,14 +273,14 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "quantized_linear": quantized_linear_cases,
     "quantized_linear_silu_and_mul": quantized_linear_cases,
     "float8_linear": float8_linear_cases,
-    "linear_silu_and_mul": _gated_linear,
+    "linear_silu_and_mul": _linear,
     "embedding": _embedding,
     "rms_norm": _norms,
     "fused_add_rms_norm": _norms,
     "layer_norm": _norms,
     "rotary_embedding": _rotary,
     "moe": _moe,
-    "clamped_moe": _clamped_moe,
+    "clamped_moe": _moe,
     "argmax": _argmax,
     "filtered_draw": _filtered_draw,
     "add_lora": _add_lora,

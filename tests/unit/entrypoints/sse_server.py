@@ -1,4 +1,4 @@
-"""A server of the OpenAI API that says what the test has written for it, over real sockets."""
+"""An OpenAI-compatible HTTP server with scripted responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A waiver says what, why and where, and is refused when it does not."""
+"""Waivers: patterns, validation and errors."""
 
 from __future__ import annotations
 

@@ -7,24 +7,24 @@ import math
 import sys
 from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mvllm.entrypoints.bench.datasets import DATASETS, DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PREFIX_LEN
 from mvllm.entrypoints.bench.metrics import GOODPUT_METRICS, METRICS
-from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
-from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args, json_object
-from mvllm.entrypoints.cli.config_file import add_config_argument
-from mvllm.entrypoints.openai_client import API_KEY_VARIABLE, authorization_headers
+from mvllm.entrypoints.cli.arguments import engine_args
+from mvllm.entrypoints.cli.bench_arguments import (
+    SAMPLING_OPTIONS,
+    add_latency_arguments,
+    add_serve_arguments,
+    add_startup_arguments,
+    add_throughput_arguments,
+)
+from mvllm.entrypoints.openai_client import authorization_headers
 from mvllm.errors import ConfigError, MvllmError
 
 if TYPE_CHECKING:
     from mvllm.entrypoints.bench.client import ServerEndpoint
     from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, SampleRequest
     from mvllm.messages.sampling_params import SamplingParams
-
-_KINDS = ("openai", "openai-chat")  # of endpoints
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,235 +44,11 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-# --- options
-
-
-def _add_throughput(parser: argparse.ArgumentParser) -> None:
-    _add_dataset(parser)
-    _add_output(parser)
-    add_engine_arguments(parser, own_seed=True)
-
-
-def _add_latency(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("batch")
-    group.add_argument("--input-len", type=int, default=32, metavar="N", help="Tokens of each prompt. Default: 32.")
-    group.add_argument("--output-len", type=int, default=128, metavar="N", help="Tokens to generate. Default: 128.")
-    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="Prompts at once. Default: 8.")
-    group.add_argument(
-        "--num-iters-warmup", type=int, default=3, metavar="N", help="Batches that are not measured. Default: 3."
-    )
-    group.add_argument("--num-iters", type=int, default=10, metavar="N", help="Measured batches. Default: 10.")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="Seed of the prompts. Default: 0.")
-    _add_output(parser)
-    add_engine_arguments(parser, own_seed=True)
-
-
-def _add_startup(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="Measured starts. Default: 3.")
-    parser.add_argument(
-        "--num-iters-warmup",
-        type=int,
-        default=1,
-        metavar="N",
-        help="Starts that are not measured; they load files into the page cache. Default: 1.",
-    )
-    _add_output(parser)
-    add_engine_arguments(parser)
-
-
-def _add_serve(parser: argparse.ArgumentParser) -> None:
-    server = parser.add_argument_group("server")
-    server.add_argument(
-        "--base-url", metavar="URL", help="URL of the server. Default: http://HOST:PORT from the two options below."
-    )
-    server.add_argument("--host", default="127.0.0.1", metavar="HOST", help="Default: 127.0.0.1.")
-    server.add_argument("--port", type=int, default=8000, metavar="N", help="Default: 8000.")
-    server.add_argument(
-        "--endpoint-type",
-        "--backend",
-        choices=_KINDS,
-        default=_KINDS[0],
-        help="Completions (openai) or chat completions (openai-chat). Default: openai.",
-    )
-    server.add_argument(
-        "--endpoint",
-        metavar="PATH",
-        help="Path of the endpoint. Default: /v1/completions or /v1/chat/completions, by the type.",
-    )
-    text = "Name on the server. Default: the first that it lists."
-    server.add_argument("--model", action=ModelAction, default=argparse.SUPPRESS, metavar="NAME", help=text)
-    add_positional_model(parser)
-    server.add_argument(
-        "--tokenizer",
-        metavar="TEXT",
-        help="Model folder, hub name or 'demo' whose tokenizer makes prompts and counts tokens; 'none' for no "
-        "tokenizer. Default: the model's.",
-    )
-    server.add_argument(
-        "--api-key", metavar="KEY", help=f"Sent as bearer token. Default, and safer: the variable {API_KEY_VARIABLE}."
-    )
-    server.add_argument(
-        "--header", action="append", default=[], metavar="NAME=VALUE", help="May be given several times."
-    )
-    server.add_argument("--insecure", action="store_true", help="Do not check the server's certificate.")
-    server.add_argument(
-        "--timeout", type=float, default=6 * 3600.0, metavar="S", help="Timeout of a request in seconds. Default: 6 h."
-    )
-    server.add_argument(
-        "--ready-check-timeout-sec",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="Seconds to wait for the response to a first request, which is not measured; 0 sends none. Default: 60.",
-    )
-
-    load = parser.add_argument_group("load")
-    load.add_argument(
-        "--request-rate", type=float, default=math.inf, metavar="X", help="Requests per second. Default: all at once."
-    )
-    load.add_argument(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="Burstiness of arrivals: 1 is a Poisson process, less gives bursts, more gives even gaps. Default: 1.",
-    )
-    load.add_argument(
-        "--max-concurrency",
-        type=int,
-        metavar="N",
-        help="Limit of concurrent requests. Default: 1024 if all are sent at once, which a server with default "
-        "settings queues; no limit with a --request-rate.",
-    )
-    load.add_argument(
-        "--num-warmups", type=int, default=0, metavar="N", help="Requests that are not measured. Default: 0."
-    )
-    _add_dataset(parser)
-
-    sampling = parser.add_argument_group("sampling", "Defaults are the server's.")
-    for name in _SAMPLING:
-        kind = int if name == "top_k" else float
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X")
-    sampling.add_argument(
-        "--extra-body", type=json_object, default={}, metavar="JSON", help="Additional fields of every request."
-    )
-
-    result = parser.add_argument_group("result")
-    result.add_argument(
-        "--percentile-metrics",
-        default="ttft,tpot,itl,e2el",
-        metavar="LIST",
-        help=f"Metrics to report, of {', '.join(METRICS)}. Default: all.",
-    )
-    result.add_argument(
-        "--metric-percentiles",
-        default="99",
-        metavar="LIST",
-        help="Percentiles to report, such as 50,90,99. Default: 99.",
-    )
-    result.add_argument(
-        "--goodput",
-        nargs="+",
-        metavar="METRIC:MS",
-        help=f"Count requests within these limits in milliseconds, of {', '.join(GOODPUT_METRICS)}; "
-        "such as ttft:200 tpot:50.",
-    )
-    result.add_argument("--save-result", action="store_true", help="Write the result to a JSON file.")
-    result.add_argument("--save-detailed", action="store_true", help="Include the timings and text of each request.")
-    result.add_argument("--append-result", action="store_true", help="Append the result to the file.")
-    result.add_argument(
-        "--result-dir",
-        type=Path,
-        default=Path(),
-        metavar="PATH",
-        help="Folder of the result file. Default: the current folder.",
-    )
-    result.add_argument(
-        "--result-filename", metavar="NAME", help="Name of the result file. Default: from load, model and time."
-    )
-    result.add_argument("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="Stored in the result.")
-    result.add_argument("--label", metavar="TEXT", help="Stored in the result.")
-    _add_quiet(result)
-    add_config_argument(parser)
-
-
-def _add_dataset(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("requests")
-    group.add_argument(
-        "--dataset-name",
-        choices=DATASETS,
-        default=DATASETS[0],
-        help="random: random words; sharegpt: a file of conversations; prefix_repetition: random words after one of a "
-        "few prefixes; builtin: 16 fixed prompts. Default: random.",
-    )
-    group.add_argument("--dataset-path", type=Path, metavar="FILE", help="File of the dataset sharegpt.")
-    group.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="Number of requests. Default: 1000.")
-    group.add_argument(
-        "--input-len",
-        "--random-input-len",
-        "--prefix-repetition-suffix-len",
-        type=int,
-        metavar="N",
-        help=f"Tokens of a random prompt without its prefix. Default: {DEFAULT_INPUT_LEN}.",
-    )
-    group.add_argument(
-        "--output-len",
-        "--random-output-len",
-        "--sharegpt-output-len",
-        "--prefix-repetition-output-len",
-        type=int,
-        metavar="N",
-        help=f"Output tokens to request. Default: {DEFAULT_OUTPUT_LEN}, or the length of the answer in the file.",
-    )
-    group.add_argument(
-        "--range-ratio",
-        "--random-range-ratio",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="Draw both lengths uniformly from length * (1 ± X); from 0 to less than 1. Default: 0.",
-    )
-    group.add_argument(
-        "--prefix-len",
-        "--random-prefix-len",
-        "--prefix-repetition-prefix-len",
-        type=int,
-        metavar="N",
-        help=f"Tokens of the shared prefix. Default: 0, or {DEFAULT_PREFIX_LEN} for prefix_repetition.",
-    )
-    group.add_argument(
-        "--num-prefixes",
-        "--prefix-repetition-num-prefixes",
-        type=int,
-        default=10,
-        metavar="N",
-        help="Number of prefixes of prefix_repetition. Default: 10.",
-    )
-    group.add_argument(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="Generate until the output has its full length. Default: for random prompts.",
-    )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="Seed of the requests. Default: 0.")
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("result")
-    group.add_argument("--output-json", type=Path, metavar="FILE", help="Write the result to this file.")
-    _add_quiet(group)
-
-
-def _add_quiet(group: Any) -> None:
-    group.add_argument("--disable-tqdm", action="store_true", help="Show no progress.")
-
-
 # --- benchmarks
 
 
 def _run_throughput(args: argparse.Namespace) -> int:
     from mvllm.entrypoints.bench.offline import measure_throughput
-    from mvllm.entrypoints.bench.report import format_table, write_json
     from mvllm.entrypoints.llm import LLM
 
     settings = engine_args(args)
@@ -281,25 +57,21 @@ def _run_throughput(args: argparse.Namespace) -> int:
         params = _params(_ignores_eos(args))
         result = measure_throughput(llm.llm_engine, samples, params, on_done=lambda num_tokens: bar.update(1))
         where = llm.llm_engine.platform_summary
-    rows = [
-        ("Requests", result["num_requests"]),
-        ("Duration (s)", result["elapsed_time"]),
-        ("Input tokens", result["total_input_tokens"]),
-        ("Output tokens", result["total_output_tokens"]),
-        ("Requests per second", result["requests_per_second"]),
-        ("Tokens per second", result["tokens_per_second"]),
-        ("Output tokens per second", result["output_tokens_per_second"]),
-    ]
-    print(format_table("Throughput", rows))
-    print(f"Platform {where}.")
-    if args.output_json is not None:
-        write_json(args.output_json, result)
-    return 0
+    titles = {
+        "Requests": "num_requests",
+        "Duration (s)": "elapsed_time",
+        "Input tokens": "total_input_tokens",
+        "Output tokens": "total_output_tokens",
+        "Requests per second": "requests_per_second",
+        "Tokens per second": "tokens_per_second",
+        "Output tokens per second": "output_tokens_per_second",
+    }
+    rows = [(title, result[key]) for title, key in titles.items()]
+    return _report(args, "Throughput", rows, result, where)
 
 
 def _run_latency(args: argparse.Namespace) -> int:
     from mvllm.entrypoints.bench.offline import measure_latency
-    from mvllm.entrypoints.bench.report import format_table, write_json
     from mvllm.entrypoints.llm import LLM
 
     settings = engine_args(args)
@@ -324,15 +96,11 @@ def _run_latency(args: argparse.Namespace) -> int:
         *((f"{p}% percentile latency (s)", f"{value:.4f}") for p, value in result["percentiles"].items()),
         ("Output tokens per second", result["output_tokens_per_second"]),
     ]
-    print(format_table(f"Latency of {args.batch_size} x ({args.input_len} in, {args.output_len} out)", rows))
-    print(f"Platform {where}.")
-    if args.output_json is not None:
-        write_json(args.output_json, result)
-    return 0
+    title = f"Latency of {args.batch_size} x ({args.input_len} in, {args.output_len} out)"
+    return _report(args, title, rows, result, where)
 
 
 def _run_startup(args: argparse.Namespace) -> int:
-    from mvllm.entrypoints.bench.report import format_table, write_json
     from mvllm.entrypoints.bench.startup import measure_one_startup, measure_startup
 
     settings = engine_args(args)
@@ -349,10 +117,7 @@ def _run_startup(args: argparse.Namespace) -> int:
         ("Average time to the first token (s)", result["avg_first_token_time"]),
         *((f"  {name} (s)", sum(run[name] for run in phases) / len(phases)) for name in phases[0]),
     ]
-    print(format_table("Startup", rows))
-    if args.output_json is not None:
-        write_json(args.output_json, result)
-    return 0
+    return _report(args, "Startup", rows, result)
 
 
 def _run_serve(args: argparse.Namespace) -> int:
@@ -425,10 +190,10 @@ def _run_serve(args: argparse.Namespace) -> int:
 _Add = Callable[[argparse.ArgumentParser], None]
 _Run = Callable[[argparse.Namespace], int]
 _BENCHMARKS: dict[str, tuple[str, _Add, _Run]] = {
-    "serve": ("measure any OpenAI-compatible server under load", _add_serve, _run_serve),
-    "throughput": ("measure the tokens per second of an engine", _add_throughput, _run_throughput),
-    "latency": ("measure the latency of a batch", _add_latency, _run_latency),
-    "startup": ("measure the startup time of an engine", _add_startup, _run_startup),
+    "serve": ("measure any OpenAI-compatible server under load", add_serve_arguments, _run_serve),
+    "throughput": ("measure the tokens per second of an engine", add_throughput_arguments, _run_throughput),
+    "latency": ("measure the latency of a batch", add_latency_arguments, _run_latency),
+    "startup": ("measure the startup time of an engine", add_startup_arguments, _run_startup),
 }
 
 
@@ -488,7 +253,7 @@ def _params(ignore_eos: bool) -> SamplingParams:
 def _target(args: argparse.Namespace) -> ServerEndpoint:
     from mvllm.entrypoints.bench.client import ENDPOINTS, ServerEndpoint
 
-    sampling = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+    sampling = {name: value for name in SAMPLING_OPTIONS if (value := getattr(args, name)) is not None}
     return ServerEndpoint(
         base_url=args.base_url or f"http://{args.host}:{args.port}",
         endpoint=args.endpoint or ENDPOINTS[args.endpoint_type],
@@ -551,6 +316,24 @@ def _print_errors(errors: list[str]) -> None:
         print(f"error, {count} times: {error}", file=sys.stderr)
     if any(error.startswith("HTTP status 429") for error in errors):
         print("The server's queue was full. Limit concurrent requests with --max-concurrency.", file=sys.stderr)
+
+
+def _report(
+    args: argparse.Namespace,
+    title: str,
+    rows: list[tuple[str, object]],
+    result: dict[str, Any],
+    platform: str | None = None,
+) -> int:
+    """Prints the result as a table, and writes it to the file of `--output-json`; returns the exit status."""
+    from mvllm.entrypoints.bench.report import format_table, write_json
+
+    print(format_table(title, rows))
+    if platform is not None:
+        print(f"Platform {platform}.")
+    if args.output_json is not None:
+        write_json(args.output_json, result)
+    return 0
 
 
 def _progress_bar(args: argparse.Namespace, total: int) -> Any:

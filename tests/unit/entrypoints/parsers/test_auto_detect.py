@@ -1,4 +1,4 @@
-"""Parsers that are chosen from the chat template, and those that are not."""
+"""Detection of parsers from chat templates."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ DROPS_THOUGHTS = r"""{%- set content = content.split('</think>')[-1] %}{{- '<|im
         (LLAMA_31 + HERMES, None),
     ],
 )
-def test_a_tool_parser_is_chosen_where_the_format_is_certain(template: str, parser: str | None) -> None:
+def test_a_tool_parser_is_detected_for_unambiguous_templates(template: str, parser: str | None) -> None:
     assert detect_format(template, TOOL_RULES) == parser
 
 
@@ -82,7 +82,7 @@ def test_a_tool_parser_is_chosen_where_the_format_is_certain(template: str, pars
         (QWEN, None),
     ],
 )
-def test_a_reasoning_parser_is_chosen_where_the_format_is_certain(template: str, parser: str | None) -> None:
+def test_a_reasoning_parser_is_detected_for_unambiguous_templates(template: str, parser: str | None) -> None:
     assert detect_format(template, REASONING_RULES) == parser
 
 

@@ -1,4 +1,4 @@
-"""What a request says about tools, and what a model that must call one is held to."""
+"""`tools` and `tool_choice` of requests, and the schemas that enforce them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_modes(tools, choice, mode):
         ),
     ],
 )
-def test_what_is_not_in_the_apis_form_is_refused_by_name(tools, choice, words):
+def test_invalid_fields_are_rejected_by_name(tools, choice, words):
     with pytest.raises(RequestError, match=words) as caught:
         parse_tool_choice(tools, choice)
     assert caught.value.parameter in ("tools", "tool_choice")
@@ -127,7 +127,7 @@ class TestSchema:
         assert parse_tool_choice(TOOLS, now).schema() == nothing
 
     @pytest.mark.parametrize("choice", ["required", WEATHER], ids=["required", "named"])
-    def test_arguments_have_no_key_that_the_tool_does_not_have(self, choice):
+    def test_arguments_have_only_keys_of_the_tool(self, choice):
         def takes(parameters, arguments, **more):
             schema = parse_tool_choice([tool("weather", parameters, **more)], choice).schema()
             value = [{"name": "weather", "arguments": arguments}] if choice == "required" else arguments

@@ -1,4 +1,4 @@
-"""Each format: what models of the family write, and what they should not have written."""
+"""Tool call formats: valid, malformed and partial calls."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ plain_texts = st.text(st.sampled_from("ab é.\n!"), max_size=12)
     after=plain_texts.map(lambda text: "\n" + text if text else text),
     at=cuts,
 )
-def test_calls_in_a_text_are_found_as_they_were_written(name, wrap, written, before, after, at):
+def test_calls_are_found_unchanged(name, wrap, written, before, after, at):
     """Arguments are the model's own JSON text to the character; content is what stands around them."""
     text = before + wrap(written) + after
     parsed = streamed(make_parser(name), cut(text, at))
@@ -80,7 +80,7 @@ def test_calls_in_a_text_are_found_as_they_were_written(name, wrap, written, bef
 
 
 @pytest.mark.parametrize(("name", "wrap"), FORMS[:1] + FORMS[2:3] + FORMS[5:6])
-def test_a_call_is_announced_as_soon_as_its_arguments_begin_and_they_come_piece_by_piece(name, wrap):
+def test_a_call_starts_with_its_arguments_which_are_streamed(name, wrap):
     text = wrap([Written("get_weather", '{"city": "Paris"}')])
     deltas = stream_deltas(make_parser(name), [text[:-20], *text[-20:]])
     head, *pieces = [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
@@ -101,12 +101,12 @@ def test_ids_are_unique(name, looks):
     assert len({call.id for call in found}) == 200 and all(re.fullmatch(looks, call.id) for call in found)
 
 
-def test_mistrals_ids_are_such_as_its_templates_take():
+def test_mistrals_ids_are_nine_letters_and_digits():
     ids = {call.id for call in make_parser("mistral").parse("[TOOL_CALLS]f[ARGS]{}" * 200).tool_calls}
     assert len(ids) == 200 and all(len(one) == 9 and one.isalnum() for one in ids)
 
 
-def test_plain_text_comes_at_once_but_for_what_may_begin_a_marker_and_space_at_its_end():
+def test_content_is_emitted_at_once_except_partial_markers_and_trailing_space():
     stream = make_parser("hermes").stream()
     assert stream.feed("Hello") == [ContentDelta("Hello")]
     assert stream.feed(" world \n") == [ContentDelta(" world")]
