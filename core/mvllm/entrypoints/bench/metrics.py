@@ -66,7 +66,7 @@ class RequestResult:
 
 
 def calculate_metrics(
-    traces: Sequence[RequestResult],
+    requests: Sequence[RequestResult],
     duration: float,
     *,
     percentiles: Sequence[float] = (99,),
@@ -76,20 +76,20 @@ def calculate_metrics(
     """The metrics of a run, under the keys of common serving benchmarks.
 
     Args:
-        traces: The results of all requests.
+        requests: The results of all requests.
         duration: Seconds from the start to the last response.
         percentiles: Percentiles to compute, from 0 to 100.
         selected: Short names of the latency metrics to include.
         goodput: Limits in milliseconds by metric; a request that keeps all of them counts for goodput.
     """
-    done = [trace for trace in traces if trace.success]
-    num_output = sum(trace.num_output_tokens for trace in done)
-    num_input = sum(trace.num_prompt_tokens for trace in done)
+    done = [request for request in requests if request.success]
+    num_output = sum(request.num_output_tokens for request in done)
+    num_input = sum(request.num_prompt_tokens for request in done)
     duration = max(duration, 1e-9)
     result: dict[str, Any] = {
         "duration": duration,
         "completed": len(done),
-        "failed": len(traces) - len(done),
+        "failed": len(requests) - len(done),
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
         "request_throughput": len(done) / duration,
@@ -97,7 +97,7 @@ def calculate_metrics(
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
         "max_output_tokens_per_s": _peak_token_throughput(done),
-        "max_concurrent_requests": _peak_concurrency(traces),
+        "max_concurrent_requests": _peak_concurrency(requests),
     }
     values = {
         "ttft": [t.ttft for t in done],
@@ -111,16 +111,16 @@ def calculate_metrics(
     return result
 
 
-def per_request_details(traces: Sequence[RequestResult]) -> dict[str, Any]:
+def per_request_details(requests: Sequence[RequestResult]) -> dict[str, Any]:
     """Lists with one entry per request, under the keys of common serving benchmarks."""
     return {
-        "input_lens": [trace.num_prompt_tokens for trace in traces],
-        "output_lens": [trace.num_output_tokens for trace in traces],
-        "start_times": [trace.start for trace in traces],
-        "ttfts": [trace.ttft for trace in traces],
-        "itls": [trace.itl for trace in traces],
-        "generated_texts": [trace.text for trace in traces],
-        "errors": [trace.error or "" for trace in traces],
+        "input_lens": [request.num_prompt_tokens for request in requests],
+        "output_lens": [request.num_output_tokens for request in requests],
+        "start_times": [request.start for request in requests],
+        "ttfts": [request.ttft for request in requests],
+        "itls": [request.itl for request in requests],
+        "generated_texts": [request.text for request in requests],
+        "errors": [request.error or "" for request in requests],
     }
 
 
@@ -153,27 +153,27 @@ def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float
     return statistics | {f"{percentile_key(p)}_{name}_ms": interpolated_percentile(ordered, p) for p in percentiles}
 
 
-def _is_good(trace: RequestResult, limits: Mapping[str, float]) -> bool:
-    found = {"ttft": trace.ttft, "tpot": trace.tpot, "e2el": trace.latency}
+def _is_good(request: RequestResult, limits: Mapping[str, float]) -> bool:
+    found = {"ttft": request.ttft, "tpot": request.tpot, "e2el": request.latency}
     return all(1000 * found[name] <= limit for name, limit in limits.items())
 
 
 def _peak_token_throughput(done: Sequence[RequestResult]) -> float:
     """The largest number of tokens in one second of the run. A chunk counts as its request's mean number."""
     counts: dict[int, float] = {}
-    begin = min((trace.start for trace in done), default=0.0)
-    for trace in done:
-        per_text = trace.num_output_tokens / (len(trace.itl) + 1)
-        moment = trace.start + trace.ttft - begin
-        for gap in (0.0, *trace.itl):
+    begin = min((request.start for request in done), default=0.0)
+    for request in done:
+        per_text = request.num_output_tokens / (len(request.itl) + 1)
+        moment = request.start + request.ttft - begin
+        for gap in (0.0, *request.itl):
             moment += gap
             counts[int(moment)] = counts.get(int(moment), 0.0) + per_text
     return max(counts.values(), default=0.0)
 
 
-def _peak_concurrency(traces: Sequence[RequestResult]) -> int:
+def _peak_concurrency(requests: Sequence[RequestResult]) -> int:
     """The largest number of concurrent requests. A request that ends when another starts does not overlap it."""
-    events = sorted(event for t in traces if t.latency > 0 for event in ((t.start, 1), (t.start + t.latency, -1)))
+    events = sorted(event for t in requests if t.latency > 0 for event in ((t.start, 1), (t.start + t.latency, -1)))
     peak = current = 0
     for _, change in events:
         current += change

@@ -44,11 +44,11 @@ class BenchmarkRun:
     """The result of a run.
 
     Attributes:
-        traces: The results of all requests, in the order of sending.
+        results: The results of all requests, in the order of sending.
         duration: Seconds from the start to the last response.
     """
 
-    traces: list[RequestResult]
+    results: list[RequestResult]
     duration: float
 
 
@@ -65,7 +65,7 @@ async def run_benchmark(
     *,
     tokenizer: BenchmarkTokenizer | None = None,
     ready_timeout: float = 0.0,
-    on_done: Callable[[RequestResult], None] = lambda trace: None,
+    on_done: Callable[[RequestResult], None] = lambda result: None,
 ) -> BenchmarkRun:
     """Sends every request at its time and waits for all responses.
 
@@ -96,10 +96,10 @@ async def run_benchmark(
         await asyncio.gather(*(send(samples[i % len(samples)]) for i in range(load.num_warmups)))
 
         async def measure(sample: SampleRequest) -> RequestResult:
-            trace = await send(sample)
-            _count(trace, sample, tokenizer)
-            on_done(trace)
-            return trace
+            result = await send(sample)
+            _fill_in_token_counts(result, sample, tokenizer)
+            on_done(result)
+            return result
 
         start = time.perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -115,23 +115,23 @@ async def run_benchmark(
 async def _wait_ready(client: BenchmarkClient, target: ServerEndpoint, sample: SampleRequest, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while True:
-        trace = await client.send(sample)
-        if trace.success:
+        result = await client.send(sample)
+        if result.success:
             return
         if time.monotonic() + _READY_PAUSE >= deadline:
             raise ConfigError(
-                f"{target.url} did not complete a first request within {seconds:g} s: {trace.error}. "
+                f"{target.url} did not complete a first request within {seconds:g} s: {result.error}. "
                 "Check --base-url, --endpoint-type and --model."
             )
         await asyncio.sleep(_READY_PAUSE)
 
 
-def _count(trace: RequestResult, sample: SampleRequest, tokenizer: BenchmarkTokenizer | None) -> None:
+def _fill_in_token_counts(result: RequestResult, sample: SampleRequest, tokenizer: BenchmarkTokenizer | None) -> None:
     """Fills in token counts that the server did not send. Without a tokenizer each chunk counts as one token."""
-    if trace.prompt_tokens is None:
-        trace.prompt_tokens = sample.prompt_len
-    if trace.output_tokens is None and trace.success:
+    if result.prompt_tokens is None:
+        result.prompt_tokens = sample.prompt_len
+    if result.output_tokens is None and result.success:
         if tokenizer is not None:
-            trace.output_tokens = len(tokenizer.encode(trace.text))
+            result.output_tokens = len(tokenizer.encode(result.text))
         else:
-            trace.output_tokens = len(trace.itl) + 1
+            result.output_tokens = len(result.itl) + 1

@@ -126,7 +126,7 @@ def _run_serve(args: argparse.Namespace) -> int:
 
     from mvllm.entrypoints.bench.client import require_aiohttp
     from mvllm.entrypoints.bench.metrics import calculate_metrics, per_request_details
-    from mvllm.entrypoints.bench.report import format_serving_table, write_json
+    from mvllm.entrypoints.bench.report import format_serving_table
     from mvllm.entrypoints.bench.serving import DEFAULT_MAX_CONCURRENCY, LoadPattern, get_first_model, run_benchmark
 
     selected = _names(args.percentile_metrics)
@@ -146,44 +146,30 @@ def _run_serve(args: argparse.Namespace) -> int:
         print(f"At most {max_concurrency} requests are sent at a time (--max-concurrency).", file=sys.stderr)
     load = LoadPattern(args.request_rate, args.burstiness, max_concurrency, args.num_warmups, args.seed)
     with _progress_bar(args, len(samples)) as bar:
-        outcome = asyncio.run(
+        run = asyncio.run(
             run_benchmark(
                 target,
                 samples,
                 load,
                 tokenizer=tokenizer,
                 ready_timeout=args.ready_check_timeout_sec,
-                on_done=lambda trace: bar.update(),
+                on_done=lambda result: bar.update(),
             )
         )
-    result = calculate_metrics(
-        outcome.traces, outcome.duration, percentiles=percentiles, selected=selected, goodput=goodput
-    )
+    result = calculate_metrics(run.results, run.duration, percentiles=percentiles, selected=selected, goodput=goodput)
     print(format_serving_table(result, percentiles, selected))
-    _print_errors([trace.error for trace in outcome.traces if trace.error is not None])
+    _print_errors([request.error for request in run.results if request.error is not None])
     if args.save_result or args.append_result or args.save_detailed or args.result_filename:
-        now = datetime.now().strftime("%Y%m%d-%H%M%S")
-        rate = args.request_rate if math.isfinite(args.request_rate) else "inf"
-        head = {
-            "date": now,
-            "endpoint_type": args.endpoint_type,
-            "backend": args.endpoint_type,
-            "label": args.label,
+        settings = {
             "model_id": target.model,
             "tokenizer_id": name if tokenizer is not None else None,
             "num_prompts": args.num_prompts,
             **metadata,
-            "request_rate": rate,
             "burstiness": args.burstiness,
             "max_concurrency": max_concurrency,
         }
-        concurrency = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
-        model = target.model.rstrip("/").rpartition("/")[2]
-        default = f"{args.label or args.endpoint_type}-{rate}qps{concurrency}-{model}-{now}.json"
-        path = args.result_dir / (args.result_filename or default)
-        more = per_request_details(outcome.traces) if args.save_detailed else {}
-        write_json(path, {**head, **result, **more}, append=args.append_result)
-        print(f"Result written to {path}.")
+        details = per_request_details(run.results) if args.save_detailed else {}
+        _write_serving_result(args, settings, {**result, **details})
     return 0 if result["completed"] else 1
 
 
@@ -334,6 +320,26 @@ def _report(
     if args.output_json is not None:
         write_json(args.output_json, result)
     return 0
+
+
+def _write_serving_result(args: argparse.Namespace, settings: dict[str, Any], result: dict[str, Any]) -> None:
+    """Writes the settings and the result of `mvllm bench serve` to the result file."""
+    from mvllm.entrypoints.bench.report import write_json
+
+    now = datetime.now().strftime("%Y%m%d-%H%M%S")
+    rate = args.request_rate if math.isfinite(args.request_rate) else "inf"
+    head = {
+        "date": now,
+        "endpoint_type": args.endpoint_type,
+        "backend": args.endpoint_type,
+        "label": args.label,
+    }
+    concurrency = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
+    model = settings["model_id"].rstrip("/").rpartition("/")[2]
+    default = f"{args.label or args.endpoint_type}-{rate}qps{concurrency}-{model}-{now}.json"
+    path = args.result_dir / (args.result_filename or default)
+    write_json(path, {**head, **settings, "request_rate": rate, **result}, append=args.append_result)
+    print(f"Result written to {path}.")
 
 
 def _progress_bar(args: argparse.Namespace, total: int) -> Any:
