@@ -143,7 +143,7 @@ class TestRequests:
 
 
 class TestEngine:
-    """On the model that ships with the package."""
+    """Benchmarks of an engine with the demo model."""
 
     SMALL = ("--model", "demo", "--kv-cache-memory-bytes", str(32 << 20), "--platform", "cpu", "--disable-tqdm")
 

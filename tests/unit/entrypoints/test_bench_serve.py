@@ -27,7 +27,7 @@ KEYS |= {f"{part}_{name}_ms" for part in ("mean", "median", "std", "p99") for na
 
 
 def words(request, index):
-    """Seven tokens in three texts, two pauses long."""
+    """Streams seven tokens in three chunks, with two pauses."""
     return Answer(
         [
             PAUSE,
@@ -44,7 +44,7 @@ def words(request, index):
 
 @pytest.fixture
 def bench(tmp_path, capsys):
-    """Runs the command; returns its exit status, the result it wrote and what it printed."""
+    """Runs the command; returns its exit status, result file and output."""
 
     def run(server, *arguments, count=4):
         url = server if isinstance(server, str) else server.url
@@ -162,7 +162,7 @@ def test_failed_requests_are_counted_and_printed(bench):
     for expected, error in zip(FAILURES, result["errors"], strict=False):
         assert expected in error
     assert result["errors"][-2:] == ["", ""]
-    assert captured.err.count("error, 1 times: ") == 5  # of eight kinds, the first few
+    assert captured.err.count("error, 1 times: ") == 5  # five of the eight errors are printed
 
 
 def test_the_exit_status_is_1_if_all_requests_failed(bench):
@@ -196,7 +196,7 @@ def test_max_concurrency_limits_concurrent_requests(bench):
 
     with SSEServer(script) as server:
         _, result, _ = bench(server, "--max-concurrency", "3", "--num-warmups", "1", count=9)
-        # Without a limit all nine have to be there before the first is answered.
+        # Without a limit, the server responds only after all nine requests have arrived.
     assert server.most_at_once == 3 and result["max_concurrent_requests"] <= 3
     assert len(server.requests) == 10 and result["completed"] == 9
 

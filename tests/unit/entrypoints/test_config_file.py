@@ -141,7 +141,7 @@ def test_a_missing_file_is_an_error_of_one_line(capsys):
 
 def test_serve_and_run_batch_support_config_files(config, capsys):
     assert main(["serve", "some-model", "--config", config("model: in-file\nport: 70000\n")]) == 1
-    assert "--port is 70000" in capsys.readouterr().err  # and not: two models
+    assert "--port is 70000" in capsys.readouterr().err  # not an error about two models
     assert main(["serve", "--config", config("modle: demo")]) == 1
     assert "modle is not an option of `mvllm serve`. Did you mean model?" in capsys.readouterr().err
     path = config("input_file: /nowhere/in\noutput-file: out\nmodel: demo\n")

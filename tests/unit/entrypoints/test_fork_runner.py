@@ -37,7 +37,7 @@ def test_each_function_has_a_result_also_after_a_crash(capfd: pytest.CaptureFixt
     found = run_in_fork([change, change, crash, change, raise_exit, leave, change], 60)
     assert found == [
         ForkResult(1),
-        ForkResult(2),  # in the same process, where what was imported is there
+        ForkResult(2),  # runs in the same process, with its imports
         ForkResult(failure="its process was ended by signal 9 (SIGKILL)"),
         ForkResult(1),
         ForkResult(failure="SystemExit: no device"),

@@ -239,7 +239,7 @@ class TestStayingUsable:
         def interrupted_step():
             if not seen:
                 os.kill(os.getpid(), signal.SIGINT)
-            seen.append(step())  # the step is not cut short
+            seen.append(step())  # the step is not interrupted
             return seen[-1]
 
         clients[0].step = interrupted_step

@@ -21,7 +21,7 @@ SPOKEN = f"{CONTRACT[0]}.{CONTRACT[1]}"
 
 
 class Healthy:
-    """What `factory` of the candidates below gives: only what the doctor asks for."""
+    """The platform of the candidates below, with the members that doctor uses."""
 
     def doctor(self):
         return [Check("platform.good.fuel", CheckStatus.OK, "full")]
@@ -60,7 +60,7 @@ CRASHING = candidate("crashing", probe=ProbeResult(True, "1 device"), factory="C
 
 @pytest.fixture
 def plugins(monkeypatch):
-    """Makes `discover` find what the test says."""
+    """Replaces `discover` by the test's candidates."""
 
     def install(*found):
         def discover(only=None):
@@ -75,7 +75,7 @@ def plugins(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def fast_torch(monkeypatch):
-    """The import of torch in a process of its own is tried in one test only."""
+    """Skips the import of torch in a subprocess; one test runs it."""
     monkeypatch.setattr(doctor_checks, "_import_torch", lambda: None)
 
 
@@ -203,7 +203,7 @@ class TestDoctor:
         assert "mvllm-other" in doctor(capsys)[1]["platform.choice"]["found"]
 
     def test_doctor_chooses_the_platform_of_an_engine(self, plugins, capsys):
-        """A platform that has to be named competes with no other, available or broken."""
+        """A platform that must be named is never chosen automatically."""
         named = candidate("test", probe=ProbeResult(True, "1 device"), by_name_only=True)
         broken = candidate("odd", failure=PluginFailure("probe", "x", OSError("x"), "mend"), by_name_only=True)
         plugins(GOOD, named, broken)

@@ -78,7 +78,7 @@ def test_a_shared_workflow_is_called_with_its_inputs(tmp_path, monkeypatch):
     job = workflow_of(tmp_path / "mvllm-acme")
     assert job["uses"] == "acme-inc/mvllm/.github/workflows/conformance.yml@v0.1"
     called = yaml.safe_load((ROOT / ".github" / "workflows" / "conformance.yml").read_text())
-    offered = called[True]["workflow_call"]["inputs"]  # `on`, as YAML reads it
+    offered = called[True]["workflow_call"]["inputs"]  # YAML parses the key `on` as True
     assert job["with"]["platform"] == "acme" and set(job["with"]) <= set(offered)
 
 

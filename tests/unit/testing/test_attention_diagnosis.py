@@ -26,7 +26,7 @@ def error_message(case, found):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tensors this small gain nothing from several, and wait for them on a busy machine."""
+    """Uses one thread, which is faster for small tensors on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -16,9 +16,9 @@ from mvllm.testing.clauses import CLAUSES, FAMILIES, claims
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "contract.md").read_text(encoding="utf-8")
 SUITE = Path(testing.__file__).parent / "suite"
 
-# What core never asks a platform for, so that there is nothing to refuse.
+# Core never requests these of a platform, so there is nothing to refuse.
 NEVER_ASKED = {
-    *("ATT-11", "SHP-03"),  # promises about how, not about what
+    *("ATT-11", "SHP-03"),  # they describe how results are computed
     *("COM-05", "COM-06", "COM-08", "COM-09", "COM-10"),  # no layer uses these yet
 }
 

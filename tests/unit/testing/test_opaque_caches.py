@@ -47,7 +47,7 @@ class ArrayAttention(ReferenceAttention):
 
 
 class ReadableArrayAttention(ArrayAttention):
-    """The same, with what contract 1.1 asks of a cache that is no tensor."""
+    """ArrayAttention with the methods that contract 1.1 requires for caches that are not tensors."""
 
     def kv_bytes(self, kv):
         return kv.keys.nbytes + kv.values.nbytes
@@ -121,7 +121,7 @@ def test_layers_whose_caches_are_opaque_share_none():
     )
 
 
-# --- the defaults, which know tensors
+# --- the default methods, for tensors
 
 
 class Arranged(ReferenceAttention):

@@ -89,7 +89,7 @@ def test_the_page_has_a_row_for_every_clause():
 
 def test_only_tests_that_ran_are_counted_however_quick_they_were(tmp_path):
     report = make(
-        ("test_a", ["GRF-01"], Status.NOT_CLAIMED, 0.3, "graphs"),  # setting it up took its time
+        ("test_a", ["GRF-01"], Status.NOT_CLAIMED, 0.3, "graphs"),  # the time of its set-up
         ("test_b", ["GRF-01"], Status.NOT_CLAIMED, 0.0001, REFUSED),
         ("test_c", ["ATT-04"], Status.PASSED, 0.0),
     )

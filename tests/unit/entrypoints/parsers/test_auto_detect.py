@@ -54,14 +54,14 @@ DROPS_THOUGHTS = r"""{%- set content = content.split('</think>')[-1] %}{{- '<|im
         (LLAMA_31, "llama3_json"),
         (LLAMA_32, "llama3_json"),
         (MISTRAL, "mistral"),
-        # Formats that no parser here reads, though some share a marker.
+        # Formats without a parser, some with the markers of others.
         (QWEN_CODER, None),
         (QWEN_BOTH, None),
         (GLM, None),
         (LLAMA_4, None),
         (GRANITE, None),
         (CHATML, None),
-        # Two formats in one.
+        # Two formats in one template.
         (QWEN + MISTRAL, None),
         (LLAMA_31 + HERMES, None),
     ],
@@ -78,7 +78,7 @@ def test_a_tool_parser_is_detected_for_unambiguous_templates(template: str, pars
         (QWEN3_THINKS + ALWAYS_THINKS, "qwen3"),
         (R1, "deepseek_r1"),
         (V31, None),
-        (DROPS_THOUGHTS, None),  # a model that does not think, though another may have before it
+        (DROPS_THOUGHTS, None),  # removes the reasoning of earlier messages, and has none itself
         (QWEN, None),
     ],
 )
@@ -95,4 +95,6 @@ def test_the_choice_is_logged_and_can_be_made_or_switched_off(tmp_path, caplog) 
     assert "qwen3" in reasoning and "--reasoning-parser none" in reasoning
     assert resolve_parsers("none", "none", None, tmp_path) == ParserNames(None, None)
     assert resolve_parsers("mistral", "deepseek_r1", None, tmp_path) == ParserNames("mistral", "deepseek_r1")
-    assert resolve_parsers("auto", "auto", CHATML, tmp_path) == ParserNames(None, None)  # it is used in place of that
+    assert resolve_parsers("auto", "auto", CHATML, tmp_path) == ParserNames(
+        None, None
+    )  # replaces the tokenizer's template

@@ -173,7 +173,7 @@ class TestEveryFamily:
         assert "result of get_weather" in prompt
 
     def test_the_template_accepts_parsed_calls(self, family):
-        """Arguments that are no JSON, as well."""
+        """Also for arguments that are not JSON."""
         text = {
             "hermes": '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>',
             "llama3_json": '{"name": "f", "parameters": {"a": %s}}',

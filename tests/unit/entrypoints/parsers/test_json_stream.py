@@ -13,7 +13,7 @@ from tests.unit.entrypoints.parsers.parser_helpers import cut, cuts, json_values
 
 
 def read(pieces):
-    """What was passed on, and what was left over."""
+    """The emitted text and the remaining text."""
     value, out = JsonValueReader(), []
     rest = ""
     for piece in pieces:

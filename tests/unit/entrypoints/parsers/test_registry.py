@@ -32,7 +32,7 @@ FOLDER = ROOT / "plugins" / "example-parser"
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """mvllm-example-parser, installed."""
+    """Installs mvllm-example-parser."""
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
     points = "".join(
         f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())

@@ -36,7 +36,7 @@ def test_the_output_does_not_depend_on_the_split(tools, reasoning, text, at, pro
     assert without_ids(streamed(parser, cut(text, at), prompt)) == whole
     deltas = stream_deltas(parser, list(text), prompt)
     assert without_ids(merge_deltas(deltas)) == whole
-    # What is shown is a part of the text, in its order: nothing is shown twice, or shown and taken back.
+    # The content is a subsequence of the text: nothing is emitted twice or retracted.
     i = 0
     for delta in deltas:
         if isinstance(delta, ContentDelta | ReasoningDelta):
@@ -109,7 +109,7 @@ ADVERSARIAL = {
 )
 @pytest.mark.parametrize("unit", ADVERSARIAL.values(), ids=ADVERSARIAL)
 def test_long_texts_take_linear_time(pair, unit):
-    """With any quadratic step this would take minutes to hours."""
+    """A quadratic step would take minutes to hours."""
     parser = make_parser(*pair)
     open_call = {"hermes": '<tool_call>{"name": "f", "arguments": {"a": "', "mistral": '[TOOL_CALLS]f[ARGS]{"a": "'}
     megabyte = unit * (1_000_000 // len(unit))

@@ -19,7 +19,7 @@ def tool(name, parameters=None, **more):
 
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TREE = {  # refers to itself, to a definition, and has what only looks like a reference
+TREE = {  # has references to itself and to a definition, and data that looks like a reference
     "type": "object",
     "properties": {
         "$ref": {"type": "string"},
