@@ -54,4 +54,4 @@ def test_missing_packages_are_reported_with_the_install_command(monkeypatch, cap
 
 def test_a_report_that_cannot_be_read_is_an_error(tmp_path, capsys):
     assert main(["conformance", "--show", str(tmp_path / "none.json")]) == 1
-    assert "is no conformance report" in capsys.readouterr().err
+    assert "is not a conformance report" in capsys.readouterr().err
