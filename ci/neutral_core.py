@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Checks that core/mvllm names no hardware and reads nothing that can run code. Standard library only.
+"""Checks that core/mvllm names no hardware vendor and uses no unsafe deserialization. Standard library only.
 
-The idea: a vendor name in the core is a branch that belongs behind the platform contract, wherever it hides, so every
-*word* is looked at: identifiers (`is_cuda_alike`, `CudaGraph`), strings, docstrings and comments alike. Words that are
-harmless as prose but not as code ("cpu" as a device, `torch.accelerator`, `eval`) are looked for in the syntax tree.
-There a word put together out of pieces is read as a whole, a torch under another name is still torch, and an attribute
-of torch whose name is made at run time is an offence by itself. All this stops habits and shortcuts, not malice.
+A vendor name in core indicates a branch that belongs behind the platform contract. So every word is checked, in
+identifiers (`is_cuda_alike`, `CudaGraph`), strings, docstrings and comments. Words that are allowed in prose but not in
+code ("cpu" as a device, `torch.accelerator`, `eval`) are searched in the syntax tree, where concatenated strings,
+aliases of torch and computed attribute names of torch are resolved or rejected. The check prevents mistakes, not
+deliberate evasion.
 
     python3 ci/neutral_core.py [FOLDER or FILE ...]     prints file:line: offence; exit status 1 if there is any
 """
@@ -42,12 +42,11 @@ VENDOR_WORDS = frozenset(
     """.split()  # noqa: SIM905
 )
 
-# The neutral meanings of vendor-flavoured words: an argument that every user of the field already types, and torch's
-# name of its place for devices of any maker, which core speaks of but never computes on. Python's own name of
-# asynchronous iteration is some library's, too.
+# Exceptions: a common argument name of other engines, torch's name of its backend for devices of any vendor, and
+# Python's method of asynchronous iteration.
 ALLOWED_NAMES = frozenset({"gpu_memory_utilization", "PrivateUse1", "_get_privateuse1_backend_name", "__aiter__"})
 
-# Makers' names that are ordinary words, too: a question about one is a branch on a maker all the same.
+# Vendor names that are ordinary words, in names of predicates.
 QUESTION = re.compile(
     r"(?:is|has|on|for|use|uses)_(?:\w+_)?(apple|metal|neuron|arm|google|amazon|moore|tesla|hopper)(?:_\w+)?"
 )
@@ -55,8 +54,8 @@ QUESTION = re.compile(
 DEVICE_STRING = re.compile(
     r"(cpu|cuda|gpu|hip|xpu|tpu|npu|hpu|mps|xla|mlx|mlu|ipu|mtia|vulkan|privateuseone|privateuse1)(:\d+)?"
 )
-# Parts of torch that lead to a device behind the runtime's back; those of vendors are caught as words.
-TORCH_DOORS = frozenset({"accelerator", "cpu", "get_device_module"})
+# Modules of torch that access devices without the DeviceRuntime. Those of vendors are found as words.
+TORCH_DEVICE_MODULES = frozenset({"accelerator", "cpu", "get_device_module"})
 DEVICE_QUESTIONS = frozenset({"is_cpu"})
 ATTRIBUTE_READERS = frozenset({"getattr", "hasattr", "setattr", "delattr", "inspect.getattr_static"})
 UNSAFE_MODULES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"})
@@ -73,10 +72,10 @@ class Offence(NamedTuple):
 
 
 def check_source(source: str) -> list[Offence]:
-    """Returns what is wrong with one module's source, in the order of its lines.
+    """Returns the violations in one module's source, in the order of lines.
 
     Raises:
-        SyntaxError: It is no Python.
+        SyntaxError: The source is not valid Python.
     """
     tree = ast.parse(source)
     return sorted({*vendor_words(source), *built_words(tree, source), *unsafe_or_device_code(tree)})
@@ -100,7 +99,7 @@ def vendor_words(source: str) -> Iterator[Offence]:
 
 
 def built_words(tree: ast.Module, source: str) -> Iterator[Offence]:
-    """Vendor words in text that is put together in the code, and does not stand there as one piece."""
+    """Vendor words in concatenated text."""
     lines = source.splitlines()
     for node in ast.walk(tree):
         text = built_text(node)
@@ -110,7 +109,7 @@ def built_words(tree: ast.Module, source: str) -> Iterator[Offence]:
         for name in NAME.findall(text):
             if name not in ALLOWED_NAMES and name not in NAME.findall(written):
                 for word in named_vendors(name):
-                    yield Offence(node.lineno, f"{name!r}, put together here, names hardware ({word})")
+                    yield Offence(node.lineno, f"{name!r}, concatenated here, names hardware ({word})")
 
 
 TEXT_METHODS = frozenset(
@@ -122,13 +121,13 @@ TEXT_METHODS = frozenset(
 
 
 def built_text(node: ast.AST) -> str | None:
-    """The text that an expression of constants gives, as far as constants and the methods of text go; else None."""
+    """The text of an expression of constants, or None."""
     value = constant(node)
     return value.decode("latin-1") if isinstance(value, bytes) else value if isinstance(value, str) else None
 
 
 def constant(node: ast.AST) -> object:
-    """The value of an expression of constants; None if it is something else."""
+    """The value of an expression of constants; None for other expressions."""
     match node:
         case ast.Constant(value=value):
             return value
@@ -168,15 +167,15 @@ def tried(action: Callable[..., object], *values: object) -> object:
     try:
         return action(*values)
     except (TypeError, ValueError, KeyError, IndexError, LookupError, UnicodeError):
-        return None  # no expression that works: it will not name anything either
+        return None  # the expression raises when it runs
 
 
 def named_vendors(name: str) -> list[str]:
-    """Returns the vendor words in one identifier or written word, however it is spelt.
+    """Returns the vendor words in an identifier or word.
 
     `is_cuda_alike`, `CudaGraph`, `CUDA_VISIBLE_DEVICES`, `cuda12` and `torch_npu` hold one each; `chip`, `ship` none.
     """
-    name = unicodedata.normalize("NFKC", name)  # as Python itself reads identifiers
+    name = unicodedata.normalize("NFKC", name)  # as Python normalizes identifiers
     parts = {part.lower() for chunk in name.split("_") for part in [chunk, *WORD.findall(chunk)]}
     parts |= {part.rstrip("0123456789") for part in parts} | {part.removesuffix("s") for part in parts}
     return sorted(parts & VENDOR_WORDS)
@@ -191,7 +190,7 @@ def unsafe_or_device_code(tree: ast.Module) -> Iterator[Offence]:
         match node:
             case ast.Attribute(attr=attr):
                 root, _, path = dotted(node).partition(".")
-                if root in torches and through_a_door(path.split(".")):
+                if root in torches and uses_device_module(path.split(".")):
                     yield Offence(
                         node.lineno, f"torch.{path}: devices are reached through the platform's DeviceRuntime"
                     )
@@ -203,14 +202,14 @@ def unsafe_or_device_code(tree: ast.Module) -> Iterator[Offence]:
                 yield Offence(node.lineno, "vars(torch)[...]: name what is used of torch")
             case ast.Import(names=names):
                 for alias in names:
-                    if unsafe_module(alias.name) or door_of_torch(alias.name):
+                    if unsafe_module(alias.name) or is_device_module_of_torch(alias.name):
                         yield forbidden_import(node.lineno, alias.name)
             case ast.ImportFrom(module=str() as module):
                 if unsafe_module(module):
                     yield forbidden_import(node.lineno, module)
                 for alias in node.names:
                     full = f"{module}.{alias.name}"
-                    if full in UNSAFE_CALLS or door_of_torch(full):
+                    if full in UNSAFE_CALLS or is_device_module_of_torch(full):
                         yield forbidden_import(node.lineno, full)
             case _:
                 pass
@@ -220,7 +219,7 @@ def unsafe_or_device_code(tree: ast.Module) -> Iterator[Offence]:
 
 
 def names_of_torch(tree: ast.Module) -> set[str]:
-    """What this module calls torch: `import torch as t` and `t = torch` give it another name."""
+    """The names of torch in a module, with aliases: `import torch as t`, `t = torch`."""
     names = {"torch"}
     for node in ast.walk(tree):
         match node:
@@ -240,17 +239,17 @@ def is_import_of_torch(call: ast.Call) -> bool:
     return imports and bool(call.args) and built_text(call.args[0]) == "torch"
 
 
-def through_a_door(path: list[str]) -> bool:
-    return any(part in TORCH_DOORS or part.startswith("_accelerator") for part in path)
+def uses_device_module(path: list[str]) -> bool:
+    return any(part in TORCH_DEVICE_MODULES or part.startswith("_accelerator") for part in path)
 
 
-def door_of_torch(module: str) -> bool:
+def is_device_module_of_torch(module: str) -> bool:
     top, *path = module.split(".")
-    return top == "torch" and through_a_door(path)
+    return top == "torch" and uses_device_module(path)
 
 
 def hidden_attribute(call: ast.Call, torches: set[str]) -> Iterator[Offence]:
-    """An attribute of torch that is looked up by text, and modules of torch that are imported by it."""
+    """Attributes of torch that are looked up by text, and modules of torch that are imported by text."""
     name = dotted(call.func)
     if name in ATTRIBUTE_READERS and len(call.args) > 1:
         root, _, path = dotted(call.args[0]).partition(".")
@@ -258,7 +257,7 @@ def hidden_attribute(call: ast.Call, torches: set[str]) -> Iterator[Offence]:
         of_torch = root in torches or (isinstance(call.args[0], ast.Call) and is_import_of_torch(call.args[0]))
         if of_torch and wanted is None:
             yield Offence(call.lineno, f"{name} of torch with a name made at run time: name what is used of torch")
-        elif of_torch and through_a_door([*path.split("."), *str(wanted).split(".")]):
+        elif of_torch and uses_device_module([*path.split("."), *str(wanted).split(".")]):
             yield Offence(
                 call.lineno, f"{name} of torch.{wanted}: devices are reached through the platform's DeviceRuntime"
             )
@@ -266,7 +265,7 @@ def hidden_attribute(call: ast.Call, torches: set[str]) -> Iterator[Offence]:
             yield Offence(call.lineno, f"{wanted} asks where a tensor is; that is the platform's to know")
     if name in ("operator.attrgetter", "attrgetter", "operator.methodcaller", "methodcaller") and call.args:
         wanted = built_text(call.args[0])
-        if wanted is None or through_a_door(wanted.split(".")):
+        if wanted is None or uses_device_module(wanted.split(".")):
             yield Offence(call.lineno, f"{name} with {wanted or 'a name made at run time'}: name what is used")
     if name in ("importlib.import_module", "import_module", "__import__") and call.args:
         [first, *_] = call.args
@@ -274,7 +273,7 @@ def hidden_attribute(call: ast.Call, torches: set[str]) -> Iterator[Offence]:
         while isinstance(begins, ast.BinOp):
             begins = begins.left
         text = built_text(first)
-        if text is not None and door_of_torch(text):
+        if text is not None and is_device_module_of_torch(text):
             yield forbidden_import(call.lineno, text)
         elif text is None and (built_text(begins) or "").startswith("torch"):
             yield Offence(call.lineno, "a module of torch whose name is made at run time: name what is used of torch")
@@ -306,7 +305,7 @@ def unsafe_module(name: str) -> bool:
 def forbidden_import(line: int, name: str) -> Offence:
     if name.split(".")[0] == "core":
         return Offence(line, f"import {name}: a second copy of the package; import mvllm")
-    if door_of_torch(name):
+    if is_device_module_of_torch(name):
         return Offence(line, f"import {name}: devices are reached through the platform's DeviceRuntime")
     if name.startswith("mvllm_"):
         return Offence(line, f"import {name}: the engine imports no plugin; plugins come through entry points")
@@ -314,7 +313,7 @@ def forbidden_import(line: int, name: str) -> Offence:
 
 
 def dotted(node: ast.AST) -> str:
-    """Returns `a.b.c` for such an expression, else the empty string."""
+    """Returns `a.b.c` for an attribute expression, else an empty string."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -324,7 +323,7 @@ def dotted(node: ast.AST) -> str:
 
 
 def docstrings(tree: ast.AST) -> set[ast.AST]:
-    """Strings that stand alone as statements: prose, not values."""
+    """Strings that are statements: docstrings."""
     return {
         node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }

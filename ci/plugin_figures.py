@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Counts what each of our plugins carries, for docs/explanation/porting-cost.md. Imports nothing of ours.
+"""Counts each plugin's lines and its dependencies on the engine, for docs/explanation/porting-cost.md.
 
-The idea: what a plugin costs its maker is not its kernels, which it would need anywhere, but how much of the engine it
-holds on to: names it imports, classes it derives from, attributes it replaces. All of that can be read off the syntax.
+The porting cost of a plugin is not its kernels, which every engine needs, but its dependencies on the engine: imported
+names, subclassed classes, patched attributes. The script reads them from the syntax trees and imports no plugin.
 
     python3 ci/plugin_figures.py            prints the tables
     python3 ci/plugin_figures.py --write    writes them into the page
@@ -22,8 +22,8 @@ PAGE = ROOT / "docs" / "explanation" / "porting-cost.md"
 ENGINE, TORCH = "mvllm", "torch"
 NATIVE = frozenset({".c", ".cc", ".cpp", ".cu", ".h", ".hpp"})
 
-# Plugins of the leading engine (0.33, 2026), from their sources: lines of Python; of platform.py; of a model runner of
-# their own; symbols and modules of the engine imported; its classes subclassed; its attributes patched.
+# Plugins of vLLM (0.33, 2026), from their sources: lines of Python; of platform.py; of their own model runner; imported
+# symbols and modules of the engine; subclassed classes; patched attributes.
 PUBLISHED = (
     ("vllm-ascend", "143 560", "1 465", "5 006", "623 / 266", "146", "153 (and 58 of torch)"),
     ("vllm-gaudi", "39 694", "553", "7 810", "513 / 225", "93", "99 (and 10 of torch)"),
@@ -35,7 +35,7 @@ PUBLISHED = (
     ("vllm-plugin-FL", "7 592", "209", "4 865", "190 / 83", "14", "about 0"),
 )
 
-SHARED = (ROOT / "platforms" / "torch-gpu",)  # by several plugins, which would hold on to the engine themselves
+SHARED = (ROOT / "platforms" / "torch-gpu",)  # code that several plugins share
 
 OURS = ("plugin", "lines of Python", "of C++", "platform.py", "own model runner")
 THEIRS = ("plugin", "lines of Python", "platform.py", "own model runner")
@@ -44,15 +44,16 @@ HOLD = ("symbols / modules imported", "classes subclassed", "attributes patched"
 
 @dataclass
 class Figures:
-    """What one plugin carries.
+    """The counts of one plugin.
 
     Attributes:
-        python, native, platform, runner: Lines, of all of it and of two parts; a runner is a class that runs steps.
-        symbols: `module.name` of everything of the engine that it uses.
-        modules: Modules of the engine that it imports from.
-        subclassed: Those of `symbols` that a class of its own derives from.
+        python, native, platform, runner: Lines of all Python and native code, of platform.py, and of model runners
+            (classes that run steps).
+        symbols: `module.name` of all used names of the engine.
+        modules: Modules of the engine that it imports.
+        subclassed: Names in `symbols` that are base classes of its classes.
         patched: `owner.attribute` of the engine that it assigns or deletes.
-        torch_patched: The same of torch.
+        torch_patched: `owner.attribute` of torch that it assigns or deletes.
     """
 
     python: int = 0
@@ -67,7 +68,7 @@ class Figures:
 
 
 def count(plugin: Path) -> Figures:
-    """The figures of a plugin's folder: its `src`, and native sources anywhere but in its tests and builds."""
+    """The counts of a plugin's folder: Python files in `src`, native sources outside of tests and builds."""
     figures = Figures()
     for file in sorted((plugin / "src").rglob("*.py")):
         source = file.read_text("utf-8")
@@ -83,12 +84,12 @@ def count(plugin: Path) -> Figures:
 
 
 def read(tree: ast.Module, figures: Figures) -> None:
-    """Adds what one module holds of the engine."""
+    """Adds the dependencies of one module."""
     bound = dict(imports(tree))
     for full in bound.values():
         if belongs(full, ENGINE):
             module, _, name = full.rpartition(".")
-            # `from mvllm import plugin_api` binds a module, whose names are counted where they are used.
+            # `from mvllm import plugin_api` binds a module; its names are counted at their uses.
             if name[:1].isupper() or module.count("."):
                 figures.symbols.add(full)
                 figures.modules.add(module)
@@ -113,7 +114,7 @@ def read(tree: ast.Module, figures: Figures) -> None:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Each name that an import binds, and the full name of what it stands for."""
+    """Each name that an import binds, and its full name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -125,7 +126,7 @@ def imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def patches(tree: ast.Module, bound: dict[str, str]) -> Iterator[str]:
-    """Full names of what is assigned or deleted and is not the module's own."""
+    """Full names of assigned or deleted attributes of other modules."""
     for node in ast.walk(tree):
         targets: list[ast.expr] = []
         match node:
@@ -157,7 +158,7 @@ def flattened(targets: Iterable[ast.expr]) -> Iterator[ast.expr]:
 
 
 def resolved(node: ast.expr, bound: dict[str, str]) -> str:
-    """`api.Platform` -> `mvllm.plugin_api.Platform`, where `api` was imported; other expressions give nothing."""
+    """The full name of an expression: `api.Platform` -> `mvllm.plugin_api.Platform`; empty if not imported."""
     head, dot, rest = dotted(node).partition(".")
     return f"{bound[head]}{dot}{rest}" if head in bound else ""
 
@@ -179,7 +180,7 @@ def belongs(full: str, package: str) -> bool:
 
 
 def plugins() -> list[Path]:
-    """Folders of ours that have an entry point for platforms, or what these share; first those with real hardware."""
+    """Folders with platform plugins, and SHARED; platforms/ first."""
     found = [*sorted(ROOT.glob("platforms/*")), *sorted(ROOT.glob("plugins/*"))]
     return [folder for folder in found if folder in SHARED or declares_platform(folder / "pyproject.toml")]
 
@@ -189,7 +190,7 @@ def declares_platform(project: Path) -> bool:
 
 
 def tables() -> dict[str, str]:
-    """Both tables of the page, by the names they have there."""
+    """Both tables of the page, by name."""
     rows = []
     for folder in plugins():
         f = count(folder)
@@ -201,7 +202,7 @@ def tables() -> dict[str, str]:
 
 
 def rounded(lines: int) -> str:
-    """Two digits: a line more or less is no news, and no reason to write the page anew."""
+    """A number rounded to two digits, so that small changes do not change the page."""
     if lines == 0:
         return "none"
     size = 10 ** max(0, len(str(lines)) - 2)
@@ -215,12 +216,12 @@ def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with its tables made anew."""
+    """The page with updated tables."""
     for name, text in tables().items():
         begin, end = f"<!-- table: {name} -->\n", "\n<!-- end of table -->"
         pattern = re.compile(f"({re.escape(begin)}).*?({re.escape(end)})", re.DOTALL)
         page, found = pattern.subn(lambda match, text=text: match[1] + text + match[2], page)  # type: ignore[misc]
-        assert found == 1, f"the page has no place for the table {name!r}"
+        assert found == 1, f"the page has no marker for the table {name!r}"
     return page
 
 

@@ -1,9 +1,9 @@
-"""A pytest plugin that keeps files from being imported of which no test would run: `-p ci.selection --select WHAT`.
+"""A pytest plugin that imports only files with selected tests: `-p ci.selection --select WHAT`.
 
-    serial    files whose text has the mark `serial`
-    quick     for the inner loop: unit tests without torch, and the tests that are marked `quick`
+    serial    files that contain the mark `serial`
+    quick     for the inner loop: unit tests without torch, and tests with the mark `quick`
 
-Which file is of which kind is read from its text: importing them all takes longer than these tests.
+Files are classified by their text, since importing all files takes longer than these tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HEAVY = re.compile(
     r"|\bsubprocess\.|\bimport_module\(|^pytestmark = .*slow",
     re.MULTILINE,
 )
-"""What the text of a test has that takes its time: torch, transformers, or programs that it starts."""
+"""Text of slow test files: imports of torch or transformers, or subprocesses."""
 SERIAL = re.compile(r"\bmark\.serial\b")
 QUICK = re.compile(r"\bmark\.quick\b")
 UNIT = ("tests", "unit")
@@ -31,36 +31,36 @@ def text_of(path: Path) -> str:
 
 
 def is_light(path: Path) -> bool:
-    """Whether it is a file of unit tests that takes neither torch nor a process."""
+    """Whether a file has unit tests without torch and subprocesses."""
     folders = path.parts
     is_unit = any(folders[i : i + 2] == UNIT for i in range(len(folders)))
     return is_unit and not HEAVY.search(text_of(path))
 
 
-def is_wanted(path: Path, what: str) -> bool:
+def is_selected(path: Path, what: str) -> bool:
     if what == "serial":
         return bool(SERIAL.search(text_of(path)))
     return is_light(path) or bool(QUICK.search(text_of(path)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--select", choices=("serial", "quick"), help="import only files that have such tests")
+    parser.addoption("--select", choices=("serial", "quick"), help="import only files with these tests")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whether a file is passed over; None lets others decide."""
+    """Returns True to ignore a file, None otherwise."""
     what = config.getoption("--select")
-    if what is None or not collection_path.is_file() or is_wanted(collection_path, what):
+    if what is None or not collection_path.is_file() or is_selected(collection_path, what):
         return None
     return True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a file that is not light, `quick` takes the tests that say so; the mark `serial` is for `-m`."""
+    """For `quick`, keeps all tests of light files, and tests with the mark `quick` of other files."""
     if config.getoption("--select") != "quick":
         return
     kept = [item for item in items if item.get_closest_marker("quick") or is_light(item.path)]
-    left_out = set(items).difference(kept)
-    if left_out:
-        config.hook.pytest_deselected(items=list(left_out))
+    deselected = set(items).difference(kept)
+    if deselected:
+        config.hook.pytest_deselected(items=list(deselected))
         items[:] = kept

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Empty libraries in place of those that a torch was linked with and never calls.
+"""Creates stub libraries for shared libraries that torch is linked with but does not call.
 
     python3 ci/stub_libraries.py .venv-tpu/lib/python3.11/site-packages/torch/lib
 
-torch_xla's last release stands on a torch whose wheel was built for NVIDIA's devices. Importing it loads a dozen of
-their libraries, 2.6 GB of wheels, though nothing of them runs on XLA's devices. The loader only asks that they are
-there and define the symbols that torch names. So here they are, a few hundred kilobytes in all: every function returns
-100, which is "no device" in CUDA's words, and those that word an error return a text.
+torch_xla's last release requires a torch that was built for NVIDIA devices. Importing it loads a dozen of their
+libraries, 2.6 GB of wheels, although nothing of them runs on XLA's devices. The loader only needs libraries that define
+the symbols. The stubs take a few hundred kilobytes: every function returns 100, CUDA's code for "no device", and
+functions that describe errors return a text.
 
-They lie beside torch's own libraries, where these look last: installed real ones are found before them. For an
-environment of tests only: whoever has the devices installs what torch requires.
+The stubs are stored next to torch's libraries, which is the last place of the search path, so installed real libraries
+take precedence. They are for test environments only.
 
-Needed are gcc and, from binutils, objdump and nm.
+Requires gcc, and objdump and nm from binutils.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TOOLS = ("gcc", "objdump", "nm")
-ROOT_LIBRARY = "libtorch_python.so"  # what `import torch` loads; all else is reached from here
+ROOT_LIBRARY = "libtorch_python.so"  # what `import torch` loads, with all its dependencies
 MADE = "made-as-stubs.txt"
 SYSTEM = re.compile(r"lib(?:c|m|dl|rt|pthread|util|stdc\+\+|gcc_s)\.so[.0-9]*|ld-linux.*")
 
@@ -34,18 +34,18 @@ WORDS = re.compile(r"String|ErrorName")  # in the names of functions that return
 
 
 class NoStubs(Exception):
-    """They cannot be made here; the message says why."""
+    """The stubs cannot be created; the message has the reason."""
 
 
 @dataclass
 class Library:
-    """What one shared library asks of others.
+    """The dependencies and symbols of a shared library.
 
     Attributes:
         needed: Names of libraries that it loads.
-        versions: For each version of symbols that it asks for, the library that it expects to have it.
-        undefined: Symbols that others must define: (name, version, or "").
-        defined: Names that it defines itself.
+        versions: Library of each symbol version that it requires.
+        undefined: Required symbols: (name, version or "").
+        defined: Names of defined symbols.
     """
 
     needed: list[str]
@@ -55,20 +55,20 @@ class Library:
 
 
 def missing_tools() -> list[str]:
-    """Those of TOOLS that this machine does not have."""
+    """The TOOLS that this machine lacks."""
     return [tool for tool in TOOLS if shutil.which(tool) is None]
 
 
 def make_stubs(folder: Path) -> dict[str, int]:
-    """Makes the libraries that torch's libraries in `folder` load and do not find there, into `folder`.
+    """Creates stubs in `folder` for libraries that torch's libraries in `folder` load but that are missing there.
 
-    What an earlier call made is made again.
+    Replaces the stubs of an earlier call.
 
     Returns:
-        For each library, how many symbols it defines.
+        Number of symbols by library.
 
     Raises:
-        NoStubs: A tool is missing or failed, or `folder` holds no torch.
+        NoStubs: A tool is missing or failed, or `folder` is not torch's.
     """
     if absent := missing_tools():
         raise NoStubs(f"this machine has no {' and no '.join(absent)} (Debian, Ubuntu: apt install gcc binutils)")
@@ -120,10 +120,10 @@ def read_library(path: Path) -> Library:
 
 
 def wanted_stubs(loaded: Mapping[str, Library]) -> dict[str, set[tuple[str, str]]]:
-    """The libraries that `loaded` lack, each with the symbols that it must define.
+    """The libraries that are missing in `loaded`, each with the symbols that it must define.
 
-    A symbol with a version says which library it is from. One without is from the library whose name it begins with
-    (`curandCreateGenerator`: libcurand); the rest are the interpreter's, or the C++ library's, and left to them.
+    The version of a symbol identifies its library. A symbol without a version belongs to the library whose name begins
+    it (`curandCreateGenerator`: libcurand); other symbols belong to the interpreter or the C++ library.
     """
     absent = {n for library in loaded.values() for n in library.needed if n not in loaded and not SYSTEM.fullmatch(n)}
     wanted: dict[str, set[tuple[str, str]]] = {name: set() for name in sorted(absent)}

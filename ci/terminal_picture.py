@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws docs/images/terminal.svg, the picture in README.md: commands with the output that they print here.
+"""Draws docs/images/terminal.svg, the picture in README.md: commands and their output.
 
 python3 ci/terminal_picture.py      runs the commands in .venv and writes the picture
 """
@@ -24,7 +24,7 @@ PROMPT, TEXT, BACKGROUND, BAR = "#7ee787", "#e6edf3", "#0d1117", "#21262d"
 
 
 def run(command: str) -> list[str]:
-    """What the command prints, without log lines, in lines of the picture's width."""
+    """The output of a command without log lines, wrapped to the picture's width."""
     path = os.pathsep.join((str(ROOT / ".venv" / "bin"), os.environ["PATH"]))
     environment = {**os.environ, "PATH": path, "MVLLM_LOGGING_LEVEL": "WARNING"}
     ran = subprocess.run(["sh", "-c", f"{command} 2>&1"], env=environment, capture_output=True, text=True, check=True)
@@ -32,7 +32,7 @@ def run(command: str) -> list[str]:
 
 
 def draw(lines: list[tuple[str, str]]) -> str:
-    """An SVG of (color, text) lines in a terminal window."""
+    """An SVG of a terminal window with lines of (color, text)."""
     width, height = COLUMNS * CHARACTER_WIDTH + 2 * MARGIN, TITLE_BAR + len(lines) * LINE_HEIGHT + 2 * MARGIN
     rows = [
         f'<text x="{MARGIN}" y="{TITLE_BAR + MARGIN + (i + 0.7) * LINE_HEIGHT:.1f}" fill="{color}" '

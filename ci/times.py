@@ -1,10 +1,10 @@
-"""A pytest plugin that says where a run's minutes went: `-p ci.times`, from the top of the repository.
+"""A pytest plugin that prints the time of each test file: `-p ci.times`, in the root of the repository.
 
-Long files come first, so that at the end no worker is left with one while the others have nothing to do.
+It starts slow files first, so that no worker runs a slow file alone at the end.
 
-For each file of tests: seconds that passed, and seconds of CPU that the tests and the processes they waited for took.
-CPU is what a gate on few cores is made of: a file that sleeps costs it little, one that starts interpreters a lot. What
-nobody waited for (a daemon that a test left to itself) is not counted. `--times FILE` writes it all as JSON.
+For each file it prints the elapsed seconds and the CPU seconds of the tests and of child processes that they waited
+for. On few cores the CPU time decides the length of a run. Child processes without a wait are not counted.
+`--times FILE` writes the times of all tests as JSON.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ FIRST = (
     "tests/packaging/",
     "tests/e2e/",
 )
-"""Where tests start processes by the dozen: after the files with the mark `slow`. The rest takes seconds a file."""
+"""Folders whose tests start many processes. Their files run after those with the mark `slow`, before all others."""
 
 Spent = dict[str, tuple[float, float]]
-"""A test's id -> seconds that passed, seconds of CPU."""
+"""Test id -> elapsed seconds, CPU seconds."""
 
 
 def cpu_seconds() -> float:
-    """Of this process and of all below it that were waited for."""
+    """CPU seconds of this process and of its finished descendants."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 @dataclass
 class Times:
-    """What is spent on each test, here or, where xdist hands tests out, in its workers.
+    """The times of all tests, in this process or in the workers of xdist.
 
     Attributes:
-        spent: By test.
+        spent: Times by test.
         busy: Worker -> seconds from its first test to the end of its last.
     """
 
@@ -72,10 +72,10 @@ class Times:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        told = (getattr(node, "workeroutput", None) or {}).get("times")
-        if told is not None:
-            self.spent.update({name: tuple(pair) for name, pair in told["spent"].items()})
-            self.busy[node.gateway.id] = told["busy"]
+        times = (getattr(node, "workeroutput", None) or {}).get("times")
+        if times is not None:
+            self.spent.update({name: tuple(pair) for name, pair in times["spent"].items()})
+            self.busy[node.gateway.id] = times["busy"]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         files = by_file(self.spent)
@@ -93,21 +93,21 @@ class Times:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts files, not the tests in them."""
+    """Sorts the files; keeps the order of tests in a file."""
     count = Counter(item.nodeid.split("::")[0] for item in items)
     slow = {item.nodeid.split("::")[0] for item in items if item.get_closest_marker("slow")}
 
-    def place(item: pytest.Item) -> tuple[int, int, str]:
+    def sort_key(item: pytest.Item) -> tuple[int, int, str]:
         file = item.nodeid.split("::")[0]
         kind = next((i for i, beginning in enumerate(FIRST) if file.startswith(beginning)), len(FIRST))
         kind = -1 if file in slow else kind
         return kind, -count[file], file
 
-    items.sort(key=place)
+    items.sort(key=sort_key)
 
 
 def by_file(spent: Spent) -> dict[str, tuple[int, float, float]]:
-    """File -> number of tests, seconds, seconds of CPU."""
+    """File -> number of tests, elapsed seconds, CPU seconds."""
     files: dict[str, tuple[int, float, float]] = {}
     for name, (seconds, cpu) in spent.items():
         count, seconds_before, cpu_before = files.get(name.split("::")[0], (0, 0.0, 0.0))

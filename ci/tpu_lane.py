@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""The lane `tpu`: the TPU platform on XLA's own CPU device, in an environment of its own, .venv-tpu.
+"""The lane `tpu`: tests the TPU platform on XLA's CPU device, in the separate environment .venv-tpu.
 
     python3 ci/dev.py conform tpu    the conformance suite with one device and with two, and the parity of families
     python3 ci/dev.py test           the gate, with a smoke part of it
 
-What stands between torch and XLA wants a torch of its own (ci/constraints/tpu.txt): nothing of this can run in .venv.
-XLA compiles for the host as it does for a TPU, and the host's processor can pose as several devices. Whatever depends
-on what XLA computes, on static shapes and on collectives is examined for real; what depends on the chip is not.
+torch_xla requires another torch (ci/constraints/tpu.txt), so the lane cannot run in .venv. XLA compiles for the CPU as
+it does for a TPU, and the CPU can act as several devices. The lane covers XLA's results, static shapes and collectives;
+it does not cover the hardware.
 
-Where the environment cannot be made, for want of the network, a compiler, disk or this Python's wheels, the lane is NOT
-RUN, with the reason, and ends with 77: neither passed nor failed. A test that fails in it fails the lane.
+If the environment cannot be created (no network, compiler, disk space or wheels for this Python), the lane is NOT RUN,
+prints the reason, and exits with 77: neither passed nor failed. A failing test fails the lane.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ PARITY = (
     *(f"tests/conformance/models/test_{family}.py" for family in ("llama", "qwen3", "opt")),
     *("-k", "([llama-gqa] or [qwen3] or [opt]) and not preempted"),
 )
-"""One model of each: an engine's start is some twenty-five compilations. Preemption is among the platform's own tests,
-with a cache of a few blocks: what these make first would be as large as the host's memory, and XLA writes all of it."""
+"""One model of each family, since starting an engine takes about 25 compilations. The platform's own tests cover
+preemption, with a small KV cache: these tests would allocate one of the size of the host memory, which XLA writes."""
 NOT_RUN = 77
-NUM_BYTES = 4 * 10**9  # of disk, while it is being made; 2.4e9 in the end
-PATIENCE = 900.0  # seconds for making the environment
-PATIENCE_OF_THE_GATE = 240.0  # its tests alone take long enough
-A_LINE_EVERY = 60.0  # seconds
-TIME_TO_END = 5.0  # seconds
+NUM_BYTES = 4 * 10**9  # of disk during the creation; 2.4e9 in the end
+SETUP_SECONDS = 900.0  # limit for creating the environment
+GATE_SETUP_SECONDS = 240.0  # the same limit in the gate
+SECONDS_BETWEEN_LINES = 60.0
+SECONDS_TO_TERMINATE = 5.0
 NUM_PROGRAMS = 256
-"""That XLA keeps. Each is dozens of mappings of memory on the host; at Linux's limit of 65,530 the process crashes."""
+"""Size of XLA's program cache. A program uses dozens of memory mappings; the limit of Linux is 65,530."""
 PIP: tuple[str | Path, ...] = (
     *(LANE.python, "-m", "pip", "install", "--quiet"),
     *("--progress-bar", "off", "--no-deps"),
@@ -58,7 +58,7 @@ NETWORK = ("--timeout", "20", "--retries", "2")
 
 
 class Process(Protocol):
-    """What subprocess.Popen has of use here."""
+    """The used methods of subprocess.Popen."""
 
     def poll(self) -> int | None: ...
     def terminate(self) -> None: ...
@@ -67,24 +67,24 @@ class Process(Protocol):
 
 
 Start = Callable[[Sequence[str], dict[str, str], Path], Process]
-"""Starts a command of the environment with further variables, its output going to a file."""
+"""Starts a command of the environment with additional variables; its output goes to a file."""
 
 
 class NotRun(Exception):
-    """The lane cannot be run here; the message says why."""
+    """The lane cannot run here; the message has the reason."""
 
 
 # --------------------------------------------------------------------------------------------------------------- set-up
 
 
 def wanted_stamp() -> Stamp:
-    """What the environment is a function of."""
+    """Hashes of the environment's inputs."""
     fetched = [CONSTRAINTS, ROOT / "ci" / "stub_libraries.py"]
     return Stamp(LANE.hash_of([ROOT / "pyproject.toml", PLATFORM / "pyproject.toml", *fetched]), LANE.hash_of(fetched))
 
 
 def why_not() -> str:
-    """What this machine lacks for making the environment, as far as a look can tell; empty for nothing."""
+    """Why the environment cannot be created on this machine; empty if nothing is missing."""
     if not (PLATFORM / "pyproject.toml").is_file():
         return "there is no platforms/tpu in this repository"
     if sys.platform != "linux":
@@ -96,16 +96,16 @@ def why_not() -> str:
     return ""
 
 
-def setup(patience: float = PATIENCE) -> None:
-    """Makes .venv-tpu, or brings it up to date; does nothing (in milliseconds) when it is.
+def setup(seconds: float = SETUP_SECONDS) -> None:
+    """Creates or updates .venv-tpu; returns within milliseconds if it is up to date.
 
-    What is fetched is fetched again only where the constraints changed.
+    Downloads are repeated only if the constraints changed.
 
     Args:
-        patience: Seconds that this may take.
+        seconds: Time limit.
 
     Raises:
-        NotRun: It could not be made.
+        NotRun: The environment could not be created.
     """
     with only_one():
         wanted = wanted_stamp() if (PLATFORM / "pyproject.toml").is_file() else UNFINISHED
@@ -116,14 +116,14 @@ def setup(patience: float = PATIENCE) -> None:
             raise NotRun(reason)
         started = time.monotonic()
         if found is not None and found.kernels == wanted.kernels:
-            print(f"Bringing the environment in {LANE.folder} up to date", flush=True)
-            attempt(lambda: install_ours(Steps(LANE, total=1, ends=started + patience)))
+            print(f"Updating the environment in {LANE.folder}", flush=True)
+            attempt(lambda: install_ours(Steps(LANE, total=1, ends=started + seconds)))
             LANE.write_stamp(wanted)
             return
-        print(f"Making the environment in {LANE.folder} (2.4 GB, 1 GB to fetch; about two minutes)", flush=True)
+        print(f"Creating the environment in {LANE.folder} (2.4 GB, 1 GB to download; about two minutes)", flush=True)
         LANE.remove()
         LANE.write_stamp(UNFINISHED)
-        attempt(lambda: install(Steps(LANE, total=5, ends=started + patience)))
+        attempt(lambda: install(Steps(LANE, total=5, ends=started + seconds)))
         LANE.write_stamp(wanted)
         print(f"Environment ready after {time.monotonic() - started:.0f} s", flush=True)
 
@@ -141,26 +141,26 @@ def attempt(make: Callable[[], None]) -> None:
 
 
 def install(steps: Steps) -> None:
-    """Makes the environment, from nothing."""
+    """Creates the environment."""
     steps.run(f"virtual environment, Python {sys.version.split()[0]}", [sys.executable, "-m", "venv", LANE.folder])
-    # Nothing is resolved: torch asks for libraries of gigabytes that are not wanted, and the constraints name all else.
-    # Nothing is compiled ahead: of torch's modules few are ever imported.
+    # --no-deps: torch requires gigabytes of unused libraries, and the constraints name everything else.
+    # --no-compile: few of torch's modules are ever imported.
     pip = [*PIP, "--no-compile"]
     stack = [f"{name}=={pinned(name, CONSTRAINTS)}" for name in ("torch", "torch_xla")]
     steps.run(" and ".join(stack), [*pip, *NETWORK, *stack])
     [libraries] = LANE.folder.glob("lib/python*/site-packages/torch/lib")
     stubs = [LANE.python, ROOT / "ci" / "stub_libraries.py", libraries]
-    steps.run("stubs of what torch loads and XLA does not call", stubs)
-    steps.run("what these and mvllm require", [*pip, *NETWORK, "-r", CONSTRAINTS])
+    steps.run("stubs of unused libraries", stubs)
+    steps.run("requirements of these and of mvllm", [*pip, *NETWORK, "-r", CONSTRAINTS])
     install_ours(steps)
 
 
 def install_ours(steps: Steps) -> None:
-    """What is in this repository, in place."""
+    """Installs the packages of this repository as editable."""
     steps.run("mvllm and mvllm-tpu", [*PIP, "--no-build-isolation", "-e", ROOT, "-e", PLATFORM])
 
 
-# ------------------------------------------------------------------------------------------------------------ what runs
+# ---------------------------------------------------------------------------------------------------------------- parts
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,9 @@ class Part:
     """One command of the lane.
 
     Attributes:
-        title: What it examines.
-        command: Of the environment; its first word is a name in the environment's folder of commands.
-        num_devices: What XLA's host poses as.
+        title: Its title.
+        command: The command; its first word is a command of the environment.
+        num_devices: Number of devices as which the CPU acts.
     """
 
     title: str
@@ -180,11 +180,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Running:
-    """A part under way, or just ended.
+    """A running or finished part.
 
     Attributes:
-        log: What it has printed.
-        began: Of time.monotonic.
+        log: File with its output.
+        began: Start time, of time.monotonic.
     """
 
     part: Part
@@ -193,21 +193,21 @@ class Running:
     began: float
 
     def progress(self) -> str:
-        """How far it is, as pytest says at the end of each full line."""
-        said = re.findall(r"\[ *(\d+)%\]", self.log.read_text(errors="replace"))
+        """Title, percentage and minutes. pytest prints the percentage at the end of each line."""
+        percentages = re.findall(r"\[ *(\d+)%\]", self.log.read_text(errors="replace"))
         minutes = (time.monotonic() - self.began) / 60
-        return f"{self.part.title}: {said[-1] if said else 0}% after {minutes:.0f} min"
+        return f"{self.part.title}: {percentages[-1] if percentages else 0}% after {minutes:.0f} min"
 
     def end(self) -> None:
-        """Waits for one that was asked to end, and not for long."""
+        """Waits for a terminated process, and kills it after SECONDS_TO_TERMINATE."""
         try:
-            self.process.wait(TIME_TO_END)
+            self.process.wait(SECONDS_TO_TERMINATE)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
 
     def show(self) -> None:
-        """Prints what it printed."""
+        """Prints the output."""
         minutes = (time.monotonic() - self.began) / 60
         print(f"\ntpu: {self.part.title}, {minutes:.1f} min:", flush=True)
         print(self.log.read_text(errors="replace"), flush=True)
@@ -229,7 +229,7 @@ def begin(part: Part, start_command: Start) -> Running:
 
 
 def whole(arguments: Sequence[str] = ()) -> list[Part]:
-    """The lane's parts. With arguments for `mvllm conformance` it is that alone, with them."""
+    """All parts of the lane; with arguments only `mvllm conformance`, with these arguments."""
     parts = []
     for num_devices in (1, 2):
         named = f"{num_devices} {'device' if num_devices == 1 else 'devices'}"
@@ -246,28 +246,28 @@ def whole(arguments: Sequence[str] = ()) -> list[Part]:
 
 
 def with_a_report_of_its_own(arguments: Sequence[str], ending: str) -> list[str]:
-    """The same arguments for a second run, which does not write where the first does."""
+    """The arguments with another path of the report, for a second run."""
 
-    def place(path: str) -> str:
+    def with_ending(path: str) -> str:
         return str(Path(path).with_stem(Path(path).stem + ending))
 
     found, is_path = [], False
     for word in arguments:
         option, equals, path = word.partition("=")
         if is_path:
-            word = place(word)
+            word = with_ending(word)
         elif option == "--report" and equals:
-            word = f"{option}={place(path)}"
+            word = f"{option}={with_ending(path)}"
         is_path = word == "--report"
         found.append(word)
     return found
 
 
 def smoke() -> list[Part]:
-    """What the gate has time for."""
+    """The parts that run in the gate."""
     return [
         Part(
-            "conformance, thinned out, of few families",
+            "conformance, some families, quick",
             conformance("--quick", "--only", "PLG,PRB,CFG,DEV,MEM,KVL,ATT-01"),
         ),
         Part(
@@ -278,13 +278,13 @@ def smoke() -> list[Part]:
 
 
 def conformance(*arguments: str) -> tuple[str, ...]:
-    """The suite on the platform."""
+    """The command of the conformance suite."""
     waivers = ("--waivers", str(WAIVERS)) if WAIVERS.is_file() and "--waivers" not in arguments else ()
     return ("mvllm", "conformance", "--platform", "tpu", *waivers, *arguments)
 
 
 def tests(*arguments: str) -> tuple[str, ...]:
-    """Tests of the repository: the only platform of this environment is the one that they examine."""
+    """The command of the repository's tests. The environment has only the platform under test."""
     return ("pytest", "-q", "-p", "no:cacheprovider", "-m", "not exhaustive", *arguments)
 
 
@@ -302,17 +302,17 @@ def start(command: Sequence[str], variables: dict[str, str], log: Path) -> subpr
         )
 
 
-def run(parts: Sequence[Part], patience: float = PATIENCE, start_command: Start = start) -> int:
-    """Makes the environment and runs `parts`, all of them, whatever becomes of each.
+def run(parts: Sequence[Part], seconds: float = SETUP_SECONDS, start_command: Start = start) -> int:
+    """Creates the environment and runs all parts, also after failures.
 
-    Each keeps about one core busy, so as many run at once as there are cores. What one prints is shown when it has
-    ended; until then a line a minute says how far each is.
+    Each part uses about one core, so as many parts run at once as there are cores. The output of a part is printed at
+    its end; until then a line per minute shows the progress.
 
     Returns:
         0 if all passed, 1 if one failed, NOT_RUN if the environment could not be made.
     """
     try:
-        setup(patience)
+        setup(seconds)
     except NotRun as reason:
         print(f"tpu: NOT RUN: {reason}", flush=True)
         return NOT_RUN
@@ -321,7 +321,7 @@ def run(parts: Sequence[Part], patience: float = PATIENCE, start_command: Start 
     at_once = min(os.cpu_count() or 1, len(parts))
     print(f"\ntpu: {len(parts)} parts, {at_once} at a time; their output goes to {LOGS}", flush=True)
     waiting, running, failed = list(parts), list[Running](), list[str]()
-    told = time.monotonic()
+    last_line = time.monotonic()
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -337,13 +337,13 @@ def run(parts: Sequence[Part], patience: float = PATIENCE, start_command: Start 
                 each.show()
                 if status:
                     failed.append(f"{each.part.title} (exit status {status})")
-            if running and time.monotonic() - told >= A_LINE_EVERY:
-                told = time.monotonic()
+            if running and time.monotonic() - last_line >= SECONDS_BETWEEN_LINES:
+                last_line = time.monotonic()
                 print(f"tpu: {'; '.join(each.progress() for each in running)}", flush=True)
             if running:
                 time.sleep(0.2)
     finally:
-        for each in running:  # whoever interrupts this wants none of them to go on
+        for each in running:  # after an interrupt, all parts end
             each.process.terminate()
         for each in running:
             each.end()

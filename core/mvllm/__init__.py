@@ -1,7 +1,6 @@
-"""mvllm: a hardware-neutral engine for large language models.
+"""mvllm: a hardware-neutral inference engine for large language models.
 
-Importing this package has no consequences: names are resolved on first use, so that neither torch nor a platform plugin
-is loaded by `import mvllm`.
+`import mvllm` has no side effects: names are resolved on first use, so neither torch nor a platform plugin is loaded.
 """
 
 from __future__ import annotations
@@ -31,33 +30,26 @@ if TYPE_CHECKING:
     from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
     from mvllm.messages.structured_outputs import StructuredOutputsParams
 
-_EXPORTS = {
-    "LLM": "mvllm.entrypoints.llm",
-    "LLMEngine": "mvllm.engine.llm_engine",
-    "AsyncLLM": "mvllm.engine.async_llm",
-    "EngineArgs": "mvllm.config.engine_args",
-    "LoRARequest": "mvllm.messages.lora",
-    "SamplingParams": "mvllm.messages.sampling_params",
-    "RequestOutputKind": "mvllm.messages.sampling_params",
-    "BeamSearchParams": "mvllm.messages.beam_search_params",
-    "BeamSearchOutput": "mvllm.engine.frontend.outputs",
-    "PoolingParams": "mvllm.messages.pooling_params",
-    "PoolingRequestOutput": "mvllm.engine.frontend.pooling_outputs",
-    "EmbeddingRequestOutput": "mvllm.engine.frontend.pooling_outputs",
-    "ClassificationRequestOutput": "mvllm.engine.frontend.pooling_outputs",
-    "ScoringRequestOutput": "mvllm.engine.frontend.pooling_outputs",
-    "StructuredOutputsParams": "mvllm.messages.structured_outputs",
-    "TextPrompt": "mvllm.messages.inputs",
-    "TokensPrompt": "mvllm.messages.inputs",
-    "RequestOutput": "mvllm.engine.frontend.outputs",
-    "CompletionOutput": "mvllm.engine.frontend.outputs",
-    "Logprob": "mvllm.engine.frontend.outputs",
-    "MvllmError": "mvllm.errors",
-    "RequestError": "mvllm.errors",
-    "ConfigError": "mvllm.errors",
-    "ModelError": "mvllm.errors",
-    "PlatformError": "mvllm.errors",
+_NAMES = {
+    "mvllm.config.engine_args": "EngineArgs",
+    "mvllm.engine.async_llm": "AsyncLLM",
+    "mvllm.engine.frontend.outputs": "BeamSearchOutput CompletionOutput Logprob RequestOutput",
+    "mvllm.engine.frontend.pooling_outputs": (
+        "ClassificationRequestOutput EmbeddingRequestOutput PoolingRequestOutput ScoringRequestOutput"
+    ),
+    "mvllm.engine.llm_engine": "LLMEngine",
+    "mvllm.entrypoints.llm": "LLM",
+    "mvllm.errors": "ConfigError ModelError MvllmError PlatformError RequestError",
+    "mvllm.messages.beam_search_params": "BeamSearchParams",
+    "mvllm.messages.inputs": "TextPrompt TokensPrompt",
+    "mvllm.messages.lora": "LoRARequest",
+    "mvllm.messages.pooling_params": "PoolingParams",
+    "mvllm.messages.sampling_params": "RequestOutputKind SamplingParams",
+    "mvllm.messages.structured_outputs": "StructuredOutputsParams",
 }
+"""Public names by the module that defines them."""
+
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "LLM",
@@ -90,7 +82,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    module = _EXPORTS.get(name)
+    module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'mvllm' has no attribute {name!r}")
     return getattr(importlib.import_module(module), name)

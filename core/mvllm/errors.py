@@ -1,7 +1,7 @@
-"""Every error that mvllm raises on purpose.
+"""The exception classes of mvllm.
 
-The message of each says what was asked, what was found and what to do about it. The classes only say *whose* problem
-it is, so that a caller (an HTTP route, a command line, an embedding program) can answer with the right code.
+A message says what was requested, what was found and what to do. The class says which part is at fault (request,
+configuration, model, platform, engine), so that a caller can choose an HTTP status or an exit status.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ _NAME_OF_EXCEPTION = re.compile(r"(?:\bGot: )?\b(?:\w+\.)*[A-Z]\w*(?:Error|Excep
 
 
 class MvllmError(Exception):
-    """Root of all errors raised on purpose by the engine."""
+    """Base class of all exceptions that mvllm raises."""
 
 
 class RequestError(MvllmError, ValueError):
-    """One request is not acceptable; the engine is fine.
+    """A request is invalid; the engine is not affected.
 
     Args:
-        message: What is wrong, in the user's words.
-        parameter: The field of the request that is at fault, or None when it is the request as a whole.
+        message: What is wrong, in terms of the request.
+        parameter: The invalid field of the request, or None for the request as a whole.
     """
 
     def __init__(self, message: str, *, parameter: str | None = None) -> None:
@@ -29,38 +29,38 @@ class RequestError(MvllmError, ValueError):
 
 
 class ConfigError(MvllmError, ValueError):
-    """The engine was asked for something that its settings, taken together, do not allow."""
+    """Settings are invalid, alone or in combination."""
 
 
 class ModelError(MvllmError, ValueError):
-    """A model folder is missing, incomplete, inconsistent or of a kind that is not supported."""
+    """A model folder is missing, incomplete, inconsistent or not supported."""
 
 
 class CacheError(ConfigError):
-    """The KV cache does not fit where it was asked to fit."""
+    """The KV cache does not fit into the available memory."""
 
 
 class StepMemoryError(CacheError):
-    """A step has found no memory beside the KV cache."""
+    """A step ran out of memory next to the KV cache."""
 
 
 class PlatformError(MvllmError, RuntimeError):
-    """No platform plugin can be used, or the chosen one failed."""
+    """No platform plugin is available, or the chosen one failed."""
 
 
 class ContractError(PlatformError):
-    """A platform plugin was built for another version of the contract than this core speaks."""
+    """A platform plugin was built for a contract version that this core does not support."""
 
 
 class EngineDeadError(MvllmError, RuntimeError):
-    """The engine stopped because of an earlier error, which is kept as the cause."""
+    """The engine has stopped because of an earlier error, which is the cause of this one."""
 
 
 class UnavailableError(MvllmError, RuntimeError):
-    """The engine takes no request now, but will later; the request itself is fine.
+    """The engine cannot accept a valid request now, but may accept it later.
 
     Args:
-        retry_after: Seconds after which it is worth another try.
+        retry_after: Seconds after which the request may be retried.
     """
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
@@ -69,21 +69,21 @@ class UnavailableError(MvllmError, RuntimeError):
 
 
 class QueueFullError(UnavailableError):
-    """As many requests are waiting as the engine was told to let wait."""
+    """The number of waiting requests has reached `max_queued_requests`."""
 
 
 class EngineSleepingError(UnavailableError):
-    """The engine has been put to sleep."""
+    """The engine is asleep."""
 
 
 class WorkerError(MvllmError, RuntimeError):
-    """A worker process failed; its own exception, with its traceback, is the cause.
+    """A worker process failed; the worker's exception and traceback are the cause.
 
     Args:
-        message: The whole story in one screen.
+        message: The complete report.
         rank: The worker's rank.
-        pid: Its process id, or None if it never had one.
-        activity: What it was doing, for instance `execute_model of step 12`.
+        pid: Its process id, or None if the process was not started.
+        activity: The call that it was running, for instance `execute_model of step 12`.
     """
 
     def __init__(self, message: str, *, rank: int, pid: int | None, activity: str) -> None:
@@ -94,11 +94,10 @@ class WorkerError(MvllmError, RuntimeError):
 
 
 class WorkerDiedError(WorkerError):
-    """A worker process ended by itself or was killed.
+    """A worker process exited or was killed.
 
     Args:
-        exit_code: Its exit status, or minus the number of the signal that ended it; None where only another machine
-            could know.
+        exit_code: Its exit status, or minus the number of the signal that ended it; None if unknown.
     """
 
     def __init__(self, message: str, *, rank: int, pid: int | None, activity: str, exit_code: int | None) -> None:
@@ -107,13 +106,13 @@ class WorkerDiedError(WorkerError):
 
 
 class WorkerStuckError(WorkerError, TimeoutError):
-    """A worker has not finished in time; the message holds its stack."""
+    """A worker exceeded its time limit; the message contains its stack."""
 
 
 def plain_reason(error: BaseException) -> str:
-    """What an exception of a library says, for a message to users: one line without names of exceptions.
+    """The message of a library's exception as one line without exception names, for users.
 
-    The reason of the operating system goes first, from wherever in the chain of causes it is.
+    If the chain of causes contains an error of the operating system, its message is used.
     """
     cause: BaseException | None = error
     seen: set[int] = set()

@@ -1,9 +1,9 @@
-"""All that plugins other than platforms may import from mvllm: models, executors, parsers, loggers, commands, ...
+"""Public interface for plugins other than platforms: models, executors, parsers, stat loggers, commands and others.
 
-Unlike `mvllm.plugin_api`, this surface has no contract version: what stands here follows the engine and may change with
-every minor version of mvllm, so a package that uses it states a range (`mvllm>=0.1,<0.2`). Everything is resolved on
-first use; importing this module loads neither torch nor the engine. docs/extending.md says what each group of names is
-for; docs/executors.md has those for executors whose workers run in processes of their own.
+Unlike `mvllm.plugin_api`, it has no contract version and may change with every minor version of mvllm. Packages that
+use it therefore require a range (`mvllm>=0.1,<0.2`). Names are resolved on first use; importing this module loads
+neither torch nor the engine. docs/how-to/extending.md describes the groups of names, docs/reference/executors.md those
+for executors with worker processes.
 """
 
 from __future__ import annotations
@@ -104,118 +104,76 @@ if TYPE_CHECKING:
     from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorContext, RowTokens
     from mvllm.worker.worker_wrapper import WorkerWrapper
 
-_HOMES = {
-    "EngineConfig": "mvllm.config.engine_config",
-    "HFConfig": "mvllm.config.hf_config",
-    "ModelConfig": "mvllm.config.model",
-    "RopeParameters": "mvllm.config.rope_parameters",
-    "RequestOutput": "mvllm.engine.frontend.outputs",
-    "StatLogger": "mvllm.engine.metrics.stat_loggers",
-    "APIError": "mvllm.entrypoints.openai.common.errors",
-    "HTTPServerHandle": "mvllm.entrypoints.openai.server.http_plugins",
-    "ContentDelta": "mvllm.entrypoints.parsers.interface",
-    "Delta": "mvllm.entrypoints.parsers.interface",
-    "ReasoningDelta": "mvllm.entrypoints.parsers.interface",
-    "ReasoningParser": "mvllm.entrypoints.parsers.interface",
-    "ReasoningStream": "mvllm.entrypoints.parsers.interface",
-    "ToolCallDelta": "mvllm.entrypoints.parsers.interface",
-    "ToolParser": "mvllm.entrypoints.parsers.interface",
-    "ToolStream": "mvllm.entrypoints.parsers.interface",
-    "MarkedCalls": "mvllm.entrypoints.parsers.marked_calls",
-    "TaggedReasoning": "mvllm.entrypoints.parsers.reasoning.tagged",
-    "ConfigError": "mvllm.errors",
-    "EngineDeadError": "mvllm.errors",
-    "ModelError": "mvllm.errors",
-    "MvllmError": "mvllm.errors",
-    "PlatformError": "mvllm.errors",
-    "RequestError": "mvllm.errors",
-    "WorkerDiedError": "mvllm.errors",
-    "WorkerStuckError": "mvllm.errors",
-    "decode_config": "mvllm.executor.config_codec",
-    "encode_worker_configs": "mvllm.executor.config_codec",
-    "FileDescriptorServer": "mvllm.executor.process.fd_server",
-    "FileDescriptorServerAddress": "mvllm.executor.process.fd_server",
-    "MessageWithFds": "mvllm.executor.process.fd_server",
-    "fetch_descriptors": "mvllm.executor.process.fd_server",
-    "devices_per_worker": "mvllm.executor.worker_topology",
-    "launch_topology": "mvllm.executor.worker_topology",
-    "RpcQueues": "mvllm.executor.rpc_queues",
-    "RemoteResponseQueue": "mvllm.executor.rpc_queues",
-    "Handshake": "mvllm.executor.process.handshake",
-    "Executor": "mvllm.executor.interface",
-    "MessageReader": "mvllm.executor.message_queue",
-    "MessageWriter": "mvllm.executor.message_queue",
-    "PeerDiedError": "mvllm.executor.message_queue",
-    "QueueError": "mvllm.executor.message_queue",
-    "ReaderHandle": "mvllm.executor.message_queue",
-    "RemoteReaderHandle": "mvllm.executor.message_queue",
-    "StopSignal": "mvllm.executor.message_queue",
-    "WriterHandle": "mvllm.executor.message_queue",
-    "MultiprocExecutor": "mvllm.executor.multiproc",
-    "StackFile": "mvllm.executor.process.process_utils",
-    "dump_stacks_to": "mvllm.executor.process.process_utils",
-    "is_stopped": "mvllm.executor.process.process_utils",
-    "label_output": "mvllm.executor.process.process_utils",
-    "open_pidfd": "mvllm.executor.process.process_utils",
-    "module_search_path": "mvllm.executor.process.process_utils",
-    "anonymous_file": "mvllm.executor.process.process_utils",
-    "watch_parent": "mvllm.executor.process.process_utils",
-    "Reply": "mvllm.executor.rpc_messages",
-    "Request": "mvllm.executor.rpc_messages",
-    "RpcExecutor": "mvllm.executor.rpc_executor",
-    "worker_names": "mvllm.executor.rpc_executor",
-    "Activity": "mvllm.executor.process.activity_table",
-    "ActivityTable": "mvllm.executor.process.activity_table",
-    "UniProcExecutor": "mvllm.executor.uniproc",
-    "WorkerGroup": "mvllm.executor.worker_group",
-    "WorkerHandle": "mvllm.executor.worker_handle",
-    "WorkerProc": "mvllm.executor.worker_proc",
-    "Attention": "mvllm.layers.attention",
-    "BuildContext": "mvllm.layers.context",
-    "ForwardStep": "mvllm.layers.context",
-    "Embedding": "mvllm.layers.embedding",
-    "LMHead": "mvllm.layers.embedding",
-    "VocabEmbedding": "mvllm.layers.embedding",
-    "ColumnParallelLinear": "mvllm.layers.linear",
-    "QKVLinear": "mvllm.layers.linear",
-    "ReplicatedLinear": "mvllm.layers.linear",
-    "RowParallelLinear": "mvllm.layers.linear",
-    "MatrixLayout": "mvllm.layers.matrix_layout",
-    "Part": "mvllm.layers.matrix_layout",
-    "GatedMLP": "mvllm.layers.mlp",
-    "MLP": "mvllm.layers.mlp",
-    "LayerNorm": "mvllm.layers.norm",
-    "RMSNorm": "mvllm.layers.norm",
-    "IntegerFormat": "mvllm.layers.quantization.interface",
-    "QuantizationMethod": "mvllm.layers.quantization.interface",
-    "IntegerMatrix": "mvllm.layers.quantization.quantized_matrix",
-    "QuantizedMatrix": "mvllm.layers.quantization.quantized_matrix",
-    "staging": "mvllm.layers.quantization.quantized_matrix",
-    "RotaryEmbedding": "mvllm.layers.rotary",
-    "WeightTarget": "mvllm.layers.weight_target",
-    "get_logger": "mvllm.logging",
-    "log_level": "mvllm.logging",
-    "SchedulerStats": "mvllm.messages.requests",
-    "SamplingParams": "mvllm.messages.sampling_params",
-    "ModelRunnerOutput": "mvllm.messages.scheduler_output",
-    "SchedulerOutput": "mvllm.messages.scheduler_output",
-    "CausalLM": "mvllm.models.causal_lm",
-    "QuantizedWeight": "mvllm.ops.quantized_linear",
-    "Platform": "mvllm.platform.interface",
-    "OpCase": "mvllm.platform.op_provider",
-    "OpProvider": "mvllm.platform.op_provider",
-    "LaunchTopology": "mvllm.platform.topology",
-    "WorkerContext": "mvllm.platform.topology",
-    "LogitsProcessor": "mvllm.sampling.logits_processor",
-    "LogitsProcessorContext": "mvllm.sampling.logits_processor",
-    "RowTokens": "mvllm.sampling.logits_processor",
-    "WorkerWrapper": "mvllm.worker.worker_wrapper",
+_NAMES = {
+    "mvllm.config.engine_config": "EngineConfig",
+    "mvllm.config.hf_config": "HFConfig",
+    "mvllm.config.model": "ModelConfig",
+    "mvllm.config.rope_parameters": "RopeParameters",
+    "mvllm.engine.frontend.outputs": "RequestOutput",
+    "mvllm.engine.metrics.stat_loggers": "StatLogger",
+    "mvllm.entrypoints.openai.common.errors": "APIError",
+    "mvllm.entrypoints.openai.server.http_plugins": "HTTPServerHandle",
+    "mvllm.entrypoints.parsers.interface": (
+        "ContentDelta Delta ReasoningDelta ReasoningParser ReasoningStream ToolCallDelta ToolParser ToolStream"
+    ),
+    "mvllm.entrypoints.parsers.marked_calls": "MarkedCalls",
+    "mvllm.entrypoints.parsers.reasoning.tagged": "TaggedReasoning",
+    "mvllm.errors": (
+        "ConfigError EngineDeadError ModelError MvllmError PlatformError RequestError WorkerDiedError WorkerStuckError"
+    ),
+    "mvllm.executor.config_codec": "decode_config encode_worker_configs",
+    "mvllm.executor.interface": "Executor",
+    "mvllm.executor.message_queue": (
+        "MessageReader MessageWriter PeerDiedError QueueError ReaderHandle RemoteReaderHandle StopSignal WriterHandle"
+    ),
+    "mvllm.executor.multiproc": "MultiprocExecutor",
+    "mvllm.executor.process.activity_table": "Activity ActivityTable",
+    "mvllm.executor.process.fd_server": (
+        "FileDescriptorServer FileDescriptorServerAddress MessageWithFds fetch_descriptors"
+    ),
+    "mvllm.executor.process.handshake": "Handshake",
+    "mvllm.executor.process.process_utils": (
+        "StackFile anonymous_file dump_stacks_to is_stopped label_output module_search_path open_pidfd watch_parent"
+    ),
+    "mvllm.executor.rpc_executor": "RpcExecutor worker_names",
+    "mvllm.executor.rpc_messages": "Reply Request",
+    "mvllm.executor.rpc_queues": "RemoteResponseQueue RpcQueues",
+    "mvllm.executor.uniproc": "UniProcExecutor",
+    "mvllm.executor.worker_group": "WorkerGroup",
+    "mvllm.executor.worker_handle": "WorkerHandle",
+    "mvllm.executor.worker_proc": "WorkerProc",
+    "mvllm.executor.worker_topology": "devices_per_worker launch_topology",
+    "mvllm.layers.attention": "Attention",
+    "mvllm.layers.context": "BuildContext ForwardStep",
+    "mvllm.layers.embedding": "Embedding LMHead VocabEmbedding",
+    "mvllm.layers.linear": "ColumnParallelLinear QKVLinear ReplicatedLinear RowParallelLinear",
+    "mvllm.layers.matrix_layout": "MatrixLayout Part",
+    "mvllm.layers.mlp": "GatedMLP MLP",
+    "mvllm.layers.norm": "LayerNorm RMSNorm",
+    "mvllm.layers.quantization.interface": "IntegerFormat QuantizationMethod",
+    "mvllm.layers.quantization.quantized_matrix": "IntegerMatrix QuantizedMatrix staging",
+    "mvllm.layers.rotary": "RotaryEmbedding",
+    "mvllm.layers.weight_target": "WeightTarget",
+    "mvllm.logging": "get_logger log_level",
+    "mvllm.messages.requests": "SchedulerStats",
+    "mvllm.messages.sampling_params": "SamplingParams",
+    "mvllm.messages.scheduler_output": "ModelRunnerOutput SchedulerOutput",
+    "mvllm.models.causal_lm": "CausalLM",
+    "mvllm.ops.quantized_linear": "QuantizedWeight",
+    "mvllm.platform.interface": "Platform",
+    "mvllm.platform.op_provider": "OpCase OpProvider",
+    "mvllm.platform.topology": "LaunchTopology WorkerContext",
+    "mvllm.sampling.logits_processor": "LogitsProcessor LogitsProcessorContext RowTokens",
+    "mvllm.worker.worker_wrapper": "WorkerWrapper",
 }
-"""Where each name lives."""
+"""Names of this interface by the module that defines them."""
+
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "APIError",
     "Activity",
+    "ActivityTable",
     "Attention",
     "BuildContext",
     "CausalLM",
@@ -223,14 +181,12 @@ __all__ = [
     "ConfigError",
     "ContentDelta",
     "Delta",
-    "FileDescriptorServer",
-    "FileDescriptorServerAddress",
     "Embedding",
     "EngineConfig",
     "EngineDeadError",
-    "RpcQueues",
     "Executor",
-    "RemoteResponseQueue",
+    "FileDescriptorServer",
+    "FileDescriptorServerAddress",
     "ForwardStep",
     "GatedMLP",
     "HFConfig",
@@ -247,6 +203,7 @@ __all__ = [
     "MarkedCalls",
     "MatrixLayout",
     "MessageReader",
+    "MessageWithFds",
     "MessageWriter",
     "ModelConfig",
     "ModelError",
@@ -255,7 +212,6 @@ __all__ = [
     "MvllmError",
     "OpCase",
     "OpProvider",
-    "MessageWithFds",
     "Part",
     "PeerDiedError",
     "Platform",
@@ -271,6 +227,7 @@ __all__ = [
     "ReasoningParser",
     "ReasoningStream",
     "RemoteReaderHandle",
+    "RemoteResponseQueue",
     "ReplicatedLinear",
     "Reply",
     "Request",
@@ -281,12 +238,12 @@ __all__ = [
     "RowParallelLinear",
     "RowTokens",
     "RpcExecutor",
+    "RpcQueues",
     "SamplingParams",
     "SchedulerOutput",
     "SchedulerStats",
     "StackFile",
     "StatLogger",
-    "ActivityTable",
     "StopSignal",
     "TaggedReasoning",
     "ToolCallDelta",
@@ -303,6 +260,7 @@ __all__ = [
     "WorkerStuckError",
     "WorkerWrapper",
     "WriterHandle",
+    "anonymous_file",
     "decode_config",
     "devices_per_worker",
     "dump_stacks_to",
@@ -313,17 +271,16 @@ __all__ = [
     "label_output",
     "launch_topology",
     "log_level",
-    "open_pidfd",
     "module_search_path",
+    "open_pidfd",
     "staging",
-    "anonymous_file",
     "watch_parent",
     "worker_names",
 ]
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module 'mvllm.extension_api' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""One logger hierarchy, configured once by the entry points and left alone by everybody else.
+"""The `mvllm` logger hierarchy. Only the entry points configure it.
 
 A line looks like `INFO 11-20 12:00:00 [scheduler.py:123] text`. `MVLLM_LOGGING_LEVEL` sets the level.
 """
@@ -14,17 +14,17 @@ _DATE_FORMAT = "%m-%d %H:%M:%S"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Returns the logger of module `name` (pass `__name__`)."""
+    """The logger of a module; pass `__name__`."""
     return logging.getLogger(name)
 
 
 def log_level() -> str:
-    """The level that the `mvllm` loggers have, for processes that are to have the same."""
+    """The level of the `mvllm` loggers, for child processes."""
     return logging.getLevelName(logging.getLogger("mvllm").getEffectiveLevel())
 
 
 def configure_logging(level: str | None = None) -> None:
-    """Sends the `mvllm` loggers to stderr, unless the embedding program has already given them a handler.
+    """Sends the `mvllm` loggers to stderr, unless the embedding program has configured a handler.
 
     Args:
         level: A level name; the default is `MVLLM_LOGGING_LEVEL`, else `INFO`.
@@ -39,4 +39,4 @@ def configure_logging(level: str | None = None) -> None:
     known = logging.getLevelNamesMapping()
     root.setLevel(wanted if wanted in known else "INFO")
     if wanted not in known:
-        root.warning("MVLLM_LOGGING_LEVEL is %r; it should be one of %s. Taking INFO.", wanted, ", ".join(known))
+        root.warning("MVLLM_LOGGING_LEVEL is %r; it must be one of %s. INFO is used.", wanted, ", ".join(known))

@@ -1,6 +1,6 @@
-"""All that a platform plugin may import from mvllm.
+"""Public interface for platform plugins: the only module of mvllm that they may import.
 
-Importing this module loads neither torch nor any device library. Names that need torch are resolved on first use.
+Importing it loads neither torch nor a device library. Names that need torch are resolved on first use.
 """
 
 from __future__ import annotations

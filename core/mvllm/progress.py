@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, and a line in the log every ten seconds where there is none."""
+"""Progress bars: tqdm on a terminal or in a notebook, else a log line every ten seconds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def has_terminal() -> bool:
-    """Whether bars can be drawn: stderr is a terminal, or this is a notebook."""
+    """Whether a progress bar can be drawn: stderr is a terminal, or this is a notebook."""
     if "ipykernel" in sys.modules:
         return True
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 def progress_class() -> Any:
-    """A class with tqdm's interface: tqdm's own on a terminal, else one that writes to the log."""
+    """A class with tqdm's interface: tqdm itself where bars can be drawn, else a class that writes to the log."""
     if not has_terminal():
         return _logged_tqdm()
     from tqdm.auto import tqdm
@@ -32,13 +32,13 @@ def progress_class() -> Any:
 
 
 def show_progress(total: int | None, what: str, *, disable: bool = False, **settings: Any) -> Any:
-    """A progress bar, or lines in the log. A context manager.
+    """A progress bar or its log lines, with tqdm's interface; a context manager.
 
     Args:
-        total: Number of units; None where it is not known.
-        what: Is shown before the numbers.
+        total: Number of units; None if unknown.
+        what: Title in front of the numbers.
         disable: Show nothing.
-        settings: Further arguments of tqdm, such as `unit`.
+        settings: Other arguments of tqdm, such as `unit`.
     """
     return progress_class()(total=total, desc=what, disable=disable, **settings)
 
@@ -48,9 +48,9 @@ def _logged_tqdm() -> Any:
     from tqdm import tqdm
 
     class LoggedTqdm(tqdm):  # type: ignore[misc]
-        """Counts like tqdm, and logs where tqdm draws: every SECONDS_BETWEEN_LINES seconds, and at the end."""
+        """A tqdm that logs instead of drawing: every SECONDS_BETWEEN_LINES seconds, and at the end."""
 
-        monitor_interval = 0  # a thread that would redraw bars
+        monitor_interval = 0  # no thread that redraws bars
 
         def __init__(self, *args: Any, **settings: Any) -> None:
             self._logged_at = time.monotonic()

@@ -62,7 +62,7 @@ def examine(mutant: Mutant, clauses: tuple[str, ...], folder: Path) -> None:
     os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **mutant.environment}
     sys.path.insert(0, str(folder))
     try:
-        run(Settings("example", folder / "report.json", only=",".join(clauses), quick=True, further=_QUICKLY))
+        run(Settings("example", folder / "report.json", only=",".join(clauses), quick=True, pytest_arguments=_QUICKLY))
         sys.stdout.flush()
     except BaseException:  # whoever looks for the report will say that it is missing
         traceback.print_exc()

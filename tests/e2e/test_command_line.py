@@ -1,4 +1,4 @@
-"""The installed command on a tiny random model, as a user starts it."""
+"""The installed `mvllm` command with a tiny random model."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_list_of_platforms_names_the_plugin() -> None:
     assert "entry point cpu = mvllm_cpu.plugin" in ran.stdout
 
 
-def test_the_doctor_finds_this_machine_and_a_model_in_order(folder: str) -> None:
+def test_doctor_reports_no_problem(folder: str) -> None:
     ran = mvllm("doctor", "--json", "--model", folder)
     report = json.loads(ran.stdout)
     broken = [check for check in report["checks"] if check["status"] == "broken"]
@@ -100,7 +100,7 @@ def test_the_operations_are_listed() -> None:
     assert "rms_norm" in ran.stdout
 
 
-def test_a_platform_that_is_not_there_is_explained(folder: str) -> None:
+def test_an_unknown_platform_is_reported(folder: str) -> None:
     ran = mvllm("generate", "--model", folder, "--prompt", "x", "--platform", "acme")
     assert ran.returncode == 1
     assert "acme" in ran.stderr
@@ -130,7 +130,7 @@ def shell(script: str) -> subprocess.CompletedProcess[str]:
         ("mvllm chat --model {folder} --chat-template /bin/ls", 1, "error: The chat template '/bin/ls' cannot be read"),
     ],
 )
-def test_streams_that_are_closed_full_or_of_another_encoding(folder: str, script: str, status: int, words: str) -> None:
+def test_closed_full_or_ascii_standard_streams(folder: str, script: str, status: int, words: str) -> None:
     ran = shell(script.format(folder=folder, small=" ".join(SMALL)))
     assert (ran.returncode, "Traceback" in ran.stderr) == (status, False), ran.stderr
     assert words in ran.stderr

@@ -20,7 +20,7 @@ from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.process.launch import CoreChildProcess
 from mvllm.engine.process.sync_mp_client import SyncMPClient
 from mvllm.engine.process.zmq_channel import ClientChannel
-from mvllm.entrypoints.stream_request import stream_request
+from mvllm.entrypoints.step_loop import stream_request
 from mvllm.errors import CacheError, EngineDeadError, RequestError
 from mvllm.messages.requests import EngineCoreRequest, FinishReason
 from tests.helpers.parity import engine

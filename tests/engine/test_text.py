@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from mvllm import LLM, SamplingParams
-from mvllm.entrypoints.stream_request import stream_request
+from mvllm.entrypoints.step_loop import stream_request
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.engine.conftest import MakeLLM
 

@@ -34,7 +34,7 @@ def run(item: str, settings: Settings, ledger: Ledger) -> None:
     only = QUICK_ONLY if settings.quick else None
     command = [
         *(sys.executable, "-m", "pytest"),
-        *arguments(Run(settings.platform, report, only=only, quick=settings.quick, further=further)),
+        *arguments(Run(settings.platform, report, only=only, quick=settings.quick, pytest_arguments=further)),
     ]
     limit = max(1.0, min(settings.seconds_left(), items(settings)[0].limit) - 15)
     stopped = ""

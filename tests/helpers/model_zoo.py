@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
+from mvllm.testing.zoo import draw_weight
 from tests.helpers.zoo_dense import DENSE
 from tests.helpers.zoo_moe import SPARSE
 
@@ -295,18 +295,7 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrain
 
 
 def _draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(shape, generator=generator)
-    if "norm" in name or ".ln_" in name:
-        return 1 + 0.2 * noise if name.endswith("weight") else 0.05 * noise
-    if len(shape) == 1:
-        return 0.3 * noise
-    if any(part in name for part in ("embed_positions", "wpe")):
-        return 0.8 * noise
-    if any(part in name for part in ("embed_tokens", "wte", "word_embeddings")):
-        return 0.4 * noise
-    conv1d = any(part in name for part in ("c_attn", "c_proj", "c_fc"))
-    fan_in = shape[0] if conv1d else shape[1]
-    return noise * (1.4 / math.sqrt(fan_in))
+    return draw_weight(name, shape, generator, embedding_scale=0.4)
 
 
 _TEXT = (

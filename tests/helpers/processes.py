@@ -1,14 +1,30 @@
-"""Finds what a test's engine has left behind: processes carry a tag in their environment, which children inherit."""
+"""Finds processes and shared memory that a test's engine has left behind.
+
+Processes carry a tag in an environment variable, which children inherit.
+"""
 
 from __future__ import annotations
 
-import os
-import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+
+from mvllm.testing import leftover_processes
+from mvllm.testing.leftover_processes import shared_memory as shared_memory_names
+from mvllm.testing.leftover_processes import wait_until
+
+__all__ = [
+    "TAG",
+    "assert_nothing_left",
+    "named",
+    "new_tag",
+    "reads_input",
+    "shared_memory_names",
+    "sleeps",
+    "tagged",
+    "wait_until",
+]
 
 TAG = "PROCESS_TAG"
 
@@ -18,21 +34,12 @@ def new_tag() -> str:
 
 
 def tagged(tag: str) -> list[psutil.Process]:
-    """Living processes with the tag, zombies and this process left out."""
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        if process.pid == os.getpid():
-            continue
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(TAG) == tag:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
+    """Living processes with the tag, except zombies and this process."""
+    return leftover_processes.tagged_processes(TAG, tag)
 
 
 def named(tag: str, name: str) -> list[psutil.Process]:
-    """Those whose command line says that they are the worker `name`."""
+    """Tagged processes whose command line contains the worker name `name`."""
     found = []
     for process in tagged(tag):
         try:
@@ -44,37 +51,23 @@ def named(tag: str, name: str) -> list[psutil.Process]:
 
 
 def sleeps(pid: int) -> bool:
-    """Whether its main thread sleeps for a time, as Python's own sleep does."""
+    """Whether the main thread of a process sleeps for a time, as `time.sleep` does."""
     return _system_call(pid)[0] in ("35", "230", "115", "101")  # nanosleep and clock_nanosleep, on x86-64 and arm64
 
 
 def reads_input(pid: int) -> bool:
-    """Whether its main thread waits for its standard input."""
+    """Whether the main thread of a process waits for its standard input."""
     return _system_call(pid)[:2] in (["0", "0x0"], ["63", "0x0"])  # read, on x86-64 and arm64
 
 
 def _system_call(pid: int) -> list[str]:
-    """Number and arguments; something else while it computes, or where it is gone."""
+    """Number and arguments of the current system call; other words while the process computes or has ended."""
     try:
         return Path(f"/proc/{pid}/syscall").read_text().split()
     except OSError:
         return ["gone"]
 
 
-def wait_until(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
-    """Fails with `what`, which may be made then, unless `condition` holds in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what if isinstance(what, str) else what()}"
-        time.sleep(0.05)
-
-
-def shared_memory_names() -> set[str]:
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir() if path.stat().st_uid == os.getuid()} if folder.is_dir() else set()
-
-
 def assert_nothing_left(tag: str, shared_memory_before: set[str], seconds: float = 10.0) -> None:
-    wait_until(lambda: not tagged(tag), seconds, lambda: f"processes left: {[p.info for p in tagged(tag)]}")
-    left = {name for name in shared_memory_names() - shared_memory_before if "mvllm" in name}
-    assert not left, left
+    """Fails when tagged processes or new shared memory of mvllm are left after `seconds`."""
+    leftover_processes.assert_nothing_left(lambda: tagged(tag), shared_memory_before, seconds)

@@ -142,7 +142,7 @@ def test_a_plugin_whose_metadata_want_another_core(seen_with, acme, core_only, t
     wheel = acme(requires=["mvllm>=7,<8", "rocket-fuel"])
     seen = seen_with(wheel)
     seen.found(
-        *("platform.acme.requirements", "broken", "mvllm is 0.1.0, needed is <8,>=7", "rocket-fuel is missing"),
+        *("platform.acme.requirements", "broken", "mvllm is 0.1.0, required is <8,>=7", "rocket-fuel is missing"),
         "pip install -U mvllm mvllm-acme",
     )
     done = core_only.run("-m", "pip", "install", "--no-index", "--target", tmp_path / "other", wheel)
@@ -195,7 +195,7 @@ def test_a_broken_import_is_never_skipped_in_silence(seen_with, tmp_path, acme):
         "pip uninstall mvllm-acme",
     )
     seen.found("platform.acme.plugin", "broken", *facts)
-    seen.found("platform.choice", "broken", "mend acme, or choose with --platform zeta")
+    seen.found("platform.choice", "broken", "repair acme, or choose with --platform zeta")
     seen.refused("", *facts, "--platform zeta")
     seen.refused("acme", *facts)
     assert "mvllm-zeta" in seen.answers["zeta"]
@@ -219,7 +219,7 @@ def test_a_stranger_that_torch_loads_by_itself_is_suspected(seen_with, tmp_path,
     library = wheels.library_wheel(tmp_path, "torch-lava", "7.0", "def start(): ...\n", autoload=True)
     seen = seen_with(acme(spec="torch_backend='acme',"), library)
     seen.found(
-        "torch.backends", "warning", "torch-lava, which torch loads by itself", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+        "torch.backends", "warning", "torch-lava, which torch loads automatically", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
     )
 
 

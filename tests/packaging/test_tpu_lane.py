@@ -182,7 +182,7 @@ class Slow:
 @pytest.mark.parametrize("cores", [1, 2, 16])
 def test_as_many_parts_run_at_once_as_there_are_cores_and_each_shows_what_it_printed(lane, monkeypatch, capsys, cores):
     monkeypatch.setattr(lane.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(lane, "A_LINE_EVERY", 0.0)
+    monkeypatch.setattr(lane, "SECONDS_BETWEEN_LINES", 0.0)
     under_way, most = [], []
 
     def start(command, variables, log):

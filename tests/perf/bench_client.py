@@ -74,8 +74,8 @@ def serve(pipe: Connection, num_tokens: int) -> None:
 async def ours(url: str, streams: int) -> int:
     samples = sample_requests("builtin", streams, tokenizer=None, seed=0)
     outcome = await run_benchmark(ServerEndpoint(url, "/v1/completions", "m"), samples, LoadPattern())
-    assert all(trace.success for trace in outcome.traces), outcome.traces[0].error
-    return sum(len(trace.itl) + 1 for trace in outcome.traces)
+    assert all(request.success for request in outcome.results), outcome.results[0].error
+    return sum(len(request.itl) + 1 for request in outcome.results)
 
 
 async def httpx_client(url: str, streams: int) -> int:

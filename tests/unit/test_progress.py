@@ -1,4 +1,4 @@
-"""Progress where there is no terminal: few lines in the log."""
+"""Progress without a terminal: log lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_long_work_is_a_line_every_ten_seconds_and_one_at_the_end(clock, caplog,
     assert capsys.readouterr().err == ""
 
 
-def test_what_is_quick_is_one_line_and_what_is_nothing_or_disabled_none(clock, caplog):
+def test_quick_work_is_one_line_and_empty_or_disabled_work_none(clock, caplog):
     with progress.show_progress(None, "Requests") as bar:
         for _ in range(1000):
             bar.update(1)

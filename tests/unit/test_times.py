@@ -1,4 +1,4 @@
-"""ci/times.py: every test's seconds reach the table, whichever worker ran it, and long files come first."""
+"""ci/times.py: the table has the times of all workers, and slow files run first."""
 
 from __future__ import annotations
 

@@ -37,8 +37,6 @@ _RESERVED = (
     "truncation",
     "max_length",
 )
-
-
 _MAX_TEMPLATE_BYTES = 4 << 20
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -95,7 +93,7 @@ def render_chat(
     if chat_template is None and getattr(tokenizer.hf, "chat_template", None) is None:
         raise RequestError(
             "The model's tokenizer has no chat template, so a conversation cannot be turned into a prompt. "
-            "Pass chat_template=..., or use generate() with a prompt of your own.",
+            "Pass chat_template=..., or use generate() with a complete prompt.",
             parameter="chat_template",
         )
     given: object = messages
@@ -179,7 +177,7 @@ def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def is_conversation(value: object) -> bool:
-    """Whether `value` is one conversation, not a list of them."""
+    """Whether `value` is one conversation, not a list of conversations."""
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(m, Mapping) for m in value)
 
 

@@ -1,4 +1,4 @@
-"""The progress bar of `LLM.generate`: prompts done, and tokens per second in and out."""
+"""The progress bar of `LLM.generate`: finished prompts, and input and output tokens per second."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mvllm.progress import progress_class
 
 
 class GenerateProgress:
-    """Shows how many of `total` prompts are done.
+    """Counts finished prompts on a progress bar. A context manager that closes the bar.
 
     Args:
         total: Number of prompts.
-        use_tqdm: False shows nothing; True shows a tqdm bar, or lines in the log where there is no terminal; a
-            function is called in place of `tqdm.tqdm`.
+        use_tqdm: False shows nothing; True shows a tqdm bar, or log lines without a terminal; a function is called in
+            place of `tqdm.tqdm`.
     """
 
     def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
@@ -39,14 +39,14 @@ class GenerateProgress:
             self._bar.close()
 
     def update(self, output: RequestOutput) -> None:
-        """One prompt is done."""
+        """Counts a finished prompt."""
         if self._bar is None:
             return
         self._num_prompt_tokens += len(output.prompt_token_ids)
         self._num_output_tokens += sum(len(sequence.token_ids) for sequence in output.outputs)
         seconds = max(time.perf_counter() - self._start, 1e-9)
-        read, written = self._num_prompt_tokens / seconds, self._num_output_tokens / seconds
-        rates = f"input: {read:,.1f} tokens/s, output: {written:,.1f} tokens/s"
+        input_rate, output_rate = self._num_prompt_tokens / seconds, self._num_output_tokens / seconds
+        rates = f"input: {input_rate:,.1f} tokens/s, output: {output_rate:,.1f} tokens/s"
         if hasattr(self._bar, "set_postfix_str"):
             self._bar.set_postfix_str(rates, refresh=False)
         self._bar.update(1)

@@ -1,9 +1,10 @@
-"""Offline inference: a model in this process, prompts in, texts out."""
+"""Offline inference: `LLM` loads a model and generates text, embeddings or scores from lists of prompts."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from mvllm.engine.frontend.scoring import ScoringRequests
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
 from mvllm.entrypoints.generate_progress import GenerateProgress
-from mvllm.entrypoints.interrupts import interrupts_between_steps
+from mvllm.entrypoints.step_loop import step_until_finished
 from mvllm.errors import EngineDeadError, RequestError
 from mvllm.logging import configure_logging
 from mvllm.messages.beam_search_params import BeamSearchParams
@@ -38,18 +39,18 @@ PoolingArgument = PoolingParams | Sequence[PoolingParams] | None
 
 
 class LLM:
-    """A model, ready to generate. Used from one thread at a time.
+    """A loaded model for offline inference. Not thread-safe.
 
-    It holds the model's memory until `close()`; it is also a context manager.
+    The model's memory is freed by `close()`, or at the end of a `with` block.
 
     Args:
         model: Model folder, hub name, or `demo`.
-        kwargs: Any field of EngineArgs under its name.
+        kwargs: Any field of EngineArgs, by name.
 
     Raises:
-        ConfigError: A setting is unknown or does not fit; the message names the nearest or the permitted ones.
-        ModelError: The model or its tokenizer cannot be used.
-        PlatformError: There is nothing to run on, or it cannot be told what.
+        ConfigError: A setting is unknown or invalid; the message names the nearest setting or the allowed values.
+        ModelError: The model or its tokenizer cannot be loaded.
+        PlatformError: No platform is available, or several are and none was chosen.
     """
 
     def __init__(self, model: str, **kwargs: Any) -> None:
@@ -57,7 +58,7 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLM:
-        """An LLM for settings that were gathered elsewhere."""
+        """Creates an LLM from complete engine arguments."""
         llm = cls.__new__(cls)
         llm._start(args)
         return llm
@@ -77,7 +78,7 @@ class LLM:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The engine underneath.
+        """The engine that runs the requests.
 
         Raises:
             EngineDeadError: `close()` was called.
@@ -87,7 +88,7 @@ class LLM:
         return self._engine
 
     def close(self) -> None:
-        """Ends the engine and frees the model's memory. May be called again."""
+        """Shuts the engine down and frees the model's memory. Idempotent."""
         engine, self._engine = getattr(self, "_engine", None), None
         if engine is not None:
             engine.shutdown()
@@ -97,34 +98,34 @@ class LLM:
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """A copy of the settings that `generate` uses when none are given: the model's own defaults."""
+        """A copy of the sampling parameters that `generate` uses by default, from the model's generation config."""
         return self.llm_engine.input_processor.default_params()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes."""
+        """Drops all cached prefixes. Returns whether the cache was reset."""
         return self.llm_engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
-        """Gives memory back, and takes no prompts until `wake_up`.
+        """Frees device memory. Requests are rejected until `wake_up`.
 
         Args:
-            level: 1 gives back the KV cache; 2 the weights, too, which are read from the checkpoint again.
+            level: 1 frees the KV cache; 2 frees the weights, too, and `wake_up` reads the checkpoint again.
 
         Raises:
-            RequestError: There is no such level.
-            PlatformError: The platform's worker cannot.
+            RequestError: `level` is neither 1 nor 2.
+            PlatformError: The platform's worker does not support sleep.
         """
         self.llm_engine.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Claims memory again, and takes prompts once all of it is back.
+        """Allocates the freed memory again. Requests are accepted once all of it is allocated.
 
         Args:
-            tags: What to claim, of `weights` and `kv_cache`; all by default.
+            tags: What to allocate: `weights`, `kv_cache` or both; all by default.
 
         Raises:
-            RequestError: There is no such tag, or the KV cache is to come before the weights.
-            CacheError, ModelError: There is no room any more, or no checkpoint. It may be tried again.
+            RequestError: A tag is unknown, or `kv_cache` comes before `weights`.
+            CacheError, ModelError: The memory or the checkpoint is not available. The call may be repeated.
         """
         self.llm_engine.wake_up(tags)
 
@@ -137,25 +138,25 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         lora_request: LoRAArgument = None,
     ) -> list[RequestOutput]:
-        """Generates from each prompt.
+        """Generates text from each prompt.
 
         Args:
-            prompts: A prompt or a list of them. A prompt is a text, a list of token ids, `{"prompt": text}` or
+            prompts: A prompt or a list of prompts. A prompt is a text, a list of token ids, `{"prompt": text}` or
                 `{"prompt_token_ids": ids}`; a list of ints is one prompt of token ids.
-            sampling_params: For all prompts, or one per prompt; None takes the model's defaults.
-            use_tqdm: Show progress, with a function in place of `tqdm.tqdm` if one is given.
-            priority: For all prompts, or one per prompt; lower is served earlier.
+            sampling_params: For all prompts, or one per prompt; None uses the model's defaults.
+            use_tqdm: Show a progress bar; a function replaces `tqdm.tqdm`.
+            priority: For all prompts, or one per prompt; lower values are scheduled first.
             lora_request: The adapter for all prompts, or one (or None) per prompt; needs `enable_lora`.
 
         Returns:
             One output per prompt, in the order of the prompts.
 
         Raises:
-            RequestError: A prompt, setting or adapter is not acceptable. Nothing was generated, for no prompt.
-            EngineDeadError: The engine has stopped, or was closed.
+            RequestError: A prompt, parameter or adapter is invalid. No prompt was processed.
+            EngineDeadError: The engine has failed or was closed.
         """
         engine = self.llm_engine
-        return self._run(engine, _as_prompt_list(prompts), sampling_params, use_tqdm, priority, lora_request)
+        return self._generate(engine, _as_prompt_list(prompts), sampling_params, use_tqdm, priority, lora_request)
 
     def chat(
         self,
@@ -177,20 +178,23 @@ class LLM:
             messages: A conversation, which is a list of `{"role": ..., "content": ...}`, or a list of conversations.
             sampling_params, use_tqdm, priority, lora_request: As for `generate`.
             chat_template: A Jinja template in place of the tokenizer's own.
-            add_generation_prompt: End the prompt with the beginning of an answer.
-            continue_final_message: Go on with the last message; needs `add_generation_prompt=False`.
+            add_generation_prompt: End the prompt with the header of an assistant message.
+            continue_final_message: Continue the last message; needs `add_generation_prompt=False`.
             tools: Functions that the model may call, as JSON schemas.
-            chat_template_kwargs: Further variables for the template.
+            chat_template_kwargs: Additional variables of the template.
 
         Returns:
             One output per conversation, in order.
 
         Raises:
-            RequestError: A conversation is not acceptable, or there is no chat template. Nothing was generated.
+            RequestError: A conversation is invalid, or the model has no chat template. No conversation was processed.
         """
         engine = self.llm_engine
         if not isinstance(messages, list | tuple) or not messages:
-            raise RequestError("messages must be a list of messages, or a list of such lists.", parameter="messages")
+            raise RequestError(
+                "messages must be a conversation, which is a list of messages, or a list of conversations.",
+                parameter="messages",
+            )
         conversations = [messages] if is_conversation(messages) else messages
         texts = [
             render_chat(
@@ -206,33 +210,10 @@ class LLM:
         ]
         for text in texts:
             engine.input_processor.check_text(text)
-        # The template has written the special tokens already.
+        # The rendered template already contains the special tokens.
         ids = engine.tokenizer.encode_batch(texts, add_special_tokens=False)
         prompts = [TokensPrompt(prompt_token_ids=i, prompt=t) for i, t in zip(ids, texts, strict=True)]
-        return self._run(engine, prompts, sampling_params, use_tqdm, priority, lora_request)
-
-    def _run(
-        self,
-        engine: LLMEngine,
-        prompts: Sequence[PromptType],
-        params: ParamsArgument,
-        use_tqdm: UseTqdm,
-        priority: int | Sequence[int] | None,
-        lora_request: LoRAArgument = None,
-    ) -> list[RequestOutput]:
-        """Checks everything, then generates."""
-        if not prompts:
-            return []
-        ids = [str(next(self._request_ids)) for _ in prompts]
-        chosen = engine.input_processor.default_params() if params is None else params
-        requests = engine.input_processor.process_batch(
-            ids,
-            prompts,
-            _final_only(_one_per_prompt(chosen, len(prompts), "sampling_params")),
-            priorities=None if priority is None else _one_per_prompt(priority, len(prompts), "priority"),
-            lora_requests=None if lora_request is None else _one_per_prompt(lora_request, len(prompts), "lora_request"),
-        )
-        return self._finish(engine, requests, use_tqdm)
+        return self._generate(engine, prompts, sampling_params, use_tqdm, priority, lora_request)
 
     def beam_search(
         self,
@@ -242,7 +223,7 @@ class LLM:
         use_tqdm: UseTqdm = False,
         priority: int | Sequence[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Finds the most probable continuations of each prompt, as far as a beam search does.
+        """Searches the most probable continuations of each prompt with beam search.
 
         Args:
             prompts, use_tqdm, priority: As for `generate`.
@@ -252,13 +233,13 @@ class LLM:
             One output per prompt, in the order of the prompts, with up to `beam_width` sequences, best first.
 
         Raises:
-            RequestError: A prompt or setting is not acceptable, or no sequence can end. Nothing is returned.
-            EngineDeadError: The engine has stopped, or was closed.
+            RequestError: A prompt or parameter is invalid, or no sequence can end.
+            EngineDeadError: The engine has failed or was closed.
         """
         engine = self.llm_engine
         settings = params.as_sampling_params()
         settings.detokenize = engine.has_tokenizer
-        outputs = self._run(engine, _as_prompt_list(prompts), settings, use_tqdm, priority)
+        outputs = self._generate(engine, _as_prompt_list(prompts), settings, use_tqdm, priority)
         return [_as_beam_search_output(output, settings.length_penalty) for output in outputs]
 
     def encode(
@@ -269,20 +250,20 @@ class LLM:
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Makes a vector of each prompt, out of the model's last hidden states; or scores, where the model classifies.
+        """Pools the last hidden states of each prompt to an embedding, or to class scores if the model classifies.
 
         Args:
             prompts: As for `generate`; a prompt may be as long as `max_model_len`.
-            pooling_params: For all prompts, or one per prompt; None leaves everything to the model.
+            pooling_params: For all prompts, or one per prompt; None uses the model's defaults.
             use_tqdm, priority: As for `generate`.
 
         Returns:
-            One output per prompt, in the order of the prompts; its `outputs.data` is the vector, float32.
+            One output per prompt, in the order of the prompts; its `outputs.data` is the pooled vector, float32.
 
         Raises:
-            RequestError: A prompt or setting is not acceptable. Nothing was computed, for no prompt.
-            PlatformError: The model gave something that is no vector (NaN, infinity).
-            EngineDeadError: The engine has stopped, or was closed.
+            RequestError: A prompt or parameter is invalid. No prompt was processed.
+            PlatformError: A pooled vector contains NaN or infinity.
+            EngineDeadError: The engine has failed or was closed.
         """
         engine = self.llm_engine
         each = _as_prompt_list(prompts)
@@ -294,7 +275,10 @@ class LLM:
             _one_per_prompt(pooling_params, len(each), "pooling_params"),
             priorities=None if priority is None else _one_per_prompt(priority, len(each), "priority"),
         )
-        return [PoolingRequestOutput.from_request_output(output) for output in self._finish(engine, requests, use_tqdm)]
+        return [
+            PoolingRequestOutput.from_request_output(output)
+            for output in self._run_requests(engine, requests, use_tqdm)
+        ]
 
     def embed(
         self,
@@ -304,10 +288,11 @@ class LLM:
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """As `encode`; each output's `outputs.embedding` is a list of numbers.
+        """Embeds each prompt. As `encode`, but each output's `outputs.embedding` is a list of floats.
 
         Raises:
-            RequestError: As `encode`; or the model classifies, or vectors of each token are asked for (`encode`).
+            RequestError: As `encode`; the model is a classifier; or an embedding of each token is requested, which
+                only `encode` supports.
         """
         asked = _for_task(pooling_params, PoolingTask.EMBED)
         encoded = self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority)
@@ -321,17 +306,17 @@ class LLM:
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Scores of each prompt, by a model with a head for that (`...ForSequenceClassification`).
+        """Classifies each prompt with a model that has a classification head (`...ForSequenceClassification`).
 
         Args:
             prompts, use_tqdm, priority: As for `encode`.
-            pooling_params: For all prompts, or one per prompt; `use_activation=False` gives what comes out of the head.
+            pooling_params: For all prompts, or one per prompt; `use_activation=False` returns logits.
 
         Returns:
-            One output per prompt, in the order of the prompts; its `outputs.probs` has a number for each label.
+            One output per prompt, in the order of the prompts; its `outputs.probs` has one value per label.
 
         Raises:
-            RequestError: As `encode`; or the model does not classify.
+            RequestError: As `encode`; or the model is not a classifier.
             PlatformError, EngineDeadError: As `encode`.
         """
         asked = _for_task(pooling_params, PoolingTask.CLASSIFY)
@@ -346,20 +331,22 @@ class LLM:
         *,
         use_tqdm: UseTqdm = True,
     ) -> list[ScoringRequestOutput]:
-        """How well texts go together, pair by pair: what a cross-encoder (a classifier with one label) says of both, or
-        with any other model the cosine of the angle between their vectors.
+        """Scores the similarity of pairs of texts.
+
+        A cross-encoder (a classifier with one label) scores each pair. With other models the score is the cosine
+        similarity of the two embeddings.
 
         Args:
-            data_1: A text, or one for each of `data_2`.
-            data_2: A text or several.
-            pooling_params: For all.
+            data_1: One text, or one for each text of `data_2`.
+            data_2: One text or several.
+            pooling_params: For all texts.
             use_tqdm: As for `generate`.
 
         Returns:
-            One output per text of `data_2`, in their order, with the score in `outputs.score`.
+            One output per text of `data_2`, in order, with the score in `outputs.score`.
 
         Raises:
-            RequestError: A text or setting is not acceptable, or the model gives several scores for a prompt.
+            RequestError: A text or parameter is invalid, or the classifier has several labels.
             PlatformError, EngineDeadError: As `encode`.
         """
         engine = self.llm_engine
@@ -372,30 +359,47 @@ class LLM:
         answers = self.encode(scoring.prompts, scoring.params, use_tqdm=use_tqdm)
         return scoring.outputs(answers)
 
-    def _finish(
+    def _generate(
+        self,
+        engine: LLMEngine,
+        prompts: Sequence[PromptType],
+        params: ParamsArgument,
+        use_tqdm: UseTqdm,
+        priority: int | Sequence[int] | None,
+        lora_request: LoRAArgument = None,
+    ) -> list[RequestOutput]:
+        """Validates all prompts and parameters, then generates."""
+        if not prompts:
+            return []
+        ids = [str(next(self._request_ids)) for _ in prompts]
+        chosen = engine.input_processor.default_params() if params is None else params
+        requests = engine.input_processor.process_batch(
+            ids,
+            prompts,
+            _final_only(_one_per_prompt(chosen, len(prompts), "sampling_params")),
+            priorities=None if priority is None else _one_per_prompt(priority, len(prompts), "priority"),
+            lora_requests=None if lora_request is None else _one_per_prompt(lora_request, len(prompts), "lora_request"),
+        )
+        return self._run_requests(engine, requests, use_tqdm)
+
+    def _run_requests(
         self, engine: LLMEngine, requests: Sequence[ProcessedRequest], use_tqdm: UseTqdm
     ) -> list[RequestOutput]:
-        """Queues everything and steps until everything is done."""
+        """Adds the requests to the engine and steps it until all have finished; returns their outputs in order."""
         ids = [request.core.request_id for request in requests]
-        engine.add_processed_requests(requests)
         outputs: dict[str, RequestOutput] = {}
-        try:
-            with interrupts_between_steps(engine.wake) as check, GenerateProgress(len(ids), use_tqdm) as progress:
-                while engine.has_unfinished_requests():
-                    check()
-                    for output in engine.step():
-                        if output.finished:
-                            outputs[output.request_id] = output
-                            progress.update(output)
-        except BaseException:
-            # Whoever catches this finds an idle engine.
-            engine.abort_request(ids)
-            raise
+        with GenerateProgress(len(ids), use_tqdm) as progress:
+            engine.add_processed_requests(requests)
+            with closing(step_until_finished(engine, ids)) as steps:
+                for output in steps:
+                    if output.finished:
+                        outputs[output.request_id] = output
+                        progress.update(output)
         return [outputs[i] for i in ids]
 
 
 def _for_task(params: PoolingArgument, task: PoolingTask) -> PoolingArgument:
-    """Copies that ask for a task, where they name none; anything that is no PoolingParams is for `encode` to refuse."""
+    """Copies with `task` set where it is None. `encode` rejects values that are not PoolingParams."""
     if isinstance(params, list | tuple):
         return [cast(PoolingParams, _for_task(each, task)) for each in params]
     if params is None:
@@ -403,9 +407,13 @@ def _for_task(params: PoolingArgument, task: PoolingTask) -> PoolingArgument:
     if not isinstance(params, PoolingParams):
         return params
     if params.task not in (None, task):
-        raise RequestError(f"task is {params.task}, but this is for {task}; use encode.", parameter="task")
+        raise RequestError(
+            f"pooling_params.task is {params.task}; this method allows {task} only. Use encode().", parameter="task"
+        )
     if task is PoolingTask.EMBED and params.pooling_type == PoolingType.ALL:
-        raise RequestError("Vectors of each token come from encode, not from embed.", parameter="pooling_type")
+        raise RequestError(
+            "embed() returns one vector per prompt. Use encode() for a vector per token.", parameter="pooling_type"
+        )
     return msgspec.structs.replace(params, task=task)
 
 
@@ -413,7 +421,7 @@ def _as_beam_search_output(output: RequestOutput, length_penalty: float) -> Beam
     sequences = []
     for found in output.outputs:
         if found.finish_reason == "error":
-            raise RequestError(f"The search failed: {found.error}", parameter=found.error_parameter)
+            raise RequestError(f"The beam search failed: {found.error}", parameter=found.error_parameter)
         cum_logprob = found.cumulative_logprob or 0.0
         sequences.append(
             BeamSearchSequence(
@@ -431,16 +439,16 @@ def _as_beam_search_output(output: RequestOutput, length_penalty: float) -> Beam
 
 
 def _as_prompt_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    """The prompts, of which there may be one that stands alone."""
+    """A list of prompts; a single prompt becomes a list of one."""
     return [cast(PromptType, prompts)] if _is_single_prompt(prompts) else list(cast(Iterable[PromptType], prompts))
 
 
 def _final_only(params: Sequence[Any]) -> list[Any]:
-    """Copies with nothing to show before the end; what is given many times is copied once."""
+    """Copies that request final outputs only. Parameters that several prompts share are copied once."""
     copies: dict[int, Any] = {}
     for each in params:
         if id(each) not in copies:
-            is_params = isinstance(each, SamplingParams)  # anything else is for the input processor to refuse
+            is_params = isinstance(each, SamplingParams)  # the input processor rejects other types
             final = RequestOutputKind.FINAL_ONLY
             copies[id(each)] = msgspec.structs.replace(each, output_kind=final) if is_params else each
     return [copies[id(each)] for each in params]
@@ -450,7 +458,7 @@ def _is_single_prompt(prompts: object) -> bool:
     if isinstance(prompts, str | Mapping | range):
         return True
     if isinstance(prompts, list | tuple):
-        # Numbers of array libraries have no dimension, prompts that are arrays have one.
+        # Scalars of array libraries have no dimension; a prompt that is an array has one.
         is_array = bool(prompts) and getattr(prompts[0], "ndim", 0) > 0
         return bool(prompts) and not is_array and not isinstance(prompts[0], str | Mapping | list | tuple | range)
     return getattr(prompts, "ndim", 2) < 2 or not isinstance(prompts, Iterable)

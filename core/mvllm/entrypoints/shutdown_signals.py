@@ -1,7 +1,7 @@
-"""What SIGTERM, SIGHUP and Ctrl-C mean to a server that nothing else has taken them in hand for yet: it ends, at once.
+"""Signal handling of `mvllm serve` while it starts: SIGTERM, SIGHUP and Ctrl-C end the process at once.
 
-From its first line on, while modules are imported and while the model is loaded. Nobody has been promised an answer,
-and whatever was started dies with this process, so there is nothing to do but to remove what would be left on disk.
+These handlers hold until the server installs its own, that is, during imports and while the model is loaded. No request
+has been accepted by then and child processes end with this one, so only files have to be removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NoReturn
 
 EXIT_INTERRUPTED = 130
 SHUTDOWN_SECONDS = 30.0
-"""What the end of a server may take after its last answer; the processes below it have shorter limits of their own."""
+"""Seconds that a server may take to exit after its last response. Its child processes have shorter limits."""
 
 _SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGINT", "SIGHUP"))
 
@@ -29,9 +29,9 @@ _is_program = False
 
 
 def exit_on_signals() -> None:
-    """From now on, until somebody else handles them. Does nothing outside the main thread, where nobody can.
+    """Installs the handlers of this module. Does nothing outside the main thread, which cannot set handlers.
 
-    A signal that is ignored, as by `nohup` or a shell's `&`, stays so.
+    Signals that are ignored, as under `nohup` or a shell's `&`, stay ignored.
     """
     global _is_program
     if threading.current_thread() is not threading.main_thread():
@@ -44,17 +44,17 @@ def exit_on_signals() -> None:
 
 
 def shutdown_signals() -> list[signal.Signals]:
-    """The signals that end a server: SIGTERM, SIGINT, and SIGHUP, unless that is ignored, as by `nohup`."""
+    """The signals that end a server: SIGTERM, SIGINT, and SIGHUP unless it is ignored, as under `nohup`."""
     return [number for number in _SIGNALS if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def remove_on_exit(path: Path) -> None:
-    """Has a file removed if a signal ends this process."""
+    """Registers a file that `exit_now` removes."""
     _to_remove.append(path)
 
 
 def exit_now(number: int) -> NoReturn:
-    """Ends this process as a signal does: status 130 for Ctrl-C, 0 for others."""
+    """Removes the registered files and exits: status 130 for Ctrl-C, 0 for other signals."""
     for path in _to_remove:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
@@ -65,21 +65,21 @@ def exit_now(number: int) -> NoReturn:
 
 
 def force_exit_after(seconds: float) -> None:
-    """Has this process ended with status 1, and its threads' stacks on stderr, if it has not ended by then.
+    """Starts a timer that ends this process with status 1 and prints the stacks of its threads to stderr.
 
-    For what comes after the last answer. The clock runs without the interpreter, so that no thread can hold it up.
-    Does nothing where `exit_on_signals` has not been called: then the process is somebody else's.
+    It limits the shutdown after the last response. The timer does not need the interpreter lock, so no thread can delay
+    it. Does nothing if `exit_on_signals` has not been called: then another program runs this code.
     """
     if _is_program:
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
 def exit_program(status: int) -> NoReturn:
-    """Ends this process without a wait for its threads, one of which may be busy for hours in a library's code.
+    """Exits without joining threads, which may be busy in a library for hours. Runs the `atexit` functions.
 
-    What is registered with `atexit` is done; the interpreter's own end would join threads first.
+    The interpreter's own exit joins threads before it runs these functions.
     """
-    from mvllm.executor.process.process_utils import exit_process  # the first lines of a program wait for no imports
+    from mvllm.executor.process.process_utils import exit_process  # keeps the import of this module fast
 
     force_exit_after(SHUTDOWN_SECONDS)
     atexit._run_exitfuncs()
@@ -87,9 +87,9 @@ def exit_program(status: int) -> NoReturn:
 
 
 def ignore_shutdown_signals() -> None:
-    """From now on: what they ask for is being done, and its exit status is to be told.
+    """Ignores the signals from now on: the shutdown has started and must end with its own exit status.
 
-    Does nothing where `exit_on_signals` has not been called: then signals are somebody else's.
+    Does nothing if `exit_on_signals` has not been called: then another program handles signals.
     """
     if _handled:
         for number in _SIGNALS:

@@ -1,8 +1,8 @@
-"""The conformance suite: a vendor proves with it that a platform plugin keeps the contract.
+"""The conformance suite: tests that a platform plugin satisfies the platform contract.
 
     mvllm conformance --platform acme --report report.json
     pytest -p mvllm.testing.plugin --pyargs mvllm.testing.suite --mvllm-platform acme
 
-`clauses` is the list of what is checked, `suite` the checks (a file for each family of clauses), `plugin` what makes
-pytest understand them. Needs `mvllm[testing]`; nothing of it is loaded unless somebody asks.
+`clauses` lists the clauses of the contract, `suite` has their tests (a file for each family), and `plugin` is the
+pytest plugin that selects and reports them. Needs `mvllm[testing]`. The engine never imports this package.
 """

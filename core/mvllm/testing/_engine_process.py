@@ -1,4 +1,4 @@
-"""An engine with workers in a process that a test kills: `python -m mvllm.testing._engine_process SETTINGS`."""
+"""A process with an engine that generates until a test kills it: `python -m mvllm.testing._engine_process SETTINGS`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mvllm.testing.subprocess_checks import print_answer
 from mvllm.testing.zoo import generate, make_llm
 
 if __name__ == "__main__":
-    order = json.loads(sys.argv[1])
-    with make_llm(PlatformUnderTest(order.pop("name")), order.pop("folder"), **order) as llm:
+    settings = json.loads(sys.argv[1])
+    with make_llm(PlatformUnderTest(settings.pop("name")), settings.pop("folder"), **settings) as llm:
         generate(llm, [[5, 6, 7]])
         print_answer({"ready": True})
         while True:

@@ -1,4 +1,4 @@
-"""In a process of its own: imports a plugin's entry point, probes it, and says what that cost and left behind."""
+"""A process that imports a plugin's entry point, probes the platform, and reports the time and the side effects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ORDINARY_LIBRARIES = tuple(
 
 
 def mapped_libraries() -> set[str]:
-    """Shared libraries in this process that are neither Python modules nor what those are linked with by habit."""
+    """Paths of this process's shared libraries, except Python modules and ORDINARY_LIBRARIES."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -38,14 +38,14 @@ def mapped_libraries() -> set[str]:
     found = set()
     for path in paths - modules:
         name = os.path.basename(path)
-        bundled = os.path.basename(os.path.dirname(path)).endswith(".libs")  # beside a module of some wheel
+        bundled = os.path.basename(os.path.dirname(path)).endswith(".libs")  # part of a wheel
         if ".so" in name and not bundled and not name.startswith(ORDINARY_LIBRARIES):
             found.add(path)
     return found
 
 
-def probe_in_fresh_process(order: dict[str, Any]) -> dict[str, Any]:
-    """Imports the module that the entry point names, then probes twice."""
+def import_and_probe(order: dict[str, Any]) -> dict[str, Any]:
+    """Imports the entry point's module, then probes twice; returns the findings."""
     before = mapped_libraries()
     started = time.process_time()
     with enter_phase(Phase.PROBE):
@@ -65,7 +65,7 @@ def probe_in_fresh_process(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def probe(spec: PlatformSpec) -> dict[str, Any]:
-    """Two probes, what they say, and what is different afterwards."""
+    """Probes twice; returns the results and the changes to the process."""
     environment, threads = dict(os.environ), threading.active_count()
     me = psutil.Process()
     native, children = me.num_threads(), len(me.children())
@@ -76,7 +76,7 @@ def probe(spec: PlatformSpec) -> dict[str, Any]:
         try:
             with enter_phase(Phase.PROBE):
                 results.append(load_attribute(spec.probe)())
-        except BaseException:  # noqa: BLE001  (told to whoever asked)
+        except BaseException:  # noqa: BLE001  (reported to the parent)
             facts["error"] = traceback.format_exc()
             return facts
         facts["cpu_seconds"].append(time.process_time() - started)
@@ -95,7 +95,7 @@ def probe(spec: PlatformSpec) -> dict[str, Any]:
 
 
 def fork(action: Callable[[], object]) -> str:
-    """Runs `action` in a forked child; says what went wrong, or nothing."""
+    """Runs `action` in a forked child; returns the error, or an empty string."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -114,11 +114,11 @@ def fork(action: Callable[[], object]) -> str:
         time.sleep(0.01)
     os.kill(pid, 9)
     os.waitpid(pid, 0)
-    return "the child hung"
+    return "the child did not end within 60 s"
 
 
 def bind(spec: PlatformSpec) -> None:
-    """The device can be used in this process, which was forked from one that has probed."""
+    """Uses the device in this process, the fork of a process that has probed."""
     import torch
 
     with enter_phase(Phase.FRONTEND):
@@ -129,4 +129,4 @@ def bind(spec: PlatformSpec) -> None:
 
 
 if __name__ == "__main__":
-    print_answer(probe_in_fresh_process(json.loads(sys.argv[1])))
+    print_answer(import_and_probe(json.loads(sys.argv[1])))

@@ -1,7 +1,7 @@
-"""One rank of a world: binds its device, then tries what its only argument (JSON) names, a line of answer each.
+"""A worker process without an engine: binds a device, runs the checks that its argument (JSON) names, reports each.
 
-Every rank knows what every other rank brings, so each checks its own results; that ranks agree, bit for bit, is for the
-caller to see from the digests.
+Every rank can compute the inputs of all ranks, so each checks its own results. Digests of the results let the parent
+compare ranks bit by bit.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from mvllm.platform.choose import choose_platform
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import Communicator, DeviceRuntime, GroupSpec, Platform, WorkerContext
 from mvllm.testing.attention_cases import make_spec
+from mvllm.testing.subprocess_checks import print_answer
 from mvllm.worker.worker import Worker
 
-ANSWER_PREFIX = "@mvllm-rank "
 SHAPES = ((6, 8), (1, 4096), (3, 4, 12))
-"""Each has dimensions that 4 divides, small and large."""
+"""Shapes of the tensors; all have dimensions that are divisible by 4."""
 
 
 @dataclass
 class World:
-    """What a trial has at hand."""
+    """The state that the checks of one rank share."""
 
     platform: Platform
     context: WorkerContext
@@ -43,16 +43,16 @@ class World:
 
     @property
     def device(self) -> DeviceRuntime:
-        assert self.runtime is not None, "bind comes first"
+        assert self.runtime is not None, "the check `bind` must run first"
         return self.runtime
 
     @property
     def group(self) -> Communicator:
-        assert self.communicator is not None, "join comes first"
+        assert self.communicator is not None, "the check `join` must run first"
         return self.communicator
 
     def random_input(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """What `rank` brings, on the host: small integers, so that sums are exact in every dtype."""
+        """The input of `rank`, on the host: small integers, whose sums are exact in every dtype."""
         count = 1
         for size in shape:
             count *= size
@@ -69,7 +69,7 @@ def bind(world: World) -> str:
     world.runtime = world.platform.init_device(world.context)
     world.runtime.health()
     tensor = world.runtime.to_device(torch.arange(7))
-    return "" if world.host(tensor).tolist() == list(range(7)) else "the device does not give back what it was given"
+    return "" if world.host(tensor).tolist() == list(range(7)) else "values change on the way to the device and back"
 
 
 def join(world: World) -> str:
@@ -78,16 +78,19 @@ def join(world: World) -> str:
         ranks = tuple(range(context.world_size))
         spec = GroupSpec("tp", ranks, context.rank, context.init_method, context.world_size)
         world.communicator = world.platform.communicator(spec, world.device.device)
-        place = (world.communicator.rank, world.communicator.world_size)
-        if place != (context.rank, context.world_size):
-            return f"the communicator says rank and world_size {place}, not {(context.rank, context.world_size)}"
+        found = (world.communicator.rank, world.communicator.world_size)
+        if found != (context.rank, context.world_size):
+            return f"the communicator has rank and world_size {found}, not {(context.rank, context.world_size)}"
     return ""
 
 
-def _each(world: World, check: Callable[[World, tuple[int, ...], torch.dtype], list[str]], *further: str) -> str:
-    """The first problem. Goes on after one all the same: the other ranks make every call, and wait for this one."""
+def _each(world: World, check: Callable[[World, tuple[int, ...], torch.dtype], list[str]], *more_dtypes: str) -> str:
+    """Runs a check for all dtypes and shapes; returns the first problem.
+
+    It continues after a problem, since the other ranks make every call and would wait for this rank.
+    """
     problems = []
-    for name in [*world.dtypes, *further]:
+    for name in [*world.dtypes, *more_dtypes]:
         for shape in SHAPES:
             found = check(world, shape, torch_dtype(name))
             problems += [f"{name} {shape}: {problem}" for problem in found if problem]
@@ -119,7 +122,7 @@ def all_reduce(world: World) -> str:
 
 
 def _rounding_agrees(world: World) -> str:
-    """Sums that round: their bits go into the digest, and must be near the exact sum."""
+    """Sums with rounding: close to the exact sum, and part of the digest."""
     problem = ""
     for name in world.dtypes:
         dtype = torch_dtype(name)
@@ -172,7 +175,7 @@ def broadcast(world: World) -> str:
 
 
 def send_recv(world: World) -> str:
-    """Everyone sends to everyone before anyone receives, twice, and the order is kept."""
+    """Each rank sends to all others twice before any rank receives; the order must be kept."""
 
     def check(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
         rank, others = world.context.rank, [r for r in range(world.context.world_size) if r != world.context.rank]
@@ -217,7 +220,7 @@ def all_to_all(world: World) -> str:
 
 
 def barrier(world: World) -> str:
-    """A rank that has passed the barrier knows that the others have reached it: nobody passes before the slowest."""
+    """No rank passes the barrier before the slowest rank has reached it."""
     import os
     import tempfile
     import time
@@ -225,21 +228,21 @@ def barrier(world: World) -> str:
 
     assert world.context.init_method is not None
     port = world.context.init_method.rpartition(":")[2]
-    marks = [Path(tempfile.gettempdir()) / f"mvllm-barrier-{port}-{r}" for r in range(world.context.world_size)]
+    files = [Path(tempfile.gettempdir()) / f"mvllm-barrier-{port}-{r}" for r in range(world.context.world_size)]
     try:
         for turn in range(2):
             if world.context.rank == turn % world.context.world_size:
                 time.sleep(0.3)
-            marks[world.context.rank].write_text(f"{os.getpid()} {turn}")
+            files[world.context.rank].write_text(f"{os.getpid()} {turn}")
             world.group.barrier()
             missing = [
-                r for r, mark in enumerate(marks) if not mark.exists() or int(mark.read_text().split()[1]) < turn
+                r for r, file in enumerate(files) if not file.exists() or int(file.read_text().split()[1]) < turn
             ]
-            world.group.barrier()  # nobody goes on, and writes or removes its mark, before all have looked
+            world.group.barrier()  # no rank writes or removes its file before all have read it
             if missing:
-                return f"rank {world.context.rank} passed before rank {missing[0]} had come"
+                return f"rank {world.context.rank} passed before rank {missing[0]} had reached the barrier"
     finally:
-        marks[world.context.rank].unlink(missing_ok=True)
+        files[world.context.rank].unlink(missing_ok=True)
     return ""
 
 
@@ -262,9 +265,9 @@ def place(world: World) -> str:
         parts = world.device.parts(placed)
         if len(parts) != count:
             return f"parts() of a tensor placed along {dim} gives {len(parts)} tensors for {count} devices"
-        for device, (part, right) in enumerate(zip(parts, expected, strict=True)):
-            if not torch.equal(part, right):
-                shapes = f"a tensor of {tuple(part.shape)}, expected {tuple(right.shape)}"
+        for device, (part, wanted) in enumerate(zip(parts, expected, strict=True)):
+            if not torch.equal(part, wanted):
+                shapes = f"a tensor of {tuple(part.shape)}, expected {tuple(wanted.shape)}"
                 return f"place(tensor, {dim}) gives device {device} {shapes}, or other values"
     return ""
 
@@ -282,11 +285,11 @@ def cache(world: World) -> str:
             bytes_of[device] += part.numel() * part.element_size()
     share = num_blocks * layout.block_sizes[0] * layout.bytes_per_token // count
     if max(bytes_of) > share or min(bytes_of) == 0:
-        return f"a cache of which kv_layout has {share} bytes on each device takes {bytes_of} on them"
+        return f"kv_layout gives {share} bytes for each device; the cache takes {bytes_of} on them"
     sizes = spec.head_size + spec.value_size
     most = 1.5 * spec.num_kv_heads * (sizes + 4) * torch_dtype(spec.kv_dtype).itemsize  # scales, and some padding
     if layout.bytes_per_token > most:
-        return f"a token takes {layout.bytes_per_token} bytes on all devices; on one it would take about {most:.0f}"
+        return f"a token takes {layout.bytes_per_token} bytes on all devices; on one device it takes about {most:.0f}"
     return ""
 
 
@@ -296,7 +299,7 @@ def total(world: World) -> str:
 
 
 def weights(world: World) -> str:
-    """Core's worker loads a model; each device may have half of it and a bit."""
+    """Core's worker loads a model; each device must have an equal share of the weights, within 25 %."""
     args = EngineArgs.from_kwargs(
         model=world.folder,
         platform=world.platform.spec.name,
@@ -318,7 +321,7 @@ def weights(world: World) -> str:
     worker.shutdown()
     fair = whole / world.context.num_devices
     if whole == 0:
-        return ""  # the platform keeps them in a form of its own
+        return ""  # the platform stores weights outside of parameters
     if max(bytes_of) > 1.25 * fair or min(bytes_of) < 0.75 * fair:
         return f"of {whole} bytes of weights the devices hold {bytes_of}; each should have about {fair:.0f}"
     return ""
@@ -336,13 +339,13 @@ COLLECTIVES: dict[str, Callable[[World], str]] = {
 }
 CHECKS: dict[str, Callable[[World], str]] = {"bind": bind, "join": join, **COLLECTIVES, "close": close}
 MULTI_DEVICE_CHECKS = {"bind": bind, "place": place, "cache": cache, "total": total, "close": close, "weights": weights}
-"""What a worker tries that drives several devices."""
+"""Checks of a worker that drives several devices."""
 
 _digest = hashlib.sha256()
 
 
 def main(order: dict[str, Any]) -> int:
-    """Tries everything in the order given; stops after what went wrong, since the others would wait for ever."""
+    """Runs the checks in the given order; stops if `bind` or `join` fails, since the other ranks would wait forever."""
     global _digest
     context = WorkerContext(
         rank=order["rank"],
@@ -354,22 +357,21 @@ def main(order: dict[str, Any]) -> int:
         num_devices=order["num_devices"],
     )
     world = World(choose_platform(order["platform"]).platform, context, order["dtypes"], order["checkpoint"])
-    for name in order["what"]:
+    for name in order["checks"]:
         if name in COLLECTIVES and (name not in world.platform.capabilities.collectives or context.world_size == 1):
             continue
         _digest = hashlib.sha256()
         try:
             with enter_phase(Phase.WORKER):
                 error = {**CHECKS, **MULTI_DEVICE_CHECKS}[name](world)
-        except Exception as e:  # noqa: BLE001  (told to whoever asked)
+        except Exception as e:  # noqa: BLE001  (reported to the parent)
             error = f"{type(e).__name__}: {e}"
         answer = {"did": name, "error": error, "digest": _digest.hexdigest()}
         if name == "total":
             answer["total"] = world.total
         if name == "bind" and world.runtime is not None:
             answer["device"] = str(world.runtime.device)
-        sys.stdout.write(f"\n{ANSWER_PREFIX}{json.dumps(answer)}\n")
-        sys.stdout.flush()
+        print_answer(answer)
         if error and name in ("bind", "join"):
             return 1
     return 0

@@ -1,7 +1,7 @@
-"""Steps for attention backends, and what exact attention makes of them.
+"""Test cases for attention backends, and their exact results.
 
-A case is drawn on the host, moved to the device through the DeviceRuntime, and run through the contract's methods
-alone; `expected` computes the same in float64, one query at a time if need be, without pages, slots or tables.
+A case is drawn on the host, copied to the device with the DeviceRuntime, and run with the methods of the contract.
+`expected` computes exact attention in float64, without blocks, slots or tables.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, Devic
 _ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 
 OUT_OF_RANGE = 10**6
-"""Stands in the block table past a request's last block, where nothing is promised: it must never be followed."""
+"""Value in the block table after a request's last block, where entries are undefined and must not be used."""
 
 
 def tolerance(dtype: str, kv_dtype: str) -> float:
-    """Largest difference from exact attention that is allowed, where keys and values are of order one.
+    """Largest allowed difference from exact attention for keys and values of order one.
 
-    float32 sums some hundred products; the others round inputs to weights and values once and the result once. Values
-    reach about 4, so one rounding of the result is up to 4 units of 2^-8 (bfloat16) or 2^-11 (float16). In 8 bits, ties
-    and scales may be rounded another way than `stored` does: one step of int8 at 4, and half of one of float8_e4m3fn.
+    float32 sums some hundred products; other dtypes round weights, values and the result once each. Values reach about
+    4, so one rounding of the result is up to 4 units of 2^-8 (bfloat16) or 2^-11 (float16). In 8 bits, backends may
+    round ties and scales differently than `stored`: one step of int8 at 4, and half a step of float8_e4m3fn.
     """
     allowed = {"float32": 5e-5, "bfloat16": 4e-2, "float16": 6e-3, "int8": 4e-2, "float8_e4m3fn": 0.13}
     return max(allowed.get(dtype, 0.25), allowed.get(kv_dtype, 0.25))
 
 
 def stored(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
-    """What is left of keys or values in a cache of that dtype: float64, of the same shape."""
+    """Keys or values after rounding to the dtype of the cache: float64, same shape."""
     if kv_dtype in kv_quantization.LARGEST:
         return kv_quantization.decode(*kv_quantization.encode(x, kv_dtype), kv_dtype).double()
     return x.to(torch_dtype(kv_dtype)).double()
@@ -46,7 +46,7 @@ def stored(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
 def make_spec(
     num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 64, dtype: str = "float32", **fields: Any
 ) -> AttentionSpec:
-    """A spec with the usual scale, and the cache in the compute dtype unless told otherwise."""
+    """An AttentionSpec with the scale 1 / sqrt(head_size); the cache has the compute dtype by default."""
     fields.setdefault("kv_dtype", dtype)
     fields.setdefault("scale", 1 / math.sqrt(head_size))
     return AttentionSpec(num_heads, num_kv_heads, head_size, dtype, **fields)
@@ -54,12 +54,12 @@ def make_spec(
 
 @dataclass
 class Case:
-    """A step of some requests, with everything known about them, on the host.
+    """A step with some requests: layout, inputs and cached tokens, all on the host.
 
     Attributes:
         spec: The attention layer.
-        requests: (tokens computed before, new tokens) of each.
-        layout: The step as core describes it; device arrays are the host's until `run`.
+        requests: (computed tokens, new tokens) of each request.
+        layout: The layout that core passes; its device arrays are on the host until `run`.
         keys, values: Per request, the whole sequence: [seq_len, num_kv_heads, head_size or value_size], compute dtype.
         query: [T, num_heads, head_size], compute dtype.
         sinks: [num_heads] or None.
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def num_real_tokens(self) -> int:
-        """Tokens that are not padding."""
+        """Number of tokens without padding."""
         return sum(new for _, new in self.requests)
 
 
@@ -92,7 +92,7 @@ def make_layout(
     """The layout of a step.
 
     Args:
-        requests: (tokens computed before, new tokens) of each.
+        requests: (computed tokens, new tokens) of each request.
         tables: int32 [R, max_blocks].
         padding: Tokens of padding at the end.
         padding_requests: Requests of padding at the end.
@@ -132,7 +132,7 @@ def make_case(
     padding_requests: int = 0,
     spread: float = 1.0,
 ) -> Case:
-    """Random keys, values and queries, with a standard deviation of `spread`; blocks in a random order."""
+    """A case with random keys, values and queries of standard deviation `spread`, and blocks in random order."""
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = torch_dtype(spec.dtype)
@@ -166,15 +166,15 @@ def make_case(
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """How a case is read: rightly by default, and otherwise as one mistake would read it.
+    """How `expected` computes a case: correctly by default, or with one common mistake.
 
     Attributes:
-        spec: In place of the case's.
+        spec: Replaces the case's spec.
         heads_in_turn: Query head h reads key/value head h % num_kv_heads.
-        future: Keys behind its own position that a query sees.
-        shift: Keys and values of the position so much higher are read; those past an end come from the other end.
-        only_new: Tokens from before the step are not seen.
-        without_sinks: Sinks are left out.
+        future: Number of future keys that a query reads.
+        shift: Offset of the positions whose keys and values are read, modulo the length.
+        only_new: Tokens computed before the step are not read.
+        without_sinks: Sinks are ignored.
     """
 
     spec: AttentionSpec | None = None
@@ -185,14 +185,14 @@ class AttentionVariant:
     without_sinks: bool = False
 
 
-def expected(case: Case, reading: AttentionVariant = AttentionVariant()) -> torch.Tensor:
+def expected(case: Case, variant: AttentionVariant = AttentionVariant()) -> torch.Tensor:
     """Exact attention: float64 [real tokens, num_heads * value_size]. Keys and values are rounded to `kv_dtype`."""
-    spec, outputs, start = reading.spec or case.spec, [], 0
+    spec, outputs, start = variant.spec or case.spec, [], 0
     group = spec.num_heads // spec.num_kv_heads
 
     def of_query_heads(x: torch.Tensor) -> torch.Tensor:
-        x = x.roll(-reading.shift, dims=0)
-        return x.repeat(1, group, 1) if reading.heads_in_turn else x.repeat_interleave(group, dim=1)
+        x = x.roll(-variant.shift, dims=0)
+        return x.repeat(1, group, 1) if variant.heads_in_turn else x.repeat_interleave(group, dim=1)
 
     for (before, new), keys, values in zip(case.requests, case.keys, case.values, strict=True):
         query = case.query[start : start + new].double()
@@ -204,13 +204,13 @@ def expected(case: Case, reading: AttentionVariant = AttentionVariant()) -> torc
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         at = torch.arange(before, before + new).unsqueeze(1)
         key_at = torch.arange(before + new).unsqueeze(0)
-        visible = key_at <= at + reading.future
+        visible = key_at <= at + variant.future
         if spec.sliding_window is not None:
             visible &= key_at > at - spec.sliding_window
-        if reading.only_new:
+        if variant.only_new:
             visible &= key_at >= before
         scores = scores.masked_fill(~visible, -math.inf)
-        if case.sinks is not None and not reading.without_sinks:
+        if case.sinks is not None and not variant.without_sinks:
             extra = case.sinks.double().view(-1, 1, 1).expand(-1, new, 1)
             scores = torch.cat([scores, extra], dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., : before + new]
@@ -219,7 +219,7 @@ def expected(case: Case, reading: AttentionVariant = AttentionVariant()) -> torc
 
 
 class CacheHarness:
-    """One layer's cache of a backend on a device, and the ways to fill and read it.
+    """The KV cache of one layer on a device, with methods to fill and read it.
 
     Args:
         backend: The backend.
@@ -234,19 +234,19 @@ class CacheHarness:
         self.kv = backend.allocate(num_blocks, block_size, runtime.device)
 
     def on_device(self, layout: BatchLayout) -> BatchLayout:
-        """The same layout with its device arrays there."""
+        """The layout with its device arrays on the device."""
         arrays: dict[str, Any] = {f"{name}_device": self.runtime.from_numpy(getattr(layout, name)) for name in _ARRAYS}
         return dataclasses.replace(layout, **arrays)
 
     def begin_step(self, layout: BatchLayout) -> Any:
-        """Ends the step before, whatever that was, and builds the metadata of this one."""
+        """Starts a step: calls `step_mark` and builds the metadata."""
         self.runtime.step_mark()
         return self.backend.build_metadata(self.on_device(layout))
 
     def write(self, layout: BatchLayout, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        """Stores the step's keys and values, given on the host; returns the step's metadata."""
+        """Stores keys and values from the host; returns the step's metadata."""
         metadata = self.begin_step(layout)
-        # Views of one projection, as a model hands them over.
+        # Views of one projection, as models pass them.
         fused = self.runtime.to_device(torch.cat([keys.flatten(1), values.flatten(1)], dim=1))
         size = keys.shape[1] * keys.shape[2]
         key = fused[:, :size].view(keys.shape)
@@ -256,14 +256,14 @@ class CacheHarness:
         return metadata
 
     def fill(self, value: float) -> None:
-        """Every slot of the cache, as an earlier tenant may have left it."""
+        """Writes `value` to every slot of the cache."""
         self.backend.fill(self.kv, value)
 
     def mean_of_visible_values(self, blocks: Sequence[int], length: int, *, as_prompt: bool = False) -> torch.Tensor:
-        """What a request of `length` tokens in these blocks sees, without storing anything.
+        """Reads the values that attention sees in some blocks, for a request of `length` tokens.
 
-        Queries of zero weigh all keys they see equally: position p gives the mean of the values at [0, p]. Each
-        position is a decode of its own, so that nothing but what is stored is looked at; or all are one prompt.
+        Queries of zero weigh all visible keys equally: the result at position p is the mean of the values at [0, p].
+        Each position is a separate decode request, or all are one prompt.
 
         Returns:
             float64 [length, num_kv_heads, value_size], on the host.
@@ -287,11 +287,11 @@ def run(
     poison: float | None = None,
     move_blocks: bool = False,
 ) -> torch.Tensor:
-    """Fills the cache as earlier steps would have, runs the step, and returns what it gives, on the host.
+    """Stores the cached tokens, runs the step, and returns its result on the host.
 
     Args:
-        poison: What an earlier tenant left in every slot.
-        move_blocks: Earlier tokens were stored in other blocks, and copied to where the block table says.
+        poison: Initial value of every slot; None leaves a new cache as it is.
+        move_blocks: Store the cached tokens in other blocks, then copy these to the blocks of the block table.
     """
     bench = CacheHarness(backend, runtime, case.num_blocks * (2 if move_blocks else 1), case.layout.block_size)
     if poison is not None:
@@ -312,7 +312,7 @@ def run(
         padding = case.layout.num_tokens - case.num_real_tokens
         new.append(torch.cat([*fresh, torch.full((padding, *whole[0].shape[1:]), 0.5).to(whole[0].dtype)]))
     metadata = bench.write(case.layout, new[0], new[1])
-    # A strided view, as the split of a fused projection gives.
+    # A strided view, like the split of a fused projection.
     flat = case.query.flatten(1)
     fused = runtime.to_device(torch.cat([flat, torch.zeros_like(flat)], dim=1))
     query = fused[:, : flat.shape[1]].view(case.query.shape)

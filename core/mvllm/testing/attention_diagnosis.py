@@ -1,7 +1,7 @@
-"""What a wrong result of attention looks like: where it is worst, and which likely mistake would explain all of it.
+"""Diagnosis of wrong attention results: the position of the largest error, and common mistakes that explain it.
 
-A mistake is another reading of the same case: a window one token wider, heads dealt out in turn, blocks one off. Each
-is computed as exactly as the right answer is; one that gives what was found, within the same tolerance, is named.
+Each mistake is an AttentionVariant of the case: a window of another size, another assignment of heads, blocks off by
+one. A mistake whose exact result matches the backend's within the tolerance is named in the message.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mvllm.testing.attention_cases import AttentionVariant, Case, expected, tole
 
 
 def assert_near(found: torch.Tensor, case: Case) -> None:
-    """Fails where the result of a step is not exact attention.
+    """Fails if the result of a step differs from exact attention.
 
     Args:
         found: [T, num_heads * value_size], on the host.
-        case: What was run.
+        case: The case that was run.
 
     Raises:
-        AssertionError: With the worst request, position and head, and the mistakes that would explain the result.
+        AssertionError: Names the worst request, position and head, and the mistakes that explain the result.
     """
     spec = case.spec
     shape, dtype = (case.layout.num_tokens, spec.num_heads * spec.value_size), f"torch.{spec.dtype}"
@@ -33,7 +33,7 @@ def assert_near(found: torch.Tensor, case: Case) -> None:
 
 
 def difference(real: torch.Tensor, case: Case) -> str | None:
-    """What is wrong with a result; None where nothing is.
+    """Describes the error of a result; None if it is correct.
 
     Args:
         real: float64 [real tokens, num_heads * value_size].
@@ -50,15 +50,15 @@ def difference(real: torch.Tensor, case: Case) -> str | None:
     bad = off >= allowed
     requests = sorted({_request_of(case, t)[0] for t in bad.any(dim=1).nonzero().flatten().tolist()})
     shares = f"{int(bad.sum())} of {bad.numel()} results, in requests {_listed(requests)}"
-    text = f"{size}, allowed {allowed:.2g}; worst at {_place(case, token, head)}. Wrong are {shares}."
-    fitting = [name for name, reading in mistakes(case) if _fits(real, case, reading, allowed)]
+    text = f"{size}, allowed {allowed:.2g}; worst at {_place(case, token, head)}. Wrong: {shares}."
+    fitting = [name for name, variant in mistakes(case) if _fits(real, case, variant, allowed)]
     if fitting:
-        return f"{text} The result is what it would be with {'; or with '.join(fitting)}."
+        return f"{text} The result equals that of attention with {'; or with '.join(fitting)}."
     return text
 
 
 def mistakes(case: Case) -> Iterator[tuple[str, AttentionVariant]]:
-    """Likely ones, each with the reading of the case that it amounts to."""
+    """Common mistakes: description and variant."""
     spec, size = case.spec, case.layout.block_size
     window = spec.sliding_window
     if window is not None:
@@ -69,17 +69,17 @@ def mistakes(case: Case) -> Iterator[tuple[str, AttentionVariant]]:
                     AttentionVariant(spec=replace(spec, sliding_window=other)),
                 )
         yield "no sliding window", AttentionVariant(spec=replace(spec, sliding_window=None))
-    yield "each query seeing one token of its future", AttentionVariant(future=1)
-    yield "each query seeing what is before it, and not itself", AttentionVariant(future=-1)
-    yield "each query seeing the whole sequence", AttentionVariant(future=1 << 30)
+    yield "one future token visible to each query", AttentionVariant(future=1)
+    yield "the query's own position hidden", AttentionVariant(future=-1)
+    yield "no causal mask", AttentionVariant(future=1 << 30)
     if 1 < spec.num_kv_heads < spec.num_heads:
         yield (
             "key/value head `h % num_kv_heads` for query head h, not `h // group`",
             AttentionVariant(heads_in_turn=True),
         )
-    yield "each block read in place of the one before it", AttentionVariant(shift=-size)
-    yield "each block read in place of the one behind it", AttentionVariant(shift=size)
-    yield "only the tokens of this step seen", AttentionVariant(only_new=True)
+    yield "each block read in place of the previous one", AttentionVariant(shift=-size)
+    yield "each block read in place of the next one", AttentionVariant(shift=size)
+    yield "only the tokens of this step visible", AttentionVariant(only_new=True)
     yield "a scale of 1", AttentionVariant(spec=replace(spec, scale=1.0))
     yield "the scale applied twice", AttentionVariant(spec=replace(spec, scale=spec.scale**2))
     if spec.soft_cap is not None:
@@ -88,14 +88,14 @@ def mistakes(case: Case) -> Iterator[tuple[str, AttentionVariant]]:
         yield "no sinks", AttentionVariant(without_sinks=True)
 
 
-def _fits(real: torch.Tensor, case: Case, reading: AttentionVariant, allowed: float) -> bool:
-    wrong = expected(case, reading)
+def _fits(real: torch.Tensor, case: Case, variant: AttentionVariant, allowed: float) -> bool:
+    wrong = expected(case, variant)
     same = (real - wrong).abs() < allowed
     return bool((same | (torch.isnan(real) & torch.isnan(wrong))).all())
 
 
 def _request_of(case: Case, token: int) -> tuple[int, int]:
-    """The request that a token of the step belongs to, and its position there."""
+    """The request of a token of the step, and the token's position in it."""
     for request, (before, new) in enumerate(case.requests):
         if token < new:
             return request, before + token

@@ -1,4 +1,7 @@
-"""Finds what an engine has left behind: processes carry a tag in their environment, which children inherit."""
+"""Finds processes and shared memory that an engine has left behind.
+
+Processes carry a tag in an environment variable, which children inherit.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,21 @@ TAG = "CONFORMANCE_PROCESS_TAG"
 
 @dataclass
 class ProcessSnapshot:
-    """What there was before; `assert_gone` says whether that is all there is again.
+    """The shared memory that existed at the start, and the tag of processes that are started later.
 
     Attributes:
-        tag: The value of TAG in the environment of every process that is started meanwhile.
+        tag: The value of TAG in the environment of these processes.
     """
 
     tag: str = field(default_factory=lambda: uuid.uuid4().hex)
     _shared: set[str] = field(default_factory=lambda: shared_memory())
 
     def processes(self) -> list[psutil.Process]:
-        """Living processes with the tag, this one left out."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
-                if alive and process.environ().get(TAG) == self.tag:
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
-        return found
+        """Living processes with the tag, except this one."""
+        return tagged_processes(TAG, self.tag)
 
     def workers(self) -> list[psutil.Process]:
-        """Those that are workers of an engine."""
+        """Tagged processes that are workers of an engine."""
         found = []
         for process in self.processes():
             try:
@@ -50,43 +45,67 @@ class ProcessSnapshot:
         return found
 
     def assert_gone(self, seconds: float = 30.0) -> None:
-        """Fails when a process or a piece of named shared memory is left."""
-        wait_until(lambda: not self.processes(), seconds, lambda: f"processes are left: {self._describe()}")
-        left = {name for name in shared_memory() - self._shared if "mvllm" in name}
-        assert not left, f"shared memory is left: {sorted(left)}"
-
-    def _describe(self) -> list[str]:
-        return [f"{process.pid} {' '.join(process.cmdline())[:120]}" for process in self.processes()]
+        """Fails when a tagged process or new shared memory is left after `seconds`."""
+        assert_nothing_left(self.processes, self._shared, seconds)
 
 
 @contextmanager
 def process_snapshot() -> Iterator[ProcessSnapshot]:
-    """Tags every process that is started inside; kills what is left at the end, so that no other test meets it."""
+    """Tags the processes that are started in the context, and kills those that are left at its end."""
     before = os.environ.get(TAG)
-    trace = ProcessSnapshot()
-    os.environ[TAG] = trace.tag
+    snapshot = ProcessSnapshot()
+    os.environ[TAG] = snapshot.tag
     try:
-        yield trace
+        yield snapshot
     finally:
         if before is None:
             del os.environ[TAG]
         else:
             os.environ[TAG] = before
-        for process in trace.processes():
+        for process in snapshot.processes():
             process.kill()
 
 
-def wait_until(condition: Callable[[], object], seconds: float, what: Callable[[], str]) -> None:
-    """Returns when `condition` holds; fails with `what()` when it does not in time."""
+def tagged_processes(variable: str, tag: str) -> list[psutil.Process]:
+    """Living processes that have `tag` in the environment variable `variable`, except zombies and this process."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        try:
+            alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
+            if alive and process.environ().get(variable) == tag:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def assert_nothing_left(
+    processes: Callable[[], list[psutil.Process]], shared_memory_before: set[str], seconds: float
+) -> None:
+    """Fails when processes or new shared-memory segments of mvllm are left after `seconds`.
+
+    Args:
+        processes: Lists the processes that must end.
+        shared_memory_before: What `shared_memory` returned at the start.
+    """
+    wait_until(
+        lambda: not processes(), seconds, lambda: f"processes are left: {[process.info for process in processes()]}"
+    )
+    left = {name for name in shared_memory() - shared_memory_before if "mvllm" in name}
+    assert not left, f"shared memory is left: {sorted(left)}"
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
+    """Returns when `condition` holds; fails with `what` when it does not hold within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what()}"
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.05)
 
 
 def shared_memory() -> set[str]:
-    """Names of this user's pieces of shared memory."""
-    folder = Path("/dev/shm")  # noqa: S108  (looked at, not written)
+    """Names of this user's shared-memory segments."""
+    folder = Path("/dev/shm")  # noqa: S108  (read, not written)
     found = set()
     for path in folder.iterdir() if folder.is_dir() else ():
         try:

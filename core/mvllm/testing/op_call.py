@@ -1,4 +1,4 @@
-"""What one call of one operation is, and what its cases are made of."""
+"""Test calls of operations: facts and arguments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class OpCall:
     """One call of one operation.
 
     Attributes:
-        op: Its name.
-        facts: As a layer states them.
+        op: Name of the operation.
+        facts: The facts that a layer gives to `supports`.
         make: Makes the arguments, on the host.
-        weight: Position of the weight that a provider's `prepare` takes, or positions of all that it takes, or None.
+        weight: Position of the weight argument that a provider's `prepare` takes, positions of several, or None.
     """
 
     op: str
@@ -33,5 +33,5 @@ class OpCall:
 
 
 def random_tensor(dtype: torch.dtype, *shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    """Normally distributed; the same for the same arguments."""
+    """Normally distributed values; equal arguments give equal tensors."""
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)

@@ -1,8 +1,9 @@
-"""Cases for every operation of the catalogue: facts, arguments, and what an exact computation gives."""
+"""Test cases for every operation: facts, arguments and exact results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,60 +25,50 @@ def op_calls(op: str, dtype: str) -> Iterator[OpCall]:
     yield from _MAKERS.get(op, _activations)(op, torch_dtype(dtype))
 
 
-def exact(trial: OpCall) -> Any:
-    """The reference on float64 arguments."""
-    if trial.op == "quantized_linear":
-        return exact_quantized(*trial.make())
-    if trial.op == "quantized_linear_silu_and_mul":
-        return SCHEMAS["silu_and_mul"].reference(exact_quantized(*trial.make()))
-    if trial.op == "float8_linear":
-        return exact_float8(*trial.make())
-    arguments = [_wide(argument) for argument in trial.make()]
-    if trial.op in ("moe", "clamped_moe"):
-        place = list(SCHEMAS[trial.op].parameters).index("expert_weights")
-        arguments[place] = arguments[place].float()  # in float32 whatever the compute dtype
-    return SCHEMAS[trial.op].reference(*arguments)
+def exact(case: OpCall) -> Any:
+    """The result of the reference for float64 arguments."""
+    if case.op == "quantized_linear":
+        return exact_quantized(*case.make())
+    if case.op == "quantized_linear_silu_and_mul":
+        return SCHEMAS["silu_and_mul"].reference(exact_quantized(*case.make()))
+    if case.op == "float8_linear":
+        return exact_float8(*case.make())
+    arguments = [_as_float64(argument) for argument in case.make()]
+    if case.op in ("moe", "clamped_moe"):
+        index = list(SCHEMAS[case.op].parameters).index("expert_weights")
+        arguments[index] = arguments[index].float()  # float32 for every compute dtype
+    return SCHEMAS[case.op].reference(*arguments)
 
 
 def tolerance(dtype: str) -> float:
-    """Difference allowed, relative to the largest value of the result: a few roundings to the dtype."""
+    """Allowed difference relative to the largest value of the result: a few roundings to the dtype."""
     return {"float32": 2e-5}.get(dtype, 4 * torch.finfo(torch_dtype(dtype)).eps)
 
 
-def _wide(argument: Any) -> Any:
+def _as_float64(argument: Any) -> Any:
     return argument.double() if isinstance(argument, torch.Tensor) and argument.is_floating_point() else argument
 
 
 def _linear(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
-    for rows in ROWS:
-        for in_features, out_features in ((64, 96), (128, 320), (96, 33)):
+    gated = op == "linear_silu_and_mul"
+    sizes = ((64, 96), (128, 160), (96, 33)) if gated else ((64, 96), (128, 320), (96, 33))
+    for rows in (*ROWS, 200) if gated else ROWS:
+        for in_features, size in sizes:
             for bias in (False, True):
-                yield OpCall(
-                    op,
-                    {"in_features": in_features, "out_features": out_features, "bias": bias},
-                    lambda rows=rows, i=in_features, o=out_features, bias=bias: (  # type: ignore[misc]
-                        random_tensor(dtype, rows, i),
-                        random_tensor(dtype, o, i, seed=1, scale=i**-0.5),
-                        random_tensor(dtype, o, seed=2) if bias else None,
-                    ),
-                    weight=1,
-                )
+                facts = {"in_features": in_features, "size" if gated else "out_features": size, "bias": bias}
+                out_features = 2 * size if gated else size
+                make = partial(_linear_arguments, dtype, rows, in_features, out_features, bias)
+                yield OpCall(op, facts, make, weight=1)
 
 
-def _gated_linear(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
-    for rows in (*ROWS, 200):
-        for in_features, size in ((64, 96), (128, 160), (96, 33)):
-            for bias in (False, True):
-                yield OpCall(
-                    op,
-                    {"in_features": in_features, "size": size, "bias": bias},
-                    lambda rows=rows, i=in_features, o=2 * size, bias=bias: (  # type: ignore[misc]
-                        random_tensor(dtype, rows, i),
-                        random_tensor(dtype, o, i, seed=1, scale=i**-0.5),
-                        random_tensor(dtype, o, seed=2) if bias else None,
-                    ),
-                    weight=1,
-                )
+def _linear_arguments(
+    dtype: torch.dtype, rows: int, in_features: int, out_features: int, bias: bool
+) -> tuple[Any, ...]:
+    return (
+        random_tensor(dtype, rows, in_features),
+        random_tensor(dtype, out_features, in_features, seed=1, scale=in_features**-0.5),
+        random_tensor(dtype, out_features, seed=2) if bias else None,
+    )
 
 
 def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
@@ -92,7 +83,7 @@ def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
                 ),
                 weight=1,
             )
-            yield OpCall(  # a band of the table, and ids on either side of it
+            yield OpCall(  # a vocabulary shard, and ids outside of it
                 op,
                 {"num_embeddings": 20, "embedding_dim": 64},
                 lambda rows=rows, ids=ids: (  # type: ignore[misc]
@@ -107,48 +98,33 @@ def _embedding(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
 def _norms(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
         for size in (64, 100, 768):
+            facts = {"hidden_size": size}
             if op == "rms_norm":
-                yield OpCall(
-                    op,
-                    {"hidden_size": size},
-                    lambda rows=rows, size=size: (
-                        random_tensor(dtype, rows, size),
-                        random_tensor(dtype, size, seed=1),
-                        1e-5,
-                    ),  # type: ignore[misc]
-                )
-                yield OpCall(  # of heads, as a view of a fused projection
-                    op,
-                    {"hidden_size": size},
-                    lambda rows=rows, size=size: (  # type: ignore[misc]
-                        random_tensor(dtype, rows, 3 * size)[:, size:].view(rows, 2, size),
-                        random_tensor(dtype, size, seed=1),
-                        1e-5,
-                    ),
-                )
+                yield OpCall(op, facts, partial(_rms_norm_arguments, dtype, rows, size))
+                yield OpCall(op, facts, partial(_rms_norm_arguments, dtype, rows, size, of_heads=True))
             elif op == "fused_add_rms_norm":
-                yield OpCall(
-                    op,
-                    {"hidden_size": size},
-                    lambda rows=rows, size=size: (  # type: ignore[misc]
-                        random_tensor(dtype, rows, size),
-                        random_tensor(dtype, rows, size, seed=3),
-                        random_tensor(dtype, size, seed=1),
-                        1e-5,
-                    ),
-                )
+                yield OpCall(op, facts, partial(_rms_norm_arguments, dtype, rows, size, residual=True))
             else:
                 for affine in (False, True):
-                    yield OpCall(
-                        op,
-                        {"hidden_size": size, "affine": affine},
-                        lambda rows=rows, size=size, affine=affine: (  # type: ignore[misc]
-                            random_tensor(dtype, rows, size),
-                            random_tensor(dtype, size, seed=1) if affine else None,
-                            random_tensor(dtype, size, seed=2) if affine else None,
-                            1e-5,
-                        ),
-                    )
+                    make = partial(_layer_norm_arguments, dtype, rows, size, affine)
+                    yield OpCall(op, {**facts, "affine": affine}, make)
+
+
+def _rms_norm_arguments(
+    dtype: torch.dtype, rows: int, size: int, *, residual: bool = False, of_heads: bool = False
+) -> tuple[Any, ...]:
+    """Arguments of an RMS norm; with `of_heads` the input is a strided view of a fused projection."""
+    if of_heads:
+        x = random_tensor(dtype, rows, 3 * size)[:, size:].view(rows, 2, size)
+    else:
+        x = random_tensor(dtype, rows, size)
+    residuals = (random_tensor(dtype, rows, size, seed=3),) if residual else ()
+    return (x, *residuals, random_tensor(dtype, size, seed=1), 1e-5)
+
+
+def _layer_norm_arguments(dtype: torch.dtype, rows: int, size: int, affine: bool) -> tuple[Any, ...]:
+    weights = (random_tensor(dtype, size, seed=1), random_tensor(dtype, size, seed=2)) if affine else (None, None)
+    return (random_tensor(dtype, rows, size), *weights, 1e-5)
 
 
 def _rotary(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
@@ -174,24 +150,29 @@ def _rotary_arguments(dtype: torch.dtype, head_size: int, rotary_dim: int, index
 
 
 def _moe(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
+    facts = {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32}
+    clamped = op == "clamped_moe"
     for rows in ROWS:
-        yield OpCall(
-            op,
-            {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32},
-            lambda rows=rows: (  # type: ignore[misc]
-                random_tensor(dtype, rows, 64),
-                random_tensor(dtype, 4, 64, 64, seed=1, scale=0.12),
-                random_tensor(dtype, 4, 64, 32, seed=2, scale=0.17),
-                torch.stack([(torch.arange(rows) + k) % 4 for k in (0, 1)], dim=1),
-                torch.softmax(random_tensor(torch.float32, rows, 2, seed=3), dim=-1),
-            ),
-            weight=(1, 2),
-        )
+        yield OpCall(op, facts, partial(_moe_arguments, dtype, rows, clamped), weight=(1, 3) if clamped else (1, 2))
+
+
+def _moe_arguments(dtype: torch.dtype, rows: int, clamped: bool) -> tuple[Any, ...]:
+    gate_up = random_tensor(dtype, 4, 64, 64, seed=1, scale=0.12)
+    down = random_tensor(dtype, 4, 64, 32, seed=2, scale=0.17)
+    biases = random_tensor(dtype, 4, 64, seed=4), random_tensor(dtype, 4, 64, seed=5)
+    weights = (gate_up, biases[0], down, biases[1]) if clamped else (gate_up, down)
+    return (
+        random_tensor(dtype, rows, 64),
+        *weights,
+        torch.stack([(torch.arange(rows) + k) % 4 for k in (0, 1)], dim=1),
+        torch.softmax(random_tensor(torch.float32, rows, 2, seed=3), dim=-1),
+        *((1.702, 1.5) if clamped else ()),  # alpha, and a limit that these inputs reach
+    )
 
 
 def _add_lora(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
-        # Three slots, of which one is not used; one matrix, and three side by side, of which two share a block.
+        # Three slots, one of them unused; one output band, and three bands of which two share a block.
         for bands in (((0, 96, 0),), ((0, 48, 0), (48, 80, 1), (80, 96, 1))):
             blocks = 1 + max(block for _, _, block in bands)
             yield OpCall(
@@ -212,34 +193,14 @@ def _lora_arguments(
     )
     if rows < 3:
         return (*matrices, None, ((2, 0, rows),), bands)
-    odd, even = torch.arange(1, rows, 2), torch.arange(0, rows - 1, 2)  # and the last one has no adapter
+    odd, even = torch.arange(1, rows, 2), torch.arange(0, rows - 1, 2)  # the last row has no adapter
     segments = ((2, 0, len(odd)), (0, len(odd), len(odd) + len(even)))
     return (*matrices, torch.cat((odd, even)), segments, bands)
 
 
-def _clamped_moe(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
-    for rows in ROWS:
-        yield OpCall(
-            op,
-            {"num_experts": 4, "top_k": 2, "hidden_size": 64, "intermediate_size": 32},
-            lambda rows=rows: (  # type: ignore[misc]
-                random_tensor(dtype, rows, 64),
-                random_tensor(dtype, 4, 64, 64, seed=1, scale=0.12),
-                random_tensor(dtype, 4, 64, seed=4),
-                random_tensor(dtype, 4, 64, 32, seed=2, scale=0.17),
-                random_tensor(dtype, 4, 64, seed=5),
-                torch.stack([(torch.arange(rows) + k) % 4 for k in (0, 1)], dim=1),
-                torch.softmax(random_tensor(torch.float32, rows, 2, seed=3), dim=-1),
-                1.702,
-                1.5,  # within reach of these inputs
-            ),
-            weight=(1, 3),
-        )
-
-
 def _argmax(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
-        for size in (5, 64, 200):  # distinct small integers: which of equal elements is taken is left open
+        for size in (5, 64, 200):  # distinct small integers: the index of equal maxima is undefined
             yield OpCall(
                 op,
                 {"size": size},
@@ -269,7 +230,7 @@ def _filtered_draw(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
 
 
 def _draw_arguments(rows: int, size: int) -> tuple[Any, ...]:
-    """Rows of all kinds, with numbers that are nowhere near the boundary of another token."""
+    """Rows with all settings of _DRAWS, and random numbers that are not near the boundary between two tokens."""
     generator = torch.Generator().manual_seed(size)
     temperature, min_p, top_k, top_p = (
         torch.tensor([size if value is None else value for value in column])
@@ -277,15 +238,15 @@ def _draw_arguments(rows: int, size: int) -> tuple[Any, ...]:
     )
     logits = random_tensor(torch.float32, rows, size, seed=rows, scale=2)
     logits[:, 5] = -torch.inf
-    peaks, gap, k = logits.amax(dim=1), temperature * min_p.log(), top_k.long()
+    row_max, gap, k = logits.amax(dim=1), temperature * min_p.log(), top_k.long()
     uniforms = torch.rand(2, rows, generator=generator) * 0.999
 
     def draws(sign: int, other: int) -> torch.Tensor:
-        """The tokens in float64, with every number that decides moved a little."""
+        """The tokens in float64 after small changes of all thresholds."""
         coarse, fine = (uniforms.double() + 1e-4 * torch.tensor([[sign], [other]])).clamp(min=0)
         moved_gap, moved_p = gap.double() - 1e-4 * sign, (top_p.double() + 1e-5 * sign).clamp(max=1.0)
-        wide = logits.double(), peaks.double(), (1 / temperature).double()
-        return filtered_draw(*wide, moved_gap, k, moved_p, coarse, fine, draw_block(size))
+        inputs = logits.double(), row_max.double(), (1 / temperature).double()
+        return filtered_draw(*inputs, moved_gap, k, moved_p, coarse, fine, draw_block(size))
 
     for _ in range(100):
         tokens = torch.stack([draws(sign, other) for sign in (-1, 1) for other in (-1, 1)])
@@ -293,7 +254,7 @@ def _draw_arguments(rows: int, size: int) -> tuple[Any, ...]:
         if not unclear.any():
             break
         uniforms[:, unclear] = torch.rand(2, int(unclear.sum()), generator=generator) * 0.999
-    return logits, peaks, 1 / temperature, gap, k, top_p, *uniforms, draw_block(size)
+    return logits, row_max, 1 / temperature, gap, k, top_p, *uniforms, draw_block(size)
 
 
 def _activations(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
@@ -312,14 +273,14 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "quantized_linear": quantized_linear_cases,
     "quantized_linear_silu_and_mul": quantized_linear_cases,
     "float8_linear": float8_linear_cases,
-    "linear_silu_and_mul": _gated_linear,
+    "linear_silu_and_mul": _linear,
     "embedding": _embedding,
     "rms_norm": _norms,
     "fused_add_rms_norm": _norms,
     "layer_norm": _norms,
     "rotary_embedding": _rotary,
     "moe": _moe,
-    "clamped_moe": _clamped_moe,
+    "clamped_moe": _moe,
     "argmax": _argmax,
     "filtered_draw": _filtered_draw,
     "add_lora": _add_lora,

@@ -1,4 +1,4 @@
-"""The platform under test, as far as it can be had: a plugin that does not load still has clauses to fail."""
+"""The platform under test. It exists even if its plugin cannot be loaded, whose clauses then fail."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PlatformUnderTest:
     """A platform, by name.
 
     Attributes:
-        name: What users type.
-        without_device: Only what needs no device is examined, whether the probe finds one or not.
-        environment: This process' variables before it had probed anything.
+        name: The platform's name.
+        without_device: Test only clauses that need no device, even if the probe finds one.
+        environment: The environment variables of this process before the first probe.
     """
 
     name: str
@@ -31,7 +31,7 @@ class PlatformUnderTest:
 
     @functools.cached_property
     def candidate(self) -> Candidate | None:
-        """What discovery found under the name; None when there is no such plugin."""
+        """The discovered plugin; None if there is none with the name."""
         found = discover(only=self.name)
         return found[0] if found else None
 
@@ -40,7 +40,7 @@ class PlatformUnderTest:
         """The platform object.
 
         Raises:
-            PlatformError, ContractError: It cannot be had.
+            PlatformError, ContractError: The platform cannot be loaded.
         """
         if self.name not in self._cache:
             chosen = choose_platform(self.name, available_only=not self.without_device)
@@ -49,7 +49,7 @@ class PlatformUnderTest:
 
     @functools.cached_property
     def error(self) -> str:
-        """Why there is no platform object; empty when there is one."""
+        """Why the platform cannot be loaded; empty if it can."""
         try:
             call_checked(self.platform, "capabilities", returns=Capabilities)
         except (PlatformError, ContractError) as e:
@@ -58,25 +58,25 @@ class PlatformUnderTest:
 
     @functools.cached_property
     def capabilities(self) -> Capabilities:
-        """What the platform claims. One that cannot be had claims the least, and every test says why it fails."""
+        """The claimed capabilities; a minimal set if the platform cannot be loaded."""
         if self.error:
             return Capabilities(dtypes=("float32",), kv_dtypes=("float32",))
         return self.platform.capabilities
 
     @property
     def contract(self) -> tuple[int, int] | None:
-        """The contract version that the plugin was written against, where that is known."""
+        """The contract version of the plugin, if known."""
         spec = self.candidate.spec if self.candidate else None
         return spec.contract if spec else None
 
     @property
     def num_devices(self) -> int:
-        """Devices that the probe saw."""
+        """Number of devices that the probe found."""
         probe = self.candidate.probe if self.candidate else None
         return len(probe.devices) if probe else 0
 
     def describe(self) -> report.Subject:
-        """For the report."""
+        """The platform's entry in the report."""
         candidate = self.candidate
         if candidate is None:
             return report.Subject(self.name)
@@ -96,10 +96,10 @@ class PlatformUnderTest:
 
 
 def find_platform_under_test(name: str | None, without_device: bool = False) -> PlatformUnderTest:
-    """The platform asked for, or the only one there is.
+    """The platform with a name, or the only available one.
 
     Raises:
-        MvllmError: Nobody said which, and it is not obvious.
+        PlatformError: No name is given, and there is not exactly one available platform.
     """
     if name is not None:
         return PlatformUnderTest(name, without_device)
@@ -107,7 +107,7 @@ def find_platform_under_test(name: str | None, without_device: bool = False) -> 
     try:
         return PlatformUnderTest(choose_platform().source.name, without_device, environment)
     except MvllmError as e:
-        raise PlatformError(f"Say which platform to examine with --mvllm-platform NAME. {e}") from e
+        raise PlatformError(f"Name the platform to test with --mvllm-platform NAME. {e}") from e
 
 
 def _text(value: object) -> str:

@@ -1,12 +1,12 @@
-"""Makes pytest understand the suite: which platform, which clauses are due, what came of them.
+"""The pytest plugin of the conformance suite: selects tests by platform and clauses, and writes the report.
 
-Opt-in: `pytest -p mvllm.testing.plugin ...`, or `from mvllm.testing.plugin import *` in a conftest.py. Tests without a
-clause are left alone, so it may stand beside a vendor's own.
+Opt-in: `pytest -p mvllm.testing.plugin ...`, or `from mvllm.testing.plugin import *` in a conftest.py. It does not
+affect tests without a clause, so a vendor's own tests can run in the same session.
 
     collection   tests ──clause of another contract version──> skipped, not applicable
-                       ──capability not claimed─────────────> skipped; its refusal is tested instead
+                       ──capability not claimed─────────────> skipped; refusal tests run instead
                        ──waived─────────────────────────────> expected to fail
-    end          outcomes ──> table, JSON report, badge; a waiver that nothing needed fails the run
+    end          outcomes ──> table, JSON report, badge; an unneeded waiver fails the run
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ if TYPE_CHECKING:
     from mvllm.plugin_api import DeviceRuntime
     from mvllm.testing.zoo import Zoo
 
-# Failures show values also where the tests are imported into a file of the vendor's own.
+# Shows values in failures also if a vendor's file imports the tests.
 pytest.register_assert_rewrite("mvllm.testing.suite", "mvllm.testing.zoo", "mvllm.testing.leftover_processes")
 
 PROPERTY = "mvllm-conformance"
-"""Under this name a test's report carries its clauses, also from a worker of xdist."""
+"""Key of the user property with a test's clauses; it survives the way from a worker of xdist."""
 
-OPENING = frozenset({"bound_device", "free_device"})
-"""Fixtures of tests that open the device, or leave it to a process of theirs."""
+DEVICE_FIXTURES = frozenset({"bound_device", "free_device"})
+"""Fixtures of tests that open the device, in this process or another."""
 
 
 class SessionState:
-    """What this plugin remembers between pytest's calls."""
+    """The plugin's state in a pytest session: options, platform, waivers and outcomes."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._platform_under_test: PlatformUnderTest | None = None
         self._waivers: list[Waiver] | None = None
         self.outcomes: dict[str, Outcome] = {}
-        self.left_out: Counter[str] = Counter()
-        """Tests that were not due, by why."""
+        self.deselected: Counter[str] = Counter()
+        """Number of deselected tests by reason."""
 
     def option(self, name: str) -> Any:
         return self._config.getoption(f"mvllm_{name}", default=None)
@@ -77,7 +77,7 @@ class SessionState:
 
     @property
     def only(self) -> tuple[str, ...]:
-        """Families and clauses that the run is limited to."""
+        """Families and clauses to which the run is limited."""
         return tuple(part.strip().upper() for part in (self.option("only") or "").split(",") if part.strip())
 
     @property
@@ -103,7 +103,7 @@ class SessionState:
         )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Takes in one phase of one test; of a worker of xdist as well."""
+        """Records the report of one phase of a test, also from a worker of xdist."""
         found, facts = report, dict(report.user_properties).get(PROPERTY)
         if not isinstance(facts, dict):
             return
@@ -134,7 +134,7 @@ def _fixtures(item: pytest.Item) -> Sequence[str]:
 
 
 def _name(nodeid: str) -> str:
-    """A test's own name, whatever file it was imported into."""
+    """The name of a test without its file, which may be a vendor's."""
     return nodeid.partition("::")[2]
 
 
@@ -146,26 +146,26 @@ def _selection(config: pytest.Config, flag: str) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options, all of them beginning with --mvllm."""
+    """Adds the options, which all begin with --mvllm."""
     group = parser.getgroup("mvllm", "mvllm conformance")
     add = group.addoption
-    add("--mvllm-platform", metavar="NAME", help="The platform to examine. Default: the only available one.")
+    add("--mvllm-platform", metavar="NAME", help="The platform to test. Default: the only available one.")
     add("--mvllm-report", metavar="PATH", help="Write a JSON report, and a badge (SVG) beside it.")
     add("--mvllm-waivers", metavar="PATH", help="Known exceptions, with reasons and links (TOML).")
-    add("--mvllm-only", metavar="IDS", help="Families or clauses to examine, for instance ATT,COM-03.")
-    add("--mvllm-without-device", action="store_true", default=None, help="Examine only what opens no device.")
-    add("--mvllm-quick", action="store_true", default=None, help="Thin out the grids. Proves no conformance.")
+    add("--mvllm-only", metavar="IDS", help="Families or clauses to test, for instance ATT,COM-03.")
+    add("--mvllm-without-device", action="store_true", default=None, help="Test only clauses that need no device.")
+    add("--mvllm-quick", action="store_true", default=None, help="Run fewer cases of each grid. Proves no conformance.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declares the markers, and refuses wrong options before anything runs."""
-    config.addinivalue_line("markers", f"{MARKER}(*ids, needs=None, refusal=False): the clauses that a test stands for")
+    """Registers the markers and validates the options."""
+    config.addinivalue_line("markers", f"{MARKER}(*ids, needs=None, refusal=False): the clauses that a test covers")
     config.addinivalue_line("markers", f"{EXHAUSTIVE_MARKER}: left out by --mvllm-quick")
     run = _run(config)
     unknown = [part for part in run.only if part not in CLAUSES and part not in FAMILIES]
     if unknown:
         raise pytest.UsageError(
-            f"--mvllm-only: there is no {', '.join(unknown)}. Families: {', '.join(FAMILIES)}; "
+            f"--mvllm-only: unknown {', '.join(unknown)}. Families: {', '.join(FAMILIES)}; "
             "`mvllm conformance --clauses` lists the clauses."
         )
     _ = run.waivers
@@ -173,36 +173,36 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs `claimed_dtype` through the compute dtypes that the platform claims."""
+    """Parametrizes `claimed_dtype` with the compute dtypes that the platform claims."""
     if "claimed_dtype" in metafunc.fixturenames:
         metafunc.parametrize("claimed_dtype", _run(metafunc.config).platform_under_test.capabilities.dtypes)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Decides which tests are due, and gives each its clauses to carry."""
+    """Deselects and skips tests, and attaches the clauses to the others."""
     run = _run(config)
-    due: list[pytest.Item] = []
-    left_out: list[pytest.Item] = []
+    selected: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
     for item in items:
         marker = item.get_closest_marker(MARKER)
         why = "" if marker is None else _deselection_reason(item, marker, run)
-        (left_out if why else due).append(item)
+        (deselected if why else selected).append(item)
         if why:
-            run.left_out[why] += 1
+            run.deselected[why] += 1
         elif marker is not None:
             _prepare(item, marker, run)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = due
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = selected
 
 
-def _asked(marker: pytest.Mark, run: SessionState) -> list[str]:
-    """A test's clauses, those that the run is limited to."""
+def _selected_clauses(marker: pytest.Mark, run: SessionState) -> list[str]:
+    """The clauses of a test that the run includes."""
     return [i for i in marker.args if not run.only or i in run.only or i[:3] in run.only]
 
 
 def _unclaimed(marker: pytest.Mark, run: SessionState) -> list[str]:
-    """Capabilities that a test needs and the platform does not claim."""
+    """Capabilities that a test needs and that the platform does not claim."""
     wanted = {marker.kwargs.get("needs"), *(CLAUSES[i].needs for i in marker.args)} - {None}
     if run.platform_under_test.error:
         return []
@@ -210,19 +210,19 @@ def _unclaimed(marker: pytest.Mark, run: SessionState) -> list[str]:
 
 
 def _deselection_reason(item: pytest.Item, marker: pytest.Mark, run: SessionState) -> str:
-    """Why a test is not collected; empty where it is."""
-    if not _asked(marker, run):
-        return "of clauses that --only leaves out"
+    """Why a test is deselected; empty if it is selected."""
+    if not _selected_clauses(marker, run):
+        return "of clauses that --only excludes"
     if run.quick and item.get_closest_marker(EXHAUSTIVE_MARKER):
-        return "that only a run without --quick has"
+        return "that --quick excludes"
     if marker.kwargs.get("refusal") and not _unclaimed(marker, run):
-        return "that expect a refusal of what this platform claims"
+        return "that expect the refusal of a capability that the platform claims"
     return ""
 
 
 def _prepare(item: pytest.Item, marker: pytest.Mark, run: SessionState) -> None:
-    """Gives a test that is due its clauses to carry, and says whether it is to be skipped or to fail."""
-    ids, unclaimed = _asked(marker, run), _unclaimed(marker, run)
+    """Attaches the clauses to a selected test, and marks it as skipped or as expected to fail."""
+    ids, unclaimed = _selected_clauses(marker, run), _unclaimed(marker, run)
     platform_under_test = run.platform_under_test
     refusal = bool(marker.kwargs.get("refusal"))
     contract = platform_under_test.contract
@@ -234,7 +234,9 @@ def _prepare(item: pytest.Item, marker: pytest.Mark, run: SessionState) -> None:
         ids = applicable or ids
     if unclaimed and not refusal:
         item.add_marker(pytest.mark.skip(reason=NOT_CLAIMED + ", ".join(unclaimed)))
-    elif run.without_device and (not DEVICE_FREE.issuperset(marker.args) or OPENING.intersection(_fixtures(item))):
+    elif run.without_device and (
+        not DEVICE_FREE.issuperset(marker.args) or DEVICE_FIXTURES.intersection(_fixtures(item))
+    ):
         item.add_marker(pytest.mark.skip(reason=NOT_RUN + WITHOUT_DEVICE))
     waiver = next((w for w in run.waivers if w.covers(ids, _name(item.nodeid))), None)
     if waiver is not None:
@@ -244,9 +246,9 @@ def _prepare(item: pytest.Item, marker: pytest.Mark, run: SessionState) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int | pytest.ExitCode) -> None:
-    """Fails a run whose waivers are not needed any more, and writes the report."""
+    """Fails the run if a waiver is unneeded, and writes the report."""
     config = session.config
-    if hasattr(config, "workerinput"):  # a worker of xdist: its reports travel to the one that writes
+    if hasattr(config, "workerinput"):  # a worker of xdist: the controller writes the report
         return
     run = _run(config)
     if not run.outcomes:
@@ -259,7 +261,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int | pytest.ExitC
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The table of clauses that were asked for, how many tests were not due and why, and the verdict."""
+    """Prints the table of clauses, the number of deselected tests by reason, and the verdict."""
     run = _run(config)
     if not run.outcomes:
         return
@@ -267,16 +269,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("mvllm conformance")
     terminalreporter.write_line(report.table())
     for waiver in report.unneeded_waivers():
-        terminalreporter.write_line(f"FAILED: a waiver that nothing needs any more: {waiver}")
-    for why, count in run.left_out.items():
-        terminalreporter.write_line(f"left out: {count} tests {why}")
+        terminalreporter.write_line(f"FAILED: unneeded waiver: {waiver}")
+    for why, count in run.deselected.items():
+        terminalreporter.write_line(f"deselected: {count} tests {why}")
     terminalreporter.write_line(report.verdict())
     if path := run.option("report"):
         terminalreporter.write_line(f"report: {path}")
 
 
 def _outcome_of_phase(found: pytest.TestReport, *, refusal: bool) -> tuple[Status | None, str]:
-    """What one phase of a test means; None when it means nothing yet."""
+    """Status and reason after one phase of a test; None if the phase decides nothing."""
     if hasattr(found, "wasxfail"):
         if found.outcome == "skipped":
             return Status.WAIVED, str(found.wasxfail)
@@ -302,7 +304,7 @@ def _outcome_of_phase(found: pytest.TestReport, *, refusal: bool) -> tuple[Statu
 
 @pytest.fixture(scope="session")
 def subject(request: pytest.FixtureRequest) -> PlatformUnderTest:
-    """The platform under test. Fails, with the reason, when it cannot be had."""
+    """The platform under test. Fails with the reason if it cannot be loaded."""
     platform_under_test = _run(request.config).platform_under_test
     if platform_under_test.error:
         pytest.fail(platform_under_test.error, pytrace=False)
@@ -311,19 +313,19 @@ def subject(request: pytest.FixtureRequest) -> PlatformUnderTest:
 
 @pytest.fixture(scope="session")
 def platform_under_test(request: pytest.FixtureRequest) -> PlatformUnderTest:
-    """The same, whether it can be had or not: for clauses about plugins that do not load."""
+    """The platform under test, which may be impossible to load."""
     return _run(request.config).platform_under_test
 
 
 class DeviceHolder:
-    """Opens the device when a test wants it, and lets go of it before an engine in this process wants it too."""
+    """Opens the device for tests, and releases it before an engine in this process opens it."""
 
     def __init__(self, platform_under_test: PlatformUnderTest) -> None:
         self._platform_under_test = platform_under_test
         self._runtime: DeviceRuntime | None = None
 
     def open(self) -> DeviceRuntime:
-        """The bound device."""
+        """Binds the device, or returns the bound one."""
         from mvllm.plugin_api import WorkerContext
 
         if self._runtime is None:
@@ -332,7 +334,7 @@ class DeviceHolder:
         return self._runtime
 
     def close(self) -> None:
-        """Releases it. Idempotent."""
+        """Releases the device. Idempotent."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             with enter_phase(Phase.WORKER):
@@ -341,7 +343,7 @@ class DeviceHolder:
 
 @pytest.fixture(scope="session")
 def device_holder(subject: PlatformUnderTest) -> Iterator[DeviceHolder]:
-    """The one that may have the device open in this process."""
+    """The holder of this process's device."""
     holder = DeviceHolder(subject)
     yield holder
     holder.close()
@@ -349,7 +351,7 @@ def device_holder(subject: PlatformUnderTest) -> Iterator[DeviceHolder]:
 
 @pytest.fixture
 def bound_device(device_holder: DeviceHolder) -> Iterator[DeviceRuntime]:
-    """The device, bound to this process; the test is in the phase `worker`."""
+    """The device, bound to this process; the test runs in the phase `worker`."""
     runtime = device_holder.open()
     with enter_phase(Phase.WORKER):
         yield runtime
@@ -357,13 +359,13 @@ def bound_device(device_holder: DeviceHolder) -> Iterator[DeviceRuntime]:
 
 @pytest.fixture
 def free_device(device_holder: DeviceHolder) -> None:
-    """Nothing in this process has the device open: an engine or a worker may."""
+    """Releases the device of this process, so that an engine or a worker can open it."""
     device_holder.close()
 
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    """Tiny checkpoints and what the oracle makes of them."""
+    """Tiny checkpoints and their oracle."""
     from mvllm.testing.zoo import Zoo
 
     return Zoo(tmp_path_factory.mktemp("mvllm-zoo"))

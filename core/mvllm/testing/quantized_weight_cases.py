@@ -1,4 +1,4 @@
-"""Cases of products with weights that are not floats: small integers, and 8-bit floats."""
+"""Test cases of linear operations with integer and 8-bit float weights."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _QUANTIZED = (  # bits, group_size (None for a row), symmetric, int8_activations
 
 
 def quantized_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
-    """Of `quantized_linear`, or with the gated activation behind it."""
+    """Cases of `quantized_linear` or `quantized_linear_silu_and_mul`."""
     for rows in ROWS:
-        for in_features, out_features in ((64, 96), (384, 320), (80, 33)):  # groups that do not fit, rows that do not
+        for in_features, out_features in ((64, 96), (384, 320), (80, 33)):  # sizes that groups do not divide
             for bits, group_size, symmetric, int8_activations in _QUANTIZED:
                 gated = op == "quantized_linear_silu_and_mul"
                 facts = {
@@ -52,8 +52,10 @@ def quantized_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
 
 
 def _inputs_far_from_ties(dtype: torch.dtype, rows: int, size: int) -> torch.Tensor:
-    """Rows whose largest magnitude is 127 times a power of two, and whose other values are nowhere near the middle of
-    two multiples of it: rounding to int8 has one right answer, however its scale is computed. Exact in 8 bits.
+    """Inputs whose rounding to int8 has one correct result, however the scale is computed.
+
+    The largest magnitude of a row is 127 times a power of two, and no value is near the middle of two multiples of that
+    power.
     """
     generator = torch.Generator().manual_seed(0)
     whole = torch.randint(-31, 32, (rows, size), generator=generator)
@@ -84,7 +86,7 @@ def _quantized_weight(facts: dict[str, Any], out_features: int) -> QuantizedWeig
 
 
 def exact_quantized(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """The definition in float64."""
+    """The exact result, in float64."""
     groups = torch.arange(weight.shape[1]) // weight.group_size
     values = weight.values.double()
     if weight.zero_points is not None:
@@ -101,7 +103,7 @@ _FLOAT8: tuple[tuple[int | None, int | None, Float8Inputs], ...] = (  # block_ro
     (None, None, "dynamic"),
     (None, None, "static"),
     (1, None, "dynamic"),
-    (40, None, "static"),  # matrices of their own, one below the other
+    (40, None, "static"),  # several matrices, one below the other
     (1, None, "floats"),
     (32, 32, "dynamic"),
     (128, 128, "dynamic"),
@@ -110,9 +112,9 @@ _FLOAT8: tuple[tuple[int | None, int | None, Float8Inputs], ...] = (  # block_ro
 
 
 def float8_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
-    """Of `float8_linear`, with inputs that rounding leaves alone."""
+    """Cases of `float8_linear`, with inputs that are exact in 8 bits."""
     for rows in ROWS:
-        for in_features, out_features in ((64, 96), (384, 320), (80, 33)):  # blocks that do not fit, rows that do not
+        for in_features, out_features in ((64, 96), (384, 320), (80, 33)):  # sizes that blocks do not divide
             for block_rows, block_columns, inputs in _FLOAT8:
                 facts = {
                     "in_features": in_features,
@@ -135,7 +137,7 @@ def float8_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
 
 
 def _inputs_of_any_float8(dtype: torch.dtype, rows: int, facts: dict[str, Any]) -> torch.Tensor:
-    """Powers of two, which stay what they are in any 8-bit float, whatever its range and however scales are found."""
+    """Inputs that are exact in every 8-bit float format: powers of two."""
     shape = rows, facts["in_features"]
     if facts["inputs"] == "floats":
         return random_tensor(dtype, *shape)
@@ -158,7 +160,7 @@ def _float8_weight(facts: dict[str, Any]) -> Float8Weight:
 
 
 def exact_float8(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """The definition in float64, of inputs that rounding leaves alone."""
+    """The exact result in float64, for inputs that are exact in 8 bits."""
     scales = weight.scales.double()
     for dim, size in enumerate((weight.block_rows, weight.block_columns)):
         scales = scales.index_select(dim, torch.arange(weight.shape[dim]) // size)

@@ -1,7 +1,7 @@
-"""Worker processes without an engine: each binds a device, meets the others, and tries what it is told.
+"""Starts worker processes without an engine: each binds a device, joins a group, and runs checks.
 
 run_ranks(platform_under_test, 2, ["all_reduce"]) ──> python -m mvllm.testing._rank_process, twice, as its topology says
-                                      <── a line per thing tried: {"did": "all_reduce", "error": "", "digest": "..."}
+                                      <── a line per check: {"did": "all_reduce", "error": "", "digest": "..."}
 """
 
 from __future__ import annotations
@@ -20,82 +20,78 @@ from typing import Any
 from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import LaunchTopology, ParallelConfig
 from mvllm.testing.platform_under_test import PlatformUnderTest
-
-ANSWER_PREFIX = "@mvllm-rank "
-"""Begins a line that is meant for us: device libraries print too."""
+from mvllm.testing.subprocess_checks import child_environment, read_answers
 
 TIMEOUT_SECONDS = 300.0
 
 
 @dataclass
 class RankResult:
-    """What one rank said.
+    """The results of one rank.
 
     Attributes:
-        answers: By what was tried: `error` (empty when all is well), where it makes sense `digest`, and of `bind` the
-            `device`.
-        status: Exit status; None when it had to be killed.
-        output: Everything it printed.
+        answers: By check: `error` (empty if it passed), `digest` of the results, and for `bind` the `device`.
+        status: Exit status; None if the process was killed after the timeout.
+        output: All output of the process.
     """
 
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     status: int | None = None
     output: str = ""
 
-    def error_of(self, what: str) -> str:
-        """Why `what` went wrong; empty when it did not."""
-        if what in self.answers:
-            return str(self.answers[what]["error"])
-        ended = "had to be killed" if self.status is None else f"ended with status {self.status}"
-        reached = next(reversed(self.answers), "nothing")
-        return f"it {ended} before {what}; it had done {reached}. Its output:\n{self.output[-2000:]}"
+    def error_of(self, check: str) -> str:
+        """Why a check failed; empty if it passed."""
+        if check in self.answers:
+            return str(self.answers[check]["error"])
+        ended = "was killed after the timeout" if self.status is None else f"ended with status {self.status}"
+        last = next(reversed(self.answers), "none")
+        return f"the process {ended} before {check}; last check: {last}. Its output:\n{self.output[-2000:]}"
 
 
 def topology_of(platform_under_test: PlatformUnderTest, parallel: ParallelConfig) -> LaunchTopology:
-    """The platform's answer."""
+    """The platform's launch topology."""
     with enter_phase(Phase.ENGINE):
         return platform_under_test.platform.topology(parallel)
 
 
 def parallel_config(tensor: int = 1, pipeline: int = 1) -> ParallelConfig:
-    """Of so many ranks."""
+    """A ParallelConfig with the given sizes."""
     return ParallelConfig(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
 
 
 def run_ranks(
     platform_under_test: PlatformUnderTest,
     world_size: int,
-    what: list[str],
+    checks: list[str],
     *,
     local_ranks: list[int] | None = None,
     num_devices: int = 1,
     parallel: ParallelConfig | None = None,
     checkpoint: Path | None = None,
 ) -> list[RankResult]:
-    """Starts the ranks of one world and returns what they say, in rank order.
+    """Starts the ranks of one group and returns their results, in rank order.
 
     Args:
-        world_size: Ranks.
-        what: What each tries, in this order; names of `_rank.TRIALS`.
-        local_ranks: Start these ranks only, each on its own: they meet nobody.
-        num_devices: Devices that each drives.
-        parallel: The engine whose workers they are; None for one that is tensor-parallel over all their devices.
-        checkpoint: A folder, for those that load one.
+        world_size: Number of ranks.
+        checks: Names of checks in `_rank_process`, in order.
+        local_ranks: Start these ranks only, without a group.
+        num_devices: Devices of each rank.
+        parallel: Configuration of the engine; None for tensor parallelism over all devices.
+        checkpoint: Model folder for checks that load one.
     """
     topology = topology_of(platform_under_test, parallel or parallel_config(tensor=world_size * num_devices))
-    meeting = None if local_ranks is not None or world_size == 1 else f"tcp://127.0.0.1:{_free_port()}"
+    init_method = None if local_ranks is not None or world_size == 1 else f"tcp://127.0.0.1:{_free_port()}"
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(world_size) if local_ranks is None else local_ranks:
             variables = topology.env_per_worker[rank] if topology.env_per_worker else {}
-            env = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
             order = {
                 "platform": platform_under_test.name,
                 "rank": rank,
                 "world_size": world_size,
-                "init_method": meeting,
+                "init_method": init_method,
                 "dtypes": platform_under_test.capabilities.dtypes,
-                "what": what,
+                "checks": checks,
                 "num_devices": num_devices,
                 "checkpoint": str(checkpoint or ""),
             }
@@ -103,7 +99,7 @@ def run_ranks(
             with output.open("wb") as sink:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "mvllm.testing._rank_process", json.dumps(order)],
-                    env=env,
+                    env=child_environment({**os.environ, **variables}),
                     stdin=subprocess.DEVNULL,
                     stdout=sink,
                     stderr=subprocess.STDOUT,
@@ -123,10 +119,7 @@ def _collect(started: list[tuple[subprocess.Popen[bytes], Path]]) -> list[RankRe
                 for other, _ in started:
                     other.kill()
             result.output = output.read_text(encoding="utf-8", errors="replace")
-            for line in result.output.splitlines():
-                if line.startswith(ANSWER_PREFIX):
-                    answer = json.loads(line.removeprefix(ANSWER_PREFIX))
-                    result.answers[answer["did"]] = answer
+            result.answers = {answer["did"]: answer for answer in read_answers(result.output)}
             results.append(result)
     finally:
         for process, _ in started:
@@ -136,20 +129,20 @@ def _collect(started: list[tuple[subprocess.Popen[bytes], Path]]) -> list[RankRe
 
 
 def run_on_multiple_devices(
-    platform_under_test: PlatformUnderTest, what: str, num_devices: int = 2, checkpoint: Path | None = None
+    platform_under_test: PlatformUnderTest, check: str, num_devices: int = 2, checkpoint: Path | None = None
 ) -> RankResult:
-    """A worker that drives so many devices, having bound them and tried one thing of `_rank.MULTI_DEVICE_CHECKS`."""
-    [result] = run_ranks(platform_under_test, 1, ["bind", what], num_devices=num_devices, checkpoint=checkpoint)
+    """Runs one check of `_rank_process.MULTI_DEVICE_CHECKS` in a worker that drives `num_devices` devices."""
+    [result] = run_ranks(platform_under_test, 1, ["bind", check], num_devices=num_devices, checkpoint=checkpoint)
     return result
 
 
 def why_not_devices(platform_under_test: PlatformUnderTest, count: int) -> str:
-    """Why one worker does not drive `count` devices on this platform; empty when it does."""
+    """Why one worker does not drive `count` devices on this platform; empty if it does."""
     topology = topology_of(platform_under_test, parallel_config(tensor=count))
     if topology.num_workers > 1:
         return f"{count} tensor-parallel ranks are {topology.num_workers} workers of its topology"
     if platform_under_test.platform.worker_class() is not None:
-        return "it has a worker class of its own, which spreads what it likes"
+        return "the platform has its own worker class, which distributes tensors itself"
     return ""
 
 
@@ -157,10 +150,10 @@ _KNOWN: dict[tuple[str, int, int], str] = {}
 
 
 def why_not_ranks(platform_under_test: PlatformUnderTest, tensor: int = 1, pipeline: int = 1) -> str:
-    """Why the workers of an engine of so many ranks cannot run side by side on this machine; empty when they can.
+    """Why an engine with so many ranks cannot run on this machine; empty if it can.
 
-    Where the probe saw that many devices they must run, and nothing is asked. Elsewhere the last of them tries to bind
-    its devices: platforms may put several workers on one.
+    If the probe found enough devices, the engine must run. Otherwise the last rank tries to bind its devices, since
+    platforms may place several workers on one device.
     """
     if tensor * pipeline <= max(1, platform_under_test.num_devices):
         return ""
@@ -173,13 +166,13 @@ def why_not_ranks(platform_under_test: PlatformUnderTest, tensor: int = 1, pipel
             platform_under_test, count, ["bind"], local_ranks=[count - 1], num_devices=each, parallel=parallel
         )
         error = last.error_of("bind")
-        _KNOWN[key] = f"{count} workers need devices that are not here: {error}" if error else ""
+        _KNOWN[key] = f"{count} workers need more devices than this machine has: {error}" if error else ""
     return _KNOWN[key]
 
 
 @functools.cache
 def run_collectives(name: str, world_size: int) -> tuple[RankResult, ...]:
-    """What the ranks of a world say about everything in `_rank.TRIALS`; asked once in a process."""
+    """Results of all checks in `_rank_process.CHECKS` for a group of `world_size` ranks; cached."""
     from mvllm.testing._rank_process import CHECKS
 
     return tuple(run_ranks(PlatformUnderTest(name), world_size, list(CHECKS)))

@@ -1,4 +1,4 @@
-"""What a run found: clause by clause, as a table, as JSON, and as a badge.
+"""Reports of conformance runs: a table, JSON, Markdown and a badge.
 
 test outcomes ──add──> Report ──> table()      for the terminal
                               ──> as_json()    for machines; `from_json` reads it back
@@ -21,28 +21,28 @@ from mvllm.testing.clauses import CLAUSES, FAMILIES, Clause
 from mvllm.testing.waivers import Waiver
 
 SCHEMA = 1
-"""Version of the JSON report's layout."""
+"""Version of the JSON report's format."""
 
 REFUSED = "refused, as it should be"
-"""Reason of a test that was run because something is not claimed, and found the refusal that there should be."""
+"""Reason of a passed refusal test, which runs because a capability is not claimed."""
 
 WITHOUT_DEVICE = "without a device"
-"""Among what a run was limited to: only clauses whose subject opens no device were examined."""
+"""Entry of `Report.only` for runs that test only clauses which need no device."""
 
 
 class Status(Enum):
-    """Of a test, and of a clause."""
+    """The status of a test or a clause."""
 
     PASSED = "passed"
     FAILED = "failed"
     WAIVED = "waived"
-    """It fails, and a waiver says so."""
+    """It failed, and a waiver covers it."""
     NOT_CLAIMED = "not claimed"
-    """The platform does not claim the capability, and the engine refuses or does without."""
+    """The platform does not claim the capability, and the engine refuses its use or works without it."""
     NOT_APPLICABLE = "not applicable"
-    """The clause is newer than the contract that the plugin was written against."""
+    """The clause is newer than the plugin's contract version."""
     NOT_RUN = "not run"
-    """It could not be tried here (too few devices, say), was left out, or has no test that was run."""
+    """It could not run on this machine (for instance, too few devices) or was deselected."""
 
 
 _WORST_FIRST = (Status.FAILED, Status.WAIVED, Status.PASSED, Status.NOT_CLAIMED, Status.NOT_APPLICABLE, Status.NOT_RUN)
@@ -50,13 +50,13 @@ _WORST_FIRST = (Status.FAILED, Status.WAIVED, Status.PASSED, Status.NOT_CLAIMED,
 
 @dataclass(frozen=True)
 class Outcome:
-    """One test.
+    """The outcome of one test.
 
     Attributes:
-        test: Its name.
-        clauses: The clauses it stands for.
-        status: How it ended. A refusal that is as it should be is NOT_CLAIMED.
-        seconds: How long it took.
+        test: Name of the test.
+        clauses: Ids of the clauses that it covers.
+        status: Its status; NOT_CLAIMED for a passed refusal test.
+        seconds: Its duration.
         reason: Why it failed, was waived or was not run; one line.
     """
 
@@ -69,7 +69,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Subject:
-    """What was examined. Everything as text, since it comes from other people's packages."""
+    """The tested platform, plugin and devices, as text."""
 
     platform: str
     distribution: str = ""
@@ -82,15 +82,15 @@ class Subject:
 
 @dataclass
 class Report:
-    """All that a run has to say.
+    """The result of a run.
 
     Attributes:
         subject: Platform, plugin and devices.
-        core_version, core_contract: Of this mvllm.
-        outcomes: The tests.
-        waivers: The waivers that were given.
-        only: The families or clauses that the run was limited to; empty for all.
-        quick: Whether the grids were thinned out.
+        core_version, core_contract: Versions of this mvllm and its contract.
+        outcomes: The outcomes of all tests.
+        waivers: The waivers of the run.
+        only: Families, clauses or other selections to which the run was limited; empty for all.
+        quick: Whether the run left out cases of the grids.
     """
 
     subject: Subject
@@ -102,12 +102,12 @@ class Report:
     quick: bool = False
 
     def status(self, clause: Clause) -> Status:
-        """Of one clause: the worst of its tests; a refusal alone makes no pass."""
+        """The status of a clause: the worst status of its tests."""
         found = {outcome.status for outcome in self.outcomes if clause.id in outcome.clauses}
         return next((status for status in _WORST_FIRST if status in found), Status.NOT_RUN)
 
     def unneeded_waivers(self) -> list[Waiver]:
-        """Those that excused no failure, though tests that they cover were run."""
+        """Waivers without a failed test, although tests that they cover have run."""
         needed = []
         for waiver in self.waivers:
             covered = [o for o in self.outcomes if waiver.covers(o.clauses, o.test)]
@@ -118,7 +118,7 @@ class Report:
 
     @property
     def conformant(self) -> bool:
-        """Whether nothing failed, everything was asked, and no waiver is stale. Waived clauses do not spoil it."""
+        """Whether the run was complete, no test failed, and no waiver is unneeded. Waived clauses are allowed."""
         return not (self.only or self.quick) and not self.failures and not self.unneeded_waivers()
 
     @property
@@ -127,19 +127,19 @@ class Report:
         return [outcome for outcome in self.outcomes if outcome.status is Status.FAILED]
 
     def counts(self) -> Counter[Status]:
-        """Clauses by status."""
+        """Number of clauses by status."""
         return Counter(self.status(clause) for clause in CLAUSES.values())
 
     def verdict(self) -> str:
-        """One line."""
+        """A summary of one line."""
         counts = self.counts()
         parts = ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
         return f"platform {self.subject.platform}: {parts} (of {len(CLAUSES)} clauses)"
 
-    # --- shapes
+    # --- formats
 
     def table(self) -> str:
-        """For the terminal: a line per clause."""
+        """The report for a terminal: a line per clause."""
         lines = []
         asked = {part for part in self.only if part in CLAUSES or part in FAMILIES}
         for family, title in FAMILIES.items():
@@ -156,7 +156,7 @@ class Report:
         return "\n".join(lines)
 
     def markdown(self) -> str:
-        """For a page: a row per clause, with its sentence."""
+        """The report as Markdown: a row per clause, with its sentence."""
         subject, devices = self.subject, Counter(self.subject.devices)
         head = [
             f"Platform `{subject.platform}`: {subject.distribution} {subject.version}, contract {subject.contract}, "
@@ -177,7 +177,7 @@ class Report:
         return "\n".join([*head, *rows, "", self.verdict() + ".", *(["", *waived] if waived else [])]) + "\n"
 
     def as_json(self) -> str:
-        """The report of docs/how-to/conformance.md, as text."""
+        """The JSON report that docs/how-to/conformance.md describes."""
         clauses = {}
         for clause in CLAUSES.values():
             tests, seconds = self._effort(clause)
@@ -232,7 +232,7 @@ class Report:
         return json.dumps(content, indent=1) + "\n"
 
     def badge(self) -> str:
-        """An SVG: the contract on the left, the verdict on the right."""
+        """An SVG badge: the contract version on the left, the verdict on the right."""
         counts = self.counts()
         if self.failures or self.unneeded_waivers():
             verdict, colour = f"{max(1, counts[Status.FAILED])} failed", "#c0392b"
@@ -254,13 +254,13 @@ class Report:
         )
 
     def write(self, path: Path) -> None:
-        """Writes the JSON report, and the badge beside it with the ending `.svg`."""
+        """Writes the JSON report to `path`, and the badge to the same name with the suffix `.svg`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.as_json(), encoding="utf-8")
         path.with_suffix(".svg").write_text(self.badge(), encoding="utf-8")
 
     def _effort(self, clause: Clause) -> tuple[int, float]:
-        """How many tests really ran for a clause, and for how long."""
+        """Number and total seconds of the tests that ran for a clause."""
         ran = [
             o
             for o in self.outcomes
@@ -280,10 +280,10 @@ class Report:
 
 
 def from_json(path: Path) -> Report:
-    """A report that was written before.
+    """Reads a JSON report.
 
     Raises:
-        ConfigError: The file cannot be read, or is none.
+        ConfigError: The file cannot be read, or is not a report.
     """
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -313,7 +313,7 @@ def from_json(path: Path) -> Report:
     except (OSError, ValueError, KeyError, TypeError) as e:
         if isinstance(e, ConfigError):
             raise
-        raise ConfigError(f"{path} is no conformance report: {type(e).__name__}: {e}") from e
+        raise ConfigError(f"{path} is not a conformance report: {type(e).__name__}: {e}") from e
 
 
 def _of(family: str) -> list[Clause]:

@@ -1,4 +1,4 @@
-"""Runs the suite for those who need not know pytest."""
+"""Runs the conformance suite with pytest, for `mvllm conformance`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NEEDED = ("pytest", "torch")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is to be run.
+    """Options of a run.
 
     Attributes:
         platform: The platform's name; None for the only available one.
-        report: Where the JSON report goes.
-        waivers: The file of waivers.
+        report: File for the JSON report.
+        waivers: File with the waivers.
         only: Families or clauses, separated by commas.
-        quick: Thin out the grids.
-        further: Arguments for pytest.
-        without_device: Examine only what opens no device.
+        quick: Run fewer cases of each grid.
+        pytest_arguments: Additional arguments for pytest.
+        without_device: Test only clauses that need no device.
     """
 
     platform: str | None = None
@@ -34,17 +34,17 @@ class Settings:
     waivers: Path | None = None
     only: str | None = None
     quick: bool = False
-    further: Sequence[str] = ()
+    pytest_arguments: Sequence[str] = ()
     without_device: bool = False
 
 
 def arguments(settings: Settings) -> list[str]:
-    """pytest's arguments for a run that takes nothing from the folder that it is started in."""
+    """pytest's arguments. The run uses no pytest configuration of the current folder."""
     here = Path(__file__).parent
     found = [
         *("-c", str(here / "pytest.ini")),
         *("--rootdir", str(here / "suite")),
-        "--noconftest",  # pytest would take one of this folder, or of a folder of tests in it
+        "--noconftest",  # else pytest loads those of the current folder
         *("-p", "no:cacheprovider"),
         *("-p", PLUGIN),
         *("--pyargs", SUITE),
@@ -54,14 +54,14 @@ def arguments(settings: Settings) -> list[str]:
         if value is not None:
             found += [f"--mvllm-{name}", str(value if name in ("platform", "only") else Path(value).absolute())]
     flags = {"--mvllm-quick": settings.quick, "--mvllm-without-device": settings.without_device}
-    return [*found, *(flag for flag, given in flags.items() if given), *settings.further]
+    return [*found, *(flag for flag, given in flags.items() if given), *settings.pytest_arguments]
 
 
 def run(settings: Settings) -> int:
-    """Runs the suite; returns 0 when nothing failed.
+    """Runs the suite; returns pytest's exit status, 0 if no test failed.
 
     Raises:
-        ConfigError: What the suite needs is not installed.
+        ConfigError: pytest or torch is not installed.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -69,7 +69,7 @@ def run(settings: Settings) -> int:
             f"The conformance suite needs {' and '.join(missing)}. Run: pip install 'mvllm[testing]'"
             + (" and the torch of your platform's package" if "torch" in missing else "")
         )
-    # Checkpoints are made here, and nothing is looked up.
+    # The suite makes its checkpoints itself and needs no network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import pytest

@@ -1,4 +1,4 @@
-"""Comparisons of tensors that say what differs, and where."""
+"""Tensor comparisons whose messages name the differing elements."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def assert_equal(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-    """Fails where two tensors of the host differ in shape, dtype or any bit of their values.
+    """Fails if two host tensors differ in shape, dtype or values.
 
     Raises:
-        AssertionError: `what`, and the first place that differs.
+        AssertionError: Names `what` and the first differing element.
     """
     for name in ("shape", "dtype"):
         one, other = getattr(found, name), getattr(wanted, name)
@@ -20,25 +20,24 @@ def assert_equal(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, allowed: float | torch.Tensor, what: str) -> None:
-    """Fails where two tensors of the host differ by `allowed` or more (of one element, if it is a tensor), or are not
-    finite.
+    """Fails if two host tensors differ by `allowed` or more (per element, if it is a tensor), or are not finite.
 
     Raises:
-        AssertionError: `what`, and the place that is furthest off.
+        AssertionError: Names `what` and the element with the largest error.
     """
     assert found.shape == wanted.shape, f"{what}: the shape is {tuple(found.shape)}, not {tuple(wanted.shape)}"
     off = torch.where(torch.isfinite(found), (found.double() - wanted.double()).abs() / allowed, torch.inf)
     if not off.numel() or float(off.max()) < 1:
         return
-    place = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
-    limit = float(allowed if isinstance(allowed, float) else allowed[place])
+    index = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
+    limit = float(allowed if isinstance(allowed, float) else allowed[index])
     raise AssertionError(
-        f"{what}: {float(found[place]):.6g} at {list(place)}, {float(wanted[place]):.6g} expected (allowed difference "
+        f"{what}: {float(found[index]):.6g} at {list(index)}, {float(wanted[index]):.6g} expected (allowed difference "
         f"{limit:.2g}); {int((off >= 1).sum())} of {off.numel()} elements differ"
     )
 
 
 def _first(different: torch.Tensor, found: torch.Tensor, wanted: torch.Tensor) -> str:
-    place = tuple(different.nonzero()[0].tolist())
+    index = tuple(different.nonzero()[0].tolist())
     number = f"{int(different.sum())} of {different.numel()} elements differ"
-    return f"{found[place].item()} at {list(place)}, {wanted[place].item()} expected; {number}"
+    return f"{found[index].item()} at {list(index)}, {wanted[index].item()} expected; {number}"

@@ -1,14 +1,14 @@
-"""Waivers: what a platform is known not to keep, said in public, with a reason and a link.
+"""Waivers: known violations of clauses, each with a reason and a link.
 
     [[waiver]]
     clause = "ATT-07"
-    cases = "*float16*"                       # optional: which of the clause's tests; default all
+    cases = "*float16*"                       # optional pattern of test names; default all
     reason = "half precision sums overflow before driver 5.2"
     link = "https://example.com/acme/issues/17"
     expires = 2027-03-31                      # optional
 
-A waiver is strict. One that has expired, names no clause, or lacks its reason or link ends the run before it begins;
-one that nothing needs any more (no test that it covers fails) fails the run at its end.
+Waivers are strict. An expired or invalid waiver prevents the run; a waiver that is no longer needed, because none of
+the tests that it covers fails, makes the run fail.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _KEYS = frozenset({"clause", "cases", "reason", "link", "expires"})
 
 @dataclass(frozen=True)
 class Waiver:
-    """One exception.
+    """One waiver.
 
     Attributes:
         clause: The clause's id.
-        reason: Why the platform does not keep it.
-        link: Where that is tracked, `https://...` or `http://...`.
-        cases: Pattern for the names of the tests it covers, as in `test_x[float16-...]`.
-        expires: Last day on which it is accepted.
+        reason: Why the platform violates the clause.
+        link: URL of an issue, `https://...` or `http://...`.
+        cases: Pattern of the names of covered tests, as in `test_x[float16-...]`.
+        expires: Last day on which the waiver is valid.
     """
 
     clause: str
@@ -44,7 +44,7 @@ class Waiver:
     expires: datetime.date | None = None
 
     def covers(self, clause_ids: list[str], test: str) -> bool:
-        """Whether it excuses a test of that name."""
+        """Whether the waiver covers a test of these clauses."""
         return self.clause in clause_ids and fnmatchcase(test, self.cases)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
     """The waivers of a file.
 
     Raises:
-        ConfigError: The file cannot be read, or a waiver is not acceptable; every one that is not is named.
+        ConfigError: The file cannot be read, or waivers are invalid; the message names all of them.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -67,15 +67,15 @@ def read_waivers(path: Path, today: datetime.date) -> list[Waiver]:
         raise ConfigError(f"{path} may hold [[waiver]] tables and nothing else, found {', '.join(sorted(content))}.")
     problems = [f"  waiver {i}: {problem}" for i, entry in enumerate(entries, 1) for problem in _problems(entry, today)]
     if problems:
-        raise ConfigError(f"Waivers in {path} are not acceptable:\n" + "\n".join(problems))
+        raise ConfigError(f"Waivers in {path} are invalid:\n" + "\n".join(problems))
     return [Waiver(**entry) for entry in entries]
 
 
 def _problems(entry: dict[str, object], today: datetime.date) -> list[str]:
-    found = [f"there is no key {key!r} (there are {', '.join(sorted(_KEYS))})" for key in sorted(entry.keys() - _KEYS)]
+    found = [f"unknown key {key!r} (keys: {', '.join(sorted(_KEYS))})" for key in sorted(entry.keys() - _KEYS)]
     clause, expires = entry.get("clause"), entry.get("expires")
     if clause not in CLAUSES:
-        found.append(f"there is no clause {clause!r}; `mvllm conformance --clauses` lists them")
+        found.append(f"unknown clause {clause!r}; `mvllm conformance --clauses` lists the clauses")
     for key in ("reason", "cases"):
         if (key == "reason" or key in entry) and not (isinstance(text := entry.get(key), str) and text.strip()):
             found.append(f"{clause} has no {key}")
@@ -86,6 +86,6 @@ def _problems(entry: dict[str, object], today: datetime.date) -> list[str]:
         found.append(f"expires must be a date like 2027-03-31, found {expires!r}")
     elif expires is not None and expires < today:
         found.append(
-            f"{clause} was waived until {expires}, which is over: mend the platform, or renew it with a reason"
+            f"the waiver of {clause} expired on {expires}: fix the platform, or renew the waiver with a reason"
         )
     return found

@@ -1,15 +1,13 @@
-"""Tiny checkpoints with random weights, one for each family of models, and what transformers makes of them.
+"""Tiny checkpoints with random weights, one per model family, and their expected outputs from transformers.
 
-transformers in float32 on the host, one prompt at a time, is the oracle. Prompts are chosen so that no greedy token of
-theirs is near a tie: another order of a sum cannot change one, another mask or angle does.
+The oracle is transformers in float32 on the host, one prompt at a time. Prompts are chosen so that no greedy token is
+near a tie: another order of summation cannot change a token, a wrong mask or rotary angle does.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +24,12 @@ VOCAB_SIZE = 320
 NUM_TOKENS = 16
 MAX_LEN = 640
 CLEAR = 0.01
-"""Logits by which the greedy token of every position of a prompt leads."""
+"""Minimum difference between the largest and the second largest logit at each generated position."""
 TIE = {"float32": 0.0, "float16": 0.1, "bfloat16": 0.6}
-"""How far a generated token's logit, as the oracle computes it, may lie below the largest, by dtype: what rounding
-every intermediate result of three layers to the dtype makes of logits whose spread is about 3. 1.0 for other dtypes."""
+"""Allowed difference between the largest logit and that of the generated token, by dtype, with the oracle's logits. It
+is the effect of rounding the intermediate results of three layers, for logits with a spread of 3. Default: 1.0."""
 LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 0.06, "bfloat16": 0.4}
-"""The same for log-probabilities of given tokens."""
+"""Allowed difference of log-probabilities, by dtype."""
 
 LENGTHS = (1, 7, 16, 33, 48, 90)
 _SIZES: dict[str, Any] = {
@@ -69,7 +67,7 @@ FAMILIES = tuple(_FAMILIES)
 
 @dataclass(frozen=True)
 class Oracle:
-    """What transformers makes of some prompts.
+    """Prompts and their greedy continuations from transformers.
 
     Attributes:
         folder: The checkpoint.
@@ -83,10 +81,10 @@ class Oracle:
 
 
 class Zoo:
-    """The checkpoints of one session, made when they are asked for.
+    """The checkpoints of one session, created on first use.
 
     Args:
-        folder: Where they are kept.
+        folder: Folder for the checkpoints.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,7 +109,7 @@ class Zoo:
 
     @torch.inference_mode()
     def logits(self, family: str, token_ids: list[int]) -> torch.Tensor:
-        """float32 [tokens, vocabulary]: what the oracle says after each of the tokens."""
+        """The oracle's logits after each token: float32 [tokens, vocabulary]."""
         found: torch.Tensor = self._model(family)(torch.tensor([token_ids])).logits[0].float()
         return found
 
@@ -131,7 +129,7 @@ class Zoo:
 
     @torch.inference_mode()
     def _generate(self, family: str, prompt: list[int], num_tokens: int) -> tuple[list[int], float]:
-        """Greedy tokens, and the smallest lead that one of them had."""
+        """Greedy tokens, and the smallest difference between the two largest logits."""
         model, tokens, lead = self._model(family), [], math.inf
         ids, past = torch.tensor([prompt]), None
         for _ in range(num_tokens):
@@ -159,40 +157,50 @@ class Zoo:
 
 @torch.no_grad()
 def draw_weights(model: Any, seed: int = 0) -> None:
-    """Random weights under which attention is peaked and logits are spread."""
+    """Fills a model with random weights; see `draw_weight`."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name or ".ln_" in name:
-            noise = 1 + 0.2 * noise if name.endswith("weight") else 0.05 * noise
-        elif parameter.dim() == 1:
-            noise = 0.3 * noise
-        elif any(part in name for part in ("embed_positions", "wpe")):
-            noise = 0.8 * noise
-        elif any(part in name for part in ("embed_tokens", "wte")):
-            noise = 0.2 * noise
-        else:
-            transposed = any(part in name for part in ("c_attn", "c_proj", "c_fc"))
-            noise = noise * (1.4 / math.sqrt(parameter.shape[0 if transposed else 1]))
-        parameter.copy_(noise)
+        parameter.copy_(draw_weight(name, parameter.shape, generator))
 
 
-# ---------------------------------------------------------------------------------------------------- engines beside it
+def draw_weight(
+    name: str, shape: torch.Size, generator: torch.Generator, *, embedding_scale: float = 0.2
+) -> torch.Tensor:
+    """A random weight under which attention is peaked and logits are spread; float32.
+
+    Args:
+        name: Name of the parameter in transformers' model; it decides the scale.
+        embedding_scale: Standard deviation of token embeddings.
+    """
+    noise = torch.randn(shape, generator=generator)
+    if "norm" in name or ".ln_" in name:
+        return 1 + 0.2 * noise if name.endswith("weight") else 0.05 * noise
+    if len(shape) == 1:
+        return 0.3 * noise
+    if any(part in name for part in ("embed_positions", "wpe")):
+        return 0.8 * noise
+    if any(part in name for part in ("embed_tokens", "wte", "word_embeddings")):
+        return embedding_scale * noise
+    is_transposed = any(part in name for part in ("c_attn", "c_proj", "c_fc"))
+    return noise * (1.4 / math.sqrt(shape[0 if is_transposed else 1]))
+
+
+# -------------------------------------------------------------------------------------------- engines with the platform
 
 
 def main_dtype(capabilities: Capabilities) -> str:
-    """float32 where it is claimed, since tokens are exact then; else the platform's favourite."""
+    """float32 if it is claimed, since tokens are exact then; else the platform's first dtype."""
     return "float32" if "float32" in capabilities.dtypes else capabilities.dtypes[0]
 
 
 def tie_of(capabilities: Capabilities, dtype: str) -> float:
-    """How far below the largest a token's logit may lie, when computing in `dtype`."""
+    """Allowed difference between the largest logit and a token's, for a compute dtype and its KV cache dtype."""
     stored = dtype if dtype in capabilities.kv_dtypes else (*capabilities.kv_dtypes, dtype)[0]
     return max(TIE.get(dtype, 1.0), TIE.get(stored, 1.0))
 
 
 def make_llm(platform_under_test: PlatformUnderTest, folder: Path, **settings: Any) -> LLM:
-    """An engine on the platform under test."""
+    """An engine on the platform under test; a context manager that closes it."""
     defaults: dict[str, Any] = {
         "platform": platform_under_test.name,
         "dtype": main_dtype(platform_under_test.capabilities),
@@ -207,13 +215,6 @@ def make_llm(platform_under_test: PlatformUnderTest, folder: Path, **settings: A
     return LLM(str(folder), **(defaults | settings))
 
 
-@contextmanager
-def engine(platform_under_test: PlatformUnderTest, folder: Path, **settings: Any) -> Iterator[LLM]:
-    """The same, closed at the end."""
-    with make_llm(platform_under_test, folder, **settings) as llm:
-        yield llm
-
-
 def generate(llm: LLM, prompts: list[list[int]], **settings: Any) -> list[Any]:
     """Greedy continuations of NUM_TOKENS tokens."""
     params = SamplingParams(
@@ -224,9 +225,10 @@ def generate(llm: LLM, prompts: list[list[int]], **settings: Any) -> list[Any]:
 
 
 def assert_tokens(zoo: Zoo, family: str, expected: Oracle, outputs: list[Any], tie: float) -> None:
-    """Fails unless the outputs are the oracle's: exactly, or, where `tie` is not 0, up to ties.
+    """Fails unless the outputs equal the oracle's, or, if `tie` is not 0, equal them up to ties.
 
-    Up to ties: each token's logit, after the tokens that really stand before it, is within `tie` of the largest.
+    Up to ties means that the oracle's logit of each token, after the generated tokens before it, is within `tie` of the
+    largest logit.
     """
     assert len(outputs) == len(expected.prompts)
     for prompt, wanted, output in zip(expected.prompts, expected.tokens, outputs, strict=True):

@@ -121,7 +121,7 @@ def test_fields_that_a_route_does_not_know_are_reported(client: httpx.Client, pl
 
 def test_the_chat_template_selects_the_parser_of_calls(client: httpx.Client, plugged: ServerProcess) -> None:
     """It has nothing to do with plugins; this server has a template that shows a format."""
-    assert "Tool call parser hermes, as the chat template shows" in plugged.log
+    assert "Tool call parser hermes, detected from the chat template" in plugged.log
     ask = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL], "max_tokens": 2}
     assert client.post("/v1/chat/completions", json=ask).status_code == 200
 

@@ -35,8 +35,8 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path) ->
     ("arguments", "says"),
     [
         (["demo", "--host", "no.such.host.invalid"], "no address to listen on"),
-        ([], "Name one model"),
-        (["demo", "--model", "another"], "two models are named"),
+        ([], "No model is given"),
+        (["demo", "--model", "another"], "two models are given"),
         (["demo", "--api-key", ""], "is empty"),
         (["demo", "--chat-template", "/no/such/file"], "cannot be read"),
         (["/no/such/model"], "/no/such/model"),

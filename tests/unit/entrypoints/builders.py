@@ -1,4 +1,4 @@
-"""An LLM whose engine core answers with tokens that the test has chosen."""
+"""An LLM with a scripted engine core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANSWER = TOKENIZER.encode(ANSWER_TEXT)
 
 
 def save_model_folder(folder: Path, chat_template: str | None = TEMPLATE) -> str:
-    """Writes a folder with everything but weights."""
+    """Writes a model folder without weights."""
     save_tokenizer(folder, chat_template=chat_template)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -34,7 +34,7 @@ def save_model_folder(folder: Path, chat_template: str | None = TEMPLATE) -> str
 
 
 def use_fake_engine(monkeypatch, answer: Answer = lambda request: ANSWER) -> list[FakeClient]:
-    """From now on engines get a FakeClient; the list collects them."""
+    """Makes new engines use a FakeClient; the returned list collects the clients."""
     clients: list[FakeClient] = []
 
     def make_client(config, chosen, meanwhile=lambda config: None):
@@ -48,5 +48,5 @@ def use_fake_engine(monkeypatch, answer: Answer = lambda request: ANSWER) -> lis
 
 
 def echo(request):
-    """An answer that repeats the prompt, to tell requests apart."""
+    """A response that repeats the prompt, to distinguish requests."""
     return list(request.prompt_token_ids)

@@ -1,4 +1,4 @@
-"""A server of the OpenAI API that says what the test has written for it, over real sockets."""
+"""An OpenAI-compatible HTTP server with scripted responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass
 class Request:
-    """What a client sent."""
+    """A received request."""
 
     path: str
     headers: dict[str, str]
@@ -23,7 +23,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """What to say, and when.
+    """A scripted response.
 
     Attributes:
         parts: Bytes to send, seconds to wait, or something to await.
@@ -47,13 +47,13 @@ def completion(text: str, finish_reason: str | None = None) -> bytes:
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> bytes:
-    """The chunk that tells how many tokens there were."""
+    """The chunk with the token counts."""
     return event(choices=[], usage={"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens})
 
 
 @dataclass
 class SSEServer:
-    """Answers every POST as `script` says; runs in a thread, between `with` and its end.
+    """Responds to every POST with the answer of `script`. A context manager; runs in a thread.
 
     Attributes:
         script: From a request, and its place among all requests, to the answer.
@@ -103,7 +103,7 @@ class SSEServer:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answers one request; returns whether the connection goes on."""
+        """Responds to one request; returns whether the connection stays open."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         method, path, _ = head[0].split()
         headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:] if line)}

@@ -1,4 +1,4 @@
-"""The parts of `mvllm bench` on their own: figures, arrivals, requests; and the benchmarks of an engine here."""
+"""Parts of `mvllm bench`: metrics, arrival times, datasets, offline and startup benchmarks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TestFigures:
         RequestResult(10.5, 0.0, 0.4, [], prompt_tokens=9, error="broken"),
     )
 
-    def test_each_is_what_its_name_says(self):
+    def test_each_metric_has_its_value(self):
         result = calculate_metrics(self.TRACES, 2.0, percentiles=[50, 99], goodput={"ttft": 150, "tpot": 100.1})
         expected = {
             "duration": 2.0,
@@ -56,34 +56,34 @@ class TestFigures:
         for name, value in expected.items():
             assert result[name] == pytest.approx(value), name
 
-    def test_nothing_that_came_gives_zeros(self):
+    def test_metrics_without_results_are_zero(self):
         result = calculate_metrics(self.TRACES[2:], 0.0)
         assert (result["completed"], result["failed"], result["p99_e2el_ms"], result["max_output_tokens_per_s"]) == (
             0, 1, 0, 0,
         )  # fmt: skip
         assert result["request_goodput"] is None
 
-    def test_percentiles_lie_between_values_as_everywhere(self):
+    def test_percentiles_are_interpolated(self):
         values = np.random.default_rng(0).random(37).tolist()
         for p in (0, 1, 50, 99, 99.9, 100):
             assert interpolated_percentile(values, p) == pytest.approx(np.percentile(values, p))
 
 
 class TestArrivals:
-    def test_all_at_once_or_spread_over_the_time_that_the_rate_asks_for(self):
+    def test_arrival_times_follow_the_request_rate(self):
         assert request_arrival_times(3, float("inf"), 1.0, 0) == [0.0] * 3
         times = request_arrival_times(500, 50.0, 1.0, 7)
         assert times == sorted(times) and times[-1] == pytest.approx(10.0)
         assert times == request_arrival_times(500, 50.0, 1.0, 7) != request_arrival_times(500, 50.0, 1.0, 8)
 
-    def test_gaps_vary_as_the_burstiness_says(self):
+    def test_burstiness_sets_the_variance_of_gaps(self):
         for burstiness in (0.25, 1.0, 4.0):
             gaps = np.diff(request_arrival_times(20000, 100.0, burstiness, 1))
             assert (gaps.std() / gaps.mean()) ** 2 == pytest.approx(1 / burstiness, rel=0.1)
 
 
 class TestRequests:
-    def test_random_ones_have_their_lengths(self, tokenizer):
+    def test_random_prompts_have_the_requested_lengths(self, tokenizer):
         samples = sample_requests("random", 20, tokenizer=tokenizer, seed=1, input_len=50, output_len=10)
         assert {s.prompt_len for s in samples} == {50} and {s.output_len for s in samples} == {10}
         assert len({s.prompt for s in samples}) == 20
@@ -91,7 +91,7 @@ class TestRequests:
         assert samples == sample_requests("random", 20, tokenizer=tokenizer, seed=1, input_len=50, output_len=10)
         assert samples != sample_requests("random", 20, tokenizer=tokenizer, seed=2, input_len=50, output_len=10)
 
-    def test_lengths_are_spread_by_the_ratio(self, tokenizer):
+    def test_range_ratio_spreads_lengths(self, tokenizer):
         spread = {"input_len": 40, "output_len": 20, "range_ratio": 0.5}
         samples = sample_requests("random", 200, tokenizer=tokenizer, seed=0, **spread)
         inputs, outputs = {s.prompt_len for s in samples}, {s.output_len for s in samples}
@@ -127,8 +127,8 @@ class TestRequests:
         assert {s.output_len for s in fixed} == {7}
         assert {s.prompt_len for s in sample_requests("sharegpt", 2, tokenizer=None, seed=0, path=path)} == {None}
 
-    @pytest.mark.parametrize(("content", "expected"), [("{", "not JSON"), ("{}", "list"), ("[]", "of use")])
-    def test_a_file_that_is_none_is_refused(self, tokenizer, tmp_path, content, expected):
+    @pytest.mark.parametrize(("content", "expected"), [("{", "not JSON"), ("{}", "list"), ("[]", "can be used")])
+    def test_an_invalid_dataset_file_is_rejected(self, tokenizer, tmp_path, content, expected):
         path = tmp_path / "chats.json"
         path.write_text(content)
         with pytest.raises(ConfigError, match=expected):
@@ -136,14 +136,14 @@ class TestRequests:
         with pytest.raises(ConfigError, match="cannot be read"):
             sample_requests("sharegpt", 5, tokenizer=tokenizer, seed=0, path=tmp_path / "none.json")
 
-    def test_the_written_ones_need_no_tokenizer(self):
+    def test_builtin_prompts_need_no_tokenizer(self):
         samples = sample_requests("builtin", 20, tokenizer=None, seed=0)
         assert {s.prompt for s in samples} == set(datasets.BUILTIN_PROMPTS)
         assert {(s.prompt_len, s.output_len) for s in samples} == {(None, 128)}
 
 
 class TestEngine:
-    """On the model that ships with the package."""
+    """Benchmarks of an engine with the demo model."""
 
     SMALL = ("--model", "demo", "--kv-cache-memory-bytes", str(32 << 20), "--platform", "cpu", "--disable-tqdm")
 
@@ -178,7 +178,7 @@ class TestEngine:
         assert phases["engine: load model"] > 0 and sum(phases.values()) <= first + 0.5
         assert "engine: load model (s)" in capsys.readouterr().out
 
-    def test_what_cannot_start_is_explained(self, capsys):
+    def test_a_failed_start_is_reported(self, capsys):
         assert main(["bench", "startup", "--model", "/nowhere"]) == 1
         assert "/nowhere" in capsys.readouterr().err
         argv = ["bench", "startup", "--model", "demo", "--platform", "no-such", "--num-iters-warmup", "0"]

@@ -1,4 +1,4 @@
-"""`mvllm bench serve` against a server whose answers are known."""
+"""`mvllm bench serve` against a server with scripted responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from mvllm.entrypoints.bench.client import ServerEndpoint
 from mvllm.entrypoints.cli.main import main
-from mvllm.entrypoints.urls import join_url
+from mvllm.entrypoints.openai_client import join_url
 from tests.unit.entrypoints.sse_server import DONE, Answer, SSEServer, completion, event, usage
 
 pytest.importorskip("aiohttp")
@@ -27,7 +27,7 @@ KEYS |= {f"{part}_{name}_ms" for part in ("mean", "median", "std", "p99") for na
 
 
 def words(request, index):
-    """Seven tokens in three texts, two pauses long."""
+    """Streams seven tokens in three chunks, with two pauses."""
     return Answer(
         [
             PAUSE,
@@ -44,7 +44,7 @@ def words(request, index):
 
 @pytest.fixture
 def bench(tmp_path, capsys):
-    """Runs the command; returns its exit status, the result it wrote and what it printed."""
+    """Runs the command; returns its exit status, result file and output."""
 
     def run(server, *arguments, count=4):
         url = server if isinstance(server, str) else server.url
@@ -59,7 +59,7 @@ def bench(tmp_path, capsys):
     return run
 
 
-def test_figures_are_made_of_what_was_sent(bench):
+def test_metrics_come_from_the_responses(bench):
     with SSEServer(words) as server:
         status, result, captured = bench(server, "--save-detailed", "--metadata", "build=7", "--label", "mine")
     assert status == 0
@@ -80,7 +80,7 @@ def test_figures_are_made_of_what_was_sent(bench):
         assert text in captured.out
 
 
-def test_requests_say_what_was_asked_for(bench):
+def test_requests_have_the_given_options(bench):
     with SSEServer(words) as server:
         bench(
             server,
@@ -125,7 +125,7 @@ def test_chat_counts_from_the_first_text_and_not_from_the_role(bench):
     assert result["total_output_tokens"] == 8
 
 
-def test_events_may_come_in_any_pieces(bench):
+def test_events_may_be_split_anywhere(bench):
     def pieces(request, index):
         said = completion("Grüße").replace(b"\n\n", b"\r\n\r\n") + b": a comment\n\n" + completion(" an", "stop")
         said += usage(1, 2)
@@ -139,18 +139,16 @@ def test_events_may_come_in_any_pieces(bench):
 FAILURES = {
     "HTTP status 500: out of order": Answer([b'{"error": {"message": "out of order", "type": "x"}}'], status=500),
     "HTTP status 429: <p>busy</p>": Answer([b"<p>busy</p>"], status=429),
-    "error in the stream: {'message': 'engine died'}": Answer(
-        [completion("a"), event(error={"message": "engine died"}), DONE]
-    ),
-    "the stream ended in the middle of the answer": Answer([completion("a"), completion("b")]),
-    "the stream ended without an answer": Answer([usage(1, 0), DONE]),
+    "error in the stream: engine died": Answer([completion("a"), event(error={"message": "engine died"}), DONE]),
+    "the stream ended in the middle of the response": Answer([completion("a"), completion("b")]),
+    "the stream ended without a response": Answer([usage(1, 0), DONE]),
     "ClientPayloadError": Answer([completion("a")], cut=True),
     "DecodeError": Answer([completion("a"), b"data: {'no': json}\n\n", DONE]),
     "ValidationError": Answer([b'data: {"choices": 3}\n\n', DONE]),
 }
 
 
-def test_failures_are_counted_and_told_and_the_rest_goes_on(bench):
+def test_failed_requests_are_counted_and_printed(bench):
     answers = list(FAILURES.values())
 
     def script(request, index):
@@ -164,10 +162,10 @@ def test_failures_are_counted_and_told_and_the_rest_goes_on(bench):
     for expected, error in zip(FAILURES, result["errors"], strict=False):
         assert expected in error
     assert result["errors"][-2:] == ["", ""]
-    assert captured.err.count("error, 1 times: ") == 5  # of eight kinds, the first few
+    assert captured.err.count("error, 1 times: ") == 5  # five of the eight errors are printed
 
 
-def test_nothing_but_failures_is_a_failure(bench):
+def test_the_exit_status_is_1_if_all_requests_failed(bench):
     with SSEServer(lambda request, index: Answer([b"{}"], status=503)) as server:
         status, result, captured = bench(server)
     assert status == 1 and result["completed"] == 0 and result["mean_ttft_ms"] == 0
@@ -177,20 +175,20 @@ def test_nothing_but_failures_is_a_failure(bench):
 def test_a_request_that_takes_too_long_is_a_failure(bench):
     with SSEServer(lambda request, index: Answer([completion("a"), 60.0])) as server:
         status, result, captured = bench(server, "--timeout", "0.2", "--model", "m", count=1)
-    assert status == 1 and result["failed"] == 1 and "no complete answer in time" in captured.err
+    assert status == 1 and result["failed"] == 1 and "no complete response within the timeout" in captured.err
 
 
-def test_a_server_that_is_not_there_is_named(bench):
+def test_an_unreachable_server_is_named(bench):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         status, _, captured = bench(url, "--model", "m", "--ready-check-timeout-sec", "0.1")
-        assert status == 1 and f"{url}/v1/completions did not answer" in captured.err
+        assert status == 1 and f"{url}/v1/completions did not complete" in captured.err
         status, _, captured = bench(url)
-    assert status == 1 and "names no model" in captured.err and "--model" in captured.err
+    assert status == 1 and "lists no model" in captured.err and "--model" in captured.err
 
 
-def test_no_more_requests_than_allowed_are_under_way(bench):
+def test_max_concurrency_limits_concurrent_requests(bench):
     three = asyncio.Barrier(3)
 
     def script(request, index):
@@ -198,7 +196,7 @@ def test_no_more_requests_than_allowed_are_under_way(bench):
 
     with SSEServer(script) as server:
         _, result, _ = bench(server, "--max-concurrency", "3", "--num-warmups", "1", count=9)
-        # Without a limit all nine have to be there before the first is answered.
+        # Without a limit, the server responds only after all nine requests have arrived.
     assert server.most_at_once == 3 and result["max_concurrent_requests"] <= 3
     assert len(server.requests) == 10 and result["completed"] == 9
 
@@ -208,7 +206,7 @@ def test_no_more_requests_than_allowed_are_under_way(bench):
     assert server.most_at_once == 9
 
 
-def test_all_at_once_is_no_more_than_a_server_queues(bench, monkeypatch):
+def test_the_default_concurrency_is_1024(bench, monkeypatch):
     monkeypatch.setattr("mvllm.entrypoints.bench.serving.DEFAULT_MAX_CONCURRENCY", 3)
     with SSEServer(words) as server:
         _, result, captured = bench(server, count=9)
@@ -245,7 +243,7 @@ def test_goodput_counts_those_within_the_limits(bench):
         assert "mean_ttft_ms" in result and "mean_tpot_ms" not in result
 
 
-def test_tokens_are_counted_here_where_the_server_does_not(bench):
+def test_the_tokenizer_counts_tokens_if_the_server_does_not(bench):
     def script(request, index):
         return Answer([completion("Once upon a time"), completion(" there", "stop"), DONE])
 
@@ -261,7 +259,7 @@ def test_tokens_are_counted_here_where_the_server_does_not(bench):
     assert result["output_lens"] == [2, 2] and result["tokenizer_id"] is None
 
 
-def test_results_can_be_gathered_in_one_file(bench, tmp_path):
+def test_results_can_be_appended_to_one_file(bench, tmp_path):
     with SSEServer(words) as server:
         for _ in range(2):
             bench(server, "--append-result", count=1)
@@ -273,7 +271,7 @@ def test_results_can_be_gathered_in_one_file(bench, tmp_path):
     [
         (["--goodput", "ttft:fast"], "--goodput: 'ttft:fast'"),
         (["--goodput", "itl:3"], "--goodput: 'itl:3'"),
-        (["--percentile-metrics", "ttft,tbt"], "'tbt' is none of ttft, tpot"),
+        (["--percentile-metrics", "ttft,tbt"], "'tbt' is not one of ttft, tpot"),
         (["--metric-percentiles", "101"], "--metric-percentiles"),
         (["--metadata", "x"], "--metadata: 'x'"),
         (["--request-rate", "0"], "request rate"),
@@ -284,7 +282,7 @@ def test_results_can_be_gathered_in_one_file(bench, tmp_path):
         (["--dataset-name", "random", "--tokenizer", "none"], "--tokenizer"),
     ],
 )
-def test_what_makes_no_sense_is_refused(bench, arguments, expected):
+def test_invalid_options_are_rejected(bench, arguments, expected):
     status, result, captured = bench("http://127.0.0.1:9", "--model", "m", *arguments)
     assert status == 1 and expected in captured.err and result == {}
 
@@ -299,6 +297,6 @@ def test_without_the_client_library_the_extra_is_named(bench, monkeypatch):
 
 
 @pytest.mark.parametrize("base", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
-def test_base_urls_of_either_form_are_taken(base):
+def test_base_urls_may_end_with_v1(base):
     assert join_url(base, "/v1/models") == "http://h:1/v1/models"
     assert ServerEndpoint(base, "/generate", "m").url in ("http://h:1/generate", "http://h:1/v1/generate")

@@ -1,4 +1,4 @@
-"""`mvllm collect-env`: what a bug report needs, and no secrets."""
+"""`mvllm collect-env`: contents of the report, and masked secrets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mvllm.entrypoints.cli import collect_env
 from mvllm.entrypoints.cli.main import main
 
 
-def test_the_report_tells_of_software_plugins_and_machine(monkeypatch, capsys):
+def test_the_report_has_software_plugins_and_machine(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_mine")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert main(["collect-env", "--json"]) == 0
@@ -29,7 +29,7 @@ def test_the_report_tells_of_software_plugins_and_machine(monkeypatch, capsys):
     assert report["environment"]["HF_TOKEN"] == collect_env.MASK
 
 
-def test_secrets_are_masked_and_strangers_left_out():
+def test_secrets_are_masked_and_unrelated_variables_excluded():
     found = collect_env.variables(
         {
             "MVLLM_API_KEY": "k1\nk2",
@@ -74,6 +74,6 @@ def test_a_section_that_fails_does_not_end_the_others(monkeypatch):
     assert f"mvllm\n  version   {mvllm.__version__}" in text
 
 
-def test_a_torch_that_cannot_be_imported_is_a_finding(monkeypatch):
+def test_a_failed_import_of_torch_is_reported(monkeypatch):
     monkeypatch.setattr(collect_env, "_TORCH_PROBE", "raise ImportError('libfoo.so: cannot open shared object file')")
     assert collect_env._torch()["error"] == "cannot be imported: ImportError: libfoo.so: cannot open shared object file"

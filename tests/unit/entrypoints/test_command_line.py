@@ -1,4 +1,4 @@
-"""The command `mvllm`, run in this process around an engine core that needs no model."""
+"""The `mvllm` command, run in this process with a scripted engine core."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def usage_error(argv, capsys):
 
 
 class TestHelp:
-    def test_it_loads_nothing_heavy(self):
+    def test_help_imports_no_torch(self):
         code = (
             "import sys\nfrom mvllm.entrypoints.cli.main import main\n"
             "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
@@ -63,7 +63,7 @@ class TestHelp:
         for title in ("model:", "KV cache:", "scheduler:", "sampling:"):
             assert title in text
 
-    def test_a_word_narrows_it(self, capsys):
+    def test_help_with_a_word_shows_matching_options(self, capsys):
         with pytest.raises(SystemExit) as caught:
             main(["generate", "--help=prefix"])
         text = capsys.readouterr().out
@@ -71,7 +71,7 @@ class TestHelp:
         assert "--enable-prefix-caching" in text
         assert "--temperature" not in text
 
-    def test_a_word_is_looked_for_in_the_commands_below_a_command(self, capsys):
+    def test_help_with_a_word_includes_subcommands(self, capsys):
         with pytest.raises(SystemExit):
             main(["bench", "--help=burst"])
         text = capsys.readouterr().out
@@ -82,7 +82,7 @@ class TestHelp:
         text = capsys.readouterr().out
         assert "--batch-size" in text and "--temperature" not in text
 
-    def test_each_sampling_parameter_has_a_text(self):
+    def test_each_sampling_parameter_has_a_help_text(self):
         texts = arguments.attribute_help(SamplingParams)
         assert set(texts) == set(SamplingParams.__struct_fields__)
         assert all(texts.values())
@@ -172,7 +172,7 @@ class TestUsage:
 
 
 class TestChat:
-    def test_it_remembers_what_was_said(self, folder, clients, monkeypatch, capsys):
+    def test_earlier_messages_are_part_of_the_prompt(self, folder, clients, monkeypatch, capsys):
         type_in(monkeypatch, "Hello\n\nAgain\n/exit\nNever\n")
         assert main(["chat", "--model", folder, "--system", "Be brief."]) == 0
         first, second = (r.prompt_token_ids for r in clients[0].requests)
@@ -182,7 +182,7 @@ class TestChat:
         assert "Be brief." in text
         assert f"{ANSWER_TEXT}<|im_end|>\n<|im_start|>user\nAgain" in text
 
-    def test_it_can_forget(self, folder, clients, monkeypatch):
+    def test_reset_drops_earlier_messages(self, folder, clients, monkeypatch):
         type_in(monkeypatch, "Hello\n/reset\nHello\n")
         assert main(["chat", "--model", folder]) == 0
         first, second = (r.prompt_token_ids for r in clients[0].requests)
@@ -214,7 +214,7 @@ class TestComplete:
 
 
 class TestEnvironment:
-    def test_a_misspelt_variable_is_noticed(self, folder, clients, monkeypatch, caplog):
+    def test_a_misspelt_environment_variable_is_reported(self, folder, clients, monkeypatch, caplog):
         monkeypatch.setenv("MVLLM_PLATFROM", "x")
         with caplog.at_level("WARNING", logger="mvllm"):
             main(["complete", "--model", folder, "--prompt", "Hello"])
@@ -235,7 +235,7 @@ MODEL_COMMANDS = (
 
 
 @pytest.mark.parametrize("command", MODEL_COMMANDS, ids=lambda command: " ".join(command[:2]))
-def test_the_model_may_be_named_by_its_place_everywhere(command):
+def test_every_command_accepts_the_model_as_positional_argument(command):
     words = command[:2] if command[0] == "bench" else command[:1]
     parser = _make_parser(command[0], importlib.import_module(f"mvllm.entrypoints.cli.{command[0].replace('-', '_')}"))
     for named in (["m"], ["--model", "m"], ["m", "--model", "m"], ["--model", "other", "--model", "m"]):
@@ -283,7 +283,7 @@ def test_bye_ends_a_conversation(folder, clients, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_a_model_in_gguf_form_says_what_to_do(what, tmp_path, capsys):
+def test_a_gguf_model_is_rejected_with_a_remedy(what, tmp_path, capsys):
     (tmp_path / "model-Q4_K_M.gguf").touch()
     path = tmp_path / "model-Q4_K_M.gguf" if what == "file" else tmp_path
     assert main(["generate", str(path), "--prompt", "x"]) == 1
@@ -295,21 +295,24 @@ def test_a_model_in_gguf_form_says_what_to_do(what, tmp_path, capsys):
     ("argv", "words"),
     [
         (["generate", "--model", "x", "--no-such", "1"], "unrecognized arguments: --no-such"),
-        (["generate"], "mvllm generate: error: name a model, as in `mvllm generate MODEL` or with --model"),
-        (["bench", "latency"], "name a model, as in `mvllm bench latency MODEL`"),
-        (["fly"], "there is no command 'fly'."),
-        (["genrate", "demo"], "there is no command 'genrate'. Did you mean generate?"),
-        (["bench", "latensy"], "mvllm bench: error: there is no benchmark 'latensy'. Did you mean latency?"),
+        (
+            ["generate"],
+            "mvllm generate: error: no model is given; add one, as in `mvllm generate MODEL` or with --model",
+        ),
+        (["bench", "latency"], "no model is given; add one, as in `mvllm bench latency MODEL`"),
+        (["fly"], "unknown command 'fly'."),
+        (["genrate", "demo"], "unknown command 'genrate'. Did you mean generate?"),
+        (["bench", "latensy"], "mvllm bench: error: unknown benchmark 'latensy'. Did you mean latency?"),
         (["chat", "demo", "--temprature=1"], "unrecognized arguments: --temprature=1. Did you mean --temperature?"),
         (["chat", "demo", "--dtype", "flot16"], "choose from auto, float32"),
         (["chat", "demo", "--dtype", "flot16"], "Did you mean float16?"),
-        (["chat", "demo", "--model", "other"], "two models are named, 'demo' and --model 'other'; name one"),
-        (["chat", "--model", "other", "demo"], "two models are named, 'demo' and --model 'other'; name one"),
+        (["chat", "demo", "--model", "other"], "two models are given, 'demo' and --model 'other'; give one"),
+        (["chat", "--model", "other", "demo"], "two models are given, 'demo' and --model 'other'; give one"),
         (["chat", "demo", "--max-model-len", "32q"], "must be an integer, found '32q'. 32k stands for 32,000"),
         (["chat", "demo", "--max-model-len", "1.5K"], "must be an integer, found '1.5K'"),
     ],
 )
-def test_wrong_usage_is_said_in_two_lines(argv, words, capsys):
+def test_wrong_usage_prints_two_lines(argv, words, capsys):
     lines = usage_error(argv, capsys).strip().splitlines()
     assert words in lines[0]
     assert "--help" in lines[1] and len(lines) == 2

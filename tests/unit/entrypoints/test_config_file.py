@@ -1,4 +1,4 @@
-"""`--config FILE`: what the file says counts as if it stood on the command line, and flags go before it."""
+"""`--config FILE`: entries of the file become command-line arguments, and the command line overrides the file."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_options_of_every_kind_are_read(config):
     assert "quantization" not in found
 
 
-def test_flags_go_before_the_file_whatever_their_place(config):
+def test_flags_override_the_file(config):
     path = config(
         "model: in-file\nmax_model_len: 64\nenable_prefix_caching: false\nkey: [a]\nmemory_utilization: 0.5\n"
         "names: [f]\nblock_size: 16\n"
@@ -84,7 +84,7 @@ def test_flags_go_before_the_file_whatever_their_place(config):
 
 
 @pytest.mark.parametrize("arguments", [["named", "--fast"], ["--block-size", "8", "named"], ["--fast", "named"]])
-def test_a_model_that_is_named_by_its_place_goes_before_the_file(config, arguments):
+def test_a_positional_model_overrides_the_file(config, arguments):
     path = config("model: in-file\nnames: [f, g]\n")
     found = parse("go", *arguments, "--config", path)
     assert (found["model"], found["names"]) == ("named", ["f", "g"])
@@ -94,9 +94,9 @@ def test_a_model_that_is_named_by_its_place_goes_before_the_file(config, argumen
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("max_modle_len: 3", ["max_modle_len is no option of `prog go`", "Did you mean max-model-len?"]),
+        ("max_modle_len: 3", ["max_modle_len is not an option of `prog go`", "Did you mean max-model-len?"]),
         ("zzzzzz: 3", ["zzzzzz", "prog go --help"]),
-        ("config: other.yaml", ["config is no option"]),
+        ("config: other.yaml", ["config is not an option"]),
         ("no_enable_prefix_caching: true", ["Did you mean enable-prefix-caching?"]),
         ("max_model_len: many", ["max_model_len", "an integer", "'many'"]),
         ("max_model_len: [1, 2]", ["max_model_len", "one value", "a list"]),
@@ -104,7 +104,7 @@ def test_a_model_that_is_named_by_its_place_goes_before_the_file(config, argumen
         ("fast: 1", ["fast", "true or false", "found 1"]),
         ("enable_prefix_caching: maybe", ["true or false", "'maybe'"]),
         ("dtype: float31", ["dtype", "one of auto, float32", "'float31'"]),
-        ("hf_overrides: text", ["hf_overrides", "not JSON"]),
+        ("hf_overrides: text", ["hf_overrides", "not valid JSON"]),
         ("names: [--fast]", ["names", "dash"]),
         ("- a\n- b", ["option: value"]),
         ("1: a", ["option: value"]),
@@ -112,7 +112,7 @@ def test_a_model_that_is_named_by_its_place_goes_before_the_file(config, argumen
         ("a: !!python/object/apply:os.getcwd []", ["not YAML", "could not determine a constructor"]),
     ],
 )
-def test_what_is_wrong_is_named_with_file_and_option(config, text, words):
+def test_errors_name_the_file_and_the_option(config, text, words):
     path = config(text)
     with pytest.raises(ConfigError) as caught:
         parse("go", "--config", path)
@@ -121,7 +121,7 @@ def test_what_is_wrong_is_named_with_file_and_option(config, text, words):
         assert word in str(caught.value)
 
 
-def test_an_empty_file_says_nothing(config):
+def test_an_empty_file_has_no_options(config):
     assert "model" not in parse("go", "--config", config("# nothing\n"))
 
 
@@ -139,19 +139,19 @@ def test_a_missing_file_is_an_error_of_one_line(capsys):
     assert "/nowhere.yaml" in error and "No such file" in error and error.count("\n") == 1
 
 
-def test_the_server_and_files_of_requests_have_it_too(config, capsys):
+def test_serve_and_run_batch_support_config_files(config, capsys):
     assert main(["serve", "some-model", "--config", config("model: in-file\nport: 70000\n")]) == 1
-    assert "--port is 70000" in capsys.readouterr().err  # and not: two models
+    assert "--port is 70000" in capsys.readouterr().err  # not an error about two models
     assert main(["serve", "--config", config("modle: demo")]) == 1
-    assert "modle is no option of `mvllm serve`. Did you mean model?" in capsys.readouterr().err
+    assert "modle is not an option of `mvllm serve`. Did you mean model?" in capsys.readouterr().err
     path = config("input_file: /nowhere/in\noutput-file: out\nmodel: demo\n")
     assert main(["run-batch", "--config", path]) == 1
     assert "/nowhere/in cannot be opened" in capsys.readouterr().err
 
 
-def test_a_command_below_a_command_reads_its_own(config, capsys):
+def test_subcommands_support_config_files(config, capsys):
     path = config("num_prompts: 0\nmodel: demo\ninput_len: 4\n")
     assert main(["bench", "throughput", "--config", path]) == 1
     assert "number of prompts is 0" in capsys.readouterr().err
     assert main(["bench", "latency", "--config", path]) == 1
-    assert "num_prompts is no option of `mvllm bench latency`" in capsys.readouterr().err
+    assert "num_prompts is not an option of `mvllm bench latency`" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`mvllm conformance`: the suite for those who need not know pytest."""
+"""`mvllm conformance`: clauses, runs, reports and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_it_lists_the_clauses(capsys):
     assert all(f"{clause.id}  since" in printed and clause.sentence in printed for clause in CLAUSES.values())
 
 
-def test_it_examines_a_platform_writes_a_report_and_shows_it(tmp_path, capfd):
+def test_it_tests_a_platform_and_writes_and_prints_a_report(tmp_path, capfd):
     report = tmp_path / "report.json"
     assert main(["conformance", "--platform", "cpu", "--only", "SMP-01", "--report", str(report), "--", "-x"]) == 0
     assert "SMP-01  passed" in capfd.readouterr().out
@@ -27,7 +27,7 @@ def test_it_examines_a_platform_writes_a_report_and_shows_it(tmp_path, capfd):
     assert "| SMP-01 | The greedy token" in capfd.readouterr().out
 
 
-def test_nothing_of_the_folder_that_it_is_started_in_takes_part(tmp_path):
+def test_files_of_the_current_folder_are_ignored(tmp_path):
     (tmp_path / "tests").mkdir()
     for folder in (tmp_path, tmp_path / "tests"):
         (folder / "conftest.py").write_text("raise SystemExit('somebody else's')\n")
@@ -43,7 +43,7 @@ def test_nothing_of_the_folder_that_it_is_started_in_takes_part(tmp_path):
     assert done.returncode == 0 and "PLG-02  passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_what_is_missing_is_said_with_the_command_that_installs_it(monkeypatch, capsys):
+def test_missing_packages_are_reported_with_the_install_command(monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "pytest" else find(name, *rest)
@@ -54,4 +54,4 @@ def test_what_is_missing_is_said_with_the_command_that_installs_it(monkeypatch, 
 
 def test_a_report_that_cannot_be_read_is_an_error(tmp_path, capsys):
     assert main(["conformance", "--show", str(tmp_path / "none.json")]) == 1
-    assert "is no conformance report" in capsys.readouterr().err
+    assert "is not a conformance report" in capsys.readouterr().err

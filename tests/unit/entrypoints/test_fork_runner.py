@@ -1,4 +1,4 @@
-"""Functions in a fork: what one does to its process stays there."""
+"""Functions in a forked process: results, crashes and timeouts."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def change() -> int:
     return len(CHANGED)
 
 
-def test_each_function_has_an_outcome_and_those_behind_a_crash_run_too(capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_function_has_a_result_also_after_a_crash(capfd: pytest.CaptureFixture[str]) -> None:
     found = run_in_fork([change, change, crash, change, raise_exit, leave, change], 60)
     assert found == [
         ForkResult(1),
-        ForkResult(2),  # in the same process, where what was imported is there
+        ForkResult(2),  # runs in the same process, with its imports
         ForkResult(failure="its process was ended by signal 9 (SIGKILL)"),
         ForkResult(1),
         ForkResult(failure="SystemExit: no device"),
@@ -48,7 +48,7 @@ def test_each_function_has_an_outcome_and_those_behind_a_crash_run_too(capfd: py
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_takes_too_long_is_ended() -> None:
+def test_a_function_that_exceeds_the_timeout_is_killed() -> None:
     def hang() -> Any:
         time.sleep(600)
 

@@ -1,4 +1,4 @@
-"""`LLM`: what goes in, what comes out, and that it stays usable."""
+"""`LLM`: inputs, outputs, errors and interrupts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestPrompts:
         assert [output.prompt_token_ids for output in generate(llm, prompt)] == [[5, 6]]
 
     @pytest.mark.parametrize("prompt", [None, 5, 1.5, np.array(5), object()])
-    def test_what_is_no_prompt_is_refused(self, llm, prompt):
+    def test_invalid_prompts_are_rejected(self, llm, prompt):
         with pytest.raises(RequestError, match="A prompt is"):
             generate(llm, prompt)
 
@@ -72,7 +72,7 @@ class TestPrompts:
         assert generate(llm, []) == []
 
     @pytest.mark.parametrize("bad", [[-1], "", {"promt": "x"}, 5.0])
-    def test_a_bad_one_is_refused_before_anything_is_queued(self, llm, clients, bad):
+    def test_an_invalid_prompt_is_rejected_before_any_request_is_queued(self, llm, clients, bad):
         with pytest.raises(RequestError, match="Prompt 1 of 3"):
             generate(llm, ["Hello", bad, "x"])
         assert clients[0].requests == []
@@ -92,7 +92,7 @@ class TestParams:
         with pytest.raises(RequestError, match="1 entries for 2 prompts"):
             generate(llm, ["a", "b"], [ALL])
 
-    def test_those_given_are_left_as_they_are(self, llm):
+    def test_given_parameters_are_not_modified(self, llm):
         params = SamplingParams(max_tokens=3)
         before = params.clone()
         generate(llm, ["a", "b"], params)
@@ -143,7 +143,7 @@ class TestChat:
         (output,) = llm.chat(messages, ALL, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
         assert output.prompt.endswith("assistant\nI am")
 
-    def test_a_template_of_ones_own(self, llm):
+    def test_a_custom_template(self, llm):
         template = "{{ greeting }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
         (output,) = llm.chat(
             HELLO, ALL, use_tqdm=False, chat_template=template, chat_template_kwargs={"greeting": "Hi"}
@@ -172,19 +172,19 @@ class TestChat:
             ([{"role": "user", "content": "a\ud800"}], {}, "lone surrogate"),
         ],
     )
-    def test_bad_ones_are_refused(self, llm, messages, options, words):
+    def test_invalid_conversations_are_rejected(self, llm, messages, options, words):
         with pytest.raises(RequestError, match=words):
             llm.chat(messages, ALL, use_tqdm=False, **options)
         assert is_usable(llm)
 
-    def test_without_a_template_it_says_so(self, tmp_path, clients):
+    def test_a_missing_template_is_an_error(self, tmp_path, clients):
         with LLM(save_model_folder(tmp_path, chat_template=None)) as llm:
             with pytest.raises(RequestError, match="no chat template"):
                 llm.chat(HELLO, ALL, use_tqdm=False)
 
 
 class TestProgress:
-    def test_a_function_of_ones_own_is_called(self, llm):
+    def test_a_custom_progress_function_is_called(self, llm):
         bars = []
 
         class Bar:
@@ -239,7 +239,7 @@ class TestStayingUsable:
         def interrupted_step():
             if not seen:
                 os.kill(os.getpid(), signal.SIGINT)
-            seen.append(step())  # the step is not cut short
+            seen.append(step())  # the step is not interrupted
             return seen[-1]
 
         clients[0].step = interrupted_step
@@ -278,7 +278,7 @@ def test_an_unknown_setting_names_the_nearest(folder, clients):
     assert clients == []
 
 
-def test_the_text_of_the_answer_is_what_the_core_said(folder, monkeypatch):
+def test_the_output_text_is_that_of_the_core(folder, monkeypatch):
     use_fake_engine(monkeypatch)
     with LLM(folder) as llm:
         assert generate(llm, "x")[0].outputs[0].text == ANSWER_TEXT

@@ -1,4 +1,4 @@
-"""`mvllm platforms` and `mvllm doctor` over plugins of every condition."""
+"""`mvllm platforms` and `mvllm doctor` with available, unavailable and broken plugins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPOKEN = f"{CONTRACT[0]}.{CONTRACT[1]}"
 
 
 class Healthy:
-    """What `factory` of the candidates below gives: only what the doctor asks for."""
+    """The platform of the candidates below, with the members that doctor uses."""
 
     def doctor(self):
         return [Check("platform.good.fuel", CheckStatus.OK, "full")]
@@ -60,7 +60,7 @@ CRASHING = candidate("crashing", probe=ProbeResult(True, "1 device"), factory="C
 
 @pytest.fixture
 def plugins(monkeypatch):
-    """Makes `discover` find what the test says."""
+    """Replaces `discover` by the test's candidates."""
 
     def install(*found):
         def discover(only=None):
@@ -75,7 +75,7 @@ def plugins(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def fast_torch(monkeypatch):
-    """The import of torch in a process of its own is tried in one test only."""
+    """Skips the import of torch in a subprocess; one test runs it."""
     monkeypatch.setattr(doctor_checks, "_import_torch", lambda: None)
 
 
@@ -170,13 +170,13 @@ class TestDoctor:
         assert found["platform.broken.plugin"]["remedy"] == "pip install -U acme"
         assert found["platform.good.plugin"]["status"] == "ok"
 
-    def test_a_plugin_of_another_contract_is_broken_there(self, plugins, capsys):
+    def test_a_plugin_of_another_contract_is_broken_at_the_contract(self, plugins, capsys):
         plugins(GOOD, ALIEN)
         status, found = doctor(capsys)
         assert status == 1
         assert found["platform.alien.contract"]["status"] == "broken"
 
-    def test_a_plugin_whose_checks_exit_does_not_end_the_doctor(self, plugins, capsys):
+    def test_a_plugin_that_exits_does_not_end_doctor(self, plugins, capsys):
         plugins(CRASHING)
         status, found = doctor(capsys)
         assert status == 1
@@ -190,7 +190,7 @@ class TestDoctor:
         assert found["platform.absent.devices"]["status"] == "warning"
         assert found["platform.choice"]["status"] == "broken"
 
-    def test_two_available_ask_for_a_choice(self, plugins, capsys):
+    def test_two_available_platforms_require_a_choice(self, plugins, capsys):
         plugins(GOOD, candidate("other", probe=ProbeResult(True, "1 device")))
         status, found = doctor(capsys)
         assert status == 0
@@ -202,8 +202,8 @@ class TestDoctor:
         monkeypatch.setenv("MVLLM_PLATFORM", "other")
         assert "mvllm-other" in doctor(capsys)[1]["platform.choice"]["found"]
 
-    def test_it_chooses_as_an_engine_chooses(self, plugins, capsys):
-        """A platform that has to be named competes with no other, available or broken."""
+    def test_doctor_chooses_the_platform_of_an_engine(self, plugins, capsys):
+        """A platform that must be named is never chosen automatically."""
         named = candidate("test", probe=ProbeResult(True, "1 device"), by_name_only=True)
         broken = candidate("odd", failure=PluginFailure("probe", "x", OSError("x"), "mend"), by_name_only=True)
         plugins(GOOD, named, broken)
@@ -292,7 +292,7 @@ class TestDoctor:
         _, found = doctor(capsys, "--platform", "none-of-that-name")
         assert found["torch.import"]["status"] == "ok"
 
-    def test_a_model_folder_is_looked_at(self, plugins, capsys, tmp_path):
+    def test_a_model_folder_is_checked(self, plugins, capsys, tmp_path):
         plugins(GOOD)
         folder = save_model_folder(tmp_path)
         status, found = doctor(capsys, "--model", folder)
@@ -301,7 +301,7 @@ class TestDoctor:
         assert found["model.tokenizer"]["status"] == "ok"
         assert found["model.weights"]["status"] == "broken"
 
-    def test_a_folder_that_is_no_model(self, plugins, capsys, tmp_path):
+    def test_a_folder_without_a_model_is_broken(self, plugins, capsys, tmp_path):
         plugins(GOOD)
         _, found = doctor(capsys, "--model", str(tmp_path))
         assert "config.json" in found["model.folder"]["found"]

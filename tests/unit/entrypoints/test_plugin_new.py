@@ -1,4 +1,4 @@
-"""What `mvllm plugin new` writes: every file of the template, with every word filled in, and nothing over something."""
+"""`mvllm plugin new`: generated files, placeholders, names and existing folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.plugins import ROOT
 TEMPLATE = Path(mvllm.__file__).parent / "entrypoints" / "plugin_template"
 
 
-def test_every_file_of_the_template_goes_somewhere():
+def test_every_template_file_is_used():
     sources = {name for name in plugin.FILES.values() if name} | {plugin.SHARED_WORKFLOW}
     assert sources == {path.name for path in TEMPLATE.iterdir()}
 
@@ -29,7 +29,7 @@ def test_every_file_of_the_template_goes_somewhere():
 @pytest.mark.parametrize(
     ("name", "package", "cls"), [("acme", "mvllm_acme", "Acme"), ("x-2-go", "mvllm_x_2_go", "X2Go")]
 )
-def test_every_word_is_filled_in_and_every_file_is_what_its_name_says(tmp_path, name, package, cls):
+def test_all_placeholders_are_replaced_and_files_are_valid(tmp_path, name, package, cls):
     for path in plugin.write_plugin(name, tmp_path / "new"):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"@\w+@", text) and "@" not in path.name
@@ -48,7 +48,7 @@ def test_every_word_is_filled_in_and_every_file_is_what_its_name_says(tmp_path, 
     assert all(re.fullmatch(r"[\w\[\]-]+(>=[\d.]+)?", text) for text in project["dependencies"]), "floors only"
 
 
-def test_it_is_written_here_under_the_packages_name_and_the_next_steps_are_said(tmp_path, monkeypatch, capsys):
+def test_the_default_folder_has_the_packages_name_and_next_steps_are_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plugin", "new", "acme"]) == 0
     assert (tmp_path / "mvllm-acme" / "tests" / "test_conformance.py").read_text().count("\n") == 1
@@ -61,7 +61,7 @@ def workflow_of(folder):
     return yaml.safe_load((folder / ".github" / "workflows" / "conformance.yml").read_text())["jobs"]["conformance"]
 
 
-def test_its_workflow_needs_nobodys_repository(tmp_path):
+def test_the_default_workflow_is_self_contained(tmp_path):
     plugin.write_plugin("acme", tmp_path)
     job = workflow_of(tmp_path)
     assert "uses" not in job, "a workflow elsewhere is called only where its place was given"
@@ -72,25 +72,25 @@ def test_its_workflow_needs_nobodys_repository(tmp_path):
     assert "mvllm conformance --platform acme --waivers waivers.toml --report conformance.json" in commands
 
 
-def test_a_workflow_that_is_named_is_called_with_what_it_takes(tmp_path, monkeypatch):
+def test_a_shared_workflow_is_called_with_its_inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["plugin", "new", "acme", "--workflow", "acme-inc/mvllm@v0.1"]) == 0
     job = workflow_of(tmp_path / "mvllm-acme")
     assert job["uses"] == "acme-inc/mvllm/.github/workflows/conformance.yml@v0.1"
     called = yaml.safe_load((ROOT / ".github" / "workflows" / "conformance.yml").read_text())
-    offered = called[True]["workflow_call"]["inputs"]  # `on`, as YAML reads it
+    offered = called[True]["workflow_call"]["inputs"]  # YAML parses the key `on` as True
     assert job["with"]["platform"] == "acme" and set(job["with"]) <= set(offered)
 
 
 @pytest.mark.parametrize("workflow", ["", "mvllm", "a/b", "a/b@", "@main", "a b/c@main", "/b@main", "a/b/c@main"])
-def test_a_workflow_whose_place_is_not_whole_is_refused_and_nothing_is_written(tmp_path, monkeypatch, capsys, workflow):
+def test_an_incomplete_workflow_reference_is_rejected(tmp_path, monkeypatch, capsys, workflow):
     monkeypatch.chdir(tmp_path)
     assert main(["plugin", "new", "acme", "--workflow", workflow]) == 1
     assert "OWNER/REPOSITORY@REF" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path):
+def test_a_non_empty_folder_is_not_changed(tmp_path):
     (tmp_path / "precious").write_text("x")
     with pytest.raises(ConfigError, match="not an empty folder"):
         plugin.write_plugin("acme", tmp_path)
@@ -100,13 +100,13 @@ def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     "name", ["", "-a", "a-", "a--b", "a_b", "Ä", "a b", "../x", "a" * 41, "mvllm-a", "cpu", "auto"]
 )
-def test_a_name_that_will_not_do_is_refused(name):
+def test_invalid_names_are_rejected(name):
     with pytest.raises(ConfigError):
         plugin.check_name(name)
 
 
 @pytest.mark.parametrize("name", ["acme", "a", "a1-b2", "x" * 40])
-def test_a_name_that_will_do_is_accepted(name):
+def test_valid_names_are_accepted(name):
     plugin.check_name(name)
 
 
@@ -116,7 +116,7 @@ def test_the_template_imports_only_the_public_plugin_api():
             assert module in ("mvllm.plugin_api", "mvllm.testing.suite.everything"), path.name
 
 
-def test_its_runtime_counts_memory_that_caches_of_files_hold_as_free(tmp_path, monkeypatch):
+def test_the_runtime_counts_the_page_cache_as_free_memory(tmp_path, monkeypatch):
     plugin.write_plugin("acme", tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "src")
     from mvllm_acme.runtime import AcmeRuntime

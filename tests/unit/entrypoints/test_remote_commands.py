@@ -1,4 +1,4 @@
-"""`chat` and `complete` with a running server in place of an engine: `--url`."""
+"""`mvllm chat --url` and `mvllm complete --url`, with a scripted server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_lines_of_input_are_continued_one_by_one(monkeypatch, capsys):
     assert capsys.readouterr().out == " lived a cat\n" * 2
 
 
-def test_a_conversation_is_remembered(monkeypatch, capsys):
+def test_requests_contain_the_conversation(monkeypatch, capsys):
     type_in(monkeypatch, "Hello\nAgain\n/stats\n/reset\nNew\n")
     with SSEServer(speak) as server:
         assert main(["chat", "--url", server.url, "--system", "Be brief.", "--temperature", "0"]) == 0
@@ -73,7 +73,7 @@ def test_a_conversation_is_remembered(monkeypatch, capsys):
     assert "max_tokens" not in server.requests[0].body and server.requests[0].body["temperature"] == 0
 
 
-def test_what_the_server_refuses_is_said_and_the_conversation_goes_on(monkeypatch, capsys):
+def test_an_error_of_the_server_is_printed_and_the_conversation_continues(monkeypatch, capsys):
     def script(request, index):
         if index == 1:
             return Answer([b'{"error": {"message": "The conversation is too long."}}'], status=400)
@@ -118,6 +118,6 @@ def test_an_answer_that_fails_is_an_error(answer, expected, capsys):
         (["chat"], "--model, or a running server with --url"),
     ],
 )
-def test_what_makes_no_sense_is_refused(argv, expected, capsys):
+def test_invalid_options_are_rejected(argv, expected, capsys):
     assert main(argv) == 1
     assert expected in capsys.readouterr().err

@@ -186,7 +186,7 @@ def test_an_engine_that_dies_ends_the_run_after_the_running_requests():
     [
         (["-i", "/nowhere/in", "-o", "{folder}/out"], "/nowhere/in cannot be opened: No such file"),
         (["-i", "{folder}/in", "-o", "/nowhere/out"], "/nowhere/out cannot be opened"),
-        (["-i", "{folder}/in", "-o", "{folder}/in"], "cannot be the output file, too"),
+        (["-i", "{folder}/in", "-o", "{folder}/in"], "is also the output file"),
         (["-i", "{folder}/in", "-o", "{folder}/out", "--max-concurrency", "0"], "--max-concurrency is 0"),
         (["-i", "{folder}/in", "-o", "{folder}/out", "--chat-template", "/nowhere/t"], "/nowhere/t"),
     ],

@@ -1,4 +1,4 @@
-"""How the program of a server ends, whatever its threads do."""
+"""Exit of a server program with busy threads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_it_does_not_wait_for_a_thread_that_is_busy() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "a\nexit functions are run\n", "")
 
 
-def test_when_the_interpreter_is_held_up_the_clock_ends_it_and_shows_where() -> None:
+def test_the_timer_ends_a_blocked_interpreter_and_prints_its_stack() -> None:
     ended = run("force_exit_after(0.5)\nsum(7 ** (10**9) for _ in range(2))")
     assert ended.returncode == 1 and "Timeout" in ended.stderr and "<module>" in ended.stderr
 
 
-def test_a_process_that_is_no_server_has_no_clock() -> None:
+def test_other_processes_have_no_timer() -> None:
     ended = subprocess.run(
         [
             sys.executable,

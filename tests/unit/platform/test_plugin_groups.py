@@ -223,6 +223,6 @@ def test_every_name_of_the_extension_api_exists_and_nothing_else_is_offered():
 
     for name in extension_api.__all__:
         assert getattr(extension_api, name).__name__ == name
-    assert set(extension_api.__all__) == set(extension_api._HOMES)
+    assert set(extension_api.__all__) == set(extension_api._MODULES)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = extension_api.no_such_name

@@ -1,4 +1,4 @@
-"""A wrong result of attention is told with its worst place, and with the mistake that would explain it."""
+"""Diagnosis of wrong attention results: the worst position and the mistake that explains it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def case_of(**fields):
     return make_case(make_spec(4, 2, 16, **fields), REQUESTS, block_size=16)
 
 
-def told(case, found):
+def error_message(case, found):
     with pytest.raises(AssertionError) as caught:
         assert_near(found.float(), case)
     return str(caught.value)
@@ -26,27 +26,27 @@ def told(case, found):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tensors this small gain nothing from several, and wait for them on a busy machine."""
+    """Uses one thread, which is faster for small tensors on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def test_each_mistake_is_told_from_the_others():
+def test_each_mistake_is_identified():
     case = case_of(sliding_window=9, soft_cap=2.0, sinks=True)
-    for name, reading in mistakes(case):
-        assert f"The result is what it would be with {name}." in told(case, expected(case, reading))
+    for name, variant in mistakes(case):
+        assert f"The result equals that of attention with {name}." in error_message(case, expected(case, variant))
 
 
 def test_a_result_that_no_mistake_explains_names_the_worst_request_position_and_head():
     case = case_of()
     found = expected(case)
     found[1 + 17 + 4, 3 * 16 + 5] += 2.5  # the fifth token of the third request, in the last head
-    text = told(case, found)
+    text = error_message(case, found)
     assert text.startswith("off by 2.5, allowed 5e-05; worst at request 2 (40 tokens before this step, 30 in it), ")
     assert "position 44 (block 2 of its table, offset 12), head 3 (key/value head 1)" in text
-    assert "Wrong are 1 of 192 results, in requests 2." in text and "would be" not in text
+    assert "Wrong: 1 of 192 results, in requests 2." in text and "equals that" not in text
 
 
 def test_what_is_not_finite_is_the_worst():
@@ -54,7 +54,7 @@ def test_what_is_not_finite_is_the_worst():
     found = expected(case)
     found[0] += 1
     found[3, 0] = torch.nan
-    text = told(case, found)
+    text = error_message(case, found)
     assert (
         text.startswith("not finite, allowed") and "request 1 (0 tokens before" in text and "in requests 0, 1" in text
     )
@@ -63,12 +63,12 @@ def test_what_is_not_finite_is_the_worst():
 def test_the_right_result_passes_and_one_of_another_shape_or_dtype_does_not():
     case = case_of()
     assert_near(expected(case).float(), case)
-    assert "returned (48, 32), not (48, 64)" in told(case, expected(case)[:, :32])
+    assert "returned (48, 32), not (48, 64)" in error_message(case, expected(case)[:, :32])
     with pytest.raises(AssertionError, match=r"torch.float64, not torch.float32"):
         assert_near(expected(case), case)
 
 
-def test_a_window_is_no_hypothesis_where_there_is_none():
+def test_mistakes_apply_to_the_spec():
     assert not any("window" in name for name, _ in mistakes(case_of()))
     assert not any(
         "num_kv_heads" in name for name, _ in mistakes(make_case(make_spec(2, 2, 16), REQUESTS, block_size=16))
@@ -77,7 +77,7 @@ def test_a_window_is_no_hypothesis_where_there_is_none():
     assert not torch.equal(expected(case_of(), wider), expected(case_of()))
 
 
-def test_tensors_that_differ_are_told_with_the_place():
+def test_differing_tensors_are_reported_with_the_index():
     wanted = torch.zeros(2, 3)
     found = wanted.clone()
     found[1, 2] = 4.0

@@ -1,4 +1,4 @@
-"""The clauses, the page that words them and the suite that checks them are one list."""
+"""The clauses, docs/reference/contract.md and the suite agree."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mvllm.testing.clauses import CLAUSES, FAMILIES, claims
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "contract.md").read_text(encoding="utf-8")
 SUITE = Path(testing.__file__).parent / "suite"
 
-# What core never asks a platform for, so that there is nothing to refuse.
+# Core never requests these of a platform, so there is nothing to refuse.
 NEVER_ASKED = {
-    *("ATT-11", "SHP-03"),  # promises about how, not about what
+    *("ATT-11", "SHP-03"),  # they describe how results are computed
     *("COM-05", "COM-06", "COM-08", "COM-09", "COM-10"),  # no layer uses these yet
 }
 
@@ -40,7 +40,7 @@ def marks() -> list[tuple[str, list[str], dict[str, object]]]:
     return found
 
 
-def test_the_page_and_the_registry_have_the_same_clauses_in_the_same_words() -> None:
+def test_the_page_and_the_registry_have_the_same_clauses() -> None:
     on_page = dict(re.findall(r"^- ([A-Z0-9]{3}-\d\d) (.*)$", PAGE, flags=re.MULTILINE))
     assert on_page == {clause.id: clause.sentence for clause in CLAUSES.values()}
     headings = re.findall(r"^\*\*(.+)\*\*$", PAGE.partition("## Clauses")[2], flags=re.MULTILINE)
@@ -52,20 +52,20 @@ def test_every_clause_has_a_test_and_every_test_a_clause() -> None:
     assert tested == set(CLAUSES)
 
 
-def test_what_is_not_claimed_has_a_refusal_that_is_tested() -> None:
+def test_every_optional_capability_has_a_refusal_test() -> None:
     refused = {clause for _, ids, keywords in marks() if keywords.get("refusal") for clause in ids}
     conditional = {c.id for c in CLAUSES.values() if c.needs not in (None, "torch_device")}
     assert conditional - NEVER_ASKED <= refused
 
 
-def test_a_clause_is_no_newer_than_the_contract_and_needs_what_there_is() -> None:
+def test_clauses_are_not_newer_than_the_contract_and_need_known_capabilities() -> None:
     nothing = Capabilities(dtypes=("float32",), kv_dtypes=("float32",))
     for clause in CLAUSES.values():
         assert clause.since <= CONTRACT
         assert claims(nothing, clause.needs) is (clause.needs in (None, "torch_device"))
 
 
-def test_without_torch_tensors_nothing_is_claimed_that_only_cores_worker_uses() -> None:
+def test_without_torch_device_capabilities_of_cores_worker_are_not_claimed() -> None:
     opaque = Capabilities(dtypes=("float32",), kv_dtypes=("float32",), torch_device=False, soft_cap=True, graphs=True)
     assert not claims(opaque, "soft_cap") and not claims(opaque, "graphs")
     everything_of_torch = Capabilities(

@@ -1,4 +1,4 @@
-"""A KV cache may be any object of its backend's: core keeps it, and the suite asks the backend about it."""
+"""KV caches that are not tensors: core passes them through, and the suite uses the backend's methods."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ArrayAttention(ReferenceAttention):
 
 
 class ReadableArrayAttention(ArrayAttention):
-    """The same, with what contract 1.1 asks of a cache that is no tensor."""
+    """ArrayAttention with the methods that contract 1.1 requires for caches that are not tensors."""
 
     def kv_bytes(self, kv):
         return kv.keys.nbytes + kv.values.nbytes
@@ -89,19 +89,19 @@ KVL = (
 
 
 @pytest.mark.parametrize("test", KVL, ids=lambda test: test.__name__)
-def test_the_suite_examines_a_cache_that_is_not_made_of_tensors(subject, runtime, test):
+def test_the_suite_tests_caches_that_are_not_tensors(subject, runtime, test):
     platform_under_test = subject(ReadableArrayAttention)
     platform_under_test.capabilities = SimpleNamespace(kv_dtypes=("float32",), mla=False)
     test(platform_under_test, runtime, "float32")
 
 
-def test_what_the_suite_cannot_ask_is_told_with_the_method_to_write(subject, runtime):
+def test_missing_backend_methods_are_named(subject, runtime):
     for test in (kvl.test_a_new_cache_is_finite, kvl.test_a_write_touches_no_slot_that_it_was_not_given):
         with pytest.raises(PlatformError, match=r"it is a Arrays.*Implement ArrayAttention\.(read_slots|fill)"):
             test(subject(ArrayAttention), runtime, "float32")
 
 
-def test_bytes_are_those_that_the_backend_says(subject, runtime):
+def test_kv_bytes_of_the_backend_is_compared_with_the_layout(subject, runtime):
     class Liar(ReadableArrayAttention):
         def kv_bytes(self, kv):
             return super().kv_bytes(kv) // 2
@@ -121,7 +121,7 @@ def test_layers_whose_caches_are_opaque_share_none():
     )
 
 
-# --- the defaults, which know tensors
+# --- the default methods, for tensors
 
 
 class Arranged(ReferenceAttention):
@@ -175,7 +175,7 @@ def test_a_written_slot_is_the_one_that_is_read():
         assert torch.equal(read[0], keys) and torch.equal(read[1], values)
 
 
-def test_an_arrangement_that_shapes_do_not_show_names_the_method():
+def test_an_unknown_layout_names_the_method_to_implement():
     backend = Arranged(make_spec())
     backend.block_sizes = (16,)
     backend.shapes = lambda n, b: [(n, 2, 16, b)]

@@ -1,4 +1,4 @@
-"""The pytest plugin, in a pytest of its own, on tests written for the purpose and the CPU platform."""
+"""The pytest plugin, run in a subprocess on sample tests and the CPU platform."""
 
 from __future__ import annotations
 
@@ -93,18 +93,18 @@ def test_a_waived_failure_is_no_failure(run, tmp_path):
     assert report["clauses"]["ATT-04"]["status"] == "waived" and report["waivers"][0]["needed"]
 
 
-def test_a_waiver_that_nothing_needs_fails_the_run(run, tmp_path):
+def test_an_unneeded_waiver_fails_the_run(run, tmp_path):
     (tmp_path / "w.toml").write_text(WAIVER.format("ATT-04") + WAIVER.format("ATT-03"))
     done, report = run("--mvllm-waivers", "w.toml")
     assert done.returncode == 1
-    assert "a waiver that nothing needs any more: ATT-03" in done.stdout
+    assert "unneeded waiver: ATT-03" in done.stdout
     assert [w["needed"] for w in report["waivers"]] == [True, False]
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("--mvllm-only", "ATX"), "there is no ATX"),
+        (("--mvllm-only", "ATX"), "unknown ATX"),
         (("--mvllm-waivers", "none.toml"), "cannot be read"),
     ],
 )
@@ -119,14 +119,14 @@ def test_a_run_can_be_limited(run):
     assert done.returncode == 0
     assert set(statuses(report)) == {"ATT-03", "GRF-01"} and not report["conformant"]
     assert "  ATT-03  passed " in done.stdout and "DEV-01" not in done.stdout
-    assert re.search(r"^left out: \d+ tests of clauses that --only leaves out$", done.stdout, re.MULTILINE)
+    assert re.search(r"^deselected: \d+ tests of clauses that --only excludes$", done.stdout, re.MULTILINE)
     whole, quick = run("--mvllm-quick")
-    assert re.search(r"^left out: \d+ tests that only a run without --quick has$", whole.stdout, re.MULTILINE)
+    assert re.search(r"^deselected: \d+ tests that --quick excludes$", whole.stdout, re.MULTILINE)
     assert "ATT-01" not in statuses(quick)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])  # the second is not available on most machines
-def test_without_a_device_only_what_opens_none_is_examined(run, tmp_path, platform):
+def test_without_a_device_only_device_free_clauses_run(run, tmp_path, platform):
     (tmp_path / "test_some.py").write_text(
         "from mvllm.testing.markers import clause\n"
         "@clause('CFG-03')\ndef test_free(subject): assert subject.platform.capabilities.dtypes\n"
@@ -158,7 +158,7 @@ def test_a_platform_that_is_not_installed_fails_with_the_reason(run):
     assert "no installed plugin has that name" in done.stdout
 
 
-def test_the_plugin_is_not_there_unless_asked_for(run):
+def test_the_plugin_is_opt_in(run):
     done, _ = run("--mvllm-platform", "cpu", plugin=False)
     assert "unrecognized arguments" in done.stderr
 

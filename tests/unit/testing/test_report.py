@@ -1,4 +1,4 @@
-"""What a run says: worst test first, a refusal is no pass, and what was written can be read."""
+"""Conformance reports: status of clauses, JSON round trip, Markdown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_clause_is_as_good_as_its_worst_test():
     assert status(make(good, ("test_b", ["ATT-03"], Status.WAIVED, 1.0))) is Status.WAIVED
 
 
-def test_what_was_refused_or_could_not_be_tried_is_not_passed():
+def test_refused_and_not_run_clauses_are_not_passed():
     assert status(make(("test_a", ["ATT-03"], Status.NOT_CLAIMED, 1.0))) is Status.NOT_CLAIMED
     assert status(make(("test_a", ["ATT-03"], Status.NOT_RUN, 0.0))) is Status.NOT_RUN
     assert status(make()) is Status.NOT_RUN
@@ -56,7 +56,7 @@ def test_a_waiver_is_unneeded_when_nothing_that_it_covers_fails():
     assert not make(passed, waivers=[waiver]).conformant
 
 
-def test_a_report_survives_the_way_through_its_file(tmp_path):
+def test_a_report_can_be_written_and_read(tmp_path):
     report = make(
         ("test_a", ["ATT-03"], Status.PASSED, 1.5),
         ("test_b", ["ATT-04"], Status.FAILED, 0.5, "call: off by 3"),
@@ -89,7 +89,7 @@ def test_the_page_has_a_row_for_every_clause():
 
 def test_only_tests_that_ran_are_counted_however_quick_they_were(tmp_path):
     report = make(
-        ("test_a", ["GRF-01"], Status.NOT_CLAIMED, 0.3, "graphs"),  # setting it up took its time
+        ("test_a", ["GRF-01"], Status.NOT_CLAIMED, 0.3, "graphs"),  # the time of its set-up
         ("test_b", ["GRF-01"], Status.NOT_CLAIMED, 0.0001, REFUSED),
         ("test_c", ["ATT-04"], Status.PASSED, 0.0),
     )
@@ -106,7 +106,7 @@ def test_the_page_counts_devices_that_are_the_same():
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"schema": 99}', "[]"])
-def test_what_is_no_report_is_said_so(tmp_path, text):
+def test_a_file_that_is_not_a_report_is_an_error(tmp_path, text):
     (tmp_path / "report.json").write_text(text)
     with pytest.raises(ConfigError, match=r"report\.json is"):
         from_json(tmp_path / "report.json")

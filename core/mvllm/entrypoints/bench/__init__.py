@@ -1,1 +1,1 @@
-"""What `mvllm bench` measures with: prompts, a client, and the figures made of what it saw."""
+"""The benchmarks of `mvllm bench`: datasets, an HTTP client, measurement loops, metrics and reports."""

@@ -1,4 +1,4 @@
-"""When the requests of a benchmark are sent."""
+"""Arrival times of the requests of a serving benchmark."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from mvllm.errors import ConfigError
 
 
 def request_arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start at which each request is sent, rising.
+    """The send time of each request, in seconds after the start, ascending.
 
-    Gaps are drawn from a gamma distribution with shape `burstiness`: at 1 arrivals are a Poisson process, below that
-    they come in bursts, above that more evenly. The times are then scaled so that the last one is at count / rate:
-    runs with other seeds last equally long, and a Poisson process given its length and count is just that.
+    Gaps are drawn from a gamma distribution with shape `burstiness`: 1 gives a Poisson process, smaller values give
+    bursts, larger values more even gaps. The times are scaled so that the last one is at count / rate, which makes runs
+    with different seeds equally long. A Poisson process conditioned on length and count stays one.
 
     Args:
         count: Number of requests.
         rate: Requests per second; infinite for all at once.
-        burstiness: Above 0.
-        seed: The same gives the same times.
+        burstiness: Shape of the gaps; above 0.
+        seed: Equal seeds give equal times.
 
     Raises:
         ConfigError: rate or burstiness is not above 0.

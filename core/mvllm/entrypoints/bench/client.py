@@ -1,7 +1,7 @@
-"""The client of `mvllm bench serve`: sends a request to an OpenAI-compatible server and watches its answer come.
+"""The HTTP client of `mvllm bench serve`: sends requests to an OpenAI-compatible server and times the responses.
 
-It shares the machine with what it measures, as a rule, and follows hundreds of streams at once; so what it does per
-chunk is little: find the line's end, decode the few fields that count, note the time.
+It usually shares the machine with the server and reads hundreds of streams at once, so the work per chunk is small:
+find the end of the line, decode a few fields, record the time.
 """
 
 from __future__ import annotations
@@ -18,16 +18,23 @@ import msgspec
 
 from mvllm.entrypoints.bench.datasets import SampleRequest
 from mvllm.entrypoints.bench.metrics import RequestResult
-from mvllm.entrypoints.urls import join_url
+from mvllm.entrypoints.openai_client import (
+    DONE,
+    error_message,
+    error_text,
+    event_data,
+    first_model_id,
+    join_url,
+    shorten,
+)
 from mvllm.errors import ConfigError, MvllmError
 
 if TYPE_CHECKING:
     import aiohttp
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-"""Kind of endpoint to its path."""
+"""Endpoint types and their paths."""
 
-_LONGEST_ERROR = 500
 _READ_BYTES = 1 << 18
 
 
@@ -59,22 +66,22 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 class StreamError(MvllmError):
-    """An answer that is not one."""
+    """A response is an error, or a stream is incomplete."""
 
 
 @dataclass(frozen=True)
 class ServerEndpoint:
-    """Where requests go, and what every one of them says.
+    """The server of a benchmark, and the fields that all requests share.
 
     Attributes:
-        base_url: Without the endpoint's path.
+        base_url: URL without the endpoint's path.
         endpoint: The path.
         model: Name of the model on the server.
-        chat: Whether it takes messages.
-        ignore_eos: Have the model go on until the output has its length.
-        extra_body: Further fields, which go before ours.
-        headers: For every request.
-        timeout: Seconds that a request may take.
+        chat: Whether the endpoint takes messages instead of a prompt.
+        ignore_eos: Generate until the output has its full length.
+        extra_body: Additional fields of the body; they override the client's.
+        headers: Headers of every request.
+        timeout: Seconds for a whole request.
         verify: Check the server's certificate.
     """
 
@@ -93,7 +100,7 @@ class ServerEndpoint:
         return join_url(self.base_url, self.endpoint)
 
     def body(self, sample: SampleRequest) -> bytes:
-        """A request's body."""
+        """The JSON body of a request."""
         body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         if self.chat:
             body |= {"messages": [{"role": "user", "content": sample.prompt}]}
@@ -106,17 +113,17 @@ class ServerEndpoint:
 
 
 def require_aiohttp() -> None:
-    """Refuses to go on without the library that the client stands on.
+    """Checks that aiohttp is installed.
 
     Raises:
-        ConfigError: It is not installed; names the command that mends it.
+        ConfigError: It is not.
     """
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("`mvllm bench serve` needs aiohttp. Run: pip install 'mvllm[bench]'")
 
 
 class BenchmarkClient:
-    """Connections to a server. Used within one event loop, as an asynchronous context manager."""
+    """HTTP connections to a server; an asynchronous context manager, for one event loop."""
 
     def __init__(self, target: ServerEndpoint) -> None:
         self._target = target
@@ -140,45 +147,43 @@ class BenchmarkClient:
         await self._session.close()
 
     async def first_model(self) -> str:
-        """The name of the first model that the server offers.
+        """The first model that the server lists.
 
         Raises:
-            ConfigError: It names none.
+            ConfigError: It lists none.
         """
         url = join_url(self._target.base_url, "/v1/models")
         try:
             async with self._session.get(url) as response:
-                models = await response.json(content_type=None)
-                name: str = models["data"][0]["id"]
-                return name
+                return first_model_id(await response.read())
         except (*self._failures, LookupError, TypeError) as e:
-            raise ConfigError(f"{url} names no model ({_describe(e)}). Name one with --model.") from e
+            raise ConfigError(f"{url} lists no model ({_describe(e)}). Name one with --model.") from e
 
     async def send(self, sample: SampleRequest) -> RequestResult:
-        """Sends a request and follows its answer. Whatever goes wrong is in the trace."""
+        """Sends a request and reads its response to the end. Errors are stored in the result."""
         body = self._target.body(sample)
-        watch = _StreamRecorder(RequestResult(start=time.perf_counter()))
+        recorder = _StreamRecorder(RequestResult(start=time.perf_counter()))
         try:
             async with self._session.post(self._target.url, data=body) as response:
                 if response.status != 200:
-                    raise StreamError(f"HTTP status {response.status}: {await _error_text(response)}")
+                    raise StreamError(f"HTTP status {response.status}: {error_text(await response.read())}")
                 async for line in _data_lines(response.content):
-                    if line == b"[DONE]":
-                        watch.ended = True
+                    if line == DONE:
+                        recorder.ended = True
                     else:
-                        watch.record(_decode_chunk(line))
-            watch.close()
+                        recorder.record(_decode_chunk(line))
+            recorder.close()
         except self._failures as e:
-            watch.trace.error = _describe(e)
-            watch.trace.latency = time.perf_counter() - watch.trace.start
-        return watch.trace
+            recorder.result.error = _describe(e)
+            recorder.result.latency = time.perf_counter() - recorder.result.start
+        return recorder.result
 
 
 class _StreamRecorder:
-    """Notes what comes, and when."""
+    """Records the chunks of a stream and their times in a RequestResult."""
 
-    def __init__(self, trace: RequestResult) -> None:
-        self.trace = trace
+    def __init__(self, result: RequestResult) -> None:
+        self.result = result
         self.ended = False
         self._texts: list[str] = []
         self._last_text_time: float | None = None
@@ -186,16 +191,16 @@ class _StreamRecorder:
         self._last_choice: float | None = None
 
     def record(self, chunk: _Chunk) -> None:
-        """Takes in a chunk that has just come.
+        """Records a chunk that has just arrived.
 
         Raises:
-            StreamError: It tells of an error.
+            StreamError: The chunk is an error.
         """
         if chunk.error is not None:
-            raise StreamError(f"error in the stream: {_short(str(chunk.error))}")
+            raise StreamError(f"error in the stream: {error_message(chunk.error)}")
         if chunk.usage is not None:
-            self.trace.prompt_tokens = chunk.usage.prompt_tokens
-            self.trace.output_tokens = chunk.usage.completion_tokens
+            self.result.prompt_tokens = chunk.usage.prompt_tokens
+            self.result.output_tokens = chunk.usage.completion_tokens
         if not chunk.choices:
             return
         now = time.perf_counter()
@@ -209,30 +214,30 @@ class _StreamRecorder:
         if text is None:
             return
         if self._last_text_time is None:
-            self.trace.ttft = now - self.trace.start
+            self.result.ttft = now - self.result.start
         else:
-            self.trace.itl.append(now - self._last_text_time)
+            self.result.itl.append(now - self._last_text_time)
         self._last_text_time = now
         self._texts.append(text)
 
     def close(self) -> None:
-        """The stream has ended.
+        """Computes the totals after the end of the stream.
 
         Raises:
-            StreamError: It was not complete.
+            StreamError: The stream was incomplete.
         """
         if self._first_choice is None or self._last_choice is None:
-            raise StreamError("the stream ended without an answer")
+            raise StreamError("the stream ended without a response")
         if not self.ended:
-            raise StreamError("the stream ended in the middle of the answer")
+            raise StreamError("the stream ended in the middle of the response")
         if self._last_text_time is None:  # tokens without text, such as special ones
-            self.trace.ttft = self._first_choice - self.trace.start
-        self.trace.latency = self._last_choice - self.trace.start
-        self.trace.text = "".join(self._texts)
+            self.result.ttft = self._first_choice - self.result.start
+        self.result.latency = self._last_choice - self.result.start
+        self.result.text = "".join(self._texts)
 
 
 def _text_of(choice: _Choice) -> str | None:
-    """What a chunk adds to the answer; None where that is nothing, as in a stream's first chunk and its last."""
+    """The text of a chunk; None for chunks without text, such as the first and the last of a stream."""
     if choice.delta is None:
         return choice.text or None
     delta = choice.delta
@@ -245,30 +250,13 @@ async def _data_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     async for piece in content.iter_any():
         *lines, rest = (rest + piece).split(b"\n") if rest else piece.split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-
-
-async def _error_text(response: aiohttp.ClientResponse) -> str:
-    """What an answer that is an error says, in few characters."""
-    body = await response.read()
-    try:
-        found = msgspec.json.decode(body)
-        error = found.get("error", found) if isinstance(found, dict) else found
-        message = error.get("message", error) if isinstance(error, dict) else error
-        return _short(str(message))
-    except msgspec.DecodeError:
-        return _short(body.decode("utf-8", "replace"))
+            if data := event_data(line):
+                yield data
 
 
 def _describe(error: BaseException) -> str:
     if isinstance(error, StreamError):
         return str(error)
     if isinstance(error, asyncio.TimeoutError):
-        return f"no complete answer in time ({type(error).__name__})"
-    return _short(f"{type(error).__name__}: {error}")
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + "..."
+        return f"no complete response within the timeout ({type(error).__name__})"
+    return shorten(f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
-"""The requests of a benchmark: made up, from a file, or the few that come with the package.
+"""Datasets of a benchmark: random prompts, a ShareGPT file, or the built-in prompts.
 
-Every one has its prompt as text, and, where there is a tokenizer, as token ids: a server is sent the text, an engine in
-this process the ids. The same seed makes the same requests.
+Each request has its prompt as text and, with a tokenizer, as token ids. Servers receive the text, an engine in this
+process the ids. Equal seeds give equal requests.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ DEFAULT_INPUT_LEN = 1024
 DEFAULT_OUTPUT_LEN = 128
 DEFAULT_PREFIX_LEN = 256
 
-# A conversation of a file is left out when a side is shorter than this, or when it is too long for a fair comparison
-# with what others measure on the same file.
+# Limits in tokens for conversations of a file. They are those of common benchmarks, so that results are comparable.
 _SHORTEST = 4
 _LONGEST_PROMPT = 1024
 _LONGEST_TOTAL = 2048
@@ -56,9 +55,9 @@ class SampleRequest:
     """One request.
 
     Attributes:
-        prompt: Its text.
-        token_ids: The text's tokens, without special ones; None where there is no tokenizer.
-        output_len: How many tokens to ask for.
+        prompt: The text.
+        token_ids: Token ids of the text, without special tokens; None without a tokenizer.
+        output_len: Number of output tokens to request.
     """
 
     prompt: str
@@ -67,18 +66,18 @@ class SampleRequest:
 
     @property
     def prompt_len(self) -> int | None:
-        """Number of the prompt's tokens, if known."""
+        """Number of prompt tokens; None without a tokenizer."""
         return None if self.token_ids is None else len(self.token_ids)
 
 
 class BenchmarkTokenizer:
-    """The tokenizer of a model, as far as a benchmark needs it. Loads neither torch nor the model.
+    """A model's tokenizer, loaded without torch and without the model's weights.
 
     Args:
         name: Model folder, hub name, or `demo`.
 
     Raises:
-        ModelError, ConfigError: There is none.
+        ModelError, ConfigError: The model or its tokenizer.json is missing.
     """
 
     def __init__(self, name: str) -> None:
@@ -88,7 +87,7 @@ class BenchmarkTokenizer:
 
         file = find_model(name, with_weights=False) / "tokenizer.json"
         if not file.is_file():
-            raise ConfigError(f"There is no {file}. Name the tokenizer with --tokenizer.")
+            raise ConfigError(f"{file} is missing. Name the tokenizer with --tokenizer.")
         self._tokenizer = Tokenizer.from_file(str(file))
         self._tokenizer.no_truncation()
         self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -105,13 +104,13 @@ class BenchmarkTokenizer:
         return text
 
     def random_ids(self, count: int, random: np.random.Generator) -> list[int]:
-        """Ids of tokens that are words or pieces of words."""
+        """Random ids of tokens that are words or parts of words."""
         if self._ordinary is None:
             self._ordinary = self._find_ordinary(random)
         return [self._ordinary[i] for i in random.integers(0, len(self._ordinary), count)]
 
     def _find_ordinary(self, random: np.random.Generator) -> list[int]:
-        """Tokens that are found again in their own text; rather those that begin a word, since they never merge."""
+        """Ids of tokens whose text encodes to the same token; preferably word beginnings, which never merge."""
         size = self._tokenizer.get_vocab_size()
         drawn = random.permutation(size)[:_CANDIDATES].tolist() if size > _CANDIDATES else range(size)
         texts = {i: self.decode([i]) for i in drawn if i not in self._special}
@@ -123,10 +122,10 @@ class BenchmarkTokenizer:
 
 
 def text_of_length(tokenizer: BenchmarkTokenizer, length: int, random: np.random.Generator, prefix: str = "") -> str:
-    """A text of random words that has `length` tokens behind a prefix, or very nearly where the tokenizer allows none.
+    """`prefix` and random words of `length` tokens, or nearly so many if the tokenizer allows no exact length.
 
-    Tokens need not be found again in the text that they make, so it is tokenized anew, and cut or lengthened, until it
-    has the length.
+    Decoding and encoding may change the number of tokens, so the text is cut or extended until its encoding has the
+    length.
     """
     skip = len(tokenizer.encode(prefix))
     ids = tokenizer.random_ids(length, random)
@@ -158,18 +157,18 @@ def sample_requests(
 
     Args:
         dataset: One of DATASETS.
-        count: How many.
-        tokenizer: Needed by `random` and `prefix_repetition`.
-        seed: The same makes the same requests.
-        path: The file, for `sharegpt`.
-        input_len: Tokens of the part of each prompt that is its own.
-        output_len: Tokens to ask for; by default 128, or as many as the answer in the file has.
-        range_ratio: In [0, 1): lengths are spread evenly by this share to both sides.
-        prefix_len: Tokens that prompts have in common, before those of their own.
-        num_prefixes: Number of such beginnings, for `prefix_repetition`.
+        count: Number of requests.
+        tokenizer: Required by `random` and `prefix_repetition`.
+        seed: Equal seeds give equal requests.
+        path: The file of `sharegpt`.
+        input_len: Tokens of each prompt after the shared prefix.
+        output_len: Output tokens to request; by default 128, or the length of the answer in the file.
+        range_ratio: In [0, 1): lengths are uniform in length * (1 ± range_ratio).
+        prefix_len: Tokens of the shared prefix.
+        num_prefixes: Number of different prefixes, for `prefix_repetition`.
 
     Raises:
-        ConfigError: The dataset cannot be made of this.
+        ConfigError: An argument is invalid or missing, or the file cannot be read.
     """
     import numpy as np
 
@@ -229,7 +228,7 @@ def _sharegpt(
     path: Path | None,
     output_len: int | None,
 ) -> list[SampleRequest]:
-    """The first question of each conversation, in random order, from the start again where there are too few."""
+    """The first question of each conversation, in random order; repeated if the file has too few."""
     if path is None:
         raise ConfigError("The dataset 'sharegpt' is a file. Name it with --dataset-path.")
     turns = _first_turns(path)
@@ -251,8 +250,8 @@ def _sharegpt(
         samples.append(sample)
     if not samples:
         raise ConfigError(
-            f"No conversation of {path} is of use: a question and an answer of {_SHORTEST} tokens or more, at most "
-            f"{_LONGEST_PROMPT} tokens of question and {_LONGEST_TOTAL} of both."
+            f"No conversation of {path} can be used. Questions and answers need {_SHORTEST} tokens or more, questions "
+            f"at most {_LONGEST_PROMPT}, both together at most {_LONGEST_TOTAL}."
         )
     return [samples[i % len(samples)] for i in range(count)]
 
@@ -268,8 +267,8 @@ def _first_turns(path: Path) -> list[tuple[str, str]]:
         raise ConfigError(f"The dataset {path} must be a JSON list of conversations.")
     turns = []
     for entry in content:
-        said = entry.get("conversations", entry.get("conversation")) if isinstance(entry, dict) else None
-        texts = [turn.get("value") for turn in said if isinstance(turn, dict)] if isinstance(said, list) else []
+        found = entry.get("conversations", entry.get("conversation")) if isinstance(entry, dict) else None
+        texts = [turn.get("value") for turn in found if isinstance(turn, dict)] if isinstance(found, list) else []
         if len(texts) >= 2 and isinstance(texts[0], str) and isinstance(texts[1], str):
             turns.append((texts[0], texts[1]))
     return turns

@@ -1,4 +1,4 @@
-"""The figures of a benchmark against a server, made of what its client saw.
+"""Metrics of a serving benchmark, computed from the client's timings.
 
 sent                first text             text   text             last chunk
  │─────── TTFT ─────────│───── ITL ──────────│─ITL──│────── ... ──────│
@@ -19,23 +19,23 @@ METRICS = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
-"""Short name to name."""
+"""Short names and titles of the latency metrics."""
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(slots=True)
 class RequestResult:
-    """What was seen of one request.
+    """Timings and result of one request.
 
     Attributes:
-        start: When it was sent, in seconds of the monotonic clock.
-        ttft: Seconds until the first text came.
-        latency: Seconds until the last chunk with a choice came.
-        itl: Seconds between one text and the next.
-        prompt_tokens, output_tokens: As the server counts them, or None where it did not say.
-        text: What came.
-        error: Why it failed; None where it did not.
+        start: Time of sending, of time.perf_counter.
+        ttft: Seconds until the first chunk with text.
+        latency: Seconds until the last chunk with a choice.
+        itl: Seconds between consecutive chunks with text.
+        prompt_tokens, output_tokens: The server's counts; None if it sent none.
+        text: The generated text.
+        error: Why the request failed; None for success.
     """
 
     start: float = 0.0
@@ -61,35 +61,35 @@ class RequestResult:
 
     @property
     def tpot(self) -> float:
-        """Seconds per output token after the first; 0 where there was no second."""
+        """Seconds per output token after the first; 0 with fewer than two tokens."""
         return (self.latency - self.ttft) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else 0.0
 
 
 def calculate_metrics(
-    traces: Sequence[RequestResult],
+    requests: Sequence[RequestResult],
     duration: float,
     *,
     percentiles: Sequence[float] = (99,),
     selected: Sequence[str] = tuple(METRICS),
     goodput: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The figures under the field's usual keys.
+    """The metrics of a run, under the keys of common serving benchmarks.
 
     Args:
-        traces: One per request.
-        duration: Seconds from the start to the last answer.
-        percentiles: Which, from 0 to 100.
-        selected: Of which metrics, by short name.
-        goodput: Most milliseconds that a good request takes, by the short name of the metric.
+        requests: The results of all requests.
+        duration: Seconds from the start to the last response.
+        percentiles: Percentiles to compute, from 0 to 100.
+        selected: Short names of the latency metrics to include.
+        goodput: Limits in milliseconds by metric; a request that keeps all of them counts for goodput.
     """
-    done = [trace for trace in traces if trace.success]
-    num_output = sum(trace.num_output_tokens for trace in done)
-    num_input = sum(trace.num_prompt_tokens for trace in done)
+    done = [request for request in requests if request.success]
+    num_output = sum(request.num_output_tokens for request in done)
+    num_input = sum(request.num_prompt_tokens for request in done)
     duration = max(duration, 1e-9)
     result: dict[str, Any] = {
         "duration": duration,
         "completed": len(done),
-        "failed": len(traces) - len(done),
+        "failed": len(requests) - len(done),
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
         "request_throughput": len(done) / duration,
@@ -97,7 +97,7 @@ def calculate_metrics(
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
         "max_output_tokens_per_s": _peak_token_throughput(done),
-        "max_concurrent_requests": _peak_concurrency(traces),
+        "max_concurrent_requests": _peak_concurrency(requests),
     }
     values = {
         "ttft": [t.ttft for t in done],
@@ -111,69 +111,69 @@ def calculate_metrics(
     return result
 
 
-def per_request_details(traces: Sequence[RequestResult]) -> dict[str, Any]:
-    """What was seen of each request, under the field's usual keys."""
+def per_request_details(requests: Sequence[RequestResult]) -> dict[str, Any]:
+    """Lists with one entry per request, under the keys of common serving benchmarks."""
     return {
-        "input_lens": [trace.num_prompt_tokens for trace in traces],
-        "output_lens": [trace.num_output_tokens for trace in traces],
-        "start_times": [trace.start for trace in traces],
-        "ttfts": [trace.ttft for trace in traces],
-        "itls": [trace.itl for trace in traces],
-        "generated_texts": [trace.text for trace in traces],
-        "errors": [trace.error or "" for trace in traces],
+        "input_lens": [request.num_prompt_tokens for request in requests],
+        "output_lens": [request.num_output_tokens for request in requests],
+        "start_times": [request.start for request in requests],
+        "ttfts": [request.ttft for request in requests],
+        "itls": [request.itl for request in requests],
+        "generated_texts": [request.text for request in requests],
+        "errors": [request.error or "" for request in requests],
     }
 
 
 def percentile_key(percentile: float) -> str:
-    """`p99`, `p99.9`."""
+    """Name of a percentile in keys: `p99`, `p99.9`."""
     return f"p{percentile:g}"
 
 
 def interpolated_percentile(values: Sequence[float], percentile: float) -> float:
-    """Between the two nearest values, in proportion; 0 of none."""
+    """A percentile with linear interpolation; 0 for no values."""
     if not values:
         return 0.0
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percentile / 100
-    low, high = math.floor(place), math.ceil(place)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    position = (len(ordered) - 1) * percentile / 100
+    low, high = math.floor(position), math.ceil(position)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles in milliseconds; zeros where there is nothing."""
+    """Mean, median, standard deviation and percentiles in milliseconds; zeros for no values."""
     values = [1000 * value for value in seconds]
     mean = math.fsum(values) / len(values) if values else 0.0
     variance = math.fsum((value - mean) ** 2 for value in values) / len(values) if values else 0.0
     ordered = sorted(values)
-    figures = {
+    statistics = {
         f"mean_{name}_ms": mean,
         f"median_{name}_ms": interpolated_percentile(ordered, 50),
         f"std_{name}_ms": math.sqrt(variance),
     }
-    return figures | {f"{percentile_key(p)}_{name}_ms": interpolated_percentile(ordered, p) for p in percentiles}
+    return statistics | {f"{percentile_key(p)}_{name}_ms": interpolated_percentile(ordered, p) for p in percentiles}
 
 
-def _is_good(trace: RequestResult, limits: Mapping[str, float]) -> bool:
-    found = {"ttft": trace.ttft, "tpot": trace.tpot, "e2el": trace.latency}
+def _is_good(request: RequestResult, limits: Mapping[str, float]) -> bool:
+    found = {"ttft": request.ttft, "tpot": request.tpot, "e2el": request.latency}
     return all(1000 * found[name] <= limit for name, limit in limits.items())
 
 
 def _peak_token_throughput(done: Sequence[RequestResult]) -> float:
-    """Most tokens that came within one second of the run. A text with several tokens in it counts as so many."""
+    """The largest number of tokens in one second of the run. A chunk counts as its request's mean number."""
     counts: dict[int, float] = {}
-    begin = min((trace.start for trace in done), default=0.0)
-    for trace in done:
-        per_text = trace.num_output_tokens / (len(trace.itl) + 1)
-        moment = trace.start + trace.ttft - begin
-        for gap in (0.0, *trace.itl):
+    begin = min((request.start for request in done), default=0.0)
+    for request in done:
+        per_text = request.num_output_tokens / (len(request.itl) + 1)
+        moment = request.start + request.ttft - begin
+        for gap in (0.0, *request.itl):
             moment += gap
             counts[int(moment)] = counts.get(int(moment), 0.0) + per_text
     return max(counts.values(), default=0.0)
 
 
-def _peak_concurrency(traces: Sequence[RequestResult]) -> int:
-    """Most requests under way at once. One that ends as another begins is not beside it."""
-    events = sorted(event for t in traces if t.latency > 0 for event in ((t.start, 1), (t.start + t.latency, -1)))
+def _peak_concurrency(requests: Sequence[RequestResult]) -> int:
+    """The largest number of concurrent requests. A request that ends when another starts does not overlap it."""
+    events = sorted(event for t in requests if t.latency > 0 for event in ((t.start, 1), (t.start + t.latency, -1)))
     peak = current = 0
     for _, change in events:
         current += change

@@ -1,15 +1,16 @@
-"""Benchmarks of an engine in this process: how many tokens per second, and how long one batch takes."""
+"""Offline benchmarks of an engine in this process: throughput, and latency of a batch."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 from mvllm.engine.llm_engine import LLMEngine
 from mvllm.entrypoints.bench.datasets import SampleRequest
 from mvllm.entrypoints.bench.report import standard_percentiles
-from mvllm.entrypoints.interrupts import interrupts_between_steps
+from mvllm.entrypoints.step_loop import step_until_finished
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.messages.inputs import PromptType, TokensPrompt
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -22,15 +23,15 @@ def measure_throughput(
     *,
     on_done: Callable[[int], None] = lambda num_tokens: None,
 ) -> dict[str, Any]:
-    """Hands the engine all requests at once and measures until the last is done.
+    """Adds all requests at once and measures the time until the last has finished.
 
     Args:
-        samples: The requests; each says how many tokens it wants.
-        params: For all of them, but for max_tokens.
-        on_done: Called with the number of output tokens of each request that is done.
+        samples: The requests.
+        params: Sampling parameters of all requests; `max_tokens` comes from the samples.
+        on_done: Called with the number of output tokens of each finished request.
 
     Raises:
-        RequestError: A request does not fit the model. Nothing was measured.
+        RequestError: A request is too long for the model. No request was run.
     """
     requests = [(_prompt(sample), _for_length(params, sample.output_len)) for sample in samples]
     num_input, num_output, seconds = _run(engine, requests, on_done)
@@ -58,11 +59,11 @@ def measure_latency(
     seed: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Measures how long a batch of random prompts takes, again and again, with nothing in the prefix cache.
+    """Measures the latency of batches of random prompts, which share no prefix.
 
     Raises:
         ConfigError: A number is too small.
-        RequestError: The lengths do not fit the model.
+        RequestError: The lengths exceed the model's.
     """
     import numpy as np
 
@@ -92,7 +93,7 @@ def measure_latency(
 
 
 def _for_length(params: SamplingParams, length: int) -> SamplingParams:
-    """The same parameters for an output of a length, which nobody looks at before its end."""
+    """A copy of the parameters for outputs of `length` tokens, reported when they are complete."""
     import msgspec
 
     return msgspec.structs.replace(params, max_tokens=length, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -107,26 +108,21 @@ def _run(
     requests: Sequence[tuple[PromptType, SamplingParams]],
     on_done: Callable[[int], None] = lambda num_tokens: None,
 ) -> tuple[int, int, float]:
-    """Number of prompt tokens, of output tokens, and seconds from handing over the first request to the last answer."""
+    """Number of prompt tokens, of output tokens, and seconds from adding the requests to the last output."""
     ids = [f"bench-{i}" for i in range(len(requests))]
     start = time.perf_counter()
     processed = engine.input_processor.process_batch(ids, [p for p, _ in requests], [params for _, params in requests])
     engine.add_processed_requests(processed)
     num_input = num_output = 0
-    try:
-        with interrupts_between_steps(engine.wake) as check:
-            while engine.has_unfinished_requests():
-                check()
-                for output in engine.step():
-                    if not output.finished:
-                        continue
-                    error = next((sequence.error for sequence in output.outputs if sequence.error), None)
-                    if error is not None:
-                        raise MvllmError(f"A request failed while it was measured: {error}")
-                    num_input += len(output.prompt_token_ids)
-                    num_new = sum(len(sequence.token_ids) for sequence in output.outputs)
-                    num_output += num_new
-                    on_done(num_new)
-        return num_input, num_output, time.perf_counter() - start
-    finally:
-        engine.abort_request(ids)
+    with closing(step_until_finished(engine, ids)) as steps:
+        for output in steps:
+            if not output.finished:
+                continue
+            error = next((sequence.error for sequence in output.outputs if sequence.error), None)
+            if error is not None:
+                raise MvllmError(f"A request of the benchmark failed: {error}")
+            num_input += len(output.prompt_token_ids)
+            num_new = sum(len(sequence.token_ids) for sequence in output.outputs)
+            num_output += num_new
+            on_done(num_new)
+    return num_input, num_output, time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""How results are shown and kept."""
+"""Tables and JSON files with benchmark results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDTH = 60
 
 
 def format_serving_table(result: Mapping[str, Any], percentiles: Sequence[float], selected: Sequence[str]) -> str:
-    """The result of a benchmark against a server, for reading."""
+    """The result of a serving benchmark as a text table."""
     rows: list[tuple[str, object]] = [
         ("Successful requests", result["completed"]),
         ("Failed requests", result["failed"]),
@@ -43,20 +43,20 @@ def format_serving_table(result: Mapping[str, Any], percentiles: Sequence[float]
 
 
 def format_table(title: str, rows: Iterable[tuple[str, object]]) -> str:
-    """Names and values, for reading."""
+    """Names and values as a text table."""
     return "\n".join([_title(title, "="), *_rows(rows), "=" * _WIDTH])
 
 
 def standard_percentiles(values: Sequence[float]) -> dict[str, float]:
-    """The usual percentiles, by number."""
+    """Values at PERCENTILES, by percentile."""
     return {str(p): interpolated_percentile(values, p) for p in PERCENTILES}
 
 
 def write_json(path: Path, result: Mapping[str, Any], *, append: bool = False) -> None:
-    """Writes a result as one line of JSON, or adds that line to the file.
+    """Writes a result to a file as one line of JSON; with `append`, adds the line.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Runs a benchmark against a server: requests at their times, so many at once, and what became of them."""
+"""Runs a benchmark against a server: sends requests at given times with limited concurrency."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mvllm.errors import ConfigError
 _READY_PAUSE = 0.5
 
 DEFAULT_MAX_CONCURRENCY = 1024
-"""Requests under way where all are sent at once: what a server queues by default (`--max-queued-requests`)."""
+"""Concurrency when all requests are sent at once: what a server queues by default (`--max-queued-requests`)."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class LoadPattern:
     """How requests are sent.
 
     Attributes:
-        request_rate: Per second; infinite for all at once.
-        burstiness: 1 for a Poisson process; less comes in bursts, more is more even.
-        max_concurrency: Most requests under way; None for no limit.
-        num_warmups: Requests that are sent before, and not counted.
-        seed: Of the times.
+        request_rate: Requests per second; infinite for all at once.
+        burstiness: 1 for a Poisson process; less gives bursts, more gives even gaps.
+        max_concurrency: Limit of concurrent requests; None for no limit.
+        num_warmups: Requests that are sent first and not measured.
+        seed: Seed of the arrival times.
     """
 
     request_rate: float = float("inf")
@@ -41,19 +41,19 @@ class LoadPattern:
 
 @dataclass(frozen=True)
 class BenchmarkRun:
-    """What became of a run.
+    """The result of a run.
 
     Attributes:
-        traces: One per request, in the order of sending.
-        duration: Seconds from the start to the last answer.
+        results: The results of all requests, in the order of sending.
+        duration: Seconds from the start to the last response.
     """
 
-    traces: list[RequestResult]
+    results: list[RequestResult]
     duration: float
 
 
 async def get_first_model(target: ServerEndpoint) -> str:
-    """The name of the first model that a server offers."""
+    """The first model that a server lists."""
     async with BenchmarkClient(target) as client:
         return await client.first_model()
 
@@ -65,41 +65,41 @@ async def run_benchmark(
     *,
     tokenizer: BenchmarkTokenizer | None = None,
     ready_timeout: float = 0.0,
-    on_done: Callable[[RequestResult], None] = lambda trace: None,
+    on_done: Callable[[RequestResult], None] = lambda result: None,
 ) -> BenchmarkRun:
-    """Sends every request at its time and waits for all answers.
+    """Sends every request at its time and waits for all responses.
 
     Args:
         target: The server.
         samples: The requests.
         load: How they are sent.
-        tokenizer: Counts tokens where the server does not.
-        ready_timeout: Seconds that the server may take to answer a first request, which is not counted; 0 sends none.
-        on_done: Called with each trace as it is complete.
+        tokenizer: Counts tokens if the server does not.
+        ready_timeout: Seconds to wait for the response to a first request, which is not measured; 0 sends none.
+        on_done: Called with each completed result.
 
     Raises:
-        ConfigError: The first request was not answered, or the load makes no sense.
+        ConfigError: The first request failed, or `load` is invalid.
     """
     if load.max_concurrency is not None and load.max_concurrency < 1:
-        raise ConfigError(f"The greatest concurrency is {load.max_concurrency}; it must be at least 1.")
+        raise ConfigError(f"The maximum concurrency is {load.max_concurrency}; it must be at least 1.")
     times = request_arrival_times(len(samples), load.request_rate, load.burstiness, load.seed)
-    gate = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else contextlib.nullcontext()
+    limit = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else contextlib.nullcontext()
 
     async with BenchmarkClient(target) as client:
         if ready_timeout > 0:
             await _wait_ready(client, target, samples[0], ready_timeout)
 
         async def send(sample: SampleRequest) -> RequestResult:
-            async with gate:
+            async with limit:
                 return await client.send(sample)
 
         await asyncio.gather(*(send(samples[i % len(samples)]) for i in range(load.num_warmups)))
 
         async def measure(sample: SampleRequest) -> RequestResult:
-            trace = await send(sample)
-            _count(trace, sample, tokenizer)
-            on_done(trace)
-            return trace
+            result = await send(sample)
+            _fill_in_token_counts(result, sample, tokenizer)
+            on_done(result)
+            return result
 
         start = time.perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -115,23 +115,23 @@ async def run_benchmark(
 async def _wait_ready(client: BenchmarkClient, target: ServerEndpoint, sample: SampleRequest, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while True:
-        trace = await client.send(sample)
-        if trace.success:
+        result = await client.send(sample)
+        if result.success:
             return
         if time.monotonic() + _READY_PAUSE >= deadline:
             raise ConfigError(
-                f"{target.url} did not answer a first request within {seconds:g} s: {trace.error}. "
+                f"{target.url} did not complete a first request within {seconds:g} s: {result.error}. "
                 "Check --base-url, --endpoint-type and --model."
             )
         await asyncio.sleep(_READY_PAUSE)
 
 
-def _count(trace: RequestResult, sample: SampleRequest, tokenizer: BenchmarkTokenizer | None) -> None:
-    """Fills in what the server did not say. Without a tokenizer, texts stand for tokens."""
-    if trace.prompt_tokens is None:
-        trace.prompt_tokens = sample.prompt_len
-    if trace.output_tokens is None and trace.success:
+def _fill_in_token_counts(result: RequestResult, sample: SampleRequest, tokenizer: BenchmarkTokenizer | None) -> None:
+    """Fills in token counts that the server did not send. Without a tokenizer each chunk counts as one token."""
+    if result.prompt_tokens is None:
+        result.prompt_tokens = sample.prompt_len
+    if result.output_tokens is None and result.success:
         if tokenizer is not None:
-            trace.output_tokens = len(tokenizer.encode(trace.text))
+            result.output_tokens = len(tokenizer.encode(result.text))
         else:
-            trace.output_tokens = len(trace.itl) + 1
+            result.output_tokens = len(result.itl) + 1

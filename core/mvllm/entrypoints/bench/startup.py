@@ -1,6 +1,6 @@
-"""How long an engine takes from a command to its first token, each time in a new process.
+"""Startup benchmark: seconds from the start of a process to the engine's first token.
 
-parent   ──start──┐                                             ┌──reads──> figures
+parent   ──start──┐                                             ┌──reads──> times
 child             └─ Python ─ imports ─ LLM(...) ─ first token ─┘
                   0 s      `python`   `import`  `engine`       `first_token`
 """
@@ -27,14 +27,15 @@ _LONGEST_SECONDS = 3600
 
 
 def measure_startup(args: EngineArgs, num_iters: int, *, on_done: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Starts an engine again and again, each in a process of its own that ends after its first token.
+    """Starts an engine `num_iters` times, each time in a new process that ends after its first token.
 
     Args:
-        args: What to start.
-        num_iters: How often.
+        args: The engine's settings.
+        num_iters: Number of starts.
+        on_done: Called after each start.
 
     Raises:
-        MvllmError: An engine did not start; has the last lines of what it said.
+        MvllmError: An engine did not start; the message has the last lines of its output.
     """
     if num_iters < 1:
         raise ConfigError(f"num_iters is {num_iters}; it must be at least 1.")
@@ -58,7 +59,7 @@ def measure_startup(args: EngineArgs, num_iters: int, *, on_done: Callable[[], N
 def measure_one_startup(args: EngineArgs) -> dict[str, Any]:
     """Seconds from the start of a process until its engine was ready (`startup`) and had a token (`first_token`).
 
-    `phases` has the parts: Python itself, imports, and those that the engine tells of.
+    `phases` has the parts: the interpreter, imports, and the phases that the engine reports.
     """
     settings = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
     with tempfile.TemporaryDirectory() as folder:
@@ -81,10 +82,10 @@ def measure_one_startup(args: EngineArgs) -> dict[str, Any]:
                 process.terminate()
                 raise
             log.seek(0)
-            said = log.read().decode("utf-8", "replace")
+            output = log.read().decode("utf-8", "replace")
         if process.returncode != 0 or not result.is_file():
-            lines = "\n".join(said.strip().splitlines()[-5:])
-            raise MvllmError(f"The engine did not start (exit status {process.returncode}). It said last:\n{lines}")
+            lines = "\n".join(output.strip().splitlines()[-5:])
+            raise MvllmError(f"The engine did not start (exit status {process.returncode}). Its last output:\n{lines}")
         moments: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     phases = {
         "python": moments["python"] - begin,
@@ -95,7 +96,7 @@ def measure_one_startup(args: EngineArgs) -> dict[str, Any]:
 
 
 def _child(result: Path, settings: Mapping[str, Any], python: float) -> None:
-    """Starts an engine, has it make a token, and writes down when."""
+    """Main function of the child: starts an engine, generates a token, writes the times to `result`."""
     from mvllm.entrypoints.llm import LLM
     from mvllm.messages.inputs import TokensPrompt
     from mvllm.messages.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""The argument parser of the command line: errors of two lines that name what may have been meant, and short usages."""
+"""The argument parser of `mvllm`: error messages of two lines with a suggestion, and one-line usages."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from mvllm.entrypoints.cli.help import subcommands
 
 
 class CommandLineParser(argparse.ArgumentParser):
-    """Says what is wrong in two lines, where argparse would list every option first."""
+    """An ArgumentParser with errors of two lines, without argparse's list of all options."""
 
     arguments: Sequence[str] = ()
-    """The whole command line, if it is known: an option that no command has is reported by the outermost parser."""
+    """The whole command line. The outermost parser needs it to report options that no subcommand has."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with status 2."""
+        """Prints the error and exits with status 2."""
         parser: argparse.ArgumentParser = self
         if message.startswith("unrecognized arguments:"):
             parser = find_subcommand(self, self.arguments)[0]
             message += _suggest_options(parser, message.split()[2:])
-        self.exit(2, f"{parser.prog}: error: {message}\n`{parser.prog} --help` lists what there is.\n")
+        self.exit(2, f"{parser.prog}: error: {message}\n`{parser.prog} --help` lists the options.\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As argparse's, with the nearest choice."""
+        """Raises ArgumentError with the nearest choice if `value` is not one of the choices."""
         if action.choices is None or value in action.choices:
             return
         known = [str(choice) for choice in action.choices]
         if isinstance(action, argparse._SubParsersAction):
-            text = f"there is no {str(action.metavar or 'command').lower()} {value!r}"
+            text = f"unknown {str(action.metavar or 'command').lower()} {value!r}"
         else:
             text = f"invalid choice: {value!r} (choose from {', '.join(known)})"
         raise argparse.ArgumentError(
@@ -40,16 +40,16 @@ class CommandLineParser(argparse.ArgumentParser):
 
 
 def add_positional_model(parser: argparse.ArgumentParser, text: str = "As --model.") -> None:
-    """Adds MODEL, which may be given in place of `--model`."""
+    """Adds the positional argument MODEL, an alternative to `--model`."""
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", action=ModelAction, default=argparse.SUPPRESS, help=text.replace("%", "%%")
     )
 
 
 class ModelAction(argparse.Action):
-    """Takes the model, by its place or by `--model`, of which the last counts. Whether both agree is checked later.
+    """Stores MODEL or `--model`; the last one counts. `check_model` compares the two later.
 
-    By then it is known whether a word that took the model's place belongs to an option that does not exist.
+    By then an unknown option whose value was read as MODEL has been reported.
     """
 
     def __call__(
@@ -64,27 +64,27 @@ class ModelAction(argparse.Action):
 
 
 def check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends the program where two models are named, or none for a command that needs one.
+    """Exits with an error if two different models are given, or none for a command that needs one.
 
     Args:
-        parser: Of the command.
-        args: What it has parsed.
+        parser: The parser of the command.
+        args: The parsed arguments.
     """
-    by_place, by_option = (getattr(args, name, None) for name in ("model_from_position", "model_from_option"))
-    if None not in (by_place, by_option) and by_place != by_option:
-        parser.error(f"two models are named, {by_place!r} and --model {by_option!r}; name one")
+    by_position, by_option = (getattr(args, name, None) for name in ("model_from_position", "model_from_option"))
+    if None not in (by_position, by_option) and by_position != by_option:
+        parser.error(f"two models are given, {by_position!r} and --model {by_option!r}; give one")
     if getattr(args, "needs_model", False) and not hasattr(args, "model"):
-        parser.error(f"name a model, as in `{parser.prog} MODEL` or with --model")
+        parser.error(f"no model is given; add one, as in `{parser.prog} MODEL` or with --model")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` Did you mean ...?`, or nothing where nothing is near."""
+    """` Did you mean ...?` with the most similar known word; empty if none is similar."""
     nearest = difflib.get_close_matches(word, list(known), n=1)
     return f" Did you mean {nearest[0]}?" if nearest else ""
 
 
 def shorten_usage(parser: argparse.ArgumentParser) -> None:
-    """Makes the usage of a command and of those below it one line: what has to be given, and that there are options."""
+    """Sets one-line usages of a command and its subcommands: required arguments, then `[OPTION ...]`."""
     words = [parser.prog]
     for action in parser._actions:
         if action.option_strings:
@@ -94,20 +94,20 @@ def shorten_usage(parser: argparse.ArgumentParser) -> None:
             name = str(action.metavar or action.dest)
             words.append({"?": f"[{name}]", "*": f"[{name} ...]"}.get(str(action.nargs), name))
     words.append("[OPTION ...]")
-    for below in subcommands(parser).values():
-        shorten_usage(below)
+    for subparser in subcommands(parser).values():
+        shorten_usage(subparser)
     parser.usage = " ".join(words).replace("%", "%%")
 
 
 def find_subcommand(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> tuple[argparse.ArgumentParser, Sequence[str]]:
-    """The parser of the command that is called, and the arguments behind the command's name."""
-    while below := subcommands(parser):
+    """The parser of the innermost subcommand on the command line, and the arguments after its name."""
+    while children := subcommands(parser):
         index = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), None)
-        if index is None or arguments[index] not in below:
+        if index is None or arguments[index] not in children:
             break
-        parser, arguments = below[arguments[index]], arguments[index + 1 :]
+        parser, arguments = children[arguments[index]], arguments[index + 1 :]
     return parser, arguments
 
 

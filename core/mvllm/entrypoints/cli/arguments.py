@@ -1,4 +1,4 @@
-"""Options that are generated from the declarations of the engine's and the sampler's settings."""
+"""Command-line options generated from the fields of EngineArgs and SamplingParams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GROUP_TITLES = {
     "lora": "LoRA adapters",
     "platform": "platform",
 }
-# What a terminal has no use for, and what has an option of its own.
+# Fields without a use on a terminal, and fields with an option of another form.
 _NOT_SAMPLING_OPTIONS = {"output_kind", "detokenize", "logprobs", "prompt_logprobs", "seed"}
 _NOT_ENGINE_OPTIONS = {"skip_tokenizer_init"}
 
@@ -37,11 +37,11 @@ _NOT_ENGINE_OPTIONS = {"skip_tokenizer_init"}
 def add_engine_arguments(
     parser: argparse.ArgumentParser, *, model_required: bool = True, own_seed: bool = False
 ) -> None:
-    """Adds one option per setting of the engine, grouped. Only options that are given end up in the namespace.
+    """Adds one option per field of EngineArgs, in groups. The namespace contains only options that are given.
 
     Args:
-        model_required: Refuse a command line that names no model.
-        own_seed: The command has a `--seed` of its own, which is the engine's too.
+        model_required: Report an error if no model is given.
+        own_seed: The command defines `--seed` itself; its value is the engine's seed, too.
     """
     add_config_argument(parser)
     parser.set_defaults(own_seed=own_seed)
@@ -58,26 +58,26 @@ def add_engine_arguments(
 
 
 def engine_args(args: argparse.Namespace) -> EngineArgs:
-    """The engine's settings that were given.
+    """The EngineArgs of a parsed command line.
 
     Raises:
-        ConfigError: One is not permitted.
+        ConfigError: A value is invalid.
     """
     names = {setting.name for setting in EngineArgs.options()}
     given = {name: value for name, value in vars(args).items() if name in names}
-    if args.own_seed and given.get("seed", 0) < 0:  # which requests may have, and the engine may not
+    if args.own_seed and given.get("seed", 0) < 0:  # valid for requests, invalid for the engine
         del given["seed"]
     return EngineArgs.from_kwargs(**given)
 
 
 def require_model(args: argparse.Namespace) -> None:
-    """Refuses a command line that names neither a model nor a server.
+    """Checks that a model is given.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: No model is given.
     """
     if getattr(args, "model", None) is None:
-        raise ConfigError("Name a model, as MODEL or with --model, or a running server with --url.")
+        raise ConfigError("No model is given. Name one, as MODEL or with --model, or a running server with --url.")
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int | None, several: bool = False) -> None:
@@ -85,9 +85,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int |
 
     Args:
         max_tokens: The command's default; None for the rest of the context.
-        several: Whether the command can show several sequences per prompt.
+        several: Whether the command supports several sequences per prompt (`n`).
     """
-    group = parser.add_argument_group("sampling", "What is not given comes from the model's generation_config.json.")
+    group = parser.add_argument_group("sampling", "Defaults come from the model's generation_config.json.")
     help_texts = attribute_help(SamplingParams)
     hints = typing.get_type_hints(SamplingParams)
     default = "the rest of the context" if max_tokens is None else str(max_tokens)
@@ -103,10 +103,10 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int |
 
 
 def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
-    """`defaults` with the sampling parameters that were given.
+    """`defaults` with the sampling parameters of a parsed command line.
 
     Raises:
-        RequestError: A value is out of its range.
+        RequestError: A value is out of range.
     """
     names = {field.name for field in msgspec.structs.fields(SamplingParams)}
     given = {name: value for name, value in vars(args).items() if name in names}
@@ -116,7 +116,7 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> Sampl
 
 
 def attribute_help(cls: type) -> dict[str, str]:
-    """The texts of the `Attributes:` section of a class's docstring, by attribute."""
+    """Help texts by attribute, from the `Attributes:` section of a class's docstring."""
     section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     texts: dict[str, str] = {}
     for entry in re.split(r"\n(?=    \w)", "\n" + section):
@@ -124,6 +124,21 @@ def attribute_help(cls: type) -> dict[str, str]:
         if name:
             texts[name] = " ".join(text.replace("`", "").split())
     return texts
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The value of an option that takes a JSON object.
+
+    Raises:
+        ConfigError: The text is not JSON, or not an object.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as e:
+        raise ConfigError(f"{text!r} is not valid JSON: {e}. Give a JSON object, such as '{{\"key\": 1}}'.") from e
+    if not isinstance(value, dict):
+        raise ConfigError(f"{text!r} is not a JSON object. Give one, such as '{{\"key\": 1}}'.")
+    return value
 
 
 def _add_setting(group: Any, setting: Option) -> None:
@@ -137,7 +152,7 @@ def _add_setting(group: Any, setting: Option) -> None:
     elif setting.name == "model":
         group.add_argument(*flags, action=ModelAction, metavar="TEXT", **common)
     elif setting.kind is dict:
-        group.add_argument(*flags, type=_json_object, metavar="JSON", **common)
+        group.add_argument(*flags, type=json_object, metavar="JSON", **common)
     else:
         metavar = None if setting.choices else {int: "N", float: "X", str: "TEXT"}.get(setting.kind)
         group.add_argument(
@@ -163,13 +178,3 @@ def _add_sampling_option(group: Any, name: str, hint: Any, text: str) -> None:
         group.add_argument(
             flag, type=float if is_float else human_readable_int, metavar="X" if is_float else "N", **common
         )
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as e:
-        raise ConfigError(f"{text!r} is not JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise ConfigError(f"{text!r} must be a JSON object.")
-    return value

@@ -1,22 +1,24 @@
-"""`mvllm bench`: throughput and latency of an engine, its startup, and what a running server does under load."""
+"""`mvllm bench`: benchmarks of an engine (throughput, latency, startup) and of a running server."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mvllm.entrypoints.bench.datasets import DATASETS, DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PREFIX_LEN
 from mvllm.entrypoints.bench.metrics import GOODPUT_METRICS, METRICS
-from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
-from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
-from mvllm.entrypoints.cli.config_file import add_config_argument
+from mvllm.entrypoints.cli.arguments import engine_args
+from mvllm.entrypoints.cli.bench_arguments import (
+    SAMPLING_OPTIONS,
+    add_latency_arguments,
+    add_serve_arguments,
+    add_startup_arguments,
+    add_throughput_arguments,
+)
+from mvllm.entrypoints.openai_client import authorization_headers
 from mvllm.errors import ConfigError, MvllmError
 
 if TYPE_CHECKING:
@@ -24,13 +26,9 @@ if TYPE_CHECKING:
     from mvllm.entrypoints.bench.datasets import BenchmarkTokenizer, SampleRequest
     from mvllm.messages.sampling_params import SamplingParams
 
-KEY_VARIABLE = "OPENAI_API_KEY"
-_KINDS = ("openai", "openai-chat")  # of endpoints
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the benchmarks and their options."""
+    """Adds a subcommand for each benchmark."""
     benchmarks = parser.add_subparsers(title="benchmarks", dest="benchmark", metavar="BENCHMARK", required=True)
     for name, (summary, add, _) in _BENCHMARKS.items():
         add(
@@ -41,216 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs a benchmark, prints its result, and writes it where that was asked for."""
+    """Runs a benchmark and prints its result; writes it to a file on request."""
     status: int = _BENCHMARKS[args.benchmark][2](args)
     return status
-
-
-# --- options
-
-
-def _add_throughput(parser: argparse.ArgumentParser) -> None:
-    _add_dataset(parser)
-    _add_output(parser)
-    add_engine_arguments(parser, own_seed=True)
-
-
-def _add_latency(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("batch")
-    group.add_argument("--input-len", type=int, default=32, metavar="N", help="Tokens of each prompt. Default: 32.")
-    group.add_argument("--output-len", type=int, default=128, metavar="N", help="Tokens to generate. Default: 128.")
-    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="Prompts at once. Default: 8.")
-    group.add_argument(
-        "--num-iters-warmup", type=int, default=3, metavar="N", help="Batches before those that count. Default: 3."
-    )
-    group.add_argument("--num-iters", type=int, default=10, metavar="N", help="Batches that count. Default: 10.")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="The same makes the same prompts. Default: 0.")
-    _add_output(parser)
-    add_engine_arguments(parser, own_seed=True)
-
-
-def _add_startup(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="Starts that count. Default: 3.")
-    parser.add_argument(
-        "--num-iters-warmup",
-        type=int,
-        default=1,
-        metavar="N",
-        help="Starts before those, which bring files into the system's cache. Default: 1.",
-    )
-    _add_output(parser)
-    add_engine_arguments(parser)
-
-
-def _add_serve(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_argument_group("server")
-    where.add_argument(
-        "--base-url", metavar="URL", help="The server's. Default: http://HOST:PORT of the two options below."
-    )
-    where.add_argument("--host", default="127.0.0.1", metavar="HOST", help="Default: 127.0.0.1.")
-    where.add_argument("--port", type=int, default=8000, metavar="N", help="Default: 8000.")
-    where.add_argument(
-        "--endpoint-type",
-        "--backend",
-        choices=_KINDS,
-        default=_KINDS[0],
-        help="What kind of requests to send: texts to complete, or messages. Default: openai.",
-    )
-    where.add_argument(
-        "--endpoint", metavar="PATH", help="Default: /v1/completions or /v1/chat/completions, by the kind."
-    )
-    text = "Name on the server. Default: the first that it lists."
-    where.add_argument("--model", action=ModelAction, default=argparse.SUPPRESS, metavar="NAME", help=text)
-    add_positional_model(parser)
-    where.add_argument(
-        "--tokenizer",
-        metavar="TEXT",
-        help="Model folder, hub name or 'demo' whose tokenizer makes and counts prompts; 'none' goes without. "
-        "Default: the model's.",
-    )
-    where.add_argument("--api-key", metavar="KEY", help=f"Sent as bearer token. Default, and better: {KEY_VARIABLE}.")
-    where.add_argument(
-        "--header", action="append", default=[], metavar="NAME=VALUE", help="May be given several times."
-    )
-    where.add_argument("--insecure", action="store_true", help="Do not check the server's certificate.")
-    where.add_argument(
-        "--timeout", type=float, default=6 * 3600.0, metavar="S", help="Seconds that a request may take. Default: 6 h."
-    )
-    where.add_argument(
-        "--ready-check-timeout-sec",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="Seconds that the server may take to answer a first request, which is not counted; 0 sends none. "
-        "Default: 60.",
-    )
-
-    load = parser.add_argument_group("load")
-    load.add_argument(
-        "--request-rate", type=float, default=math.inf, metavar="X", help="Requests per second. Default: all at once."
-    )
-    load.add_argument(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="Of arrivals at that rate: 1 is a Poisson process, less comes in bursts, more is more even. Default: 1.",
-    )
-    load.add_argument(
-        "--max-concurrency",
-        type=int,
-        metavar="N",
-        help="Most requests under way. Default: 1024 where all are sent at once, which a server with default "
-        "settings queues; no limit with a --request-rate.",
-    )
-    load.add_argument(
-        "--num-warmups", type=int, default=0, metavar="N", help="Requests before those that count. Default: 0."
-    )
-    _add_dataset(parser)
-
-    sampling = parser.add_argument_group("sampling", "What is not given is left to the server.")
-    for name in _SAMPLING:
-        kind = int if name == "top_k" else float
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X")
-    sampling.add_argument(
-        "--extra-body", type=_json_object, default={}, metavar="JSON", help="Further fields of every request."
-    )
-
-    result = parser.add_argument_group("result")
-    result.add_argument(
-        "--percentile-metrics",
-        default="ttft,tpot,itl,e2el",
-        metavar="LIST",
-        help=f"Of {', '.join(METRICS)}. Default: all.",
-    )
-    result.add_argument("--metric-percentiles", default="99", metavar="LIST", help="Such as 50,90,99. Default: 99.")
-    result.add_argument(
-        "--goodput",
-        nargs="+",
-        metavar="METRIC:MS",
-        help=f"Count requests that keep these limits, in milliseconds: {', '.join(GOODPUT_METRICS)}; "
-        "such as ttft:200 tpot:50.",
-    )
-    result.add_argument("--save-result", action="store_true", help="Write the result to a JSON file.")
-    result.add_argument("--save-detailed", action="store_true", help="With what was seen of each request.")
-    result.add_argument("--append-result", action="store_true", help="Add a line to the file.")
-    result.add_argument("--result-dir", type=Path, default=Path(), metavar="PATH", help="Default: here.")
-    result.add_argument("--result-filename", metavar="NAME", help="Default: made of load, model and time.")
-    result.add_argument("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="Goes into the result.")
-    result.add_argument("--label", metavar="TEXT", help="Goes into the result.")
-    _add_quiet(result)
-    add_config_argument(parser)
-
-
-def _add_dataset(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("requests")
-    group.add_argument(
-        "--dataset-name",
-        choices=DATASETS,
-        default=DATASETS[0],
-        help="random: random words; sharegpt: a file of conversations; prefix_repetition: random words behind a few "
-        "beginnings; builtin: a few written ones. Default: random.",
-    )
-    group.add_argument("--dataset-path", type=Path, metavar="FILE", help="For sharegpt.")
-    group.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="Requests. Default: 1000.")
-    group.add_argument(
-        "--input-len",
-        "--random-input-len",
-        "--prefix-repetition-suffix-len",
-        type=int,
-        metavar="N",
-        help=f"Tokens of a made-up prompt, common beginnings not counted. Default: {DEFAULT_INPUT_LEN}.",
-    )
-    group.add_argument(
-        "--output-len",
-        "--random-output-len",
-        "--sharegpt-output-len",
-        "--prefix-repetition-output-len",
-        type=int,
-        metavar="N",
-        help=f"Tokens to ask for. Default: {DEFAULT_OUTPUT_LEN}, or as many as the answer in the file has.",
-    )
-    group.add_argument(
-        "--range-ratio",
-        "--random-range-ratio",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="Spread both lengths evenly by this share to both sides; from 0 to less than 1. Default: 0.",
-    )
-    group.add_argument(
-        "--prefix-len",
-        "--random-prefix-len",
-        "--prefix-repetition-prefix-len",
-        type=int,
-        metavar="N",
-        help=f"Tokens that prompts have in common. Default: 0, or {DEFAULT_PREFIX_LEN} for prefix_repetition.",
-    )
-    group.add_argument(
-        "--num-prefixes",
-        "--prefix-repetition-num-prefixes",
-        type=int,
-        default=10,
-        metavar="N",
-        help="Beginnings, for prefix_repetition. Default: 10.",
-    )
-    group.add_argument(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="Go on until the output has its length. Default: where the prompt is random.",
-    )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="The same makes the same requests. Default: 0.")
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("result")
-    group.add_argument("--output-json", type=Path, metavar="FILE", help="Write the result to this file.")
-    _add_quiet(group)
-
-
-def _add_quiet(group: Any) -> None:
-    group.add_argument("--disable-tqdm", action="store_true", help="Show no progress.")
 
 
 # --- benchmarks
@@ -258,40 +49,35 @@ def _add_quiet(group: Any) -> None:
 
 def _run_throughput(args: argparse.Namespace) -> int:
     from mvllm.entrypoints.bench.offline import measure_throughput
-    from mvllm.entrypoints.bench.report import format_table, write_json
     from mvllm.entrypoints.llm import LLM
 
     settings = engine_args(args)
     samples = _samples(args, _tokenizer(settings.tokenizer or settings.model))
-    with LLM.from_engine_args(settings) as llm, _Progress(args, len(samples)) as step:
+    with LLM.from_engine_args(settings) as llm, _progress_bar(args, len(samples)) as bar:
         params = _params(_ignores_eos(args))
-        result = measure_throughput(llm.llm_engine, samples, params, on_done=lambda num_tokens: step())
+        result = measure_throughput(llm.llm_engine, samples, params, on_done=lambda num_tokens: bar.update(1))
         where = llm.llm_engine.platform_summary
-    rows = [
-        ("Requests", result["num_requests"]),
-        ("Duration (s)", result["elapsed_time"]),
-        ("Input tokens", result["total_input_tokens"]),
-        ("Output tokens", result["total_output_tokens"]),
-        ("Requests per second", result["requests_per_second"]),
-        ("Tokens per second", result["tokens_per_second"]),
-        ("Output tokens per second", result["output_tokens_per_second"]),
-    ]
-    print(format_table("Throughput", rows))
-    print(f"Platform {where}.")
-    if args.output_json is not None:
-        write_json(args.output_json, result)
-    return 0
+    titles = {
+        "Requests": "num_requests",
+        "Duration (s)": "elapsed_time",
+        "Input tokens": "total_input_tokens",
+        "Output tokens": "total_output_tokens",
+        "Requests per second": "requests_per_second",
+        "Tokens per second": "tokens_per_second",
+        "Output tokens per second": "output_tokens_per_second",
+    }
+    rows = [(title, result[key]) for title, key in titles.items()]
+    return _report(args, "Throughput", rows, result, where)
 
 
 def _run_latency(args: argparse.Namespace) -> int:
     from mvllm.entrypoints.bench.offline import measure_latency
-    from mvllm.entrypoints.bench.report import format_table, write_json
     from mvllm.entrypoints.llm import LLM
 
     settings = engine_args(args)
     with (
         LLM.from_engine_args(settings) as llm,
-        _Progress(args, args.num_iters_warmup + args.num_iters) as step,
+        _progress_bar(args, args.num_iters_warmup + args.num_iters) as bar,
     ):
         result = measure_latency(
             llm.llm_engine,
@@ -302,7 +88,7 @@ def _run_latency(args: argparse.Namespace) -> int:
             num_iters=args.num_iters,
             params=_params(True),
             seed=args.seed,
-            on_done=step,
+            on_done=bar.update,
         )
         where = llm.llm_engine.platform_summary
     rows: list[tuple[str, object]] = [
@@ -310,24 +96,20 @@ def _run_latency(args: argparse.Namespace) -> int:
         *((f"{p}% percentile latency (s)", f"{value:.4f}") for p, value in result["percentiles"].items()),
         ("Output tokens per second", result["output_tokens_per_second"]),
     ]
-    print(format_table(f"Latency of {args.batch_size} x ({args.input_len} in, {args.output_len} out)", rows))
-    print(f"Platform {where}.")
-    if args.output_json is not None:
-        write_json(args.output_json, result)
-    return 0
+    title = f"Latency of {args.batch_size} x ({args.input_len} in, {args.output_len} out)"
+    return _report(args, title, rows, result, where)
 
 
 def _run_startup(args: argparse.Namespace) -> int:
-    from mvllm.entrypoints.bench.report import format_table, write_json
     from mvllm.entrypoints.bench.startup import measure_one_startup, measure_startup
 
     settings = engine_args(args)
-    settings.create_model_config()  # what cannot be started is said before the first try
-    with _Progress(args, args.num_iters_warmup + args.num_iters) as step:
+    settings.create_model_config()  # reports invalid settings before the first start
+    with _progress_bar(args, args.num_iters_warmup + args.num_iters) as bar:
         for _ in range(args.num_iters_warmup):
             measure_one_startup(settings)
-            step()
-        result = measure_startup(settings, args.num_iters, on_done=step)
+            bar.update()
+        result = measure_startup(settings, args.num_iters, on_done=bar.update)
     phases = result["phases"]
     rows: list[tuple[str, object]] = [
         ("Average startup time (s)", result["avg_startup_time"]),
@@ -335,10 +117,7 @@ def _run_startup(args: argparse.Namespace) -> int:
         ("Average time to the first token (s)", result["avg_first_token_time"]),
         *((f"  {name} (s)", sum(run[name] for run in phases) / len(phases)) for name in phases[0]),
     ]
-    print(format_table("Startup", rows))
-    if args.output_json is not None:
-        write_json(args.output_json, result)
-    return 0
+    return _report(args, "Startup", rows, result)
 
 
 def _run_serve(args: argparse.Namespace) -> int:
@@ -347,7 +126,7 @@ def _run_serve(args: argparse.Namespace) -> int:
 
     from mvllm.entrypoints.bench.client import require_aiohttp
     from mvllm.entrypoints.bench.metrics import calculate_metrics, per_request_details
-    from mvllm.entrypoints.bench.report import format_serving_table, write_json
+    from mvllm.entrypoints.bench.report import format_serving_table
     from mvllm.entrypoints.bench.serving import DEFAULT_MAX_CONCURRENCY, LoadPattern, get_first_model, run_benchmark
 
     selected = _names(args.percentile_metrics)
@@ -366,63 +145,49 @@ def _run_serve(args: argparse.Namespace) -> int:
         max_concurrency = DEFAULT_MAX_CONCURRENCY
         print(f"At most {max_concurrency} requests are sent at a time (--max-concurrency).", file=sys.stderr)
     load = LoadPattern(args.request_rate, args.burstiness, max_concurrency, args.num_warmups, args.seed)
-    with _Progress(args, len(samples)) as step:
-        outcome = asyncio.run(
+    with _progress_bar(args, len(samples)) as bar:
+        run = asyncio.run(
             run_benchmark(
                 target,
                 samples,
                 load,
                 tokenizer=tokenizer,
                 ready_timeout=args.ready_check_timeout_sec,
-                on_done=lambda trace: step(),
+                on_done=lambda result: bar.update(),
             )
         )
-    result = calculate_metrics(
-        outcome.traces, outcome.duration, percentiles=percentiles, selected=selected, goodput=goodput
-    )
+    result = calculate_metrics(run.results, run.duration, percentiles=percentiles, selected=selected, goodput=goodput)
     print(format_serving_table(result, percentiles, selected))
-    _print_errors([trace.error for trace in outcome.traces if trace.error is not None])
+    _print_errors([request.error for request in run.results if request.error is not None])
     if args.save_result or args.append_result or args.save_detailed or args.result_filename:
-        now = datetime.now().strftime("%Y%m%d-%H%M%S")
-        rate = args.request_rate if math.isfinite(args.request_rate) else "inf"
-        head = {
-            "date": now,
-            "endpoint_type": args.endpoint_type,
-            "backend": args.endpoint_type,
-            "label": args.label,
+        settings = {
             "model_id": target.model,
             "tokenizer_id": name if tokenizer is not None else None,
             "num_prompts": args.num_prompts,
             **metadata,
-            "request_rate": rate,
             "burstiness": args.burstiness,
             "max_concurrency": max_concurrency,
         }
-        concurrency = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
-        model = target.model.rstrip("/").rpartition("/")[2]
-        default = f"{args.label or args.endpoint_type}-{rate}qps{concurrency}-{model}-{now}.json"
-        path = args.result_dir / (args.result_filename or default)
-        more = per_request_details(outcome.traces) if args.save_detailed else {}
-        write_json(path, {**head, **result, **more}, append=args.append_result)
-        print(f"Result written to {path}.")
+        details = per_request_details(run.results) if args.save_detailed else {}
+        _write_serving_result(args, settings, {**result, **details})
     return 0 if result["completed"] else 1
 
 
 _Add = Callable[[argparse.ArgumentParser], None]
 _Run = Callable[[argparse.Namespace], int]
 _BENCHMARKS: dict[str, tuple[str, _Add, _Run]] = {
-    "serve": ("measure a running server, of any maker, under load", _add_serve, _run_serve),
-    "throughput": ("measure how many tokens per second an engine makes", _add_throughput, _run_throughput),
-    "latency": ("measure how long an engine takes for a batch", _add_latency, _run_latency),
-    "startup": ("measure how long an engine takes to start", _add_startup, _run_startup),
+    "serve": ("measure any OpenAI-compatible server under load", add_serve_arguments, _run_serve),
+    "throughput": ("measure the tokens per second of an engine", add_throughput_arguments, _run_throughput),
+    "latency": ("measure the latency of a batch", add_latency_arguments, _run_latency),
+    "startup": ("measure the startup time of an engine", add_startup_arguments, _run_startup),
 }
 
 
-# --- what they share
+# --- shared parts
 
 
 def _needs_tokenizer(args: argparse.Namespace) -> bool:
-    """A server counts tokens itself; without one that is named, prompts that are written need none."""
+    """Whether the dataset needs a tokenizer. Servers count tokens, so the built-in prompts need none."""
     return args.dataset_name != "builtin" or args.tokenizer is not None
 
 
@@ -437,8 +202,8 @@ def _tokenizer_of_server(name: str) -> BenchmarkTokenizer:
         return _tokenizer(name)
     except MvllmError as e:
         raise ConfigError(
-            f"{e}\nThe server's model is not where its tokenizer can be read: name one with --tokenizer, or go without "
-            "by --dataset-name builtin --tokenizer none."
+            f"{e}\nThe tokenizer of the server's model cannot be read: name one with --tokenizer, or use "
+            "--dataset-name builtin --tokenizer none."
         ) from e
 
 
@@ -474,9 +239,7 @@ def _params(ignore_eos: bool) -> SamplingParams:
 def _target(args: argparse.Namespace) -> ServerEndpoint:
     from mvllm.entrypoints.bench.client import ENDPOINTS, ServerEndpoint
 
-    key = args.api_key or os.environ.get(KEY_VARIABLE)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    sampling = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+    sampling = {name: value for name in SAMPLING_OPTIONS if (value := getattr(args, name)) is not None}
     return ServerEndpoint(
         base_url=args.base_url or f"http://{args.host}:{args.port}",
         endpoint=args.endpoint or ENDPOINTS[args.endpoint_type],
@@ -484,7 +247,7 @@ def _target(args: argparse.Namespace) -> ServerEndpoint:
         chat=args.endpoint_type == "openai-chat",
         ignore_eos=_ignores_eos(args),
         extra_body={**sampling, **args.extra_body},
-        headers=headers | _pairs("--header", args.header),
+        headers=authorization_headers(args.api_key) | _pairs("--header", args.header),
         timeout=args.timeout,
         verify=not args.insecure,
     )
@@ -493,7 +256,7 @@ def _target(args: argparse.Namespace) -> ServerEndpoint:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in METRICS]:
-        raise ConfigError(f"--percentile-metrics: {unknown[0]!r} is none of {', '.join(METRICS)}.")
+        raise ConfigError(f"--percentile-metrics: {unknown[0]!r} is not one of {', '.join(METRICS)}.")
     return names
 
 
@@ -517,8 +280,8 @@ def _limits(given: list[str]) -> dict[str, float]:
             limit = -1.0
         if name not in GOODPUT_METRICS or not limit >= 0:
             raise ConfigError(
-                f"--goodput: {text!r} is no limit; it must be one of {', '.join(GOODPUT_METRICS)}, a colon and "
-                "milliseconds, such as ttft:200."
+                f"--goodput: {text!r} is not METRIC:MILLISECONDS, such as ttft:200, with one of "
+                f"{', '.join(GOODPUT_METRICS)}."
             )
         limits[name] = limit
     return limits
@@ -531,33 +294,55 @@ def _pairs(option: str, given: list[str]) -> dict[str, str]:
     return pairs
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
-
-
 def _print_errors(errors: list[str]) -> None:
-    """How often each error came, the most frequent first."""
+    """Prints the most frequent errors with their counts."""
     from collections import Counter
 
     for error, count in Counter(errors).most_common(5):
         print(f"error, {count} times: {error}", file=sys.stderr)
     if any(error.startswith("HTTP status 429") for error in errors):
-        print("The server's queue was full. Send fewer requests at a time: --max-concurrency.", file=sys.stderr)
+        print("The server's queue was full. Limit concurrent requests with --max-concurrency.", file=sys.stderr)
 
 
-class _Progress:
-    """Shows how far a benchmark is, and gives the function that counts."""
+def _report(
+    args: argparse.Namespace,
+    title: str,
+    rows: list[tuple[str, object]],
+    result: dict[str, Any],
+    platform: str | None = None,
+) -> int:
+    """Prints the result as a table, and writes it to the file of `--output-json`; returns the exit status."""
+    from mvllm.entrypoints.bench.report import format_table, write_json
 
-    def __init__(self, args: argparse.Namespace, total: int) -> None:
-        from mvllm.progress import show_progress
+    print(format_table(title, rows))
+    if platform is not None:
+        print(f"Platform {platform}.")
+    if args.output_json is not None:
+        write_json(args.output_json, result)
+    return 0
 
-        self._bar = show_progress(total, "Benchmark", disable=args.disable_tqdm)
 
-    def __enter__(self) -> Callable[[], None]:
-        return lambda: self._bar.update(1)
+def _write_serving_result(args: argparse.Namespace, settings: dict[str, Any], result: dict[str, Any]) -> None:
+    """Writes the settings and the result of `mvllm bench serve` to the result file."""
+    from mvllm.entrypoints.bench.report import write_json
 
-    def __exit__(self, *unused: object) -> None:
-        self._bar.close()
+    now = datetime.now().strftime("%Y%m%d-%H%M%S")
+    rate = args.request_rate if math.isfinite(args.request_rate) else "inf"
+    head = {
+        "date": now,
+        "endpoint_type": args.endpoint_type,
+        "backend": args.endpoint_type,
+        "label": args.label,
+    }
+    concurrency = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
+    model = settings["model_id"].rstrip("/").rpartition("/")[2]
+    default = f"{args.label or args.endpoint_type}-{rate}qps{concurrency}-{model}-{now}.json"
+    path = args.result_dir / (args.result_filename or default)
+    write_json(path, {**head, **settings, "request_rate": rate, **result}, append=args.append_result)
+    print(f"Result written to {path}.")
+
+
+def _progress_bar(args: argparse.Namespace, total: int) -> Any:
+    from mvllm.progress import show_progress
+
+    return show_progress(total, "Benchmark", disable=args.disable_tqdm)

@@ -1,6 +1,6 @@
-"""`mvllm collect-env`: what a bug report needs to know about this installation and this machine.
+"""`mvllm collect-env`: prints facts about the installation and the machine for bug reports.
 
-Facts only; `mvllm doctor` says what is wrong with them. Values of variables that look like secrets are not shown.
+`mvllm doctor` checks them. The values of environment variables that look like secrets are masked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VARIABLE = re.compile(
     r"(MVLLM|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|OMP|GOMP|KMP|MKL|OPENBLAS|MALLOC|TORCH\w*|PYTORCH|GLOO|PYTHON\w*"
     r"|VIRTUAL|CONDA|LD|SLURM)_\w+|\w+_VISIBLE_DEVICES|\w+_proxy|\w+_PROXY|PYTHON\w+|(OPENAI_API_KEY|LANG|LC_ALL|PATH)"
 )
-"""Variables that change how an engine runs: those of mvllm, of its libraries, and of what they load."""
+"""Environment variables that affect an engine: of mvllm, its dependencies and the libraries that these load."""
 _SECRET = re.compile(
     r"(^|_|API)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH|COOKIE)S?(_|$)", re.IGNORECASE
 )
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(environ: Mapping[str, str] | None = None) -> Report:
-    """All that is known, by section. A section that cannot be read says why in its place.
+    """The facts by section. A section that cannot be collected contains its error.
 
     Args:
         environ: Environment variables; those of this process by default.
@@ -87,7 +87,7 @@ def collect(environ: Mapping[str, str] | None = None) -> Report:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that matter, with secrets masked. Those of an installed executor begin with its name."""
+    """The relevant environment variables, secrets masked. Those of an executor begin with its name."""
     from mvllm.platform import plugin_groups
 
     executors = tuple(f"{name.upper()}_" for name in plugin_groups.allowed_names(plugin_groups.EXECUTORS))
@@ -99,7 +99,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def as_text(report: Report) -> str:
-    """The report for reading, and for pasting into a bug report."""
+    """The report as indented text."""
     return "\n\n".join(f"{name}\n{_block(value, 2)}" for name, value in report.items())
 
 
@@ -131,11 +131,12 @@ def _line(value: object, indent: int) -> str:
 
 
 def _mvllm() -> Report:
+    from mvllm.entrypoints.cli.platforms import dotted
     from mvllm.platform.spec import CONTRACT
 
     return {
         "version": __version__,
-        "contract": ".".join(map(str, CONTRACT)),
+        "contract": dotted(CONTRACT),
         "location": str(Path(__file__).parents[2]),
     }
 
@@ -149,7 +150,7 @@ def _python() -> Report:
 
 
 def _torch() -> Report:
-    """Asked in a process of its own: an import that crashes must not take the report with it."""
+    """Imports torch in a separate process, since the import may crash."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -169,14 +170,14 @@ def _torch() -> Report:
 
 
 def _packages() -> dict[str, str | None]:
-    """Versions of what mvllm and its plugins require, their extras included."""
+    """Installed versions of the packages that mvllm and its plugins require, extras included."""
     from packaging.requirements import Requirement
 
-    from mvllm.platform import plugin_groups
+    from mvllm.entrypoints.cli.platforms import installed_plugins
     from mvllm.platform.discovery import find_sources
 
     names: set[str] = set()
-    sources = [*find_sources(), *(source for door in plugin_groups.ALL for source in plugin_groups.list_plugins(door))]
+    sources = [*find_sources(), *(source for _, source in installed_plugins())]
     for distribution in {"mvllm", *(source.distribution for source in sources)}:
         try:
             required = importlib.metadata.requires(distribution) or []
@@ -195,31 +196,30 @@ def _version(distribution: str) -> str | None:
 
 
 def _platforms() -> Report:
+    from mvllm.entrypoints.cli.platforms import availability, availability_reason, dotted
     from mvllm.platform.discovery import discover
 
-    found: Report = {}
-    for candidate in discover():
-        spec, probe, failure = candidate.spec, candidate.probe, candidate.failure
-        state = "broken" if failure else "available" if candidate.available else "not available"
-        found[f"{candidate.name} ({candidate.source.distribution})"] = {
+    return {
+        f"{candidate.name} ({candidate.source.distribution})": {
             "version": candidate.source.version,
-            "contract": ".".join(map(str, spec.contract)) if spec is not None else None,
-            "state": state,
-            "reason": failure.message if failure else probe.reason if probe else None,
-            "devices": ", ".join(device.name for device in probe.devices) if probe is not None else None,
+            "contract": dotted(candidate.spec.contract) if candidate.spec is not None else None,
+            "state": availability(candidate),
+            "reason": availability_reason(candidate),
+            "devices": ", ".join(device.name for device in candidate.probe.devices) if candidate.probe else None,
         }
-    return found
+        for candidate in discover()
+    }
 
 
 def _plugins() -> dict[str, str]:
-    """Everything else that plugs in; none of it is imported."""
+    """Installed plugins other than platforms, from their metadata; none is imported."""
+    from mvllm.entrypoints.cli.platforms import installed_plugins
     from mvllm.platform import plugin_groups
 
     return {
-        f"{door.group}: {source.name}": f"{source.distribution} {source.version}"
-        + ("" if plugin_groups.is_allowed(source) else f" (not let in by {plugin_groups.ENVIRONMENT_VARIABLE})")
-        for door in plugin_groups.ALL
-        for source in plugin_groups.list_plugins(door)
+        f"{group.group}: {source.name}": f"{source.distribution} {source.version}"
+        + ("" if plugin_groups.is_allowed(source) else f" (not allowed by {plugin_groups.ENVIRONMENT_VARIABLE})")
+        for group, source in installed_plugins()
     }
 
 
@@ -255,7 +255,7 @@ def _memory() -> Report:
     import psutil
 
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    shared = Path("/dev/shm")  # noqa: S108  (looked at, not written to)
+    shared = Path("/dev/shm")  # noqa: S108  (read, not written)
     return {
         "total": _gib(memory.total),
         "available": _gib(memory.available),
@@ -270,7 +270,7 @@ def _memory() -> Report:
 
 
 def _proc_cpuinfo() -> dict[str, str]:
-    """What Linux says of the first processor; nothing elsewhere."""
+    """Linux's entries for the first processor; empty on other systems."""
     text = (_read("/proc/cpuinfo") or "").partition("\n\n")[0]
     pairs = (line.partition(":") for line in text.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}

@@ -1,8 +1,7 @@
-"""`--config FILE`: options of a command, written in a YAML file.
+"""`--config FILE`: options of a command in a YAML file.
 
-The idea: what the file says is turned into the arguments that would say the same on the command line, and stands
-behind them for whatever the command line itself leaves open. So a file can say all that the command line can, checked
-by the same rules, and a flag always goes before the file.
+The file's entries become command-line arguments, which are appended to the command line. So the file supports every
+option, with the same checks. Options on the command line override the file.
 
     mvllm generate --config file.yaml --max-tokens 8
 
@@ -31,19 +30,19 @@ _NOT_IN_A_FILE = {"config", "help", "help_about", "version"}
 def add_config_argument(parser: argparse.ArgumentParser) -> None:
     """Adds `--config`."""
     parser.add_argument(
-        FLAG, metavar="FILE", help="YAML file with options of this command, without dashes; flags go before it."
+        FLAG, metavar="FILE", help="YAML file with options of this command, without dashes; flags override it."
     )
 
 
 def expand_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """The arguments with those of the file that they name, if they name one.
+    """The arguments, followed by those of the `--config` file if one is given.
 
     Args:
-        parser: Of the whole command line.
-        arguments: Of the whole command line.
+        parser: The parser of the whole command line.
+        arguments: The whole command line.
 
     Raises:
-        ConfigError: The file cannot be read, or a line of it is not acceptable; names the file and the option.
+        ConfigError: The file cannot be read, or an entry is invalid; the message names the file and the option.
     """
     command, rest = find_subcommand(parser, list(arguments))
     options = _options(command)
@@ -74,7 +73,7 @@ def expand_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
 
 
 def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """A command's options by every name that they have, with `_` for `-`."""
+    """A command's options by all their names, with `_` for `-`."""
     names: dict[str, argparse.Action] = {}
     for action in parser._actions:
         for text in action.option_strings:
@@ -85,7 +84,7 @@ def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    """What an option was given, the last time; None where it was not, or without a value."""
+    """The last value of an option; None if the option or its value is missing."""
     found = None
     for i, argument in enumerate(arguments):
         if argument.startswith(f"{flag}="):
@@ -96,7 +95,7 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def _has_positional_model(command: argparse.ArgumentParser, arguments: Sequence[str]) -> bool:
-    """Whether the command line names the model by its place."""
+    """Whether the command line contains the positional argument MODEL."""
     if not any(action.dest == "model" and not action.option_strings for action in command._actions):
         return False
     previous = None
@@ -132,15 +131,15 @@ def _read(path: str) -> Mapping[str, Any]:
 def _unknown(path: str, key: str, command: str, options: Mapping[str, argparse.Action]) -> str:
     known = [name for name in options if name not in _NOT_IN_A_FILE]
     nearest = next(iter(difflib.get_close_matches(key.replace("-", "_"), known, n=1)), None)
-    meant = f"Did you mean {nearest.replace('_', '-')}?" if nearest else f"`{command} --help` lists the options."
-    return f"{path}: {key} is no option of `{command}`. {meant}"
+    suggestion = f"Did you mean {nearest.replace('_', '-')}?" if nearest else f"`{command} --help` lists the options."
+    return f"{path}: {key} is not an option of `{command}`. {suggestion}"
 
 
 def _as_arguments(action: argparse.Action, value: Any) -> list[str]:
-    """The command line's words for an option's value in the file.
+    """The command-line arguments for one entry of the file.
 
     Raises:
-        ValueError, TypeError, ArgumentTypeError: It is no such value.
+        ValueError, TypeError, ArgumentTypeError: The value is invalid for the option.
     """
     name = next(text for text in action.option_strings if text.startswith("--"))
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
@@ -159,7 +158,7 @@ def _as_arguments(action: argparse.Action, value: Any) -> list[str]:
 
 
 def _text(action: argparse.Action, value: Any) -> str:
-    """One value as it is written on the command line, after the checks that it would meet there."""
+    """One value as command-line text, checked as the option's type and choices require."""
     if isinstance(value, list | bool) or value is None:
         found = "a list" if isinstance(value, list) else "nothing" if value is None else str(value).lower()
         raise ValueError(f"must be one value, found {found}.")

@@ -1,4 +1,4 @@
-"""`mvllm conformance`: whether a platform keeps the contract, clause by clause."""
+"""`mvllm conformance`: tests a platform against the clauses of the platform contract."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--platform", metavar="NAME", help="The platform. Default: the only available one.")
     parser.add_argument("--report", metavar="PATH", type=Path, help="Write a JSON report, and a badge (SVG) beside it.")
     parser.add_argument("--waivers", metavar="PATH", type=Path, help="Known exceptions, with reasons and links (TOML).")
-    parser.add_argument("--only", metavar="IDS", help="Families or clauses to examine, for instance ATT,COM-03.")
-    parser.add_argument("--quick", action="store_true", help="Thin out the grids. Proves no conformance.")
+    parser.add_argument("--only", metavar="IDS", help="Families or clauses to test, for instance ATT,COM-03.")
+    parser.add_argument("--quick", action="store_true", help="Run fewer cases of each grid. Proves no conformance.")
     parser.add_argument(
         "--without-device",
         action="store_true",
-        help="Examine only what opens no device, where there is none. Proves no conformance.",
+        help="Test only clauses that need no device. Proves no conformance.",
     )
-    parser.add_argument("--clauses", action="store_true", help="Print the clauses, and run nothing.")
-    parser.add_argument(
-        "--show", metavar="PATH", type=Path, help="Print a report that was written before, as Markdown."
-    )
-    parser.add_argument("further", nargs="*", metavar="-- ARGUMENT", help="Arguments for pytest, after `--`.")
+    parser.add_argument("--clauses", action="store_true", help="Print the clauses and run no test.")
+    parser.add_argument("--show", metavar="PATH", type=Path, help="Print an existing report as Markdown.")
+    parser.add_argument("pytest_arguments", nargs="*", metavar="-- ARGUMENT", help="Arguments for pytest, after `--`.")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examines the platform. 0 when nothing failed and no waiver is stale."""
+    """Runs the suite; returns 0 if no test failed and no waiver is stale."""
     from mvllm.testing import clauses, report
     from mvllm.testing.run import Settings
     from mvllm.testing.run import run as run_suite
@@ -49,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             args.waivers,
             args.only,
             args.quick,
-            tuple(args.further),
+            tuple(args.pytest_arguments),
             without_device=args.without_device,
         )
     )

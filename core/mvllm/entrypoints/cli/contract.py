@@ -1,4 +1,4 @@
-"""`mvllm contract`: what a platform plugin may rely on, and what has changed since a state that was kept."""
+"""`mvllm contract`: prints the platform contract, or its changes since a saved version."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mvllm.platform.contract_surface import Surface, as_data, as_text, from_data
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
-    parser.add_argument("--json", action="store_true", help="Print JSON; kept in a file, it serves --against.")
+    parser.add_argument("--json", action="store_true", help="Print JSON, which --against can read.")
     parser.add_argument(
         "--against",
         metavar="FILE",
-        help="Print what changed since the contract in this file, which an earlier --json wrote; exit status 1 if a "
-        "plugin written for that one may have to be changed.",
+        help="Print the changes since the contract in this file, which an earlier --json wrote; exit status 1 if "
+        "plugins for that version may need changes.",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the contract, or the differences."""
+    """Prints the contract or its changes."""
     surface = read_surface()
     if args.against is not None:
         return _compare(_read(args.against), surface, as_json=args.json)

@@ -1,4 +1,4 @@
-"""`mvllm doctor`: what is wrong with this installation or this machine, and what to do about it."""
+"""`mvllm doctor`: checks the installation and the machine, and prints remedies."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument("--platform", metavar="NAME", help="Check this platform only; no other plugin is imported.")
     parser.add_argument(
-        "--model", action=ModelAction, default=argparse.SUPPRESS, metavar="TEXT", help="Check this model folder, too."
+        "--model", action=ModelAction, default=argparse.SUPPRESS, metavar="TEXT", help="Also check this model folder."
     )
     add_positional_model(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints every check; the exit status is 1 if one of them is broken."""
+    """Prints every check; returns 1 if a check is broken, else 0."""
     from mvllm.entrypoints.cli.doctor_checks import run_checks
 
     checks = run_checks(platform=args.platform, model=getattr(args, "model", None))

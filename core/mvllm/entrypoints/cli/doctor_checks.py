@@ -1,7 +1,7 @@
-"""The checks of `mvllm doctor`. Each has a stable id, and none of them can end the others, whatever it finds.
+"""The checks of `mvllm doctor`. Each has a stable id; an error in one check does not affect the others.
 
-What may crash, which is importing torch, the platforms' own checks and libraries without a device, is done in a fork of
-this process, one after the other: torch is imported once for all of them.
+Operations that may crash run in a forked process: importing torch, the platforms' own checks, and loading device
+libraries without a device. They share one process, so torch is imported once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from mvllm.config.engine_config import ParallelConfig
 from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.fork_runner import ForkResult, run_in_fork
+from mvllm.entrypoints.cli.platforms import dotted, installed_plugins
 from mvllm.errors import MvllmError, PlatformError
 from mvllm.platform import plugin_groups
 from mvllm.platform.choose import ENVIRONMENT_VARIABLE, choose_candidate
@@ -40,15 +41,15 @@ Checks = Iterable[Check]
 
 
 class _ForkedCheckError(Exception):
-    """A check failed in the fork; says how."""
+    """A check failed in the forked process."""
 
 
 def run_checks(*, platform: str | None = None, model: str | None = None) -> list[Check]:
-    """All checks, in the order in which things are needed.
+    """Runs all checks: interpreter, packages, platforms, environment, machine, model.
 
     Args:
-        platform: Look at this platform only.
-        model: Folder or name of a model to look at.
+        platform: Check this platform only; None for all.
+        model: Folder or name of a model to check.
     """
     candidates = discover(only=platform)
     torch, own, hiding = _run_forked(candidates)
@@ -78,19 +79,23 @@ def run_checks(*, platform: str | None = None, model: str | None = None) -> list
 
 
 def _run_forked(candidates: Sequence[Candidate]) -> tuple[ForkResult, dict[str, ForkResult], dict[str, ForkResult]]:
-    """Imports torch; runs the own checks of each platform that can be used; asks the others by which variable devices
-    are hidden from them. The last two by the platform's name.
+    """Runs the checks that may crash.
+
+    Returns:
+        The import of torch; the own checks of each available platform, by its name; and for each unavailable platform
+        the variable that hides devices from it, by its name.
     """
     factories = {c.name: c.spec.factory for c in candidates if c.failure is None and c.spec is not None}
-    usable = [c.name for c in candidates if c.available and c.name in factories]
-    others = [c.name for c in candidates if not c.available and c.name in factories]
+    available = [c.name for c in candidates if c.available and c.name in factories]
+    unavailable = [c.name for c in candidates if not c.available and c.name in factories]
     functions: list[Callable[[], Any]] = [
         _import_torch,
-        *(partial(_platform_doctor, factories[name]) for name in usable),
-        *(partial(_device_variable, factories[name]) for name in others),
+        *(partial(_platform_doctor, factories[name]) for name in available),
+        *(partial(_device_variable, factories[name]) for name in unavailable),
     ]
-    torch, *outcomes = run_in_fork(functions, _TIMEOUT_SECONDS)
-    return torch, dict(zip(usable, outcomes, strict=False)), dict(zip(others, outcomes[len(usable) :], strict=True))
+    torch, *results = run_in_fork(functions, _TIMEOUT_SECONDS)
+    own_checks, variables = results[: len(available)], results[len(available) :]
+    return torch, dict(zip(available, own_checks, strict=True)), dict(zip(unavailable, variables, strict=True))
 
 
 def _import_torch() -> None:
@@ -110,14 +115,14 @@ def _device_variable(factory: str) -> str | None:
 
 
 def _run_guarded(check_id: str, make: Callable[[], Checks]) -> list[Check]:
-    """The checks that `make` gives; if it fails itself, that is what is broken."""
+    """The checks that `make` returns, or a broken check if it raises."""
     try:
         return list(make())
     except KeyboardInterrupt:
         raise
     except _ForkedCheckError as e:
         return [Check(check_id, CheckStatus.BROKEN, f"the check failed: {e}", "report this")]
-    except BaseException as e:  # noqa: BLE001  (a plugin may raise anything, SystemExit included; it is shown)
+    except BaseException as e:  # noqa: BLE001  (a plugin may raise anything, SystemExit too)
         return [Check(check_id, CheckStatus.BROKEN, f"the check failed: {type(e).__name__}: {e}", "report this")]
 
 
@@ -139,26 +144,31 @@ def _python() -> Checks:
 
 
 def _core() -> Checks:
-    contract = f"{CONTRACT[0]}.{CONTRACT[1]}"
-    yield Check("core.version", CheckStatus.OK, f"mvllm {__version__}, platform contract {contract}")
+    yield Check("core.version", CheckStatus.OK, f"mvllm {__version__}, platform contract {dotted(CONTRACT)}")
 
 
 def _dependencies() -> Checks:
-    """What the core's own metadata requires, against what is installed."""
-    try:
-        requirements = importlib.metadata.requires("mvllm") or []
-    except importlib.metadata.PackageNotFoundError:
+    """Compares the requirements in core's metadata with the installed packages."""
+    requirements = _requirements("mvllm")
+    if requirements is None:
         remedy = "install it: pip install mvllm"
         yield Check("core.dependencies", CheckStatus.WARNING, "mvllm is run from a folder, not installed", remedy)
         return
-    needed = [r for r in requirements if _applies(r)]
-    problems = [problem for r in needed if (problem := _problem_with(r)) is not None]
-    found = "; ".join(problems) if problems else f"all {len(needed)} required packages are there"
+    problems = _requirement_problems(requirements)
+    found = "; ".join(problems) if problems else f"all {len(requirements)} required packages are installed"
     yield _check("core.dependencies", not problems, found, "pip install -U mvllm")
 
 
+def _requirements(distribution: str) -> list[str] | None:
+    """What a distribution's metadata requires on this machine, extras left out; None where it is not installed."""
+    try:
+        requirements = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return [requirement for requirement in requirements if _applies(requirement)]
+
+
 def _applies(requirement: str) -> bool:
-    """Whether it is meant for this machine, and for no extra."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -167,9 +177,13 @@ def _applies(requirement: str) -> bool:
     return marker is None or marker.evaluate({"extra": ""})
 
 
-def _problem_with(requirement: str) -> str | None:
-    match = re.match(r"[A-Za-z0-9._-]+", requirement)
-    name = match.group(0) if match else requirement
+def _requirement_problems(requirements: Iterable[str]) -> list[str]:
+    """The requirements that the installed packages do not meet, as text."""
+    return [problem for requirement in requirements if (problem := _requirement_problem(requirement)) is not None]
+
+
+def _requirement_problem(requirement: str) -> str | None:
+    name = _required_name(requirement)
     try:
         installed = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -180,11 +194,16 @@ def _problem_with(requirement: str) -> str | None:
         return None
     wanted = Requirement(requirement)
     fits = wanted.specifier.contains(installed, prereleases=True)
-    return None if fits else f"{name} is {installed}, needed is {wanted.specifier}"
+    return None if fits else f"{name} is {installed}, required is {wanted.specifier}"
 
 
-def _torch(candidates: Sequence[Candidate], tried: ForkResult) -> Checks:
-    """Whether torch can be imported, and is as new as each platform needs."""
+def _required_name(requirement: str) -> str:
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    return match.group(0) if match else requirement
+
+
+def _torch(candidates: Sequence[Candidate], imported: ForkResult) -> Checks:
+    """Whether torch can be imported, and satisfies the minimum version of each platform."""
     floors = {c.name: c.spec.torch_floor for c in candidates if c.spec is not None and c.spec.torch_floor}
     plugins = {c.name: c.source.distribution for c in candidates}
     try:
@@ -194,14 +213,14 @@ def _torch(candidates: Sequence[Candidate], tried: ForkResult) -> Checks:
         remedy = "reinstall the platform package, which brings the torch it needs"
         yield Check("torch.import", bad, "torch is not installed", remedy)
         return
-    works = tried.failure is None
-    found = f"torch {installed}" + ("" if works else f" cannot be imported: {tried.failure}")
+    works = imported.failure is None
+    found = f"torch {installed}" + ("" if works else f" cannot be imported: {imported.failure}")
     yield _check("torch.import", works, found, "reinstall torch together with the platform package")
     for name, floor in floors.items():
         yield _check(
             f"platform.{name}.torch",
             reaches(installed, floor),
-            f"torch {installed}, needed is {floor} or newer",
+            f"torch {installed}, required is {floor} or newer",
             f"pip install -U {plugins[name]} 'torch>={floor}'",
         )
 
@@ -220,10 +239,10 @@ def _entry_points(candidates: Sequence[Candidate], asked: str | None) -> Checks:
 
 
 def _plugin(candidate: Candidate) -> Checks:
-    """One plugin: does it load, does it speak our contract, does it find devices?"""
+    """Whether a plugin can be loaded, supports this contract version, and finds devices."""
     prefix = f"platform.{candidate.name}"
-    yield from _requirements(candidate)
-    if candidate.failure is not None and candidate.failure.stage != "torch":  # which has a check of its own
+    yield _plugin_dependencies(candidate)
+    if candidate.failure is not None and candidate.failure.stage != "torch":  # torch has its own check
         failure = candidate.failure
         part = "contract" if failure.stage == "contract" else "plugin"
         found = f"{candidate.source} is broken at {failure.stage}: {failure.message}"
@@ -231,8 +250,7 @@ def _plugin(candidate: Candidate) -> Checks:
         return
     yield Check(f"{prefix}.plugin", CheckStatus.OK, str(candidate.source))
     if candidate.spec is not None:
-        contract = ".".join(map(str, candidate.spec.contract))
-        yield Check(f"{prefix}.contract", CheckStatus.OK, f"contract {contract}")
+        yield Check(f"{prefix}.contract", CheckStatus.OK, f"contract {dotted(candidate.spec.contract)}")
     probe = candidate.probe
     if probe is not None:
         devices = ", ".join(device.name for device in probe.devices)
@@ -241,37 +259,33 @@ def _plugin(candidate: Candidate) -> Checks:
         yield _check(f"{prefix}.devices", probe.available, found, remedy, CheckStatus.WARNING)
 
 
-def _requirements(candidate: Candidate) -> Checks:
-    """What the plugin's own metadata require, against what is installed: pip was overruled, or something came later."""
+def _plugin_dependencies(candidate: Candidate) -> Check:
+    """Compares the requirements in the plugin's metadata with the installed packages."""
     name = candidate.source.distribution
-    try:
-        requirements = importlib.metadata.requires(name) or []
-    except importlib.metadata.PackageNotFoundError:
-        requirements = []  # a bare entry point asks for nothing
-    problems = [problem for r in requirements if _applies(r) and (problem := _problem_with(r)) is not None]
-    yield _check(
+    problems = _requirement_problems(_requirements(name) or ())  # a bare entry point requires nothing
+    return _check(
         f"platform.{candidate.name}.requirements",
         not problems,
-        "; ".join(problems) if problems else f"what {name} requires is there",
+        "; ".join(problems) if problems else f"all packages that {name} requires are installed",
         f"pip install -U mvllm {name}",
     )
 
 
-def _platform_checks(outcome: ForkResult | None) -> Checks:
-    """What the platform itself has to say, where it can be used."""
-    if outcome is None:
+def _platform_checks(result: ForkResult | None) -> Checks:
+    """The platform's own checks, if it is available."""
+    if result is None:
         return
-    if outcome.failure is not None:
-        raise _ForkedCheckError(outcome.failure)
-    for check_id, status, found, remedy in outcome.value:
+    if result.failure is not None:
+        raise _ForkedCheckError(result.failure)
+    for check_id, status, found, remedy in result.value:
         yield Check(check_id, CheckStatus(status), found, remedy)
 
 
-def _hidden_device_checks(candidate: Candidate, outcome: ForkResult | None) -> Checks:
-    """Whether the variable that the platform names in its topology hides all its devices."""
-    if outcome is None or outcome.failure is not None:  # without a device, its library may not even load
+def _hidden_device_checks(candidate: Candidate, result: ForkResult | None) -> Checks:
+    """Whether the device variable in the platform's topology is set while the platform finds no device."""
+    if result is None or result.failure is not None:  # without a device, its library may fail to load
         return
-    variable = outcome.value
+    variable = result.value
     value = None if variable is None else os.environ.get(variable)
     if value is not None:
         found = f"{variable}={value!r}, and {candidate.name} finds no device"
@@ -280,43 +294,33 @@ def _hidden_device_checks(candidate: Candidate, outcome: ForkResult | None) -> C
 
 
 def _torch_backends(candidates: Sequence[Candidate]) -> Checks:
-    """Who wants PrivateUse1, of which torch has one: platforms say so, torch loads some libraries by itself."""
+    """Whether several installed packages register torch's PrivateUse1 backend, of which there can be only one."""
     claims = {c.source.distribution: c for c in candidates if c.spec is not None and c.spec.torch_backend}
     loaded_with_torch = set()
     if os.environ.get(_TORCH_AUTOLOAD) != "0":
         found = importlib.metadata.entry_points(group="torch.backends")
         loaded_with_torch = {ep.dist.name for ep in found if ep.dist is not None}
-    # A platform's library belongs to the platform, whoever publishes it.
-    libraries = {name: {name, *_required_names(name)} for name in claims}
-    strangers = loaded_with_torch - {library for own in libraries.values() for library in own}
+    # A package that a platform requires counts as part of that platform.
+    libraries = {name: {name, *map(_required_name, _requirements(name) or ())} for name in claims}
+    unclaimed = loaded_with_torch - {library for own in libraries.values() for library in own}
     texts = [f"{c.spec.torch_backend!r} of {c.source}" for c in claims.values() if c.spec is not None]
-    texts += [f"{name}, which torch loads by itself" for name in sorted(strangers)]
-    found_text = "; ".join(texts) if texts else "nobody wants it"
-    if len(claims) + len(strangers) < 2 or not claims:
-        yield Check("torch.backends", CheckStatus.OK, f"torch's place for a foreign device (PrivateUse1): {found_text}")
+    texts += [f"{name}, which torch loads automatically" for name in sorted(unclaimed)]
+    found_text = "; ".join(texts) if texts else "no package registers it"
+    if len(claims) + len(unclaimed) < 2 or not claims:
+        yield Check("torch.backends", CheckStatus.OK, f"torch's PrivateUse1 backend: {found_text}")
         return
     early = [name for name, own in libraries.items() if own & loaded_with_torch]
-    found_text = f"more than one wants torch's one place for a foreign device (PrivateUse1): {found_text}"
+    found_text = f"several packages register torch's PrivateUse1 backend, which can be registered once: {found_text}"
     names = " or ".join(f"--platform {c.name}" for c in claims.values())
-    remedy = f"an engine uses one: {names}; or pip uninstall those that are not needed"
-    if early or strangers:
-        remedy = f"{_TORCH_AUTOLOAD}=0 keeps torch from loading them by itself; {remedy}"
-    # One that is loaded with torch has the place before the platform chosen gets there.
+    remedy = f"choose one with {names}; or pip uninstall those that are not needed"
+    if early or unclaimed:
+        remedy = f"{_TORCH_AUTOLOAD}=0 keeps torch from loading them automatically; {remedy}"
+    # A package that torch loads registers the backend before the chosen platform can.
     yield Check("torch.backends", CheckStatus.BROKEN if early else CheckStatus.WARNING, found_text, remedy)
 
 
-def _required_names(distribution: str) -> set[str]:
-    from packaging.requirements import Requirement
-
-    try:
-        requirements = importlib.metadata.requires(distribution) or []
-    except importlib.metadata.PackageNotFoundError:
-        return set()
-    return {Requirement(r).name for r in requirements if _applies(r)}
-
-
 def _choice(candidates: Sequence[Candidate], asked: str | None) -> Checks:
-    """Which platform an engine would run on now, chosen as an engine chooses it."""
+    """The platform that an engine would choose now."""
     try:
         chosen, reason = choose_candidate(candidates, asked)
     except PlatformError:
@@ -326,13 +330,13 @@ def _choice(candidates: Sequence[Candidate], asked: str | None) -> Checks:
 
 
 def _unavailable_platform_check(candidates: Sequence[Candidate], asked: str | None) -> Check:
-    """Why an engine would not start on any platform."""
+    """Why an engine would find no platform."""
     name = asked or os.environ.get(ENVIRONMENT_VARIABLE) or None
     automatic = [c for c in candidates if c.spec is None or not c.spec.by_name_only]
     usable = [c for c in (automatic if name is None else candidates) if c.available and name in (None, c.name)]
     if len(usable) == 1:
         broken = [c.name for c in automatic if c.failure is not None]
-        remedy = f"mend {', '.join(broken)}, or choose with --platform {usable[0].name}"
+        remedy = f"repair {', '.join(broken)}, or choose with --platform {usable[0].name}"
         return Check("platform.choice", CheckStatus.BROKEN, f"{usable[0].source}", remedy)
     if usable:
         names = " or ".join(f"--platform {c.name}" for c in usable)
@@ -343,21 +347,15 @@ def _unavailable_platform_check(candidates: Sequence[Candidate], asked: str | No
 
 
 def _extensions() -> Checks:
-    """What plugs in beside platforms, by metadata alone, and whether two of them cannot be told apart."""
-    sources = [
-        (door, source)
-        for door in plugin_groups.ALL
-        for source in plugin_groups.list_plugins(door)
-        if plugin_groups.is_allowed(source)
-    ]
-    listed = [f"{door.noun} {source.name} ({source.distribution} {source.version})" for door, source in sources]
-    shut_out = [source.distribution for door in plugin_groups.ALL for source in plugin_groups.list_plugins(door)]
-    shut_out = sorted(set(shut_out) - {source.distribution for _, source in sources})
+    """Installed plugins other than platforms, from metadata, and whether two of a kind have the same name."""
+    installed = installed_plugins()
+    allowed = [(group, source) for group, source in installed if plugin_groups.is_allowed(source)]
+    listed = [f"{group.noun} {source.name} ({source.distribution} {source.version})" for group, source in allowed]
     found = "; ".join(listed) if listed else "none"
-    if shut_out:
-        found += f"; {plugin_groups.ENVIRONMENT_VARIABLE} does not let in {', '.join(shut_out)}"
-    names = [(door.noun, source.name) for door, source in sources]
-    twice = sorted({f"{noun} {name}" for noun, name in names if names.count((noun, name)) > 1})
+    if excluded := sorted({s.distribution for _, s in installed} - {s.distribution for _, s in allowed}):
+        found += f"; {plugin_groups.ENVIRONMENT_VARIABLE} does not allow {', '.join(excluded)}"
+    names = [f"{group.noun} {source.name}" for group, source in allowed]
+    twice = sorted({name for name in names if names.count(name) > 1})
     remedy = f"two packages offer the {', '.join(twice)}: uninstall one, or name the other in MVLLM_PLUGINS"
     yield _check("extensions.installed", not twice, found, remedy, CheckStatus.WARNING)
 
@@ -366,7 +364,7 @@ def _extensions() -> Checks:
 
 
 def _visible_devices() -> Checks:
-    """Variables by which drivers hide devices. Each vendor has its own; the ending is what they share."""
+    """Variables that hide devices. Each vendor has its own variable; all end with `_VISIBLE_DEVICES`."""
     found = {name: value for name, value in sorted(os.environ.items()) if name.endswith("_VISIBLE_DEVICES")}
     if not found:
         yield Check("environment.visible_devices", CheckStatus.OK, "no *_VISIBLE_DEVICES variable is set")
@@ -391,7 +389,7 @@ def _unknown_variables() -> Checks:
 
 
 def _shared_memory() -> Checks:
-    folder = Path("/dev/shm")  # noqa: S108  (looked at, not written to)
+    folder = Path("/dev/shm")  # noqa: S108  (read, not written)
     if not folder.is_dir():
         yield Check("system.shared_memory", CheckStatus.OK, f"{folder} does not exist on this system")
         return
@@ -400,7 +398,7 @@ def _shared_memory() -> Checks:
         "system.shared_memory",
         usage.free >= _MIN_SHARED_MEMORY,
         f"{folder}: {usage.free / 2**20:,.0f} of {usage.total / 2**20:,.0f} MiB free",
-        "in a container, start it with --shm-size=1g or --ipc=host; several workers need the room",
+        "in a container, start it with --shm-size=1g or --ipc=host; several workers need it",
         CheckStatus.WARNING,
     )
 
@@ -409,7 +407,7 @@ def _open_files() -> Checks:
     try:
         import resource
     except ImportError:
-        yield Check("system.open_files", CheckStatus.OK, "this system has no such limit")
+        yield Check("system.open_files", CheckStatus.OK, "this system has no limit of open files")
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
@@ -434,7 +432,7 @@ def _memory() -> Checks:
 
 
 def _model(model: str) -> Checks:
-    """The folder's config, architecture, weights and tokenizer, without loading the weights."""
+    """Checks a model folder: config, architecture, weights and tokenizer, without loading the weights."""
     from mvllm.config.engine_args import EngineArgs
     from mvllm.config.tokenizer_check import check_tokenizer
     from mvllm.engine.tokenizer.tokenizer import load_tokenizer

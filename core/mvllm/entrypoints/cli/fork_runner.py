@@ -1,8 +1,8 @@
-"""Runs functions in a fork of this process, so that a crash of one ends neither this process nor the others.
+"""Runs functions in a forked child process, so that a crash ends neither this process nor the other functions.
 
-For a command that looks at what may be broken. A fork costs milliseconds where a fresh interpreter costs a fifth of a
-second, and what one function imports (torch, above all) is there for the next. The fork runs no thread but its own, and
-ends without this process's exit handlers.
+`mvllm doctor` uses it for checks that may crash. A fork takes milliseconds where a new interpreter takes 0.2 s, and
+imports of one function (above all torch) are available to the next. The child has a single thread and exits without
+the parent's exit handlers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ForkResult:
-    """How a function ended.
+    """The result of one function.
 
     Attributes:
-        value: What it returned.
-        failure: Why there is no value: the exception that it raised, or how its process ended.
+        value: Its return value.
+        failure: Why there is no value: its exception, or how its process ended.
     """
 
     value: Any = None
@@ -34,30 +34,30 @@ class ForkResult:
 
 
 def run_in_fork(functions: Sequence[Callable[[], Any]], timeout: float) -> list[ForkResult]:
-    """The outcome of each function, in order. What they print is dropped.
+    """Runs functions in order; returns one result for each. Their output is discarded.
 
-    Where the process of one ends or takes too long, those behind it get another process.
+    If the child process crashes or exceeds the timeout, another child runs the remaining functions.
 
     Args:
-        functions: Return what JSON can hold.
-        timeout: Seconds that each may take.
+        functions: Return JSON values.
+        timeout: Seconds for each function.
     """
-    outcomes: list[ForkResult] = []
-    while len(outcomes) < len(functions):
-        outcomes += _run_until_crash(functions[len(outcomes) :], timeout)
-    return outcomes
+    results: list[ForkResult] = []
+    while len(results) < len(functions):
+        results += _run_until_crash(functions[len(results) :], timeout)
+    return results
 
 
 def _run_until_crash(functions: Sequence[Callable[[], Any]], timeout: float) -> list[ForkResult]:
-    """As many outcomes as one process gives, and that of the function that it ended in."""
+    """Runs functions in one child until it ends; the last result is that of the function in which it ended."""
     receive, send = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, of which this command has none
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, of which this command has none
         pid = os.fork()
     if pid == 0:
         _serve(functions, receive, send)
     os.close(send)
-    outcomes: list[ForkResult] = []
+    results: list[ForkResult] = []
     has_ended = False
     try:
         with os.fdopen(receive, "rb", buffering=0) as pipe:
@@ -66,25 +66,25 @@ def _run_until_crash(functions: Sequence[Callable[[], Any]], timeout: float) -> 
                 has_ended = line == b""
                 if not line:
                     break
-                outcomes.append(ForkResult(**json.loads(line)))
+                results.append(ForkResult(**json.loads(line)))
             else:
                 has_ended = True
     finally:
         if not has_ended:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-    if len(outcomes) < len(functions):
-        outcomes.append(ForkResult(failure=_describe(status) if has_ended else f"no answer in {timeout:g} s"))
-    return outcomes
+    if len(results) < len(functions):
+        results.append(ForkResult(failure=_describe(status) if has_ended else f"no answer in {timeout:g} s"))
+    return results
 
 
 def _read_line(fd: int, deadline: float) -> bytes | None:
-    """A line; nothing at the end of the pipe; None at the deadline."""
+    """The next line; empty at the end of the pipe; None at the deadline."""
     found = b""
     while not found.endswith(b"\n"):
         if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
             return None
-        piece = os.read(fd, 1)  # what is behind the line is the next one's
+        piece = os.read(fd, 1)  # bytes after the line belong to the next call
         if not piece:
             return b""
         found += piece
@@ -92,16 +92,16 @@ def _read_line(fd: int, deadline: float) -> bytes | None:
 
 
 def _serve(functions: Sequence[Callable[[], Any]], receive: int, send: int) -> None:
-    """The fork's whole life."""
+    """Main function of the child: runs the functions, writes their results, exits."""
     try:
         os.close(receive)
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
-        for stream in (1, 2):  # for what is not Python's
+        for stream in (1, 2):  # output of native code
             os.dup2(sys.stdout.fileno(), stream)
         for function in functions:
             try:
                 answer = {"value": function()}
-            except BaseException as e:  # noqa: BLE001  (also SystemExit: whatever is looked at may raise anything)
+            except BaseException as e:  # noqa: BLE001  (a checked plugin may raise anything, SystemExit too)
                 answer = {"failure": traceback.format_exception_only(e)[-1].strip()}
             os.write(send, json.dumps(answer).encode() + b"\n")
     finally:

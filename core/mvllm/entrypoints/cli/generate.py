@@ -1,4 +1,4 @@
-"""`mvllm generate`: prompts on the command line, texts on the screen."""
+"""`mvllm generate`: generates text from prompts on the command line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 import sys
 import time
 
-from mvllm.entrypoints.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_args, sampling_params
-from mvllm.messages.sampling_params import SamplingParams
+from mvllm.entrypoints.cli.arguments import add_engine_arguments, add_sampling_arguments
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -22,16 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what the model makes of each prompt, and at the end how fast it was and on which platform."""
-    from mvllm.engine.frontend.outputs import RequestOutput
-    from mvllm.entrypoints.cli.terminal import ThroughputCounter, describe_end, print_stream
-    from mvllm.entrypoints.llm import LLM
+    """Prints the generated text of each prompt, then the throughput and the platform."""
+    from mvllm.entrypoints.cli.terminal import ThroughputCounter, open_llm, print_error, print_stream
 
     prompts: list[str] = args.prompt or [_read_stdin()]
-    settings = engine_args(args)
-    sampling_params(args, SamplingParams())  # refuses before the model is loaded what would be refused after
-    with LLM.from_engine_args(settings) as llm:
-        params = sampling_params(args, llm.get_default_sampling_params())
+    with open_llm(args) as (llm, params):
         speed = ThroughputCounter()
         failed = False
         if streamed := len(prompts) == 1 and params.n == 1:
@@ -39,16 +33,17 @@ def run(args: argparse.Namespace) -> int:
             _, error = print_stream(llm.llm_engine, prompts[0], params, speed)
             failed = error is not None
             if error:
-                print(f"error: {error}", file=sys.stderr)
+                print_error(error)
         else:
             start = time.perf_counter()
-            outputs: list[RequestOutput] = llm.generate(prompts, params)
+            outputs = llm.generate(prompts, params)
             speed.seconds = time.perf_counter() - start
             for output in outputs:
                 for sequence in output.outputs:
                     speed.num_tokens += len(sequence.token_ids)
                     failed = failed or sequence.error is not None
-                    print(f"{output.prompt}{sequence.text}{describe_end(sequence)}\n")
+                    error_note = f" [error: {sequence.error}]" if sequence.error else ""
+                    print(f"{output.prompt}{sequence.text}{error_note}\n")
         print(("\n" if streamed else "") + speed.summary(f"platform {llm.llm_engine.platform_summary}"))
     return 1 if failed else 0
 

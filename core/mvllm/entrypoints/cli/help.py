@@ -1,4 +1,4 @@
-"""`--help=WORD`: of a command's many options, those that have to do with a word."""
+"""`--help=WORD`: the help of those options of a command that match a word."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterator, Sequence
 
 
 def add_help_about(parser: argparse.ArgumentParser) -> None:
-    """Adds the option behind `--help=WORD` to a command and to the commands below it."""
+    """Adds the hidden option behind `--help=WORD` to a command and its subcommands."""
     for each in (parser, *subcommands(parser).values()):
         each.add_argument("--help-about", metavar="WORD", action=_FilteredHelp, help=argparse.SUPPRESS)
 
 
 def expand_help(arguments: Sequence[str]) -> list[str]:
-    """`--help=WORD`, which argparse does not know, as an option that it does."""
+    """Replaces `--help=WORD`, which argparse does not support, with the hidden option."""
     return [f"--help-about={a.removeprefix('--help=')}" if a.startswith("--help=") else a for a in arguments]
 
 
 def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The commands below a command, by name."""
+    """The parsers of a command's subcommands, by name."""
     actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return {name: each for action in actions for name, each in action.choices.items()}
 
 
 class _FilteredHelp(argparse.Action):
-    """Prints the options that have to do with a word, and exits."""
+    """Prints the options that match a word, and exits."""
 
     def __call__(
         self,
@@ -33,14 +33,14 @@ class _FilteredHelp(argparse.Action):
         values: object,
         option_string: str | None = None,
     ) -> None:
-        below = subcommands(parser)
-        texts = [text for each in (parser, *below.values()) if (text := _filtered_help(each, str(values), bool(below)))]
-        print("\n\n".join(texts) or f"No option of `{parser.prog}` has to do with {values!r}.")
+        children = subcommands(parser)
+        helps = (_filtered_help(each, str(values), bool(children)) for each in (parser, *children.values()))
+        print("\n\n".join(filter(None, helps)) or f"No option of `{parser.prog}` matches {values!r}.")
         parser.exit()
 
 
 def _filtered_help(parser: argparse.ArgumentParser, word: str, named: bool) -> str:
-    """The help of the options that have to do with a word, under the command's name if that is not clear."""
+    """The help of the options that match a word, under the command's name if `named`."""
     chosen = argparse.ArgumentParser(prog=parser.prog, add_help=False, usage=argparse.SUPPRESS)
     for group in parser._action_groups:
         section = chosen.add_argument_group(group.title)
@@ -51,7 +51,7 @@ def _filtered_help(parser: argparse.ArgumentParser, word: str, named: bool) -> s
 
 
 def _matching(group: argparse._ArgumentGroup, word: str) -> Iterator[argparse.Action]:
-    whole = word in (group.title or "").lower()  # a word that names a group shows all of it
+    whole = word in (group.title or "").lower()  # a word in the group's title matches the whole group
     for action in group._group_actions:
         if action.help == argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction):
             continue

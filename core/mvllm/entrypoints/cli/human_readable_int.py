@@ -1,4 +1,4 @@
-"""Whole numbers as people write large ones: `32k`, `1.5m`, `64K`.
+"""Parses integers with a unit: `32k`, `1.5m`, `64K`.
 
 32768    32k = 32,000    32K = 32,768    1m = 1,000,000    1M = 1,048,576    likewise g, G, t and T
 """
@@ -15,10 +15,10 @@ _FORM = re.compile(r"([+-]?\d[\d_]*(?:\.\d+)?)([kmgtKMGT])", re.ASCII)
 
 
 def human_readable_int(text: str) -> int:
-    """The number that an option was given. Lower-case suffixes are powers of 1000, upper-case ones of 1024.
+    """The integer that `text` stands for. Lower-case suffixes are powers of 1000, upper-case ones of 1024.
 
     Raises:
-        ArgumentTypeError: It is none.
+        ArgumentTypeError: `text` is not such a number.
     """
     try:
         if (found := _FORM.fullmatch(text.strip())) is None:

@@ -1,4 +1,4 @@
-"""The command `mvllm`: finds the subcommand and runs it. Only the module of the subcommand in use is imported."""
+"""The `mvllm` command: imports the module of one subcommand and runs it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ COMMANDS = {
     "complete": "continue text, prompt by prompt",
     "run-batch": "answer a file of requests in the format of OpenAI batches",
     "bench": "measure throughput, latency, startup, or a running server",
-    "platforms": "list the platform plugins found, and why they can or cannot be used",
+    "platforms": "list the installed platform plugins, and why each is available or not",
     "doctor": "check this installation and this machine",
-    "collect-env": "print what a bug report needs to know about this machine",
-    "conformance": "examine whether a platform plugin keeps the contract, clause by clause",
-    "ops": "list the operations and what implements them on a platform",
-    "plugin": "write a platform plugin to start from: `mvllm plugin new NAME`",
-    "contract": "print what a platform plugin may rely on, or what changed in it",
+    "collect-env": "print facts about this machine for a bug report",
+    "conformance": "test a platform plugin against the contract, clause by clause",
+    "ops": "list the operations and their providers on a platform",
+    "plugin": "create a platform plugin from a template: `mvllm plugin new NAME`",
+    "contract": "print the platform contract, or its changes",
 }
-"""Each is a module of this package (`_` for `-`) with `add_arguments(parser)` and `run(args) -> exit status`."""
+"""Commands and their summaries. Each is a module of this package (`_` for `-`) with `add_arguments(parser)` and
+`run(args) -> exit status`."""
 
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130
@@ -45,15 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns:
-        0; 1 after an error, which is explained on stderr; 130 after Ctrl-C. Wrong usage exits with 2. `mvllm serve`, as
-        a program, does not return: it ends, whatever its threads do.
+        0; 1 after an error, which is printed on stderr; 130 after Ctrl-C. Wrong usage exits with 2. `mvllm serve` as
+        a program exits the process instead of returning, without waiting for its threads.
     """
     _prepare_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((a for a in arguments if not a.startswith("-")), None)
-    is_server = name == "serve" and argv is None  # this program, and not somebody who calls it
+    is_server = name == "serve" and argv is None  # the program, not a Python caller of this function
     if is_server:
-        exit_on_signals()  # before anything is imported for it
+        exit_on_signals()  # before the server's imports
     status = _run(name, arguments)
     if is_server:
         exit_program(status)
@@ -86,31 +87,27 @@ def _run(name: str | None, arguments: list[str]) -> int:
         return EXIT_INTERRUPTED
     except OSError as e:
         if e.filename is not None:
-            raise  # not about a stream
-        # Python would complain once more at exit.
+            raise  # not an error of a standard stream
+        # Else Python reports the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # Whoever read our output may simply have gone (`mvllm generate ... | head`).
+        # The reader of a pipe may have closed it (`mvllm generate ... | head`).
         return (
             EXIT_ERROR if isinstance(e, BrokenPipeError) else _fail(f"The output cannot be written: {e.strerror or e}.")
         )
 
 
 def _prepare_standard_streams() -> None:
-    """Makes the standard streams usable, whatever this process was started with.
-
-    One that is closed reads as empty and swallows what is written; a character that the terminal's encoding does not
-    know is shown escaped.
-    """
+    """Replaces closed standard streams with the null device; escapes characters that the terminal cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for the process's life)
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (open until the process ends)
         elif mode == "w" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _installed_commands() -> dict[str, str]:
-    """Commands of other packages that may be used, each with who offers it. None of them is imported."""
+    """Allowed commands of other packages, with their package and version. None is imported."""
     from mvllm.platform import plugin_groups
 
     sources = [
@@ -161,7 +158,7 @@ def _warn_about_environment() -> None:
 
 
 def _fail(message: str) -> int:
-    """One screen about an error: what we raise on purpose needs no traceback."""
+    """Prints an error message without a traceback."""
     print(f"error: {message}", file=sys.stderr)
     return EXIT_ERROR
 

@@ -1,4 +1,4 @@
-"""`mvllm ops`: the operations that models are made of, what they take, and what implements them on a platform."""
+"""`mvllm ops`: lists the operations of models, their parameters, and their providers on a platform."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
-    parser.add_argument("operations", metavar="OPERATION", nargs="*", help="Only these operations. Default: all.")
+    parser.add_argument("operations", metavar="OPERATION", nargs="*", help="List these operations only. Default: all.")
     parser.add_argument("--platform", metavar="NAME", help="The platform. Default: the only available one.")
-    parser.add_argument("--op-providers", metavar="NAMES", help="Installed sets to ask first, comma-separated.")
+    parser.add_argument(
+        "--op-providers", metavar="NAMES", help="Installed sets of op providers with precedence, comma-separated."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints each operation with its parameters, shapes, dtypes and facts, then a table of who provides it."""
+    """Prints each operation with its parameters, shapes, dtypes and facts, then a table of the providers."""
     from mvllm.errors import ConfigError
     from mvllm.ops.provider_plugins import installed_providers
     from mvllm.ops.registry import OpTable
@@ -23,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
     operations = read_operations()
     if unknown := [name for name in args.operations if name not in operations]:
-        raise ConfigError(f"There is no operation {unknown[0]!r}. Operations: {', '.join(operations)}.")
+        raise ConfigError(f"Unknown operation {unknown[0]!r}. Operations: {', '.join(operations)}.")
     chosen = choose_platform(args.platform)
     with enter_phase(Phase.WORKER):
         names = [name.strip() for name in (args.op_providers or "").split(",") if name.strip()]
@@ -32,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         print("\n".join(operation_lines(row.op, operations[row.op])) + "\n")
     print(f"Operations on platform {chosen}.")
-    print("Providers are asked in this order; the first that supports a case runs it.\n")
+    print("Providers are tried in this order; the first that supports a case runs it.\n")
     width = max(len(row.op) for row in rows)
     providers = max(len(", ".join(row.candidates)) for row in rows)
     for row in rows:

@@ -1,4 +1,4 @@
-"""`mvllm platforms`: every platform plugin found, and whether it can be used."""
+"""`mvllm platforms`: lists the installed platform plugins and their availability."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import argparse
 import json
 from typing import Any
 
-from mvllm.platform.discovery import Candidate, discover
+from mvllm.platform import plugin_groups
+from mvllm.platform.discovery import Candidate, PluginSource, discover
 from mvllm.platform.spec import CONTRACT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
-    parser.add_argument("--platform", metavar="NAME", help="Look at this one only; no other plugin is imported.")
+    parser.add_argument("--platform", metavar="NAME", help="List this platform only; no other plugin is imported.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument("--verbose", action="store_true", help="Print the traceback of a broken plugin.")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the list. A plugin that cannot be used is no error here: saying so is what this command is for."""
+    """Prints the list; returns 0 even if a plugin is broken or not available."""
     candidates = discover(only=args.platform)
     if args.json:
-        print(json.dumps({"contract": _dotted(CONTRACT), "platforms": [_as_json(c) for c in candidates]}, indent=2))
+        print(json.dumps({"contract": dotted(CONTRACT), "platforms": [_as_json(c) for c in candidates]}, indent=2))
         return 0
     if not candidates:
         print(_nothing_found(args.platform))
@@ -43,13 +44,12 @@ def _nothing_found(name: str | None) -> str:
 
 def _lines(candidate: Candidate, *, verbose: bool) -> list[str]:
     source, spec, probe, failure = candidate.source, candidate.spec, candidate.probe, candidate.failure
-    state = "broken" if failure else "available" if candidate.available else "not available"
     lines = [
-        f"{candidate.name}: {state}",
+        f"{candidate.name}: {availability(candidate)}",
         f"  plugin    {source.distribution} {source.version} (entry point {source.name} = {source.entry_point})",
     ]
     if spec is not None:
-        lines.append(f"  contract  {_dotted(spec.contract)} (this core speaks {_dotted(CONTRACT)})")
+        lines.append(f"  contract  {dotted(spec.contract)} (this core speaks {dotted(CONTRACT)})")
         lines.append(f"  vendor    {spec.vendor}" + (f", torch >= {spec.torch_floor}" if spec.torch_floor else ""))
     if failure is not None:
         lines.append(f"  {failure.stage:<9} {failure.message}")
@@ -74,10 +74,10 @@ def _as_json(candidate: Candidate) -> dict[str, Any]:
         "distribution": source.distribution,
         "version": source.version,
         "entry_point": source.entry_point,
-        "contract": _dotted(spec.contract) if spec else None,
+        "contract": dotted(spec.contract) if spec else None,
         "vendor": spec.vendor if spec else None,
         "torch_floor": spec.torch_floor if spec else None,
-        "reason": failure.message if failure else probe.reason if probe else None,
+        "reason": availability_reason(candidate),
         "remedy": failure.remedy if failure else probe.remedy if probe else None,
         "failed_at": failure.stage if failure else None,
         "devices": [
@@ -86,5 +86,22 @@ def _as_json(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _dotted(contract: tuple[int, int]) -> str:
+def availability(candidate: Candidate) -> str:
+    """`available`, `not available` or `broken`."""
+    return "broken" if candidate.failure else "available" if candidate.available else "not available"
+
+
+def availability_reason(candidate: Candidate) -> str | None:
+    """Why a platform is available or not: the failure's message or the probe's reason; None where it was not probed."""
+    failure, probe = candidate.failure, candidate.probe
+    return failure.message if failure else probe.reason if probe else None
+
+
+def installed_plugins() -> list[tuple[plugin_groups.PluginGroup, PluginSource]]:
+    """Installed plugins other than platforms, each with its group. None is imported."""
+    return [(group, source) for group in plugin_groups.ALL for source in plugin_groups.list_plugins(group)]
+
+
+def dotted(contract: tuple[int, int]) -> str:
+    """A contract version as text, such as `1.4`."""
     return f"{contract[0]}.{contract[1]}"

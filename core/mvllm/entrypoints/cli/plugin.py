@@ -1,7 +1,7 @@
-"""`mvllm plugin new`: a platform plugin that works at once, to be replaced piece by piece.
+"""`mvllm plugin new`: creates a working platform plugin from a template.
 
-The template is the folder `mvllm/entrypoints/plugin_template`: files with a few `@words@` to fill in. It lies in the
-wheel, so that whoever has mvllm installed needs nothing else, and there is no second copy of it.
+The template is the folder `mvllm/entrypoints/plugin_template`, which is part of the wheel. Its files contain `@words@`
+that are replaced with the plugin's names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 LONGEST_NAME = 40
 WORKFLOW = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*/[\w.-]+@[\w./-]+")
 RESERVED = frozenset({"all", "any", "api", "auto", "core", "demo", "default", "mvllm", "none", "plugin", "testing"})
-"""Words that mean something else where a platform's name may stand, or beside it in a package's name."""
+"""Words with another meaning in options or package names."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,23 +29,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="new")
     new = actions.add_parser(
         "new",
-        help="write a platform plugin to start from",
-        description="Writes the package mvllm-NAME: a platform that works at once, with the host standing in for the "
-        "device, and passes the conformance suite. Replace it piece by piece.",
+        help="create a platform plugin from a template",
+        description="Writes the package mvllm-NAME: a working platform that uses the host as its device and passes the "
+        "conformance suite. Replace its parts with your own.",
         allow_abbrev=False,
     )
-    new.add_argument("name", metavar="NAME", help="The platform's name: what users type after --platform.")
-    new.add_argument("--dir", metavar="PATH", type=Path, help="Folder to write. Default: mvllm-NAME, here.")
+    new.add_argument("name", metavar="NAME", help="The platform's name, as in --platform NAME.")
+    new.add_argument(
+        "--dir", metavar="PATH", type=Path, help="Folder to create. Default: mvllm-NAME in the current folder."
+    )
     new.add_argument(
         "--workflow",
         metavar="OWNER/REPOSITORY@REF",
-        help="A repository of mvllm on GitHub whose conformance workflow yours is to call, at a branch, tag or commit "
-        "of it. Default: a workflow that stands on its own.",
+        help="A repository of mvllm on GitHub whose conformance workflow the plugin's workflow calls, at a branch, tag "
+        "or commit. Default: a self-contained workflow.",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the package and says what to do next."""
+    """Writes the package and prints the next steps."""
     check_name(args.name)
     if args.workflow is not None:
         check_workflow(args.workflow)
@@ -56,22 +58,22 @@ def run(args: argparse.Namespace) -> int:
     print("  mvllm platforms")
     print(f'  mvllm generate --platform {args.name} --model demo --prompt "Once upon a time"')
     print(f"  mvllm conformance --platform {args.name}\n")
-    print(f"Then replace it piece by piece: {folder / 'README.md'} says in which order.")
+    print(f"Then replace its parts with your own, in the order that {folder / 'README.md'} gives.")
     return 0
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that could not be installed, typed or told apart.
+    """Checks that a platform may have a name.
 
     Raises:
-        ConfigError: Says why not, and which name would do where there is one near.
+        ConfigError: The name is malformed, reserved or installed; the message suggests a similar valid name.
     """
     if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         near = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:LONGEST_NAME].strip("-")
-        hint = f" {near!r} would do." if NAME.fullmatch(near) else ""
+        hint = f" For instance, use {near!r}." if NAME.fullmatch(near) else ""
         raise ConfigError(
-            f"{name!r} cannot be a platform's name: lower-case letters and digits, beginning with a letter, in words "
-            f"joined by single dashes, at most {LONGEST_NAME} characters.{hint}"
+            f"{name!r} is not a valid platform name: use lower-case letters and digits, beginning with a letter, in "
+            f"words joined by single dashes, at most {LONGEST_NAME} characters.{hint}"
         )
     if name.startswith("mvllm-"):
         raise ConfigError(f"Leave out 'mvllm-': the package of a platform acme is called mvllm-acme. Found {name!r}.")
@@ -81,21 +83,21 @@ def check_name(name: str) -> None:
     owner = next((source for source in find_sources() if source.name == name), None)
     if owner is not None:
         raise ConfigError(
-            f"A platform {name!r} is already installed: {owner}. Two of one name cannot be told apart. Choose another "
-            f"name, or run: pip uninstall {owner.distribution}"
+            f"A platform {name!r} is already installed: {owner}. Names must be unique. Choose another name, or run: "
+            f"pip uninstall {owner.distribution}"
         )
 
 
 def check_workflow(workflow: str) -> None:
-    """Refuses what GitHub would not take for a repository at a place in its history.
+    """Checks the form OWNER/REPOSITORY@REF.
 
     Raises:
-        ConfigError: Says what is expected.
+        ConfigError: The text has another form.
     """
     if not WORKFLOW.fullmatch(workflow):
         raise ConfigError(
-            f"--workflow wants OWNER/REPOSITORY@REF, where REF is a branch, a tag or a commit; found {workflow!r}. "
-            "Leave it out for a workflow that needs nobody's repository."
+            f"--workflow must be OWNER/REPOSITORY@REF, where REF is a branch, a tag or a commit, not {workflow!r}. "
+            "Leave it out for a self-contained workflow."
         )
 
 
@@ -104,14 +106,14 @@ def write_plugin(name: str, folder: Path, workflow: str | None = None) -> list[P
 
     Args:
         name: The platform's name, checked.
-        folder: Created; may exist if it is empty.
-        workflow: OWNER/REPOSITORY@REF of the workflow that the package's calls, checked; None for one of its own.
+        folder: Created if missing; must be empty.
+        workflow: OWNER/REPOSITORY@REF of a shared workflow, checked; None for a self-contained one.
 
     Returns:
         The files written.
 
     Raises:
-        ConfigError: The folder holds something, or cannot be written.
+        ConfigError: The folder is not empty, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not an empty folder; nothing was written. Pass another with --dir.")
@@ -145,7 +147,7 @@ def write_plugin(name: str, folder: Path, workflow: str | None = None) -> list[P
 
 WORKFLOW_FILE = ".github/workflows/conformance.yml"
 SHARED_WORKFLOW = "conformance-shared.yml.tmpl"
-"""What stands there instead where a repository's workflow is to be called."""
+"""The template of WORKFLOW_FILE that calls a shared workflow."""
 
 FILES = {
     "pyproject.toml": "pyproject.toml.tmpl",
@@ -164,4 +166,4 @@ FILES = {
     "tests/conftest.py": "conftest.py.tmpl",
     "tests/test_conformance.py": "test_conformance.py.tmpl",
 }
-"""Where each file of the template goes."""
+"""Files of a plugin and their templates; an empty name makes an empty file."""

@@ -1,7 +1,7 @@
-"""`chat` and `complete` with a running server in place of an engine of their own: `--url`.
+"""`--url`: `mvllm chat` and `mvllm complete` with a running OpenAI-compatible server instead of an engine.
 
-One connection per answer, with the standard library alone. Whoever stops reading closes the connection, and by that
-the server knows that it may stop, too.
+Each response has its own connection, made with the standard library. Ctrl-C closes the connection, which makes the
+server abort the request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import http.client
 import json
-import os
 import time
 import urllib.parse
 from collections.abc import Iterator
@@ -19,62 +18,70 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mvllm.config.engine_args import EngineArgs
-from mvllm.entrypoints.urls import join_url
+from mvllm.entrypoints.openai_client import (
+    API_KEY_VARIABLE,
+    DONE,
+    authorization_headers,
+    error_message,
+    error_text,
+    event_data,
+    first_model_id,
+    join_url,
+)
 from mvllm.errors import ConfigError, MvllmError, RequestError
 from mvllm.messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mvllm.entrypoints.cli.terminal import ThroughputCounter
 
-KEY_VARIABLE = "OPENAI_API_KEY"
 _SECONDS = 600.0
-_LONGEST_ERROR = 500
 
 
 def add_url_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options for a running server."""
-    group = parser.add_argument_group("server", "In place of an engine in this process.")
+    group = parser.add_argument_group("server", "Instead of an engine in this process.")
     group.add_argument(
         "--url",
         metavar="URL",
-        help="Ask the OpenAI-compatible server there; --model is then a name on it, by default the first it lists.",
+        help="Send requests to this OpenAI-compatible server; --model is a name on it, by default the first it lists.",
     )
-    group.add_argument("--api-key", metavar="KEY", help=f"For the server. Default, and better: {KEY_VARIABLE}.")
+    group.add_argument(
+        "--api-key", metavar="KEY", help=f"Key of the server. Default, and safer: the variable {API_KEY_VARIABLE}."
+    )
 
 
 class BrokenResponseError(MvllmError):
-    """An answer that did not come to its end."""
+    """A streamed response that ended early."""
 
 
 class RemoteModel:
     """A model behind an OpenAI-compatible server.
 
     Args:
-        args: The command's, with `url`; sampling parameters that were given go into every request.
+        args: The parsed command line, with `url`. Its sampling parameters are sent with every request.
 
     Raises:
-        ConfigError: Settings of an engine were given, too, or the server lists no model.
+        ConfigError: The command line has options of an engine, too, or the server lists no model.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._url: str = args.url
-        key = args.api_key or os.environ.get(KEY_VARIABLE)
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._headers = {"Content-Type": "application/json", **authorization_headers(args.api_key)}
         self._sampling = _given_sampling(args)
         _refuse_engine_settings(args)
         self._model: str = getattr(args, "model", None) or self._first_model_name()
 
     @property
     def summary(self) -> str:
-        """Which model, and where."""
+        """The model and the server, for display."""
         return f"model {self._model} at {self._url}"
 
     def print_chat(self, messages: list[dict[str, Any]], speed: ThroughputCounter) -> tuple[str, str | None]:
-        """Prints the next message of a conversation as it comes; returns it, and the error that ended it."""
+        """Prints the assistant's next message while it arrives; returns its text, and its error or None."""
         return self._stream_and_print("/v1/chat/completions", {"messages": messages}, speed)
 
     def print_completion(self, prompt: str, speed: ThroughputCounter) -> tuple[str, str | None]:
-        """Prints what follows a text as it comes; returns it, and the error that ended it."""
+        """Prints the continuation of a text while it arrives; returns it, and the error that ended it or None."""
         return self._stream_and_print("/v1/completions", {"prompt": prompt}, speed)
 
     def _stream_and_print(self, path: str, body: dict[str, Any], speed: ThroughputCounter) -> tuple[str, str | None]:
@@ -84,7 +91,7 @@ class RemoteModel:
         try:
             for event in self._events(path, body):
                 if event.get("error"):
-                    error = _message(event)
+                    error = error_message(event)
                     break
                 for choice in event.get("choices") or ():
                     delta = choice.get("delta") or {}
@@ -104,38 +111,37 @@ class RemoteModel:
     def _first_model_name(self) -> str:
         with self._request("GET", "/v1/models") as response:
             try:
-                name: str = json.load(response)["data"][0]["id"]
-                return name
+                return first_model_id(response.read())
             except (ValueError, LookupError, TypeError) as e:
                 raise ConfigError(f"{self._url} lists no model. Name one with --model.") from e
 
     def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a streamed answer.
+        """The events of a streamed response.
 
         Raises:
             RequestError, MvllmError: As `_request`.
-            BrokenResponseError: The stream breaks off, or is none.
+            BrokenResponseError: The stream ends early, or is not a stream of server-sent events.
         """
         ended = False
         with self._request("POST", path, json.dumps(body)) as response:
             try:
                 for line in response:
-                    data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
-                    ended = ended or data == b"[DONE]"
+                    data = event_data(line)
+                    ended = ended or data == DONE
                     if data and not ended:
                         yield json.loads(data)
             except (OSError, http.client.HTTPException, ValueError) as e:
-                raise BrokenResponseError(f"The answer of {self._url} broke off: {type(e).__name__}: {e}") from e
+                raise BrokenResponseError(f"The response of {self._url} broke off: {type(e).__name__}: {e}") from e
         if not ended:
-            raise BrokenResponseError(f"The answer of {self._url} broke off.")
+            raise BrokenResponseError(f"The response of {self._url} broke off.")
 
     @contextlib.contextmanager
     def _request(self, method: str, path: str, body: str | None = None) -> Iterator[http.client.HTTPResponse]:
-        """The server's answer, as far as its head.
+        """Sends a request; yields the response, whose body has not been read.
 
         Raises:
-            RequestError: The server refuses the request; has its reason.
-            MvllmError: It cannot be reached.
+            RequestError: The server rejects the request; the message has the server's reason.
+            MvllmError: The server cannot be reached.
         """
         url = urllib.parse.urlsplit(join_url(self._url, path))
         if url.scheme not in ("http", "https") or not url.hostname:
@@ -143,23 +149,23 @@ class RemoteModel:
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         try:
             connection = kind(url.hostname, url.port, timeout=_SECONDS)
-        except ValueError as e:  # a port that is no number
+        except ValueError as e:  # the port is not a number
             raise ConfigError(f"--url is {self._url!r}: {e}.") from e
         with contextlib.closing(connection):
             try:
                 connection.request(method, url.path, body and body.encode(), self._headers)
                 response = connection.getresponse()
                 if response.status != 200:
-                    said = response.read().decode("utf-8", "replace")
+                    body_text = response.read()
             except (OSError, http.client.HTTPException) as e:
                 raise MvllmError(f"{self._url} does not answer: {type(e).__name__}: {e}") from e
             if response.status != 200:
-                raise RequestError(f"{self._url} answers with status {response.status}: {_reason(said)}")
+                raise RequestError(f"{self._url} answers with status {response.status}: {error_text(body_text)}")
             yield response
 
 
 def _given_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given, checked as for an engine here."""
+    """The sampling parameters of the command line, after the checks of SamplingParams."""
     names = {field.name for field in msgspec.structs.fields(SamplingParams)}
     given = {name: value for name, value in vars(args).items() if name in names}
     SamplingParams(**given)
@@ -172,16 +178,4 @@ def _refuse_engine_settings(args: argparse.Namespace) -> None:
     names = {setting.name for setting in EngineArgs.options()} - {"model", "seed"}
     if given := sorted(names & vars(args).keys()):
         flag = f"--{given[0].replace('_', '-')}"
-        raise ConfigError(f"{flag} is a setting of an engine in this process; with --url, the server has its own.")
-
-
-def _reason(said: str) -> str:
-    try:
-        return _message(json.loads(said))
-    except ValueError:
-        return " ".join(said.split())[:_LONGEST_ERROR]
-
-
-def _message(found: Any) -> str:
-    error = found.get("error", found) if isinstance(found, dict) else found
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:_LONGEST_ERROR]
+        raise ConfigError(f"{flag} is a setting of an engine in this process; leave it out with --url.")

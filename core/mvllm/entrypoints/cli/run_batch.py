@@ -1,4 +1,4 @@
-"""`mvllm run-batch`: answers a file of requests in the format of OpenAI's batches."""
+"""`mvllm run-batch`: processes a file of requests in the OpenAI batch format."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import IO, Any, get_args
 
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
+from mvllm.entrypoints.cli.chat_arguments import (
+    add_chat_template_argument,
+    add_parser_arguments,
+    load_chat_template,
+)
 from mvllm.entrypoints.openai.server.settings import UnknownFieldsPolicy
-from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE
-from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.errors import ConfigError
 
 STANDARD_STREAM = "-"
@@ -21,10 +24,10 @@ STANDARD_STREAM = "-"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
     parser.add_argument(
-        "-i", "--input-file", required=True, metavar="FILE", help="Requests, one per line of JSON; - reads stdin."
+        "-i", "--input-file", required=True, metavar="FILE", help="Requests, one JSON object per line; - reads stdin."
     )
     parser.add_argument(
-        "-o", "--output-file", required=True, metavar="FILE", help="Answers, one per line; - writes to stdout."
+        "-o", "--output-file", required=True, metavar="FILE", help="Responses, one per line; - writes to stdout."
     )
     parser.add_argument(
         "--served-model-name",
@@ -37,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-concurrency",
         type=int,
         metavar="N",
-        help="Most requests under way, and lines in memory. Default: twice --max-num-seqs.",
+        help="Maximum number of concurrent requests. Default: twice --max-num-seqs.",
     )
     parser.add_argument(
         "--unknown-fields",
@@ -48,45 +51,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--disable-tqdm", action="store_true", help="Show no progress.")
     chat = parser.add_argument_group("chat")
-    chat.add_argument("--chat-template", metavar="TEXT", help="A Jinja template, or a file that holds one.")
-    chat.add_argument(
-        "--tool-call-parser",
-        choices=(AUTO, NONE, *tool_parser_names()),
-        default=AUTO,
-        help="How the model writes calls of tools; with none, requests with tools are refused. Default: auto, what the "
-        "chat template shows, if it is certain.",
-    )
-    chat.add_argument(
-        "--reasoning-parser",
-        choices=(AUTO, NONE, *reasoning_parser_names()),
-        default=AUTO,
-        help="How the model marks what it writes for itself. Default: auto, what the chat template shows, if it is "
-        "certain.",
-    )
+    add_chat_template_argument(chat)
+    add_parser_arguments(chat)
     add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers every line; the exit status is 1 if none of them has an answer of the model."""
+    """Processes every line; returns 1 if all requests failed, else 0."""
     import asyncio
 
     if importlib.util.find_spec("starlette") is None:
         raise ConfigError("`mvllm run-batch` needs fastapi, which is not installed. Run: pip install fastapi")
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ConfigError(f"--max-concurrency is {args.max_concurrency}; it must be at least 1.")
-    template = _template(args.chat_template)
+    template = load_chat_template(args.chat_template)
     source_path, target_path = Path(args.input_file), Path(args.output_file)
     if source_path.exists() and target_path.exists() and source_path.samefile(target_path):
-        raise ConfigError(f"The input file {source_path} cannot be the output file, too.")
+        raise ConfigError(f"The input file {source_path} is also the output file. Give another output file.")
     with contextlib.ExitStack() as stack:
         source = _open(stack, args.input_file, "rb")
         target = _open(stack, args.output_file, "wb")
-        tally = asyncio.run(_answer_all(args, template, source, target))
-    print(f"{tally.total} requests, {tally.failed} failed.", file=sys.stderr)
-    return 1 if tally.failed and tally.failed == tally.total else 0
+        counts = asyncio.run(_process_batch(args, template, source, target))
+    print(f"{counts.total} requests, {counts.failed} failed.", file=sys.stderr)
+    return 1 if counts.failed and counts.failed == counts.total else 0
 
 
-async def _answer_all(args: argparse.Namespace, template: str | None, source: IO[bytes], target: IO[bytes]) -> Any:
+async def _process_batch(args: argparse.Namespace, template: str | None, source: IO[bytes], target: IO[bytes]) -> Any:
     import asyncio
 
     from mvllm.engine.async_llm import AsyncLLM
@@ -131,13 +121,3 @@ def _open(stack: contextlib.ExitStack, name: str, mode: str) -> IO[bytes]:
     except OSError as e:
         what = "input" if mode == "rb" else "output"
         raise ConfigError(f"The {what} file {name} cannot be opened: {e.strerror}.") from e
-
-
-def _template(given: str | None) -> str | None:
-    """The template itself, or the content of the file that was named."""
-    if given is None or "{" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"The chat template {given!r} cannot be read: {e}") from e

@@ -1,4 +1,4 @@
-"""`mvllm serve`: the OpenAI-compatible server."""
+"""`mvllm serve`: starts the OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from typing import Any, get_args
 
 from mvllm.config.engine_args import SERVER_MAX_QUEUED_REQUESTS, EngineArgs
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
+from mvllm.entrypoints.cli.chat_arguments import (
+    add_chat_template_argument,
+    add_parser_arguments,
+    load_chat_template,
+)
 from mvllm.entrypoints.cli.human_readable_int import human_readable_int
 from mvllm.entrypoints.openai.server.authentication import read_api_keys
 from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
-from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE
-from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
 from mvllm.errors import ConfigError
 from mvllm.platform import plugin_groups
@@ -30,84 +33,84 @@ _NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command."""
     defaults = ServerSettings()
-    where = parser.add_argument_group("server")
-    where.add_argument("--host", default=defaults.host, help=f"Address to listen at. Default: {defaults.host}.")
-    where.add_argument(
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default=defaults.host, help=f"Address to listen on. Default: {defaults.host}.")
+    server.add_argument(
         "--port",
         type=int,
         default=DEFAULT_PORT,
-        help=f"Port to listen at; 0 takes a free one. Default: {DEFAULT_PORT}.",
+        help=f"Port to listen on; 0 chooses a free port. Default: {DEFAULT_PORT}.",
     )
-    where.add_argument("--uds", metavar="PATH", help="Listen at a Unix domain socket instead, open to this user only.")
-    where.add_argument(
+    server.add_argument("--uds", metavar="PATH", help="Listen on a Unix domain socket instead, open to this user only.")
+    server.add_argument(
         "--served-model-name",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="Names of the model in requests; answers have the first one. Default: MODEL as given.",
+        help="Names of the model in requests; responses have the first one. Default: MODEL as given.",
     )
-    where.add_argument(
+    server.add_argument(
         "--lora-modules",
         nargs="+",
         default=[],
         metavar="NAME=PATH",
-        help="LoRA adapters to offer as models of these names, from their folders; needs --enable-lora.",
+        help="LoRA adapters to serve under these model names, from their folders; needs --enable-lora.",
     )
-    where.add_argument(
+    server.add_argument(
         "--api-server-count",
         type=int,
         default=1,
         metavar="N",
-        help="Processes that answer HTTP at the one port; all use the same engine. Default: 1.",
+        help="API server processes; all share the port and the engine. Default: 1.",
     )
-    _add_seconds(where, "shutdown-timeout", "that requests under way get after SIGTERM")
+    _add_seconds(server, "shutdown-timeout", "that in-flight requests may take after SIGTERM")
     _add_seconds(
-        where,
+        server,
         "heartbeat-timeout",
-        "without a sign of life of an engine that has work after which /health says so",
+        "without a heartbeat of a busy engine after which /health reports it",
     )
     _add_seconds(
-        where,
+        server,
         "api-server-timeout",
-        "without a sign of life of one of several API servers after which the server ends; 0 for never",
+        "without a heartbeat of one of several API servers after which the server exits; 0 for never",
     )
-    where.add_argument(
+    server.add_argument(
         "--access-log",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="Log a line for each answer: path, status, time and request id; never a content.",
+        help="Log a line for each response: path, status, time and request id, without content.",
     )
-    where.add_argument(
+    server.add_argument(
         "--docs",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="Offer /docs, /openapi.json and the page at /.",
+        help="Serve /docs, /openapi.json and the page at /.",
     )
-    where.add_argument(
+    server.add_argument(
         "--http-plugins",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="Add routes of installed packages, each under /plugins/NAME.",
+        help="Add HTTP plugins of installed packages, each under /plugins/NAME.",
     )
-    where.add_argument(
+    server.add_argument(
         "--metrics-alias-prefix",
         metavar="PREFIX",
-        help="Show every metric of the engine under this prefix, too, for dashboards made for another engine.",
+        help="Also export every engine metric under this prefix, for dashboards of another engine.",
     )
-    where.add_argument(
+    server.add_argument(
         "--otlp-traces-endpoint",
         metavar="URL",
-        help="Send spans of requests to this collector (OpenTelemetry, OTLP over HTTP), such as "
-        "http://localhost:4318/v1/traces. Needs the extra otel. Default: none are made.",
+        help="Send traces of requests to this OpenTelemetry collector (OTLP over HTTP), such as "
+        "http://localhost:4318/v1/traces. Needs the extra otel. Default: no tracing.",
     )
 
     access = parser.add_argument_group("access")
-    _add_keys(access, "api-key", "Key that requests must carry; may be given several times.", KEY_VARIABLE)
+    _add_keys(access, "api-key", "Key that requests must have; may be given several times.", KEY_VARIABLE)
     _add_keys(
         access,
         "admin-api-key",
-        "Key for everything, administration included, which is closed without one.",
+        "Key for all routes, administration included. Without one, administration is disabled.",
         ADMIN_KEY_VARIABLE,
     )
     access.add_argument(
@@ -115,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="ORIGIN",
-        help="Origins whose pages may send requests from a browser (CORS); * for all. Default: none.",
+        help="Origins that may send requests from a browser (CORS); * for all. Default: none.",
     )
 
     limits = parser.add_argument_group("limits")
@@ -124,55 +127,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=human_readable_int,
         default=defaults.max_body_bytes,
         metavar="N",
-        help=f"Longest body of a request. Default: {defaults.max_body_bytes}.",
+        help=f"Maximum size of a request body. Default: {defaults.max_body_bytes}.",
     )
     limits.add_argument(
         "--unknown-fields",
         choices=get_args(UnknownFieldsPolicy),
         default=defaults.unknown_fields,
-        help="Fields of a request that the server does not know, such as misspelt ones: warn of them in the log and in "
-        "a header of the response, refuse the request (400), or ignore them. "
+        help="Unknown fields of a request, such as misspelt ones: warn in the log and in a response header, refuse the "
+        "request (400), or ignore them. "
         f"Default: {defaults.unknown_fields}.",
     )
-    _add_seconds(limits, "send-timeout", "that a client may leave a stream unread before its request is dropped")
+    _add_seconds(limits, "send-timeout", "that a client may leave a stream unread before its request is aborted")
 
     limits.add_argument(
         "--max-stored-responses",
         type=int,
         default=None,
         metavar="N",
-        help="Responses of /v1/responses that are kept, in memory, to be asked for and gone on with; 0 keeps none. "
-        f"Default: {defaults.max_stored_responses}; 0 with several API servers, which do not share their memory.",
+        help="Responses of /v1/responses that are stored in memory, for retrieval and continuation; 0 stores none. "
+        f"Default: {defaults.max_stored_responses}; 0 with several API servers, which do not share memory.",
     )
 
     chat = parser.add_argument_group("chat")
-    chat.add_argument("--chat-template", metavar="TEXT", help="A Jinja template, or a file that holds one.")
+    add_chat_template_argument(chat)
+    add_parser_arguments(chat)
     chat.add_argument(
         "--trust-request-chat-template",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="Let requests bring templates of their own, which run in a sandbox and for a limited time.",
+        help="Allow templates in requests. They run in a sandbox with a time limit.",
     )
-    chat.add_argument(
-        "--tool-call-parser",
-        choices=(AUTO, NONE, *tool_parser_names()),
-        default=AUTO,
-        help="How the model writes calls of tools; with none, requests with tools are refused. Default: auto, what the "
-        "chat template shows, if it is certain.",
-    )
-    chat.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)  # what users type
-    chat.add_argument(
-        "--reasoning-parser",
-        choices=(AUTO, NONE, *reasoning_parser_names()),
-        default=AUTO,
-        help="How the model marks what it writes for itself. Default: auto, what the chat template shows, if it is "
-        "certain.",
-    )
+    chat.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)  # vLLM's; no effect
     add_engine_arguments(parser, model_required=False)
 
 
 def _add_seconds(group: Any, option: str, what: str) -> None:
-    """An option whose value is the setting of the same name."""
+    """Adds an option in seconds; the default is that of the setting with the same name."""
     default = getattr(ServerSettings(), option.replace("-", "_"))
     group.add_argument(
         f"--{option}", type=_seconds, default=default, metavar="S", help=f"Seconds {what}. Default: {default:g}."
@@ -180,13 +170,13 @@ def _add_seconds(group: Any, option: str, what: str) -> None:
 
 
 def _add_keys(group: Any, option: str, what: str, variable: str) -> None:
-    """A kind of keys: given one by one, or in files."""
+    """Adds options for keys and for files with keys."""
     group.add_argument(
         f"--{option}",
         action="append",
         default=[],
         metavar="KEY",
-        help=f"{what} Better: --{option}-file or {variable}.",
+        help=f"{what} Safer: --{option}-file or the variable {variable}.",
     )
     group.add_argument(
         f"--{option}-file", action="append", default=[], metavar="FILE", help="File with one such key per line."
@@ -194,16 +184,16 @@ def _add_keys(group: Any, option: str, what: str, variable: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until told to end. The port is taken first, so that one in use is known before anything is loaded."""
+    """Runs the server until a signal ends it. The port is bound first, so that a used port is reported at once."""
     hide_keys(sys.argv)
     engine = _engine(args)
     settings = _settings(args)
     if settings.lora_modules and not engine.enable_lora:
-        raise ConfigError("--lora-modules names adapters, which the engine takes with --enable-lora only.")
+        raise ConfigError("--lora-modules needs --enable-lora. Add it, or leave --lora-modules out.")
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"The server needs {', '.join(missing)}, which mvllm requires and this installation has lost. "
+            f"The server needs {', '.join(missing)}, which this installation lacks. "
             "Run: pip install --upgrade --force-reinstall mvllm"
         )
     from mvllm.entrypoints.openai.server.connections import raise_descriptor_limit
@@ -232,9 +222,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def hide_keys(argv: Sequence[str]) -> None:
-    """Starts this program anew without the keys that were given on the command line, if some were.
+    """If the command line has keys, executes the program again with the keys in environment variables.
 
-    Every user of the machine can read the command lines of all processes; environments only their owner can.
+    All users of a machine can read the command lines of processes; only the owner can read their environment.
     """
     options = {"--api-key": KEY_VARIABLE, "--admin-api-key": ADMIN_KEY_VARIABLE}
     kept: list[str] = []
@@ -259,7 +249,7 @@ def hide_keys(argv: Sequence[str]) -> None:
 
 def _engine(args: argparse.Namespace) -> EngineArgs:
     if getattr(args, "model", None) is None:
-        raise ConfigError("Name one model, as in `mvllm serve MODEL`; found none.")
+        raise ConfigError("No model is given. Name one, as in `mvllm serve MODEL`.")
     engine = engine_args(args)
     if engine.max_queued_requests is None:
         engine.max_queued_requests = SERVER_MAX_QUEUED_REQUESTS
@@ -280,15 +270,15 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         raise ConfigError(f"--max-stored-responses is {stored}; it must be at least 0.")
     if stored and args.api_server_count > 1:
         raise ConfigError(
-            f"--max-stored-responses is {stored} with --api-server-count {args.api_server_count}; each API server "
-            "would know only its own responses. Leave one of them out."
+            f"--max-stored-responses is {stored} with --api-server-count {args.api_server_count}; API servers do not "
+            "share stored responses. Leave one of the options out."
         )
     for name in args.http_plugins:
-        plugin_groups.require(plugin_groups.HTTP, name)  # before any process is started
+        plugin_groups.require(plugin_groups.HTTP, name)  # checked before a process is started
     user = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
     admin = _keys(args.admin_api_key, args.admin_api_key_file, ADMIN_KEY_VARIABLE)
     if set(user) & set(admin):
-        raise ConfigError("A key is both a user's and an administrator's; give administrators one of their own.")
+        raise ConfigError("--api-key and --admin-api-key have a key in common. Use different keys.")
     prefixes = ("mvllm:", *([args.metrics_alias_prefix] if args.metrics_alias_prefix else []))
     return ServerSettings(
         host=args.host,
@@ -297,7 +287,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         api_keys=tuple(user),
         admin_api_keys=tuple(admin),
         served_model_names=tuple(args.served_model_name),
-        chat_template=_template(args.chat_template),
+        chat_template=load_chat_template(args.chat_template),
         trust_request_chat_template=args.trust_request_chat_template,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
@@ -322,22 +312,12 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
 def _adapter(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if not name or not equals or not path:
-        raise ConfigError(f"--lora-modules takes NAME=PATH; found {text!r}.")
+        raise ConfigError(f"--lora-modules must be NAME=PATH, not {text!r}.")
     return name, path
 
 
 def _keys(given: Sequence[str], files: Sequence[str], variable: str) -> list[str]:
-    return read_api_keys(given, files, variable, os.environ.pop(variable, None))  # no child process inherits it
-
-
-def _template(given: str | None) -> str | None:
-    """The template itself, or the content of the file that was named."""
-    if given is None or "{" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"The chat template {given!r} cannot be read: {e}") from e
+    return read_api_keys(given, files, variable, os.environ.pop(variable, None))  # child processes must not inherit it
 
 
 def _seconds(text: str) -> float:

@@ -1,28 +1,46 @@
-"""What the commands that generate text have in common: showing it as it comes, and the line about speed at the end."""
+"""Shared parts of the commands that generate text in a terminal: engine start, streamed output, input loop, speed."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from mvllm.engine.frontend.outputs import CompletionOutput
 from mvllm.engine.llm_engine import LLMEngine
-from mvllm.entrypoints.stream_request import stream_request
+from mvllm.entrypoints.cli.arguments import engine_args, sampling_params
+from mvllm.entrypoints.llm import LLM
+from mvllm.entrypoints.step_loop import stream_request
+from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
 from mvllm.messages.sampling_params import SamplingParams
 
+EXIT_WORDS = ("/bye", "/exit", "/quit")
+
+
+@contextlib.contextmanager
+def open_llm(args: argparse.Namespace) -> Iterator[tuple[LLM, SamplingParams]]:
+    """The model and the sampling parameters that a command line asks for. The engine ends with the context.
+
+    Raises:
+        MvllmError: An option is invalid, or the model cannot be loaded.
+    """
+    settings = engine_args(args)
+    sampling_params(args, SamplingParams())  # rejects invalid values before the model is loaded
+    with LLM.from_engine_args(settings) as llm:
+        yield llm, sampling_params(args, llm.get_default_sampling_params())
+
 
 class ThroughputCounter:
-    """Counts output tokens and the time spent on them."""
+    """Counts output tokens and the seconds of their generation."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self.seconds = 0.0
 
     def summary(self, where: str) -> str:
-        """`64 output tokens in 0.52 s, 123.1 tokens/s, ` and where."""
+        """`64 output tokens in 0.52 s, 123.1 output tokens/s, ` and `where`."""
         rate = self.num_tokens / self.seconds if self.seconds > 0 else 0.0
         return f"{self.num_tokens} output tokens in {self.seconds:.2f} s, {rate:,.1f} output tokens/s, {where}"
 
@@ -30,10 +48,10 @@ class ThroughputCounter:
 def print_stream(
     engine: LLMEngine, prompt: PromptType, params: SamplingParams, speed: ThroughputCounter
 ) -> tuple[str, str | None]:
-    """Prints the answer to `prompt` as it comes.
+    """Generates from a prompt and prints the text as it is generated.
 
     Returns:
-        The text of the first sequence, and the error that ended it, if one did.
+        The generated text, and the request's error or None.
     """
     start = time.perf_counter()
     text, error = "", None
@@ -50,15 +68,32 @@ def print_stream(
     return text, error
 
 
-def describe_end(sequence: CompletionOutput) -> str:
-    """Why a sequence ended, where that is worth a word."""
-    if sequence.error:
-        return f" [error: {sequence.error}]"
-    return ""
+def print_error(error: str) -> None:
+    """Prints an error of a request on stderr."""
+    print(f"error: {error}", file=sys.stderr)
+
+
+def run_request(request: Callable[[], str | None]) -> None:
+    """Runs one request of an interactive command and prints its error, so that the next line of input can follow.
+
+    Args:
+        request: Returns the error that ended it, or None. On a terminal, Ctrl-C ends this request alone.
+    """
+    try:
+        error = request()
+    except RequestError as e:
+        error = str(e)
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+        print(" [stopped]")
+        return
+    if error:
+        print_error(error)
 
 
 def read_lines(prompt: str) -> Iterator[str]:
-    """Lines that the user types, or that come through a pipe, until the end of input. Ctrl-C is passed on."""
+    """Lines from the terminal or a pipe until the end of input or a line of EXIT_WORDS. Ctrl-C raises."""
     interactive = sys.stdin.isatty()
     if interactive:
         with contextlib.suppress(ImportError):
@@ -69,5 +104,7 @@ def read_lines(prompt: str) -> Iterator[str]:
         except EOFError:
             if interactive:
                 print()
+            return
+        if line.strip() in EXIT_WORDS:
             return
         yield line

@@ -1,15 +1,15 @@
-"""What a model's text means: its thoughts, its answer, and the functions that it calls. Text in, plain values out.
+"""Output parsers: split a model's text into reasoning, content and tool calls. They know nothing of HTTP.
 
-The idea: there is one way to read a text, piece by piece, and reading all of it is a single piece. So an answer that is
-streamed and one that is not can never differ. A reader shows nothing that it would have to take back, keeps everything
-that it cannot place as content, and does a bounded amount of work per character whatever the model writes.
+All parsing is incremental, and a whole output is parsed as a single piece, so streamed and complete responses cannot
+differ. A parser never retracts a delta, returns text that matches no format as content, and does a bounded amount of
+work per character.
 
     prompt ──┐
              v
     text ─> ReasoningStream ─> ReasoningDelta, ...                         `<think>...</think>`
              └─ the rest ─> ToolStream ─> ContentDelta, ToolCallDelta, ...  `<tool_call>...</tool_call>`
 
-How a caller drives them, for one sequence of one request:
+Use for one sequence of one request:
 
     parser = OutputParser(tools=tool_parser("hermes")(request_tools), reasoning=reasoning_parser("qwen3")())
     # before generating: params.skip_special_tokens = False, if parser.needs_special_tokens(special token texts)
@@ -21,7 +21,7 @@ How a caller drives them, for one sequence of one request:
         send(delta.as_json())
     finish_reason = stream.finish_reason(reason)  # "tool_calls" in place of "stop", never of "length"
 
-Without streaming, `parser.parse(text, prompt)` gives all of it as one `ParsedOutput`, which is a message by
-`as_json()`. What `tools` and `tool_choice` ask for is read by `tool_choice.parse_tool_choice`; where it is a grammar's
-work, text that was held to it is read by `OutputParserStream(choice.stream(), reasoning)`. Nothing here knows HTTP.
+Without streaming, `parser.parse(text, prompt)` returns a `ParsedOutput`; its `as_json()` is a message.
+`tool_choice.parse_tool_choice` parses the request's `tools` and `tool_choice`. If they constrain the output with a
+grammar, `OutputParserStream(choice.stream(), reasoning)` parses the constrained text.
 """

@@ -1,9 +1,8 @@
-"""Chooses the parsers of answers from the model's chat template, where it shows which format the model writes.
+"""Detects the tool call parser and the reasoning parser of a model from its chat template.
 
-A template shows a model's format twice: in the instructions to call functions, and where it writes earlier calls. A
-rule requires what is distinctive of one format, and excludes what belongs to another, since formats share markers:
-Qwen3-Coder and GLM write `<tool_call>` around something that is no JSON. Where no rule applies, or several that name
-different parsers, none is chosen.
+A template contains the model's format in the instructions for tool calls and where it renders earlier calls. A rule
+requires patterns of one format and excludes patterns of others, since formats share markers: Qwen3-Coder and GLM write
+`<tool_call>` around text that is not JSON. If no rule matches, or several for different parsers, none is chosen.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mvllm.entrypoints.chat_template import read_chat_template
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.logging import get_logger
 
@@ -24,12 +22,12 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True)
 class DetectionRule:
-    """When a template belongs to a format.
+    """Patterns by which a chat template shows a format.
 
     Attributes:
-        parser: What reads the format.
-        patterns: All of them are in the template.
-        excluded: None of them is.
+        parser: Name of the format's parser.
+        patterns: Regular expressions that must all match.
+        excluded: Regular expressions of which none may match.
     """
 
     parser: str
@@ -37,12 +35,12 @@ class DetectionRule:
     excluded: tuple[str, ...] = ()
 
     def applies(self, template: str) -> bool:
-        """Whether a template is of this format."""
+        """Whether the rule matches a template."""
         has = [re.search(pattern, template) is not None for pattern in self.patterns]
         return all(has) and not any(re.search(pattern, template) for pattern in self.excluded)
 
 
-# In a template, quotes may be escaped, and a text may be put together from several pieces.
+# A quote, which may be escaped in a template.
 _Q = r"\\*\""
 
 TOOL_RULES = (
@@ -66,7 +64,7 @@ REASONING_RULES = (
     DetectionRule("qwen3", (r"\benable_thinking\b", "<think>", "</think>"), ("<answer>", "<｜Assistant｜>")),
     DetectionRule(
         "qwen3", (r"<\|im_start\|>assistant(?:\\+n|\n)<think>", "</think>"), ("<answer>",)
-    ),  # it always thinks
+    ),  # models that always reason
     DetectionRule(
         "deepseek_r1", (r"<｜Assistant｜><think>", "</think>"), (r"\benable_thinking\b", r"\bthinking\b", "<answer>")
     ),
@@ -74,27 +72,29 @@ REASONING_RULES = (
 
 
 def detect_format(template: str, rules: tuple[DetectionRule, ...]) -> str | None:
-    """The parser of the rules that apply; None where none applies, or those that do name several."""
+    """The parser of the matching rules; None if no rule matches, or the matching rules name different parsers."""
     found = {rule.parser for rule in rules if rule.applies(template)}
     return found.pop() if len(found) == 1 else None
 
 
 @dataclass(frozen=True)
 class ParserNames:
-    """Names of the parsers of a server; None for none."""
+    """Names of a server's parsers; None for no parser."""
 
     tool: str | None
     reasoning: str | None
 
 
 def resolve_parsers(tool: str, reasoning: str, chat_template: str | None, folder: Path) -> ParserNames:
-    """The parsers to use. Logs what the template decided.
+    """The parsers to use. Logs detected ones.
 
     Args:
-        tool, reasoning: Names, or `auto` to look at the template, or `none`.
-        chat_template: Template in place of the tokenizer's own.
-        folder: Of the tokenizer.
+        tool, reasoning: Parser names; `auto` to detect them from the template; `none` for no parser.
+        chat_template: Template in place of the tokenizer's; None for the tokenizer's.
+        folder: Folder of the tokenizer.
     """
+
+    from mvllm.entrypoints.chat_template import read_chat_template
 
     def choose(
         asked: str, rules: tuple[DetectionRule, ...], names: Callable[[], tuple[str, ...]], what: str
@@ -106,7 +106,7 @@ def resolve_parsers(tool: str, reasoning: str, chat_template: str | None, folder
         if found is None or found not in names():
             return None
         option = "--tool-call-parser" if rules is TOOL_RULES else "--reasoning-parser"
-        logger.info("%s %s, as the chat template shows its format (%s none for none).", what, found, option)
+        logger.info("%s %s, detected from the chat template (%s none disables it).", what, found, option)
         return found
 
     return ParserNames(

@@ -1,4 +1,4 @@
-"""What readers of model text give out, and what they are: the two kinds of parsers, and the streams they make."""
+"""Interfaces of output parsers: deltas, parsed outputs, incremental streams, tool parsers and reasoning parsers."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from typing import Any, ClassVar
 
 
 class Delta(ABC):
-    """A piece of an answer: a ContentDelta, a ReasoningDelta or a ToolCallDelta."""
+    """A piece of an output: a ContentDelta, a ReasoningDelta or a ToolCallDelta."""
 
     __slots__ = ()
 
     @abstractmethod
     def as_json(self) -> dict[str, Any]:
-        """It as the `delta` of a chat completion chunk."""
+        """The `delta` of a chat completion chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta(Delta):
-    """A piece of the answer itself."""
+    """A piece of the content."""
 
     text: str
 
     def as_json(self) -> dict[str, Any]:
-        """It as the `delta` of a chat completion chunk."""
+        """The `delta` of a chat completion chunk."""
         return {"content": self.text}
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta(Delta):
-    """A piece of the thoughts before the answer."""
+    """A piece of the reasoning."""
 
     text: str
 
     def as_json(self) -> dict[str, Any]:
-        """It as the `delta` of a chat completion chunk, under both names that clients look for."""
+        """The `delta` of a chat completion chunk, under both names that clients use."""
         return {"reasoning": self.text, "reasoning_content": self.text}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta(Delta):
-    """A piece of a call: the first has an id, a name and no arguments yet, each later one a piece of the arguments.
+    """A piece of a tool call. The first has an id, a name and no arguments; later ones have a piece of the arguments.
 
     Attributes:
-        index: Which call of this answer, from 0.
+        index: Number of the call in this output, from 0.
         id: The call's id; None in later pieces.
         name: The function's name; None in later pieces.
         arguments: A piece of the arguments' JSON text.
@@ -58,7 +58,7 @@ class ToolCallDelta(Delta):
     arguments: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """It as the `delta` of a chat completion chunk."""
+        """The `delta` of a chat completion chunk."""
         if self.id is None:
             return {"tool_calls": [{"index": self.index, "function": {"arguments": self.arguments}}]}
         function = {"name": self.name, "arguments": self.arguments}
@@ -67,12 +67,12 @@ class ToolCallDelta(Delta):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A whole call.
+    """A complete tool call.
 
     Attributes:
-        id: Unique; what the tool's result refers to.
-        name: The function's name, as the model wrote it: it may not be one of the request's.
-        arguments: JSON text as the model wrote it. What it wrote may be no JSON, or end early; it is never evaluated.
+        id: Unique id, to which the tool's result refers.
+        name: The function's name as generated; it may be unknown to the request.
+        arguments: The arguments as generated, usually JSON text. It may be invalid or incomplete.
     """
 
     id: str
@@ -80,18 +80,18 @@ class ToolCall:
     arguments: str
 
     def as_json(self) -> dict[str, Any]:
-        """It as an entry of `tool_calls` in a chat completion's message."""
+        """The entry of `tool_calls` in a chat completion's message."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """A whole answer.
+    """A complete output.
 
     Attributes:
-        content: The answer without the rest; empty where there is none.
+        content: Text that is neither reasoning nor a tool call.
         tool_calls: The calls, in order.
-        reasoning: The thoughts; None where the model wrote none.
+        reasoning: The reasoning; None if there is none.
     """
 
     content: str
@@ -99,7 +99,7 @@ class ParsedOutput:
     reasoning: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """It as the `message` of a chat completion, whose content is null where there are calls and nothing else."""
+        """The `message` of a chat completion. Its content is null if there are only calls."""
         content = None if self.tool_calls and not self.content else self.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self.reasoning is not None:
@@ -109,98 +109,96 @@ class ParsedOutput:
         return message
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Why the answer ended, in the API's words; see `finish_reason_with_tools`."""
+        """The API's `finish_reason`; see `finish_reason_with_tools`."""
         return finish_reason_with_tools(reason, len(self.tool_calls))
 
 
-class ToolStream(ABC):
-    """Reads one answer, and finds the calls in it. For one sequence; not thread-safe.
+class DeltaStream(ABC):
+    """Incremental parser of one sequence's text. Not thread-safe.
 
-    However the text is cut, what the pieces give adds up to the same. Nothing raises because of what a model wrote.
+    The deltas add up to the same output however the text is split. No text of a model raises.
     """
-
-    num_calls: int = 0
-    """Calls that have begun."""
 
     @abstractmethod
     def feed(self, text: str) -> list[Delta]:
-        """Takes the next piece of text, of any length, and gives what has become certain, in order."""
+        """Parses the next piece of text, of any length; returns the deltas that no later text can change, in order."""
 
     @abstractmethod
     def finish(self) -> list[Delta]:
-        """Gives what was held back until now: there is no more text. Called once."""
+        """Ends the text; returns the deltas that were held back. Called once."""
+
+    def parse(self, text: str) -> ParsedOutput:
+        """Parses a whole output. Called once, in place of `feed` and `finish`."""
+        return merge_deltas([*self.feed(text), *self.finish()])
+
+
+class ToolStream(DeltaStream):
+    """Incremental parser that finds the tool calls of one sequence. See DeltaStream."""
+
+    num_calls: int = 0
+    """Number of calls that have started."""
 
 
 class ToolParser(ABC):
-    """A model family's way to write calls. What an entry point of `mvllm.tool_parsers` names.
+    """Parser of one tool call format. Entry points of `mvllm.tool_parsers` name subclasses.
 
     Args:
-        tools: The request's tools, as it gave them, for formats that cannot be read without their schemas.
+        tools: The request's tools, for formats that need their schemas.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """Strings that frame calls. Where the tokenizer has one as a special token, `skip_special_tokens` would hide it."""
+    """Strings that delimit calls. If one is a special token, `skip_special_tokens` must be off."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.tools = tools
 
     @abstractmethod
     def stream(self) -> ToolStream:
-        """A reader for one answer."""
+        """Creates an incremental parser for one sequence."""
 
     def parse(self, text: str) -> ParsedOutput:
-        """Reads a whole answer."""
-        stream = self.stream()
-        return merge_deltas([*stream.feed(text), *stream.finish()])
+        """Parses a whole output."""
+        return self.stream().parse(text)
 
 
-class ReasoningStream(ABC):
-    """Reads one answer, and tells the thoughts from the rest. For one sequence; not thread-safe.
+class ReasoningStream(DeltaStream):
+    """Incremental parser that separates the reasoning of one sequence from its content. See DeltaStream.
 
-    Gives ReasoningDeltas, and ContentDeltas for the rest, which may hold calls.
+    It returns ReasoningDeltas, and ContentDeltas for the rest of the text, tool calls included.
     """
 
     @property
     @abstractmethod
     def in_reasoning(self) -> bool:
-        """Whether the text so far ends within the thoughts: tokens count as reasoning, and a grammar does not apply."""
-
-    @abstractmethod
-    def feed(self, text: str) -> list[Delta]:
-        """Takes the next piece of text, of any length, and gives what has become certain, in order."""
-
-    @abstractmethod
-    def finish(self) -> list[Delta]:
-        """Gives what was held back until now: there is no more text. Called once."""
+        """Whether the text so far ends inside the reasoning. Tokens count as reasoning then; no grammar applies."""
 
 
 class ReasoningParser(ABC):
-    """A model family's way to think aloud. What an entry point of `mvllm.reasoning_parsers` names."""
+    """Parser of one reasoning format. Entry points of `mvllm.reasoning_parsers` name subclasses."""
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """Strings that frame thoughts; see `ToolParser.markers`."""
+    """Strings that delimit the reasoning; see `ToolParser.markers`."""
 
     tags: ClassVar[tuple[str, str] | None] = None
-    """What opens and what closes the thoughts, where that is two fixed texts. An answer that must have a form then has
-    it behind its thoughts; otherwise there are no thoughts in such an answer."""
+    """The texts that open and close the reasoning, if they are fixed. Structured output then applies after the
+    reasoning; without tags, structured output excludes reasoning."""
 
     @abstractmethod
     def stream(self, prompt: str | None = None) -> ReasoningStream:
-        """A reader for one answer.
+        """Creates an incremental parser for one sequence.
 
         Args:
-            prompt: What the model continues, or just its end. A chat template may have opened the thoughts there, or
-                closed them (`enable_thinking` false). None where it is not known.
+            prompt: The prompt, or its end. The chat template may open the reasoning there, or close it
+                (`enable_thinking` false). None if unknown.
         """
 
     def parse(self, text: str, prompt: str | None = None) -> ParsedOutput:
-        """Reads a whole answer."""
-        stream = self.stream(prompt)
-        return merge_deltas([*stream.feed(text), *stream.finish()])
+        """Parses a whole output."""
+        return self.stream(prompt).parse(text)
 
 
 def merge_deltas(deltas: Iterable[Delta]) -> ParsedOutput:
-    """Puts an answer's deltas together."""
+    """Joins the deltas of an output."""
     content: list[str] = []
     reasoning: list[str] = []
     heads: dict[int, ToolCallDelta] = {}
@@ -218,10 +216,10 @@ def merge_deltas(deltas: Iterable[Delta]) -> ParsedOutput:
 
 
 def finish_reason_with_tools(reason: str | None, num_calls: int) -> str | None:
-    """The `finish_reason` of an answer with calls. One that was cut off stays one that was cut off."""
+    """The `finish_reason` of an output with `num_calls` calls: `tool_calls` replaces `stop`, and never `length`."""
     return "tool_calls" if num_calls and reason == "stop" else reason
 
 
 def make_call_id() -> str:
-    """A new id for a call."""
+    """A new id for a tool call."""
     return f"call_{uuid.uuid4().hex[:24]}"

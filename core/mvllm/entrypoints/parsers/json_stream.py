@@ -1,9 +1,8 @@
-"""Reads one JSON value out of text that is still coming, and passes its text on as it comes.
+"""Incremental scanner for one JSON value: finds its end and emits its text while the text arrives.
 
-The idea: to know where a value ends one needs to know strings from the rest, and how deep the brackets are; nothing is
-parsed, nothing is evaluated, nothing recurses. Valid JSON is passed on exactly as it was written. Models also write
-what is nearly JSON: Python's spellings (`None`, `True`, `False`, 'single quotes') and line breaks within strings. Those
-are never valid JSON, so they can be turned into it while the rest stays as it is.
+The scanner tracks strings and the depth of brackets; it does not parse and does not recurse. Valid JSON is emitted
+unchanged. Python's spellings (`None`, `True`, `False`, 'single quotes') and line breaks in strings, which models also
+generate and which are never valid JSON, are converted to JSON.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ _SCALAR_END = re.compile(r"[^A-Za-z0-9_+.\-]")
 
 
 def can_begin_value(character: str) -> bool:
-    """Whether a value may begin so."""
+    """Whether a value may begin with this character."""
     return character in "{[\"'+-." or (character.isascii() and character.isalnum())
 
 
 class JsonValueReader:
-    """One value, from its first character on.
+    """Scanner of one value, from its first character.
 
     Attributes:
-        done: Its end was seen.
-        broken: A `<` stood outside of a string, which no value has: a marker may begin there. It was not consumed.
+        done: The end of the value was found.
+        failed: A `<` was found outside of a string, which no value has: a marker may begin there. It is not consumed.
     """
 
     __slots__ = ("_depth", "_escaped", "_in_plain_word", "_quote", "_scalar", "_word", "done", "failed")
@@ -42,12 +41,12 @@ class JsonValueReader:
         self._depth = 0
         self._quote = ""
         self._escaped = False
-        self._word: str | None = None  # the word that is being read, while it may be one of Python's
-        self._in_plain_word = False  # within a word that is none
+        self._word: str | None = None  # the current word, while it may be one of Python's
+        self._in_plain_word = False  # inside a word that is not one of Python's
         self._scalar: list[str] | None = None
 
     def feed(self, text: str, start: int, out: list[str]) -> int:
-        """Reads on from `start`, appends to `out` what is to be passed on, and returns where it stopped."""
+        """Scans `text` from `start`, appends emitted text to `out`, and returns the index where it stopped."""
         i = start
         while i < len(text) and not (self.done or self.failed):
             if self._quote:
@@ -65,7 +64,7 @@ class JsonValueReader:
         return i
 
     def finish(self, out: list[str]) -> None:
-        """There is no more text: passes on what was held back."""
+        """Ends the text: emits what was held back."""
         if self._escaped:
             out.append("\\")
         out.append(self._word or "")
@@ -149,10 +148,10 @@ class JsonValueReader:
 
 
 def unquote(text: str) -> str:
-    """The string that a JSON string stands for; what is between the quotes where that is not to be told."""
+    """The value of a JSON string; the text between the quotes if it is invalid."""
     try:
         value = json.loads(text)
-        value.encode()  # half of a surrogate pair could not be sent to anybody
+        value.encode()  # raises for half of a surrogate pair, which cannot be sent
     except ValueError:
         return text[1:-1]
     assert isinstance(value, str)
@@ -160,7 +159,7 @@ def unquote(text: str) -> str:
 
 
 def _escape(c: str) -> str:
-    """What a backslash before `c` becomes."""
+    """The JSON text for a backslash and `c`."""
     if c == "'":
         return c
     if c == "x":

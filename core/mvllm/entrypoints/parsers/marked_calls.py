@@ -1,12 +1,12 @@
-"""Calls behind a marker, with content around them: what most formats are, and what readers of others build on.
+"""Incremental parser of tool calls that follow a marker: the base of most tool call formats.
 
     text            I look.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>...
     reads as        content   opening       call                               after          opening
 
-Whatever comes is consumed once, by the state that the reader is in, except for the end of a piece that may be the
-beginning of a marker. A call that turns out not to be one, which is before anything of it was given out, is content as
-far as it was read. Content is the text without the calls and their markers; white space at its end is held back, and is
-the calls' layout where a call and nothing else follows.
+The parser is a state machine that consumes each character once; only the end of a piece that may be the beginning of a
+marker is kept for the next piece. Text that turns out not to be a call becomes content; no delta of it has been emitted
+by then. Content is the text without calls and markers. White space at its end is held back, and dropped as layout if
+only calls follow.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mvllm.entrypoints.parsers.markers import compile_markers, is_partial_marker
 from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE, ToolCallReader
 
 State = Callable[[str, int, list[Delta]], int]
-"""Reads on from an index of the text, appends what is certain, and returns where it stopped."""
+"""A state: parses the text from an index, appends deltas, and returns the index of the first unread character."""
 
 
 class MarkedCalls(ToolStream):
-    """Finds calls that begin with a marker. A format of another look overrides `opening`.
+    """Incremental parser of calls that begin with a marker. Other formats override `opening`.
 
     Args:
-        start: What stands before a call or a list of calls.
-        end: What stands after it; None where nothing does.
-        separator: What may stand between calls outside of a list. Empty where they follow each other directly.
-        bare: Whether further calls may follow the first without a marker of their own.
+        start: Marker before a call or a list of calls.
+        end: Marker after it; None if there is none.
+        separator: Text between calls outside of a list; empty if calls follow each other directly.
+        bare: Whether calls after the first may lack a marker.
         strict: As for ToolCallReader.
         make_id: Makes the calls' ids.
     """
@@ -45,7 +45,7 @@ class MarkedCalls(ToolStream):
     ) -> None:
         self.num_calls = 0
         self.state: State = self.content
-        self.last = ""  # the character before the text that is read
+        self.last = ""  # the character before the current text
         self._start = start
         self._end = end
         self._markers = tuple(marker for marker in (start, end) if marker)
@@ -54,16 +54,16 @@ class MarkedCalls(ToolStream):
         self._bare = bare
         self._strict = strict
         self._make_id = make_id
-        self._tail = ""  # the end of the last piece, where it may be the beginning of a marker
+        self._tail = ""  # the end of the last piece, if it may begin a marker
         self._space: list[str] = []  # white space that is content only if more content follows
-        self._space_after_call: list[str] = []  # white space behind a call: layout, if more of the format follows
-        self._held: list[str] = []  # what may be a call, as it was written
+        self._space_after_call: list[str] = []  # white space after a call: layout, if more of the format follows
+        self._held: list[str] = []  # text that may be a call
         self._reader: ToolCallReader | None = None
         self._in_list = False
-        self._unclosed = False  # whether the end marker of a call has not come yet
+        self._unclosed = False  # whether the end marker of a call is missing so far
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes the next piece of text."""
+        """Parses the next piece of text."""
         text = self._tail + text
         self._tail = ""
         out: list[Delta] = []
@@ -76,7 +76,7 @@ class MarkedCalls(ToolStream):
         return _merged(out)
 
     def finish(self) -> list[Delta]:
-        """Gives what was held back."""
+        """Ends the text; returns the deltas that were held back."""
         out: list[Delta] = []
         if self._reader is not None and self._reader.started:
             self._reader.finish(out)
@@ -88,10 +88,10 @@ class MarkedCalls(ToolStream):
         self._space = []
         return _merged(out)
 
-    # The states. Each consumes something, changes the state, or waits for more text.
+    # The states. Each consumes text, changes the state, or keeps text for the next piece.
 
     def content(self, text: str, i: int, out: list[Delta]) -> int:
-        """Outside of calls."""
+        """State outside of calls."""
         found = self._pattern.search(text, i)
         if found is None:
             end = len(text) - partial_marker_length(text, i, self._markers)
@@ -108,7 +108,7 @@ class MarkedCalls(ToolStream):
         return found.end()
 
     def opening(self, text: str, i: int, out: list[Delta]) -> int:
-        """Behind a marker, a bracket or a separator: an object should follow, or a list of them."""
+        """State after a marker, a bracket or a separator: an object or a list of objects should follow."""
         found = NOT_SPACE.search(text, i)
         if found is None:
             return self.hold(text, i, len(text))
@@ -123,7 +123,7 @@ class MarkedCalls(ToolStream):
         return found.start()
 
     def call(self, text: str, i: int, out: list[Delta]) -> int:
-        """Within a call."""
+        """State inside a call."""
         reader = self._reader
         assert reader is not None
         end = reader.feed(text, i, out)
@@ -141,7 +141,7 @@ class MarkedCalls(ToolStream):
         return end
 
     def after(self, text: str, i: int, out: list[Delta]) -> int:
-        """Behind a call: another one, the end of the list, the end marker, or content."""
+        """State after a call: another call, the end of the list, the end marker, or content follows."""
         found = NOT_SPACE.search(text, i)
         if found is None:
             self._space_after_call.append(text[i:])
@@ -150,63 +150,63 @@ class MarkedCalls(ToolStream):
         i, c = found.start(), found.group()
         if self._end is not None and is_partial_marker(text, i, self._end):
             return self.wait(text, i)
-        behind, self._space_after_call = "".join(self._space_after_call), []
+        space, self._space_after_call = "".join(self._space_after_call), []
         if self._in_list and c == "]":
             self._in_list = False
             return i + 1
         if c == ("," if self._in_list else self._separator):
-            self.open(behind + c)
+            self.open(space + c)
             return i + 1
         if self._bare and c == "{" and not self._in_list:
-            self.open(behind)
+            self.open(space)
             return i
         self._in_list = False
         self.state = self.content
         if self._end is not None and text.startswith(self._end, i):
             self._unclosed = False
             return i + len(self._end)
-        self._space.append(behind)
+        self._space.append(space)
         return i
 
-    # What the states are made of.
+    # Operations of the states.
 
     def say(self, text: str, out: list[Delta]) -> None:
-        """Gives out content, but for white space at its end."""
-        said = text.rstrip()
-        if said:
-            out.append(ContentDelta("".join(self._space) + said))
+        """Emits content without the white space at its end, which is held back."""
+        stripped = text.rstrip()
+        if stripped:
+            out.append(ContentDelta("".join(self._space) + stripped))
             self._space = []
-        if len(said) < len(text):
-            self._space.append(text[len(said) :])
+        if len(stripped) < len(text):
+            self._space.append(text[len(stripped) :])
 
     def wait(self, text: str, i: int) -> int:
-        """Keeps the text from `i` on until more has come. It must be shorter than a marker."""
+        """Keeps the text from `i` for the next piece; it must be shorter than a marker. Returns the end of the text."""
         self._tail = text[i:]
         return len(text)
 
     def hold(self, text: str, i: int, end: int) -> int:
-        """Keeps what may be part of a call, in case that it is not; returns `end`."""
+        """Stores text that may be part of a call, to emit it as content otherwise; returns `end`."""
         if end > i:
             self._held.append(text[i:end])
         return end
 
     def open(self, marker: str) -> None:
-        """A call should follow `marker`."""
+        """Enters the state `opening` after `marker`."""
         self._held = [marker]
         self.state = self.opening
 
     def read_call(self) -> None:
-        """An object that says all of a call follows."""
+        """Enters the state `call` for an object with the name and the arguments."""
         self._reader = ToolCallReader(self.num_calls, strict=self._strict, make_id=self._make_id)
         self.state = self.call
 
     def read_arguments(self, name: str) -> None:
-        """The arguments of a call follow, whose function's name is known."""
+        """Enters the state `call` for the arguments of the function `name`."""
         self._reader = ToolCallReader(self.num_calls, name, make_id=self._make_id)
         self.state = self.call
 
     def give_up(self, i: int, out: list[Delta]) -> int:
-        """What was held was no call but content; reading goes on at `i`."""
+        """Emits the stored text as content; parsing continues at `i`."""
         self._reader = None
         self._in_list = False
         self.say("".join(self._held), out)
@@ -216,7 +216,7 @@ class MarkedCalls(ToolStream):
 
 
 def _merged(deltas: list[Delta]) -> list[Delta]:
-    """Neighbours of one kind, put together."""
+    """The deltas with adjacent ones of one kind joined."""
     if len(deltas) < 2:
         return deltas
     merged: list[Delta] = []

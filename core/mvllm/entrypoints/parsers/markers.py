@@ -1,4 +1,4 @@
-"""Looks for markers in text that is still coming."""
+"""Finds markers and beginnings of markers in incremental text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 
 def compile_markers(markers: Sequence[str]) -> re.Pattern[str]:
-    """Finds whichever of `markers` comes first. Plain strings side by side: takes time linear in the text."""
+    """A pattern that finds the first of `markers`. An alternation of literals, so searching takes linear time."""
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)")
 
 
 def partial_marker_length(text: str, start: int, markers: Sequence[str]) -> int:
-    """Characters at the end of `text`, not before `start`, that may be the beginning of one of `markers`."""
+    """Number of characters at the end of `text`, after `start`, that may be the beginning of one of `markers`."""
     longest = 0
     end = len(text)
     for marker in markers:
@@ -26,5 +26,5 @@ def partial_marker_length(text: str, start: int, markers: Sequence[str]) -> int:
 
 
 def is_partial_marker(text: str, start: int, marker: str) -> bool:
-    """Whether all of `text` from `start` on is a beginning of `marker`, shorter than it."""
+    """Whether the text from `start` on is a proper prefix of `marker`."""
     return len(text) - start < len(marker) and marker.startswith(text[start:])

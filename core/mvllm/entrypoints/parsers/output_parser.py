@@ -1,4 +1,4 @@
-"""Reads an answer with all that may be in it: the thoughts first, then the calls in what is left."""
+"""Parser of whole outputs: separates the reasoning first, then finds tool calls in the rest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Container
 from mvllm.entrypoints.parsers.interface import (
     ContentDelta,
     Delta,
+    DeltaStream,
     ParsedOutput,
     ReasoningDelta,
     ReasoningParser,
@@ -15,18 +16,17 @@ from mvllm.entrypoints.parsers.interface import (
     ToolParser,
     ToolStream,
     finish_reason_with_tools,
-    merge_deltas,
 )
 
 
 class OutputParser:
-    """The parsers of one request. See `mvllm.entrypoints.parsers` for how to drive it.
+    """The parsers of one request. `mvllm.entrypoints.parsers` shows its use.
 
     Args:
-        tools: Finds the calls; None where the request has no tools, or `tool_choice` is none: all is content.
-        reasoning: Tells the thoughts apart; None where nobody asked for that.
-        include_reasoning: Whether the thoughts are given out (`include_reasoning`).
-        single_call: Whether calls after the first are left out (`parallel_tool_calls` false).
+        tools: Finds tool calls; None if the request has no tools, or `tool_choice` is `none`.
+        reasoning: Separates the reasoning; None to leave it in the content.
+        include_reasoning: Whether reasoning is returned (`include_reasoning` of the request).
+        single_call: Whether calls after the first are dropped (`parallel_tool_calls` false).
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class OutputParser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Strings that must reach the parsers."""
+        """Strings that the parsers need in the text."""
         return tuple(marker for one in (self._reasoning, self._tools) if one is not None for marker in one.markers)
 
     @property
     def is_passthrough(self) -> bool:
-        """Whether all is content as it comes, so that a caller may do without."""
+        """Whether all text is content, so that the parser can be skipped."""
         return self._tools is None and self._reasoning is None
 
     def needs_special_tokens(self, special_tokens: Container[str]) -> bool:
@@ -61,11 +61,11 @@ class OutputParser:
         return any(marker in special_tokens for marker in self.markers)
 
     def stream(self, prompt: str | None = None, calls: ToolStream | None = None) -> OutputParserStream:
-        """A reader for one sequence.
+        """Creates an incremental parser for one sequence.
 
         Args:
-            prompt: What the model continues, or just its end; see `ReasoningParser.stream`.
-            calls: Finds the calls in place of the parser; see `ToolChoice.stream`.
+            prompt: The prompt, or its end; see `ReasoningParser.stream`.
+            calls: Finds the calls in place of the tool parser; see `ToolChoice.stream`.
         """
         if calls is None and self._tools is not None:
             calls = self._tools.stream()
@@ -77,10 +77,10 @@ class OutputParser:
         )
 
     def reasoning_tags_for(self, prompt: str | None) -> tuple[str | None, str] | None:
-        """What frames the thoughts of an answer to `prompt`; None where there are none, or nobody knows.
+        """The tags of the reasoning in an output after `prompt`; None without reasoning or without fixed tags.
 
         Returns:
-            What begins them, or None where the answer begins within them; and what ends them.
+            The opening tag, or None if the output begins inside the reasoning; and the closing tag.
         """
         if self._reasoning is None or self._reasoning.tags is None:
             return None
@@ -89,20 +89,19 @@ class OutputParser:
         if stream.in_reasoning:
             return None, end
         stream.feed(start)
-        return (start, end) if stream.in_reasoning else None  # the prompt has closed them
+        return (start, end) if stream.in_reasoning else None  # the prompt has closed the reasoning
 
     def parse(self, text: str, prompt: str | None = None) -> ParsedOutput:
-        """Reads a whole answer: what its pieces would add up to."""
-        stream = self.stream(prompt)
-        return merge_deltas([*stream.feed(text), *stream.finish()])
+        """Parses a whole output."""
+        return self.stream(prompt).parse(text)
 
 
-class OutputParserStream:
-    """Reads one sequence. Not thread-safe.
+class OutputParserStream(DeltaStream):
+    """Incremental parser of one sequence: reasoning, content and tool calls. See DeltaStream.
 
     Args:
-        tools: Finds calls in what is not thought. Also one of `mvllm.entrypoints.parsers.tool_choice`.
-        reasoning: Tells the thoughts apart.
+        tools: Finds tool calls in the text after the reasoning.
+        reasoning: Separates the reasoning.
         include_reasoning, single_call: As for OutputParser.
     """
 
@@ -121,31 +120,31 @@ class OutputParserStream:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have begun, and count."""
+        """Number of calls that have started, dropped ones excluded."""
         found = self._tools.num_calls if self._tools is not None else 0
         return min(found, 1) if self._one_call else found
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the text so far ends within the thoughts."""
+        """Whether the text so far ends inside the reasoning."""
         return self._reasoning is not None and self._reasoning.in_reasoning
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Why the answer ended, in the API's words: `tool_calls` in place of `stop`, if there are any."""
+        """The API's `finish_reason`: `tool_calls` replaces `stop` if there are calls."""
         return finish_reason_with_tools(reason, self.num_calls)
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes the next piece of text, of any length, and gives what has become certain, in order."""
+        """Parses the next piece of text; returns the deltas that no later text can change, in order."""
         if self._reasoning is not None:
             return self._find_calls(self._reasoning.feed(text))
         if self._tools is not None:
-            return self._counting(self._tools.feed(text))
+            return self._drop_extra_calls(self._tools.feed(text))
         return [ContentDelta(text)] if text else []
 
     def finish(self) -> list[Delta]:
-        """Gives what was held back until now: there is no more text. Called once."""
+        """Ends the text; returns the deltas that were held back. Called once."""
         rest = self._find_calls(self._reasoning.finish()) if self._reasoning is not None else []
-        return [*rest, *self._counting(self._tools.finish())] if self._tools is not None else rest
+        return [*rest, *self._drop_extra_calls(self._tools.finish())] if self._tools is not None else rest
 
     def _find_calls(self, deltas: list[Delta]) -> list[Delta]:
         out: list[Delta] = []
@@ -154,13 +153,13 @@ class OutputParserStream:
                 if self._show_reasoning:
                     out.append(delta)
             elif isinstance(delta, ContentDelta) and self._tools is not None:
-                out += self._counting(self._tools.feed(delta.text))
+                out += self._drop_extra_calls(self._tools.feed(delta.text))
             else:
                 out.append(delta)
         return out
 
-    def _counting(self, deltas: list[Delta]) -> list[Delta]:
-        """Without the calls that do not count."""
+    def _drop_extra_calls(self, deltas: list[Delta]) -> list[Delta]:
+        """The deltas without those of dropped calls."""
         if not self._one_call:
             return deltas
         return [delta for delta in deltas if not (isinstance(delta, ToolCallDelta) and delta.index)]

@@ -1,7 +1,7 @@
-"""Parsers by the names that users type. A parser's module is imported when it is asked for.
+"""Registry of tool call parsers and reasoning parsers by name. Modules are imported on first use.
 
-Other packages add parsers through entry points of `mvllm.tool_parsers` and `mvllm.reasoning_parsers`: the name is what
-users type, the value `package.module:Class`, a ToolParser or a ReasoningParser. A name that core has itself is core's.
+Other packages add parsers through entry points of `mvllm.tool_parsers` and `mvllm.reasoning_parsers`; an entry point's
+value is `package.module:Class`, a ToolParser or a ReasoningParser. Core's own names take precedence.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _REASONING = {
 
 
 def tool_parser_names() -> tuple[str, ...]:
-    """Names that `tool_parser` takes, sorted: core's and those of installed plugins. Imports nothing."""
+    """Names of core's and installed plugins' tool parsers, sorted. Imports no parser."""
     return tuple(sorted({*_TOOLS, *plugin_groups.allowed_names(plugin_groups.TOOL_PARSERS)}))
 
 
 def reasoning_parser_names() -> tuple[str, ...]:
-    """Names that `reasoning_parser` takes, sorted: core's and those of installed plugins. Imports nothing."""
+    """Names of core's and installed plugins' reasoning parsers, sorted. Imports no parser."""
     return tuple(sorted({*_REASONING, *plugin_groups.allowed_names(plugin_groups.REASONING_PARSERS)}))
 
 
 def tool_parser(name: str) -> type[ToolParser]:
-    """The tool parser of a name.
+    """The tool parser with a name.
 
     Raises:
-        ConfigError: There is none, and the message lists those there are; or a plugin's is not let in, cannot be
-            loaded, or is no ToolParser.
+        ConfigError: No parser has the name (the message lists the names), or a plugin's parser is not allowed, cannot
+            be loaded, or is not a ToolParser.
     """
     found: type[ToolParser] = _find(plugin_groups.TOOL_PARSERS, _TOOLS, name, ToolParser, tool_parser_names())
     return found
 
 
 def reasoning_parser(name: str) -> type[ReasoningParser]:
-    """The reasoning parser of a name.
+    """The reasoning parser with a name.
 
     Raises:
         ConfigError: As for `tool_parser`.
@@ -62,18 +62,18 @@ def reasoning_parser(name: str) -> type[ReasoningParser]:
 
 
 def _find(
-    door: plugin_groups.PluginGroup, own: Mapping[str, str], name: str, kind: type, names: tuple[str, ...]
+    group: plugin_groups.PluginGroup, own: Mapping[str, str], name: str, kind: type, names: tuple[str, ...]
 ) -> Any:
     if name in own:
-        for rival in plugin_groups.list_plugins(door):
-            if rival.name == name:
-                logger.warning("%s offers the %s %s, which core has itself: core's runs.", rival, door.noun, name)
+        for source in plugin_groups.list_plugins(group):
+            if source.name == name:
+                logger.warning("%s has the %s %s, a name of core: core's is used.", source, group.noun, name)
         module, _, attribute = own[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
-    source = plugin_groups.find(door, name)
-    if source is None:
-        raise ConfigError(f"There is no {door.noun} {name!r}. There are: {', '.join(names)}.")
-    found = plugin_groups.load(door, source)
+    plugin = plugin_groups.find(group, name)
+    if plugin is None:
+        raise ConfigError(f"There is no {group.noun} {name!r}. Choose one of: {', '.join(names)}.")
+    found = plugin_groups.load(group, plugin)
     if not (isinstance(found, type) and issubclass(found, kind)):
-        raise ConfigError(f"{source} must name a subclass of mvllm.extension_api.{kind.__name__}, found {found!r}.")
+        raise ConfigError(f"{plugin} must name a subclass of mvllm.extension_api.{kind.__name__}, found {found!r}.")
     return found

@@ -1,8 +1,8 @@
-"""Reads one call: an object with the function's name and its arguments, in any order and any layout.
+"""Incremental parser of one tool call: a JSON object with the function's name and arguments, in any order.
 
-The idea: nothing is given out before it is certain that this is a call: its name is known and its arguments begin, or
-the object has ended. From then on each piece of the arguments is passed on as it comes. Who reads with this keeps the
-text until then, to give it out as content if it was no call after all.
+The first delta is emitted when the object is certainly a call: its name is known and its arguments begin, or the object
+has ended. From then on each piece of the arguments is emitted as it arrives. The caller keeps the text until then, to
+emit it as content if the object is not a call.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _OBJECT, _KEY, _COLON, _VALUE, _MORE = "object", "key", "colon", "value", "more"
 
 
 class ToolCallReader:
-    """Reads one call.
+    """Parser of one call.
 
     Args:
-        index: Its place among the answer's calls.
-        name: The function's name, where it stands elsewhere and all that comes is the arguments, an object; else None.
-        strict: Whether it must have a name and arguments and no key of other things: for a format without markers,
-            where an object may be an answer.
+        index: Number of the call in the output.
+        name: The function's name, if the text is the arguments alone; else None.
+        strict: Whether the object must have a name and arguments, and no unknown key. For formats without markers,
+            where an object may be content.
         make_id: Makes the call's id.
 
     Attributes:
         index: As given.
-        begun: It is a call, and its first delta was given out.
-        done: Its end was seen.
-        broken: It cannot go on: what comes next is not part of it.
+        started: The object is a call, and its first delta was emitted.
+        done: The end of the call was found.
+        failed: The next character cannot be part of a call.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class ToolCallReader:
         self._expected = _OBJECT if name is None else _VALUE
         self._key: str | None = _ARGUMENTS[0] if name is not None else None
         self._value: JsonValueReader | None = None
-        self._value_text: list[str] = []  # of a key, a name, or arguments that cannot be passed on yet
-        self._streams_arguments = False  # whether the value that is read is arguments that can
-        self._arguments: list[str] | None = None  # arguments that came before the name
+        self._value_text: list[str] = []  # of a key, a name, or arguments that cannot be emitted yet
+        self._streams_arguments = False  # whether the current value is arguments that can be emitted
+        self._arguments: list[str] | None = None  # arguments before the name
 
     def feed(self, text: str, start: int, out: list[Delta]) -> int:
-        """Reads on from `start`, appends what is certain to `out`, and returns where it stopped."""
+        """Parses from `start`, appends deltas to `out`, and returns the index of the first unread character."""
         i = start
         while i < len(text) and not (self.done or self.failed):
             i = self._read_structure(text, i, out) if self._value is None else self._read_value(text, i, out)
         return i
 
     def finish(self, out: list[Delta]) -> None:
-        """There is no more of it: passes on the arguments so far, if it has begun."""
+        """Ends the text: emits the remaining arguments if the call has started."""
         if self._value is not None:
             held: list[str] = []
             self._value.finish(held)
@@ -156,7 +156,7 @@ class ToolCallReader:
                 self.done = True
 
     def _normalize_key(self, key: str) -> str:
-        """What a key is read as: arguments that come a second time are read over."""
+        """The key to use: repeated arguments are ignored, like `type`."""
         return "type" if key in _ARGUMENTS and (self.started or self._arguments is not None) else key
 
     def _end(self, out: list[Delta]) -> None:
@@ -186,7 +186,7 @@ class ToolCallReader:
 
 
 def _as_arguments(text: str) -> str:
-    """Arguments that were written as something else than an object: none at all, or an object as a string."""
+    """Arguments that are not an object: null and empty strings become `{}`, a string with an object its content."""
     if text == "null":
         return "{}"
     if text[:1] == '"':

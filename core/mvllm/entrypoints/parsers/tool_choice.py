@@ -1,14 +1,12 @@
-"""What a request says about tools: which there are, and whether the model may, must or must not call one.
+"""A request's `tools` and `tool_choice`, and the JSON schema that enforces a choice.
 
-`none` and `auto` need nothing of the engine. `required` and `named` do: a model that must call a function is held to it
-by a grammar, made of the JSON schema that `schema` returns, and what it then writes is not its family's format but that
-JSON, which `stream` reads:
+`none` and `auto` do not constrain the output. `required` and `named` do: structured output with the JSON schema of
+`schema` replaces the model's own tool call format, and `stream` parses that JSON:
 
     required    [{"name": "get_weather", "arguments": {"city": "Paris"}}, ...]
     named       {"city": "Paris"}                                               the arguments alone
 
-With a reasoning parser the grammar applies from the end of the thoughts on (`OutputParserStream.in_reasoning`). Without
-grammars a caller refuses these two, or lets the model write as with `auto` and looks afterwards with `is_met_by`.
+With a reasoning parser the grammar applies after the reasoning (`OutputParserStream.in_reasoning`).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mvllm.entrypoints.parsers.interface import ToolCall, ToolStream
+from mvllm.entrypoints.parsers.interface import ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
 from mvllm.errors import RequestError
 from mvllm.messages.structured_outputs import check_json_size
@@ -33,13 +31,13 @@ _DATA = frozenset({"const", "enum", "default", "examples"})
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """What the model shall do with the tools.
+    """A validated tool choice.
 
     Attributes:
         mode: `none`, `auto`, `required` (at least one call) or `named` (one call of one function).
-        tools: The tools as the request gave them, and as chat templates take them.
-        name: The function that is to be called, where one is named.
-        parallel: Whether there may be several calls.
+        tools: The request's tools, unchanged.
+        name: The function to call, for `named`.
+        parallel: Whether several calls are allowed.
     """
 
     mode: Mode
@@ -49,14 +47,14 @@ class ToolChoice:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the model's text must be held to `schema`."""
+        """Whether the output must follow `schema`."""
         return self.mode in ("required", "named")
 
     def schema(self) -> dict[str, Any] | None:
-        """The JSON schema of what the model must write; None where it writes as it likes.
+        """The JSON schema of the output; None for an unconstrained choice.
 
-        References within a function's parameters still mean what they meant there. Objects that declare properties take
-        no others, unless the parameters say so explicitly.
+        References in a function's parameters are rebased. Objects that declare properties accept no others, unless the
+        parameters allow it explicitly.
         """
         if self.mode == "named":
             [function] = [f for f in map(_function, self.tools) if f["name"] == self.name]
@@ -77,37 +75,26 @@ class ToolChoice:
         return schema
 
     def stream(self) -> ToolStream | None:
-        """Reads text that was held to `schema`; None where none was, and the model family's parser reads."""
+        """An incremental parser for output that follows `schema`; None for an unconstrained choice."""
         if self.mode == "named":
             return _NamedCall(self.name or "")
         return _RequiredCalls() if self.mode == "required" else None
-
-    def is_met_by(self, calls: Sequence[ToolCall]) -> bool:
-        """Whether an answer's calls are what was asked for. Does not look at their arguments."""
-        if self.mode == "none":
-            return not calls
-        if len(calls) > 1 and not self.parallel:
-            return False
-        if self.mode == "named":
-            return len(calls) == 1 and calls[0].name == self.name
-        names = {_function(tool)["name"] for tool in self.tools}
-        return (self.mode == "auto" or bool(calls)) and all(call.name in names for call in calls)
 
 
 def parse_tool_choice(
     tools: Sequence[Mapping[str, Any]] | None, tool_choice: object = None, *, parallel: bool | None = None
 ) -> ToolChoice:
-    """What a request's `tools`, `tool_choice` and `parallel_tool_calls` say. Without a choice it is `auto`.
+    """Validates a request's `tools`, `tool_choice` (by default `auto`) and `parallel_tool_calls`.
 
     Raises:
-        RequestError: They are not in the form of the chat completions API, or contradict each other.
+        RequestError: A field is not valid in the chat completions API, or they contradict each other.
     """
     checked = _check_tools(tools)
     parallel = parallel is not False
     if not checked:
         if tool_choice in (None, "none", "auto"):
             return ToolChoice("none", parallel=parallel)
-        raise RequestError("tool_choice asks for a call, but there are no tools.", parameter="tool_choice")
+        raise RequestError("tool_choice requires a call, but the request has no tools.", parameter="tool_choice")
     if tool_choice is None:
         return ToolChoice("auto", checked, parallel=parallel)
     if tool_choice in ("none", "auto", "required"):
@@ -124,7 +111,7 @@ def parse_tool_choice(
 
 
 class _RequiredCalls(MarkedCalls):
-    """A list of calls, and nothing else."""
+    """Parser of a JSON list of calls."""
 
     def __init__(self) -> None:
         super().__init__("")
@@ -133,7 +120,7 @@ class _RequiredCalls(MarkedCalls):
 
 
 class _NamedCall(MarkedCalls):
-    """The arguments of one call, and nothing else."""
+    """Parser of the arguments of one call."""
 
     def __init__(self, name: str) -> None:
         super().__init__("", bare=False)
@@ -195,7 +182,7 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_strict(where: str, function: Mapping[str, Any]) -> None:
-    """Returns if all objects of the parameters can be closed."""
+    """Checks that all objects of the parameters can be closed (`additionalProperties` false)."""
     try:
         check_json_size(function.get("parameters"))
         close_all_objects(_parameters(function), f"{where}.function.strict")
@@ -223,9 +210,9 @@ def _call_schema(i: int, function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rebase_references(schema: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """A copy of a schema whose root is now `root`: references to places in it are to the same places. No recursion."""
+    """A copy of a schema in which local references begin with `root`. Not recursive."""
     top: dict[str, Any] = {}
-    # Where a copy goes, under which key, what is copied, and whether that is a map of names to schemas.
+    # (container of the copy, key in it, value to copy, whether the value maps names to schemas)
     work: list[tuple[Any, Any, Any, bool]] = [({"top": top}, None, schema, False)]
     while work:
         target, key, value, is_map = work.pop()

@@ -1,1 +1,1 @@
-"""The tests, a file for each family of clauses. `everything` has them all, to be imported into a file of one's own."""
+"""The tests of the conformance suite, a file for each family of clauses; `everything` exports all of them."""

@@ -1,4 +1,4 @@
-"""All tests under one roof: `from mvllm.testing.suite.everything import *` in a test file of one's own."""
+"""Exports all tests of the suite: `from mvllm.testing.suite.everything import *` in a vendor's test file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["FILES"]
 for _file in FILES:
     _module = importlib.import_module(f"mvllm.testing.suite.{_file}")
     for _name, _value in vars(_module).items():
-        # Tests, and the fixtures that a file has of its own.
+        # Tests, and fixtures of the test files.
         if _name.startswith("test_") or type(_value).__name__ == "FixtureFunctionDefinition":
             globals()[_name] = _value
             __all__ += [_name]

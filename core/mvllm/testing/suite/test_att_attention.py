@@ -1,4 +1,4 @@
-"""ATT: paged attention gives what exact attention gives, whatever stands in a step, through the contract alone."""
+"""ATT: paged attention, run with the methods of the contract, equals exact attention for every kind of step."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ WINDOWS = (1, 5, 16, 33, 1000)
 
 
 def grid(batches: set[str]) -> list[Any]:
-    """Names of BATCHES; those not among `batches` are left out of a thinned-out run."""
+    """Names of BATCHES as parameters; those not in `batches` are exhaustive cases, which --quick leaves out."""
     return [pytest.param(name, marks=() if name in batches else exhaustive) for name in BATCHES]
 
 
 def simple_spec(dtype: str, **fields: Any) -> AttentionSpec:
-    """One query head for each key/value head: which of these a query head reads is the subject of ATT-04 alone."""
+    """A spec with one query head for each key/value head. Shared heads are the subject of ATT-04."""
     return make_spec(2, 2, 64, dtype, **fields)
 
 
 def backend_for(subject: PlatformUnderTest, spec: AttentionSpec) -> AttentionBackend:
     backend = checked_attention_backend(subject.platform, spec)
     reasons = type(backend).validate(spec)
-    assert reasons == [], f"attention_backend takes {spec}, and validate says: {reasons}"
+    assert reasons == [], f"attention_backend accepts {spec}, but validate returns {reasons}"
     return backend
 
 
 def claimed(subject: PlatformUnderTest, features: dict[str, Any]) -> dict[str, Any]:
-    """Those of the features that the platform claims."""
+    """The features that the platform claims."""
     return {name: value for name, value in features.items() if getattr(subject.capabilities, name)}
 
 
 def requests_of(subject: PlatformUnderTest, batch: str) -> list[tuple[int, int]]:
-    """The batch; without its chunks where attention may not begin from earlier blocks (decodes always do)."""
+    """The batch, without chunks of prompts if the platform supports neither chunked prefill nor prefix caching."""
     requests = BATCHES[batch]
     if subject.capabilities.chunked_prefill or subject.capabilities.prefix_caching:
         return requests
@@ -77,7 +77,7 @@ def assert_exact(
     assert_near(run(backend, runtime, case), case)
 
 
-# --------------------------------------------------------------------------------------------- what may stand in a step
+# ----------------------------------------------------------------------------------------------------- kinds of steps
 
 
 @clause("ATT-03")
@@ -115,16 +115,21 @@ def test_a_request_sees_blocks_that_another_request_of_the_same_step_writes(
     table = np.array([[0, 2], [0, 1]], dtype=np.int32)
     layout = make_layout([(size, 3), (0, size + 3)], table, size)
     keys, values, query = whole.keys[0], whole.values[0], whole.query
-    bench = CacheHarness(backend, bound_device, 4, size)
-    metadata = bench.write(layout, torch.cat([keys[size:], keys]), torch.cat([values[size:], values]))
-    there = bound_device.to_device(torch.cat([query[size:], query]))
-    found = bound_device.to_host(backend.forward(there, bench.kv, metadata)).wait().double()
+    harness = CacheHarness(backend, bound_device, 4, size)
+    metadata = harness.write(layout, torch.cat([keys[size:], keys]), torch.cat([values[size:], values]))
+    queries = bound_device.to_device(torch.cat([query[size:], query]))
+    found = bound_device.to_host(backend.forward(queries, harness.kv, metadata)).wait().double()
     exact = expected(whole)
     wanted = torch.cat([exact[size:], exact])
-    assert_close(found, wanted, tolerance(spec.dtype, spec.kv_dtype), "the first 3 rows read what the others write")
+    assert_close(
+        found,
+        wanted,
+        tolerance(spec.dtype, spec.kv_dtype),
+        "the first 3 rows read the blocks that the other rows write",
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- what a query sees
+# ---------------------------------------------------------------------------------------------------- visible positions
 
 
 @clause("ATT-02")
@@ -137,9 +142,9 @@ def test_a_query_sees_its_own_past_and_nothing_of_its_future(
     size = backend.kv_layout().block_sizes[0]
     case = make_case(spec, [(0, 2 * size + 3)], block_size=size)
     blocks = case.layout.block_table[0]
-    bench = CacheHarness(backend, bound_device, case.num_blocks, size)
-    bench.write(case.layout, case.keys[0], case.values[0])
-    seen = bench.mean_of_visible_values(blocks[blocks < case.num_blocks].tolist(), 2 * size + 3, as_prompt=True)
+    harness = CacheHarness(backend, bound_device, case.num_blocks, size)
+    harness.write(case.layout, case.keys[0], case.values[0])
+    seen = harness.mean_of_visible_values(blocks[blocks < case.num_blocks].tolist(), 2 * size + 3, as_prompt=True)
     positions = torch.arange(1, 2 * size + 4).view(-1, 1, 1)
     means = case.values[0].double().cumsum(0) / positions
     allowed = tolerance(claimed_dtype, claimed_dtype)
@@ -187,7 +192,7 @@ def test_a_window_that_is_not_claimed_is_refused(subject: PlatformUnderTest, bou
         checked_attention_backend(subject.platform, make_spec(dtype=subject.capabilities.dtypes[0], sliding_window=8))
 
 
-# ---------------------------------------------------------------------------------------------------------- every shape
+# ---------------------------------------------------------------------------------------------------- shapes and dtypes
 
 
 @clause("ATT-04")
@@ -220,7 +225,7 @@ def test_every_head_size_up_to_the_largest(
     try:
         checked_attention_backend(subject.platform, spec)
     except PlatformError as e:
-        assert head_size not in (64, 128), f"heads of {head_size} are in every second model: {e}"
+        assert head_size not in (64, 128), f"most models have heads of {head_size} elements: {e}"
         skip_not_claimed(f"heads of {head_size} elements: {e}")
     assert_exact(subject, bound_device, spec, requests_of(subject, "prompts and decodes"))
 
@@ -248,7 +253,7 @@ def test_every_block_size_that_is_offered(
 def test_every_storage_dtype_that_is_claimed(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
-    tried = 0
+    num_run = 0
     for kv_dtype in subject.capabilities.kv_dtypes:
         spec = make_spec(dtype=claimed_dtype, kv_dtype=kv_dtype)
         try:
@@ -256,11 +261,11 @@ def test_every_storage_dtype_that_is_claimed(
         except PlatformError:
             assert kv_dtype != claimed_dtype
             continue
-        tried += 1
+        num_run += 1
         for features in ({}, {"soft_cap": 3.0, "sliding_window": 20, "sinks": True}):
             spec = make_spec(dtype=claimed_dtype, kv_dtype=kv_dtype, **claimed(subject, features))
             assert_exact(subject, bound_device, spec, requests_of(subject, "prompts and decodes"))
-    assert tried, f"no storage dtype of {subject.capabilities.kv_dtypes} goes with {claimed_dtype}"
+    assert num_run, f"no KV cache dtype of {subject.capabilities.kv_dtypes} is supported with {claimed_dtype}"
 
 
 @clause("ATT-12")
@@ -272,7 +277,7 @@ def test_values_of_another_size_than_the_keys(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, sizes: tuple[int, int], in_keys: bool
 ) -> None:
     if in_keys and sizes[1] > sizes[0]:
-        pytest.skip("a part is not larger than the whole")
+        pytest.skip("values in keys cannot be larger than keys")
     heads = (4, 1) if in_keys else (4, 2)
     for features in ({}, {"soft_cap": 3.0, "sliding_window": 20, "sinks": True}):
         for batch in ("prompts and decodes", "everything, in any order"):
@@ -306,7 +311,7 @@ def test_mla_that_is_not_claimed_is_refused(subject: PlatformUnderTest, bound_de
             checked_attention_backend(subject.platform, make_spec(4, 1, 64, dtype, **fields))
 
 
-# -------------------------------------------------------------------------------------------- refusals, padding, ghosts
+# ------------------------------------------------------------------------------- refusals, padding, earlier contents
 
 
 @clause("ATT-05")
@@ -319,11 +324,11 @@ def test_a_spec_that_cannot_be_is_refused_with_the_reasons(
         impossibles.append(make_spec(4, 1, 64, dtype, value_head_size=80, values_in_keys=True))
     for impossible in impossibles:
         reasons = type(backend_for(subject, make_spec(dtype=dtype))).validate(impossible)
-        assert reasons and "" not in [reason.strip() for reason in reasons], f"validate({impossible}) says {reasons}"
+        assert reasons and "" not in [reason.strip() for reason in reasons], f"validate({impossible}) returns {reasons}"
         with pytest.raises(PlatformError) as caught:
             checked_attention_backend(subject.platform, impossible)
         missing = [reason for reason in reasons if reason not in str(caught.value)]
-        assert missing != reasons, f"the refusal {caught.value} has none of the reasons that validate gives: {reasons}"
+        assert missing != reasons, f"the error {caught.value} has none of the reasons that validate returns: {reasons}"
 
 
 @clause("ATT-05")
@@ -368,8 +373,8 @@ def test_a_result_does_not_depend_on_what_else_is_in_the_step(
     backend = backend_for(subject, spec)
     size = backend.kv_layout().block_sizes[0]
     alone = run(backend, bound_device, make_case(spec, [(0, 20)], block_size=size))
-    company = make_case(spec, [(0, 20), (50, 1), (0, 33)], block_size=size)
-    lonely = make_case(spec, [(0, 20)], block_size=size)
-    company.keys[0], company.values[0] = lonely.keys[0], lonely.values[0]
-    company.query[:20] = lonely.query
-    assert_equal(run(backend, bound_device, company)[:20], alone, "the request among others, by token")
+    batch = make_case(spec, [(0, 20), (50, 1), (0, 33)], block_size=size)
+    single = make_case(spec, [(0, 20)], block_size=size)
+    batch.keys[0], batch.values[0] = single.keys[0], single.values[0]
+    batch.query[:20] = single.query
+    assert_equal(run(backend, bound_device, batch)[:20], alone, "the request in a batch, by token")

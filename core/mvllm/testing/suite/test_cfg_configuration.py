@@ -1,4 +1,4 @@
-"""CFG: what a platform says about itself and about a configuration is pure, complete, and held to."""
+"""CFG: a platform's capabilities, plans and topologies are pure and complete, and core enforces them."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def frontend(subject: PlatformUnderTest) -> Iterator[Platform]:
-    """The platform, in the phase in which it is asked for plans."""
+    """The platform, in the phase in which core calls `plan`."""
     with enter_phase(Phase.FRONTEND):
         yield subject.platform
 
 
 def make_config(**settings: Any) -> EngineConfig:
-    """A configuration for the small model that comes with mvllm."""
+    """An EngineConfig for the demo model."""
     return EngineArgs.from_kwargs(model="demo", **settings).create_engine_config()
 
 
@@ -69,17 +69,17 @@ def test_plan_changes_nothing_and_answers_equal_questions_equally(frontend: Plat
     config = make_config(**SETTINGS[settings])
     before, twin = plain(config), copy.deepcopy(config)
     first = frontend.plan(config)
-    assert plain(config) == before, "plan changed the configuration that it was asked about"
+    assert plain(config) == before, "plan changed its argument"
     assert frontend.plan(twin) == first == frontend.plan(config)
 
 
-def plain(thing: Any) -> Any:
-    """What a configuration holds, down to values that compare."""
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        return {field.name: plain(getattr(thing, field.name)) for field in dataclasses.fields(thing)}
-    if hasattr(thing, "__dict__"):
-        return {name: plain(value) for name, value in vars(thing).items()}
-    return copy.deepcopy(thing)
+def plain(value: Any) -> Any:
+    """A configuration as nested dicts of comparable values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "__dict__"):
+        return {name: plain(inner) for name, inner in vars(value).items()}
+    return copy.deepcopy(value)
 
 
 @clause("CFG-01", "CFG-03")
@@ -107,9 +107,9 @@ def test_changes_have_reasons_and_can_be_applied(frontend: Platform, settings: s
 
 @clause("CFG-02")
 def test_the_plain_configuration_is_accepted(frontend: Platform) -> None:
-    settled = resolve_config(make_config(), frontend)
-    assert settled.model.dtype in frontend.capabilities.dtypes
-    assert settled.cache.memory_utilization is not None
+    resolved = resolve_config(make_config(), frontend)
+    assert resolved.model.dtype in frontend.capabilities.dtypes
+    assert resolved.cache.memory_utilization is not None
 
 
 @clause("CFG-02")
@@ -141,9 +141,9 @@ def test_capabilities_name_what_there_is(frontend: Platform) -> None:
     from mvllm.ops.dtypes import torch_dtype
 
     capabilities = frontend.capabilities
-    assert capabilities.dtypes, "a platform computes in some dtype"
+    assert capabilities.dtypes, "capabilities.dtypes must not be empty"
     for name in (*capabilities.dtypes, *capabilities.kv_dtypes):
-        torch_dtype(name)  # raises where there is none
+        torch_dtype(name)  # raises for unknown names
     assert capabilities.collectives <= COLLECTIVES
     assert capabilities.max_head_size is None or capabilities.max_head_size > 0
     for field in dataclasses.fields(Capabilities):
@@ -179,7 +179,7 @@ def test_topology_is_complete(frontend: Platform, world: tuple[int, int]) -> Non
     others = [
         pair for env in topology.env_per_worker for pair in env.items() if not all(isinstance(v, str) for v in pair)
     ]
-    assert not others, f"env_per_worker maps str to str, and here {others}"
+    assert not others, f"env_per_worker must map str to str; found {others}"
 
 
 @clause("CFG-06")
@@ -191,12 +191,10 @@ def test_diagnostics_have_stable_ids_and_remedies(frontend: Platform) -> None:
     for check in checks:
         assert check.id.startswith(f"platform.{frontend.spec.name}."), check.id
         assert check.found.strip(), check.id
-        assert check.status is CheckStatus.OK or (check.remedy or "").strip(), (
-            f"{check.id} is not OK and says no remedy"
-        )
+        assert check.status is CheckStatus.OK or (check.remedy or "").strip(), f"{check.id} is not OK and has no remedy"
 
 
-# ------------------------------------------------------------------ what is not claimed is off, or refused, by the core
+# ----------------------------------------------------------- core disables or refuses capabilities that are not claimed
 
 
 @clause("CFG-04", "E2E-04", needs="prefix_caching", refusal=True)
@@ -206,10 +204,10 @@ def test_prefix_caching_that_is_not_claimed_is_switched_off(frontend: Platform) 
 
 @clause("CFG-04", "E2E-05", needs="chunked_prefill", refusal=True)
 def test_chunked_prefill_that_is_not_claimed_is_switched_off(frontend: Platform) -> None:
-    asked = make_config(enable_chunked_prefill=True, max_num_seqs=4, max_num_batched_tokens=16)
-    settled = resolve_config(asked, frontend)
-    assert settled.scheduler.enable_chunked_prefill is False
-    assert settled.scheduler.max_num_batched_tokens >= settled.model.max_model_len, "a step must hold every prompt"
+    requested = make_config(enable_chunked_prefill=True, max_num_seqs=4, max_num_batched_tokens=16)
+    resolved = resolve_config(requested, frontend)
+    assert resolved.scheduler.enable_chunked_prefill is False
+    assert resolved.scheduler.max_num_batched_tokens >= resolved.model.max_model_len, "a step must hold every prompt"
 
 
 @clause("CFG-04", needs="sliding_window", refusal=True)

@@ -1,4 +1,4 @@
-"""COM: ranks of a group, in processes of their own, tell each other what they have."""
+"""COM: collectives of a group of ranks, each in its own process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ WORLDS = [2, pytest.param(4, marks=exhaustive)]
 
 
 def ranks_of(subject: PlatformUnderTest, world_size: int) -> tuple[RankResult, ...]:
-    """What the ranks of a world found."""
+    """The results of all checks in a group of `world_size` ranks."""
     topology = topology_of(subject, parallel_config(tensor=world_size))
     if topology.num_workers != world_size:
-        skip_not_claimed(f"{world_size} ranks are {topology.num_workers} workers, which share nothing through core")
+        skip_not_claimed(
+            f"{world_size} ranks are {topology.num_workers} workers, which do not communicate through core"
+        )
     if not subject.capabilities.collectives:
         skip_not_claimed("collectives")
     if why := why_not_ranks(subject, world_size):
@@ -25,9 +27,9 @@ def ranks_of(subject: PlatformUnderTest, world_size: int) -> tuple[RankResult, .
     return run_collectives(subject.name, world_size)
 
 
-def assert_done(results: tuple[RankResult, ...], what: str) -> None:
-    errors = {rank: error for rank, result in enumerate(results) if (error := result.error_of(what))}
-    assert not errors, f"{what}: {errors}"
+def assert_passed(results: tuple[RankResult, ...], check: str) -> None:
+    errors = {rank: error for rank, result in enumerate(results) if (error := result.error_of(check))}
+    assert not errors, f"{check}: {errors}"
 
 
 def assert_ended(results: tuple[RankResult, ...]) -> None:
@@ -40,13 +42,13 @@ def assert_ended(results: tuple[RankResult, ...]) -> None:
 def test_the_ranks_find_each_other_and_agree_who_is_who(subject: PlatformUnderTest, world_size: int) -> None:
     results = ranks_of(subject, world_size)
     for step in ("bind", "join"):
-        assert_done(results, step)
+        assert_passed(results, step)
 
 
 @clause("COM-01")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_calls_made_in_the_same_order_meet(subject: PlatformUnderTest, world_size: int) -> None:
-    """Every collective that is claimed, one after the other, in every dtype and shape; nobody hangs."""
+    """Runs every claimed collective in every dtype and shape; no rank hangs."""
     results = ranks_of(subject, world_size)
     assert_ended(results)
     orders = {tuple(result.answers) for result in results}
@@ -59,7 +61,7 @@ def test_calls_made_in_the_same_order_meet(subject: PlatformUnderTest, world_siz
 def test_results_are_the_same_bits_on_all_ranks(subject: PlatformUnderTest, world_size: int, what: str) -> None:
     if what not in subject.capabilities.collectives:
         skip_not_claimed(what)
-    """Whether they are the right ones is for the clause of each operation to say."""
+    # The clause of each operation covers the values.
     results = ranks_of(subject, world_size)
     failed = [result.error_of(what) for result in results if what not in result.answers]
     assert not failed, f"{what} failed on {len(failed)} of {world_size} ranks: {failed}"
@@ -69,56 +71,56 @@ def test_results_are_the_same_bits_on_all_ranks(subject: PlatformUnderTest, worl
 @clause("COM-03")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_all_reduce(subject: PlatformUnderTest, world_size: int) -> None:
-    assert_done(ranks_of(subject, world_size), "all_reduce")
+    assert_passed(ranks_of(subject, world_size), "all_reduce")
 
 
 @clause("COM-04")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_all_gather(subject: PlatformUnderTest, world_size: int) -> None:
-    assert_done(ranks_of(subject, world_size), "all_gather")
+    assert_passed(ranks_of(subject, world_size), "all_gather")
 
 
 @clause("COM-05")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_reduce_scatter(subject: PlatformUnderTest, world_size: int) -> None:
-    assert_done(ranks_of(subject, world_size), "reduce_scatter")
+    assert_passed(ranks_of(subject, world_size), "reduce_scatter")
 
 
 @clause("COM-06")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_broadcast(subject: PlatformUnderTest, world_size: int) -> None:
-    assert_done(ranks_of(subject, world_size), "broadcast")
+    assert_passed(ranks_of(subject, world_size), "broadcast")
 
 
 @clause("COM-07")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_send_and_recv(subject: PlatformUnderTest, world_size: int) -> None:
-    assert_done(ranks_of(subject, world_size), "send_recv")
+    assert_passed(ranks_of(subject, world_size), "send_recv")
 
 
 @clause("COM-08")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_gather(subject: PlatformUnderTest, world_size: int) -> None:
-    assert_done(ranks_of(subject, world_size), "gather")
+    assert_passed(ranks_of(subject, world_size), "gather")
 
 
 @clause("COM-09")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_all_to_all(subject: PlatformUnderTest, world_size: int) -> None:
-    assert_done(ranks_of(subject, world_size), "all_to_all")
+    assert_passed(ranks_of(subject, world_size), "all_to_all")
 
 
 @clause("COM-10")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_barrier(subject: PlatformUnderTest, world_size: int) -> None:
-    assert_done(ranks_of(subject, world_size), "barrier")
+    assert_passed(ranks_of(subject, world_size), "barrier")
 
 
 @clause("COM-11")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_group_may_be_left_twice(subject: PlatformUnderTest, world_size: int) -> None:
     results = ranks_of(subject, world_size)
-    assert_done(results, "close")
+    assert_passed(results, "close")
     assert_ended(results)
 
 

@@ -1,4 +1,4 @@
-"""DEV and MEM: a bound device keeps values, order and books."""
+"""DEV and MEM: copies, ordering, errors and memory accounting of a bound device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.rank_launcher import parallel_config, run_ranks, topology_of, why_not_ranks
 from mvllm.testing.tensor_assertions import assert_equal
 
-CARRIED = [torch.int32, torch.int64, torch.uint8, torch.bool]
-"""Dtypes that core itself moves, besides the compute dtypes."""
+COPIED_DTYPES = [torch.int32, torch.int64, torch.uint8, torch.bool]
+"""Dtypes that core copies in addition to the compute dtypes."""
 BIG = 96 << 20
-"""Bytes that stand out from whatever else a process allocates meanwhile."""
+"""Bytes of an allocation that is large compared with a process's other allocations."""
 
 
 def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Integers, or numbers that take all the digits of a floating dtype."""
+    """Integers, or random values that use all bits of a floating dtype."""
     if dtype.is_floating_point:
         return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
     count = int(np.prod(shape))
@@ -46,10 +46,10 @@ def test_each_local_rank_binds_a_device_of_its_own(subject: PlatformUnderTest) -
     results = run_ranks(subject, 2, ["bind"], local_ranks=[0, 1])
     for rank, result in enumerate(results):
         assert not result.error_of("bind"), f"local_rank {rank}: {result.error_of('bind')}"
-    # Where variables of its own show each worker another device, all may call theirs by the same number.
-    alike = not topology.env_per_worker or topology.env_per_worker[0] == topology.env_per_worker[1]
+    # If environment variables hide other devices from each worker, all may use the same device index.
+    same_variables = not topology.env_per_worker or topology.env_per_worker[0] == topology.env_per_worker[1]
     first, second = (str(result.answers["bind"]["device"]) for result in results)
-    if subject.num_devices >= 2 and alike and ":" in first:
+    if subject.num_devices >= 2 and same_variables and ":" in first:
         assert first != second, f"of {subject.num_devices} devices, local ranks 0 and 1 have both bound {first}"
 
 
@@ -61,12 +61,12 @@ def test_the_device_is_what_torch_takes_for_one(bound_device: DeviceRuntime) -> 
 
 
 @clause("DEV-02")
-@pytest.mark.parametrize("dtype", CARRIED, ids=str)
+@pytest.mark.parametrize("dtype", COPIED_DTYPES, ids=str)
 def test_values_survive_the_way_to_the_device_and_back(bound_device: DeviceRuntime, dtype: torch.dtype) -> None:
     host = values(dtype, 3, 20)
-    there = bound_device.to_device(host.clone())
-    assert there.shape == host.shape and there.dtype == dtype
-    assert_equal(bound_device.to_host(there).wait(), host, "what came back from the device")
+    copy = bound_device.to_device(host.clone())
+    assert copy.shape == host.shape and copy.dtype == dtype
+    assert_equal(bound_device.to_host(copy).wait(), host, "a tensor copied to the device and back")
 
 
 @clause("DEV-02")
@@ -76,7 +76,7 @@ def test_values_of_every_compute_dtype_survive(
 ) -> None:
     host = values(torch_dtype(claimed_dtype), *shape)
     back = bound_device.to_host(bound_device.to_device(host.clone())).wait()
-    assert_equal(back, host, "what came back from the device")
+    assert_equal(back, host, "a tensor copied to the device and back")
 
 
 @clause("DEV-02")
@@ -84,9 +84,9 @@ def test_views_survive(bound_device: DeviceRuntime) -> None:
     host = values(torch.float32, 6, 8)
     for view in (host[:, :5], host.t(), host[::2]):
         back = bound_device.to_host(bound_device.to_device(view.clone())).wait()
-        assert_equal(back, view, f"a view of strides {view.stride()} that came back from the device")
-        there = bound_device.to_device(host.clone())
-        assert_equal(bound_device.to_host(there[:, 2:5]).wait(), host[:, 2:5], "columns 2 to 4 of a tensor there")
+        assert_equal(back, view, f"a view with strides {view.stride()} copied to the device and back")
+        copy = bound_device.to_device(host.clone())
+        assert_equal(bound_device.to_host(copy[:, 2:5]).wait(), host[:, 2:5], "columns 2 to 4 of a device tensor")
 
 
 @clause("DEV-02")
@@ -102,7 +102,7 @@ def test_copies_are_ordered_after_the_work_before_them(bound_device: DeviceRunti
         matrix = matrix @ matrix
     matrix.add_(1)
     copy = bound_device.to_host(matrix)
-    assert_equal(copy.wait(), torch.eye(256) + 1, "a copy that was asked for behind 21 operations")
+    assert_equal(copy.wait(), torch.eye(256) + 1, "a copy that was requested after 21 operations")
 
 
 @clause("DEV-02")
@@ -112,7 +112,7 @@ def test_a_host_copy_holds_what_was_there_when_it_was_asked_for(bound_device: De
     tensor = bound_device.to_device(torch.zeros(1 << 20))
     copy = bound_device.to_host(tensor)
     tensor.add_(1)  # ordered after the copy
-    assert_equal(copy.wait(), torch.zeros(1 << 20), "a copy that was asked for before one was added")
+    assert_equal(copy.wait(), torch.zeros(1 << 20), "a copy that was requested before 1 was added")
 
 
 @clause("DEV-02")
@@ -159,7 +159,7 @@ def test_work_after_an_event_sees_the_work_before_it(bound_device: DeviceRuntime
     event.wait()
     doubled = tensor * 2
     wanted = torch.full((1 << 16,), 100.0)
-    assert_equal(bound_device.to_host(doubled).wait(), wanted, "twice what 50 additions before the event made")
+    assert_equal(bound_device.to_host(doubled).wait(), wanted, "twice the result of 50 additions before the event")
     event.synchronize()
 
 
@@ -196,9 +196,9 @@ def test_tensors_from_outside_are_used_in_the_inference_mode(bound_device: Devic
         assert not product.requires_grad
     expected = torch.zeros(8, 3)
     expected[1], expected[6], expected[0] = torch.tensor([3.0, 4, 5]), torch.tensor([9.0, 10, 11]), 5.0
-    assert_equal(bound_device.to_host(cache).wait().view(8, 3), expected, "what was written within inference_mode")
+    assert_equal(bound_device.to_host(cache).wait().view(8, 3), expected, "values that were written in inference_mode")
     host = torch.arange(12.0).view(4, 3)
-    assert_equal(bound_device.to_host(product).wait(), host.t() @ host, "a product within inference_mode")
+    assert_equal(bound_device.to_host(product).wait(), host.t() @ host, "a product in inference_mode")
 
 
 @clause("DEV-07")
@@ -216,7 +216,7 @@ def test_memory_figures_are_consistent(bound_device: DeviceRuntime) -> None:
     assert isinstance(memory, MemoryInfo)
     for name in ("total", "free", "used_by_me", "peak_by_me"):
         figure = getattr(memory, name)
-        assert type(figure) is int, f"memory().{name} is {figure!r}: figures are bytes, as int"
+        assert type(figure) is int, f"memory().{name} is {figure!r}; it must be a number of bytes, as int"
     assert memory.total > 0
     assert 0 <= memory.free <= memory.total and 0 <= memory.used_by_me <= memory.total
     assert memory.peak_by_me >= memory.used_by_me
@@ -237,7 +237,9 @@ def test_what_this_process_takes_is_counted_as_its_own(bound_device: DeviceRunti
 def test_an_allocation_that_does_not_fit_is_a_memory_error(bound_device: DeviceRuntime) -> None:
     with pytest.raises(MemoryError):
         bound_device.empty((1 << 50,), torch.uint8)
-    assert bound_device.to_host(bound_device.to_device(torch.arange(3))).wait().tolist() == [0, 1, 2], "goes on"
+    assert bound_device.to_host(bound_device.to_device(torch.arange(3))).wait().tolist() == [0, 1, 2], (
+        "the device no longer works"
+    )
 
 
 @clause("MEM-02")
@@ -278,7 +280,7 @@ def test_a_reset_lets_the_peak_begin_anew(bound_device: DeviceRuntime) -> None:
 def test_the_error_of_a_tensor_without_room_is_known_and_others_are_not(bound_device: DeviceRuntime) -> None:
     try:
         torch.empty((1 << 50,), dtype=torch.uint8, device=bound_device.device)
-    except (RuntimeError, MemoryError) as e:  # a lazy device may take no memory yet
+    except (RuntimeError, MemoryError) as e:  # a lazy device may not allocate yet
         assert bound_device.is_out_of_memory(e) is True, f"{type(e).__name__}: {e}"
     assert bound_device.is_out_of_memory(MemoryError("no room")) is True
     for other in (ValueError("memory"), RuntimeError("shapes do not match"), KeyError("out of")):
@@ -286,7 +288,7 @@ def test_the_error_of_a_tensor_without_room_is_known_and_others_are_not(bound_de
 
 
 def filled(runtime: DeviceRuntime) -> torch.Tensor:
-    """A tensor of BIG bytes that the device really holds."""
+    """A tensor of BIG bytes whose memory the device has allocated."""
     tensor = runtime.empty((BIG,), torch.uint8)
     tensor.fill_(1)
     runtime.step_mark()

@@ -1,4 +1,4 @@
-"""E2E: the whole engine on the platform generates what the oracle generates, whatever it does meanwhile."""
+"""E2E: an engine generates the oracle's tokens, with parallelism, prefix caching, chunked prefill and preemption."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from mvllm.testing.markers import clause, exhaustive, skip_not_claimed, skip_not
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.plugin import DeviceHolder
 from mvllm.testing.rank_launcher import parallel_config, topology_of, why_not_ranks
-from mvllm.testing.zoo import FAMILIES, MAX_LEN, NUM_TOKENS, Zoo, assert_tokens, engine, generate, main_dtype, tie_of
+from mvllm.testing.zoo import FAMILIES, MAX_LEN, NUM_TOKENS, Zoo, assert_tokens, generate, main_dtype, make_llm, tie_of
 
 PLAIN = [family for family in FAMILIES if "-" not in family]
 
 
 def some(*kept: str) -> list[Any]:
-    """The families; those not named are left out of a thinned-out run."""
+    """The families as parameters; those not named are exhaustive cases, which --quick leaves out."""
     return [pytest.param(family, marks=() if family in kept else exhaustive) for family in PLAIN]
 
 
 def check(subject: PlatformUnderTest, zoo: Zoo, family: str, dtype: str | None = None, **settings: Any) -> None:
-    """One engine, all prompts in one batch, then one alone."""
+    """Generates with one engine: all prompts in one batch, then one alone."""
     expected = zoo.oracle(family)
     dtype = dtype or main_dtype(subject.capabilities)
     tie = tie_of(subject.capabilities, dtype)
-    with engine(subject, expected.folder, dtype=dtype, **settings) as llm:
+    with make_llm(subject, expected.folder, dtype=dtype, **settings) as llm:
         assert_tokens(zoo, family, expected, generate(llm, expected.prompts), tie)
         [alone] = generate(llm, expected.prompts[-1:])
         if tie == 0:
@@ -59,7 +59,7 @@ def test_a_model_with_a_window_generates_the_oracles_tokens(
 
 
 def check_parallel(subject: PlatformUnderTest, zoo: Zoo, family: str, tensor: int, pipeline: int) -> None:
-    """Two ranks; or, where the platform does not allow them, that the engine says so."""
+    """Generates with two ranks; if the platform does not support them, checks that the engine refuses them."""
     topology = topology_of(subject, parallel_config(tensor, pipeline))
     sizes: dict[str, Any] = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     wanted = ("all_reduce", "all_gather") if tensor > 1 else ("send_recv",)
@@ -67,14 +67,12 @@ def check_parallel(subject: PlatformUnderTest, zoo: Zoo, family: str, tensor: in
     possible = "mp" in topology.executors or topology.num_workers == 1
     if not possible or (subject.capabilities.torch_device and topology.num_workers > 1 and missing):
         with pytest.raises(ConfigError):
-            engine(subject, zoo.checkpoint(family), **sizes).__enter__()
-        skip_not_claimed(
-            f"two workers in processes; {', '.join(missing) or 'executors ' + ', '.join(topology.executors)}"
-        )
-    of_core = subject.capabilities.torch_device and subject.platform.worker_class() is None
-    if of_core and tensor % (tensor * pipeline // topology.num_workers):
+            make_llm(subject, zoo.checkpoint(family), **sizes).__enter__()
+        skip_not_claimed(f"two worker processes: {', '.join(missing) or 'executors ' + ', '.join(topology.executors)}")
+    is_core_worker = subject.capabilities.torch_device and subject.platform.worker_class() is None
+    if is_core_worker and tensor % (tensor * pipeline // topology.num_workers):
         with pytest.raises(ConfigError, match="several pipeline stages"):
-            engine(subject, zoo.checkpoint(family), **sizes).__enter__()
+            make_llm(subject, zoo.checkpoint(family), **sizes).__enter__()
         skip_not_claimed("several pipeline stages in one worker: its devices share layers")
     if topology.num_workers > 1 and (why := why_not_ranks(subject, tensor, pipeline)):
         skip_not_run(why)
@@ -100,11 +98,11 @@ def test_two_pipeline_stages_generate_the_same(
 @clause("E2E-04")
 def test_a_cached_prefix_changes_no_token(subject: PlatformUnderTest, free_device: None, zoo: Zoo) -> None:
     tie = tie_of(subject.capabilities, main_dtype(subject.capabilities))
-    with engine(subject, zoo.checkpoint("llama")) as llm:
+    with make_llm(subject, zoo.checkpoint("llama")) as llm:
         size = llm.llm_engine.cache_summary.block_size
         length = size + 5
         if length + NUM_TOKENS > MAX_LEN:
-            skip_not_run(f"blocks of {size} tokens are longer than the test's model can take")
+            skip_not_run(f"blocks of {size} tokens exceed the length of the test's model")
         expected = zoo.oracle("llama", (length,))
         assert_tokens(zoo, "llama", expected, generate(llm, expected.prompts), tie)
         again = generate(llm, expected.prompts)
@@ -126,24 +124,24 @@ def test_a_request_that_was_preempted_changes_no_token(
 ) -> None:
     tie = tie_of(subject.capabilities, main_dtype(subject.capabilities))
     small = {"block_size": size} if (size := smallest_block(subject, device_holder)) else {}
-    with engine(subject, zoo.checkpoint("llama"), **small) as llm:
+    with make_llm(subject, zoo.checkpoint("llama"), **small) as llm:
         summary = llm.llm_engine.cache_summary
         size, bytes_per_block = summary.block_size, summary.total_bytes // summary.num_blocks
-    # Each request begins in one block and ends in its third. Two of them fit into four blocks at first, but not later.
-    begin, num_tokens = size - 4, size + 8
-    longest = begin + num_tokens
+    # Each request starts with one block and ends with three. Two of them fit into four blocks at first, but not later.
+    prompt_len, num_tokens = size - 4, size + 8
+    longest = prompt_len + num_tokens
     if longest > MAX_LEN or num_tokens > 100:
         skip_not_run(f"blocks of {size} tokens are too long for the test's model and its oracle")
-    expected = zoo.oracle("llama", (begin,) * 3, num_tokens)
+    expected = zoo.oracle("llama", (prompt_len,) * 3, num_tokens)
     settings = {"max_model_len": longest, "kv_cache_memory_bytes": 4 * bytes_per_block, **small}
-    with engine(subject, expected.folder, **settings) as llm:
+    with make_llm(subject, expected.folder, **settings) as llm:
         assert_tokens(zoo, "llama", expected, generate(llm, expected.prompts, max_tokens=num_tokens), tie)
         stats = llm.llm_engine.stats
-        assert stats is not None and stats.num_preemptions > 0, "nothing was preempted: the test missed its point"
+        assert stats is not None and stats.num_preemptions > 0, "no request was preempted, so the test tested nothing"
 
 
 def smallest_block(subject: PlatformUnderTest, device_holder: DeviceHolder) -> int | None:
-    """The smallest block of at least 8 tokens that attention takes; None where only the platform's worker knows."""
+    """The smallest supported block size of at least 8 tokens; None if the platform's own worker chooses it."""
     if not subject.capabilities.torch_device or subject.platform.worker_class() is not None:
         return None
     device_holder.open()

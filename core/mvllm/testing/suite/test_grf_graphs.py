@@ -1,4 +1,4 @@
-"""GRF: captured steps and compiled functions compute what the plain ones do."""
+"""GRF: captured steps and compiled functions return the results of eager execution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mvllm.testing.tensor_assertions import assert_equal
 
 def graphs_of(subject: PlatformUnderTest, runtime: DeviceRuntime) -> GraphBackend:
     graphs = subject.platform.graphs(runtime.device)
-    assert isinstance(graphs, GraphBackend), "graphs is claimed, so Platform.graphs returns a GraphBackend"
+    assert isinstance(graphs, GraphBackend), "graphs is claimed, so Platform.graphs must return a GraphBackend"
     return graphs
 
 
@@ -30,7 +30,7 @@ def test_a_replay_reads_the_inputs_anew_and_leaves_results_in_place(
     def step() -> None:
         out.copy_(x @ weight + 1)
 
-    step()  # libraries make their workspaces before anything is recorded
+    step()  # libraries allocate workspaces before the capture
     bound_device.synchronize()
     replay = graphs.capture(step)
     for value in (1.0, 2.0, -3.0):
@@ -74,7 +74,7 @@ def test_a_compiled_function_gives_what_the_function_gives(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
     compiler = subject.platform.compiler()
-    assert isinstance(compiler, CompileBackend), "compile is claimed, so Platform.compiler returns a CompileBackend"
+    assert isinstance(compiler, CompileBackend), "compile is claimed, so Platform.compiler must return a CompileBackend"
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.silu(x) * x + 1

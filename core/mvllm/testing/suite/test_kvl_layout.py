@@ -1,4 +1,4 @@
-"""KVL: the KV cache of a layer takes what it says, keeps what it is given, and nothing else."""
+"""KVL: the KV cache of a layer has the announced size, and stores and copies exactly the given keys and values."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from mvllm.testing.tensor_assertions import assert_close, assert_equal
 NUM_BLOCKS = 6
 
 
-def bench_of(
+def make_harness(
     subject: PlatformUnderTest, runtime: DeviceRuntime, dtype: str, num_blocks: int = NUM_BLOCKS
 ) -> CacheHarness:
-    # One query head for each key/value head: how several share one is a matter of attention (ATT-04).
+    # One query head for each key/value head. Shared heads are the subject of ATT-04.
     backend = checked_attention_backend(subject.platform, make_spec(2, 2, 64, dtype))
     return CacheHarness(backend, runtime, num_blocks, backend.kv_layout().block_sizes[0])
 
 
-def contents(bench: CacheHarness) -> list[torch.Tensor]:
-    """All that the cache stores, on the host."""
+def contents(harness: CacheHarness) -> list[torch.Tensor]:
+    """The contents of the cache, on the host."""
     try:
-        slots = torch.arange(bench.num_blocks * bench.block_size)
-        parts = list(bench.backend.read_slots(bench.kv, slots))
+        slots = torch.arange(harness.num_blocks * harness.block_size)
+        parts = list(harness.backend.read_slots(harness.kv, slots))
     except PlatformError:
-        # A backend of contract 1.0 may arrange its tensors in a way that shapes do not show.
-        whole = tensors_of(bench.kv)
+        # The layout of a contract 1.0 backend's tensors may be unknown.
+        whole = tensors_of(harness.kv)
         if whole is None:
             raise
-        return [bench.runtime.to_host(part).wait().clone() for part in whole]
+        return [harness.runtime.to_host(part).wait().clone() for part in whole]
     assert parts, "read_slots returned nothing"
     for part in parts:
         assert part.shape[0] == len(slots), f"read_slots returned {tuple(part.shape)} for {len(slots)} slots"
-    return [bench.runtime.to_host(part).wait().clone() for part in parts]
+    return [harness.runtime.to_host(part).wait().clone() for part in parts]
 
 
 def assert_same(before: list[torch.Tensor], after: list[torch.Tensor], what: str) -> None:
-    """Fails where the contents differ, and says in which slots; NaN equals NaN."""
+    """Fails if contents differ, and names the slots. NaN equals NaN."""
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         differing = ~((old == new) | ((old != old) & (new != new)))
         if differing.any():
@@ -71,12 +71,14 @@ def test_a_layout_names_block_sizes_and_bytes(
 ) -> None:
     backend = checked_attention_backend(subject.platform, make_spec(dtype=claimed_dtype))
     layout = backend.kv_layout()
-    assert layout == backend.kv_layout(), "kv_layout is pure"
+    assert layout == backend.kv_layout(), "kv_layout must be pure"
     assert layout.block_sizes and all(type(size) is int and size > 0 for size in layout.block_sizes)
     assert len(set(layout.block_sizes)) == len(layout.block_sizes)
     spec = backend.spec
     assert layout.bytes_per_token > 0
-    assert layout.bytes_per_token <= 16 * spec.num_kv_heads * max(spec.head_size, 128) * 8, "that is far too much"
+    assert layout.bytes_per_token <= 16 * spec.num_kv_heads * max(spec.head_size, 128) * 8, (
+        "bytes_per_token is implausibly large"
+    )
 
 
 @clause("KVL-02")
@@ -91,17 +93,19 @@ def test_a_cache_takes_the_bytes_that_the_layout_says(
         try:
             backend = checked_attention_backend(subject.platform, spec)
         except PlatformError:
-            assert spec.kv_dtype != claimed_dtype  # which dtypes go together is the subject of ATT-07
+            assert spec.kv_dtype != claimed_dtype  # combinations of dtypes are the subject of ATT-07
             continue
-        bench = CacheHarness(backend, bound_device, 64, backend.kv_layout().block_sizes[0])
-        taken = backend.kv_bytes(bench.kv)
-        said = 64 * bench.block_size * backend.kv_layout().bytes_per_token
-        assert said == pytest.approx(taken, rel=0.02), f"{spec}: kv_layout says {said} bytes, the cache takes {taken}"
+        harness = CacheHarness(backend, bound_device, 64, backend.kv_layout().block_sizes[0])
+        taken = backend.kv_bytes(harness.kv)
+        announced = 64 * harness.block_size * backend.kv_layout().bytes_per_token
+        assert announced == pytest.approx(taken, rel=0.02), (
+            f"{spec}: kv_layout gives {announced} bytes, the cache takes {taken}"
+        )
 
 
 @clause("KVL-02")
 def test_a_new_cache_is_finite(subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str) -> None:
-    for part in contents(bench_of(subject, bound_device, claimed_dtype)):
+    for part in contents(make_harness(subject, bound_device, claimed_dtype)):
         places = (~torch.isfinite(part.float())).nonzero()[:1].tolist() if part.is_floating_point() else []
         assert not places, f"a new cache holds {part[tuple(places[0])]} at {places[0]} of {tuple(part.shape)}"
 
@@ -114,61 +118,61 @@ def test_each_slot_gives_back_the_value_it_was_given(
         spec = make_spec(2, 2, 64, claimed_dtype, kv_dtype=kv_dtype)
         try:
             backend = checked_attention_backend(subject.platform, spec)
-        except Exception:  # noqa: BLE001  (which dtypes go together is the subject of ATT-07)
+        except Exception:  # noqa: BLE001  (combinations of dtypes are the subject of ATT-07)
             assert kv_dtype != claimed_dtype
             continue
-        bench = CacheHarness(backend, bound_device, NUM_BLOCKS, backend.kv_layout().block_sizes[0])
+        harness = CacheHarness(backend, bound_device, NUM_BLOCKS, backend.kv_layout().block_sizes[0])
         keys, values = random_kv(backend, NUM_BLOCKS)
-        # One token at the head of each block, each a request of its own: it sees itself alone.
-        layout = make_layout([(0, 1)] * NUM_BLOCKS, np.arange(NUM_BLOCKS, dtype=np.int32)[:, None], bench.block_size)
-        bench.write(layout, keys, values)
-        kept = stored(values, kv_dtype)
-        # Ties in 8 bits may go the other way: one step of int8, one of float8_e4m3fn.
+        # One token at the start of each block, each a separate request that sees only itself.
+        layout = make_layout([(0, 1)] * NUM_BLOCKS, np.arange(NUM_BLOCKS, dtype=np.int32)[:, None], harness.block_size)
+        harness.write(layout, keys, values)
+        rounded = stored(values, kv_dtype)
+        # Backends may round ties in 8 bits differently: one step of int8 or float8_e4m3fn.
         largest = float(values.abs().max())
-        other = {"int8": (0.0, largest / 127), "float8_e4m3fn": (1 / 8, largest / 2**17)}.get(kv_dtype, (0.0, 0.0))
+        tie_error = {"int8": (0.0, largest / 127), "float8_e4m3fn": (1 / 8, largest / 2**17)}.get(kv_dtype, (0.0, 0.0))
         for block in range(NUM_BLOCKS):
-            seen = bench.mean_of_visible_values([block], 1)[0]
+            seen = harness.mean_of_visible_values([block], 1)[0]
             step = float(torch.finfo(torch_dtype(claimed_dtype)).eps)
-            allowed = (step + other[0]) * kept[block].abs() + step + other[1]
-            what = f"the value at the head of block {block}, stored as {kv_dtype}, by head and element"
-            assert_close(seen, kept[block], allowed, what)
+            allowed = (step + tie_error[0]) * rounded[block].abs() + step + tie_error[1]
+            what = f"the value at the start of block {block}, stored as {kv_dtype}, by head and element"
+            assert_close(seen, rounded[block], allowed, what)
 
 
 @clause("KVL-05")
 def test_a_sequence_written_in_pieces_reads_as_one(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
-    bench = bench_of(subject, bound_device, claimed_dtype)
-    length, order = 2 * bench.block_size + 5, [4, 1, 3]
-    keys, values = random_kv(bench.backend, length)
+    harness = make_harness(subject, bound_device, claimed_dtype)
+    length, order = 2 * harness.block_size + 5, [4, 1, 3]
+    keys, values = random_kv(harness.backend, length)
     table = np.array([order], dtype=np.int32)
-    cuts = [0, 3, bench.block_size, bench.block_size + 1, length]
+    cuts = [0, 3, harness.block_size, harness.block_size + 1, length]
     for begin, end in pairwise(cuts):
-        layout = make_layout([(begin, end - begin)], table, bench.block_size)
-        bench.write(layout, keys[begin:end], values[begin:end])
+        layout = make_layout([(begin, end - begin)], table, harness.block_size)
+        harness.write(layout, keys[begin:end], values[begin:end])
     means = values.double().cumsum(0) / torch.arange(1, length + 1).view(-1, 1, 1)
     what = f"means of the values at [0, position], by position and head, written in pieces that begin at {cuts[:-1]}"
-    assert_close(bench.mean_of_visible_values(order, length), means, tolerance(claimed_dtype, claimed_dtype), what)
+    assert_close(harness.mean_of_visible_values(order, length), means, tolerance(claimed_dtype, claimed_dtype), what)
 
 
 @clause("KVL-03")
 def test_slots_of_minus_one_store_nothing(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
-    bench = bench_of(subject, bound_device, claimed_dtype)
-    bench.fill(0.25)
-    before = contents(bench)
-    keys, values = random_kv(bench.backend, 9)
-    layout = make_layout([(0, 1)], np.array([[2]], dtype=np.int32), bench.block_size, padding=8)
+    harness = make_harness(subject, bound_device, claimed_dtype)
+    harness.fill(0.25)
+    before = contents(harness)
+    keys, values = random_kv(harness.backend, 9)
+    layout = make_layout([(0, 1)], np.array([[2]], dtype=np.int32), harness.block_size, padding=8)
     layout.slot_mapping[:] = -1
-    bench.write(layout, keys, values)
-    assert_same(before, contents(bench), "a step whose slots are all -1")
-    # Or the comparison would say nothing.
-    layout.slot_mapping[0] = 2 * bench.block_size
-    bench.write(layout, keys, values)
-    assert any(not torch.equal(old, new) for old, new in zip(before, contents(bench), strict=True)), (
+    harness.write(layout, keys, values)
+    assert_same(before, contents(harness), "a step whose slots are all -1")
+    # Else the comparison above would prove nothing.
+    layout.slot_mapping[0] = 2 * harness.block_size
+    harness.write(layout, keys, values)
+    assert any(not torch.equal(old, new) for old, new in zip(before, contents(harness), strict=True)), (
         "read_slots returns the same before and after a token was stored in slot "
-        f"{2 * bench.block_size}: it has to return what is stored in the slots"
+        f"{2 * harness.block_size}: it must return the contents of the slots"
     )
 
 
@@ -176,21 +180,19 @@ def test_slots_of_minus_one_store_nothing(
 def test_a_write_touches_no_slot_that_it_was_not_given(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
-    bench = bench_of(subject, bound_device, claimed_dtype)
-    size = bench.block_size
-    bench.fill(0.25)
+    harness = make_harness(subject, bound_device, claimed_dtype)
+    size = harness.block_size
+    harness.fill(0.25)
     others = [block for block in range(NUM_BLOCKS) if block != 2]
-    untouched = [bench.mean_of_visible_values([block], size) for block in others]
-    keys, values = random_kv(bench.backend, 8)
+    untouched = [harness.mean_of_visible_values([block], size) for block in others]
+    keys, values = random_kv(harness.backend, 8)
     # Three tokens in the middle of block 2, and five of padding.
     length = min(3, size)
     layout = make_layout([(0, length)], np.array([[2]], dtype=np.int32), size, padding=8 - length)
-    bench.write(layout, keys, values)
+    harness.write(layout, keys, values)
     for block, before in zip(others, untouched, strict=True):
-        assert_equal(
-            bench.mean_of_visible_values([block], size), before, f"block {block}, to which nothing was written"
-        )
-    seen = bench.mean_of_visible_values([2], size)
+        assert_equal(harness.mean_of_visible_values([block], size), before, f"block {block}, which was not written")
+    seen = harness.mean_of_visible_values([2], size)
     sums = torch.cat([values[:length].double(), torch.full((size - length, *values.shape[1:]), 0.25).double()]).cumsum(
         0
     )
@@ -203,17 +205,19 @@ def test_a_write_touches_no_slot_that_it_was_not_given(
 def test_blocks_are_copied_whole_and_alone(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
-    bench = bench_of(subject, bound_device, claimed_dtype)
-    size = bench.block_size
+    harness = make_harness(subject, bound_device, claimed_dtype)
+    size = harness.block_size
     length = NUM_BLOCKS * size
-    keys, values = random_kv(bench.backend, length)
-    bench.write(make_layout([(0, length)], np.arange(NUM_BLOCKS, dtype=np.int32)[None], size), keys, values)
-    before = [bench.mean_of_visible_values([block], size) for block in range(NUM_BLOCKS)]
+    keys, values = random_kv(harness.backend, length)
+    harness.write(make_layout([(0, length)], np.arange(NUM_BLOCKS, dtype=np.int32)[None], size), keys, values)
+    before = [harness.mean_of_visible_values([block], size) for block in range(NUM_BLOCKS)]
     source, destination = (bound_device.to_device(torch.tensor(ids, dtype=torch.int64)) for ids in ([0, 3], [5, 1]))
-    bench.backend.copy_blocks(bench.kv, source, destination)
-    after = [bench.mean_of_visible_values([block], size) for block in range(NUM_BLOCKS)]
-    for block, came_from in enumerate([0, 3, 2, 3, 4, 0]):
-        assert_equal(after[block], before[came_from], f"block {block}, which should be what block {came_from} was")
+    harness.backend.copy_blocks(harness.kv, source, destination)
+    after = [harness.mean_of_visible_values([block], size) for block in range(NUM_BLOCKS)]
+    for block, source_block in enumerate([0, 3, 2, 3, 4, 0]):
+        assert_equal(
+            after[block], before[source_block], f"block {block}, which must equal the former block {source_block}"
+        )
 
 
 @clause("KVL-04")

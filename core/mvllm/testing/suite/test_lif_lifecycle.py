@@ -1,4 +1,4 @@
-"""LIF: whatever dies, hangs or does not fit, the caller is told, nothing is left, and the next engine works."""
+"""LIF: errors name the process that died or hung, nothing is left behind, and the next engine works."""
 
 from __future__ import annotations
 
@@ -20,39 +20,41 @@ from mvllm.testing.leftover_processes import ProcessSnapshot, process_snapshot, 
 from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.rank_launcher import parallel_config, topology_of, why_not_ranks
-from mvllm.testing.subprocess_checks import ANSWER_PREFIX
-from mvllm.testing.zoo import Zoo, engine, generate, make_llm
+from mvllm.testing.subprocess_checks import ANSWER_PREFIX, child_environment
+from mvllm.testing.zoo import Zoo, generate, make_llm
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 LONG = {"max_tokens": 500}
 
 
 @pytest.fixture
-def trace() -> Iterator[ProcessSnapshot]:
-    """What is started meanwhile; whatever happens, nothing of it is left for the next test."""
+def snapshot() -> Iterator[ProcessSnapshot]:
+    """Tracks the processes that a test starts, and kills those that are left at its end."""
     with process_snapshot() as found:
         yield found
 
 
 def worker_settings(subject: PlatformUnderTest) -> dict[str, Any]:
-    """An engine with worker processes: two where two can be had, else one."""
+    """Settings of an engine with worker processes: two if the machine supports it, else one."""
     topology = topology_of(subject, parallel_config(2))
     collectives = {"all_reduce", "all_gather"} <= subject.capabilities.collectives
     if "mp" in topology.executors and topology.num_workers == 2 and collectives and not why_not_ranks(subject, 2):
         return {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    return one_worker(subject)
+    return one_worker_settings(subject)
 
 
-def one_worker(subject: PlatformUnderTest) -> dict[str, Any]:
-    """An engine with one worker process."""
+def one_worker_settings(subject: PlatformUnderTest) -> dict[str, Any]:
+    """Settings of an engine with one worker process."""
     if "mp" not in topology_of(subject, parallel_config()).executors:
         skip_not_claimed("worker processes: the topology does not allow mp")
     return {"distributed_executor_backend": "mp"}
 
 
-def works(subject: PlatformUnderTest, zoo: Zoo, expected: list[list[int]] | None = None) -> list[list[int]]:
-    """What a new engine in this process generates."""
-    with engine(subject, zoo.checkpoint("llama")) as llm:
+def generate_with_new_engine(
+    subject: PlatformUnderTest, zoo: Zoo, expected: list[list[int]] | None = None
+) -> list[list[int]]:
+    """The tokens that a new engine in this process generates; fails if they are not the expected ones."""
+    with make_llm(subject, zoo.checkpoint("llama")) as llm:
         found = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS)]
     assert expected is None or found == expected
     return found
@@ -60,39 +62,39 @@ def works(subject: PlatformUnderTest, zoo: Zoo, expected: list[list[int]] | None
 
 @clause("LIF-01")
 def test_a_killed_worker_is_named_and_nothing_is_left(
-    subject: PlatformUnderTest, free_device: None, zoo: Zoo, trace: ProcessSnapshot
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, snapshot: ProcessSnapshot
 ) -> None:
     llm = make_llm(subject, zoo.checkpoint("llama"), **worker_settings(subject))
     with llm:
         generate(llm, PROMPTS)
-        workers = trace.workers()
+        workers = snapshot.workers()
         victim = workers[-1]
         victim.send_signal(signal.SIGKILL)
         with pytest.raises(EngineDeadError, match=rf"pid {victim.pid}") as caught:
             generate(llm, PROMPTS, **LONG)
         assert isinstance(caught.value.__cause__, WorkerDiedError)
-    trace.assert_gone()
+    snapshot.assert_gone()
 
 
 @clause("LIF-02")
 def test_a_step_that_hangs_ends_the_engine_with_the_workers_name(
-    subject: PlatformUnderTest, free_device: None, zoo: Zoo, trace: ProcessSnapshot
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, snapshot: ProcessSnapshot
 ) -> None:
-    with make_llm(subject, zoo.checkpoint("llama"), step_timeout=4, **one_worker(subject)) as llm:
+    with make_llm(subject, zoo.checkpoint("llama"), step_timeout=4, **one_worker_settings(subject)) as llm:
         generate(llm, PROMPTS)
-        [victim] = trace.workers()
+        [victim] = snapshot.workers()
         victim.suspend()
         with pytest.raises(EngineDeadError, match=rf"pid {victim.pid}") as caught:
             generate(llm, PROMPTS, **LONG)
         assert isinstance(caught.value.__cause__, WorkerStuckError)
-    trace.assert_gone()
+    snapshot.assert_gone()
 
 
 @clause("LIF-03")
 def test_a_step_that_raises_ends_the_engine_and_not_the_process(
     subject: PlatformUnderTest, free_device: None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = works(subject, zoo)
+    expected = generate_with_new_engine(subject, zoo)
     with monkeypatch.context() as patch:
         arm = break_third_step(subject, patch)
         with make_llm(subject, zoo.checkpoint("llama")) as llm:
@@ -101,19 +103,18 @@ def test_a_step_that_raises_ends_the_engine_and_not_the_process(
                 generate(llm, PROMPTS)
             with pytest.raises(EngineDeadError):
                 generate(llm, PROMPTS)
-    works(subject, zoo, expected)
+    generate_with_new_engine(subject, zoo, expected)
 
 
 def break_third_step(subject: PlatformUnderTest, patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Makes a step raise between what is stored and what is read: in attention, or in the platform's worker.
+    """Makes a step raise, in attention or in the platform's worker.
 
     Returns:
-        What to call when profiling and warm-up, whose steps are none of a request, are over: the third from then on
-        raises.
+        A function to call after profiling and warm-up. The third step after that raises.
     """
     steps: list[Iterator[int]] = []
 
-    def maybe() -> None:
+    def maybe_raise() -> None:
         if steps and next(steps[0]) >= 2:
             raise RuntimeError("broken on purpose by the conformance suite")
 
@@ -126,7 +127,7 @@ def break_third_step(subject: PlatformUnderTest, patch: pytest.MonkeyPatch) -> C
         execute = cls.execute_model
 
         def execute_model(self: Any, plan: Any) -> Any:
-            maybe()
+            maybe_raise()
             return execute(self, plan)
 
         patch.setattr(cls, "execute_model", execute_model)
@@ -138,7 +139,7 @@ def break_third_step(subject: PlatformUnderTest, patch: pytest.MonkeyPatch) -> C
         build = backend.build_metadata
 
         def build_metadata(batch: Any) -> Any:
-            maybe()
+            maybe_raise()
             return build(batch)
 
         backend.build_metadata = build_metadata  # type: ignore[method-assign]
@@ -152,7 +153,7 @@ def break_third_step(subject: PlatformUnderTest, patch: pytest.MonkeyPatch) -> C
 def test_a_cache_that_does_not_fit_is_refused_and_the_next_engine_works(
     subject: PlatformUnderTest, free_device: None, zoo: Zoo
 ) -> None:
-    expected = works(subject, zoo)
+    expected = generate_with_new_engine(subject, zoo)
     longest = 2**20
     with pytest.raises(CacheError):
         make_llm(
@@ -164,24 +165,24 @@ def test_a_cache_that_does_not_fit_is_refused_and_the_next_engine_works(
             max_model_len=longest,
             hf_overrides={"max_position_embeddings": longest},
         ).close()
-    works(subject, zoo, expected)
+    generate_with_new_engine(subject, zoo, expected)
 
 
 @clause("LIF-05")
 def test_an_engine_with_worker_processes_leaves_nothing_however_often_it_is_closed(
-    subject: PlatformUnderTest, free_device: None, zoo: Zoo, trace: ProcessSnapshot
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, snapshot: ProcessSnapshot
 ) -> None:
     llm = make_llm(subject, zoo.checkpoint("llama"), **worker_settings(subject))
     generate(llm, PROMPTS)
-    assert trace.workers()
+    assert snapshot.workers()
     llm.close()
     llm.close()
-    trace.assert_gone()
+    snapshot.assert_gone()
 
 
 @clause("LIF-05")
 def test_an_engine_in_this_process_may_be_closed_twice(
-    subject: PlatformUnderTest, free_device: None, zoo: Zoo, trace: ProcessSnapshot
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, snapshot: ProcessSnapshot
 ) -> None:
     topology = topology_of(subject, parallel_config())
     if "uni" not in topology.executors:
@@ -190,39 +191,39 @@ def test_an_engine_in_this_process_may_be_closed_twice(
     generate(llm, PROMPTS)
     llm.close()
     llm.close()
-    trace.assert_gone()
+    snapshot.assert_gone()
 
 
 @clause("LIF-06")
 def test_workers_end_with_their_caller(
-    subject: PlatformUnderTest, free_device: None, zoo: Zoo, trace: ProcessSnapshot
+    subject: PlatformUnderTest, free_device: None, zoo: Zoo, snapshot: ProcessSnapshot
 ) -> None:
-    order = {"name": subject.name, "folder": str(zoo.checkpoint("llama")), **worker_settings(subject)}
+    settings = {"name": subject.name, "folder": str(zoo.checkpoint("llama")), **worker_settings(subject)}
     caller = subprocess.Popen(
-        [sys.executable, "-m", "mvllm.testing._engine_process", json.dumps(order)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        [sys.executable, "-m", "mvllm.testing._engine_process", json.dumps(settings)],
+        env=child_environment(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     try:
-        said = []
+        output = []
         assert caller.stdout is not None
         for line in caller.stdout:
-            said.append(line)
+            output.append(line)
             if line.startswith(ANSWER_PREFIX):
                 break
         else:
-            pytest.fail("the engine did not start:\n" + "".join(said[-40:]), pytrace=False)
-        workers = trace.workers()
+            pytest.fail("the engine did not start:\n" + "".join(output[-40:]), pytrace=False)
+        workers = snapshot.workers()
         assert workers
     finally:
         caller.kill()
         caller.stdout.close()  # type: ignore[union-attr]
         caller.wait()
-    wait_until(lambda: not trace.workers(), 30, lambda: "the workers of a caller that was killed live on")
-    trace.assert_gone()
+    wait_until(lambda: not snapshot.workers(), 30, "workers are alive after their engine's process was killed")
+    snapshot.assert_gone()
 
 
 @clause("LIF-07")
@@ -232,8 +233,8 @@ def test_awake_again_an_engine_gives_the_same_tokens(
 ) -> None:
     path = subject.platform.worker_class()
     if path is not None and not hasattr(load_attribute(path), "sleep"):
-        skip_not_claimed("sleep: the platform's worker has no such method")
-    with engine(subject, zoo.checkpoint("llama")) as llm:
+        skip_not_claimed("sleep: the platform's worker has no method `sleep`")
+    with make_llm(subject, zoo.checkpoint("llama")) as llm:
         expected = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS)]
         for _ in range(2):
             llm.sleep(level)

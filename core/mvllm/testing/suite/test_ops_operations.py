@@ -1,4 +1,4 @@
-"""OPS: an operation that a platform replaces does what the reference does."""
+"""OPS: a platform's op providers return the results of the references."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def providers_of(subject: PlatformUnderTest, op: str) -> list[OpProvider]:
     return found or skip_not_claimed(f"{op}: the reference runs")
 
 
-def taken(provider: OpProvider, dtype: str) -> list[OpCall]:
-    """The trials that the provider supports."""
+def supported_calls(provider: OpProvider, dtype: str) -> list[OpCall]:
+    """The cases that the provider supports."""
     return [t for t in op_calls(provider.op, dtype) if not provider.supports(OpCase(provider.op, dtype, t.facts))]
 
 
 def move(runtime: DeviceRuntime, arguments: tuple[Any, ...]) -> list[Any]:
-    """To the device; views stay views of what they were cut from, in layout."""
+    """Copies arguments to the device; strided views keep their strides."""
     moved = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor) and not argument.is_contiguous():
             whole = torch.empty_strided(argument.size(), argument.stride(), dtype=argument.dtype).copy_(argument)
-            there = runtime.to_device(
+            storage = runtime.to_device(
                 torch.as_strided(whole, (whole.untyped_storage().size() // whole.itemsize,), (1,))
             )
-            argument = torch.as_strided(there, argument.size(), argument.stride())
+            argument = torch.as_strided(storage, argument.size(), argument.stride())
         elif isinstance(argument, torch.Tensor):
             argument = runtime.to_device(argument.clone())
         elif isinstance(argument, QuantizedWeight | Float8Weight):
@@ -61,19 +61,19 @@ def required(signature: inspect.Signature) -> list[inspect.Parameter]:
 
 
 def as_parameter(weight: Any) -> Any:
-    """As a layer hands it to `prepare`; a quantized weight is handed over as it is."""
+    """A weight as layers pass it to `prepare`: tensors as parameters, quantized weights unchanged."""
     return torch.nn.Parameter(weight, requires_grad=False) if isinstance(weight, torch.Tensor) else weight
 
 
-def call(runtime: DeviceRuntime, provider: OpProvider, trial: OpCall) -> tuple[list[torch.Tensor], list[Any]]:
-    """What the provider gives, on the host, and the arguments it was called with."""
-    arguments = move(runtime, trial.make())
-    if provider.prepare is not None and trial.weight is not None:
-        places = trial.weight if isinstance(trial.weight, tuple) else (trial.weight,)
-        weights = tuple(as_parameter(arguments[place]) for place in places)
-        prepared = provider.prepare(weights if isinstance(trial.weight, tuple) else weights[0])
-        for place, weight in zip(places, prepared if isinstance(trial.weight, tuple) else (prepared,), strict=True):
-            arguments[place] = weight
+def call(runtime: DeviceRuntime, provider: OpProvider, case_: OpCall) -> tuple[list[torch.Tensor], list[Any]]:
+    """The provider's results on the host, and the arguments of the call."""
+    arguments = move(runtime, case_.make())
+    if provider.prepare is not None and case_.weight is not None:
+        indices = case_.weight if isinstance(case_.weight, tuple) else (case_.weight,)
+        weights = tuple(as_parameter(arguments[index]) for index in indices)
+        prepared = provider.prepare(weights if isinstance(case_.weight, tuple) else weights[0])
+        for index, weight in zip(indices, prepared if isinstance(case_.weight, tuple) else (prepared,), strict=True):
+            arguments[index] = weight
     with runtime.inference_mode():
         found = results(provider.function(*arguments))
     return [runtime.to_host(tensor).wait() for tensor in found], arguments
@@ -85,7 +85,7 @@ def test_every_provider_replaces_an_operation_that_there_is(
 ) -> None:
     providers = list(subject.platform.ops())
     others = [type(provider).__name__ for provider in providers if not isinstance(provider, OpProvider)]
-    assert not others, f"ops() returns OpProviders, and here {', '.join(others)}"
+    assert not others, f"ops() must return OpProviders; found {', '.join(others)}"
     OpTable.resolve(providers)
     for provider in providers:
         assert provider.name.strip() and provider.name != REFERENCE
@@ -95,7 +95,7 @@ def test_every_provider_replaces_an_operation_that_there_is(
             try:
                 found.bind(*range(count))
             except TypeError as e:
-                raise AssertionError(f"{provider.name} takes {found}, not {expected}") from e
+                raise AssertionError(f"{provider.name} has the parameters {found}, not {expected}") from e
 
 
 @clause("OPS-01")
@@ -103,22 +103,22 @@ def test_every_provider_replaces_an_operation_that_there_is(
 def test_a_provider_gives_what_the_reference_gives(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, op: str
 ) -> None:
-    tried = 0
+    num_run = 0
     for provider in providers_of(subject, op):
-        for trial in taken(provider, claimed_dtype):
-            found, _ = call(bound_device, provider, trial)
-            wanted = results(exact(trial))
-            assert len(found) == len(wanted), f"{provider.name}: {trial}"
+        for case_ in supported_calls(provider, claimed_dtype):
+            found, _ = call(bound_device, provider, case_)
+            wanted = results(exact(case_))
+            assert len(found) == len(wanted), f"{provider.name}: {case_}"
             for one, other in zip(found, wanted, strict=True):
-                assert one.shape == other.shape, f"{provider.name}: {trial}"
-                if not other.dtype.is_floating_point:  # places, say
-                    assert_equal(one, other, f"{provider.name}: {trial}")
+                assert one.shape == other.shape, f"{provider.name}: {case_}"
+                if not other.dtype.is_floating_point:  # indices, for instance
+                    assert_equal(one, other, f"{provider.name}: {case_}")
                     continue
-                assert one.dtype == torch_dtype(claimed_dtype), f"{provider.name}: {trial}"
+                assert one.dtype == torch_dtype(claimed_dtype), f"{provider.name}: {case_}"
                 off = float((one.double() - other).abs().max() / other.abs().max().clamp(min=1e-3))
-                assert off < tolerance(claimed_dtype), f"{provider.name}, {trial}: off by {off:.2g}"
-            tried += 1
-    if not tried:
+                assert off < tolerance(claimed_dtype), f"{provider.name}, {case_}: off by {off:.2g}"
+            num_run += 1
+    if not num_run:
         skip_not_claimed(f"{op} in {claimed_dtype}: the reference runs")
 
 
@@ -126,24 +126,24 @@ def test_a_provider_gives_what_the_reference_gives(
 def test_rows_of_a_prepared_weight_are_those_of_the_weight(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str
 ) -> None:
-    tried = 0
+    num_run = 0
     for provider in providers_of(subject, "linear"):
         if provider.lookup is None:
             continue
-        assert provider.prepare is not None, f"{provider.name} has a form to look up rows in, and nothing makes it"
-        for trial in op_calls("embedding", claimed_dtype):
-            ids, weight, *first = move(bound_device, trial.make())
+        assert provider.prepare is not None, f"{provider.name} has `lookup` without `prepare`"
+        for case_ in op_calls("embedding", claimed_dtype):
+            ids, weight, *first = move(bound_device, case_.make())
             facts = {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": False}
             if provider.supports(OpCase("linear", claimed_dtype, facts)):
                 continue
             with bound_device.inference_mode():
                 found = provider.lookup(ids, provider.prepare(as_parameter(weight)), *first)
-            [wanted] = results(exact(trial))
-            assert found.dtype == torch_dtype(claimed_dtype), f"{provider.name}: {trial}"
-            assert_equal(bound_device.to_host(found).wait().double(), wanted, f"{provider.name}: {trial}")
-            tried += 1
-    if not tried:
-        skip_not_claimed(f"in {claimed_dtype} no provider reads rows of a weight that it prepared")
+            [wanted] = results(exact(case_))
+            assert found.dtype == torch_dtype(claimed_dtype), f"{provider.name}: {case_}"
+            assert_equal(bound_device.to_host(found).wait().double(), wanted, f"{provider.name}: {case_}")
+            num_run += 1
+    if not num_run:
+        skip_not_claimed(f"lookup in {claimed_dtype}: no provider has it")
 
 
 @clause("OPS-02")
@@ -154,10 +154,10 @@ def test_supports_answers_with_reasons_for_whatever_it_is_asked(
     dtypes = [*subject.capabilities.dtypes, "float64"]
     for provider in providers_of(subject, op):
         for dtype in dtypes:
-            for trial in op_calls(op, dtype):
-                case = OpCase(op, dtype, trial.facts)
+            for case_ in op_calls(op, dtype):
+                case = OpCase(op, dtype, case_.facts)
                 reasons = provider.supports(case)
-                assert reasons == provider.supports(case), "supports is pure"
+                assert reasons == provider.supports(case), "supports must be pure"
                 assert isinstance(reasons, list) and all(isinstance(r, str) and r.strip() for r in reasons), reasons
 
 
@@ -167,13 +167,13 @@ def test_the_reference_runs_what_no_provider_supports(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, op: str
 ) -> None:
     table = OpTable.resolve(subject.platform.ops())
-    for trial in op_calls(op, "float64"):
+    for case_ in op_calls(op, "float64"):
         refused = all(
-            provider.supports(OpCase(op, "float64", trial.facts))
+            provider.supports(OpCase(op, "float64", case_.facts))
             for provider in subject.platform.ops()
             if provider.op == op
         )
-        assert (table.get(op, torch.float64, **trial.facts).provider == REFERENCE) is refused
+        assert (table.get(op, torch.float64, **case_.facts).provider == REFERENCE) is refused
 
 
 @clause("OPS-02")
@@ -181,14 +181,14 @@ def test_the_reference_runs_what_no_provider_supports(
 def test_references_run_on_the_device(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, op: str
 ) -> None:
-    for trial in op_calls(op, claimed_dtype):
-        arguments = move(bound_device, trial.make())
+    for case_ in op_calls(op, claimed_dtype):
+        arguments = move(bound_device, case_.make())
         with bound_device.inference_mode():
             found = results(SCHEMAS[op].reference(*arguments))
-        for one, other in zip(found, results(exact(trial)), strict=True):
+        for one, other in zip(found, results(exact(case_)), strict=True):
             host = bound_device.to_host(one).wait()
             off = float((host.double() - other).abs().max() / other.abs().max().clamp(min=1e-3))
-            assert off < tolerance(claimed_dtype), f"{trial}: off by {off:.2g}"
+            assert off < tolerance(claimed_dtype), f"{case_}: off by {off:.2g}"
 
 
 @clause("OPS-03")
@@ -197,18 +197,18 @@ def test_a_provider_leaves_its_arguments_alone(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, op: str
 ) -> None:
     schema = SCHEMAS[op]
-    tried = 0
+    num_run = 0
     for provider in providers_of(subject, op):
-        for trial in taken(provider, claimed_dtype):
-            before = trial.make()
-            _, arguments = call(bound_device, provider, trial)
+        for case_ in supported_calls(provider, claimed_dtype):
+            before = case_.make()
+            _, arguments = call(bound_device, provider, case_)
             for name, old, new in zip(
                 schema.parameters, before, arguments, strict=False
             ):  # optional ones may be left out
                 prepared = provider.prepare is not None and name in ("weight", "gate_up", "down")
                 if not isinstance(old, torch.Tensor) or name in schema.may_overwrite or prepared:
                     continue
-                assert_equal(bound_device.to_host(new).wait(), old, f"{provider.name} changed {name}: {trial}")
-            tried += 1
-    if not tried:
+                assert_equal(bound_device.to_host(new).wait(), old, f"{provider.name} changed {name}: {case_}")
+            num_run += 1
+    if not num_run:
         skip_not_claimed(f"{op} in {claimed_dtype}: the reference runs")

@@ -1,4 +1,4 @@
-"""PLG: a plugin can be found, is light, and keeps to the front door."""
+"""PLG: a plugin is discovered, imports quickly, and imports only the plugin API of mvllm."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.subprocess_checks import run_in_subprocess
 
 IMPORT_CPU_SECONDS = 2.0
-"""Processor time that the entry point's module may take beyond `mvllm.plugin_api`. An ordinary one takes 0.01."""
+"""CPU time limit of the entry point's module, without `mvllm.plugin_api`. Typical modules take 0.01 s."""
 
 PLUGIN_API = "mvllm.plugin_api"
 OWN_TESTS = "mvllm.testing"
 
 
-def look_at(platform_under_test: PlatformUnderTest, **order: Any) -> dict[str, Any]:
-    """The plugin, seen from a fresh process."""
+def inspect_plugin(platform_under_test: PlatformUnderTest, **order: Any) -> dict[str, Any]:
+    """Findings of `_probe_process` about the plugin."""
     assert platform_under_test.candidate is not None, (
         f"no installed distribution offers a platform {platform_under_test.name!r}"
     )
@@ -36,13 +36,13 @@ def look_at(platform_under_test: PlatformUnderTest, **order: Any) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def facts(platform_under_test: PlatformUnderTest) -> dict[str, Any]:
-    return look_at(platform_under_test)
+    return inspect_plugin(platform_under_test)
 
 
 @clause("PLG-01")
 def test_importing_the_entry_point_loads_nothing_heavy(facts: dict[str, Any]) -> None:
-    assert facts["imported"] == [], "the entry point's module imports these, which listing platforms then pays for"
-    assert facts["libraries"] == [], "the entry point's module loads these shared libraries"
+    assert facts["imported"] == [], "the entry point's module must not import these packages"
+    assert facts["libraries"] == [], "the entry point's module must not load these shared libraries"
 
 
 @clause("PLG-01")
@@ -63,13 +63,13 @@ def test_the_package_imports_only_the_plugin_api(platform_under_test: PlatformUn
     files = list(sources_of(platform_under_test))
     assert files, "no source of the plugin was found"
     found = {f"{file.name}:{line}: {name}" for file in files for line, name in imports_of(file) if not allowed(name)}
-    assert not found, f"a plugin imports {PLUGIN_API} and nothing else of mvllm: {sorted(found)}"
+    assert not found, f"a plugin may import only {PLUGIN_API} from mvllm; found {sorted(found)}"
 
 
 @clause("PLG-04")
 def test_one_distribution_claims_the_name(platform_under_test: PlatformUnderTest) -> None:
     owners = {f"{s.distribution} {s.version}" for s in find_sources() if s.name == platform_under_test.name}
-    assert len(owners) == 1, f"the name {platform_under_test.name!r} is claimed by {sorted(owners) or 'nobody'}"
+    assert len(owners) == 1, f"distributions with the platform {platform_under_test.name!r}: {sorted(owners) or 'none'}"
 
 
 @clause("PLG-04")
@@ -89,7 +89,7 @@ def test_the_platform_can_be_chosen_by_its_name(platform_under_test: PlatformUnd
 
 
 def sources_of(platform_under_test: PlatformUnderTest) -> Iterator[Path]:
-    """The Python files of the package that the entry point lies in."""
+    """The Python files of the entry point's package."""
     assert platform_under_test.candidate is not None
     source = platform_under_test.candidate.source
     module = source.entry_point.partition(":")[0]
@@ -98,7 +98,7 @@ def sources_of(platform_under_test: PlatformUnderTest) -> Iterator[Path]:
         spec = importlib.util.find_spec(".".join(parents[:depth]))
         if spec is None:
             return
-        if spec.origin is None:  # a namespace: others may live in it as well
+        if spec.origin is None:  # a namespace package, which other distributions may share
             continue
         origin = Path(spec.origin)
         yield from origin.parent.rglob("*.py") if origin.name == "__init__.py" else [origin]
@@ -106,7 +106,7 @@ def sources_of(platform_under_test: PlatformUnderTest) -> Iterator[Path]:
 
 
 def imports_of(file: Path) -> Iterator[tuple[int, str]]:
-    """Modules that a file imports, `from` imports with the name behind the module's."""
+    """Line numbers and full names of a file's imports."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -118,7 +118,7 @@ def imports_of(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def allowed(name: str) -> bool:
-    """Whether an import is none of mvllm's insides."""
-    inside = name == "mvllm" or name.startswith("mvllm.")
-    doors = (PLUGIN_API, OWN_TESTS)
-    return not inside or any(name == door or name.startswith(door + ".") for door in doors)
+    """Whether a plugin may import a name."""
+    is_mvllm = name == "mvllm" or name.startswith("mvllm.")
+    allowed_modules = (PLUGIN_API, OWN_TESTS)
+    return not is_mvllm or any(name == module or name.startswith(module + ".") for module in allowed_modules)

@@ -1,4 +1,4 @@
-"""PRB: asking a platform whether it can be used costs nothing and changes nothing."""
+"""PRB: a probe is fast and has no side effects."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from mvllm.testing.markers import clause, skip_not_run
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.report import WITHOUT_DEVICE
-from mvllm.testing.suite.test_plg_plugin import look_at
+from mvllm.testing.suite.test_plg_plugin import inspect_plugin
 
 PROBE_CPU_SECONDS = 1.0
-"""Time of this process' processor, which other load on the machine does not lengthen."""
+"""CPU time limit of a probe, independent of the load of the machine."""
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def probed(platform_under_test: PlatformUnderTest) -> dict[str, Any]:
     capabilities = platform_under_test.capabilities
     claimed = not platform_under_test.error and capabilities.fork_safe and capabilities.torch_device
     claimed = claimed and not platform_under_test.without_device
-    return look_at(platform_under_test, bind_after_fork=claimed)
+    return inspect_plugin(platform_under_test, bind_after_fork=claimed)
 
 
 @clause("PRB-01")
@@ -33,8 +33,8 @@ def test_a_probe_raises_nothing_and_answers_with_a_result(probed: dict[str, Any]
 def test_a_probe_says_what_it_found_or_what_is_missing(probed: dict[str, Any]) -> None:
     assert probed["reason"].strip()
     if not probed["available"]:
-        assert (probed["remedy"] or "").strip(), "what can the user do about it?"
-    assert probed["indices"] == list(range(len(probed["indices"]))), "devices are numbered from 0"
+        assert (probed["remedy"] or "").strip(), "a probe that finds no device must give a remedy"
+    assert probed["indices"] == list(range(len(probed["indices"]))), "devices must be numbered from 0"
 
 
 @clause("PRB-01")

@@ -28,7 +28,7 @@ LIMITS = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128
 
 @contextmanager
 def worker(subject: PlatformUnderTest, folder: Path, dtype: str) -> Iterator[tuple[WorkerWrapper, int, int]]:
-    """A worker that has gone through its start, with its number of blocks and their size."""
+    """A started worker, its number of KV blocks and their size."""
     args = EngineArgs.from_kwargs(
         model=str(folder),
         platform=subject.name,
@@ -54,7 +54,7 @@ def worker(subject: PlatformUnderTest, folder: Path, dtype: str) -> Iterator[tup
 
 
 def prompts_in_one_step(prompts: list[list[int]], block_size: int, step: int = 0) -> SchedulerOutput:
-    """A plan that computes whole prompts, and asks for the log-probabilities of their tokens."""
+    """A step that computes whole prompts and returns the log-probabilities of their tokens."""
     new, next_block = [], 0
     for row, prompt in enumerate(prompts):
         count = -(-(len(prompt) + 1) // block_size)
@@ -110,7 +110,7 @@ def test_a_model_with_a_sliding_window_does_too(
 
 
 def output_of(wrapper: WorkerWrapper, plan: SchedulerOutput) -> ModelRunnerOutput:
-    """Runs one step, to its end."""
+    """Runs one step and collects its output."""
     output = wrapper.execute_model(plan)
     if output is None:
         output = wrapper.call("collect_output", plan.step)
@@ -128,7 +128,7 @@ def check_family(subject: PlatformUnderTest, zoo: Zoo, dtype: str, family: str) 
 
 @clause("RUN-02")
 def test_the_worker_goes_through_its_life_in_order(subject: PlatformUnderTest, free_device: None, zoo: Zoo) -> None:
-    """Whatever class the platform names. It answers every step, is healthy, and may be ended twice."""
+    """Core's worker or the platform's: it returns an output for every step, is healthy, and can be shut down twice."""
     with worker(subject, zoo.checkpoint("llama"), main_dtype(subject.capabilities)) as (wrapper, num_blocks, size):
         assert num_blocks > 0 and size > 0
         wrapper.call("check_health")

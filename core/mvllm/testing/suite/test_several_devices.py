@@ -1,6 +1,6 @@
-"""DEV-09, MEM-05, KVL-06, RUN-03: one worker that drives several devices spreads over them what it holds.
+"""DEV-09, MEM-05, KVL-06, RUN-03: one worker that drives several devices distributes tensors over them.
 
-Each is asked of a worker in a process of its own: how many devices a process has is often settled once.
+Each check runs in a new process, since device libraries often fix the number of devices at their start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mvllm.testing.zoo import Zoo
 
 
 def check(subject: PlatformUnderTest, what: str, zoo: Zoo | None = None) -> None:
-    """Two devices try it."""
+    """Runs a check of `_rank_process` in a worker with two devices."""
     if why := why_not_devices(subject, 2):
         skip_not_claimed(why)
     checkpoint = None if zoo is None else zoo.checkpoint("llama")
@@ -44,9 +44,9 @@ def test_the_memory_of_all_devices_counts(subject: PlatformUnderTest) -> None:
         totals.append(int(result.answers["total"]["total"]))
     one, two = totals
     if subject.capabilities.unified_memory:
-        assert abs(two - one) < 0.1 * one, f"the host has {one} bytes; two devices say that they have {two}"
+        assert abs(two - one) < 0.1 * one, f"the host has {one} bytes; with two devices memory() gives {two}"
     else:
-        assert abs(two - 2 * one) < 0.2 * one, f"one device has {one} bytes; two say that they have {two}"
+        assert abs(two - 2 * one) < 0.2 * one, f"one device has {one} bytes; with two devices memory() gives {two}"
 
 
 @clause("KVL-06")
@@ -62,7 +62,7 @@ def test_weights_are_spread_over_the_devices(subject: PlatformUnderTest, free_de
 @clause("DEV-09", "MEM-05", "KVL-06", "RUN-03", refusal=True)
 def test_a_worker_of_several_devices_that_are_not_claimed_is_refused(subject: PlatformUnderTest) -> None:
     if subject.platform.worker_class() is not None:
-        skip_not_claimed("it has a worker class of its own, which drives what it likes")
+        skip_not_claimed("the platform has its own worker class, which drives devices itself")
     config = EngineArgs.from_kwargs(model="demo").create_engine_config()
     config = dataclasses.replace(config, parallel=parallel_config(tensor=2))
     with enter_phase(Phase.ENGINE), pytest.raises(PlatformError, match="devices_per_process"):

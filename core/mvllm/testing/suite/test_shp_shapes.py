@@ -1,4 +1,4 @@
-"""SHP: steps have the sizes that the platform asked for, and none that it has not met in warm-up."""
+"""SHP: steps have the platform's bucket sizes, and nothing is compiled after the warm-up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mvllm.plugin_api import CompileBackend, DeviceRuntime, ShapePolicy
 from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.tensor_assertions import assert_equal
-from mvllm.testing.zoo import MAX_LEN, VOCAB_SIZE, Zoo, assert_tokens, engine, generate, main_dtype, tie_of
+from mvllm.testing.zoo import MAX_LEN, VOCAB_SIZE, Zoo, assert_tokens, generate, main_dtype, make_llm, tie_of
 from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
 from mvllm.worker.worker import Worker
 
@@ -43,9 +43,9 @@ def test_steps_have_sizes_among_the_buckets_and_nothing_is_compiled_after_warm_u
 ) -> None:
     shapes = shapes_of(subject)
     if subject.platform.worker_class() is not None:
-        skip_not_claimed("core's worker")
+        skip_not_claimed("core's worker: the platform has its own")
     if not any(getattr(shapes, name) for name in DIMENSIONS):
-        skip_not_claimed("buckets: shapes are free")
+        skip_not_claimed("buckets: all sizes are allowed")
     seen: dict[str, set[int]] = {name: set() for name in DIMENSIONS}
     build, warm_up = StepInputBuilder.build, Worker.warm_up
     compiled_after_warm_up: list[str] = []
@@ -77,7 +77,7 @@ def test_steps_have_sizes_among_the_buckets_and_nothing_is_compiled_after_warm_u
 
         monkeypatch.setattr(type(compiler), "compile", watched_compile)
     expected = zoo.oracle("llama")
-    with engine(subject, expected.folder) as llm:
+    with make_llm(subject, expected.folder) as llm:
         outputs = generate(llm, expected.prompts)
     assert_tokens(zoo, "llama", expected, outputs, tie_of(subject.capabilities, main_dtype(subject.capabilities)))
     for name in DIMENSIONS:
@@ -91,7 +91,7 @@ def test_no_request_that_only_samples_compiles_anything(
     subject: PlatformUnderTest, free_device: None, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if subject.platform.worker_class() is not None:
-        skip_not_claimed("core's worker")
+        skip_not_claimed("core's worker: the platform has its own")
     bound: list[DeviceRuntime] = []
     init_device = Worker.init_device
 
@@ -102,7 +102,7 @@ def test_no_request_that_only_samples_compiles_anything(
     monkeypatch.setattr(Worker, "init_device", watched)
     rng = random.Random(0)
     prompts = [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randint(1, MAX_LEN // 2))] for _ in range(11)]
-    with engine(subject, zoo.checkpoint("llama")) as llm:
+    with make_llm(subject, zoo.checkpoint("llama")) as llm:
         with enter_phase(Phase.WORKER):
             warm = bound[0].num_compilations()
         if warm is None:
@@ -127,7 +127,7 @@ def test_no_request_that_only_samples_compiles_anything(
 
 @clause("SHP-01")
 def test_the_device_takes_a_shape_that_it_has_not_met(bound_device: DeviceRuntime) -> None:
-    """Profiling and sampling make shapes of their own before and beside the steps."""
+    """Profiling and sampling use sizes that are not buckets."""
     import torch
 
     for size in (1, 3, 17):

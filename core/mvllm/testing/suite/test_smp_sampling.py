@@ -1,4 +1,4 @@
-"""SMP: core's sampler on the device's logits draws what the numbers say."""
+"""SMP: core's sampler on the device follows the distribution of the logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, float | int]] = {
 def sample(
     runtime: DeviceRuntime, logits: torch.Tensor, params: list[SamplingParams], *, static: bool = False
 ) -> SamplerOutput:
-    """One token for each row of logits, given on the host; further rows are padding where shapes are static."""
+    """Samples one token per row of logits, which are on the host; rows without params are padding."""
     rows = len(params)
     state, history = SamplingState(rows, logits.shape[1], 0), TokenHistory(rows, 8)
     for row, one in enumerate(params):
@@ -46,7 +46,7 @@ def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def probabilities(logits: torch.Tensor, settings: dict[str, float | int]) -> np.ndarray:
-    """What sampling should follow, in float64: temperature, then top-k, top-p and min-p."""
+    """The exact distribution in float64: temperature, then top-k, top-p and min-p."""
     p = torch.softmax(logits.double() / settings["temperature"], dim=-1).numpy()
     order = np.argsort(-p)
     kept = np.ones(len(p), dtype=bool)
@@ -79,8 +79,8 @@ def test_draws_follow_the_distribution(bound_device: DeviceRuntime, settings: st
     drawn = sample(bound_device, logits.expand(DRAWS, -1).contiguous(), params).tolist()
     counts = np.bincount(drawn, minlength=VOCABULARY)
     p = probabilities(logits[0], SETTINGS[settings])
-    assert counts[p == 0].sum() == 0, "a token was drawn that the filters leave no chance"
-    # Each count is binomial: six standard deviations, and a little for those that are rare.
+    assert counts[p == 0].sum() == 0, "a filtered token was drawn"
+    # Each count is binomial: allow six standard deviations, and 6 draws of rare tokens.
     allowed = 6 * np.sqrt(DRAWS * p * (1 - p)) + 6
     worst = int(np.argmax(np.abs(counts - DRAWS * p) - allowed))
     assert abs(counts[worst] - DRAWS * p[worst]) <= allowed[worst], (

@@ -1,4 +1,4 @@
-"""Drives parsers in tests, and reads well-formed texts a second time in the plainest way: with `json.loads`."""
+"""Runs parsers in tests, and a simple reference parser for well-formed texts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_parser(tools: str | None = None, reasoning: str | None = None) -> Outpu
 
 
 def stream_deltas(parser, pieces: Sequence[str], prompt: str | None = None):
-    """All deltas, checked for the rules that hold for each."""
+    """All deltas, after checks of each delta."""
     stream = parser.stream(prompt) if prompt is not None else parser.stream()
     deltas = [delta for piece in pieces for delta in stream.feed(piece)]
     deltas += stream.finish()
@@ -56,7 +56,7 @@ def without_ids(parsed: ParsedOutput) -> tuple[Any, ...]:
 
 
 def cut(text: str, at: Sequence[int]) -> list[str]:
-    """`text` in pieces; some may be empty."""
+    """Random pieces of `text`; some may be empty."""
     places = [0, *sorted(i % (len(text) + 1) for i in at), len(text)]
     return [text[a:b] for a, b in itertools.pairwise(places)]
 
@@ -77,7 +77,7 @@ layouts = st.builds(
 
 @dataclass
 class Written:
-    """A call as a model may write it."""
+    """A tool call in a model's format."""
 
     name: str
     arguments: str
@@ -101,6 +101,6 @@ _fragments = [
     '{"arguments": {"k": "v"}, "name": "g"}', "{'name': 'f', 'arguments': {'x': None}}", '"{\\"a\\": 1}"',
 ]  # fmt: skip
 messy_text = st.lists(st.sampled_from(_fragments) | st.text(max_size=5), max_size=14).map("".join)
-"""What no model should write: markers and JSON, whole and broken, in any order."""
+"""Pieces for random texts: complete and broken markers and JSON."""
 
 cuts = st.lists(st.integers(0, 400), max_size=12)

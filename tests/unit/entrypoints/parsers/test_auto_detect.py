@@ -1,13 +1,11 @@
-"""Parsers that are chosen from the chat template, and those that are not."""
+"""Detection of parsers from chat templates."""
 
 from __future__ import annotations
 
-import json
 import logging
 
 import pytest
 
-from mvllm.entrypoints.chat_template import read_chat_template
 from mvllm.entrypoints.parsers.auto_detect import (
     REASONING_RULES,
     TOOL_RULES,
@@ -56,19 +54,19 @@ DROPS_THOUGHTS = r"""{%- set content = content.split('</think>')[-1] %}{{- '<|im
         (LLAMA_31, "llama3_json"),
         (LLAMA_32, "llama3_json"),
         (MISTRAL, "mistral"),
-        # Formats that no parser here reads, though some share a marker.
+        # Formats without a parser, some with the markers of others.
         (QWEN_CODER, None),
         (QWEN_BOTH, None),
         (GLM, None),
         (LLAMA_4, None),
         (GRANITE, None),
         (CHATML, None),
-        # Two formats in one.
+        # Two formats in one template.
         (QWEN + MISTRAL, None),
         (LLAMA_31 + HERMES, None),
     ],
 )
-def test_a_tool_parser_is_chosen_where_the_format_is_certain(template: str, parser: str | None) -> None:
+def test_a_tool_parser_is_detected_for_unambiguous_templates(template: str, parser: str | None) -> None:
     assert detect_format(template, TOOL_RULES) == parser
 
 
@@ -80,11 +78,11 @@ def test_a_tool_parser_is_chosen_where_the_format_is_certain(template: str, pars
         (QWEN3_THINKS + ALWAYS_THINKS, "qwen3"),
         (R1, "deepseek_r1"),
         (V31, None),
-        (DROPS_THOUGHTS, None),  # a model that does not think, though another may have before it
+        (DROPS_THOUGHTS, None),  # removes the reasoning of earlier messages, and has none itself
         (QWEN, None),
     ],
 )
-def test_a_reasoning_parser_is_chosen_where_the_format_is_certain(template: str, parser: str | None) -> None:
+def test_a_reasoning_parser_is_detected_for_unambiguous_templates(template: str, parser: str | None) -> None:
     assert detect_format(template, REASONING_RULES) == parser
 
 
@@ -97,18 +95,6 @@ def test_the_choice_is_logged_and_can_be_made_or_switched_off(tmp_path, caplog) 
     assert "qwen3" in reasoning and "--reasoning-parser none" in reasoning
     assert resolve_parsers("none", "none", None, tmp_path) == ParserNames(None, None)
     assert resolve_parsers("mistral", "deepseek_r1", None, tmp_path) == ParserNames("mistral", "deepseek_r1")
-    assert resolve_parsers("auto", "auto", CHATML, tmp_path) == ParserNames(None, None)  # it is used in place of that
-
-
-def test_the_template_is_read_from_where_tokenizers_keep_it(tmp_path) -> None:
-    assert read_chat_template(tmp_path) is None
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text("[1, 2")
-    assert read_chat_template(tmp_path) is None
-    config.write_text(json.dumps({"chat_template": "plain"}))
-    assert read_chat_template(tmp_path) == "plain"
-    several = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
-    config.write_text(json.dumps({"chat_template": several}))
-    assert (read_chat_template(tmp_path), read_chat_template(tmp_path, for_tools=True)) == ("a", "b")
-    (tmp_path / "chat_template.jinja").write_text("file")
-    assert read_chat_template(tmp_path) == "file"
+    assert resolve_parsers("auto", "auto", CHATML, tmp_path) == ParserNames(
+        None, None
+    )  # replaces the tokenizer's template

@@ -151,17 +151,17 @@ def conversation(*answers, **more):
 
 @pytest.mark.parametrize("family", FAMILIES)
 class TestEveryFamily:
-    def test_tools_are_shown_with_all_that_they_say(self, family):
+    def test_the_prompt_contains_the_tools(self, family):
         prompt = render(FAMILIES[family][0], [{"role": "user", "content": "Hi"}], tools=[TOOL])
         for part in ("get_weather", "Weather in a <city>", '"required"'):
             assert part in prompt
 
-    def test_without_tools_none_are_shown(self, family):
+    def test_without_tools_the_prompt_contains_none(self, family):
         for tools in (None, []):
             prompt = render(FAMILIES[family][0], [{"role": "user", "content": "Hi"}], tools=tools)
             assert "TOOLS" not in prompt.upper()
 
-    def test_what_the_template_writes_of_a_call_the_parser_reads(self, family):
+    def test_the_parser_reads_calls_that_the_template_renders(self, family):
         template, end = FAMILIES[family]
         call_id = make_parser("mistral").parse("[TOOL_CALLS]f[ARGS]{}").tool_calls[0].id
         call = (call_id, "get_weather", ARGUMENTS)
@@ -172,8 +172,8 @@ class TestEveryFamily:
         assert (content, name, json.loads(arguments)) == ("", "get_weather", json.loads(ARGUMENTS))
         assert "result of get_weather" in prompt
 
-    def test_what_the_parser_reads_the_template_takes_back(self, family):
-        """Arguments that are no JSON, as well."""
+    def test_the_template_accepts_parsed_calls(self, family):
+        """Also for arguments that are not JSON."""
         text = {
             "hermes": '<tool_call>{"name": "f", "arguments": {"a": %s}}</tool_call>',
             "llama3_json": '{"name": "f", "parameters": {"a": %s}}',
@@ -205,7 +205,7 @@ def test_no_arguments_are_an_empty_object(arguments):
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "oops", "[" * 100_000, "1" * 5000])
-def test_arguments_that_are_no_object_stay_the_text_they_are(arguments):
+def test_arguments_that_are_not_an_object_stay_text(arguments):
     assert json.dumps(arguments) in render(LLAMA, conversation(("1", "f", arguments)))
 
 
@@ -215,12 +215,12 @@ def test_a_tools_result_may_come_in_parts():
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_thoughts_go_back_under_either_name(name):
+def test_reasoning_is_rendered_under_either_name(name):
     prompt = render(QWEN, [{"role": "assistant", "content": "4", name: "2+2"}], add_generation_prompt=False)
     assert "<think>\n2+2\n</think>\n\n4" in prompt
 
 
-def test_the_prompt_tells_the_reasoning_parser_whether_the_model_thinks():
+def test_the_prompt_decides_whether_the_output_starts_in_reasoning():
     parser = make_parser(None, "qwen3")
     hello = [{"role": "user", "content": "Hi"}]
     thinking = render(QWEN, hello)
@@ -238,7 +238,7 @@ def test_documents_reach_the_template():
         render(template, hello, documents=documents, chat_template_kwargs={"documents": documents})
 
 
-def test_the_callers_messages_are_left_as_they_are():
+def test_the_callers_messages_are_not_modified():
     messages = conversation(("1", "f", '{"a": 1}'), reasoning="x")
     before = json.dumps(messages)
     render(QWEN, messages)
@@ -257,6 +257,6 @@ def test_the_callers_messages_are_left_as_they_are():
         ([{"role": "user", "content": "x"}], {"chat_template_kwargs": {"padding": True}}, "may not set padding"),
     ],
 )
-def test_what_no_template_could_take_is_refused_by_name(messages, options, words):
+def test_invalid_messages_are_rejected_by_name(messages, options, words):
     with pytest.raises(RequestError, match=words):
         render(QWEN, messages, **options)

@@ -1,4 +1,4 @@
-"""JSON is passed on as it was written, what is nearly JSON becomes it, and nothing else is touched."""
+"""The JSON scanner: valid JSON is unchanged, Python literals become JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.entrypoints.parsers.parser_helpers import cut, cuts, json_values
 
 
 def read(pieces):
-    """What was passed on, and what was left over."""
+    """The emitted text and the remaining text."""
     value, out = JsonValueReader(), []
     rest = ""
     for piece in pieces:
@@ -24,7 +24,7 @@ def read(pieces):
 
 
 @given(value=json_values, layout=layouts, after=st.sampled_from([",", "}", "\n", " x", "<"]), at=cuts)
-def test_valid_json_is_passed_on_as_it_was_written_up_to_its_end(value, layout, after, at):
+def test_valid_json_is_emitted_unchanged_up_to_its_end(value, layout, after, at):
     text = json.dumps(value, **layout)
     assert read([text + after]) == (text, after)
     assert read(cut(text + after, at)) == (text, after)
@@ -39,7 +39,7 @@ python_values = st.recursive(
 
 
 @given(value=python_values, at=cuts)
-def test_what_python_writes_becomes_json(value, at):
+def test_python_literals_become_json(value, at):
     text, rest = read(cut(repr(value) + ",", at))
     assert (json.loads(text), rest) == (value, ",")
 
@@ -60,12 +60,12 @@ def test_examples(written, passed_on):
 
 
 @pytest.mark.parametrize("text", ['{"a": "b', '{"a": "b\\', '{"a": Tr', "nul", '"x', "{'a': 'b"])
-def test_what_ends_early_is_passed_on_as_far_as_it_goes(text):
+def test_incomplete_values_are_emitted(text):
     assert read([text])[0] == read(text)[0] == text.replace("'", '"')
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [('"a\\u00e9\\n"', "aé\n"), ('"\\ud800"', "\\ud800"), ('"\\q"', "\\q"), ('""', "")]
 )
-def test_a_string_that_means_nothing_is_taken_as_it_stands(text, value):
+def test_an_invalid_string_is_returned_unchanged(text, value):
     assert unquote(text) == value

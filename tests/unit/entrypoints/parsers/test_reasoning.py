@@ -1,4 +1,4 @@
-"""Thoughts, told from the answer: by their tags, and by what the prompt has opened or closed already."""
+"""Reasoning parsers: tags in the output and in the prompt."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_cases(name, prompt, text, reasoning, content):
     assert without_ids(parser.parse(text, prompt)) == without_ids(streamed(parser, text, prompt)) == expected
 
 
-def test_thoughts_come_as_they_are_written_under_both_names():
+def test_reasoning_is_streamed_under_both_names():
     stream = make_parser(None, "qwen3").stream(PLAIN)
     assert not stream.in_reasoning
     assert stream.feed("<think>\n") == []
@@ -65,11 +65,11 @@ def test_thoughts_come_as_they_are_written_under_both_names():
 
 
 @pytest.mark.parametrize(("prompt", "opened"), [(OPEN, True), (PLAIN, False), (CLOSED, False), (None, False)])
-def test_it_is_known_from_the_prompt_whether_a_grammar_has_to_wait(prompt, opened):
+def test_the_prompt_decides_whether_the_output_starts_in_reasoning(prompt, opened):
     assert make_parser(None, "qwen3").stream(prompt).in_reasoning is opened
 
 
-def test_thoughts_then_content_then_calls_in_one_stream():
+def test_reasoning_content_and_calls_in_one_stream():
     text = '<think>\nI <tool_call> it.\n</think>\n\nWait.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     parser = make_parser("hermes", "qwen3")
     deltas = stream_deltas(parser, list(text), PLAIN)
@@ -82,7 +82,7 @@ def test_thoughts_then_content_then_calls_in_one_stream():
 TWO_CALLS = '<think>a</think>b<tool_call>{"name": "f"}</tool_call>c<tool_call>{"name": "g"}</tool_call>'
 
 
-def test_thoughts_that_nobody_wants_and_calls_beyond_the_first_are_left_out():
+def test_excluded_reasoning_and_extra_calls_are_dropped():
     parser = OutputParser(tools=tool_parser("hermes")(), reasoning=reasoning_parser("qwen3")(), include_reasoning=False)
     assert without_ids(streamed(parser, TWO_CALLS)) == ("bc", [("f", "{}"), ("g", "{}")], None)
     parser = OutputParser(tools=tool_parser("hermes")(), reasoning=reasoning_parser("qwen3")(), single_call=True)
@@ -99,7 +99,7 @@ def test_thoughts_that_nobody_wants_and_calls_beyond_the_first_are_left_out():
         ("plain", "stop", "stop"),
     ],
 )
-def test_an_answer_with_calls_ended_to_make_them_unless_it_was_cut_off(text, reason, said):
+def test_finish_reason_with_calls(text, reason, said):
     parser = make_parser("hermes", "qwen3")
     stream = parser.stream()
     stream.feed(text)
@@ -138,5 +138,5 @@ def test_without_parsers_all_is_content():
         (None, None, {"<think>"}, False),
     ],
 )
-def test_it_says_whether_markers_are_special_tokens_that_must_not_be_hidden(tools, reasoning, special, needed):
+def test_needs_special_tokens_if_a_marker_is_one(tools, reasoning, special, needed):
     assert make_parser(tools, reasoning).needs_special_tokens(special) is needed

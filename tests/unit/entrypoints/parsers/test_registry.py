@@ -1,4 +1,4 @@
-"""Parsers by name: core's, and those of an installed package."""
+"""The parser registry: core's parsers and those of an installed package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FOLDER = ROOT / "plugins" / "example-parser"
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """mvllm-example-parser, installed."""
+    """Installs mvllm-example-parser."""
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
     points = "".join(
         f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
@@ -55,21 +55,21 @@ def test_cores_own():
 
 
 @pytest.mark.parametrize("find", [tool_parser, reasoning_parser])
-def test_a_name_that_nobody_offers_lists_those_there_are(find):
-    with pytest.raises(ConfigError, match=r"no (tool|reasoning) parser 'x'\. There are: .*(hermes|qwen3)"):
+def test_an_unknown_name_lists_the_known_ones(find):
+    with pytest.raises(ConfigError, match=r"no (tool|reasoning) parser 'x'\. Choose one of: .*(hermes|qwen3)"):
         find("x")
 
 
 @pytest.mark.parametrize(
     ("kind", "find", "word"), [("tool", tool_parser, "ToolParser"), ("reasoning", reasoning_parser, "ReasoningParser")]
 )
-def test_what_is_no_parser_is_refused_by_name(kind, find, word, tmp_path, monkeypatch):
+def test_a_plugin_that_is_not_a_parser_is_rejected(kind, find, word, tmp_path, monkeypatch):
     install(tmp_path, monkeypatch, f"mvllm.{kind}_parsers", "acme", "json:dumps")
     with pytest.raises(ConfigError, match=rf"acme-parsers 0\.1\.0.*extension_api\.{word}"):
         find("acme")
 
 
-def test_a_name_that_core_has_is_cores_and_that_is_said(tmp_path, monkeypatch, caplog):
+def test_cores_parser_takes_precedence_with_a_warning(tmp_path, monkeypatch, caplog):
     install(tmp_path, monkeypatch, "mvllm.tool_parsers", "hermes", "there_is_no_such_module")
     assert tool_parser("hermes").__module__.startswith("mvllm.")
     assert "acme-parsers 0.1.0" in caplog.text
@@ -94,15 +94,15 @@ class TestExample:
         calls = [("get_weather", '{"city": "Paris"}'), ("now", "{}")]
         assert without_ids(parsed) == ("I look:", calls, "hm")
 
-    def test_a_template_may_have_opened_the_thoughts(self, example):
+    def test_the_prompt_may_open_the_reasoning(self, example):
         parsed = make_parser(None, "thought_tag").parse("hm</thought>4", "assistant\n<thought>\n")
         assert without_ids(parsed) == ("4", [], "hm")
 
     @pytest.mark.parametrize("text", ["<function=>{}", "<function=a b>{}", "<function=f>5", "<function=f", "<function"])
-    def test_what_is_no_call_is_content(self, example, text):
+    def test_text_that_is_not_a_call_is_content(self, example, text):
         assert without_ids(make_parser("function_tag").parse(text)) == (text, [], None)
 
-    def test_however_its_text_is_cut_the_answer_is_the_same(self, example):
+    def test_the_output_does_not_depend_on_the_split(self, example):
         parser = make_parser("function_tag", "thought_tag")
         whole = without_ids(parser.parse(self.TEXT))
 
@@ -114,7 +114,7 @@ class TestExample:
         check()
         assert without_ids(streamed(parser, self.TEXT)) == whole
 
-    def test_outside_the_allow_list_it_is_refused_and_its_package_named(self, example, monkeypatch):
+    def test_a_plugin_outside_the_allow_list_is_rejected(self, example, monkeypatch):
         monkeypatch.setenv("MVLLM_PLUGINS", "mvllm-example-ops")
         assert "function_tag" not in tool_parser_names()
         with pytest.raises(ConfigError, match=r"mvllm-example-parser 0\.1\.0"):

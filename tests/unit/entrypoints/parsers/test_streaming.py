@@ -1,4 +1,4 @@
-"""What holds for every parser: cutting changes nothing, nothing is lost, nothing raises, and time is linear."""
+"""Properties of all parsers: independence of the split, no lost text, no exceptions, linear time."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ prompts = st.sampled_from([None, "assistant\n", "assistant\n<think>\n", "assista
 @pytest.mark.parametrize(("tools", "reasoning"), PAIRS)
 @settings(max_examples=50)
 @given(text=messy_text, at=cuts, prompt=prompts)
-def test_however_a_text_is_cut_the_answer_is_that_of_the_whole(tools, reasoning, text, at, prompt):
+def test_the_output_does_not_depend_on_the_split(tools, reasoning, text, at, prompt):
     parser = make_parser(tools, reasoning)
     whole = without_ids(parser.parse(text, prompt))
     assert without_ids(streamed(parser, cut(text, at), prompt)) == whole
     deltas = stream_deltas(parser, list(text), prompt)
     assert without_ids(merge_deltas(deltas)) == whole
-    # What is shown is a part of the text, in its order: nothing is shown twice, or shown and taken back.
+    # The content is a subsequence of the text: nothing is emitted twice or retracted.
     i = 0
     for delta in deltas:
         if isinstance(delta, ContentDelta | ReasoningDelta):
@@ -47,7 +47,7 @@ def test_however_a_text_is_cut_the_answer_is_that_of_the_whole(tools, reasoning,
 @pytest.mark.parametrize("tools", TOOLS)
 @settings(max_examples=50)
 @given(text=messy_text)
-def test_where_there_is_no_call_all_is_content_to_the_last_character(tools, text):
+def test_text_without_calls_is_content(tools, text):
     parsed = make_parser(tools).parse(text)
     if not parsed.tool_calls:
         assert parsed.content == text
@@ -63,7 +63,7 @@ def test_text_that_can_hold_no_call_is_content_as_it_is(tools, text):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=str)
 @settings(max_examples=50)
 @given(text=messy_text, at=cuts)
-def test_readers_of_constrained_text_bear_any_text_as_well(choice, text, at):
+def test_parsers_of_constrained_output_accept_any_text(choice, text, at):
     choice = parse_tool_choice([{"type": "function", "function": {"name": "f"}}], choice)
 
     def read(pieces):
@@ -108,8 +108,8 @@ ADVERSARIAL = {
     ids=str,
 )
 @pytest.mark.parametrize("unit", ADVERSARIAL.values(), ids=ADVERSARIAL)
-def test_long_texts_of_any_kind_are_read_in_time_and_cut_or_not_alike(pair, unit):
-    """With any quadratic step this would take minutes to hours."""
+def test_long_texts_take_linear_time(pair, unit):
+    """A quadratic step would take minutes to hours."""
     parser = make_parser(*pair)
     open_call = {"hermes": '<tool_call>{"name": "f", "arguments": {"a": "', "mistral": '[TOOL_CALLS]f[ARGS]{"a": "'}
     megabyte = unit * (1_000_000 // len(unit))

@@ -1,4 +1,4 @@
-"""Each format: what models of the family write, and what they should not have written."""
+"""Tool call formats: valid, malformed and partial calls."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ plain_texts = st.text(st.sampled_from("ab é.\n!"), max_size=12)
     after=plain_texts.map(lambda text: "\n" + text if text else text),
     at=cuts,
 )
-def test_calls_in_a_text_are_found_as_they_were_written(name, wrap, written, before, after, at):
-    """Arguments are the model's own JSON text to the character; content is what stands around them."""
+def test_calls_are_found_unchanged(name, wrap, written, before, after, at):
+    """Arguments are the model's JSON text, unchanged; content is the text around the calls."""
     text = before + wrap(written) + after
     parsed = streamed(make_parser(name), cut(text, at))
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [(w.name, w.arguments) for w in written]
@@ -80,7 +80,7 @@ def test_calls_in_a_text_are_found_as_they_were_written(name, wrap, written, bef
 
 
 @pytest.mark.parametrize(("name", "wrap"), FORMS[:1] + FORMS[2:3] + FORMS[5:6])
-def test_a_call_is_announced_as_soon_as_its_arguments_begin_and_they_come_piece_by_piece(name, wrap):
+def test_a_call_starts_with_its_arguments_which_are_streamed(name, wrap):
     text = wrap([Written("get_weather", '{"city": "Paris"}')])
     deltas = stream_deltas(make_parser(name), [text[:-20], *text[-20:]])
     head, *pieces = [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
@@ -101,12 +101,12 @@ def test_ids_are_unique(name, looks):
     assert len({call.id for call in found}) == 200 and all(re.fullmatch(looks, call.id) for call in found)
 
 
-def test_mistrals_ids_are_such_as_its_templates_take():
+def test_mistrals_ids_are_nine_letters_and_digits():
     ids = {call.id for call in make_parser("mistral").parse("[TOOL_CALLS]f[ARGS]{}" * 200).tool_calls}
     assert len(ids) == 200 and all(len(one) == 9 and one.isalnum() for one in ids)
 
 
-def test_plain_text_comes_at_once_but_for_what_may_begin_a_marker_and_space_at_its_end():
+def test_content_is_emitted_at_once_except_partial_markers_and_trailing_space():
     stream = make_parser("hermes").stream()
     assert stream.feed("Hello") == [ContentDelta("Hello")]
     assert stream.feed(" world \n") == [ContentDelta(" world")]
@@ -120,35 +120,35 @@ F = ("f", '{"a": 1}')
 CASES = {
     "hermes": [
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "", [F]),
-        # Text around calls: what is between them is kept, their layout is not.
+        # Text around calls is content; white space between calls is dropped.
         ('A\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n\nB\n', "A\n\n\nB", [F]),
-        # Keys in another order, further keys, and keys twice.
+        # Keys in another order, additional keys, and repeated keys.
         ('<tool_call>{"id": [1, {"name": "x"}], "arguments": {"a": 1}, "name": "f"}</tool_call>', "", [F]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}, "name": "g", "arguments": {}}</tool_call>', "", [F]),
         ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', "", [F]),
-        # No arguments, in the ways to say so.
+        # No arguments.
         ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
         ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
         ('<tool_call>{"name": "f", "arguments": None}</tool_call>', "", [("f", "{}")]),
         ('<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [("f", "{}")]),
-        # An object that was written as a string; another string; a number.
+        # An object in a string; another string; a number.
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [F]),
         ('<tool_call>{"name": "f", "arguments": "a"}</tool_call>', "", [("f", '"a"')]),
         ('<tool_call>{"name": "f", "arguments": 5}</tool_call>', "", [("f", "5")]),
-        # As Python writes it.
+        # Python literals.
         ("<tool_call>{'name': 'f', 'arguments': {'a': None}}</tool_call>", "", [("f", '{"a": null}')]),
-        # The end marker is missing, or comes inside of a string, or is there without a call.
+        # The end marker is missing, is part of a string, or has no call.
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}', "", [F]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}<tool_call>{"name": "g"}', "", [F, ("g", "{}")]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}\n{"name": "g"}</tool_call>', "", [F, ("g", "{}")]),
         ('<tool_call>{"name": "f", "arguments": ["</tool_call>"]}</tool_call>', "", [("f", '["</tool_call>"]')]),
         ("a </tool_call> b", "a </tool_call> b", []),
-        # Unfinished: content before it is a call, its arguments so far after that.
+        # Incomplete: content if it is no call yet, else the arguments so far.
         ('<tool_call>\n{"name": "f"', '<tool_call>\n{"name": "f"', []),
         ('<tool_call>\n{"name": "f", "arguments": {"a": ', "", [("f", '{"a": ')]),
         ('<tool_call>\n{"name": "f", "arguments": {"a": "x', "", [("f", '{"a": "x')]),
         ('<tool_call>\n{"name": "f", "arguments": "{\\"a', "", [("f", '"{\\"a')]),
-        # Malformed: the same, and what follows is read on.
+        # Malformed: the same, and the following text is parsed.
         ("<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
         ("<tool_call></tool_call>", "<tool_call></tool_call>", []),
         ("<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
@@ -170,7 +170,7 @@ CASES = {
         ('[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "arguments": {}}]', "", [F, ("g", "{}")]),
         ('{"name": "f", "parameters": {"a": 1}}\n{"name": "g", "parameters": {}}', "", [F, ("g", "{}")]),
         ('I will look:\n{"name": "f", "parameters": {"a": 1}}\nDone.', "I will look:\n\nDone.", [F]),
-        # Answers in JSON, and text with braces.
+        # JSON as content, and text with braces.
         ('{"name": "Ada", "born": 1815}', '{"name": "Ada", "born": 1815}', []),
         ('{"name": "Ada"}', '{"name": "Ada"}', []),
         ('{"people": {"name": "f", "parameters": {}}}', '{"people": {"name": "f", "parameters": {}}}', []),

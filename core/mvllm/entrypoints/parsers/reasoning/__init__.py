@@ -1,1 +1,1 @@
-"""How families of models write their thoughts, one module each."""
+"""Reasoning parsers, one module per format."""

@@ -1,22 +1,15 @@
-"""Thoughts as DeepSeek-R1 and its distilled models write them, and as others do that always think.
+"""Reasoning of DeepSeek-R1, its distilled models, and other models that always reason.
 
-Templates open the thoughts at the end of the prompt, so the tag that opens them may be missing. All is thoughts until
-they are closed, be it the whole text; unless the prompt has closed them.
+Their chat templates open the reasoning at the end of the prompt, so that outputs may lack the opening tag. The whole
+output is reasoning until the closing tag, except where the prompt already contains it.
 """
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.interface import ReasoningParser, ReasoningStream
-from mvllm.entrypoints.parsers.reasoning.tagged import TaggedReasoning, ends_with_tag
-
-START, END = "<think>", "</think>"
+from mvllm.entrypoints.parsers.reasoning.tagged import ThinkTagParser
 
 
-class DeepSeekR1ReasoningParser(ReasoningParser):
-    """`<think>...</think>`, of which the first may be missing."""
+class DeepSeekR1ReasoningParser(ThinkTagParser):
+    """`<think>...</think>`, with an optional opening tag."""
 
-    markers = (START, END)
-    tags = (START, END)
-
-    def stream(self, prompt: str | None = None) -> ReasoningStream:
-        return TaggedReasoning(START, END, opened=True, closed=ends_with_tag(prompt, END))
+    always_reasons = True

@@ -1,1 +1,1 @@
-"""How families of models write calls, one module each."""
+"""Tool call parsers, one module per format."""

@@ -1,10 +1,10 @@
-"""Calls as Hermes 2 Pro, Qwen2.5 and Qwen3 write them.
+"""Tool call format of Hermes 2 Pro, Qwen2.5 and Qwen3.
 
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-Parallel calls have markers of their own each; a list, or several objects, between one pair of markers are read as well.
+Each of several calls has its own markers. A list or several objects between one pair of markers are accepted, too.
 """
 
 from __future__ import annotations

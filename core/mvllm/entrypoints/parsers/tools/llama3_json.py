@@ -1,10 +1,10 @@
-"""Calls as Llama 3.1 and 3.2 write them: nothing but an object, sometimes behind a marker, several with `;` between.
+"""Tool call format of Llama 3.1 and 3.2: JSON objects, optionally after a marker, separated by `;`.
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {}}
     <|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}
 
-Without a marker an object may as well be an answer in JSON. So it is a call only where it begins the text or a line,
-has `name` and `parameters` (or `arguments`), and no other key before them but `type` and `id`. All else is content.
+Without a marker an object may also be content. It is a call only if it begins the text or a line, has `name` and
+`parameters` (or `arguments`), and no other key before them except `type` and `id`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Stream(MarkedCalls):
     def __init__(self) -> None:
         super().__init__(MARKER, separator=";", strict=True)
         self._pattern = _NEXT
-        self._at_start = True  # nothing but white space so far
+        self._at_start = True  # only white space so far
 
     def content(self, text: str, i: int, out: list[Delta]) -> int:
         if self._at_start:

@@ -1,10 +1,10 @@
-"""Calls as Mistral's models write them, behind the special token `[TOOL_CALLS]`.
+"""Tool call format of Mistral's models, after the special token `[TOOL_CALLS]`.
 
-    [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]      up to the tokenizers of version 7
-    [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[ARGS]{}  since
+    [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]      tokenizers up to version 7
+    [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[ARGS]{}  later ones
 
-In the second form `[CALL_ID]...` may follow the name, and `[ARGS]` may be missing. Their chat templates refuse ids of
-calls that are not nine letters and digits, so those are what the calls get.
+In the second form `[CALL_ID]...` may follow the name, and `[ARGS]` may be missing. Mistral's chat templates accept only
+call ids of nine letters and digits, so calls get such ids.
 """
 
 from __future__ import annotations
@@ -93,5 +93,5 @@ class _Stream(MarkedCalls):
 
 
 def make_short_id() -> str:
-    """A new id for a call: nine letters and digits."""
+    """A new id for a tool call: nine letters and digits."""
     return "".join(_random.choices(_LETTERS, k=9))
