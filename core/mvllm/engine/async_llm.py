@@ -353,10 +353,10 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
         """The process ids of the engine cores."""
         return self._client.core_pids
 
-    # --- what operators do
+    # --- administration
 
     async def check_health(self) -> None:
-        """Raises unless the engine core and every worker answer; waits for the step under way.
+        """Returns if the engine core and every worker answer, after the current step.
 
         Raises:
             EngineDeadError: The engine has stopped.
@@ -365,36 +365,36 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
         await self._client.call_utility("check_health")
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False when running requests still use some."""
+        """Clears the prefix cache. Returns False if running requests use some of its blocks."""
         self._require_alive()
         return await self._client.call_utility("reset_prefix_cache")
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter before its first request; each front end of an engine has to be told of it.
+        """Loads an adapter before its first request. With several front ends, call it on each of them.
 
         Returns:
-            Whether it was not known before.
+            Whether it was not loaded before.
 
         Raises:
-            RequestError: Its files are not usable with this model, or its id is another adapter's.
+            RequestError: Its files are not usable with this model, or its id belongs to another adapter.
             EngineSleepingError: The engine sleeps.
         """
         self._require_alive()
-        door = self._lora_validator
-        if door.is_loaded(door.validate(lora_request)):
+        validator = self._lora_validator
+        if validator.is_loaded(validator.validate(lora_request)):
             return False
-        await self._run_in_thread(lambda: door.check_files(lora_request))
+        await self._run_in_thread(lambda: validator.check_files(lora_request))
         await self._client.call_utility("add_lora", lora_request)
-        if door.is_loaded(door.validate(lora_request)):  # by another call, meanwhile
+        if validator.is_loaded(validator.validate(lora_request)):  # by a concurrent call
             return False
-        door.add(lora_request)
+        validator.add(lora_request)
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Frees an adapter's id. What requests under way still have goes when others need the room.
+        """Removes an adapter and frees its id. Unfinished requests that use it continue.
 
         Returns:
-            Whether it was known.
+            Whether it was loaded.
         """
         self._require_alive()
         known = self._lora_validator.remove(lora_id)
@@ -403,26 +403,26 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
         return known
 
     async def list_loras(self) -> set[int]:
-        """The ids of the adapters that requests have named, or `add_lora` has loaded."""
+        """The ids of the loaded adapters."""
         return self._lora_validator.ids
 
     async def sleep(self, level: int = 1) -> None:
-        """Aborts all requests, gives memory back, and takes no requests until `wake_up`.
+        """Aborts all requests, frees memory, and rejects requests until `wake_up`.
 
         Args:
-            level: 1 gives back the KV cache; 2 the weights, too, which are read from the checkpoint again.
+            level: 1 frees the KV cache; 2 also frees the weights, which `wake_up` reads from the checkpoint again.
 
         Raises:
-            RequestError: There is no such level.
-            PlatformError: The platform's worker cannot; requests are taken as before.
+            RequestError: `level` is neither 1 nor 2.
+            PlatformError: The platform's worker does not support it; requests are accepted as before.
         """
         check_sleep_level(level)
         self._require_alive()
-        self._is_sleeping = True  # before anything is waited for: nothing new gets in
+        self._is_sleeping = True  # before the first await: new requests are rejected from here on
         self._abort(self._output_processor.requests)
         async with self._sleep_lock:
             self._is_sleeping = True
-            self._abort(self._output_processor.requests)  # who got in while another call was waking it up
+            self._abort(self._output_processor.requests)  # requests accepted while a concurrent wake_up ran
             await self._client.broadcast_sleep(True)
             try:
                 await self._client.call_utility("sleep", level)
@@ -432,28 +432,28 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
                 raise
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Claims memory again, and takes requests once all of it is back.
+        """Allocates memory again, and accepts requests once all of it is allocated.
 
         Args:
-            tags: What to claim, of `weights` and `kv_cache`; all by default.
+            tags: What to allocate, of `weights` and `kv_cache`; all by default.
 
         Raises:
-            RequestError: There is no such tag, or the KV cache is to come before the weights.
-            CacheError, ModelError: There is no room any more, or no checkpoint. It may be tried again.
+            RequestError: A tag is unknown, or the KV cache would be allocated before the weights.
+            CacheError, ModelError: Memory or the checkpoint is missing. The call can be repeated.
         """
-        wanted = check_wake_up_tags(tags)
+        checked_tags = check_wake_up_tags(tags)
         self._require_alive()
         async with self._sleep_lock:
-            self._is_sleeping = not await self._client.call_utility("wake_up", wanted)
+            self._is_sleeping = not await self._client.call_utility("wake_up", checked_tags)
             await self._client.broadcast_sleep(self._is_sleeping)
 
     async def is_sleeping(self) -> bool:
-        """As `is_asleep`."""
+        """Whether the engine sleeps."""
         return self._is_sleeping
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it was put to sleep."""
+        """Whether the engine sleeps, as a property."""
         return self._is_sleeping
 
     def shutdown(self) -> None:

@@ -149,10 +149,10 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         """Loads an adapter before its first request.
 
         Returns:
-            Whether it was not known before.
+            Whether it was not loaded before.
 
         Raises:
-            RequestError: Its files are not usable with this model, or its id is another adapter's.
+            RequestError: Its files are not usable with this model, or its id belongs to another adapter.
         """
         self._require_alive()
         request = self._lora_validator.validate(lora_request)
@@ -164,10 +164,10 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Frees an adapter's id. What requests under way still have goes when others need the room.
+        """Removes an adapter and frees its id. Unfinished requests that use it continue.
 
         Returns:
-            Whether it was known.
+            Whether it was loaded.
         """
         self._require_alive()
         known = self._lora_validator.remove(lora_id)
@@ -176,7 +176,7 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         return known
 
     def list_loras(self) -> set[int]:
-        """The ids of the adapters that requests have named, or `add_lora` has loaded."""
+        """The ids of the loaded adapters."""
         return self._lora_validator.ids
 
     def _load_loras(self, requests: Sequence[ProcessedRequest]) -> None:
@@ -238,19 +238,19 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
             self._client.interrupt_step()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False when running requests still use some."""
+        """Clears the prefix cache. Returns False if running requests use some of its blocks."""
         self._require_alive()
         return self._client.call_utility("reset_prefix_cache")
 
     def sleep(self, level: int = 1) -> None:
-        """Drops all requests and gives memory back; takes no requests until `wake_up`.
+        """Aborts all requests, frees memory, and rejects requests until `wake_up`.
 
         Args:
-            level: 1 gives back the KV cache; 2 the weights, too, which are read from the checkpoint again.
+            level: 1 frees the KV cache; 2 also frees the weights, which `wake_up` reads from the checkpoint again.
 
         Raises:
-            RequestError: There is no such level.
-            PlatformError: The platform's worker cannot; requests are taken as before.
+            RequestError: `level` is neither 1 nor 2.
+            PlatformError: The platform's worker does not support it; requests are accepted as before.
         """
         self._require_alive()
         check_sleep_level(level)
@@ -259,21 +259,21 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         self._is_sleeping = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Claims memory again, and takes requests once all of it is back.
+        """Allocates memory again, and accepts requests once all of it is allocated.
 
         Args:
-            tags: What to claim, of `weights` and `kv_cache`; all by default.
+            tags: What to allocate, of `weights` and `kv_cache`; all by default.
 
         Raises:
-            RequestError: There is no such tag, or the KV cache is to come before the weights.
-            CacheError, ModelError: There is no room any more, or no checkpoint. It may be tried again.
+            RequestError: A tag is unknown, or the KV cache would be allocated before the weights.
+            CacheError, ModelError: Memory or the checkpoint is missing. The call can be repeated.
         """
         self._require_alive()
         self._is_sleeping = not self._client.call_utility("wake_up", check_wake_up_tags(tags))
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether it was put to sleep."""
+        """Whether the engine sleeps."""
         return self._is_sleeping
 
     def shutdown(self) -> None:
