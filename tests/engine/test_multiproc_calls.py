@@ -154,9 +154,7 @@ def test_an_error_has_type_message_rank_pid_method_and_traceback(make: MakeExecu
     executor = make()
     with pytest.raises(PlatformError, match="KeyError: 'string 7 tore'") as caught:
         executor.collective_rpc("allocate_kv_cache", (RAISE, 7))
-    cause = caught.value.__cause__
-    assert isinstance(cause, LookupError) and str(cause) == "KeyError: 'string 7 tore'"
-    remote = cause.__cause__
+    remote = caught.value.__cause__
     assert isinstance(remote, RemoteTraceback)
     failure = remote.failure
     assert (failure.rank, failure.pid, failure.activity) == (0, executor.worker_pids[0], "allocate_kv_cache")

@@ -3,8 +3,8 @@
     describe_failure(error) ── ProcessFailure, as msgpack ──> failure.to_exception()
 
 Only classes of mvllm's own errors and of Python's built-in ones are rebuilt: no other constructor runs. Any other class
-becomes its nearest base among these, with its own name before the text. The causes follow as `__cause__`; the last
-cause is a RemoteTraceback with the whole traceback as text.
+becomes its nearest base among these, with its own name before the text. The causes follow as `__cause__`, except for a
+worker's exception; the last cause is a RemoteTraceback with the whole traceback as text.
 """
 
 from __future__ import annotations
@@ -84,14 +84,15 @@ class ProcessFailure(msgspec.Struct, frozen=True):
         return self.exceptions[0].message
 
     def to_exception(self) -> Exception:
-        """The exception with its causes, to be raised in this process.
+        """The exception, to be raised in this process.
 
         A worker's exception says which worker failed; unless it is one of mvllm's errors, which callers tell apart by
-        their class, it is a WorkerError.
+        their class, it is a WorkerError. Its cause is the RemoteTraceback, which contains those of its own causes.
         """
-        first, *causes = self.exceptions
-        chain = [first.to_exception() if self.rank is None else self._worker_error(first, self.rank)]
-        chain += [cause.to_exception() for cause in causes]
+        if self.rank is None:
+            chain = [info.to_exception() for info in self.exceptions]
+        else:
+            chain = [self._worker_error(self.exceptions[0], self.rank)]
         chain.append(RemoteTraceback(self))
         for error, cause in itertools.pairwise(chain):
             error.__cause__ = cause
