@@ -113,15 +113,15 @@ def test_workers_are_named_by_their_parallel_ranks() -> None:
 
 
 def test_the_activity_table_has_one_row_per_rank_in_every_process_that_maps_it() -> None:
-    board = ActivityTable.create(3)
-    other = ActivityTable(os.dup(board.fd))
+    table = ActivityTable.create(3)
+    other = ActivityTable(os.dup(table.fd))
     other.write(1, "execute_model", request_id=5, step=12)
     other.write(2, "a name that is longer than the forty bytes there are for it")
-    assert board.read(0).text == STARTING
-    assert (str(board.read(1)), board.read(1).request_id) == ("execute_model of step 12", 5)
-    assert board.read(2).text == "a name that is longer than the forty byt"
-    assert board.read(1).seconds < 60
-    for each in (board, other, board):
+    assert table.read(0).text == STARTING
+    assert (str(table.read(1)), table.read(1).request_id) == ("execute_model of step 12", 5)
+    assert table.read(2).text == "a name that is longer than the forty byt"
+    assert table.read(1).seconds < 60
+    for each in (table, other, table):
         each.close()
 
 
