@@ -378,6 +378,30 @@ class KVCacheManager:
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]
 
 
+class NullKVCacheManager(KVCacheManager):
+    """Hands out no blocks.
+
+    Args:
+        max_model_len: Longest prompt in tokens.
+    """
+
+    def __init__(self, max_model_len: int) -> None:
+        super().__init__(num_blocks=1, block_size=max_model_len, enable_caching=False)  # a block that nobody gets
+
+    def allocate_slots(
+        self,
+        table: BlockTable,
+        num_tokens: int,
+        computed_blocks: Sequence[int] = (),
+        *,
+        num_spare: int = 0,
+        num_computed_tokens: int = 0,
+    ) -> list[int]:
+        """No blocks, which is enough."""
+        table.num_slots = num_tokens
+        return []
+
+
 def _group_hash(block_hash: BlockHash, group: int) -> BlockHash:
     """The name of a block in one group of layers."""
     return block_hash + group.to_bytes(2, "little") if group else block_hash

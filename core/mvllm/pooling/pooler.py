@@ -118,6 +118,29 @@ def pool_step(
     return PooledRows(positions, asked, [runtime.to_host(vector) for vector in vectors])
 
 
+def make_token_type_ids(
+    state: PoolingState, *, rows: Sequence[int], starts: Sequence[int], firsts: Sequence[int], num_tokens: int
+) -> np.ndarray | None:
+    """For each token 1 where it belongs to its prompt's second text, else 0: int32 [num_tokens], padding included.
+
+    Args:
+        state: The rows.
+        rows, starts, firsts: As for `pool`.
+        num_tokens: Tokens of the step, padding included.
+
+    Returns:
+        None where no prompt of the step has a second text.
+    """
+    types = None
+    for i, row in enumerate(rows):
+        params = state.params.get(row)
+        if params is not None and params.second_text_start is not None:
+            if types is None:
+                types = np.zeros(num_tokens, dtype=np.int32)
+            types[starts[i] + max(0, params.second_text_start - firsts[i]) : starts[i + 1]] = 1
+    return types
+
+
 def _accumulate(
     state: PoolingState, row: int, kind: PoolingType | None, piece: torch.Tensor
 ) -> torch.Tensor | list[torch.Tensor]:

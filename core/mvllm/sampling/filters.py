@@ -34,12 +34,15 @@ _MIN_CANDIDATES = 64
 _BLOCK = 64
 
 
+def next_power_of_two(sizes: np.ndarray | int) -> np.ndarray:
+    """int64: the smallest powers of two that are at least `sizes`, which are at least 1."""
+    _, bit_lengths = np.frexp(np.asarray(sizes) - 1)
+    return np.left_shift(np.int64(1), bit_lengths.astype(np.int64))
+
+
 def num_candidates(top_k: np.ndarray) -> np.ndarray:
-    """How many candidates decide about each `top_k`, int64 >= 1: the next power of two, so that a device that compiles
-    for each shape sees few of them.
-    """
-    _, bit_lengths = np.frexp(top_k - 1)
-    return np.maximum(_MIN_CANDIDATES, np.left_shift(np.int64(1), bit_lengths.astype(np.int64)))
+    """Candidates for each `top_k`, int64: the next power of two, so that a compiler sees few sizes."""
+    return np.maximum(_MIN_CANDIDATES, next_power_of_two(top_k))
 
 
 @dataclass(frozen=True)
@@ -77,19 +80,19 @@ class Filters:
     may_synchronize: bool = False
 
 
-def filtered_weights(logits: torch.Tensor, peaks: torch.Tensor, filters: Filters) -> torch.Tensor:
+def filtered_weights(logits: torch.Tensor, max_logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     """Returns what each token's probability is proportional to, and 0 for those filtered out.
 
     Args:
         logits: float32 [n, vocab]; left as they are.
-        peaks: float32 [n]; the largest logit of each row, finite.
+        max_logits: float32 [n]; the largest logit of each row, finite.
         filters: Of the same rows.
 
     Returns:
         float32 [n, vocab], between 0 and 1; 1 for the most probable token.
     """
-    threshold = peaks + filters.min_p_gap
-    narrow = _SmallTopK(threshold, logits, peaks, filters) if len(filters.small_top_k) else None
+    threshold = max_logits + filters.min_p_gap
+    narrow = _SmallTopK(threshold, logits, max_logits, filters) if len(filters.small_top_k) else None
     if (
         narrow is not None
         and filters.may_synchronize
@@ -97,7 +100,7 @@ def filtered_weights(logits: torch.Tensor, peaks: torch.Tensor, filters: Filters
         and bool(narrow.is_all.all())
     ):
         return narrow.weights_alone(logits)
-    weights = _weights(logits, peaks, filters.inv_temperature)
+    weights = _weights(logits, max_logits, filters.inv_temperature)
     if not filters.any:
         return weights
     if narrow is not None:
@@ -105,12 +108,12 @@ def filtered_weights(logits: torch.Tensor, peaks: torch.Tensor, filters: Filters
     if len(filters.large_top_k):
         threshold = _apply_top_k(threshold, logits, filters)
     if len(filters.top_p_rows):
-        threshold = _apply_top_p(threshold, logits, weights, peaks, filters)
+        threshold = _apply_top_p(threshold, logits, weights, max_logits, filters)
     return weights.mul_(_reaches(logits, threshold))
 
 
-def _weights(logits: torch.Tensor, peaks: torch.Tensor, inv_temperature: torch.Tensor) -> torch.Tensor:
-    return (logits - peaks.unsqueeze(1)).mul_(inv_temperature.unsqueeze(1)).exp_()
+def _weights(logits: torch.Tensor, max_logits: torch.Tensor, inv_temperature: torch.Tensor) -> torch.Tensor:
+    return (logits - max_logits.unsqueeze(1)).mul_(inv_temperature.unsqueeze(1)).exp_()
 
 
 def _reaches(logits: torch.Tensor, threshold: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -126,7 +129,9 @@ class _SmallTopK:
         is_all: bool [m]; whether every token of the row that top_k and min_p keep is among its candidates.
     """
 
-    def __init__(self, threshold: torch.Tensor, logits: torch.Tensor, peaks: torch.Tensor, filters: Filters) -> None:
+    def __init__(
+        self, threshold: torch.Tensor, logits: torch.Tensor, max_logits: torch.Tensor, filters: Filters
+    ) -> None:
         rows = self._rows = filters.small_top_k
         self._filters = filters
         self._values, self._ids = _largest(rows.gather(logits), filters.num_candidates)
@@ -134,7 +139,7 @@ class _SmallTopK:
         self._lowest = torch.maximum(rows.gather(threshold), self._values.gather(1, self._last).squeeze(1))
         own = rows.gather(filters.row_candidates).unsqueeze(1) - 1  # the row's own number, not the batch's
         self.is_all = self._values.gather(1, own).squeeze(1) < self._lowest
-        weights = _weights(self._values, rows.gather(peaks), rows.gather(filters.inv_temperature))
+        weights = _weights(self._values, rows.gather(max_logits), rows.gather(filters.inv_temperature))
         self._weights = weights.mul_(_reaches(self._values, self._lowest))
 
     def weights_alone(self, logits: torch.Tensor) -> torch.Tensor:
@@ -194,14 +199,14 @@ def _apply_top_k(threshold: torch.Tensor, logits: torch.Tensor, filters: Filters
 
 
 def _apply_top_p(
-    threshold: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor, peaks: torch.Tensor, filters: Filters
+    threshold: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor, max_logits: torch.Tensor, filters: Filters
 ) -> torch.Tensor:
     """Raises thresholds to where top_p puts them, by bisection: what lies at `low` and above always is enough."""
     rows = filters.top_p_rows
     logits, weights, before = rows.gather(logits), rows.gather(weights), rows.gather(threshold)
     buffer = torch.empty_like(logits)
     enough = rows.gather(filters.top_p) * _reaches(logits, before, out=buffer).mul_(weights).sum(dim=1)
-    low, high = torch.maximum(before, rows.gather(peaks) + rows.gather(filters.top_p_gap)), rows.gather(peaks)
+    low, high = torch.maximum(before, rows.gather(max_logits) + rows.gather(filters.top_p_gap)), rows.gather(max_logits)
     for _ in range(_NUM_BISECTIONS):
         middle = low + (high - low) * 0.5
         is_enough = _reaches(logits, middle, out=buffer).mul_(weights).sum(dim=1) >= enough

@@ -69,11 +69,12 @@ class SamplerOutput:
     @cached_property
     def errors(self) -> dict[int, str]:
         """What went wrong, for the indices into the batch that failed."""
-        peaks = self._host[1]
-        if math.isfinite(peaks.sum(dtype=np.float64)):  # one pass for what nearly always holds
+        max_logits = self._host[1]
+        if math.isfinite(max_logits.sum(dtype=np.float64)):  # one pass for what nearly always holds
             return self.failures
         complaints = {
-            int(index): _invalid_logits_message(float(peaks[index])) for index in np.flatnonzero(~np.isfinite(peaks))
+            int(index): _invalid_logits_message(float(max_logits[index]))
+            for index in np.flatnonzero(~np.isfinite(max_logits))
         }
         return complaints | self.failures
 

@@ -44,12 +44,6 @@ class DeferredMasks:
         return True
 
 
-def add_masks(plan: SchedulerOutput, batch: list[Request]) -> None:
-    """Says which tokens those may choose who sample in this step and may not choose every one, unless that follows."""
-    if not plan.masks_follow:
-        plan.mask_rows, plan.token_masks = masks_of_batch(batch)
-
-
 def masks_of_batch(batch: list[Request]) -> tuple[list[int], bytes]:
     """The masks of those who sample, for a plan or for `WorkerProtocol.sample_tokens`.
 

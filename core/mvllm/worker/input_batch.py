@@ -84,20 +84,20 @@ class InputBatch:
             self.history.set_draft_tokens(plan.rows[position], drafts)
 
     def append_sampled_tokens(
-        self, rows: np.ndarray, token_ids: np.ndarray, further: Mapping[int, Sequence[int]]
+        self, rows: np.ndarray, token_ids: np.ndarray, accepted: Mapping[int, Sequence[int]]
     ) -> None:
         """Adds what a step has sampled.
 
         Args:
             rows: int [n]: distinct.
             token_ids: int [n]: a token for each of `rows`.
-            further: By row, tokens behind that one. They were guessed right, so that the step has computed what stands
+            accepted: By row, tokens behind that one. They were guessed right, so that the step has computed what stands
                 before each.
         """
         self.history.append(rows, token_ids)
-        for row, more in further.items():
-            self.history.extend(row, more)
-            self.num_computed[row] += len(more)
+        for row, draft_token_ids in accepted.items():
+            self.history.extend(row, draft_token_ids)
+            self.num_computed[row] += len(draft_token_ids)
 
     def copy_lengths(self) -> RowLengths:
         """How far the rows are, for `skip`."""

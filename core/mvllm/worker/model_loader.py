@@ -99,7 +99,7 @@ class ModelLoader:
                 context, pp=GroupCoordinator.single("pp"), quantization=quantization_method(draft), with_adapters=False
             )
             self.draft = DraftModel(draft, self._load(draft, whole))
-            layers = [*layers, *self.draft.layers]
+            layers = [*layers, *self.draft.model.attention_layers()]
         if (lora := self._config.lora) is not None:
             with out_of_memory_as(
                 ModelError, f"The slots of {lora.max_loras} adapters", "Lower max_loras or max_lora_rank."

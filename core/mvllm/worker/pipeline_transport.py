@@ -29,13 +29,13 @@ class _PendingOutput:
     Attributes:
         step: The plan's step.
         rows: int64 [R]: the rows in batch order.
-        sampling: int64 [S]: positions among them of the rows that sample.
+        sampling_positions: int64 [S]: positions among them of the rows that sample.
         sampled_rows: The rows that sample.
     """
 
     step: int
     rows: np.ndarray
-    sampling: np.ndarray
+    sampling_positions: np.ndarray
     sampled_rows: frozenset[int]
 
 
@@ -99,21 +99,23 @@ class PipelineTransport:
     def send_output(self, output: ModelRunnerOutput, *, any_sampled: bool) -> None:
         """On the last stage: tells the others what the step has given, as far as they want to know."""
         if self._every_rank_answers:
-            told = output
+            message = output
         elif any_sampled:
-            told = ModelRunnerOutput(
+            message = ModelRunnerOutput(
                 step=output.step,
                 sampled_token_ids=output.sampled_token_ids,
                 further_token_ids=output.further_token_ids,
             )
         else:
             return
-        self._group.cpu_group.send(msgspec.msgpack.encode(told), *range(self._group.world_size - 1))
+        self._group.cpu_group.send(msgspec.msgpack.encode(message), *range(self._group.world_size - 1))
 
-    def expect_output(self, step: int, rows: np.ndarray, sampling: np.ndarray) -> None:
+    def expect_output(self, step: int, rows: np.ndarray, sampling_positions: np.ndarray) -> None:
         """On the other stages: remembers that `send_output` will be called for this step."""
-        if self._every_rank_answers or len(sampling):
-            self._awaited_steps.append(_PendingOutput(step, rows, sampling, frozenset(rows[sampling].tolist())))
+        if self._every_rank_answers or len(sampling_positions):
+            self._awaited_steps.append(
+                _PendingOutput(step, rows, sampling_positions, frozenset(rows[sampling_positions].tolist()))
+            )
 
     def skip_step(self, step: int) -> None:
         """On the other stages: a step in which nothing is computed has an empty output."""
@@ -141,7 +143,9 @@ class PipelineTransport:
         output = msgspec.msgpack.decode(payload, type=ModelRunnerOutput)
         assert output.step == awaited.step, f"expected the output of step {awaited.step}, got {output.step}"
         tokens = np.array(output.sampled_token_ids, dtype=np.int64)
-        further = {int(awaited.rows[position]): more for position, more in output.further_token_ids.items()}
-        table.append_sampled_tokens(awaited.rows[awaited.sampling], tokens[awaited.sampling], further)
+        accepted = {int(awaited.rows[position]): drafts for position, drafts in output.further_token_ids.items()}
+        table.append_sampled_tokens(
+            awaited.rows[awaited.sampling_positions], tokens[awaited.sampling_positions], accepted
+        )
         if self._every_rank_answers:
             self._outputs[output.step] = output

@@ -63,7 +63,7 @@ class SampledTokenBuffer:
         """Takes a step whose work has been submitted. Its rows have one token more from now on."""
         if result.sampled is not None:
             result.sampled.send_to_host(self._runtime.to_host)
-        self._unread_steps.append((result, self._history.append_placeholders(result.rows[result.sampling])))
+        self._unread_steps.append((result, self._history.append_placeholders(result.rows[result.sampling_positions])))
 
     def add_failed_step(self, output: ModelRunnerOutput) -> None:
         """Takes a step that has failed for all of its rows, whose tokens nobody will see."""

@@ -33,27 +33,27 @@ class StepResult:
     Attributes:
         step: The plan's step.
         rows: int64 [R]: the rows in batch order.
-        sampling: int64 [S]: positions among them of the rows that sample.
+        sampling_positions: int64 [S]: positions among them of the rows that sample.
         sampled: For those rows; None where there are none. Where guesses were checked, it has a line for each row and
             for each guess, see StepInputs.
-        drafts: The guesses that were checked, by position in the batch.
+        draft_token_ids: The guesses that were checked, by position in the batch.
         prompt_logprobs_chunks: By position in the batch, for rows that asked for log-probabilities of their prompt.
         pooled: Vectors of prompts, where some have been computed to the end.
     """
 
     step: int
     rows: np.ndarray
-    sampling: np.ndarray
+    sampling_positions: np.ndarray
     sampled: SamplerOutput | None = None
     prompt_logprobs_chunks: dict[int, list[PromptLogprobsChunk]] = field(default_factory=dict)
     pooled: PooledRows | None = None
-    drafts: dict[int, list[int]] = field(default_factory=dict)
+    draft_token_ids: dict[int, list[int]] = field(default_factory=dict)
 
     def read(self) -> tuple[ModelRunnerOutput, np.ndarray]:
         """The output, and the tokens of the sampling rows, int64 [S], without those behind guesses."""
-        output, at = ModelRunnerOutput(step=self.step), self.sampling
+        output, at = ModelRunnerOutput(step=self.step), self.sampling_positions
         sampled_ids = np.empty(0, dtype=np.int64)
-        if self.sampled is not None and self.drafts:
+        if self.sampled is not None and self.draft_token_ids:
             sampled_ids = self._read_verified_drafts(self.sampled, output)
         elif self.sampled is not None:
             sampled_ids = self.sampled.numpy()
@@ -84,10 +84,10 @@ class StepResult:
         the next step begins with that line, and fails.
         """
         tokens, errors, logprobs = sampled.tolist(), sampled.errors, sampled.logprobs
-        first = np.empty(len(self.sampling), dtype=np.int64)
+        first = np.empty(len(self.sampling_positions), dtype=np.int64)
         line = 0
-        for i, position in enumerate(self.sampling.tolist()):
-            drafts = self.drafts.get(position, ())
+        for i, position in enumerate(self.sampling_positions.tolist()):
+            drafts = self.draft_token_ids.get(position, ())
             first[i], last = tokens[line], line
             if line in errors:
                 output.errors[position] = errors[line]

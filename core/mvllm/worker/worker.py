@@ -143,10 +143,10 @@ class Worker:
         self.runner.wake_up(tags)
 
     def add_lora(self, request: LoRARequest) -> None:
-        self.runner.lora_manager.add_adapter(request)
+        self.runner.loader.lora_manager.add_adapter(request)
 
     def remove_lora(self, lora_int_id: int) -> None:
-        self.runner.lora_manager.remove_adapter(lora_int_id)
+        self.runner.loader.lora_manager.remove_adapter(lora_int_id)
 
     def check_health(self) -> None:
         self.runtime.health()

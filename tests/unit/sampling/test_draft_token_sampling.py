@@ -46,12 +46,12 @@ def alone(name: str, row: int, length: int, logits: torch.Tensor) -> tuple[int, 
     return found.tolist()[0], found.logprobs.get(0)
 
 
-@pytest.mark.parametrize("at_once", [1 << 18, 3 * VOCAB_SIZE], ids=["whole", "in parts"])
+@pytest.mark.parametrize("elements_at_once", [1 << 18, 3 * VOCAB_SIZE], ids=["whole", "in parts"])
 @pytest.mark.parametrize("names", [[name] for name in PARAMS] + [list(PARAMS)], ids=lambda names: "+".join(names)[:20])
 def test_a_line_gives_what_it_gives_when_it_is_the_only_one(
-    names: list[str], at_once: int, monkeypatch: pytest.MonkeyPatch
+    names: list[str], elements_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mvllm.sampling.sampler._ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr("mvllm.sampling.sampler._ELEMENTS_AT_ONCE", elements_at_once)
     bench, rows, lengths = Bench(vocab_size=VOCAB_SIZE), [], []
     for row, name in enumerate(names):
         bench.set_row(row, Sampled(make_params(name), PROMPT, OUTPUT, f"request-{row}", [0]))
@@ -60,9 +60,9 @@ def test_a_line_gives_what_it_gives_when_it_is_the_only_one(
         rows += [row] * count
         lengths += range(count)
     logits = random_logits(len(rows), VOCAB_SIZE, seed=len(rows))
-    ends = np.array(lengths) + len(PROMPT) + len(OUTPUT)
+    seq_lens = np.array(lengths) + len(PROMPT) + len(OUTPUT)
     for _ in range(2):  # nothing that was guessed is remembered
-        found = bench.sampler.sample(logits, np.array(rows), bench.state, bench.history, ends=ends)
+        found = bench.sampler.sample(logits, np.array(rows), bench.state, bench.history, seq_lens=seq_lens)
         for line, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             token, logprobs = alone(names[row], row, length, logits[line])
             assert found.tolist()[line] == token, (names[row], length)

@@ -8,7 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.sampling.sampler import Sampler, warm_up_params
+from mvllm.sampling.batch_plan import warm_up_params
+from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.token_masks import TokenMasks, mask_from_token_ids
 from tests.unit.sampling.builders import Bench, Sampled, random_logits
 

@@ -150,7 +150,7 @@ class Engine:
         for request in requests:
             self.results[request.request_id] = Result()
             self.scheduler.add_request(request)
-            self.requests.append(self.scheduler._requests[request.request_id])
+            self.requests.append(self.scheduler.requests.by_id[request.request_id])
 
     def step(self) -> SchedulerOutput:
         """Plans one step, and takes in the oldest results once `depth` plans are under way."""

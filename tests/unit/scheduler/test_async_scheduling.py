@@ -70,7 +70,7 @@ def test_a_row_that_fails_is_reported_once_though_more_of_it_is_planned(depth):
 def test_a_request_preempted_before_its_failure_was_known_leaves_nothing_to_be_found(depth):
     engine = Engine(make_scheduler(num_blocks=7, block_size=4), depth=depth)
     engine.add(*[make_request(4, request_id=name, max_tokens=10) for name in "abc"])
-    victim = engine.scheduler._requests["c"]
+    victim = engine.scheduler.requests.by_id["c"]
     while engine.scheduler.make_stats().num_preemptions == 0:
         plan = engine.scheduler.schedule()
         tokens_before = list(victim.token_ids)

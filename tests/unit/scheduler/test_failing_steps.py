@@ -105,9 +105,11 @@ def test_readers_of_readers_start_again_and_those_who_read_older_blocks_go_on():
     under_way(engine, chain[0])
     under_way(engine, chain[1], keeps)
     under_way(engine, chain[2])
-    assert engine.scheduler._requests["r2"].num_cached_tokens == 12, "it shares what r1 computes behind r0's blocks"
+    assert engine.scheduler.requests.by_id["r2"].num_cached_tokens == 12, (
+        "it shares what r1 computes behind r0's blocks"
+    )
     engine.collect()
-    statuses = {name: request.status for name, request in engine.scheduler._requests.items()}
+    statuses = {name: request.status for name, request in engine.scheduler.requests.by_id.items()}
     assert statuses == {
         "r1": RequestStatus.WAITING,
         "r2": RequestStatus.WAITING,
@@ -134,11 +136,11 @@ def test_it_reaches_those_who_have_ended_or_given_way_meanwhile(which, what):
         engine.scheduler.fail_request(which, "for another reason")
     else:
         scheduler = engine.scheduler
-        while which in {request.request_id for request in scheduler._running}:
-            scheduler._preempt(scheduler._running[-1])
+        while which in {request.request_id for request in scheduler.requests.running}:
+            scheduler.requests.preempt_last()
     engine.scheduler.check_integrity()
     under_way(engine, third)
-    assert engine.scheduler._requests["c"].num_cached_tokens == 16
+    assert engine.scheduler.requests.by_id["c"].num_cached_tokens == 16
     collect_all(engine)
     engine.run()
     assert engine.results["c"].token_ids == tokens_of(third)
@@ -169,14 +171,14 @@ def test_a_reader_keeps_what_it_had_generated_before_it_was_preempted():
     for _ in range(6):
         engine.step()
     scheduler = engine.scheduler
-    scheduler._preempt(scheduler._running[-1])
+    scheduler.requests.preempt_last()
     scheduler._kv_cache._pool.evict_all()
     collect_all(engine)
     assert 3 < len(engine.results["b"].token_ids) < 12
     engine.runner.steps_without_memory = {scheduler.next_step}
     under_way(engine, make_request(PROMPT, request_id="a", priority=-1))  # all of the step's budget
     under_way(engine)
-    assert len(scheduler._running) == 2
+    assert len(scheduler.requests.running) == 2
     engine.run()
     assert engine.results["b"].token_ids == tokens_of(second)
     assert engine.results["b"].logprobs == [logprobs_of(token) for token in tokens_of(second)]
@@ -334,7 +336,7 @@ def test_whatever_fails_every_other_request_gives_its_own_tokens_and_every_name_
                 engine.step()
                 engine.check_names()
         if event == "abort":
-            if f"r{argument}" in scheduler._requests:
+            if f"r{argument}" in scheduler.requests.by_id:
                 aborted.add(f"r{argument}")
             scheduler.abort_requests([f"r{argument}"])
             scheduler.check_integrity()

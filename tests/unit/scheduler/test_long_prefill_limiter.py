@@ -18,7 +18,7 @@ def make_engine(**options: object) -> Engine:
 
 def scheduled(engine: Engine) -> dict[str, int]:
     """One more step: how many tokens each request computes in it."""
-    names = {request.row: request.request_id for request in engine.scheduler._running}
+    names = {request.row: request.request_id for request in engine.scheduler.requests.running}
     plan = engine.step()
     names |= {new.row: new.request_id for new in plan.new_requests}
     return {names[row]: count for row, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True)}

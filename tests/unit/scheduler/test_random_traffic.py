@@ -197,5 +197,5 @@ def test_ten_thousand_requests_leave_no_block_row_or_request_behind(depth, polic
     engine.step()
     engine.run()
     assert not engine.runner.rows
-    assert not engine.scheduler._requests and not engine.scheduler._batches and not engine.scheduler._prompt_starts
-    assert engine.scheduler._num_prompt_logprobs == 0
+    assert not engine.scheduler.requests.by_id and not engine.scheduler._batches and not engine.scheduler._prompt_starts
+    assert engine.scheduler.requests.num_prompt_logprobs == 0

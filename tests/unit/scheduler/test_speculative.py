@@ -264,12 +264,12 @@ def test_no_draft_token_gets_a_block_in_the_step_of_a_preemption(num_lookahead):
     scheduler = engine.scheduler
     num_before = num_seen = 0
     while scheduler.has_requests():
-        held = {request: request.table.num_slots for request in scheduler._running}
+        held = {request: request.table.num_slots for request in scheduler.requests.running}
         plan = scheduler.schedule()
         num_preemptions = scheduler.make_stats().num_preemptions
         if num_preemptions > num_before:
             num_seen += 1
-            for request in scheduler._running:
+            for request in scheduler.requests.running:
                 if request.table.num_slots > held[request]:
                     assert request.table.num_slots - 2 < len(request.token_ids), "a block that no known token needs"
         num_before = num_preemptions

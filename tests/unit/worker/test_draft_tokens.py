@@ -32,7 +32,7 @@ def three_rows() -> InputBatch:
 def build(rows: InputBatch) -> StepInputs:
     plan = make_plan({3: 4, 1: 3, 0: 2}, draft_token_ids=GUESSES)
     rows.apply_plan(plan)
-    return make_builder(rows, max_drafts=3).build(plan)
+    return make_builder(rows, max_draft_tokens=3).build(plan)
 
 
 def test_draft_tokens_are_computed_behind_the_known_token():
@@ -46,7 +46,7 @@ def test_draft_tokens_are_computed_behind_the_known_token():
 
 def test_there_are_logits_behind_the_known_token_and_each_draft_token():
     inputs = build(three_rows())
-    assert (as_list(inputs.sampling), as_list(inputs.num_draft_tokens)) == ([0, 2], [3, 1])
+    assert (as_list(inputs.sampling_positions), as_list(inputs.num_draft_tokens)) == ([0, 2], [3, 1])
     assert as_list(inputs.logits_indices) == [0, 1, 2, 3, 7, 8]
     assert as_list(inputs.num_logits_rows) == [4, 2]
 
@@ -55,7 +55,7 @@ def test_a_step_without_draft_tokens_is_unchanged():
     plan = make_plan({3: 1, 0: 1})
     rows = three_rows()
     rows.apply_plan(plan)
-    inputs = make_builder(rows, max_drafts=3).build(plan)
+    inputs = make_builder(rows, max_draft_tokens=3).build(plan)
     assert (as_list(inputs.logits_indices), as_list(inputs.num_draft_tokens)) == ([0, 1], [0, 0])
 
 
@@ -73,17 +73,17 @@ def test_draft_tokens_are_not_counted_until_they_are_accepted():
 
 def result_of(sampled: list[int], failing: dict[int, float] | None = None, *, with_logprobs: bool = False):
     """What a step makes of samples in `logits_indices` order; -1 stands for a line that failed."""
-    peaks = torch.ones(len(sampled))
+    max_logits = torch.ones(len(sampled))
     for line, peak in (failing or {}).items():
-        peaks[line] = peak
-    output = SamplerOutput(torch.tensor(sampled), peaks)
+        max_logits[line] = peak
+    output = SamplerOutput(torch.tensor(sampled), max_logits)
     if with_logprobs:
         output.logprobs = {  # type: ignore[misc]
             line: PositionLogprobs([token], [-float(line)], 1)
             for line, token in enumerate(sampled)
             if line not in (failing or {})
         }
-    step = StepResult(4, np.array([3, 1, 0]), np.array([0, 2]), sampled=output, drafts=GUESSES)
+    step = StepResult(4, np.array([3, 1, 0]), np.array([0, 2]), sampled=output, draft_token_ids=GUESSES)
     return step.read()
 
 
@@ -135,7 +135,7 @@ def test_the_largest_step_with_draft_tokens_fits_the_buffer():
     rows.apply_plan(make_plan({}, new_requests=begin))
     plan = make_plan(dict.fromkeys(range(4), 4), draft_token_ids={row: [VOCAB_SIZE - 1] * 3 for row in range(4)})
     rows.apply_plan(plan)
-    builder = make_builder(rows, max_drafts=3)
+    builder = make_builder(rows, max_draft_tokens=3)
     reserved = len(builder.staging.buffer(1, torch.int32))
     inputs = builder.build(plan)
     assert len(inputs.logits_indices) == 16 and len(builder.staging.buffer(1, torch.int32)) == reserved

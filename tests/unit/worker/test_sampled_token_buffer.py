@@ -79,7 +79,7 @@ def test_the_input_of_a_step_contains_placeholders_of_the_step_before() -> None:
     rows.history.append_placeholders(first.rows)
     second = builder.build(make_plan({0: 1, 2: 1}, step=1))
     assert as_list(second.token_ids) == [-1, -3]
-    assert as_list(second.sampling) == [0, 1]
+    assert as_list(second.sampling_positions) == [0, 1]
     assert make_builder(rows).build(make_plan({0: 1})).sample_rows is None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mvllm.errors import ConfigError
 from mvllm.platform.shapes import ShapePolicy
-from mvllm.worker.step_inputs import profiling_inputs
+from mvllm.worker.warm_up import dummy_inputs, profile_shape
 from tests.unit.worker.builders import (
     BLOCK_SIZE,
     HostRuntime,
@@ -60,10 +60,10 @@ class TestWithFreeShapes:
 
     def test_only_rows_at_the_end_of_their_tokens_sample(self):
         inputs = make_builder(mixed_rows()).build(make_plan({3: 5, 1: 1}))
-        assert as_list(inputs.sampling) == [1]
+        assert as_list(inputs.sampling_positions) == [1]
         assert as_list(inputs.logits_indices) == [5]
         inputs = make_builder(mixed_rows()).build(make_plan({3: 6, 1: 1}))
-        assert as_list(inputs.sampling) == [0, 1]
+        assert as_list(inputs.sampling_positions) == [0, 1]
         assert as_list(inputs.logits_indices) == [5, 6]
 
     def test_a_step_of_single_tokens_gives_the_same_as_a_mixed_one(self):
@@ -180,7 +180,7 @@ class TestWithBuckets:
         assert as_list(inputs.positions)[:6] == as_list(free.positions)
         assert as_list(inputs.layout.slot_mapping)[:6] == as_list(free.layout.slot_mapping)
         assert as_list(inputs.layout.block_table[:2, :3]) == as_list(free.layout.block_table)
-        assert as_list(inputs.sampling) == as_list(free.sampling)
+        assert as_list(inputs.sampling_positions) == as_list(free.sampling_positions)
         assert as_list(inputs.logits_indices)[:1] == as_list(free.logits_indices)
 
     def test_padding_stores_nothing_reads_nothing_and_belongs_to_nobody(self):
@@ -205,7 +205,7 @@ class TestWithBuckets:
 
     def test_a_step_that_samples_nothing_has_no_logits(self):
         inputs = make_builder(mixed_rows(), self.SHAPES).build(make_plan({3: 5}))
-        assert len(inputs.sampling) == len(inputs.logits_indices) == 0
+        assert len(inputs.sampling_positions) == len(inputs.logits_indices) == 0
 
     def test_limits_beyond_the_largest_bucket_are_refused_at_start(self):
         with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 16.*is 8"):
@@ -214,14 +214,8 @@ class TestWithBuckets:
 
 class TestProfileInputs:
     def make(self, *, max_tokens=40, max_rows=4, max_model_len=64, shapes=None):
-        return profiling_inputs(
-            max_tokens=max_tokens,
-            max_rows=max_rows,
-            max_model_len=max_model_len,
-            block_size=BLOCK_SIZE,
-            runtime=HostRuntime(),
-            shapes=shapes or ShapePolicy(),
-        )
+        shape = profile_shape(shapes or ShapePolicy(), max_tokens, max_rows, max_model_len, BLOCK_SIZE)
+        return dummy_inputs(shape, block_size=BLOCK_SIZE, runtime=HostRuntime())
 
     def test_it_is_the_largest_step(self):
         layout = self.make().layout

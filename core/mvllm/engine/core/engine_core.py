@@ -24,8 +24,7 @@ from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check
 from mvllm.engine.frontend.grammar_vocabulary import load_vocabulary
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
-from mvllm.kv_cache.kv_cache_manager import KVCacheManager
-from mvllm.kv_cache.null_kv_cache_manager import NullKVCacheManager
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager, NullKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, SchedulerStats

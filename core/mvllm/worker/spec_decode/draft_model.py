@@ -15,7 +15,8 @@ drawn at random.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,38 +24,35 @@ import torch
 import torch.nn.functional as F
 
 from mvllm.config.model import ModelConfig
-from mvllm.layers.context import ForwardStep
-from mvllm.platform.attention import AttentionMetadata
 from mvllm.sampling.sampler import Sampler
+from mvllm.worker.decoder_forward import DecoderForward
 from mvllm.worker.input_batch import InputBatch
-from mvllm.worker.kv_cache_layers import AttentionGroups
-from mvllm.worker.step_inputs import StepInputBuilder, StepInputs
+from mvllm.worker.kv_cache_layers import KVCacheLayers
+from mvllm.worker.step_inputs import StepInputBuilder
 
 if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
 
 
+@dataclass(frozen=True)
 class DraftModel:
-    """A draft model on its own.
-
-    Args:
-        config: Its config.
-        model: With its weights.
+    """A draft model.
 
     Attributes:
-        layers: Those that need a KV cache.
+        config: Its config.
+        model: The model, with its weights.
     """
 
-    def __init__(self, config: ModelConfig, model: CausalLM) -> None:
-        self.config = config
-        self.model = model
-        self.layers = model.attention_layers()
+    config: ModelConfig
+    model: CausalLM
 
-    def run(self, inputs: StepInputs, plans: AttentionGroups) -> None:
-        """Runs a step as large as any, for what it takes. `plans` are those of its layers."""
-        metadata = {key: backend.build_metadata(inputs.layouts[group]) for key, (backend, group) in plans.items()}
-        step = ForwardStep(metadata, inputs.prompt_lens)
-        self.model(inputs.token_ids, inputs.positions.clamp(max=self.config.max_model_len - 1), step, None)
+    def forward(self, layers: KVCacheLayers) -> DecoderForward:
+        """Its forward pass.
+
+        Args:
+            layers: The attention layers of the rank, those of this model included.
+        """
+        return DecoderForward(self.model, layers.attention_groups_of(self.model.attention_layers()))
 
 
 class DraftModelProposer:
@@ -62,42 +60,38 @@ class DraftModelProposer:
 
     Args:
         draft: The draft model.
-        target: The config of the model whose tokens are guessed.
+        forward: Its forward pass, compiled if it is to be.
+        target: The config of the served model.
         rows: The worker's rows.
         block_size: Tokens per KV block.
         inputs: Builds its inputs.
-        plans: Of the draft's layers.
-        sampler: Chooses its tokens.
-        num_tokens: Tokens of a guess.
-        compile: Makes its forward pass faster, where the platform can.
+        sampler: Samples its tokens.
+        num_tokens: Draft tokens of a request in one step.
     """
 
     def __init__(
         self,
         draft: DraftModel,
+        forward: DecoderForward,
         target: ModelConfig,
         *,
         rows: InputBatch,
         block_size: int,
         inputs: StepInputBuilder,
-        plans: AttentionGroups,
         sampler: Sampler,
         num_tokens: int,
-        compile: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]],
     ) -> None:
-        self._model = draft.model
+        self._forward = forward
         self._draft_vocab_size = draft.config.vocab_size
         self._max_len = min(draft.config.max_model_len, target.max_model_len)
         self._vocab_size = target.vocab_size
         self._rows = rows
         self._block_size = block_size
         self._inputs = inputs
-        self._attention_groups = plans
         self._sampler = sampler
         self._num_tokens = num_tokens
-        self._run_model = compile(self._call_model)
         self._num_computed = np.zeros(rows.max_rows, dtype=np.int32)
-        """int32 [max_rows]: leading tokens whose keys and values this model has, of those that are known."""
+        """int32 [max_rows]: leading known tokens of each row whose keys and values this model has computed."""
 
     def on_requests_added(self, rows: Sequence[int]) -> None:
         """As in Proposer."""
@@ -117,11 +111,11 @@ class DraftModelProposer:
             at = np.flatnonzero(room >= i)
             if not len(at):
                 break
-            chosen, ends = rows[at], lengths[at] + i
-            logits = self._compute(chosen, ends, np.arange(len(at)))
-            self._num_computed[chosen] = ends
+            chosen, seq_lens = rows[at], lengths[at] + i
+            logits = self._compute(chosen, seq_lens, np.arange(len(at)))
+            self._num_computed[chosen] = seq_lens
             sampled = self._sampler.sample(
-                logits, chosen, self._rows.sampling, history, ends=ends, only_tokens=True
+                logits, chosen, self._rows.sampling, history, seq_lens=seq_lens, only_tokens=True
             ).tolist()
             for place, row, token in zip(at.tolist(), chosen.tolist(), sampled, strict=True):
                 drafts[place].append(token)
@@ -130,38 +124,23 @@ class DraftModelProposer:
 
     def _catch_up(self, rows: np.ndarray) -> None:
         """Computes what the model has computed."""
-        ends = np.minimum(self._rows.num_computed[rows], self._max_len)
-        behind = ends > self._num_computed[rows]
+        seq_lens = np.minimum(self._rows.num_computed[rows], self._max_len)
+        behind = seq_lens > self._num_computed[rows]
         if behind.any():
-            self._compute(rows[behind], ends[behind], np.empty(0, dtype=np.int64))
-            self._num_computed[rows[behind]] = ends[behind]
+            self._compute(rows[behind], seq_lens[behind], np.empty(0, dtype=np.int64))
+            self._num_computed[rows[behind]] = seq_lens[behind]
 
-    def _compute(self, rows: np.ndarray, ends: np.ndarray, sampling: np.ndarray) -> torch.Tensor:
-        """Computes rows up to `ends`; logits behind the last token of those `sampling`, [S, vocab]."""
+    def _compute(self, rows: np.ndarray, seq_lens: np.ndarray, sampling_positions: np.ndarray) -> torch.Tensor:
+        """Computes rows up to `seq_lens`; returns the logits of those at `sampling_positions`, [S, vocab]."""
         first = self._num_computed[rows]
-        inputs = self._inputs.build_rows(rows, first, ends - first, sampling)
-        hidden = self._forward(inputs)
+        inputs = self._inputs.build_rows(rows, first, seq_lens - first, sampling_positions)
+        if self._draft_vocab_size < self._vocab_size:  # a token unknown to the draft model is replaced by its last one
+            inputs.token_ids = inputs.token_ids.clamp(max=self._draft_vocab_size - 1)
+        hidden = self._forward.run(inputs)
         self._inputs.staging.end_step()
-        if not len(sampling):
+        if not len(sampling_positions):
             return hidden
-        logits = self._model.compute_logits(hidden.index_select(0, inputs.logits_indices))[: len(sampling)]
+        logits = self._forward.model.compute_logits(hidden.index_select(0, inputs.logits_indices))
+        logits = logits[: len(sampling_positions)]
         missing = self._vocab_size - logits.shape[1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self._vocab_size]
-
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        token_ids = inputs.token_ids
-        if self._draft_vocab_size < self._vocab_size:  # what it cannot know, it takes for anything
-            token_ids = token_ids.clamp(max=self._draft_vocab_size - 1)
-        plans = [backend.build_metadata(inputs.layouts[group]) for backend, group in self._attention_groups.values()]
-        return self._run_model(token_ids, inputs.positions, inputs.prompt_lens, *plans)
-
-    def _call_model(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        prompt_lens: torch.Tensor | None,
-        *plans: AttentionMetadata,
-    ) -> torch.Tensor:
-        step = ForwardStep(dict(zip(self._attention_groups, plans, strict=True)), prompt_lens)
-        hidden: torch.Tensor = self._model(token_ids, positions, step, None)
-        return hidden

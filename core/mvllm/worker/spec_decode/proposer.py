@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
+from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampling_state import TokenHistory
+from mvllm.worker.input_batch import InputBatch
+from mvllm.worker.model_forward import ModelForward
+from mvllm.worker.spec_decode.draft_model import DraftModelProposer
+from mvllm.worker.step_inputs import StepInputBuilder
 
 
 class Proposer(Protocol):
@@ -79,3 +84,47 @@ class NgramProposer:
         known = tokens[begin : begin + self._num_tokens].tolist()
         # Near the end it copies what it has itself guessed: a text that repeats goes on repeating.
         return [known[i % len(known)] for i in range(self._num_tokens)]
+
+
+def make_proposer(
+    forward: ModelForward, rows: InputBatch, make_sampler: Callable[[], Sampler], block_size: int
+) -> Proposer | None:
+    """The proposer of the engine's speculative config; None without one, and on pipeline stages but the last.
+
+    Args:
+        forward: The forward pass of the served model. The draft model is compiled as that one is.
+        rows: The worker's rows.
+        make_sampler: Makes the sampler of a draft model.
+        block_size: Tokens per KV block.
+    """
+    config, draft = forward.config.speculative, forward.loader.draft
+    if config is None or not forward.pipeline.is_last:
+        return None
+    if draft is None:
+        return NgramProposer(
+            rows.history,
+            num_tokens=config.num_speculative_tokens,
+            shortest=config.prompt_lookup_min,
+            longest=config.prompt_lookup_max,
+        )
+    scheduler, draft_forward = forward.config.scheduler, draft.forward(forward.layers)
+    forward.compile(draft_forward)
+    inputs = StepInputBuilder(
+        rows,
+        block_size=block_size,
+        max_tokens=scheduler.max_num_batched_tokens + scheduler.max_num_seqs,
+        max_rows=scheduler.max_num_seqs,
+        runtime=forward.runtime,
+        shapes=forward.shapes(),
+        with_prompt_lens=draft.model.uses_prompt_lens,
+    )
+    return DraftModelProposer(
+        draft,
+        draft_forward,
+        forward.config.model,
+        rows=rows,
+        block_size=block_size,
+        inputs=inputs,
+        sampler=make_sampler(),
+        num_tokens=config.num_speculative_tokens,
+    )
