@@ -356,7 +356,9 @@ def guesses(llm: LLM, prompt: list[int]) -> list[tuple[int, list[int]]]:
     found = []
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
-        found += [(len(r.token_ids), r.draft_token_ids) for r in llm.llm_engine._client._core.scheduler.requests.running]
+        found += [
+            (len(r.token_ids), r.draft_token_ids) for r in llm.llm_engine._client._core.scheduler.requests.running
+        ]
     return found
 
 

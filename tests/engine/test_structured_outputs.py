@@ -255,9 +255,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened = threading.Event()
     compile_now = GrammarCompiler.compile
 
-    def compile_then(self: GrammarCompiler, job: CompileJob, trial: GrammarSandbox) -> CompiledGrammar:
+    def compile_then(self: GrammarCompiler, job: CompileJob, sandbox: GrammarSandbox) -> CompiledGrammar:
         opened.wait(120)
-        return compile_now(self, job, trial)
+        return compile_now(self, job, sandbox)
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_then)
     yield opened

@@ -55,8 +55,8 @@ class Grammar(Protocol):
     def expected_seconds(self) -> float:
         """Time that the next mask will take, about; 0 where plans may not depend on time."""
 
-    def accept(self, token: int, *, at_once: bool = False) -> None:
-        """Goes on to the next position. Its mask, or an error, may come later, but not with `at_once`."""
+    def accept(self, token: int, *, blocking: bool = False) -> None:
+        """Goes on to the next position. Its mask, or an error, may come later, but not with `blocking`."""
 
 
 class Request:
@@ -245,7 +245,7 @@ class Request:
         assert grammar is not None
         if stop is not None and stop[0] is FinishReason.STOP:
             return stop
-        grammar.accept(token, at_once=self.has_token_in_flight)  # a step waits for it
+        grammar.accept(token, blocking=self.has_token_in_flight)  # a step waits for it
         return (FinishReason.STOP, None) if grammar.is_complete else stop
 
 

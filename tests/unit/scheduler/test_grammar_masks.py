@@ -29,7 +29,7 @@ class Countdown:
     def is_complete(self) -> bool:
         return len(self.taken) == self.length
 
-    def accept(self, token: int, *, at_once: bool = False) -> None:
+    def accept(self, token: int, *, blocking: bool = False) -> None:
         self.taken.append(token)
         if token == 99:
             self.error = "lost its way"

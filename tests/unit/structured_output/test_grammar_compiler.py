@@ -176,21 +176,21 @@ def test_cancelled_requests_are_forgotten_and_equal_grammars_are_compiled_once(
 
 
 def test_a_process_that_is_killed_is_started_again(vocabulary: Vocabulary) -> None:
-    trial = GrammarSandbox(vocabulary)
+    sandbox = GrammarSandbox(vocabulary)
     job = make_compile_job(StructuredOutputsParams(regex="ab"))
     try:
-        assert trial.run(job).error is None
-        assert trial.pid is not None
-        os.kill(trial.pid, signal.SIGKILL)
-        assert trial.run(job).error is None
-        os.kill(trial.pid, signal.SIGSEGV)
+        assert sandbox.run(job).error is None
+        assert sandbox.pid is not None
+        os.kill(sandbox.pid, signal.SIGKILL)
+        assert sandbox.run(job).error is None
+        os.kill(sandbox.pid, signal.SIGSEGV)
         deadline = time.monotonic() + PATIENCE
-        while psutil.Process(trial.pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        while psutil.Process(sandbox.pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert trial.run(job).error is None
+        assert sandbox.run(job).error is None
     finally:
-        trial.close()
-    assert trial.pid is None and trial.run(job).error == "the engine is shutting down"
+        sandbox.close()
+    assert sandbox.pid is None and sandbox.run(job).error == "the engine is shutting down"
 
 
 def test_masks_lead_through_the_text_and_allow_the_end_where_it_is_complete(
