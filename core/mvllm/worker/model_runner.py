@@ -65,6 +65,9 @@ _Result = TypeVar("_Result")
 _Computed = tuple[StepInputs, torch.Tensor, torch.Tensor | None]
 """A step's inputs, its hidden states, and those of them whose logits are needed."""
 
+_UnsampledStep = tuple[SchedulerOutput, RowLengths, _Computed | ModelRunnerOutput | None]
+"""The plan of a computed step, the rows' lengths before it, and the model's result; or the output of a failed step."""
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -126,11 +129,7 @@ class ModelRunner:
         self._sampler = self._make_sampler()
         self._proposer: Proposer | None = None
         self._sampled_token_buffer: SampledTokenBuffer | None = None
-        self._step_awaiting_masks: tuple[SchedulerOutput, RowLengths, _Computed | ModelRunnerOutput | None] | None = (
-            None
-        )
-        """A step that was computed and not sampled: its plan, the rows' lengths before it, and the model's result, or
-        the step's output if it has failed."""
+        self._step_awaiting_masks: _UnsampledStep | None = None
 
     # ------------------------------------------------------------------------------------------------------ start
 

@@ -1,16 +1,16 @@
-"""Builds one step's inputs on the host, in one buffer, and copies them to the device once.
+"""Builds the inputs of one step on the host, in one buffer, and copies them to the device once.
 
     | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_indices L | block_table R*P |
-    | prompt_lens T, for models that need it | sample_rows S, where tokens stay on the device |  all int32
-    | slots T | block_table R*P | for each group of layers behind the first
+    | prompt_lens T, for models that read it | sample_rows S, where tokens stay on the device |  all int32
+    | slots T | block_table R*P | for each further group of layers
 
 T tokens, R requests, S rows that sample, P pages (width of the block table): each padded up to the platform's buckets,
-S to those of requests. L is S, and one more for each token that was guessed: a guess is checked against what the model
-gives behind the token before it.
+S to those of requests. L is S plus the number of draft tokens: a draft token is verified with the logits of the token
+before it.
 
-    row 4, known 11 40 8, guessed 7 9         computes 8 7 9, and L has the logits behind 8, behind 7 and behind 9
+    row 4, known 11 40 8, drafts 7 9          computes 8 7 9, and L has the logits behind 8, behind 7 and behind 9
 
-Token ids may be marks of tokens that only the device knows, see TokenHistory; SampledTokenBuffer puts the tokens there.
+Token ids may be placeholders of tokens that only the device knows (see TokenHistory); SampledTokenBuffer replaces them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Buffer = TypeVar("_Buffer", np.ndarray, torch.Tensor)
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Which parts the buffer of a step has, after padding. Two steps with equal packings have equal shapes throughout.
+    """The parts of a step's buffer after padding. Two steps with equal layouts have equal shapes throughout.
 
     Attributes:
         tokens, requests, logits_rows, pages: T, R, L, P.
@@ -54,20 +54,20 @@ class BufferLayout:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Of the parts, in the order of the module's picture."""
+        """Sizes of the parts, in the order of the module's picture."""
         table = self.requests * self.pages
         first = [*[self.tokens] * 3, self.requests + 1, self.requests, self.logits_rows, table]
         return [*first, self.prompt_lens, self.sample_rows, *[self.tokens, table] * (self.num_groups - 1)]
 
     @property
     def slot_and_table_indices(self) -> list[tuple[int, int]]:
-        """Of each group's slots and block table among the parts."""
+        """Index of each group's slots and block table among the parts."""
         return [(2, 6), *((i, i + 1) for i in range(9, len(self.sizes), 2))]
 
     def parts(self, buffer: _Buffer) -> list[_Buffer]:
-        """The parts of a buffer. Slices, as every device has them: what `split` gives is no index on some."""
-        ends: list[int] = list(accumulate(self.sizes))
-        return [buffer[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        """The parts of a buffer. Slices rather than `split`, whose results some devices do not accept as indices."""
+        stops: list[int] = list(accumulate(self.sizes))
+        return [buffer[a:b] for a, b in zip([0, *stops], stops, strict=False)]
 
     def layouts(
         self,
@@ -78,7 +78,7 @@ class BufferLayout:
         max_query_len: int,
         max_seq_len: int,
     ) -> list[BatchLayout]:
-        """One for each group: the parts on the host, and on the device."""
+        """One BatchLayout for each group, from the parts on the host and on the device."""
         shape = (self.requests, self.pages)
         layout = BatchLayout(
             num_requests=self.requests,
@@ -142,17 +142,17 @@ class StepInputs:
 
     @property
     def layout(self) -> BatchLayout:
-        """Of the first group."""
+        """The layout of the first group."""
         return self.layouts[0]
 
     @property
     def num_logits_rows(self) -> np.ndarray:
-        """int32 [S]: of the L logits_rows of logits, how many each sampling_positions row has."""
+        """int32 [S]: rows of logits of each sampling row, L in total."""
         return self.num_draft_tokens + 1
 
 
 class StepInputBuilder:
-    """Turns a plan into StepInputs.
+    """Builds StepInputs from plans.
 
     Args:
         rows: The worker's rows.
@@ -161,13 +161,13 @@ class StepInputBuilder:
         max_rows: Most requests in one step.
         runtime: The device.
         shapes: The platform's buckets.
-        with_prompt_lens: Whether the model reads `prompt_lens`.
-        with_sample_rows: Whether `sample_rows` is wanted.
-        max_draft_tokens: Most guesses that are checked for a row.
-        every_request_samples: S is padded to what R is padded to: one size less that a step's shapes depend on.
+        with_prompt_lens: The model reads `prompt_lens`.
+        with_sample_rows: Build `sample_rows`.
+        max_draft_tokens: Most draft tokens of a row in one step.
+        every_request_samples: Pad S to the size of R, so that shapes depend on one size less.
 
     Attributes:
-        staging: The buffers of the step that `build` has begun. Whoever submits its work ends it there.
+        staging: The buffers of the step that `build` has begun. The caller ends the step there after submitting it.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class StepInputBuilder:
         self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
 
     def build(self, plan: SchedulerOutput) -> StepInputs:
-        """The inputs of `plan`, whose changes have been applied to the rows already."""
+        """The inputs of `plan`, which has been applied to the rows."""
         table, history = self._rows, self._rows.history
         rows = np.array(plan.rows, dtype=np.int64)
         num_scheduled = np.array(plan.num_scheduled_tokens, dtype=np.int32)
@@ -231,13 +231,14 @@ class StepInputBuilder:
         sampling_positions: np.ndarray,
         num_draft_tokens: np.ndarray | None = None,
     ) -> StepInputs:
-        """The inputs of a step over tokens that stand in the history, guesses included.
+        """The inputs of a step over tokens in the history, draft tokens included.
 
         Args:
             rows: int64 [R], at least one.
-            first, num_scheduled: int32 [R]: which of each row's positions, at least one.
+            first: int32 [R]: first position of each row in the step.
+            num_scheduled: int32 [R]: positions of each row in the step, at least one.
             sampling_positions: int64 [S]: positions among `rows`, rising.
-            num_draft_tokens: int32 [S]; None for none.
+            num_draft_tokens: int32 [S]; None without draft tokens.
         """
         table, history = self._rows, self._rows.history
         seq_lens = first + num_scheduled
@@ -337,16 +338,15 @@ def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _largest(limit: str, value: int, dimension: str, buckets: tuple[int, ...] | None) -> int:
-    """The bucket that holds the largest step.
+    """The bucket of the largest step.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No bucket is large enough.
     """
     try:
         return ShapePolicy.pad(value, buckets)
     except ValueError as e:
         found = max(buckets) if buckets else "none"
         raise ConfigError(
-            f"{limit} is {value}, but the largest number of {dimension} that the platform's shapes have is {found}. "
-            "Lower the limit."
+            f"{limit} is {value}, but the platform's largest bucket for {dimension} is {found}. Lower the limit."
         ) from e

@@ -134,7 +134,7 @@ def test_keys_are_stored_in_the_cache_dtype_and_scores_are_made_in_float32() -> 
     torch.testing.assert_close(output.double(), dense(query, key, value, spec, None), atol=1e-5, rtol=2**-8)
 
 
-def test_blocks_of_a_table_that_the_window_has_left_behind_are_not_read() -> None:
+def test_blocks_outside_of_the_window_are_not_read() -> None:
     spec = make_spec(sliding_window=6)
     backend = ReferenceAttention(spec)
     layout = make_layout([1], [40], [[10**6, 10**6, 10**6, 1, 0]], 8)  # the first three blocks are gone
@@ -161,7 +161,7 @@ def padded(layout: BatchLayout, tokens: int) -> BatchLayout:
     )
 
 
-def test_padding_writes_nothing_and_is_answered_with_finite_rows() -> None:
+def test_padding_writes_nothing_and_gives_finite_rows() -> None:
     backend = ReferenceAttention(make_spec())
     plain = make_layout([3], [3], [[1]], 4)
     query, key, value = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16)

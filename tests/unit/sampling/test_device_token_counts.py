@@ -59,7 +59,7 @@ def drawn_params(rng: random.Random) -> SamplingParams:
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_rows_that_come_go_and_return_get_the_tokens_that_the_host_counts(static: bool) -> None:
+def test_device_counts_equal_host_counts_when_requests_change_rows(static: bool) -> None:
     rng = random.Random(4)
     own, device = Bench(vocab_size=VOCAB, max_rows=MAX_ROWS, max_len=MAX_LEN), DeviceBench(static=static)
     running: dict[int, tuple[Sampled, list[int]]] = {}
@@ -94,7 +94,7 @@ def test_rows_that_come_go_and_return_get_the_tokens_that_the_host_counts(static
     assert num_penalized > 50
 
 
-def test_penalised_rows_leave_no_reason_to_read_tokens_and_bad_words_do() -> None:
+def test_with_device_counts_only_bad_words_read_tokens() -> None:
     bench = DeviceBench()
     words = SamplingParams(repetition_penalty=1.3)
     words.bad_words_token_ids = [[5, 6]]

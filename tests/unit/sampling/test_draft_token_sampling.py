@@ -48,7 +48,7 @@ def alone(name: str, row: int, length: int, logits: torch.Tensor) -> tuple[int, 
 
 @pytest.mark.parametrize("elements_at_once", [1 << 18, 3 * VOCAB_SIZE], ids=["whole", "in parts"])
 @pytest.mark.parametrize("names", [[name] for name in PARAMS] + [list(PARAMS)], ids=lambda names: "+".join(names)[:20])
-def test_a_line_gives_what_it_gives_when_it_is_the_only_one(
+def test_a_row_with_draft_tokens_samples_what_it_samples_alone(
     names: list[str], elements_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mvllm.sampling.sampler._ELEMENTS_AT_ONCE", elements_at_once)
@@ -77,7 +77,7 @@ def test_log_probabilities_can_be_left_out() -> None:
     assert not found.logprobs and found.tolist() == bench.sample(logits, [0]).tolist()
 
 
-def test_counts_of_what_may_come_leave_those_of_what_has_come() -> None:
+def test_counts_of_draft_tokens_do_not_change_counts_of_known_tokens() -> None:
     tokens = np.array([1, 2, 2, 3, 3, 1, 70, 71], dtype=np.int32)
     counts = TokenCounts()
     counts.update(tokens[:4], 2)

@@ -80,7 +80,7 @@ def test_a_single_possible_token_is_drawn_for_every_uniform(position):
     assert draw(weights, edges, edges.flip(0)).tolist() == [position] * 4
 
 
-def test_hopeless_weights_still_give_a_token_of_the_vocabulary():
+def test_degenerate_weights_still_give_a_token_of_the_vocabulary():
     weights = torch.ones(3, 100)
     weights[0], weights[1], weights[2] = 0.0, torch.nan, torch.inf
     drawn = draw(weights, torch.full((3,), LAST), torch.full((3,), LAST))

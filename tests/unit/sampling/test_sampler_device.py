@@ -115,7 +115,7 @@ def test_token_ids_beyond_float32_precision_are_refused():
         SamplingState(1, MAX_VOCAB_SIZE + 1, 0)
 
 
-def test_the_largest_token_id_survives_the_way_to_the_host():
+def test_the_largest_token_id_is_copied_exactly():
     logits = torch.zeros(1, MAX_VOCAB_SIZE, dtype=torch.bfloat16)
     logits[0, -1] = 1.0
     sampled = sample_batch(logits, [Sampled(SamplingParams(temperature=0))])

@@ -156,7 +156,7 @@ def test_both_tables_cover_every_field():
     assert {field for field, _ in ACCEPTED} == names == {field for field, _ in REFUSED}
 
 
-def test_a_refusal_says_range_and_value():
+def test_an_error_names_range_and_value():
     with pytest.raises(RequestError, match=r"^top_p must be a number > 0 and <= 1; got 1\.5$"):
         SamplingParams(top_p=1.5)
     with pytest.raises(RequestError, match=r"^n must be an integer from 1 to 128; got 'many'$"):
@@ -234,7 +234,7 @@ def test_copies_are_independent_and_checked():
         msgspec.structs.replace(params, top_p=0.0)
 
 
-def test_the_list_given_stays_the_givers():
+def test_the_callers_list_is_not_changed():
     mine = ["a"]
     params = SamplingParams(stop=mine)
     mine.append("")

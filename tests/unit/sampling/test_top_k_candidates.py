@@ -41,7 +41,7 @@ def tokens(logits: torch.Tensor, batch: list[Sampled], sampler: Sampler | None =
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("scale", [0.3, 2.0, 8.0])
-def test_the_same_tokens_as_without_looking(settings, scale) -> None:
+def test_the_same_tokens_with_and_without_synchronizing(settings, scale) -> None:
     logits = random_logits(40, VOCAB, seed=3, scale=scale)
     batch = sequences(40, **settings)
     assert tokens(logits, batch) == tokens(logits, batch, Dense())
@@ -59,7 +59,7 @@ def test_tokens_that_tie_with_the_last_one_stay(settings) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_a_row_does_not_notice_a_neighbour_that_needs_more(settings) -> None:
+def test_a_row_does_not_depend_on_a_row_with_more_candidates(settings) -> None:
     logits = random_logits(30, VOCAB, seed=5)
     logits[1::3] = 0.5  # all tie
     logits[2::3] *= 0.01  # flat

@@ -63,7 +63,7 @@ KINDS = pytest.mark.parametrize(
 
 @KINDS
 @pytest.mark.parametrize("depth", [2, 3])
-def test_who_was_planned_to_read_what_a_failing_step_should_have_written_gives_its_own_tokens(depth, common, options):
+def test_requests_that_read_blocks_of_a_failed_step_restart_and_give_correct_tokens(depth, common, options):
     engine = make_engine(depth, **options)
     writer, reader = (make_request([*PROMPT, i], request_id=name, **common) for i, name in enumerate(("a", "b")))
     unrelated = make_request(8, max_tokens=12)
@@ -95,7 +95,7 @@ def under_way(engine: Engine, *requests) -> None:
     engine.in_flight.append((plan, engine.runner.execute(plan)))
 
 
-def test_readers_of_readers_start_again_and_those_who_read_older_blocks_go_on():
+def test_indirect_readers_restart_and_readers_of_confirmed_blocks_continue():
     engine = make_engine()
     old = make_request([*range(40, 53)], request_id="old")
     engine.run(old)
@@ -124,7 +124,7 @@ def test_readers_of_readers_start_again_and_those_who_read_older_blocks_go_on():
 
 @pytest.mark.parametrize("which", ["a", "b"])
 @pytest.mark.parametrize("what", ["abort", "fail", "preempt"])
-def test_it_reaches_those_who_have_ended_or_given_way_meanwhile(which, what):
+def test_finished_and_preempted_readers_are_discarded_too(which, what):
     engine = make_engine(num_blocks=24)
     engine.runner.steps_without_memory = {0}
     first, second, third = (make_request([*PROMPT, i], request_id=name, max_tokens=8) for i, name in enumerate("abc"))
@@ -149,7 +149,7 @@ def test_it_reaches_those_who_have_ended_or_given_way_meanwhile(which, what):
     check_all_again(engine, [first, second, third])
 
 
-def test_blocks_that_another_request_has_by_now_are_its_own():
+def test_blocks_reallocated_to_another_request_are_not_evicted():
     engine = make_engine(num_blocks=6)
     engine.runner.steps_without_memory = {0}
     under_way(engine, make_request(PROMPT, request_id="a"))
@@ -185,7 +185,7 @@ def test_a_reader_keeps_what_it_had_generated_before_it_was_preempted():
     check_all_again(engine, [second])
 
 
-def test_a_prompt_that_is_wanted_as_a_vector_is_computed_again():
+def test_a_pooling_request_that_reads_failed_blocks_is_recomputed():
     engine = make_engine()
     engine.runner.steps_without_memory = {0}
     under_way(engine, make_request(PROMPT, request_id="a"))
@@ -209,7 +209,7 @@ def test_results_of_later_pieces_of_a_prompt_are_dropped_when_the_request_has_en
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_keys_that_were_computed_without_the_adapter_are_nobodys(depth):
+def test_blocks_computed_without_the_adapter_are_evicted(depth):
     engine = make_engine(depth, max_loras=2)
     first, second, third = (
         make_request([*PROMPT, i], request_id=name, lora_int_id=1, max_tokens=6) for i, name in enumerate("abc")
@@ -227,7 +227,7 @@ def test_keys_that_were_computed_without_the_adapter_are_nobodys(depth):
     check_all_again(engine, [first, second, third])
 
 
-def test_one_step_after_another_without_memory_ends_only_who_was_in_one_with_its_own_blocks():
+def test_successive_out_of_memory_steps_fail_only_requests_that_were_in_them():
     engine = make_engine(depth=3)
     engine.runner.steps_without_memory = {0, 1}
     first, second = (make_request([*PROMPT, i], request_id=name) for i, name in enumerate("ab"))
@@ -239,7 +239,7 @@ def test_one_step_after_another_without_memory_ends_only_who_was_in_one_with_its
     check_all_again(engine, [first, second])
 
 
-def test_a_request_whose_settings_leave_no_token_keeps_its_keys_for_others():
+def test_a_request_whose_parameters_allow_no_token_keeps_its_blocks_cached():
     engine = make_engine()
     engine.add(make_request(PROMPT, request_id="a", allowed_token_ids=[1], logit_bias={1: -100.0}))
     plan = engine.scheduler.schedule()
@@ -319,7 +319,7 @@ def guess(tokens: list[int]) -> list[int]:
 
 @settings(deadline=None, max_examples=200)
 @given(limits, ways, events)
-def test_whatever_fails_every_other_request_gives_its_own_tokens_and_every_name_is_true(limits, way, events):
+def test_after_any_failure_other_requests_give_correct_tokens_and_hashes_are_valid(limits, way, events):
     way = dict(way)
     engine = make_engine(way.pop("depth"), **limits, **way)
     if "num_speculative_tokens" in way:
@@ -379,7 +379,7 @@ def check_result(engine: Engine, request, *, ended_early: bool) -> None:
 
 
 @pytest.mark.parametrize("failing", range(6))
-def test_at_whichever_step_it_fails(failing):
+def test_a_failure_at_any_step_is_recovered(failing):
     """One traffic, with prefixes shared in every way, and each of its steps without memory once."""
     for depth, stages in ((1, 1), (2, 1), (3, 3)):
         engine = make_engine(depth, num_stages=stages, max_num_batched_tokens=16, num_blocks=40)

@@ -154,7 +154,7 @@ def test_memory_stays_bounded_over_many_schemas(
     assert psutil.Process().memory_info().rss - before < 64 << 20
 
 
-def test_the_cache_forgets_what_was_used_longest_ago_and_counts_bytes() -> None:
+def test_the_cache_evicts_least_recently_used_grammars_and_counts_bytes() -> None:
     cache, jobs = GrammarCache(), [CompileJob("regex", str(i)) for i in range(3)]
     for job in jobs[:2]:
         cache.put(job, CompiledGrammar(None, [], compiler_module.CACHE_BYTES // 2 - 100))
@@ -164,7 +164,7 @@ def test_the_cache_forgets_what_was_used_longest_ago_and_counts_bytes() -> None:
     assert cache.memory <= compiler_module.CACHE_BYTES
 
 
-def test_cancelled_requests_are_forgotten_and_equal_grammars_are_compiled_once(
+def test_cancelled_requests_are_dropped_and_equal_grammars_are_compiled_once(
     manager: StructuredOutputManager,
 ) -> None:
     for name in ("first", "second", "third"):
@@ -222,7 +222,7 @@ def test_tokens_that_end_a_sequence_wait_for_complete_text_and_for_min_tokens(
     assert {1, a, b} <= allowed(grammar)
 
 
-def test_what_is_complete_ends_whatever_else_was_asked(
+def test_a_complete_text_ends_even_with_ignore_eos_and_min_tokens(
     manager: StructuredOutputManager, vocabulary: Vocabulary
 ) -> None:
     (a,) = tokens_of(vocabulary, "a")
@@ -241,16 +241,14 @@ def test_a_token_outside_of_the_grammar_is_an_error(manager: StructuredOutputMan
     assert grammar.error is not None and not grammar.is_complete
 
 
-def test_sequences_of_one_grammar_do_not_share_their_place(
-    manager: StructuredOutputManager, vocabulary: Vocabulary
-) -> None:
+def test_sequences_of_one_grammar_do_not_share_state(manager: StructuredOutputManager, vocabulary: Vocabulary) -> None:
     first, second = begin(manager, regex="a[0-9]"), begin(manager, regex="a[0-9]")
     before = second.mask
     first.accept(tokens_of(vocabulary, "a")[0])
     assert second.mask == before != first.mask
 
 
-def test_choices_may_hold_any_text(manager: StructuredOutputManager, vocabulary: Vocabulary) -> None:
+def test_choices_may_contain_any_text(manager: StructuredOutputManager, vocabulary: Vocabulary) -> None:
     texts = ['say "hi"', "back\\slash", "line\nbreak", "é😀", "a.b*", "\x01"]
     for text in texts:
         grammar = begin(manager, choice=texts)
@@ -293,9 +291,7 @@ class TestThoughts:
             assert self.go(grammar, vocabulary, "7") and allowed(grammar) == {1}
         assert not self.go(begin(kept, **form, thoughts_start="<think>", thoughts_end="</think>"), vocabulary, "hm")
 
-    def test_ended_by_a_token_that_no_text_stands_for(
-        self, kept: StructuredOutputManager, vocabulary: Vocabulary
-    ) -> None:
+    def test_ended_by_a_special_token_without_text(self, kept: StructuredOutputManager, vocabulary: Vocabulary) -> None:
         tokenizer = vocabulary.build()
         special = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i) and i not in (0, 1)]
         [tag] = [i for i in special if tokenizer.decode_str([i]) == "<|im_start|>"]
@@ -362,7 +358,9 @@ class TestStructuralTags:
         tokenizer = vocabulary.build()
         assert {tokenizer.decode_str([token])[0] for token in allowed(grammar)} == set(allows)
 
-    def test_a_trigger_that_no_text_stands_for(self, kept: StructuredOutputManager, vocabulary: Vocabulary) -> None:
+    def test_a_trigger_that_is_a_special_token_without_text(
+        self, kept: StructuredOutputManager, vocabulary: Vocabulary
+    ) -> None:
         tag = {"begin": "<|im_start|>f", "schema": {"enum": [7]}, "end": ""}
         grammar = begin(kept, structural_tag={"structures": [tag], "triggers": ["<|im_start|>"]})
         [special] = vocabulary.build().tokenize_str("<|im_start|>", parse_special=True)
@@ -373,13 +371,13 @@ class TestStructuralTags:
             grammar.accept(token)
         assert special in allowed(grammar) and 1 in allowed(grammar)
 
-    def test_a_schema_that_cannot_be_is_refused(self, kept: StructuredOutputManager) -> None:
+    def test_an_unsatisfiable_schema_is_refused(self, kept: StructuredOutputManager) -> None:
         tag = {"begin": "<f>", "schema": {"type": "strng"}, "end": ""}
         kept.submit(request(structural_tag={"structures": [tag], "triggers": ["<"]}))
         assert "structural tag" in str(outcomes(kept, 1)["request"].error)
 
 
-def test_one_that_is_open_in_too_many_places_is_refused_before_it_begins(kept: StructuredOutputManager) -> None:
+def test_a_grammar_beyond_the_parser_limits_is_refused_when_compiled(kept: StructuredOutputManager) -> None:
     kept.submit(request("wide", json={"enum": [{"id": i, "name": f"n{i}"} for i in range(4000)]}))
     kept.submit(request("narrow", json={"anyOf": [{"properties": {"k": {"const": i}}} for i in range(300)]}))
     found = outcomes(kept, 2)

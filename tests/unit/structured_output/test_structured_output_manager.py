@@ -61,7 +61,7 @@ def test_a_grammar_is_compiled_again_after_its_sandbox_was_killed(
     assert outcome_of(manager, request).error is None
 
 
-def test_as_many_choices_as_are_allowed_lead_to_their_ends(manager: StructuredOutputManager) -> None:
+def test_the_maximum_number_of_choices_can_be_generated(manager: StructuredOutputManager) -> None:
     choices = [f"choice {i} of it" for i in range(MAX_CHOICES)]
     config = EngineArgs(model=str(demo_model_path())).create_engine_config()
     tokenizer = load_tokenizer(config.model)

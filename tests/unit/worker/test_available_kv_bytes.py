@@ -25,7 +25,7 @@ class MeasuredRuntime(HostRuntime):
         return MemoryInfo(total=1000, free=700, used_by_me=100, peak_by_me=self.peak)
 
 
-def test_other_programs_on_the_host_do_not_use_up_our_share() -> None:
+def test_memory_of_other_programs_does_not_reduce_the_kv_cache_share() -> None:
     """They have taken 200 of 1000: with a share below that, there would be nothing left to begin with."""
     assert available(unified_memory=True, local_world_size=1, utilization=0.25) == 700 - 600 - 50
 
@@ -90,7 +90,7 @@ LARGE = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=256)
 WHOLE = 700_000 + 30_000 + 2048 * 1_000
 
 
-def test_where_the_host_computes_small_steps_say_what_the_largest_takes_at_most() -> None:
+def test_on_the_host_small_profile_steps_bound_the_memory_of_the_largest() -> None:
     found, parts = measured(LARGE, StepRuntime(), unified_memory=True)
     assert sum(2048 / part for part in parts) < 2048 / 10
     assert WHOLE <= found <= 1.6 * WHOLE
@@ -106,7 +106,7 @@ def test_where_the_host_computes_small_steps_say_what_the_largest_takes_at_most(
         (replace(LARGE, max_num_seqs=8), True, {"unified_memory": True}),  # whose prompts would be shorter
     ],
 )
-def test_elsewhere_the_largest_step_itself_is_run(
+def test_on_other_devices_the_profile_runs_the_largest_step(
     scheduler: SchedulerConfig, resets: bool, capabilities: dict[str, bool]
 ) -> None:
     runtime = StepRuntime(resets=resets)
@@ -125,11 +125,11 @@ def test_elsewhere_the_largest_step_itself_is_run(
         (True, 9, (700 - 250) // 9 - 50),  # never of more than there is
     ],
 )
-def test_workers_that_have_one_memory_share_it(unified_memory: bool, local_world_size: int, expected: int) -> None:
+def test_workers_with_unified_memory_divide_it(unified_memory: bool, local_world_size: int, expected: int) -> None:
     assert available(unified_memory=unified_memory, local_world_size=local_world_size) == expected
 
 
-def test_other_replicas_may_still_have_to_load() -> None:
+def test_memory_is_left_for_replicas_that_are_still_loading() -> None:
     """Two replicas of three workers: 300 bytes that are free now may soon be the other one's."""
     reserve = 250  # a quarter of 1000, which is all there is
     assert available(unified_memory=True, local_world_size=6, replicas=2) == (700 - 300 - reserve) // 6 - 50

@@ -110,7 +110,7 @@ def test_draft_tokens_are_accepted_up_to_the_first_mismatch(sampled, first, furt
 @pytest.mark.parametrize(
     ("line", "first", "further"), [(1, 50, []), (2, 50, [51]), (3, 50, [51, 52])], ids=["second", "third", "last"]
 )
-def test_a_line_that_fails_ends_the_run_before_it(line, first, further, with_logprobs):
+def test_an_error_in_a_logits_row_ends_the_accepted_run_before_it(line, first, further, with_logprobs):
     output, tokens = result_of([50, 51, 52, 53, 60, 61], {line: float("nan")}, with_logprobs=with_logprobs)
     assert not output.errors
     assert tokens.tolist() == [first, 60]
@@ -123,7 +123,7 @@ def test_an_error_behind_a_rejected_draft_token_is_ignored():
     assert not output.errors and tokens.tolist() == [50, 60] and output.further_token_ids[0] == [9]
 
 
-def test_a_first_line_that_fails_fails_its_row_alone():
+def test_an_error_in_the_first_logits_row_fails_only_its_request():
     output, _ = result_of([50, 51, 52, 53, 60, 61], {0: float("nan")}, with_logprobs=True)
     assert list(output.errors) == [0] and "NaN" in output.errors[0]
     assert output.further_token_ids == {2: [61]} and 0 not in output.logprobs

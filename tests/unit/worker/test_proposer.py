@@ -43,15 +43,15 @@ def by_hand(tokens: list[int], num_tokens: int, shortest: int, longest: int) -> 
         ([3, 3], []),
     ],
 )
-def test_it_goes_on_as_it_did(tokens: list[int], expected: list[int]) -> None:
+def test_it_proposes_what_followed_the_last_match(tokens: list[int], expected: list[int]) -> None:
     assert propose(tokens) == [expected]
 
 
-def test_each_row_has_its_own() -> None:
+def test_each_row_gets_its_own_draft_tokens() -> None:
     assert propose([1, 2, 3, 1, 2], [4, 5], [6, 7, 8, 6, 7], num_tokens=1) == [[3], [], [8]]
 
 
-def test_every_sequence_gives_what_it_gives_by_hand() -> None:
+def test_proposals_equal_a_simple_reference() -> None:
     rng = np.random.default_rng(0)
     for _ in range(600):
         tokens = rng.integers(0, rng.integers(2, 5), size=rng.integers(1, 30)).tolist()

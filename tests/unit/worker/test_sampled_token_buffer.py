@@ -83,7 +83,7 @@ def test_the_input_of_a_step_contains_placeholders_of_the_step_before() -> None:
     assert make_builder(rows).build(make_plan({0: 1})).sample_rows is None
 
 
-def test_nothing_is_waited_for_until_a_step_is_collected_and_then_only_what_it_needs(
+def test_collecting_a_step_waits_for_its_copies_alone(
     tokens: SampledTokenBuffer, history: TokenHistory, runtime: CountingRuntime
 ) -> None:
     tokens.add_step(result(0, [1, 3], 50))
@@ -96,7 +96,9 @@ def test_nothing_is_waited_for_until_a_step_is_collected_and_then_only_what_it_n
     assert as_list(history.token_ids[1, :4]) == [10, 11, 50, 51] and not history.ends_in_placeholder(np.array([0, 1]))
 
 
-def test_what_is_read_early_is_kept_for_whoever_collects_it(tokens: SampledTokenBuffer, history: TokenHistory) -> None:
+def test_outputs_that_are_read_early_are_kept_until_collected(
+    tokens: SampledTokenBuffer, history: TokenHistory
+) -> None:
     tokens.add_step(result(0, [1], 50))
     tokens.add_step(result(1, [2]))
     tokens.read_all_steps()
@@ -105,7 +107,7 @@ def test_what_is_read_early_is_kept_for_whoever_collects_it(tokens: SampledToken
     assert tokens.collect_output(0).sampled_token_ids == [50]
 
 
-def test_a_token_does_not_reach_the_request_that_has_its_row_now(
+def test_a_token_of_a_former_request_is_not_written_to_the_new_one_in_its_row(
     tokens: SampledTokenBuffer, history: TokenHistory
 ) -> None:
     tokens.add_step(result(0, [1], 50))

@@ -48,7 +48,7 @@ class TestWithFreeShapes:
         assert as_list(inputs.positions) == [4, 5, 6, 7, 8, 3]
         assert as_list(inputs.layout.slot_mapping) == [*slots_of(LONG_BLOCKS, range(4, 9)), *slots_of([1], range(3, 4))]
 
-    def test_the_layout_counts_and_points(self):
+    def test_the_layout_has_counts_and_offsets(self):
         layout = make_builder(mixed_rows()).build(make_plan({3: 5, 1: 1})).layout
         assert (layout.num_requests, layout.num_tokens, layout.block_size) == (2, 6, BLOCK_SIZE)
         assert (layout.max_query_len, layout.max_seq_len) == (5, 9)
@@ -66,7 +66,7 @@ class TestWithFreeShapes:
         assert as_list(inputs.sampling_positions) == [0, 1]
         assert as_list(inputs.logits_indices) == [5, 6]
 
-    def test_a_step_of_single_tokens_gives_the_same_as_a_mixed_one(self):
+    def test_a_decode_step_has_the_same_inputs_as_a_mixed_one(self):
         rows = mixed_rows()
         rows.num_computed[3] = 9
         inputs = make_builder(rows).build(make_plan({1: 1, 3: 1}))
@@ -183,7 +183,7 @@ class TestWithBuckets:
         assert as_list(inputs.sampling_positions) == as_list(free.sampling_positions)
         assert as_list(inputs.logits_indices)[:1] == as_list(free.logits_indices)
 
-    def test_padding_stores_nothing_reads_nothing_and_belongs_to_nobody(self):
+    def test_padding_stores_nothing_reads_nothing_and_has_no_request(self):
         inputs, layout = self.build(), self.build().layout
         assert as_list(layout.slot_mapping)[6:] == [-1, -1]
         assert as_list(inputs.token_ids)[6:] == as_list(inputs.positions)[6:] == [0, 0]

@@ -1,16 +1,15 @@
-"""A smaller model that guesses tokens, one by one, for the model to check all at once.
+"""Speculative decoding with a draft model: a smaller model generates draft tokens, which the served model verifies.
 
-It has layers of its own in the same KV cache: block tables and slots are those of the model, so that sharing, prefix
-hits and preemption are the scheduler's affair for both. For each step of the model it computes the same tokens first;
-then, for the rows that have got a token, that token and its own guesses:
+Its attention layers share the KV cache and the block tables of the served model, so that prefix sharing and preemption
+need nothing of their own. For each step of the served model it computes the same tokens; then, for rows that have
+sampled, it computes that token and its own draft tokens one by one:
 
-    model    a b c d   e . .           step over the known token e and the guesses f g: f was right, then comes x
-    draft    a b c d   e f g                            passes over e, f (made them) ...
-             a b c d   e f x y                          ... next over x, giving y, over y, giving z: the new guesses
+    model    a b c d   e . .           step over the known token e and the drafts f g: f is accepted, then x is sampled
+    draft    a b c d   e f g                            passes over e, f (generated them) ...
+             a b c d   e f x y                          ... next over x, giving y, over y, giving z: the new drafts
 
-What it computed for guesses that were wrong is written over. It samples as the model does, with the same settings and
-the same random numbers, so that it guesses right where the two distributions are nearly the same, also when tokens are
-drawn at random.
+Keys and values of rejected draft tokens are overwritten. It samples with the parameters and random numbers of the
+served model, so that draft tokens are accepted where the two distributions are nearly equal, also with temperature.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class DraftModel:
 
 
 class DraftModelProposer:
-    """Guesses with a model; see Proposer.
+    """Proposes the tokens of a draft model.
 
     Args:
         draft: The draft model.
@@ -94,18 +93,18 @@ class DraftModelProposer:
         """int32 [max_rows]: leading known tokens of each row whose keys and values this model has computed."""
 
     def on_requests_added(self, rows: Sequence[int]) -> None:
-        """As in Proposer."""
+        """See Proposer."""
         self._num_computed[rows] = self._rows.num_computed[rows]
 
     def propose(self, rows: np.ndarray, others: np.ndarray) -> list[list[int]]:
-        """As in Proposer."""
+        """See Proposer."""
         history = self._rows.history
         drafts: list[list[int]] = [[] for _ in rows]
         lengths = history.num_tokens[rows]
         room = np.minimum(self._rows.num_blocks[rows] * self._block_size, self._max_len) - lengths
-        # Nobody stays behind: what a row has computed may be found by others, and the next step is as large again.
+        # All rows catch up: other requests may share the blocks of a row, and its next step must not be larger.
         self._catch_up(np.concatenate((others, rows[room < 0])))
-        # What was computed for guesses that were wrong does not count.
+        # Keys and values of rejected draft tokens do not count.
         self._num_computed[rows] = np.minimum(self._num_computed[rows], self._rows.num_computed[rows])
         for i in range(self._num_tokens):
             at = np.flatnonzero(room >= i)
@@ -123,7 +122,7 @@ class DraftModelProposer:
         return drafts
 
     def _catch_up(self, rows: np.ndarray) -> None:
-        """Computes what the model has computed."""
+        """Computes these rows up to what the served model has computed."""
         seq_lens = np.minimum(self._rows.num_computed[rows], self._max_len)
         behind = seq_lens > self._num_computed[rows]
         if behind.any():
