@@ -5,6 +5,7 @@ NumPy decides, without looking at logits. Everything the device needs goes there
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,9 @@ _MAX_CANDIDATES = 1024
 
 _STATIC_CANDIDATES = (64, _MAX_CANDIDATES)
 """Numbers of top_k candidates with static shapes; beyond them the whole vocabulary."""
+
+_RandomInputs = tuple[Filters, torch.Tensor, torch.Tensor]
+"""On the device: the filters of the random rows, and their coarse and fine uniforms."""
 
 _MIN_EDITS = 64
 """Shortest list of logits to change with static shapes."""
@@ -75,27 +79,6 @@ class DevicePenaltyKeys:
     new_entries: int
 
 
-@dataclass
-class RandomKeys:
-    """Keys of the sampling parameters of the random rows, and host values; see Filters."""
-
-    inv_temperature: int
-    min_p_gap: int
-    top_k: int
-    top_p: int
-    top_p_gap: int
-    coarse: int
-    fine: int
-    small_top_k: RowSelection
-    row_candidates: int
-    num_candidates: int
-    has_small_top_k_and_top_p: bool
-    large_top_k: RowSelection
-    num_large_top_k_candidates: int
-    top_p_rows: RowSelection
-    any_filter: bool
-
-
 class BatchPlan:
     """How one batch is sampled. The constructor decides and uploads; the Sampler computes.
 
@@ -109,6 +92,7 @@ class BatchPlan:
         vocab_size: Tokens in a row of logits.
         device: Where the logits are.
         staging: Buffers to upload from; None for an ordinary copy.
+        may_synchronize: See Filters.
         num_rows: With static shapes, how many of the n rows are not padding. All rows are work rows then, and
             selections are masks.
 
@@ -121,7 +105,7 @@ class BatchPlan:
         edits: Logits to change; None if there are none.
         counted: Penalties of rows whose tokens the device counts; None if there are none.
         processed: Index of each logits processor that acts, with its rows.
-        random_keys: Sampling parameters; None without random rows.
+        random_inputs: Returns the sampling parameters of the random rows, on the device; None without random rows.
         logprobs: Selects, in the batch, the rows that return log-probabilities.
         failures: Errors of logits processors, by index into the batch.
     """
@@ -139,11 +123,12 @@ class BatchPlan:
         vocab_size: int,
         device: torch.device,
         staging: StagingBuffers | None,
+        may_synchronize: bool,
         num_rows: int | None,
     ) -> None:
         self.rows, self.state, self.static = rows, state, num_rows is not None
         self._history, self._seq_lens, self._masks = history, seq_lens, masks
-        self._vocab_size = vocab_size
+        self._vocab_size, self._may_synchronize = vocab_size, may_synchronize
         self.failures: dict[int, str] = {}
         is_too_short = (flags & MIN_TOKENS).astype(bool) & (seq_lens < state.min_length[rows])
         is_penalized = (flags & PENALTIES).astype(bool)
@@ -167,29 +152,9 @@ class BatchPlan:
         if (counts := state.device_counts) is not None and is_penalized.any():
             self.counted = self._add_counted(counts, is_penalized[in_work])
         self.processed = self._add_processed() if is_processed.any() else []
-        self.random_keys = self._add_random(in_work[self.random.indices]) if is_random.any() else None
+        self.random_inputs = self._add_random(in_work[self.random.indices]) if is_random.any() else None
         self.logprobs = upload.select((flags & LOGPROBS).astype(bool))
         upload.send(device)
-
-    def filters(self, keys: RandomKeys, *, may_synchronize: bool) -> Filters:
-        """The filters of the random rows, on the device."""
-        get, get_ids = self.upload.get, self.upload.get_ids
-        return Filters(
-            inv_temperature=get(keys.inv_temperature),
-            min_p_gap=get(keys.min_p_gap),
-            top_k=get_ids(keys.top_k),
-            top_p=get(keys.top_p),
-            top_p_gap=get(keys.top_p_gap),
-            small_top_k=keys.small_top_k,
-            row_candidates=get_ids(keys.row_candidates),
-            num_candidates=min(keys.num_candidates, self._vocab_size),
-            has_small_top_k_and_top_p=keys.has_small_top_k_and_top_p,
-            large_top_k=keys.large_top_k,
-            num_large_top_k_candidates=min(keys.num_large_top_k_candidates, self._vocab_size),
-            top_p_rows=keys.top_p_rows,
-            any=keys.any_filter,
-            may_synchronize=may_synchronize,
-        )
 
     def _select(self, chosen: np.ndarray) -> RowSelection:
         return self.upload.select_masked(chosen) if self.static else self.upload.select(chosen)
@@ -307,8 +272,13 @@ class BatchPlan:
         counts.update(tokens[:known], num_prompt)
         return counts if seq_len == known else counts.extended_copy(tokens[:seq_len], num_prompt)
 
-    def _add_random(self, in_batch: np.ndarray) -> RandomKeys:
-        """Adds the sampling parameters of the random rows, which are given as indices into the batch."""
+    def _add_random(self, in_batch: np.ndarray) -> Callable[[], _RandomInputs]:
+        """Adds the sampling parameters of the random rows, which are given as indices into the batch.
+
+        Returns:
+            A function that returns them on the device, once they are sent. It does not refer to the plan: tensors must
+            not wait for the garbage collector.
+        """
         upload, state, vocab_size = self.upload, self.state, self._vocab_size
         rows = self.rows[in_batch]
         temperature, top_k, top_p = state.temperature[rows], state.top_k[rows], state.top_p[rows]
@@ -322,28 +292,42 @@ class BatchPlan:
         any_filter = bool((has_top_k | has_top_p | (min_p > 0)).any())
         row_candidates = np.minimum(num_candidates(np.where(has_top_k, top_k, 1)), vocab_size)
         most_large = _most(row_candidates[is_large_top_k])
+        if self.static:
+            most_large = _static_candidates(most_large)
+        may_synchronize = self._may_synchronize
         with np.errstate(divide="ignore"):
             min_p_gap = temperature * np.log(min_p)
             top_p_gap = temperature * (np.log1p(-top_p) - np.float32(np.log(vocab_size)))
         positions = self._seq_lens[in_batch] - self._history.num_prompt_tokens[rows]
         coarse, fine = uniforms(state.seeds[rows], positions)
-        return RandomKeys(
-            inv_temperature=upload.add(1.0 / temperature),
-            min_p_gap=upload.add(min_p_gap),
-            top_k=upload.add(np.where(has_top_k, top_k, vocab_size)),
-            top_p=upload.add(top_p),
-            top_p_gap=upload.add(top_p_gap),
-            coarse=upload.add(coarse),
-            fine=upload.add(fine),
-            small_top_k=upload.select(is_small_top_k),
-            row_candidates=upload.add(row_candidates),
-            num_candidates=_most(row_candidates[is_small_top_k]),
-            has_small_top_k_and_top_p=bool((is_small_top_k & has_top_p).any()),
-            large_top_k=self._select(is_large_top_k),
-            num_large_top_k_candidates=_static_candidates(most_large) if self.static else most_large,
-            top_p_rows=self._select(has_top_p & ~is_small_top_k),
-            any_filter=any_filter,
-        )
+        add, get, get_ids = upload.add, upload.get, upload.get_ids
+        parameters = [add(values) for values in (1.0 / temperature, min_p_gap, top_p, top_p_gap, coarse, fine)]
+        top_k_key = add(np.where(has_top_k, top_k, vocab_size))
+        row_candidates_key = add(row_candidates)
+        small_top_k, large_top_k = upload.select(is_small_top_k), self._select(is_large_top_k)
+        top_p_rows = self._select(has_top_p & ~is_small_top_k)
+
+        def random_inputs() -> _RandomInputs:
+            inv_temperature, min_p_gap, top_p, top_p_gap, coarse, fine = map(get, parameters)
+            filters = Filters(
+                inv_temperature=inv_temperature,
+                min_p_gap=min_p_gap,
+                top_k=get_ids(top_k_key),
+                top_p=top_p,
+                top_p_gap=top_p_gap,
+                small_top_k=small_top_k,
+                row_candidates=get_ids(row_candidates_key),
+                num_candidates=min(_most(row_candidates[is_small_top_k]), vocab_size),
+                has_small_top_k_and_top_p=bool((is_small_top_k & has_top_p).any()),
+                large_top_k=large_top_k,
+                num_large_top_k_candidates=min(most_large, vocab_size),
+                top_p_rows=top_p_rows,
+                any=any_filter,
+                may_synchronize=may_synchronize,
+            )
+            return filters, coarse, fine
+
+        return random_inputs
 
 
 def warm_up_params(vocab_size: int) -> list[SamplingParams]:

@@ -114,6 +114,7 @@ class Sampler:
             vocab_size=logits.shape[1],
             device=logits.device,
             staging=self._staging,
+            may_synchronize=self.may_synchronize,
             num_rows=num_rows if self._static else None,
         )
         in_chunks = self.may_synchronize and self._filtered_draw is None
@@ -156,16 +157,14 @@ class Sampler:
 
     def _choose_work(self, plan: BatchPlan, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and largest logits of the work rows, from their edited logits."""
-        keys = plan.random_keys
-        if keys is None:
+        if plan.random_inputs is None:
             values, ids = logits.max(dim=1)
             return ids, values
         max_logits = logits.amax(dim=1)
         token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         if len(plan.greedy):
             token_ids = plan.greedy.scatter(token_ids, plan.greedy.gather(logits).argmax(dim=1))
-        filters = plan.filters(keys, may_synchronize=self.may_synchronize)
-        coarse, fine = plan.upload.get(keys.coarse), plan.upload.get(keys.fine)
+        filters, coarse, fine = plan.random_inputs()
         random_logits, random_max = plan.random.gather(logits), plan.random.gather(max_logits)
         if self._filtered_draw is None:
             drawn = draw(filtered_weights(random_logits, random_max, filters), coarse, fine)

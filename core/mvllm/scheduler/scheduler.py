@@ -213,10 +213,10 @@ class Scheduler:
 
     def make_stats(self) -> SchedulerStats:
         """Gauges as of now, counters since start."""
-        stats = self._stats
+        stats, requests = self._stats, self.requests
         return SchedulerStats(
-            num_running=len(self.requests.running),
-            num_waiting=self.num_waiting,
+            num_running=len(requests.running),
+            num_waiting=len(requests.waiting) + len(requests.blocked),
             kv_cache_usage=self._kv_cache.usage,
             num_preemptions=stats.num_preemptions,
             prefix_cache_queries=stats.prefix_cache_queries,
@@ -226,7 +226,7 @@ class Scheduler:
             accepted_at=stats.accepted_at.copy(),
             num_prompt_tokens=stats.num_prompt_tokens,
             num_generated_tokens=stats.num_generated_tokens,
-            num_waiting_tokens=self.requests.num_waiting_tokens(),
+            num_waiting_tokens=requests.num_waiting_tokens(),
         )
 
     # ---------------------------------------------------------------------------------------------------- schedule

@@ -111,7 +111,7 @@ def test_token_ids_are_int64_in_every_kind_of_batch():
 
 
 def test_token_ids_beyond_float32_precision_are_refused():
-    with pytest.raises(ValueError, match="vocabular"):
+    with pytest.raises(ValueError, match="vocab_size must be at most"):
         SamplingState(1, MAX_VOCAB_SIZE + 1, 0)
 
 
