@@ -1,4 +1,4 @@
-"""Outputs of a wanted form, from models whose free output would be noise."""
+"""Structured outputs end to end, with models whose free output is noise."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(llm: LLM, params: list[SamplingParams]) -> list[CompletionOutput]:
 
 
 def assert_prefix(llm: LLM, params: SamplingParams, output: CompletionOutput) -> None:
-    """Something valid begins with the output: a matcher of the library takes every token of it."""
+    """Asserts that the output is a prefix of valid text: the library's matcher accepts every token."""
     api = llguidance_library.load()
     wish = params.structured_outputs
     assert wish is not None
@@ -157,7 +157,7 @@ def test_tokens_are_the_same_alone_and_in_any_batch(llm: LLM, make_llm: MakeLLM)
 
 
 class FirstHalfOnly(UniProcExecutor):
-    """An executor that was written before masks could follow."""
+    """An executor without support for deferred masks."""
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
         future = super().execute_model(plan)
@@ -166,7 +166,7 @@ class FirstHalfOnly(UniProcExecutor):
 
 
 class FirstHalfOnlyWorker(Worker):
-    """The same of a worker."""
+    """A worker without support for deferred masks."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         output = super().execute_model(plan)
@@ -187,7 +187,7 @@ class FirstHalfOnlyWorker(Worker):
 def test_a_row_with_a_grammar_advances_in_every_step(
     llm: LLM, make_llm: MakeLLM, settings: dict[str, Any], num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every second one beside another row, where executor or worker cannot take masks behind the start of a step."""
+    """Without deferred masks, in every second step next to another row."""
     if worker := settings.pop("worker_class", None):
         monkeypatch.setattr(CPUPlatform, "worker_class", lambda self: worker)
     other = make_llm(**ROOM, **{"async_scheduling": True, **settings})
@@ -224,7 +224,7 @@ def test_sequences_end_only_where_the_text_is_complete(llm: LLM) -> None:
     first, second, third, fourth = run(llm, [long_enough, goes_on, stopped, logged])
     assert (re.fullmatch("(ab)+", first.text) and len(first.token_ids) >= 12) or first.finish_reason == "length"
     assert re.fullmatch("ab{0,3}c", second.text) and second.finish_reason == "stop"
-    # A stop token of the user's may come where the text is complete, and nowhere else.
+    # A user's stop token is allowed only where the text is complete.
     assert re.fullmatch("[0-68-9]{5}x?", third.text) and third.finish_reason == "stop"
     assert third.token_ids[-1] in [*eos, digit]
     assert fourth.logprobs is not None and len(fourth.logprobs) == len(fourth.token_ids)
@@ -251,7 +251,7 @@ def test_a_schema_that_cannot_be_compiled_fails_alone_and_names_the_place(llm: L
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Grammars are compiled when this is set."""
+    """An event: grammars are compiled when it is set."""
     opened = threading.Event()
     compile_now = GrammarCompiler.compile
 
@@ -281,7 +281,7 @@ def test_other_requests_run_and_aborts_take_effect_while_a_grammar_is_compiled(l
 
 
 def test_other_requests_run_while_a_mask_is_computed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bystander's tokens come in as many steps as without the slow one."""
+    """The other request needs as many steps as without the slow one."""
     may_go, compute = threading.Event(), SequenceGrammar.compute_mask
 
     def compute_then(self: SequenceGrammar) -> None:

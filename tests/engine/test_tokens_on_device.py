@@ -1,4 +1,4 @@
-"""On a device whose results come late: steps are launched without waiting for tokens, and the tokens are the same."""
+"""On a device with late results: steps are launched without waiting for tokens, and the tokens are the same."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def generate(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
 
 
 def events_of(llm: LLM, log: Path) -> dict[int, list[tuple[str, int]]]:
-    """What each rank noted, once all have ended: the caller has its tokens before the other ranks are through."""
+    """Events of each rank, after all have ended: the caller has its tokens before the other ranks are done."""
     llm.llm_engine.shutdown()
     return read_log(log)
 
 
 def waits_before_launch(events: list[tuple[str, int]]) -> list[int]:
-    """Steps whose tokens were waited for before the next step had been launched, though there was one."""
+    """Steps whose tokens were waited for before the next step was launched."""
     at = {event: i for i, event in reversed(list(enumerate(events)))}
     steps = [step for event, step in events if event == "launched"]
     return [step for step in steps[:-1] if at["waited", step] < at["launched", step + 1]]
@@ -107,7 +107,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(
 
 @IN_BOTH
 def test_masks_follow_while_the_device_computes(make: MakeLLM, log: Path, executor: str) -> None:
-    """A step with a form is run before the tokens of the last are waited for, and sampled when its masks have come."""
+    """A step with a grammar runs before the previous tokens are read, and samples when its masks are there."""
     llm = make(executor, model="demo")
     params = [
         SamplingParams(seed=1, max_tokens=20, structured_outputs={"regex": "[a-f0-9]{400}"}),
@@ -241,7 +241,9 @@ def test_a_step_without_memory_fails_its_requests_while_the_next_is_in_flight(
 def test_requests_that_share_blocks_of_a_failed_step_give_correct_tokens(
     make: MakeLLM,
 ) -> None:
-    """A step of 48 tokens is one prompt; the next one shares all of it but the last block, and is planned meanwhile."""
+    """A step of 48 tokens is one prompt; the next prompt shares all but the last block, and is planned before the
+    failure.
+    """
     shared = [7 + i % 50 for i in range(47)]
     prompts = [{"prompt_token_ids": [*shared, *range(100 + i, 101 + 9 * i)]} for i in range(6)]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

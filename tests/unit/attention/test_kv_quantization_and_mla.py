@@ -1,4 +1,4 @@
-"""The oracle with a cache of 8 bits, with value heads of another size, and with values that are a part of the keys."""
+"""Reference attention with an 8-bit cache, with value heads of another size, and with values inside the keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle of attention equals a dense computation in float64, over any mix of requests."""
+"""Reference attention equals a dense float64 computation, over any mix of requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_spec(**settings: object) -> AttentionSpec:
 def dense(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """One request in float64, one query and one head at a time. Queries are the last of the keys' positions."""
+    """One request in float64, one query and one head at a time. Queries are at the last positions of the keys."""
     result = torch.zeros(query.shape, dtype=torch.float64)
     group = spec.num_heads // spec.num_kv_heads
     for i, head in itertools.product(range(query.shape[0]), range(spec.num_heads)):
@@ -57,7 +57,7 @@ def dense(
 def run_steps(
     spec: AttentionSpec, batch: list[tuple[int, int]], block_size: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step of `batch` whose earlier tokens were written in one step before. Returns the output and the oracle's."""
+    """Runs `batch` after one step that wrote its earlier tokens. Returns the output and the dense result."""
     generator = torch.Generator().manual_seed(seed)
     backend = ReferenceAttention(spec)
     assert ReferenceAttention.validate(spec) == []
@@ -144,7 +144,7 @@ def test_blocks_outside_of_the_window_are_not_read() -> None:
 
 
 def padded(layout: BatchLayout, tokens: int) -> BatchLayout:
-    """`layout` with padding tokens at its end, as a step that is padded to a bucket has them."""
+    """`layout` with padding tokens at its end, as in a step that is padded to a bucket."""
     slots = np.concatenate((layout.slot_mapping, np.full(tokens, -1, np.int32)))
     starts = np.append(layout.query_start_loc, layout.query_start_loc[-1]).astype(np.int32)
     lens = np.append(layout.seq_lens, 0).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Names of block contents."""
+"""Hashes of block contents."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +45,6 @@ def test_a_hash_depends_on_the_order_of_the_tokens_and_on_the_parent():
 
 
 def test_hashes_have_not_changed():
-    """Seeded names are promised to be the same in every run."""
+    """Seeded hashes are guaranteed to be the same in every run."""
     name = hash_block(request_root_hash(ROOT, [("cache_salt", "tenant")]), [1, 2, 3, 4])
     assert name.hex() == "3c37e9246c7173d2beacd357d099a15423789eb36c03945bce3011bc349e7dc1"

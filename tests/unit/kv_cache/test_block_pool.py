@@ -1,4 +1,4 @@
-"""Reference counts, the free list and names."""
+"""Reference counts, the free list and hashes."""
 
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ def name(i: int) -> bytes:
 
 
 def pool_with_named_blocks(num_blocks: int) -> BlockPool:
-    """A pool whose blocks are all free and named, freed in the order 0, 1, 2, ..."""
+    """A pool whose blocks are all free and cached, freed in the order 0, 1, 2, ..."""
     pool = BlockPool(num_blocks)
     for block in pool.allocate(num_blocks):
         pool.set_hash(block, name(block))
@@ -150,7 +150,7 @@ def test_a_pool_of_a_billion_blocks_takes_no_more_memory_than_what_is_used_of_it
 
 @given(st.data(), st.integers(1, 9), st.integers(1, 9))
 def test_any_order_of_operations_keeps_the_pool_consistent(data, num_blocks, growth):
-    """Against a model: the free list as a plain Python list."""
+    """Compared with a model: the free list as a plain Python list."""
     with patch.object(block_pool, "_GROWTH", growth):
         check_against_model(data, num_blocks)
 

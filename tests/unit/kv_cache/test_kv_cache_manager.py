@@ -1,4 +1,4 @@
-"""Block tables, prefix hits and who may share with whom."""
+"""Block tables, prefix hits, and which requests share blocks."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ def make_manager(num_blocks: int = 16, *, enable_caching: bool = True, hash_seed
 
 
 def compute(manager: KVCacheManager, tokens: list[int], **keys: str | None) -> BlockTable:
-    """A table whose tokens are all computed, with whatever prefix was there already."""
+    """A table whose tokens are all computed, with any cached prefix."""
     table = manager.make_table(tokens, **keys)
     assert manager.allocate_slots(table, len(tokens), manager.get_computed_blocks(table)) is not None
     manager.cache_blocks(table, len(tokens))

@@ -1,4 +1,4 @@
-"""Blocks whose keys were rotated otherwise are not shared."""
+"""Blocks whose keys were rotated differently are not shared."""
 
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 

@@ -1,4 +1,4 @@
-"""Groups of layers with windows: what is held, what goes back, and which prefixes are found."""
+"""Groups of layers with windows: which blocks are held and freed, and which prefixes are cached."""
 
 import random
 
@@ -168,7 +168,7 @@ def test_the_end_of_a_prefix_is_evicted_first_in_all_groups():
 
 
 class Model:
-    """The manager beside a record of what stands in which block, and under which name."""
+    """The manager beside a record of the contents and hash of each block."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
@@ -184,7 +184,7 @@ class Model:
         return group, tuple(tokens[: (block + 1) * BLOCK_SIZE])
 
     def note(self, table: BlockTable, start: int, end: int, new: list[int]) -> None:
-        """A step over [start, end) was planned, with `new` blocks for the table, and its results are back."""
+        """Records a step over [start, end), with `new` blocks for the table, whose results are back."""
         self.manager.unconfirmed.end_plan(0)
         self.manager.unconfirmed.confirm(0)
         for block in new:

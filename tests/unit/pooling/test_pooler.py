@@ -1,4 +1,4 @@
-"""Vectors out of hidden states: however a prompt is cut into steps, and whatever is wrong with one of them."""
+"""Pooling of hidden states: independent of chunks, and errors of single rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def states(num_tokens: int, size: int = 6, dtype: torch.dtype = torch.float32) -
 
 
 def step(state: PoolingState, batch: list[tuple[int, torch.Tensor, int, int]]) -> PooledRows:
-    """One step over (row, states of its tokens, first position, length of the prompt), and some padding."""
+    """One step over (row, hidden states of its tokens, first position, prompt length), and some padding."""
     pieces = [piece for _, piece, _, _ in batch]
     starts = [0, *np.cumsum([len(piece) for piece in pieces]).tolist()]
     return pool_step(

@@ -1,4 +1,4 @@
-"""Several lines of logits for one row, each behind more of its guesses: what each gives is what it gives on its own."""
+"""Several rows of logits for one request, behind its draft tokens, sample what each samples alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_params(name: str) -> SamplingParams:
 
 
 def alone(name: str, row: int, length: int, logits: torch.Tensor) -> tuple[int, Any]:
-    """What the row gives once `length` of its guesses are its own tokens."""
+    """The sample of the request once `length` of its draft tokens are known tokens."""
     bench = Bench(vocab_size=VOCAB_SIZE)
     sequence = Sampled(make_params(name), PROMPT, [*OUTPUT, *GUESSES[:length]], f"request-{row}", [0])
     bench.set_row(row, sequence)
@@ -61,7 +61,7 @@ def test_a_row_with_draft_tokens_samples_what_it_samples_alone(
         lengths += range(count)
     logits = random_logits(len(rows), VOCAB_SIZE, seed=len(rows))
     seq_lens = np.array(lengths) + len(PROMPT) + len(OUTPUT)
-    for _ in range(2):  # nothing that was guessed is remembered
+    for _ in range(2):  # no state of draft tokens is kept
         found = bench.sampler.sample(logits, np.array(rows), bench.state, bench.history, seq_lens=seq_lens)
         for line, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             token, logprobs = alone(names[row], row, length, logits[line])

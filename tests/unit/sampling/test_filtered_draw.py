@@ -1,4 +1,4 @@
-"""A sampler whose draws somebody provides gives the tokens that it gives by itself, and asks in core's terms."""
+"""A sampler with a provider's `filtered_draw` samples the same tokens as without."""
 
 from __future__ import annotations
 

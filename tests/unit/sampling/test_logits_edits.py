@@ -1,4 +1,4 @@
-"""Bad words, allowed tokens and biases: what each does to the logits of a row."""
+"""Bad words, allowed tokens and logit biases."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_both_of_two_masks_of_different_lengths() -> None:
 
 
 def test_masks_of_some_rows_do_not_shorten_allowed_tokens_of_others() -> None:
-    """The form knows 40 tokens, the model 100: a row without the form may choose beyond the 40."""
+    """The grammar has 40 tokens, the model 100: a row without a grammar may choose beyond the 40."""
     bench, logits = Bench(vocab_size=100), torch.zeros(3, 100)
     logits[:, 90], logits[:, 30], logits[:, 31] = 9.0, 8.0, 7.0
     greedy = {"temperature": 0.0}

@@ -1,4 +1,4 @@
-"""A row's sample depends on its own request and nothing else: not on neighbours, the row, or who was there before."""
+"""A row's sample depends on its own request alone: not on other rows, the row number, or former requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every bound of SamplingParams, on both sides; whatever is not acceptable is refused by name."""
+"""Both sides of every bound of SamplingParams; errors name the field."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_travels_unchanged():
 
 @pytest.mark.parametrize("changes", [{"temperature": -1.0}, {"n": 500}, {"stop": [""]}, {"min_tokens": 99}])
 def test_is_checked_again_where_it_arrives(changes):
-    """A process that decodes a message does not rely on the sender."""
+    """A process that decodes a message validates it again."""
     message = msgspec.msgpack.encode(changes)
     with pytest.raises(msgspec.ValidationError, match=next(iter(changes))):
         msgspec.msgpack.decode(message, type=SamplingParams)

@@ -1,4 +1,4 @@
-"""Masks from the host, for some rows of a batch."""
+"""Token masks from the host, for some rows of a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.sampling.builders import Bench, Sampled, random_logits
 
 
 def pack(allowed: np.ndarray) -> bytes:
-    """Masks, bool [n, vocab], as a plan carries them."""
+    """Masks, bool [n, vocab], in the format of a plan."""
     words = np.zeros((len(allowed), -(-allowed.shape[1] // 32) * 32), dtype=bool)
     words[:, : allowed.shape[1]] = allowed
     return np.packbits(words, axis=1, bitorder="little").tobytes()
@@ -62,7 +62,7 @@ def test_masked_rows_choose_from_allowed_tokens_and_other_rows_are_unchanged(dty
             assert allowed[masked.index(row), token]
         else:
             assert token == free[row]
-    # Each by itself gives the same; and nothing of a mask is left in the step after.
+    # Each row alone samples the same, and no mask remains for the next step.
     for i, row in enumerate(masked):
         own = TokenMasks([row], pack(allowed[i : i + 1]))
         alone = bench.sampler.sample(logits[row : row + 1], rows[row : row + 1], bench.state, bench.history, masks=own)

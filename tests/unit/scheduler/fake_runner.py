@@ -1,17 +1,17 @@
 """A model runner without a model: tokens are a pure function of the tokens before, and KV is checked as it is read.
 
-It keeps the worker's side of the contract to the letter: it knows only plans, keeps its own rows, and appends its own
+It follows the worker's side of the contract strictly: it knows only plans, keeps its own rows, and appends its own
 samples. What it "writes" to the KV slot of a position is a fingerprint of all tokens up to there; before it samples it
-reads every slot of the row through the block table and insists on finding the right fingerprints. A wrong block table,
-a stale cache hit, a shared block that somebody overwrote or a row that was confused fails there and then.
+reads every slot of the row through the block table and checks the fingerprints. A wrong block table, a stale cache hit,
+an overwritten shared block or a confused row fails there.
 
-Each group of layers writes fingerprints of its own, and reads no further back than it sees.
+Each group of layers writes its own fingerprints, and reads only within its window.
 
-A step without memory writes nothing. Who reads what it should have written samples `WRONG_TOKEN` and writes garbage:
-nobody may take notice of either. Likewise where an adapter is missing, and rows compute without it.
+A step without memory writes nothing. A request that reads what it should have written samples `WRONG_TOKEN` and writes
+garbage, which must have no effect. The same holds for rows that compute without a missing adapter.
 
-Tokens that were guessed are computed and written like known ones; those that were wrong are forgotten again. What a
-draft model writes ahead is a scrawl over every slot behind the known tokens: whoever else reads such a slot finds it.
+Draft tokens are computed and written like known ones; rejected ones are dropped. A draft model's writes ahead are
+garbage in every slot behind the known tokens: any other reader of such a slot fails.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def next_token(fingerprint: int) -> int:
 
 
 def first_print(lora_int_id: int) -> int:
-    """Where fingerprints of tokens begin that are computed with an adapter, or with none."""
+    """The initial fingerprint of an adapter, or of none."""
     return 7 + 100 * lora_int_id
 
 
@@ -75,7 +75,7 @@ def expected_tokens(
 
 
 def vector_of(prompt: list[int]) -> bytes:
-    """What a prompt's vector is, here."""
+    """The vector of a prompt, in this runner."""
     return str(fingerprints(prompt)[-1]).encode()
 
 
@@ -119,11 +119,11 @@ class FakeRunner:
     """Executes plans.
 
     Attributes:
-        failing: Ids of requests whose row fails whenever it computes, and spoils the KV that it writes.
+        failing: Ids of requests whose row fails whenever it computes, and writes garbage KV.
         steps_without_memory: Numbers of steps that fail as a whole.
-        missing_adapters: Ids of adapters with which rows cannot begin: these report it, and compute without.
+        missing_adapters: Ids of adapters that cannot be loaded: their rows report it, and compute without.
         num_computed: Tokens computed so far, by request id.
-        guess: Makes guesses at what follows the tokens of a row; None where nothing is guessed.
+        guess: Proposes draft tokens for a row; None without speculative decoding.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class FakeRunner:
         return output
 
     def _give_up(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Nothing is written, and the rows stand where the plan says."""
+        """Fails a step: nothing is written, and the rows have the lengths of the plan."""
         self.may_read_garbage = True
         for position, (row, count) in enumerate(zip(plan.rows, plan.num_scheduled_tokens, strict=True)):
             state = self.rows[row]
@@ -222,7 +222,7 @@ class FakeRunner:
         self.num_computed[request_id] = self.num_computed.get(request_id, 0) + count
 
     def _spread_poison(self, plan: SchedulerOutput) -> None:
-        """Lets every row of the step that reads poison write poison, until nothing changes."""
+        """Makes every row of the step that reads poison write poison, until nothing changes."""
         spreading = True
         while spreading:
             spreading = False
@@ -250,7 +250,7 @@ class FakeRunner:
         return changed
 
     def _pool(self, position: int, row: _Row, count: int, output: ModelRunnerOutput) -> None:
-        """As a real one: what is wanted of every position is kept from the steps that computed it."""
+        """Like a real runner, keeps what pooling needs of every position from the steps that computed it."""
         assert row.data.pooling_params is not None and row.data.pooling_params.pooling_type is not None
         row.pooled += row.prints[row.num_computed - count : row.num_computed]
         if row.num_computed == len(row.tokens):
@@ -259,7 +259,7 @@ class FakeRunner:
             output.pooler_output[position] = b"wrong" if row.reads_garbage else vector_of(row.tokens)
 
     def _read(self, row: _Row, count: int) -> list[tuple[int, int, int | None]]:
-        """What the last `count` computed tokens see: positions, groups, and what stands there."""
+        """Positions, groups and contents that the last `count` computed tokens attend to."""
         found = []
         for group, window in enumerate(self.windows):
             first = 0 if window is None else max(0, row.num_computed - count - window + 1)

@@ -1,4 +1,4 @@
-"""Aborts, in every state."""
+"""Aborts in every state of a request."""
 
 import pytest
 

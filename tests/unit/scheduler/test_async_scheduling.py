@@ -74,7 +74,7 @@ def test_a_request_preempted_before_its_failure_is_known_leaves_no_cached_blocks
     while engine.scheduler.make_stats().num_preemptions == 0:
         plan = engine.scheduler.schedule()
         tokens_before = list(victim.token_ids)
-        engine.runner.failing = {"c"}  # noticed by the results of plans that are on their way, if it computes at all
+        engine.runner.failing = {"c"}  # reported by the results of plans in flight, if it computes at all
         engine.in_flight.append((plan, engine.runner.execute(plan)))
         engine.runner.failing = set()
         if engine.scheduler.make_stats().num_preemptions or victim.status.name == "FINISHED":

@@ -1,7 +1,7 @@
-"""A step that fails, or a row of it: who depends on what it should have written starts again, and no name of it stays.
+"""Failed steps and rows: requests that depend on their blocks restart, and no hash of these blocks remains.
 
-The fake runner writes nothing in a step without memory. Who reads such a slot all the same samples `WRONG_TOKEN`; the
-tests compare tokens with those of a request that was alone in the world.
+The fake runner writes nothing in a step without memory. A request that reads such a slot samples `WRONG_TOKEN`; the
+tests compare tokens with those of a request that runs alone.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def collect_all(engine: Engine) -> None:
 
 
 def check_all_again(engine: Engine, requests) -> None:
-    """Every prompt once more, on what the cache holds now."""
+    """Runs every prompt once more, on the present cache."""
     engine.check_names()
     for request in requests:
         request.request_id += "-again"
@@ -88,7 +88,7 @@ def test_requests_that_read_blocks_of_a_failed_step_restart_and_give_correct_tok
 
 
 def under_way(engine: Engine, *requests) -> None:
-    """One more plan is made and executed; no results are taken in."""
+    """Makes and executes one more plan, without applying results."""
     engine.add(*requests)
     plan = engine.scheduler.schedule()
     engine.scheduler.check_integrity()
@@ -313,7 +313,7 @@ events = st.lists(
 
 
 def guess(tokens: list[int]) -> list[int]:
-    """Some right, some wrong."""
+    """Draft tokens, some right and some wrong."""
     return [*expected_tokens(tokens, make_request(max_tokens=2).sampling_params, [], MAX_MODEL_LEN), 3][:2]
 
 

@@ -1,4 +1,4 @@
-"""How requests end, and what is said about them."""
+"""How requests end, and their last outputs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Requests whose next token not every token may be: they wait for their grammar, and then for each of their tokens."""
+"""Requests with grammars: they wait for the grammar, and then for the mask of each token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORM = {"regex": "a"}
 
 
 class Countdown:
-    """A grammar of `length` tokens, whose mask says how many have come. Token 99 cannot be gone on from."""
+    """A grammar of `length` tokens, whose mask encodes how many have come. Token 99 is an error."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -188,7 +188,7 @@ def test_a_preempted_request_waits_for_its_mask_without_delaying_others() -> Non
 
 
 class TestMasksThatFollow:
-    """Where workers can take masks later, a step is planned before the last token is known."""
+    """With workers that support deferred masks, a step is planned before the last token is known."""
 
     def scheduler(self, **grammars: Countdown) -> Scheduler:
         scheduler = make_scheduler(can_defer_masks=True)

@@ -1,4 +1,4 @@
-"""Long prompts leave room for others, and take all the room that others leave."""
+"""Long prompts leave budget for other requests, and use what others leave."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def make_engine(**options: object) -> Engine:
 
 
 def scheduled(engine: Engine) -> dict[str, int]:
-    """One more step: how many tokens each request computes in it."""
+    """Runs one step; returns how many tokens each request computes in it."""
     names = {request.row: request.request_id for request in engine.scheduler.requests.running}
     plan = engine.step()
     names |= {new.row: new.request_id for new in plan.new_requests}

@@ -1,4 +1,4 @@
-"""Requests with LoRA adapters: so many different ones run at a time, nobody waits forever, and none shares blocks."""
+"""Admission of requests with LoRA adapters: a limited number of adapters, no starvation, and no shared blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def with_adapter(number: int, **options: object) -> EngineCoreRequest:
 
 
 def answer(scheduler: Scheduler, plan: SchedulerOutput) -> list[str]:
-    """Executes a plan; the requests that ended."""
+    """Executes a plan; returns the requests that ended."""
     outputs = scheduler.update_from_output(plan, ModelRunnerOutput(plan.step, [7] * len(plan.rows)))
     scheduler.check_integrity()
     return [output.request_id for output in outputs.outputs if output.finish_reason is not None]

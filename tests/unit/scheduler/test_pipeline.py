@@ -1,4 +1,4 @@
-"""Plans for a pipeline: as many steps under way as stages, and each request in one of them."""
+"""Plans for a pipeline: as many steps in flight as stages, and each request in one of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depths = pytest.mark.parametrize("depth", [1, 2, 3, 4])
 
 
 def make_engine(depth: int, **settings: object) -> Engine:
-    """An engine in which plans are made until `depth` of them are under way."""
+    """An engine that makes plans until `depth` of them are in flight."""
     return Engine(make_scheduler(num_stages=depth, **settings), depth=depth)
 
 

@@ -1,4 +1,4 @@
-"""A request for a vector ends when its prompt is computed, whatever else is under way."""
+"""A pooling request ends when its prompt is computed, whatever else runs."""
 
 from __future__ import annotations
 

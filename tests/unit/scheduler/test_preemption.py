@@ -1,4 +1,4 @@
-"""Memory runs short: who gives way, and that nobody notices in the tokens."""
+"""Preemption when memory runs short: which request is preempted, and that tokens do not change."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.unit.scheduler.fake_runner import expected_tokens, logprobs_of
 
 
 def crowd(engine: Engine, *requests):
-    """Adds requests and steps until the first is preempted. Returns the ids of those that still run."""
+    """Adds requests and steps until the first preemption. Returns the ids of the running requests."""
     engine.add(*requests)
     while not engine.scheduler.make_stats().num_preemptions:
         engine.step()
@@ -131,7 +131,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt(depth)
 
 
 def test_the_oldest_request_always_progresses():
-    """However tight the memory, each request ends: no two that keep taking blocks from one another."""
+    """However small the cache, each request ends: no two requests preempt each other forever."""
     engine = Engine(make_scheduler(num_blocks=8, block_size=2, max_num_batched_tokens=8, max_model_len=16))
     requests = [make_request(6, max_tokens=10) for _ in range(12)]
     results = engine.run(*requests, max_steps=400)

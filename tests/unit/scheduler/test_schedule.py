@@ -1,4 +1,4 @@
-"""What a plan holds: budget, chunks, rows, order, diffs."""
+"""The contents of a plan: budget, chunks, rows, order, differences."""
 
 import pytest
 

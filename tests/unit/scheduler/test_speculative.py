@@ -1,4 +1,4 @@
-"""Guesses, right or wrong, in any traffic: each request gets the tokens that it would get alone, and nobody pays."""
+"""Draft tokens, right or wrong, in any traffic: each request gets the tokens that it would get alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def following(tokens: list[int], count: int) -> list[int]:
 
 
 def guesser(num_tokens: int, seed: int) -> Callable[[list[int]], list[int]]:
-    """Guesses of up to `num_tokens` tokens, of which a random number of the first are right."""
+    """Proposes up to `num_tokens` draft tokens, of which a random number of the first are right."""
     dice = random.Random(seed)
 
     def guess(tokens: list[int]) -> list[int]:
@@ -47,7 +47,7 @@ def make_engine(
     depth: int = 1,
     **config: object,
 ) -> Engine:
-    """An engine whose runner guesses right unless told otherwise."""
+    """An engine whose draft tokens are right by default."""
     scheduler = make_scheduler(
         num_speculative_tokens=num_tokens, num_lookahead_tokens=num_lookahead, num_stages=depth, **config
     )
@@ -58,7 +58,7 @@ def make_engine(
 
 @dataclasses.dataclass
 class Guessing:
-    """How tokens are guessed, and by how much the worker may write ahead."""
+    """How draft tokens are proposed, and how far the worker may write ahead."""
 
     num_tokens: int
     is_by_model: bool
@@ -160,7 +160,7 @@ def alone(request):
 
 
 def steps_of(engine: Engine, *requests) -> list[SchedulerOutput]:
-    """The plans until the requests are served; each with something in it."""
+    """The non-empty plans until the requests are finished."""
     engine.add(*requests)
     plans = []
     while engine.scheduler.has_requests():
@@ -287,7 +287,7 @@ def test_a_request_with_a_preempted_neighbour_gets_draft_tokens_again_when_it_re
 
 
 def test_blocks_of_rejected_draft_tokens_are_not_found_by_others():
-    """A wrong guess fills a block; a request whose prompt is known tokens and that guess must compute it itself."""
+    """A rejected draft token fills a block; a request for these tokens as a prompt must compute the block itself."""
     prompt = [5, 6, 7]
     wrong = [(token + 1) % 50 for token in following(prompt, 8)]
     engine = make_engine(6, guess=lambda tokens: wrong[:6], block_size=4)
@@ -327,7 +327,7 @@ def test_draft_tokens_of_a_finished_request_are_dropped():
 
 
 def test_draft_tokens_of_a_request_with_a_grammar_are_not_verified():
-    """Workers make none for it; should one come, what may follow it is not known yet."""
+    """Workers propose none for it; if one did, its mask would not be known."""
     engine = make_engine(3)
     scheduler = engine.scheduler
     scheduler.add_request(make_request(request_id="formed", structured_outputs={"regex": "a"}, max_tokens=9))

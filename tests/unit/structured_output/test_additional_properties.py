@@ -1,4 +1,4 @@
-"""Which objects of a JSON schema take no other keys than they declare."""
+"""Which objects of a JSON schema are closed."""
 
 from __future__ import annotations
 

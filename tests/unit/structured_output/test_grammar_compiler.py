@@ -1,4 +1,4 @@
-"""Compiling, hostile wishes included: each ends in a grammar or in a clear error, and the next one is served."""
+"""Compiling grammars, hostile ones included: each ends in a grammar or a clear error, and the next one is compiled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def vocabulary() -> Vocabulary:
 
 @pytest.fixture(scope="module")
 def kept(vocabulary: Vocabulary) -> Iterator[StructuredOutputManager]:
-    """A manager for tests that leave it as it was; its process is started once."""
+    """A manager for tests that do not change it; its process is started once."""
     manager = StructuredOutputManager(lambda: vocabulary)
     yield manager
     manager.shutdown()
@@ -259,10 +259,10 @@ def test_choices_may_contain_any_text(manager: StructuredOutputManager, vocabula
 
 
 class TestThoughts:
-    """Any text up to the tag that ends them, and the form behind it."""
+    """Reasoning up to its end tag, and the grammar behind it."""
 
     def go(self, grammar: SequenceGrammar, vocabulary: Vocabulary, text: str) -> bool:
-        """Goes on with a text; false where some of it may not come."""
+        """Consumes a text; false if a token of it is blocked."""
         for token in tokens_of(vocabulary, text):
             if token not in allowed(grammar):
                 return False
@@ -320,7 +320,7 @@ TAGS = {
 
 
 class TestStructuralTags:
-    """Free text, and JSON of a schema wherever a trigger has been written."""
+    """Free text, and JSON of a schema after each trigger."""
 
     @pytest.mark.parametrize(
         "text",

@@ -1,4 +1,4 @@
-"""Where masks are computed, and when the work for them is too much."""
+"""Where masks are computed, and the limit on their processor time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE = 60.0
 
 
 class Job:
-    """Computes when `may_go` is set, and notes that in `log`."""
+    """Computes when `may_go` is set, and records that in `log`."""
 
     def __init__(self, name: str, expected_seconds: float, log: list[str], may_go: threading.Event) -> None:
         self.name, self.expected_seconds, self.error = name, expected_seconds, None

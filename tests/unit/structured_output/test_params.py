@@ -1,4 +1,4 @@
-"""What may be asked for, before anything is compiled."""
+"""Validation of structured-output parameters, before anything is compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the manager keeps, and what it takes."""
+"""StructuredOutputManager: a killed sandbox, many choices, boolean schemas."""
 
 from __future__ import annotations
 

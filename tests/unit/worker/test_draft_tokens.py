@@ -1,4 +1,4 @@
-"""Guesses in the worker: the tokens a step computes for them, the logits it wants, and what is left of them."""
+"""Draft tokens in the worker: the tokens that a step computes, its rows of logits, and acceptance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GUESSES = {0: [50, 51, 52], 2: [60]}
 
 
 def three_rows() -> InputBatch:
-    """Rows 3, 1 and 0: the first and the last have one token to compute, the other a piece of its prompt."""
+    """Rows 3, 1 and 0: the first and the last decode, the other has a chunk of its prompt."""
     rows = make_rows()
     begin = [
         make_new(3, [5, 6, 7, 8, 9], [1, 4], num_prompt=2, computed=4),
@@ -72,7 +72,7 @@ def test_draft_tokens_are_not_counted_until_they_are_accepted():
 
 
 def result_of(sampled: list[int], failing: dict[int, float] | None = None, *, with_logprobs: bool = False):
-    """What a step makes of samples in `logits_indices` order; -1 stands for a line that failed."""
+    """The output of a step with samples in the order of `logits_indices`; -1 marks a failed row of logits."""
     max_logits = torch.ones(len(sampled))
     for line, peak in (failing or {}).items():
         max_logits[line] = peak
@@ -93,7 +93,7 @@ def result_of(sampled: list[int], failing: dict[int, float] | None = None, *, wi
         ([50, 51, 52, 53, 60, 61], [50, 60], {0: [51, 52, 53], 2: [61]}),
         ([50, 51, 9, 53, 60, 61], [50, 60], {0: [51, 9], 2: [61]}),
         ([50, 9, 52, 53, 9, 61], [50, 9], {0: [9]}),
-        ([9, 51, 52, 53, 9, 61], [9, 9], {}),  # what is right behind a wrong guess is wrong
+        ([9, 51, 52, 53, 9, 61], [9, 9], {}),  # a draft token behind a rejected one is rejected
     ],
 )
 def test_draft_tokens_are_accepted_up_to_the_first_mismatch(sampled, first, further):

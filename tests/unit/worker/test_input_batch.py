@@ -1,4 +1,4 @@
-"""Rows hold what the plans said: a request that begins, blocks that follow, a row that is given to somebody else."""
+"""InputBatch: rows of new requests, appended blocks, and rows that are reused."""
 
 from __future__ import annotations
 

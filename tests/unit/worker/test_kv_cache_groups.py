@@ -15,7 +15,7 @@ HOST = torch.device("cpu")
 
 
 class Rings(ReferenceAttention):
-    """Stores the layers with a window in another way."""
+    """A backend with another cache layout for layers with a window."""
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Any:
         cache: Any = super().allocate(num_blocks, block_size, device)

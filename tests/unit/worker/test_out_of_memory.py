@@ -1,4 +1,4 @@
-"""Errors of allocators, and whether ranks that have no memory can go on together."""
+"""Out-of-memory errors, and the agreement among ranks on dropping a failed step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = 60.0
 
 
 class Watched(HostRuntime):
-    """Notes that it was waited for; where it is stuck, that takes until it is let go."""
+    """A runtime that records `synchronize`, and can block in it."""
 
     def __init__(self, release_pages: threading.Event | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hidden states go on, outputs come back, and tokens are in their rows before a plan touches them."""
+"""Pipeline transport: hidden states go forward, outputs come back, and tokens are appended before a plan needs them."""
 
 from __future__ import annotations
 

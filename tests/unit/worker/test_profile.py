@@ -1,4 +1,4 @@
-"""Steps that are run before there are requests, to measure and to compile, are as real ones will be."""
+"""The profile run and the warm-up use the inputs and the sampling of real steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_sampling_is_measured_as_it_is_done_in_steps(tokens_on_device: bool, mon
 
 @pytest.mark.parametrize("reads_them", [False, True])
 def test_a_model_that_reads_the_prompts_lengths_gets_them(reads_them: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled model would else meet an argument of another kind in its first real step."""
+    """Otherwise a compiled model would get an argument of another type in its first real step."""
     given: list[StepInputs] = []
     config, platform, runtime = make_config(), FakePlatform(), HostRuntime()
     pipeline = SimpleNamespace(is_last=False, zero_hidden_states=lambda num_tokens: None)

@@ -1,4 +1,4 @@
-"""What n-grams guess: the tokens that followed when the last ones came before."""
+"""N-gram proposals: the tokens that followed the longest earlier match."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def propose(*sequences: list[int], num_tokens: int = 3, shortest: int = 2, longe
 
 
 def by_hand(tokens: list[int], num_tokens: int, shortest: int, longest: int) -> list[int]:
-    """The slow way: the longest suffix first, and of its places the latest."""
+    """A slow reference: the longest suffix first, and of its matches the latest."""
     for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for begin in range(len(tokens) - length - 1, -1, -1):
             if tokens[begin : begin + length] == tokens[-length:]:
@@ -38,7 +38,7 @@ def by_hand(tokens: list[int], num_tokens: int, shortest: int, longest: int) -> 
         ([1, 2, 5, 9, 1, 2, 6, 9, 1, 2], [6, 9, 1]),  # the latest
         ([7, 1, 2, 5, 9, 1, 2, 6, 7, 1, 2], [5, 9, 1]),  # but rather where more agrees
         ([5, 5, 5], [5, 5, 5]),
-        ([3, 4, 3, 4], [3, 4, 3]),  # goes on as it did
+        ([3, 4, 3, 4], [3, 4, 3]),  # continues as it did before
         ([3], []),
         ([3, 3], []),
     ],

@@ -1,4 +1,4 @@
-"""Tokens that only the device knows: where they stand in for marks, and when and where the host learns them."""
+"""Sampled tokens on the device: replacing placeholders, and when the host reads the tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.worker.builders import HostRuntime, as_list, make_builder, make_
 
 
 class CountingRuntime(HostRuntime):
-    """Notes which copies were waited for."""
+    """A runtime that records which copies were waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def sampled(*tokens: int, peak: float = 1.0) -> SamplerOutput:
 
 
 def result(step: int, rows: list[int], *tokens: int, peak: float = 1.0) -> StepResult:
-    """A step in which the first rows sample, one token each."""
+    """A step in which the first rows sample one token each."""
     return StepResult(step, np.array(rows), np.arange(len(tokens)), sampled(*tokens, peak=peak) if tokens else None)
 
 

@@ -1,4 +1,4 @@
-"""A plan becomes token ids, positions, slots and a batch layout; padding never shows as anything but padding."""
+"""Step inputs of a plan: token ids, positions, slots and batch layout; padding has no effect."""
 
 from __future__ import annotations
 

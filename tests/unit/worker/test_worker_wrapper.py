@@ -1,4 +1,4 @@
-"""The wrapper builds the worker class that the platform names and lets in declared methods only."""
+"""The wrapper builds the platform's worker class and allows only declared methods."""
 
 from __future__ import annotations
 
