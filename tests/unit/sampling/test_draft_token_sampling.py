@@ -14,7 +14,7 @@ from mvllm.sampling.sampler import Sampler
 from tests.unit.sampling.builders import Bench, Sampled, random_logits
 
 VOCAB_SIZE = 60
-PROMPT, OUTPUT, GUESSES = [1, 2, 3, 4], [5, 2, 9], [2, 5, 2, 9, 7]
+PROMPT, OUTPUT, DRAFTS = [1, 2, 3, 4], [5, 2, 9], [2, 5, 2, 9, 7]
 
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -40,7 +40,7 @@ def make_params(name: str) -> SamplingParams:
 def alone(name: str, row: int, length: int, logits: torch.Tensor) -> tuple[int, Any]:
     """The sample of the request once `length` of its draft tokens are known tokens."""
     bench = Bench(vocab_size=VOCAB_SIZE)
-    sequence = Sampled(make_params(name), PROMPT, [*OUTPUT, *GUESSES[:length]], f"request-{row}", [0])
+    sequence = Sampled(make_params(name), PROMPT, [*OUTPUT, *DRAFTS[:length]], f"request-{row}", [0])
     bench.set_row(row, sequence)
     found = bench.sample(logits[None], [row])
     return found.tolist()[0], found.logprobs.get(0)
@@ -55,8 +55,8 @@ def test_a_row_with_draft_tokens_samples_what_it_samples_alone(
     bench, rows, lengths = Bench(vocab_size=VOCAB_SIZE), [], []
     for row, name in enumerate(names):
         bench.set_row(row, Sampled(make_params(name), PROMPT, OUTPUT, f"request-{row}", [0]))
-        bench.history.set_draft_tokens(row, GUESSES)
-        count = len(GUESSES) + 1 if len(names) == 1 else row % len(GUESSES) + 1
+        bench.history.set_draft_tokens(row, DRAFTS)
+        count = len(DRAFTS) + 1 if len(names) == 1 else row % len(DRAFTS) + 1
         rows += [row] * count
         lengths += range(count)
     logits = random_logits(len(rows), VOCAB_SIZE, seed=len(rows))

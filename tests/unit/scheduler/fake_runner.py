@@ -28,7 +28,7 @@ GROUP = 1 << 40
 """What the fingerprints of two groups of layers differ by."""
 
 SCRAWL = -2
-"""What a guess leaves in a slot."""
+"""What a draft token leaves in a slot."""
 
 GARBAGE = -3
 """What a row writes that reads what is not its own."""
@@ -92,27 +92,27 @@ class _Row:
         self.has_failed = False
         self.tables = [list(table) for table in (data.block_ids, *data.more_block_ids)]
         self.num_computed = data.num_computed_tokens
-        self.num_guessed = 0  # of `tokens`, the last ones, while a step checks them
+        self.num_drafts = 0  # of `tokens`, the last ones, while a step checks them
         self.pooled: list[int] = []
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.prints.extend(fingerprints([token], self.prints[-1]))
 
-    def check_guesses(self) -> list[int]:
-        """The tokens that follow the known ones, as far as the guesses at them were right; forgets the guesses."""
-        known, guesses = len(self.tokens) - self.num_guessed, self.tokens[len(self.tokens) - self.num_guessed :]
+    def verify_drafts(self) -> list[int]:
+        """The sampled token and the accepted draft tokens; drops the draft tokens."""
+        known, drafts = len(self.tokens) - self.num_drafts, self.tokens[len(self.tokens) - self.num_drafts :]
         found = [next_token(self.prints[known - 1])]
-        while len(found) <= len(guesses) and found[-1] == guesses[len(found) - 1]:
+        while len(found) <= len(drafts) and found[-1] == drafts[len(found) - 1]:
             found.append(next_token(self.prints[known - 1 + len(found)]))
-        self.forget_guesses()
+        self.drop_drafts()
         self.num_computed += len(found) - 1
         return found
 
-    def forget_guesses(self) -> None:
-        known = len(self.tokens) - self.num_guessed
+    def drop_drafts(self) -> None:
+        known = len(self.tokens) - self.num_drafts
         del self.tokens[known:], self.prints[known:]
-        self.num_computed, self.num_guessed = min(self.num_computed, known), 0
+        self.num_computed, self.num_drafts = min(self.num_computed, known), 0
 
 
 class FakeRunner:
@@ -123,7 +123,7 @@ class FakeRunner:
         steps_without_memory: Numbers of steps that fail as a whole.
         missing_adapters: Ids of adapters that cannot be loaded: their rows report it, and compute without.
         num_computed: Tokens computed so far, by request id.
-        guess: Proposes draft tokens for a row; None without speculative decoding.
+        propose: Proposes draft tokens for a row; None without speculative decoding.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class FakeRunner:
         self.missing_adapters: set[int] = set()
         self.may_read_garbage = False
         self.num_computed: dict[str, int] = {}
-        self.guess: Callable[[list[int]], list[int]] | None = None
+        self.propose: Callable[[list[int]], list[int]] | None = None
         self.next_step = 0
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -155,7 +155,7 @@ class FakeRunner:
         if plan.step in self.steps_without_memory:
             return self._give_up(plan)
         for position, drafts in plan.draft_token_ids.items():
-            self._note_guesses(self.rows[plan.rows[position]], plan.num_scheduled_tokens[position], drafts)
+            self._add_drafts(self.rows[plan.rows[position]], plan.num_scheduled_tokens[position], drafts)
         for row, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True):
             self._write(self.rows[row], count)
         self._spread_poison(plan)
@@ -200,12 +200,12 @@ class FakeRunner:
         blocks = [block for row in self.rows.values() for table in row.tables for block in table]
         assert all(0 <= block < self.num_blocks for block in blocks), "not a block"
 
-    def _note_guesses(self, row: _Row, count: int, drafts: list[int]) -> None:
-        assert drafts and count == 1 + len(drafts), "guesses are scheduled behind one known token"
-        assert row.num_computed + 1 == len(row.tokens), "guesses at what follows tokens that are not computed"
+    def _add_drafts(self, row: _Row, count: int, drafts: list[int]) -> None:
+        assert drafts and count == 1 + len(drafts), "draft tokens are scheduled behind one known token"
+        assert row.num_computed + 1 == len(row.tokens), "draft tokens behind tokens that are not computed"
         for token in drafts:
             row.append(token)
-        row.num_guessed = len(drafts)
+        row.num_drafts = len(drafts)
 
     def _slot(self, row: _Row, position: int, group: int) -> int:
         block = row.tables[group][position // self.block_size]
@@ -278,30 +278,30 @@ class FakeRunner:
         if failed:
             output.errors[position] = "not a number"
             row.has_failed = True
-            row.forget_guesses()
+            row.drop_drafts()
             if row.data.pooling_params is None and row.num_computed == len(row.tokens):
                 row.append(0)
         elif row.data.pooling_params is not None:
             self._pool(position, row, count, output)
         elif row.num_computed == len(row.tokens):
-            token, *further = row.check_guesses()
+            token, *accepted = row.verify_drafts()
             if row.reads_garbage:
                 token = WRONG_TOKEN
             if params.logprobs is not None:
                 output.logprobs[position] = logprobs_of(token)
-                if further:
-                    output.further_logprobs[position] = [logprobs_of(each) for each in further]
-            if further:
-                output.further_token_ids[position] = further
-            for each in (token, *further):
+                if accepted:
+                    output.further_logprobs[position] = [logprobs_of(each) for each in accepted]
+            if accepted:
+                output.further_token_ids[position] = accepted
+            for each in (token, *accepted):
                 row.append(each)
-            if self.guess is not None:
-                self._guess(position, row, output)
+            if self.propose is not None:
+                self._propose_drafts(position, row, output)
         output.sampled_token_ids.append(token)
 
-    def _guess(self, position: int, row: _Row, output: ModelRunnerOutput) -> None:
-        assert self.guess is not None
-        if drafts := self.guess(row.tokens):
+    def _propose_drafts(self, position: int, row: _Row, output: ModelRunnerOutput) -> None:
+        assert self.propose is not None
+        if drafts := self.propose(row.tokens):
             output.draft_token_ids[position] = drafts
         for ahead in range(len(row.tokens) - 1, len(row.tables[0]) * self.block_size):
             if len(self.windows) == 1:

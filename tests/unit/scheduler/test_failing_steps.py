@@ -312,7 +312,7 @@ events = st.lists(
 )
 
 
-def guess(tokens: list[int]) -> list[int]:
+def propose(tokens: list[int]) -> list[int]:
     """Draft tokens, some right and some wrong."""
     return [*expected_tokens(tokens, make_request(max_tokens=2).sampling_params, [], MAX_MODEL_LEN), 3][:2]
 
@@ -323,7 +323,7 @@ def test_after_any_failure_other_requests_give_correct_tokens_and_hashes_are_val
     way = dict(way)
     engine = make_engine(way.pop("depth"), **limits, **way)
     if "num_speculative_tokens" in way:
-        engine.runner.guess = guess
+        engine.runner.propose = propose
     runner, scheduler, added, aborted = engine.runner, engine.scheduler, [], set()
     for event, argument in events:
         if "no memory" in event:

@@ -13,7 +13,7 @@ from mvllm.worker.step_inputs import StepInputs
 from mvllm.worker.step_result import StepResult
 from tests.unit.worker.builders import VOCAB_SIZE, as_list, make_builder, make_new, make_plan, make_rows, slots_of
 
-GUESSES = {0: [50, 51, 52], 2: [60]}
+DRAFTS = {0: [50, 51, 52], 2: [60]}
 """By position in the batch."""
 
 
@@ -30,7 +30,7 @@ def three_rows() -> InputBatch:
 
 
 def build(rows: InputBatch) -> StepInputs:
-    plan = make_plan({3: 4, 1: 3, 0: 2}, draft_token_ids=GUESSES)
+    plan = make_plan({3: 4, 1: 3, 0: 2}, draft_token_ids=DRAFTS)
     rows.apply_plan(plan)
     return make_builder(rows, max_draft_tokens=3).build(plan)
 
@@ -83,12 +83,12 @@ def result_of(sampled: list[int], failing: dict[int, float] | None = None, *, wi
             for line, token in enumerate(sampled)
             if line not in (failing or {})
         }
-    step = StepResult(4, np.array([3, 1, 0]), np.array([0, 2]), sampled=output, draft_token_ids=GUESSES)
+    step = StepResult(4, np.array([3, 1, 0]), np.array([0, 2]), sampled=output, draft_token_ids=DRAFTS)
     return step.read()
 
 
 @pytest.mark.parametrize(
-    ("sampled", "first", "further"),
+    ("sampled", "first", "accepted"),
     [
         ([50, 51, 52, 53, 60, 61], [50, 60], {0: [51, 52, 53], 2: [61]}),
         ([50, 51, 9, 53, 60, 61], [50, 60], {0: [51, 9], 2: [61]}),
@@ -96,25 +96,25 @@ def result_of(sampled: list[int], failing: dict[int, float] | None = None, *, wi
         ([9, 51, 52, 53, 9, 61], [9, 9], {}),  # a draft token behind a rejected one is rejected
     ],
 )
-def test_draft_tokens_are_accepted_up_to_the_first_mismatch(sampled, first, further):
+def test_draft_tokens_are_accepted_up_to_the_first_mismatch(sampled, first, accepted):
     output, tokens = result_of(sampled, with_logprobs=True)
     assert tokens.tolist() == first
     assert output.sampled_token_ids == [first[0], -1, first[1]]
-    assert output.further_token_ids == further
+    assert output.further_token_ids == accepted
     told = {p: [each.token_ids[0] for each in entries] for p, entries in output.further_logprobs.items()}
-    assert told == further
+    assert told == accepted
     assert {p: entry.token_ids for p, entry in output.logprobs.items()} == {0: [first[0]], 2: [first[1]]}
 
 
 @pytest.mark.parametrize("with_logprobs", [False, True])
 @pytest.mark.parametrize(
-    ("line", "first", "further"), [(1, 50, []), (2, 50, [51]), (3, 50, [51, 52])], ids=["second", "third", "last"]
+    ("line", "first", "accepted"), [(1, 50, []), (2, 50, [51]), (3, 50, [51, 52])], ids=["second", "third", "last"]
 )
-def test_an_error_in_a_logits_row_ends_the_accepted_run_before_it(line, first, further, with_logprobs):
+def test_an_error_in_a_logits_row_ends_the_accepted_run_before_it(line, first, accepted, with_logprobs):
     output, tokens = result_of([50, 51, 52, 53, 60, 61], {line: float("nan")}, with_logprobs=with_logprobs)
     assert not output.errors
     assert tokens.tolist() == [first, 60]
-    assert output.further_token_ids.get(0, []) == further
+    assert output.further_token_ids.get(0, []) == accepted
     assert output.further_token_ids[2] == [61]
 
 
