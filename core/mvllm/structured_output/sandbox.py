@@ -1,4 +1,4 @@
-"""The process in which grammars are compiled first, as the engine sees it. Its program is `sandbox_main`."""
+"""Client of the process that compiles grammars under limits. The process runs `sandbox_main`."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class BufferLayout:
 
 @dataclass
 class StepInputs:
-    """What one step computes with.
+    """The inputs of one step.
 
     Attributes:
         rows: int64 [R], host: the rows in batch order.

@@ -15,7 +15,6 @@ import torch
 
 from mvllm.logging import get_logger
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.platform.runtime import DeviceRuntime
 from mvllm.platform.shapes import ShapePolicy
 from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
 from mvllm.sampling.batch_plan import warm_up_params
@@ -58,12 +57,7 @@ def profile_step(
     scheduler, model = forward.config.scheduler, forward.config.model
     max_tokens, max_rows = -(-scheduler.max_num_batched_tokens // divisor), -(-scheduler.max_num_seqs // divisor)
     shape = profile_shape(forward.shapes(), max_tokens, max_rows, model.max_model_len, block_size)
-    inputs = dummy_inputs(
-        shape,
-        block_size=block_size,
-        runtime=forward.runtime,
-        with_prompt_lens=forward.loader.model.uses_prompt_lens,
-    )
+    inputs = dummy_inputs(forward, shape, block_size=block_size)
     num_tokens = len(inputs.token_ids)
     adapters = forward.loader.lora_manager.largest_batch(num_tokens) if forward.loader.supports_lora else None
     hidden = forward.run(inputs, forward.pipeline.zero_hidden_states(num_tokens), adapters)
@@ -126,13 +120,7 @@ def warm_up(
 def _run_models(forward: ModelForward, shapes: Iterable[StepShape], block_size: int) -> None:
     """Runs the model alone for steps of these shapes."""
     for shape in shapes:
-        inputs = dummy_inputs(
-            shape,
-            block_size=block_size,
-            runtime=forward.runtime,
-            with_prompt_lens=forward.loader.model.uses_prompt_lens,
-            num_groups=len(forward.layers.groups),
-        )
+        inputs = dummy_inputs(forward, shape, block_size=block_size, num_groups=len(forward.layers.groups))
         forward.run(inputs, forward.pipeline.zero_hidden_states(len(inputs.token_ids)))
         forward.runtime.step_mark()
 
@@ -150,12 +138,11 @@ def _run_all_shapes(
         # No request has more positions than max_model_len.
         most = shape.num_requests * forward.config.model.max_model_len
         inputs = dummy_inputs(
+            forward,
             replace(shape, num_tokens=min(shape.num_tokens, most)),
             block_size=block_size,
-            runtime=forward.runtime,
-            with_prompt_lens=forward.loader.model.uses_prompt_lens,
-            with_sample_rows=buffer is not None,
             num_groups=len(forward.layers.groups),
+            with_sample_rows=buffer is not None,
         )
         if buffer is not None:
             inputs.token_ids = buffer.replace_placeholders(inputs.token_ids)
@@ -200,20 +187,14 @@ def _dummy_sampling_rows(
 
 
 def dummy_inputs(
-    shape: StepShape,
-    *,
-    block_size: int,
-    runtime: DeviceRuntime,
-    with_prompt_lens: bool = False,
-    with_sample_rows: bool = False,
-    num_groups: int = 1,
+    forward: ModelForward, shape: StepShape, *, block_size: int, num_groups: int = 1, with_sample_rows: bool = False
 ) -> StepInputs:
     """Inputs of a step of this shape, its tokens divided evenly among its requests.
 
     One copy brings them to the device, as in real steps.
     """
     num_tokens, num_requests = shape.num_tokens, shape.num_requests
-    query_len = -(-num_tokens // num_requests)
+    query_len, with_prompt_lens = -(-num_tokens // num_requests), forward.loader.model.uses_prompt_lens
     layout = BufferLayout(
         tokens=shape.tokens,
         requests=shape.requests,
@@ -232,7 +213,7 @@ def dummy_inputs(
     logits_indices[:] = np.maximum(query_start_loc[1:] - 1, 0)
     for slot_mapping_index, _ in layout.slot_and_table_indices:
         parts[slot_mapping_index][:] = -1
-    views = layout.parts(runtime.from_numpy(buffer))
+    views = layout.parts(forward.runtime.from_numpy(buffer))
     return StepInputs(
         rows=np.arange(num_requests),
         num_scheduled=seq_lens[:num_requests],

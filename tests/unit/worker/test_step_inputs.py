@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -215,7 +216,9 @@ class TestWithBuckets:
 class TestProfileInputs:
     def make(self, *, max_tokens=40, max_rows=4, max_model_len=64, shapes=None):
         shape = profile_shape(shapes or ShapePolicy(), max_tokens, max_rows, max_model_len, BLOCK_SIZE)
-        return dummy_inputs(shape, block_size=BLOCK_SIZE, runtime=HostRuntime())
+        loader = SimpleNamespace(model=SimpleNamespace(uses_prompt_lens=False))
+        forward = SimpleNamespace(runtime=HostRuntime(), loader=loader)
+        return dummy_inputs(forward, shape, block_size=BLOCK_SIZE)
 
     def test_it_is_the_largest_step(self):
         layout = self.make().layout
