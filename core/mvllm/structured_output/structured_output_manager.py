@@ -73,7 +73,7 @@ class StructuredOutputManager:
         self._mask_worker = None if deterministic_timing else MaskWorker(self._results_ready)
         self._budgets: weakref.WeakValueDictionary[str, MaskTimeBudget] = weakref.WeakValueDictionary()
         self._waiting: dict[CompileJob, list[_Waiting]] = {}
-        self._outcomes: list[GrammarResult] = []
+        self._results: list[GrammarResult] = []
         self._compile_pool = _CompilePool(load_vocabulary, self._results_ready)
         self._close = weakref.finalize(self, self._compile_pool.close)
 
@@ -84,7 +84,7 @@ class StructuredOutputManager:
         job = make_compile_job(params)
         known = self._cache.get(job)
         if known is not None:
-            self._outcomes.append(self._outcome(request, known))
+            self._results.append(self._make_result(request, known))
             return
         others = self._waiting.setdefault(job, [])
         others.append(_Waiting(request, time.monotonic()))
@@ -93,10 +93,10 @@ class StructuredOutputManager:
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Drops requests. A queued grammar that no other request waits for is not compiled."""
-        if not self._waiting and not self._outcomes:
+        if not self._waiting and not self._results:
             return
         gone = set(request_ids)
-        self._outcomes = [outcome for outcome in self._outcomes if outcome.request_id not in gone]
+        self._results = [result for result in self._results if result.request_id not in gone]
         for job, waiting in list(self._waiting.items()):
             left = [each for each in waiting if each.request.request_id not in gone]
             if left:
@@ -118,17 +118,17 @@ class StructuredOutputManager:
             for job, result in self._compile_pool.pop_finished():
                 if not isinstance(result, TransientCompileError):
                     self._cache.put(job, result)
-                self._outcomes += [self._outcome(each.request, result) for each in self._waiting.pop(job, ())]
+                self._results += [self._make_result(each.request, result) for each in self._waiting.pop(job, ())]
             self._fail_late_requests()
-        outcomes, self._outcomes = self._outcomes, []
+        results, self._results = self._results, []
         for grammar in self._mask_worker.pop_failed() if self._mask_worker is not None else ():
             assert isinstance(grammar, SequenceGrammar)
-            outcomes.append(GrammarResult(grammar.request_id, grammar, grammar.error, "structured_outputs"))
-        return outcomes
+            results.append(GrammarResult(grammar.request_id, grammar, grammar.error, "structured_outputs"))
+        return results
 
     def wait(self, seconds: float) -> None:
         """Waits until `pop_results` may have results or a mask is ready, at most that many seconds."""
-        if not self._outcomes:
+        if not self._results:
             if self._mask_worker is not None:
                 self._mask_worker.disable_pauses()
             self._results_ready.wait(seconds)
@@ -149,7 +149,7 @@ class StructuredOutputManager:
         if self._mask_worker is not None:
             self._mask_worker.close()
 
-    def _outcome(self, request: EngineCoreRequest, result: _Result) -> GrammarResult:
+    def _make_result(self, request: EngineCoreRequest, result: _Result) -> GrammarResult:
         if isinstance(result, RequestError):
             return GrammarResult(request.request_id, None, str(result), result.parameter)
         worker = self._mask_worker
@@ -175,7 +175,7 @@ class StructuredOutputManager:
             if late:
                 self._waiting[job] = [each for each in waiting if each.since >= limit]
                 error = f"structured_outputs: not compiled within {MAX_WAIT_SECONDS:g} s, the queue is long; try again."
-                self._outcomes += [GrammarResult(each.request.request_id, None, error) for each in late]
+                self._results += [GrammarResult(each.request.request_id, None, error) for each in late]
 
 
 class _CompilePool:

@@ -85,20 +85,20 @@ class StepResult:
         """
         tokens, errors, logprobs = sampled.tolist(), sampled.errors, sampled.logprobs
         first = np.empty(len(self.sampling_positions), dtype=np.int64)
-        line = 0
+        index = 0
         for i, position in enumerate(self.sampling_positions.tolist()):
             drafts = self.draft_token_ids.get(position, ())
-            first[i], last = tokens[line], line
-            if line in errors:
-                output.errors[position] = errors[line]
+            first[i], last = tokens[index], index
+            if index in errors:
+                output.errors[position] = errors[index]
             else:
-                while last - line < len(drafts) and tokens[last] == drafts[last - line] and last + 1 not in errors:
+                while last - index < len(drafts) and tokens[last] == drafts[last - index] and last + 1 not in errors:
                     last += 1
-            if last > line:
-                output.further_token_ids[position] = tokens[line + 1 : last + 1]
-            if line in logprobs:
-                output.logprobs[position] = logprobs[line]
-                if last > line:
-                    output.further_logprobs[position] = [logprobs[each] for each in range(line + 1, last + 1)]
-            line += len(drafts) + 1
+            if last > index:
+                output.further_token_ids[position] = tokens[index + 1 : last + 1]
+            if index in logprobs:
+                output.logprobs[position] = logprobs[index]
+                if last > index:
+                    output.further_logprobs[position] = [logprobs[k] for k in range(index + 1, last + 1)]
+            index += len(drafts) + 1
         return first
