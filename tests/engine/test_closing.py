@@ -43,8 +43,8 @@ def test_weights_and_cache_are_gone(make_llm: MakeLLM, monkeypatch: pytest.Monke
 
     def allocated(runner: ModelRunner, *args: int) -> None:
         allocate(runner, *args)
-        found = [*runner.model.parameters(), *runner.model.buffers()]
-        found += [part for layer in runner._attention._layers if layer.kv_cache is not None for part in layer.kv_cache]
+        found = [*runner.loader.model.parameters(), *runner.loader.model.buffers()]
+        found += [part for layer in runner._layers._layers if layer.kv_cache is not None for part in layer.kv_cache]
         tensors.extend(weakref.ref(tensor) for tensor in found)
 
     monkeypatch.setattr(ModelRunner, "allocate_kv_cache", allocated)

@@ -254,7 +254,7 @@ class TestLogitsProcessor:
         ]
         with small_llm(folder, logits_processors="no-repeat-ngram", max_num_seqs=2, **settings) as llm:
             found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
-            with pytest.raises(RequestError, match="'no-repeat-ngram' refuses: no_repeat_ngram_size must be"):
+            with pytest.raises(RequestError, match="rejects the request: no_repeat_ngram_size must be"):
                 bad = SamplingParams(extra_args={"no_repeat_ngram_size": 0})
                 llm.generate(PROMPTS[0], bad, use_tqdm=False)
         assert found == [expected(prompt, size) for prompt, size in zip(PROMPTS, sizes, strict=True)]

@@ -180,20 +180,21 @@ def test_after_deep_sleep_adapters_are_read_again(llm: LLM, llama: Family) -> No
 def test_a_step_without_adapters_goes_the_way_of_an_engine_without(llm: LLM, llama: Family) -> None:
     runner = llm.llm_engine._client._core._executor._worker._worker.runner  # type: ignore[union-attr]
     calls: list[bool] = []
-    eager = runner._call_model
+    decoder = runner._forward.decoder
+    eager = decoder.call_model
 
     def note(*args: object) -> torch.Tensor:
-        calls.append(runner.lora_manager.step.batch is not None)
+        calls.append(runner.loader.lora_manager.step.batch is not None)
         return eager(*args)
 
-    runner._call_model = note
+    decoder.call_model = note
     try:
         llama.generate(llm, PROMPTS[:1], [BASE])
         assert not any(calls)
         llama.generate(llm, PROMPTS[:1], ["one"])
         assert all(calls) and calls
     finally:
-        del runner._call_model
+        del decoder.call_model
 
 
 # ------------------------------------------------------------------------------------------------- what is refused

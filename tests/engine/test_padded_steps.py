@@ -58,9 +58,9 @@ def test_every_step_has_sizes_among_the_buckets(
 @pytest.mark.parametrize(
     ("shapes", "limit"),
     [
-        (ShapePolicy(tokens=(8, 16)), "max_num_batched_tokens is 40.*largest number of tokens.* is 16"),
-        (ShapePolicy(requests=(8,)), "max_num_seqs is 16.*largest number of requests.* is 8"),
-        (ShapePolicy(pages=(10,)), "max_model_len in blocks is 11.*largest number of pages.* is 10"),
+        (ShapePolicy(tokens=(8, 16)), "max_num_batched_tokens is 40.*largest bucket for tokens is 16"),
+        (ShapePolicy(requests=(8,)), "max_num_seqs is 16.*largest bucket for requests is 8"),
+        (ShapePolicy(pages=(10,)), "max_model_len in blocks is 11.*largest bucket for pages is 10"),
         (ShapePolicy(tokens=()), "max_num_batched_tokens is 40.* is none"),
     ],
 )

@@ -183,6 +183,6 @@ def test_a_worker_that_can_neither_sleep_nor_make_vectors_is_told_on_and_goes_on
     with pytest.raises(PlatformError, match="does not offer 'sleep'"):
         llm.sleep()
     assert not llm.llm_engine.is_sleeping
-    with pytest.raises(PlatformError, match="makes no vectors"):
+    with pytest.raises(PlatformError, match="does not support pooling"):
         llm.encode([[5, 6]], use_tqdm=False)
     assert tokens(llm) == expected

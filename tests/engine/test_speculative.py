@@ -356,7 +356,9 @@ def guesses(llm: LLM, prompt: list[int]) -> list[tuple[int, list[int]]]:
     found = []
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
-        found += [(len(r.token_ids), r.draft_token_ids) for r in llm.llm_engine._client._core.scheduler._running]
+        found += [
+            (len(r.token_ids), r.draft_token_ids) for r in llm.llm_engine._client._core.scheduler.requests.running
+        ]
     return found
 
 
@@ -393,9 +395,9 @@ def spoiled_at(monkeypatch: pytest.MonkeyPatch, length: int, value: float) -> No
     sample = Sampler.sample
 
     def spoiled(self: Sampler, logits: torch.Tensor, rows: np.ndarray, *args: Any, **settings: Any) -> Any:
-        ends = settings.get("ends")
-        ends = args[1].num_tokens[rows] if ends is None else ends
-        at = np.flatnonzero((rows == 0) & (ends == length))
+        seq_lens = settings.get("seq_lens")
+        seq_lens = args[1].num_tokens[rows] if seq_lens is None else seq_lens
+        at = np.flatnonzero((rows == 0) & (seq_lens == length))
         if len(at):
             logits = logits.clone()
             logits[at] = value

@@ -1,4 +1,4 @@
-"""Outputs of a wanted form, from models whose free output would be noise."""
+"""Structured outputs end to end, with models whose free output is noise."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(llm: LLM, params: list[SamplingParams]) -> list[CompletionOutput]:
 
 
 def assert_prefix(llm: LLM, params: SamplingParams, output: CompletionOutput) -> None:
-    """Something valid begins with the output: a matcher of the library takes every token of it."""
+    """Asserts that the output is a prefix of valid text: the library's matcher accepts every token."""
     api = llguidance_library.load()
     wish = params.structured_outputs
     assert wish is not None
@@ -100,16 +100,16 @@ def check_regexes(llm: LLM, number: int, seed: int) -> None:
     assert num_whole > number // 2
 
 
-def test_generated_schemas_are_obeyed(llm: LLM) -> None:
+def test_outputs_match_generated_schemas(llm: LLM) -> None:
     check_schemas(llm, 100, seed=1)
 
 
-def test_generated_patterns_are_obeyed(llm: LLM) -> None:
+def test_outputs_match_generated_patterns(llm: LLM) -> None:
     check_regexes(llm, 50, seed=1)
 
 
 @pytest.mark.exhaustive
-def test_many_generated_schemas_and_patterns_are_obeyed(llm: LLM) -> None:
+def test_outputs_match_many_generated_schemas_and_patterns(llm: LLM) -> None:
     check_schemas(llm, 500, seed=2)
     check_regexes(llm, 100, seed=2)
 
@@ -133,7 +133,7 @@ def test_every_form(llm: LLM) -> None:
     assert re.fullmatch(r'\{ {0,2}"x" {0,2}: {0,2}\d+ {0,2}, {0,2}"on" {0,2}: {0,2}(true|false) {0,2}\}', spaced.text)
 
 
-def test_tokens_are_the_same_alone_and_in_any_company(llm: LLM, make_llm: MakeLLM) -> None:
+def test_tokens_are_the_same_alone_and_in_any_batch(llm: LLM, make_llm: MakeLLM) -> None:
     asked = [
         wanted(json=POINT, seed=1),
         wanted(regex="[a-f0-9]{12}", temperature=0.0),
@@ -157,7 +157,7 @@ def test_tokens_are_the_same_alone_and_in_any_company(llm: LLM, make_llm: MakeLL
 
 
 class FirstHalfOnly(UniProcExecutor):
-    """An executor that was written before masks could follow."""
+    """An executor without support for deferred masks."""
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
         future = super().execute_model(plan)
@@ -166,7 +166,7 @@ class FirstHalfOnly(UniProcExecutor):
 
 
 class FirstHalfOnlyWorker(Worker):
-    """The same of a worker."""
+    """A worker without support for deferred masks."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         output = super().execute_model(plan)
@@ -184,10 +184,10 @@ class FirstHalfOnlyWorker(Worker):
     ],
     ids=["asynchronous", "older executor", "older worker", "synchronous"],
 )
-def test_a_row_with_a_form_advances_in_every_step(
+def test_a_row_with_a_grammar_advances_in_every_step(
     llm: LLM, make_llm: MakeLLM, settings: dict[str, Any], num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every second one beside another row, where executor or worker cannot take masks behind the start of a step."""
+    """Without deferred masks, in every second step next to another row."""
     if worker := settings.pop("worker_class", None):
         monkeypatch.setattr(CPUPlatform, "worker_class", lambda self: worker)
     other = make_llm(**ROOM, **{"async_scheduling": True, **settings})
@@ -202,7 +202,7 @@ def test_a_row_with_a_form_advances_in_every_step(
     assert [output.token_ids for output in found] == [output.token_ids for output in run(llm, asked)]
 
 
-def test_several_sequences_of_a_prompt_each_follow_the_form_by_themselves(llm: LLM) -> None:
+def test_each_sequence_of_a_prompt_follows_the_grammar_independently(llm: LLM) -> None:
     params = wanted(regex="[a-z]{2}[0-9]{4}")
     params.n = 6
     output = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)[0]
@@ -224,13 +224,13 @@ def test_sequences_end_only_where_the_text_is_complete(llm: LLM) -> None:
     first, second, third, fourth = run(llm, [long_enough, goes_on, stopped, logged])
     assert (re.fullmatch("(ab)+", first.text) and len(first.token_ids) >= 12) or first.finish_reason == "length"
     assert re.fullmatch("ab{0,3}c", second.text) and second.finish_reason == "stop"
-    # A stop token of the user's may come where the text is complete, and nowhere else.
+    # A user's stop token is allowed only where the text is complete.
     assert re.fullmatch("[0-68-9]{5}x?", third.text) and third.finish_reason == "stop"
     assert third.token_ids[-1] in [*eos, digit]
     assert fourth.logprobs is not None and len(fourth.logprobs) == len(fourth.token_ids)
 
 
-def test_what_cannot_be_compiled_fails_alone_and_says_where(llm: LLM) -> None:
+def test_a_schema_that_cannot_be_compiled_fails_alone_and_names_the_place(llm: LLM) -> None:
     asked = [
         wanted(json={"type": "object", "properties": {"q": {"items": {"type": "strng"}, "type": "array"}}}),
         wanted(regex="(["),
@@ -251,20 +251,20 @@ def test_what_cannot_be_compiled_fails_alone_and_says_where(llm: LLM) -> None:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Grammars are compiled when this is set."""
+    """An event: grammars are compiled when it is set."""
     opened = threading.Event()
     compile_now = GrammarCompiler.compile
 
-    def compile_then(self: GrammarCompiler, job: CompileJob, trial: GrammarSandbox) -> CompiledGrammar:
+    def compile_then(self: GrammarCompiler, job: CompileJob, sandbox: GrammarSandbox) -> CompiledGrammar:
         opened.wait(120)
-        return compile_now(self, job, trial)
+        return compile_now(self, job, sandbox)
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_then)
     yield opened
     opened.set()
 
 
-def test_others_go_on_and_an_abort_frees_while_a_grammar_is_compiled(llm: LLM, gate: threading.Event) -> None:
+def test_other_requests_run_and_aborts_take_effect_while_a_grammar_is_compiled(llm: LLM, gate: threading.Event) -> None:
     core = llm.llm_engine
     core.add_request("slow", {"prompt_token_ids": PROMPT}, wanted(regex="slowly"))
     core.add_request("free", {"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=8, ignore_eos=True))
@@ -280,8 +280,8 @@ def test_others_go_on_and_an_abort_frees_while_a_grammar_is_compiled(llm: LLM, g
     assert run(llm, [wanted(regex="slowly")])[0].text == "slowly"
 
 
-def test_others_go_on_while_a_mask_is_computed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bystander's tokens come in as many steps as without the slow one."""
+def test_other_requests_run_while_a_mask_is_computed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other request needs as many steps as without the slow one."""
     may_go, compute = threading.Event(), SequenceGrammar.compute_mask
 
     def compute_then(self: SequenceGrammar) -> None:
@@ -327,7 +327,7 @@ def test_an_engine_whose_requests_all_wait_for_grammars_runs_no_steps(make_llm: 
     assert re.fullmatch("[a-z]{1,9}", outputs[-1].outputs[0].text)
 
 
-def test_engines_that_must_plan_alike_wait_for_the_grammar(make_llm: MakeLLM) -> None:
+def test_engines_that_must_make_equal_plans_wait_for_the_grammar(make_llm: MakeLLM) -> None:
     other = make_llm(**ROOM)
     core = core_of(other)
     core._needs_identical_plans = True  # as where every rank runs the whole engine
@@ -354,9 +354,7 @@ def core_of(llm: LLM) -> EngineCore:
     ],
     ids=["core process and tensor parallel", "pipeline"],
 )
-def test_whatever_the_processes_are_the_tokens_are_the_same(
-    llm: LLM, make_llm: MakeLLM, settings: dict[str, Any]
-) -> None:
+def test_tokens_are_the_same_with_every_executor(llm: LLM, make_llm: MakeLLM, settings: dict[str, Any]) -> None:
     asked = [wanted(json=POINT, seed=i) for i in range(3)]
     asked += [wanted(regex="[a-f]{8}", temperature=0.0), wanted(regex="(["), SamplingParams(temperature=0.0)]
     here, there = run(llm, asked), run(make_llm(**ROOM, **settings), asked)
@@ -374,12 +372,14 @@ def test_no_process_is_left_behind(make_llm: MakeLLM) -> None:
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_without_a_tokenizer_it_is_refused_at_the_door(make_llm: MakeLLM) -> None:
+def test_structured_outputs_without_a_tokenizer_are_refused_by_the_front_end(make_llm: MakeLLM) -> None:
     with pytest.raises(RequestError, match="needs a tokenizer"):
         run(make_llm(skip_tokenizer_init=True), [wanted(choice=["a"])])
 
 
-def test_without_the_library_it_is_refused_with_the_remedy(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structured_outputs_without_the_library_are_refused_with_a_hint(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(llguidance_library, "_is_installed", lambda: False)
     with pytest.raises(RequestError, match="pip install 'llguidance>="):
         run(llm, [wanted(choice=["a"])])

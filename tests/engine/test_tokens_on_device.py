@@ -1,4 +1,4 @@
-"""On a device whose results come late: steps are launched without waiting for tokens, and the tokens are the same."""
+"""On a device with late results: steps are launched without waiting for tokens, and the tokens are the same."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def generate(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
 
 
 def events_of(llm: LLM, log: Path) -> dict[int, list[tuple[str, int]]]:
-    """What each rank noted, once all have ended: the caller has its tokens before the other ranks are through."""
+    """Events of each rank, after all have ended: the caller has its tokens before the other ranks are done."""
     llm.llm_engine.shutdown()
     return read_log(log)
 
 
 def waits_before_launch(events: list[tuple[str, int]]) -> list[int]:
-    """Steps whose tokens were waited for before the next step had been launched, though there was one."""
+    """Steps whose tokens were waited for before the next step was launched."""
     at = {event: i for i, event in reversed(list(enumerate(events)))}
     steps = [step for event, step in events if event == "launched"]
     return [step for step in steps[:-1] if at["waited", step] < at["launched", step + 1]]
@@ -107,7 +107,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(
 
 @IN_BOTH
 def test_masks_follow_while_the_device_computes(make: MakeLLM, log: Path, executor: str) -> None:
-    """A step with a form is run before the tokens of the last are waited for, and sampled when its masks have come."""
+    """A step with a grammar runs before the previous tokens are read, and samples when its masks are there."""
     llm = make(executor, model="demo")
     params = [
         SamplingParams(seed=1, max_tokens=20, structured_outputs={"regex": "[a-f0-9]{400}"}),
@@ -193,7 +193,7 @@ def test_tokens_with_a_repetition_penalty_are_those_of_transformers(make: MakeLL
 
 
 @IN_BOTH
-def test_a_row_is_anothers_while_its_last_token_is_still_on_the_device(make: MakeLLM, executor: str) -> None:
+def test_a_row_is_reused_while_its_last_token_is_on_the_device(make: MakeLLM, executor: str) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     penalized = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, presence_penalty=2.0)
     wanted = {"prompt_token_ids": [30, 31]}
@@ -224,7 +224,7 @@ def test_a_request_with_nan_logits_ends_with_an_error_and_the_engine_goes_on(mak
 
 
 @pytest.mark.parametrize("form", [None, {"regex": "[a-z]{90}"}], ids=["free", "masks follow"])
-def test_a_step_without_memory_fails_its_requests_while_the_next_is_under_way(
+def test_a_step_without_memory_fails_its_requests_while_the_next_is_in_flight(
     make: MakeLLM, form: dict[str, str] | None
 ) -> None:
     llm = make("uni", "oom@execute:step=3")
@@ -238,10 +238,12 @@ def test_a_step_without_memory_fails_its_requests_while_the_next_is_under_way(
     assert llm.llm_engine.stats is not None and llm.llm_engine.stats.kv_cache_usage == 0
 
 
-def test_who_shares_blocks_of_a_step_without_memory_gives_the_tokens_of_an_engine_without_the_fault(
+def test_requests_that_share_blocks_of_a_failed_step_give_correct_tokens(
     make: MakeLLM,
 ) -> None:
-    """A step of 48 tokens is one prompt; the next one shares all of it but the last block, and is planned meanwhile."""
+    """A step of 48 tokens is one prompt; the next prompt shares all but the last block, and is planned before the
+    failure.
+    """
     shared = [7 + i % 50 for i in range(47)]
     prompts = [{"prompt_token_ids": [*shared, *range(100 + i, 101 + 9 * i)]} for i in range(6)]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -257,9 +259,7 @@ def test_who_shares_blocks_of_a_step_without_memory_gives_the_tokens_of_an_engin
 
 
 @pytest.mark.parametrize("executor", ["mp-tp2"])
-def test_a_step_that_raises_after_another_was_left_unread_ends_the_engine_with_its_error(
-    make: MakeLLM, executor: str
-) -> None:
+def test_a_step_that_raises_after_an_unread_step_ends_the_engine_with_its_error(make: MakeLLM, executor: str) -> None:
     llm = make(executor, "raise@execute:rank=0,step=3")
     for _ in range(2):
         with pytest.raises(EngineDeadError, match=r"execute_model of step 3: .*InjectedFault"):
@@ -267,7 +267,9 @@ def test_a_step_that_raises_after_another_was_left_unread_ends_the_engine_with_i
 
 
 @pytest.mark.parametrize("executor", ["mp-tp2"])
-def test_other_calls_come_between_steps_whose_tokens_are_owed(make: MakeLLM, checkpoint: Path, executor: str) -> None:
+def test_other_calls_are_allowed_while_sampled_tokens_are_unread(
+    make: MakeLLM, checkpoint: Path, executor: str
+) -> None:
     expected = generate(make(), [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)])[0]
     args = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 22, "dtype": "float32", "use_tqdm_on_load": False}
     config = EngineArgs.from_kwargs(
@@ -288,7 +290,7 @@ def test_other_calls_come_between_steps_whose_tokens_are_owed(make: MakeLLM, che
         core.shutdown()
 
 
-def test_vectors_come_late_as_tokens_do(make: MakeLLM, checkpoint: Path) -> None:
+def test_pooled_vectors_are_read_late_like_tokens(make: MakeLLM, checkpoint: Path) -> None:
     prompts = [[5 + i % 40 for i in range(length)] for length in (90, 3, 31, 50)]
     with parity.engine(checkpoint, platform="cpu") as prompt_engine:
         expected = {kind: prompt_engine.encode(prompts, PoolingParams(pooling_type=kind)) for kind in PoolingType}

@@ -145,14 +145,14 @@ class LateWorker(Worker):
 
     def load_model(self) -> None:
         super().load_model()
-        compute_logits = self.runner.model.compute_logits
+        compute_logits = self.runner.loader.model.compute_logits
 
         def noted(hidden: torch.Tensor) -> torch.Tensor:
             assert isinstance(self.runtime, LateRuntime)
             self.runtime.note("submitted", self.runtime.step)
             return compute_logits(hidden)
 
-        self.runner.model.compute_logits = noted  # type: ignore[method-assign]
+        self.runner.loader.model.compute_logits = noted  # type: ignore[method-assign]
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         assert isinstance(self.runtime, LateRuntime)

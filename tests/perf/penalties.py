@@ -13,13 +13,13 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.platform.staging_buffers import StagingBuffers
-from mvllm.sampling import sampler as module
 from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampling_state import SamplingState, TokenHistory
 
@@ -27,19 +27,18 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.unit.worker.builders import HostRuntime
 
 
-class TimedBatch(module._SamplingBatch):
-    """Notes when the host is done, and the work on logits begins."""
+class TimedSampler(Sampler):
+    """Records when the host half is done and the work on logits begins."""
 
-    decided = 0.0
+    planned = 0.0
 
-    def sample(self) -> tuple[torch.Tensor, torch.Tensor]:
-        TimedBatch.decided = TimedBatch.decided or time.process_time()
-        return super().sample()
+    def _choose_tokens(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        TimedSampler.planned = TimedSampler.planned or time.process_time()
+        return super()._choose_tokens(*args)
 
 
 def measure(params: SamplingParams, args: argparse.Namespace, *, on_device: bool) -> float:
     """Median CPU seconds of the host's part of a step."""
-    module._SamplingBatch = TimedBatch  # type: ignore[misc]
     rng, runtime = np.random.default_rng(0), HostRuntime()
     state = make_state(args, runtime, on_device=on_device)
     history = TokenHistory(args.rows, args.tokens + args.steps + 1)
@@ -47,12 +46,12 @@ def measure(params: SamplingParams, args: argparse.Namespace, *, on_device: bool
         history.set_row(row, rng.integers(0, args.vocab, args.tokens), args.tokens)
         state.set_row(row, params, eos_token_ids=[1], request_id=str(row), num_prompt_tokens=args.tokens)
     staging = StagingBuffers(runtime)
-    sampler = Sampler(staging) if on_device else Sampler()
+    sampler = TimedSampler(staging) if on_device else TimedSampler()
     rows, logits = np.arange(args.rows), torch.randn(args.rows, args.vocab)
     on_device_rows = torch.arange(args.rows, dtype=torch.int32)
     times = []
     for _ in range(args.steps):
-        TimedBatch.decided, begun = 0.0, time.process_time()
+        TimedSampler.planned, begun = 0.0, time.process_time()
         staging.begin_step()
         sampled = sampler.sample(logits, rows, state, history)
         counts = getattr(state, "device_counts", None)
@@ -60,7 +59,7 @@ def measure(params: SamplingParams, args: argparse.Namespace, *, on_device: bool
             counts.add(sampled.token_ids, on_device_rows)
         staging.end_step()
         history.append(rows, sampled.numpy())
-        times.append(TimedBatch.decided - begun)
+        times.append(TimedSampler.planned - begun)
     return statistics.median(times)
 
 

@@ -94,7 +94,7 @@ def run_long_prompt(threshold: int | None, num_short: int, *, budget: int = 2048
             for i in range(num_short):
                 add(f"short {i}", 300)
         output = ModelRunnerOutput(step=plan.step, sampled_token_ids=[5] * len(plan.rows))
-        ends = {request.row for request in scheduler._running if request.has_token_in_flight}
+        ends = {request.row for request in scheduler.requests.running if request.has_token_in_flight}
         output.sampled_token_ids = [5 if row in ends else -1 for row in plan.rows]
         ended = [each.request_id for each in scheduler.update_from_output(plan, output).outputs]
         if plan.step and len(steps) < num_short:

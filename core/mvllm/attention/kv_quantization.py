@@ -1,12 +1,12 @@
-"""Keys and values in 8 bits, with a scale for each token and head.
+"""8-bit keys and values, with a scale for each token and head.
 
-The largest magnitude of a token's key (or value) of one head becomes the largest number of the storage dtype:
+The largest magnitude of a token's key (or value) of one head maps to the largest number of the storage dtype:
 
     scale[token, head] = max(|x|) / largest        code = round(x / scale)        x ~ code * scale
 
-So there is nothing to calibrate, a token is stored the same whatever stands beside it, and an outlier costs precision
-in its own vector alone. An element is off by at most 1/254 of the largest of its vector in int8, and by 1/16 of itself
-(or 1/2^18 of the largest, where that is more) in float8_e4m3fn.
+So there is no calibration, the code of a token does not depend on other tokens, and an outlier costs precision in its
+own vector alone. The error of an element is at most 1/254 of the vector's maximum in int8, and 1/16 of the element (or
+1/2^18 of the maximum, if that is more) in float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""Storage dtypes that come with scales, and the largest number of each."""
+"""Storage dtypes that have scales, and the largest number of each."""
 
 STORED_AS = {"int8": torch.int8, "float8_e4m3fn": torch.uint8}
-"""What holds the codes: few operations of torch take float8, so its bits are kept as bytes."""
+"""The dtype of the codes. float8 is stored as bytes, because few torch operations support it."""
 
 
 def encode(x: torch.Tensor, kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +39,7 @@ def encode(x: torch.Tensor, kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, kv_dtype: str) -> torch.Tensor:
-    """The float32 vectors [..., size] that `encode` made into codes [..., size] and scales [...]."""
+    """Decodes codes [..., size] and scales [...] of `encode` to float32 vectors [..., size]."""
     if kv_dtype != "int8":
         codes = codes.view(torch.float8_e4m3fn)
     return codes.float() * scales.unsqueeze(-1)

@@ -1,9 +1,9 @@
-"""Paged attention in plain torch: the oracle that every backend is measured against.
+"""Paged attention in plain torch: the reference that every backend is compared with.
 
-The idea: for each request, gather exactly the blocks that its queries can see, and compute softmax attention over them
-in float32. Nothing is padded, and scores exist for a few hundred queries at a time.
+For each request it gathers exactly the blocks that its queries attend to, and computes softmax attention over them in
+float32. Nothing is padded, and scores exist for a few hundred queries at a time.
 
-    keys, values: [num_blocks, block_size, num_kv_heads, head_size or value_size]    scales of each: the same, but for
+    keys, values: [num_blocks, block_size, num_kv_heads, head_size or value_size]    scales of each: the same without
                                                                                      the last dimension
 
     sequence   0 ............. first ............ begin ............ end
@@ -28,7 +28,10 @@ _QUERY_TILE = 256
 
 
 Cache = torch.Tensor | tuple[torch.Tensor, ...]
-"""Keys and values of one layer, then the scales of both, those that its spec needs. A tensor is a tuple of its rows."""
+"""Keys and values of one layer, then the scales of both if its spec has them.
+
+A tensor is a tuple of its first dimension.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,10 @@ class _Sequence:
     """One request of the step.
 
     Attributes:
-        tokens: Its rows among the step's tokens.
+        tokens: Its slice of the step's tokens.
         begin: Position of its first query.
         end: Its length after the step.
-        first: First position that any of its queries sees, rounded down to a block.
+        first: First position that any of its queries attends to, rounded down to a block.
         blocks: Device, the blocks that hold [first, end).
     """
 
@@ -52,12 +55,12 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class ReferenceMetadata:
-    """What one step needs.
+    """Attention metadata of one step.
 
     Attributes:
         sequences: The requests.
-        slots: Device, int64: the slots that are written.
-        rows: Device, int64: the tokens written there; None for all, in order.
+        slots: Device, int64: the slots to write.
+        rows: Device, int64: the tokens to write; None for all, in order.
     """
 
     sequences: tuple[_Sequence, ...]
@@ -66,7 +69,7 @@ class ReferenceMetadata:
 
 
 class ReferenceAttention(AttentionBackend):
-    """The oracle. Takes every spec and any block size among powers of two; a list of requests is a Python loop."""
+    """The reference backend. Supports every spec and power-of-two block sizes, with a Python loop over requests."""
 
     @classmethod
     def validate(cls, spec: AttentionSpec) -> list[str]:
@@ -84,7 +87,7 @@ class ReferenceAttention(AttentionBackend):
         return KVLayout(_BLOCK_SIZES, spec.num_kv_heads * per_head)
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Cache:
-        """One tensor of both, [2, ...], where keys and values are alike and need no scales."""
+        """One tensor for keys and values, [2, ...], if both have one shape and no scales; otherwise a tuple."""
         spec, sizes = self.spec, self._sizes()
         slots = (num_blocks, block_size, spec.num_kv_heads)
         try:
@@ -121,11 +124,11 @@ class ReferenceAttention(AttentionBackend):
         return ReferenceMetadata(tuple(sequences), slots.long(), rows)
 
     def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: ReferenceMetadata) -> None:
-        news = [key] if self.spec.values_in_keys else [key, value]
+        new_values = [key] if self.spec.values_in_keys else [key, value]
         if self.spec.kv_dtype in kv_quantization.LARGEST:
-            encoded = [kv_quantization.encode(new, self.spec.kv_dtype) for new in news]
-            news = [codes for codes, _ in encoded] + [scales for _, scales in encoded]
-        for cache, new in zip(kv, news, strict=True):
+            encoded = [kv_quantization.encode(new, self.spec.kv_dtype) for new in new_values]
+            new_values = [codes for codes, _ in encoded] + [scales for _, scales in encoded]
+        for cache, new in zip(kv, new_values, strict=True):
             kept = new if metadata.rows is None else new.index_select(0, metadata.rows)
             cache.flatten(0, 1).index_copy_(0, metadata.slots, kept.to(cache.dtype))
 
@@ -152,7 +155,7 @@ class ReferenceAttention(AttentionBackend):
             cache[destination] = cache[source]
 
     def _sizes(self) -> tuple[int, ...]:
-        """Elements of a head, of each that is stored: keys, and values where they are not the keys'."""
+        """Head sizes of what is stored: keys, and values unless they are part of the keys."""
         return (self.spec.head_size,) if self.spec.values_in_keys else (self.spec.head_size, self.spec.value_size)
 
     def _read(self, kv: Cache, blocks: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,9 +170,9 @@ class ReferenceAttention(AttentionBackend):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, begin: int, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Queries [n, heads, size] at positions begin, begin + 1, ... among keys [m, kv_heads, size]."""
+        """Attention of queries [n, heads, size] at positions begin, begin + 1, ... over keys [m, kv_heads, size]."""
         n, m, spec = query.shape[0], key.shape[0], self.spec
-        # Query heads that share a key/value head are neighbours: [n, kv_heads, group, size].
+        # Query heads that share a key/value head are adjacent: [n, kv_heads, group, size].
         grouped = query.unflatten(1, (spec.num_kv_heads, -1))
         scores = torch.einsum("nkgd,mkd->kgnm", grouped, key) * spec.scale
         if spec.soft_cap is not None:

@@ -1,1 +1,4 @@
-"""Which request's keys and values stand in which block of the paged KV cache: bookkeeping only, no tensors."""
+"""Bookkeeping of the paged KV cache:
+
+which blocks belong to which request, and which prefixes are cached. No tensors.
+"""

@@ -1,15 +1,15 @@
-"""All KV blocks of one engine: who uses them, which are free, and which hold something that may be reused.
+"""All KV blocks of one engine: reference counts, the free list, and the prefix cache.
 
-The idea: *free* and *forgotten* are different things. A block that nobody uses keeps its contents and its name until it
-is handed out again; until then a request with the same prefix can take it back out of the free list.
+A *free* block is not *evicted*: it keeps its contents and its hash until it is allocated again. Until then a request
+with the same prefix can take it from the free list.
 
-    free list    head ── 7 ── 2 ── 9 ── 4 ── tail          taken from the head, so the tail is forgotten last
-                  nameless    named, oldest first
-    names        {h1: 9, h2: 4, h5: 0}                     blocks 9 and 4 are free but can be hit, block 0 is in use
+    free list    head ── 7 ── 2 ── 9 ── 4 ── tail          allocated from the head, so the tail is evicted last
+                  no hash     cached, oldest first
+    hashes       {h1: 9, h2: 4, h5: 0}                     blocks 9 and 4 are free but can be hit, block 0 is in use
 
-A block is its number. Everything about it stands in parallel arrays: no object per block, so the garbage collector has
-next to nothing to walk. Blocks join the arrays some thousands at a time, when all that has been used before is taken or
-named: a pool of millions starts at once.
+A block is a number. Its state is in parallel arrays: without an object per block the garbage collector has little to
+traverse. Blocks join the arrays some thousands at a time, when all earlier ones are in use or cached, so that a pool of
+millions starts at once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _GROWTH = 8192
 
 
 class BlockPool:
-    """Reference counts, the free list and the names of `num_blocks` blocks.
+    """Reference counts, the free list and the hashes of `num_blocks` blocks.
 
     Args:
         num_blocks: At least 1. Blocks are numbered from 0.
 
     Attributes:
         num_free: Blocks that no request uses.
-        ref_counts: How many requests use each block, of those that have joined the arrays.
+        ref_counts: How many requests use each block that has joined the arrays.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -43,32 +43,32 @@ class BlockPool:
         self.ref_counts = array("i", [0]) * self._ring
         self._hashes: list[BlockHash | None] = [None] * self._ring
         self._block_by_hash: dict[BlockHash, int] = {}
-        # The free list is a ring through one extra entry, numbered `_ring`, behind the blocks: after it comes the head,
-        # before it the tail. A block in use has stale links.
+        # The free list is a ring through one extra entry, numbered `_ring`, behind the blocks: its successor is the
+        # head, its predecessor the tail. A block in use has stale links.
         self._next = array("i", [*range(1, self._ring + 1), 0])
         self._prev = array("i", [self._ring, *range(self._ring)])
 
-    # ------------------------------------------------------------------------------------------------------- look
+    # ----------------------------------------------------------------------------------------------------- queries
 
     def get_cached_block(self, block_hash: BlockHash) -> int | None:
-        """The block of that name, in use or free."""
+        """The block with this hash, in use or free."""
         return self._block_by_hash.get(block_hash)
 
     def count_free(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks nobody uses."""
+        """How many of these blocks are free."""
         ref_counts = self.ref_counts
         return sum(1 for block in block_ids if not ref_counts[block])
 
     def free_block_ids(self) -> list[int]:
-        """The free list, the block to be taken next first."""
+        """The free list, the next block to allocate first."""
         blocks = self._linked_blocks()
         first_named = next((i for i, block in enumerate(blocks) if self._hashes[block] is not None), len(blocks))
         return [*blocks[:first_named], *range(self._ring, self.num_blocks), *blocks[first_named:]]
 
-    # ------------------------------------------------------------------------------------------- take and give back
+    # -------------------------------------------------------------------------------------------- allocate and free
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks from the head of the free list; what they held is forgotten.
+        """Allocates `count` blocks from the head of the free list, and evicts their contents.
 
         The caller has checked `num_free`.
         """
@@ -102,10 +102,10 @@ class BlockPool:
             ref_counts[block] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Takes a user away from each block of one table.
+        """Removes a user from each block of one table.
 
-        Blocks that become free join the free list: nameless ones at the head, because nothing is lost with them;
-        named ones at the tail, the table's last block first, so that a prefix is forgotten from its end.
+        Blocks without users join the free list: those without a hash at the head, because nothing is lost with them;
+        cached ones at the tail, the table's last block first, so that a prefix is evicted from its end.
         """
         ref_counts, hashes, ring = self.ref_counts, self._hashes, self._ring
         for block in reversed(block_ids):
@@ -117,47 +117,47 @@ class BlockPool:
                     self._link(self._prev[ring], block, ring)
                 self.num_free += 1
 
-    # ------------------------------------------------------------------------------------------------------- names
+    # ------------------------------------------------------------------------------------------------------ hashes
 
     def set_hash(self, block: int, block_hash: BlockHash) -> None:
-        """Lets a full block be found by its name, unless another block of that name is there already."""
+        """Caches a full block under its hash, unless another block with that hash is cached."""
         if self._hashes[block] is None and block_hash not in self._block_by_hash:
             self._hashes[block] = block_hash
             self._block_by_hash[block_hash] = block
 
     def evict(self, block: int) -> None:
-        """Takes a block's name away, where it has one. Who uses the block goes on using it."""
+        """Removes a block's hash, if it has one. Users of the block keep it."""
         block_hash = self._hashes[block]
         if block_hash is not None:
             self._hashes[block] = None
             del self._block_by_hash[block_hash]
 
     def evict_all(self) -> None:
-        """Takes all names away."""
+        """Removes all hashes."""
         self._block_by_hash.clear()
         self._hashes = [None] * self._ring
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless counts, free list and names agree."""
+        """Raises AssertionError unless counts, free list and hashes agree."""
         free = self.free_block_ids()
         listed = [block for block in free if block < self._ring]
         assert len(free) == self.num_free == len(set(free)), f"{self.num_free} blocks counted free, listed: {free}"
         unused = {block for block, count in enumerate(self.ref_counts) if count == 0}
         assert set(listed) == unused, f"Free list and reference counts differ on blocks {set(listed) ^ unused}"
-        assert min(self.ref_counts) >= 0, "A block was released more often than it was taken"
+        assert min(self.ref_counts) >= 0, "A block was freed more often than it was allocated"
         for block in [*listed, self._ring]:
             assert self._prev[self._next[block]] == block, f"The free list is broken behind block {block}"
-        named = {block_hash: block for block, block_hash in enumerate(self._hashes) if block_hash is not None}
-        assert named == self._block_by_hash, "Names and the blocks that bear them differ"
+        cached = {block_hash: block for block, block_hash in enumerate(self._hashes) if block_hash is not None}
+        assert cached == self._block_by_hash, "Hashes and blocks differ"
 
     def _add_unused_blocks(self, head: int) -> int:
-        """Puts blocks that were never used in front of the free list.
+        """Inserts blocks that were never used at the head of the free list.
 
         Args:
-            head: The block to be taken next so far; the ring's own entry where there is none.
+            head: The present head; the ring's own entry if the list is empty.
 
         Returns:
-            The block to be taken next.
+            The new head.
         """
         next_, prev, old = self._next, self._prev, self._ring
         ring = self._ring = min(old + _GROWTH, self.num_blocks)
@@ -166,13 +166,13 @@ class BlockPool:
         self._hashes.extend([None] * (ring - old))
         next_[old:] = array("i", [*range(old + 1, ring + 1), old])
         prev[old:] = array("i", [ring, *range(old, ring)])
-        if head != old:  # the new ones end where the others begin
+        if head != old:  # link the last new block to the previous head
             next_[ring - 1], prev[head] = head, ring - 1
             next_[tail], prev[ring] = ring, tail
         return old
 
     def _linked_blocks(self) -> list[int]:
-        """The free list as far as blocks have joined the arrays."""
+        """The free list without blocks that have not joined the arrays."""
         blocks, block = [], self._next[self._ring]
         while block != self._ring:
             blocks.append(block)

@@ -1,4 +1,4 @@
-"""The blocks of one request, in the order of its tokens."""
+"""The block table of one request: its blocks in the order of its tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class GroupBlocks:
     """The blocks of one request in one group of layers.
 
     Attributes:
-        block_ids: Position p of the request stands in block `block_ids[p // block_size]`.
-        num_dropped: Leading entries of `block_ids` that are not held (any more): nobody will see what stood there.
+        block_ids: Position p of the request is in block `block_ids[p // block_size]`.
+        num_dropped: Leading entries of `block_ids` that are not held: no later token attends to these positions.
     """
 
     __slots__ = ("block_ids", "num_dropped")
@@ -28,16 +28,16 @@ class GroupBlocks:
 
 
 class BlockTable:
-    """Which blocks hold the keys and values of one request. Made and changed by the KVCacheManager only.
+    """The blocks with the keys and values of one request. Created and changed only by the KVCacheManager.
 
     Attributes:
-        token_ids: The request's own list of known tokens; it grows under the table's eyes.
+        token_ids: The request's own list of known tokens, which grows.
         groups: The blocks, by group of layers.
-        num_slots: Leading tokens for which there are, or have been, blocks in every group.
-        root: Where the chain of block names begins; None if no block of this request may be shared.
-        num_shareable_tokens: Only full blocks within this many leading tokens get a name.
-        block_hashes: Names of the leading full blocks, as far as they were needed; kept when the blocks are given back.
-        num_hashed_blocks: Leading blocks that are done with: found by name, or offered under their name.
+        num_slots: Leading tokens that have, or had, blocks in every group.
+        root: Root of the chain of block hashes; None if no block of this request may be shared.
+        num_shareable_tokens: Only full blocks within this many leading tokens get a hash.
+        block_hashes: Hashes of the leading full blocks, as far as computed; kept when the blocks are freed.
+        num_hashed_blocks: Leading blocks that were found in the cache or offered to it.
     """
 
     __slots__ = (
@@ -68,7 +68,7 @@ class BlockTable:
 
     @property
     def held_blocks(self) -> list[int]:
-        """All blocks that the request uses, those of its first tokens first."""
+        """All blocks that the request uses, in the order of its tokens."""
         if len(self.groups) == 1:
             return self.groups[0].held
         placed = [

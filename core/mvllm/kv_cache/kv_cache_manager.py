@@ -1,26 +1,25 @@
-"""Hands KV blocks to requests and finds prefixes that are there already.
+"""Allocates KV blocks to requests and finds cached prefixes.
 
-The idea: a block is *named* (see `block_hash.py`) as soon as a plan is made that fills it, not when the step has run. A
-request planned in the same step, or before its results are back, can then share it. That is sound because of two
-promises of those who execute plans: every plan made is executed, in order; and within a step the keys and values of all
-tokens are written before any are read. So a request that is aborted or preempted in between leaves blocks that its last
-plan still fills.
+A block gets its hash (see `block_hash.py`) when a plan is made that fills it, not when the step has run. A request
+planned in the same step, or before its results are back, can then share it. That is correct because every plan is
+executed, in order, and because within a step the keys and values of all tokens are written before any are read. So a
+request that is aborted or preempted meanwhile leaves blocks that its last plan still fills.
 
-A request that fails breaks the first promise: what its plan was to write may be missing or wrong. `discard` takes back
-all names of its chain of blocks, also of those that it found, since one of them may be what made it fail. It does the
-same for every request that shared a block which the failed one named in a plan whose results are not back, and for
-those that shared a block of such a request (see `unconfirmed_block_hashes.py`), and returns them: they have to begin
-again. Who shares blocks of earlier plans reads what was written.
+A failed request breaks this: its blocks may hold missing or wrong values. `discard` removes all hashes of its chain,
+also those of blocks that it found cached, since one of these may have caused the failure. It does the same for every
+request that shares a block which the failed one hashed in a plan whose results are not back, and for requests that
+share blocks of these in turn (see `unconfirmed_block_hashes.py`), and returns them: they must restart. Requests that
+share blocks of confirmed plans read what was written.
 
-Layers that do not see alike have blocks of their own. They are dealt out into *groups* of about equally many layers, so
-that a block is as large in each and one pool serves all; a request has a list of blocks per group:
+Layers with different attention windows have their own blocks. They are divided into *groups* of about equally many
+layers, so that a block is equally large in each and one pool serves all; a request has a list of blocks per group:
 
-    group 0, sees all         | 4 | 9 | 2 | 7 | 5 |
-    group 1, the last tokens  | . | . | . | 3 | 8 |      the first three have gone back to the pool: nobody sees them
+    group 0, full attention   | 4 | 9 | 2 | 7 | 5 |
+    group 1, sliding window   | . | . | . | 3 | 8 |      the first three were freed: they are outside of the window
 
-A block goes back when a step is planned whose first token does not see it any more. Steps under way may still read it;
-what it is written for next comes in a plan made later, and plans are executed in order. A prefix is found where all
-groups have what the tokens behind it see: in group 1 the last blocks will do.
+A block is freed when a step is planned whose first token does not attend to it. Steps in flight may still read it; its
+next write is in a later plan, and plans are executed in order. A prefix is cached if every group has the blocks that
+later tokens attend to: in group 1 the last blocks suffice.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.unconfirmed_block_hashes import UnconfirmedBlockHashes
 
 _OUT_OF_WINDOW = -1
-"""In the place of a found block that no token to come sees."""
+"""Placeholder for a cached block that no later token attends to."""
 
 
 class KVCacheManager:
-    """The owner of all block tables and of the pool behind them.
+    """Owner of all block tables and of the block pool.
 
     Args:
         num_blocks: Size of the pool.
         block_size: Tokens per block.
-        enable_caching: Let requests share equal prefixes. Without it only siblings share, and only their prompt.
-        hash_seed: Makes block names reproducible across runs; None draws them at random.
-        windows: For each group of layers how many tokens they see, or None for all.
+        enable_caching: Requests share equal prefixes. Without it only siblings share, and only their prompt.
+        hash_seed: Makes block hashes reproducible across runs; None draws a random root.
+        windows: Attention window of each group of layers in tokens, or None for full attention.
         max_step_tokens: Most tokens of one request in one step.
 
     Attributes:
-        unconfirmed: Names given by plans whose results are not back. Who makes the plans says when they are.
+        unconfirmed: Hashes set by plans whose results are not back. The scheduler confirms them.
     """
 
     def __init__(
@@ -65,9 +64,9 @@ class KVCacheManager:
         max_step_tokens: int = sys.maxsize,
     ) -> None:
         if block_size < 1:
-            raise ValueError(f"A KV block needs at least one slot, got block_size={block_size}.")
+            raise ValueError(f"block_size must be at least 1, not {block_size}.")
         if not windows or any(window is not None and window < 1 for window in windows):
-            raise ValueError(f"Each group of layers sees at least one token, got windows={windows}.")
+            raise ValueError(f"windows must have a positive number of tokens, or None, per group, not {windows}.")
         self.block_size = block_size
         self.enable_caching = enable_caching
         self._windows = tuple(windows)
@@ -85,21 +84,21 @@ class KVCacheManager:
 
     @property
     def num_groups(self) -> int:
-        """Groups of layers, each with blocks of its own."""
+        """Groups of layers, each with its own blocks."""
         return len(self._windows)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request uses; some of them may still be hit."""
+        """Blocks that no request uses; some of them may be cached."""
         return self._pool.num_free
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that requests use, 0 to 1."""
+        """Fraction of the blocks that requests use."""
         return 1.0 - self._pool.num_free / self._pool.num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
-        """The most blocks that a request of `num_tokens` tokens holds at once, in all groups together."""
+        """The most blocks that a request of `num_tokens` tokens holds at once, all groups together."""
         return sum(
             max_blocks_held(num_tokens, window, self.block_size, self._max_step_tokens) for window in self._windows
         )
@@ -116,12 +115,10 @@ class KVCacheManager:
         """An empty table for a new request.
 
         Args:
-            token_ids: The request's prompt; the table keeps the list and watches it grow.
-            cache_salt: Only requests of the same salt share blocks.
-            position_key: Likewise.
-            sibling_group: With caching switched off, only requests of the same group share blocks, and only the
-                prompt's.
-            adapter_keys: (kind, value) pairs that name the adapter which computes with the model; likewise.
+            token_ids: The request's prompt; the table keeps a reference to the list, which grows.
+            cache_salt, position_key: Only requests with equal values share blocks.
+            sibling_group: Without prefix caching, only requests of the same group share blocks, and only the prompt's.
+            adapter_keys: (kind, value) pairs that name the LoRA adapter; only requests with equal pairs share blocks.
         """
         keys = [] if cache_salt is None else [("cache_salt", cache_salt)]
         if position_key:
@@ -135,12 +132,12 @@ class KVCacheManager:
         return BlockTable(token_ids, None, 0, self.num_groups)
 
     def get_computed_blocks(self, table: BlockTable) -> list[int]:
-        """The longest prefix whose contents are there, as far as later tokens see them. A look: nothing is taken.
+        """The longest cached prefix, as far as later tokens attend to it. No side effects.
 
-        The last known token is never in it: something must be computed to get logits.
+        The last known token is never in it: computing logits needs at least one token.
 
         Returns:
-            Its blocks, for `allocate_slots`; with several groups those of one after those of the other, equally many.
+            Its blocks, for `allocate_slots`; those of one group after those of the other, equally many per group.
         """
         if table.root is None:
             return []
@@ -163,26 +160,26 @@ class KVCacheManager:
             table.block_ids afterwards (block_size 4, num_tokens 18)
 
             | 0 1 2 3 | 4 5 6 7 | 8 9 . . | . . . . | 16 17     |
-            |<-- computed ----->|<------- new ----------------->|    empty table: shares what was found, takes the rest
-            |<-- held -------------------->|<------ new ------->|    later calls: takes what is missing
+            |<-- computed ----->|<------- new ----------------->|    empty table: shares cached blocks, allocates the
+            rest |<-- held -------------------->|<------ new ------->|    later calls: allocates what is missing
 
-        Where a group has a window, the blocks in front of it are given back first, and there are blocks for as many
-        tokens behind it as one step may have. A longer prompt takes more as it goes on, and gives back as many.
+        A group with a window first frees the blocks outside of the window, and gets blocks for as many tokens behind it
+        as one step may have. A longer prompt allocates and frees blocks as it goes on.
 
         Args:
-            table: Whose.
-            num_tokens: How many tokens must have a slot, sooner or later.
-            computed_blocks: What `get_computed_blocks` found; only for an empty table.
+            table: The request's table.
+            num_tokens: How many tokens need a slot, now or in later steps.
+            computed_blocks: What `get_computed_blocks` returned; only for an empty table.
             num_spare: Blocks that must stay free.
-            num_computed_tokens: Where the next step of a table that has blocks begins. What the token there and those
-                behind it do not see is given back.
+            num_computed_tokens: First position of the next step of a table that has blocks. Blocks outside of its
+                window are freed.
 
         Returns:
-            The blocks added behind the computed ones (none, if those held suffice), those of one group after those of
-            the other; or None, with nothing taken, if the pool has not enough.
+            The blocks added behind the computed ones (none, if the table has enough), those of one group after those of
+            the other; or None, with nothing allocated, if the pool has not enough.
         """
         pool, size = self._pool, self.block_size
-        if self._has_one_full_group and not computed_blocks:  # the usual case, the short way
+        if self._has_one_full_group and not computed_blocks:  # fast path of the common case
             held = table.groups[0].block_ids
             num_new = -(-num_tokens // size) - len(held)
             if num_new <= 0:
@@ -219,7 +216,7 @@ class KVCacheManager:
             for i, blocks in enumerate(table.groups):
                 own = computed_blocks[i * num_found : (i + 1) * num_found]
                 blocks.num_dropped = own.count(_OUT_OF_WINDOW)
-                blocks.block_ids += [max(block, 0) for block in own]  # workers want a block there, any will do
+                blocks.block_ids += [max(block, 0) for block in own]  # block tables need an entry, which is not read
             table.num_hashed_blocks = num_found
         new = pool.allocate(num_new)
         start = 0
@@ -231,12 +228,12 @@ class KVCacheManager:
         return new
 
     def cache_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
-        """Names the full blocks among the first tokens of a table, so that others find them.
+        """Hashes the full blocks among the first tokens of a table, so that other requests find them.
 
         Args:
-            table: Whose.
+            table: The request's table.
             num_computed_tokens: Tokens whose keys and values are written by the plans made so far and by the one being
-                made. Blocks with tokens that are not known yet get their name in a later call.
+                made. Blocks with unknown tokens get their hash in a later call.
         """
         num_tokens = min(num_computed_tokens, len(table.token_ids), table.num_shareable_tokens, table.num_slots)
         num_full = num_tokens // self.block_size
@@ -259,10 +256,10 @@ class KVCacheManager:
         table.num_hashed_blocks = num_full
 
     def free(self, table: BlockTable, num_computed_tokens: int) -> None:
-        """Takes all blocks from a table; what is full stays to be found.
+        """Frees all blocks of a table. Full blocks stay cached.
 
         Args:
-            table: Whose. It can be given blocks again.
+            table: The request's table. It can be given blocks again.
             num_computed_tokens: As for `cache_blocks`.
         """
         self.cache_blocks(table, num_computed_tokens)
@@ -274,13 +271,13 @@ class KVCacheManager:
         self._tables.discard(table)
 
     def discard(self, tables: Collection[BlockTable]) -> list[BlockTable]:
-        """Takes all blocks from the tables of requests that failed in the oldest plan whose results are not confirmed,
-        and from those that depend on what these should have written; nobody finds any of the blocks again.
+        """Frees and evicts all blocks of requests that failed in the oldest unconfirmed plan, and of all that depend on
+        them.
 
-        It goes by name, so that it also reaches blocks that a request gave back before its failure was known.
+        Blocks are found by hash, so that blocks which a request freed before its failure are evicted too.
 
         Returns:
-            The tables that depend on `tables`. What has been computed with them since is not to be used.
+            The tables that depend on `tables`. What has been computed with them since must be dropped.
         """
         dependents = self.unconfirmed.dependents(tables)
         for table in (*tables, *dependents):
@@ -293,14 +290,14 @@ class KVCacheManager:
         return dependents
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all contents; False, with nothing changed, while requests hold blocks."""
+        """Evicts all contents. Does nothing and returns False while requests hold blocks."""
         if self._tables:
             return False
         self._pool.evict_all()
         return True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless tables, counts, free list and names agree."""
+        """Raises AssertionError unless tables, counts, free list and hashes agree."""
         self._pool.check_integrity()
         users = Counter(block for table in self._tables for block in table.held_blocks)
         for block, count in enumerate(self._pool.ref_counts):
@@ -314,11 +311,11 @@ class KVCacheManager:
             assert table.num_hashed_blocks <= min(lengths)
             assert len(table.block_hashes) * self.block_size <= len(table.token_ids)
             for blocks, window in zip(table.groups, self._windows, strict=True):
-                assert not blocks.num_dropped or window is not None, "A block was dropped that is seen"
+                assert not blocks.num_dropped or window is not None, "A block within the window was freed"
                 assert all(0 <= block < self.num_blocks for block in blocks.block_ids)
 
     def _free_blocks_outside_window(self, table: BlockTable, num_computed_tokens: int) -> None:
-        """Gives back what no token from position `num_computed_tokens` on sees."""
+        """Frees blocks that no token from position `num_computed_tokens` on attends to."""
         for blocks, window in zip(table.groups, self._windows):
             if window is None or not blocks.block_ids:
                 continue
@@ -329,7 +326,7 @@ class KVCacheManager:
                 blocks.num_dropped = first
 
     def _cached_blocks_of_group(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
-        """The longest run of leading blocks that the group has."""
+        """The longest run of leading blocks that are cached in the group."""
         found = []
         lookup = self._pool.get_cached_block
         for block_hash in hashes:
@@ -340,10 +337,10 @@ class KVCacheManager:
         return found
 
     def _common_cached_blocks(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The longest prefix that all groups have, each as far as it matters. As `get_computed_blocks` returns it."""
+        """The longest prefix cached in all groups, as far as later tokens attend to it; see `get_computed_blocks`."""
         found = {g: self._cached_blocks_of_group(hashes, g) for g, window in enumerate(self._windows) if window is None}
         length = min([len(hashes), *map(len, found.values())])
-        # Every shorter prefix that contains the missing block sees it, too: what is seen begins no later there.
+        # The window of every shorter prefix that contains the missing block contains it too.
         while length and (missing := self._first_missing(hashes, length)) is not None:
             length = missing
         blocks: list[int] = []
@@ -359,7 +356,7 @@ class KVCacheManager:
         return blocks
 
     def _first_missing(self, hashes: Sequence[BlockHash], length: int) -> int | None:
-        """The first of the blocks that tokens behind `length` blocks see and that a group with a window has not."""
+        """Index of the first block in the window behind `length` blocks that a group with a window has not cached."""
         for group, window in enumerate(self._windows):
             if window is not None:
                 for i in range(first_visible_block(length * self.block_size, window, self.block_size), length):
@@ -368,7 +365,7 @@ class KVCacheManager:
         return None
 
     def _block_hashes(self, table: BlockTable, num_blocks: int) -> list[BlockHash]:
-        """Names of the first `num_blocks` blocks, all of whose tokens are known; fewer, if not all may be shared."""
+        """Hashes of the first `num_blocks` blocks, whose tokens are all known; fewer if not all may be shared."""
         hashes, size = table.block_hashes, self.block_size
         num_blocks = min(num_blocks, table.num_shareable_tokens // size)
         assert table.root is not None
@@ -378,6 +375,30 @@ class KVCacheManager:
         return hashes if len(hashes) == num_blocks else hashes[:num_blocks]
 
 
+class NullKVCacheManager(KVCacheManager):
+    """KV cache manager of models without a KV cache: allocates no blocks, and every request fits.
+
+    Args:
+        max_model_len: Longest prompt in tokens.
+    """
+
+    def __init__(self, max_model_len: int) -> None:
+        super().__init__(num_blocks=1, block_size=max_model_len, enable_caching=False)  # the block is never allocated
+
+    def allocate_slots(
+        self,
+        table: BlockTable,
+        num_tokens: int,
+        computed_blocks: Sequence[int] = (),
+        *,
+        num_spare: int = 0,
+        num_computed_tokens: int = 0,
+    ) -> list[int]:
+        """Returns no blocks."""
+        table.num_slots = num_tokens
+        return []
+
+
 def _group_hash(block_hash: BlockHash, group: int) -> BlockHash:
-    """The name of a block in one group of layers."""
+    """The hash of a block in one group of layers."""
     return block_hash + group.to_bytes(2, "little") if group else block_hash

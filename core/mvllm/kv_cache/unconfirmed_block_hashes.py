@@ -1,12 +1,12 @@
-"""Block names given by plans whose results are not back, and the requests that found blocks by these names.
+"""Block hashes set by plans whose results are not back, and the requests that share blocks by these hashes.
 
-A block gets its name when a plan is made that writes it, so that requests planned next can share it. Until the results
-of that plan are back the name is *unconfirmed*: the step may fail. Each plan has a record of the names given while it
-was made and of the tables that read under them. The record is dropped with the results of its plan; if a request fails
-before, the records say who depends on what it should have written.
+A block gets its hash when a plan is made that writes it, so that requests planned next can share it. Until the results
+of that plan are back the hash is *unconfirmed*: the step may fail. Each plan has a record of the hashes set while it
+was made and of the tables that read by them. The record is dropped with the results of its plan; if a request fails
+before, the records tell which tables depend on it.
 
     plan        5                6                  7, being made
-    names       {4: A, 9: A}     {2: B}             {}
+    writers     {4: A, 9: A}     {2: B}             {}
     readers     {A: [B]}         {B: [C]}           {}            A fails: B read A's blocks, and C read B's
 """
 
@@ -19,12 +19,12 @@ from mvllm.kv_cache.block_table import BlockTable
 
 
 class _PlanBlockHashes:
-    """Of one plan.
+    """The record of one plan.
 
     Attributes:
-        step: Its number.
-        names: Block to the table that named it while the plan was made, or after the plan before.
-        readers: Table to the tables that share a block of `names` that it named.
+        step: The plan's step.
+        writers: Block to the table that set its hash while the plan was made, or after the previous plan.
+        readers: Writer table to the tables that share its blocks of `writers`.
     """
 
     __slots__ = ("readers", "step", "writers")
@@ -36,14 +36,14 @@ class _PlanBlockHashes:
 
 
 class UnconfirmedBlockHashes:
-    """The records of plans under way that gave names, and of the plan that is being made or comes next.
+    """The records of plans in flight that set hashes, and of the plan that is being made or comes next.
 
-    Most steps of a decoding batch of few requests name nothing. They have no record, and cost a look at `names` and
-    `under_way`.
+    Most decode steps of few requests set no hash. They have no record, and cost a check of `writers` and
+    `pending_plans`.
 
     Attributes:
-        names: Block to table, of the plan that is being made: whoever names a block writes it down here.
-        under_way: The records, oldest first.
+        writers: Block to table, of the plan that is being made. KVCacheManager adds each hashed block.
+        pending_plans: The records, oldest first.
     """
 
     def __init__(self) -> None:
@@ -52,14 +52,14 @@ class UnconfirmedBlockHashes:
         self.pending_plans: deque[_PlanBlockHashes] = deque()
 
     def end_plan(self, step: int) -> None:
-        """The plan of that number is complete and will be executed. Not needed where it gave no names."""
+        """Closes the record of a complete plan. Not needed if the plan set no hash."""
         self._current.step = step
         self.pending_plans.append(self._current)
         self._current = _PlanBlockHashes()
         self.writers = self._current.writers
 
     def confirm(self, step: int) -> None:
-        """The results of the plan of that number are back, and what has failed in it was discarded."""
+        """Drops the records up to a plan whose results are back and whose failed requests were discarded."""
         while self.pending_plans and self.pending_plans[0].step <= step:
             self.pending_plans.popleft()
 
@@ -69,7 +69,7 @@ class UnconfirmedBlockHashes:
         return [*self.pending_plans, self._current]
 
     def record_reader(self, table: BlockTable, block_ids: Sequence[int]) -> None:
-        """`table` shares these blocks, which it has found by their names."""
+        """Records that `table` shares these blocks."""
         for record in self.records:
             names = record.writers
             if not names.keys().isdisjoint(block_ids):
@@ -77,9 +77,9 @@ class UnconfirmedBlockHashes:
                     record.readers.setdefault(writer, []).append(table)
 
     def dependents(self, tables: Collection[BlockTable]) -> list[BlockTable]:
-        """The tables that share unconfirmed blocks of `tables`, or of one of their dependents; without `tables`.
+        """Tables that share unconfirmed blocks of `tables`, or of one of their dependents; without `tables`.
 
-        In an order that every rank finds which makes the same plans.
+        The order is the same on all ranks that make the same plans.
         """
         known = set(tables)
         writers, found = list(tables), []

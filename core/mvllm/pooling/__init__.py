@@ -1,1 +1,1 @@
-"""Turns the last hidden states of prompts into vectors."""
+"""Pooling: turns the last hidden states of prompts into embedding vectors and scores."""

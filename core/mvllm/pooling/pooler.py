@@ -1,14 +1,14 @@
-"""Makes vectors of prompts, a step at a time, and scores of these.
+"""Pools the last hidden states of prompts, step by step, and computes scores of classification heads.
 
-The idea: a prompt may be computed in pieces, so a row keeps on the device what the pieces so far amount to, one vector
-(the sum of the states, or the first of them), and no states. A vector of the last token's state needs nothing kept.
-(Only where a vector of each token is wanted are these kept, piece by piece.)
+With chunked prefill a row keeps one partial vector on the device (the sum, the maximum or the first of its states so
+far), not the states. Pooling of the last token keeps nothing. Only pooling of all tokens keeps the states, chunk by
+chunk.
 
     step 1   row 3: positions 0-99       sum of 100 states           kept
-    step 2   row 3: positions 100-140    + sum of 41 states, / 141   goes to the host
-             row 5: positions 0-7        state 7                     goes to the host
+    step 2   row 3: positions 100-140    + sum of 41 states, / 141   copied to the host
+             row 5: positions 0-7        state 7                     copied to the host
 
-Where the model classifies, its head takes the step's vectors together, and what it makes of them goes to the host.
+A classification head gets all vectors of a step at once, and its scores are copied to the host.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from mvllm.platform.runtime import DeviceRuntime, HostCopy
 
 
 class PoolingState:
-    """The rows whose prompts are wanted as vectors, and what is known of these so far."""
+    """The rows with pooling requests, and their partial vectors."""
 
     def __init__(self) -> None:
         self.params: dict[int, PoolingParams] = {}
         self.partial: dict[int, torch.Tensor | list[torch.Tensor]] = {}
 
     def set_row(self, row: int, params: PoolingParams | None) -> None:
-        """Begins a row; with None, one that generates."""
+        """Starts a row; None for a request that generates."""
         if params is not None:
             self.params[row] = params
 
     def clear_row(self, row: int) -> None:
-        """Forgets a row."""
+        """Frees a row."""
         self.params.pop(row, None)
         self.partial.pop(row, None)
 
 
 @dataclass
 class PooledRows:
-    """Vectors on their way to the host.
+    """Vectors being copied to the host.
 
     Attributes:
-        positions: Positions in the batch of the rows whose prompts have been computed to the end.
-        params: Of each.
-        copies: Of each, float32 [hidden_size], [labels] or [tokens, hidden_size].
+        positions: Positions in the batch of the rows whose prompts are complete.
+        params: Pooling parameters of each.
+        copies: float32 [hidden_size], [labels] or [tokens, hidden_size] of each.
     """
 
     positions: list[int]
@@ -56,7 +56,7 @@ class PooledRows:
     copies: list[HostCopy]
 
     def read(self) -> tuple[dict[int, bytes], dict[int, str]]:
-        """The vectors, by position in the batch, and what went wrong with those that are none. Waits for the device."""
+        """The vectors by position in the batch, and errors by position. Waits for the device."""
         vectors, errors = {}, {}
         for position, params, copy in zip(self.positions, self.params, self.copies, strict=True):
             vector = postprocess_vector(copy.wait().numpy(), params)
@@ -78,17 +78,17 @@ def pool_step(
     prompt_lens: Sequence[int],
     scores: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> PooledRows:
-    """Takes in the states of one step.
+    """Pools the hidden states of one step.
 
     Args:
         state: The rows.
         runtime: The device.
-        hidden: [T, hidden_size]: the states of the step's tokens, as they come out of the last norm.
+        hidden: [T, hidden_size]: hidden states of the step's tokens after the last norm.
         rows: The step's rows in batch order.
-        starts: Where each row's tokens begin among the T, and where the last ends; one more than rows.
+        starts: First index of each row's tokens among the T, and the end of the last; one more than rows.
         firsts: Each row's first position in this step.
-        prompt_lens: Tokens of each row's prompt.
-        scores: The model's head: [n, hidden_size] in the model's dtype to [n, labels]. Asked for rows that want scores.
+        prompt_lens: Prompt length of each row.
+        scores: The model's head, [n, hidden_size] in the model's dtype to [n, labels]; called for classification rows.
     """
     positions: list[int] = []
     vectors: list[torch.Tensor] = []
@@ -111,17 +111,40 @@ def pool_step(
     asked = [state.params[rows[i]] for i in positions]
     scored = [at for at, params in enumerate(asked) if params.task is PoolingTask.CLASSIFY]
     if scored:
-        assert scores is not None, "the front end lets classify only models that can"
+        assert scores is not None, "the front end rejects classify requests for models without a head"
         found = scores(torch.stack([vectors[at] for at in scored]).to(hidden.dtype)).float()
         for at, result in zip(scored, found, strict=True):
             vectors[at] = result
     return PooledRows(positions, asked, [runtime.to_host(vector) for vector in vectors])
 
 
+def make_token_type_ids(
+    state: PoolingState, *, rows: Sequence[int], starts: Sequence[int], firsts: Sequence[int], num_tokens: int
+) -> np.ndarray | None:
+    """Token type ids of a step: 1 for tokens of the prompt's second text, 0 otherwise; int32 [num_tokens].
+
+    Args:
+        state: The rows.
+        rows, starts, firsts: As for `pool_step`.
+        num_tokens: Tokens of the step, padding included.
+
+    Returns:
+        None if no prompt of the step has a second text.
+    """
+    types = None
+    for i, row in enumerate(rows):
+        params = state.params.get(row)
+        if params is not None and params.second_text_start is not None:
+            if types is None:
+                types = np.zeros(num_tokens, dtype=np.int32)
+            types[starts[i] + max(0, params.second_text_start - firsts[i]) : starts[i + 1]] = 1
+    return types
+
+
 def _accumulate(
     state: PoolingState, row: int, kind: PoolingType | None, piece: torch.Tensor
 ) -> torch.Tensor | list[torch.Tensor]:
-    """What a row's pieces amount to, with one more: [tokens, hidden_size]."""
+    """The partial result of a row with one more chunk of hidden states, `piece`: [tokens, hidden_size]."""
     before = state.partial.get(row)
     match kind:
         case PoolingType.ALL:
@@ -140,7 +163,7 @@ def _accumulate(
 
 
 def _finalize(amount: torch.Tensor | list[torch.Tensor], kind: PoolingType | None, num_tokens: int) -> torch.Tensor:
-    """The vector that all pieces of a prompt amount to, or those of all its tokens."""
+    """The pooled vector of a complete prompt, or the states of all its tokens."""
     if isinstance(amount, list):
         return torch.cat(amount)
     if kind is PoolingType.MEAN:
@@ -149,13 +172,13 @@ def _finalize(amount: torch.Tensor | list[torch.Tensor], kind: PoolingType | Non
 
 
 def postprocess_vector(vector: np.ndarray, params: PoolingParams) -> bytes | None:
-    """Cuts and scales a vector, or turns results of a head into scores; None where something is not finite.
+    """Truncates and normalizes a vector, or applies the activation to scores; None if a value is not finite.
 
     Args:
         vector: float32 [n], or [tokens, n].
 
     Returns:
-        float32 in little-endian order.
+        Bytes of float32, little-endian.
     """
     if params.dimensions is not None:
         vector = vector[..., : params.dimensions]
@@ -164,20 +187,20 @@ def postprocess_vector(vector: np.ndarray, params: PoolingParams) -> bytes | Non
     if params.activation is not Activation.IDENTITY:
         vector = _activate(vector.astype(np.float64), params.activation)
     if params.normalize:
-        # float64, where no square of a float32 overflows or vanishes
+        # float64: squares of float32 values neither overflow nor underflow
         length = np.sqrt(np.square(vector, dtype=np.float64).sum(-1, keepdims=True))
         vector = vector / np.where(length > 0, length, 1.0)
     return vector.astype("<f4").tobytes()
 
 
 def _activate(values: np.ndarray, how: Activation) -> np.ndarray:
-    """float64 [n] to the same."""
+    """Applies an activation: float64 [n] to float64 [n]."""
     match how:
         case Activation.SOFTMAX:
             powers = np.exp(values - values.max())
             return np.asarray(powers / powers.sum())
         case Activation.SIGMOID:
-            return np.asarray(0.5 * (1.0 + np.tanh(0.5 * values)))  # which overflows nowhere
+            return np.asarray(0.5 * (1.0 + np.tanh(0.5 * values)))  # does not overflow
         case Activation.TANH:
             return np.tanh(values)
         case _:

@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""Sampling: from logits to token ids.
 
 The order of operations, for each row on its own:
 
@@ -6,5 +6,5 @@ The order of operations, for each row on its own:
 
 Log-probabilities are those of the model's own logits, before any of this.
 
-Nothing here names a device: tensors are made where the logits are. What a step needs from the host goes up in one copy.
+Tensors are made on the device of the logits. One copy per step brings what is needed from the host.
 """

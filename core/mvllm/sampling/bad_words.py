@@ -1,7 +1,7 @@
-"""Words that must not come, as lists of tokens: the last of one is blocked where the tokens before it stand.
+"""Bad words as token sequences: the last token of a word is blocked where the sequence ends with the tokens before it.
 
-A word of one token is blocked always. The others are filed under their last token but one, so that a step looks only at
-those that the newest token may continue.
+Words of one token are always blocked. Longer words are indexed by their last token but one, so that a step checks only
+those that the newest token can continue.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 
 
 class BadWords:
-    """The words of one request.
+    """The bad words of one request.
 
     Args:
         words: Token ids of each, none empty.
-        vocab_size: Ids from here on do not count.
+        vocab_size: Words with larger ids are ignored.
 
     Attributes:
-        reads_tokens: Whether what is blocked depends on the tokens that are there.
+        reads_tokens: Whether the blocked tokens depend on the sequence.
     """
 
     def __init__(self, words: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -32,17 +32,17 @@ class BadWords:
         self.reads_tokens = bool(self._after)
 
     def blocked(self, token_ids: np.ndarray) -> np.ndarray:
-        """int64 [b]: the tokens that must not come next.
+        """int64 [b]: the tokens blocked at the next position.
 
         Args:
-            token_ids: int32 [n], n >= 1: all that the sequence has, prompt included.
+            token_ids: int32 [n], n >= 1: the whole sequence, prompt included.
         """
         candidates = self._after.get(int(token_ids[-1]))
         if candidates is None:
             return self._always
-        ends = [
+        last_ids = [
             last
             for before, last in candidates
             if len(before) <= len(token_ids) and (token_ids[-len(before) :] == before).all()
         ]
-        return np.concatenate((self._always, np.array(ends, dtype=np.int64)))
+        return np.concatenate((self._always, np.array(last_ids, dtype=np.int64)))

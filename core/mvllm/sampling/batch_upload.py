@@ -1,4 +1,4 @@
-"""Small host arrays on their way to the device, all in one copy."""
+"""Uploads the small host arrays of one batch to the device in one copy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from mvllm.platform.staging_buffers import StagingBuffers
 
 
 class BatchUpload:
-    """Collects arrays of numbers, sends them as one float32 tensor, and hands out the parts.
+    """Collects arrays of numbers, copies them as one float32 tensor, and returns its parts.
 
-    float32 holds integers exactly up to 2**24, which is enough for rows and token ids. One dtype keeps it to one copy
-    without reinterpreting bits, which not every device can.
+    float32 represents integers exactly up to 2**24, enough for rows and token ids. A single dtype needs one copy and no
+    bit reinterpretation, which some devices lack.
 
     Args:
-        staging: Buffers to copy from without waiting for the device; None where an ordinary copy is as good.
+        staging: Buffers to copy from without waiting for the device; None for an ordinary copy.
     """
 
     def __init__(self, staging: StagingBuffers | None = None) -> None:
@@ -24,18 +24,18 @@ class BatchUpload:
         self._tensors: tuple[torch.Tensor, ...] = ()
 
     def add(self, values: np.ndarray) -> int:
-        """Adds a one-dimensional array before `send`; returns its key for `get` after it."""
+        """Adds a one-dimensional array, before `send`. Returns its key for `get`."""
         self._parts.append(values)
         return len(self._parts) - 1
 
     def select(self, chosen: np.ndarray) -> RowSelection:
-        """Turns a boolean array over a batch into a selection of its rows that works on device tensors."""
+        """A selection of the rows where `chosen`, a boolean array over a batch, is true."""
         indices = np.flatnonzero(chosen)
         whole = len(indices) == len(chosen)
         return RowSelection(self, None if whole else self.add(indices), indices)
 
     def select_masked(self, chosen: np.ndarray) -> MaskedRowSelection:
-        """The same in a form whose shapes do not depend on how many rows are chosen."""
+        """The same with shapes that do not depend on how many rows are chosen."""
         return MaskedRowSelection(self, self.add(chosen), np.arange(len(chosen)))
 
     def send(self, device: torch.device) -> None:
@@ -54,19 +54,19 @@ class BatchUpload:
             self._tensors = torch.empty(0, dtype=torch.float32, device=device).split(sizes)
 
     def get(self, key: int) -> torch.Tensor:
-        """Returns the array added under `key`: float32 [m] on the device."""
+        """The array with this key: float32 [m] on the device."""
         return self._tensors[key]
 
     def get_ids(self, key: int) -> torch.Tensor:
-        """Returns the array added under `key` as int64 [m]."""
+        """The array with this key as int64 [m]."""
         return self._tensors[key].long()
 
 
 class RowSelection:
-    """Some rows of a batch; all of them costs nothing to take.
+    """Some rows of a batch. Selecting all rows costs nothing.
 
     Attributes:
-        indices: int64 [m]: the rows chosen, rising.
+        indices: int64 [m]: the chosen rows, rising.
     """
 
     def __init__(self, upload: BatchUpload, key: int | None, indices: np.ndarray) -> None:
@@ -78,19 +78,19 @@ class RowSelection:
         return len(self.indices)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the chosen rows of `tensor`: a copy, or `tensor` itself if that is all of them."""
+        """The chosen rows of `tensor`: a copy, or `tensor` itself if all rows are chosen."""
         return tensor if self._key is None else tensor.index_select(0, self._upload.get_ids(self._key))
 
     def scatter(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Writes `source` into the chosen rows of `target`; returns the result, which may be `source` itself."""
+        """Writes `source` into the chosen rows of `target`. Returns the result, which may be `source` itself."""
         return source if self._key is None else target.index_copy_(0, self._upload.get_ids(self._key), source)
 
 
 class MaskedRowSelection(RowSelection):
-    """Some rows of a batch, of which all are computed and the chosen ones kept.
+    """Some rows of a batch for static shapes: all rows are computed, and results of the chosen ones are kept.
 
     Attributes:
-        indices: int64 [n]: all rows, since `take` gives all.
+        indices: int64 [n]: all rows, since `gather` returns all.
     """
 
     def __init__(self, upload: BatchUpload, key: int, indices: np.ndarray) -> None:
@@ -98,6 +98,6 @@ class MaskedRowSelection(RowSelection):
         self._mask = key
 
     def scatter(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Returns `target` with the chosen rows of `source`, which has all of them."""
+        """Returns `target` with the chosen rows replaced by those of `source`, which has all rows."""
         chosen = self._upload.get(self._mask) > 0
         return torch.where(chosen.view(-1, *[1] * (target.dim() - 1)), source, target)

@@ -1,10 +1,10 @@
-"""What a package may do to logits before a token is chosen: the interface of logits processors.
+"""Interface of logits processors, with which a package changes logits before a token is sampled.
 
-An entry point of `mvllm.logits_processors` names a LogitsProcessor class, which is used when the setting
-`logits_processors` names it. One is made in each worker that samples, and serves all rows of all batches; requests tell
-it what they want by `SamplingParams.extra_args` (`vllm_xargs` over HTTP), or by any other setting.
+An entry point of `mvllm.logits_processors` names a LogitsProcessor class, which is used if the setting
+`logits_processors` names it. Each worker that samples creates one instance for all rows of all batches. Requests
+parameterize it through `SamplingParams.extra_args` (`vllm_xargs` over HTTP) or any other sampling parameter.
 
-Nothing here loads torch: front ends ask the class about settings, and have no use for tensors.
+This module does not import torch: front ends validate parameters without tensors.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogitsProcessorContext:
-    """What a processor works with.
+    """What a processor is created with.
 
     Attributes:
         vocab_size: Tokens in a row of logits.
         max_rows: Rows are 0 to max_rows - 1.
-        device: Where logits are.
+        device: The device of the logits.
     """
 
     vocab_size: int
@@ -43,35 +43,35 @@ class LogitsProcessorContext:
 
 
 class RowTokens:
-    """The tokens of one row as they are at each moment, for processors that say `reads_tokens`."""
+    """The current tokens of one row, for processors with `reads_tokens`."""
 
     def __init__(self, history: TokenHistory, row: int) -> None:
         self._history, self._row = history, row
 
     @property
     def prompt(self) -> np.ndarray:
-        """int32 [p]: the prompt; a view, not to be written to."""
+        """int32 [p]: the prompt; a read-only view."""
         return self._history.token_ids[self._row, : self._history.num_prompt_tokens[self._row]]
 
     @property
     def output(self) -> np.ndarray:
-        """int32 [o]: what was generated so far; likewise."""
+        """int32 [o]: the tokens generated so far; a read-only view."""
         history, row = self._history, self._row
         return history.token_ids[row, history.num_prompt_tokens[row] : history.num_tokens[row]]
 
 
 class LogitsProcessor(ABC):
-    """Changes logits of the rows that it was given.
+    """Changes the logits of rows whose requests it accepted in `add_row`.
 
-    What it does to a row may depend on that row's request and tokens alone, not on other rows, nor on how often it was
-    called: a request that was preempted comes back with its tokens, in any row. All ranks that sample must do the same.
+    The result for a row must depend on the row's request and tokens alone, not on other rows or on the number of calls:
+    a preempted request comes back with its tokens, in any row. All ranks that sample must compute the same result.
 
     Args:
-        context: What it works with.
+        context: Sizes and device.
 
     Attributes:
-        reads_tokens: Whether `apply` looks at the tokens of its rows. On devices that keep tokens to themselves, a
-            step then waits for those of the step before.
+        reads_tokens: `apply` reads the tokens of its rows. On devices that keep sampled tokens, a step then waits for
+            the tokens of the previous one.
     """
 
     reads_tokens: ClassVar[bool] = False
@@ -81,19 +81,19 @@ class LogitsProcessor(ABC):
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
-        """Refuses settings, in the front end, before a request is queued.
+        """Validates the parameters of a request in the front end, before it is queued.
 
         Raises:
-            Exception: Anything; its text is what the user reads.
+            Exception: The parameters are invalid. The user reads the message.
         """
         return
 
     @abstractmethod
     def add_row(self, row: int, params: SamplingParams, tokens: RowTokens) -> bool:
-        """A request takes a row, new or again after preemption.
+        """Adds a request, new or resumed after preemption.
 
         Returns:
-            Whether its logits are to be changed. If not, the row is not heard of again.
+            Whether to change its logits. If not, there are no further calls for this row and request.
         """
 
     @abstractmethod
@@ -102,22 +102,23 @@ class LogitsProcessor(ABC):
 
         Args:
             logits: float32 [n, vocab]; may be changed in place.
-            rows: n rows, all of them its own, each once.
+            rows: n different rows, all added before.
 
         Returns:
-            float32 [n, vocab]: the new logits; -inf for tokens that must not come.
+            float32 [n, vocab]: the new logits; -inf blocks a token.
         """
 
     def remove_row(self, row: int) -> None:
-        """A row that it had has been taken back."""
+        """Removes a row that was added."""
         return
 
 
 def processor_classes(names: Iterable[str]) -> list[tuple[PluginSource, type[LogitsProcessor]]]:
-    """The classes that the setting `logits_processors` names.
+    """The classes named by the setting `logits_processors`.
 
     Raises:
-        ConfigError: One is not installed, not let in, cannot be imported, or is none; names the package.
+        ConfigError: One is not installed, not allowed, cannot be imported, or is not a LogitsProcessor; names the
+            package.
     """
     found = []
     for name in names:
@@ -129,10 +130,10 @@ def processor_classes(names: Iterable[str]) -> list[tuple[PluginSource, type[Log
 
 
 def validate(classes: Iterable[tuple[PluginSource, type[LogitsProcessor]]], params: SamplingParams) -> None:
-    """Has each class look at the settings of a request.
+    """Validates the parameters of a request with each class.
 
     Raises:
-        RequestError: One refuses them.
+        RequestError: One rejects them.
     """
     for source, each in classes:
         try:
@@ -141,4 +142,5 @@ def validate(classes: Iterable[tuple[PluginSource, type[LogitsProcessor]]], para
             raise
         except Exception as e:
             reason = str(e) or type(e).__name__
-            raise RequestError(f"The logits processor {source.name!r} refuses: {reason}", parameter="extra_args") from e
+            message = f"The logits processor {source.name!r} rejects the request: {reason}"
+            raise RequestError(message, parameter="extra_args") from e

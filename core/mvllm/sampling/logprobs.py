@@ -1,4 +1,4 @@
-"""Log-probabilities as users see them: of the model's own distribution, before penalties, temperature and filters."""
+"""Log-probabilities of the model's own distribution, before penalties, temperature and filters."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from mvllm.messages.requests import PositionLogprobs
 
 _CHUNK_ELEMENTS = 1 << 24
-"""Logits turned into float32 at a time, so that long prompts with large vocabularies do not exhaust memory."""
+"""Logits converted to float32 at a time, which bounds the memory for long prompts and large vocabularies."""
 
 
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> torch.Tensor:
-    """Gathers what `read_logprobs` turns into structs, without waiting for the device.
+    """Computes log-probabilities on the device, for `read_logprobs`. Does not wait for the device.
 
     Args:
         logits: [m, vocab], any floating dtype.
-        token_ids: int64 [m]; the token that stands at each position.
+        token_ids: int64 [m]; the token at each position.
         num_logprobs: Most probable tokens to add, 0 to vocab.
 
     Returns:
@@ -26,7 +26,7 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs:
     logits = logits.float()
     normalizer = torch.logsumexp(logits, dim=1, keepdim=True)
     chosen = logits.gather(1, token_ids.unsqueeze(1))
-    # As float32 at once: quicker than a boolean, and exact for as many tokens as there can be.
+    # Directly as float32: faster than a boolean, and exact for every vocabulary size.
     is_above = torch.gt(logits, chosen, out=torch.empty_like(logits))
     parts = [chosen - normalizer, is_above.sum(dim=1, keepdim=True) + 1.0]
     if num_logprobs:
@@ -36,11 +36,11 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs:
 
 
 def read_logprobs(gathered: np.ndarray, token_id: int, num_logprobs: int) -> PositionLogprobs:
-    """Makes the struct for one position.
+    """The PositionLogprobs of one position.
 
     Args:
-        gathered: A row of what `gather_logprobs` returned, on the host.
-        token_id: The token that stands at the position.
+        gathered: A row of the result of `gather_logprobs`, on the host.
+        token_id: The token at the position.
         num_logprobs: How many of the most probable tokens to keep.
     """
     most = (len(gathered) - 2) // 2
@@ -53,12 +53,12 @@ def read_logprobs(gathered: np.ndarray, token_id: int, num_logprobs: int) -> Pos
 
 
 def gather_prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> torch.Tensor:
-    """Gathers the log-probabilities of given tokens, without waiting for the device.
+    """Computes log-probabilities of given tokens on the device. Does not wait for the device.
 
     Args:
         logits: [m, vocab], any floating dtype; row i predicts token i.
         token_ids: int64 [m] on the same device.
-        num_logprobs: Most probable tokens to add to each; -1, or more than there are, for the whole vocabulary.
+        num_logprobs: Most probable tokens to add to each; -1, or more than the vocabulary, for the whole vocabulary.
 
     Returns:
         float32 [m, ...], as `gather_logprobs`.
@@ -71,13 +71,13 @@ def gather_prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_lo
 
 
 def read_prompt_logprobs(gathered: np.ndarray, token_ids: np.ndarray) -> list[PositionLogprobs]:
-    """Makes the structs of what `gather_prompt_logprobs` returned for `token_ids`, both on the host."""
+    """The PositionLogprobs of a result of `gather_prompt_logprobs` for `token_ids`, both on the host."""
     count = (gathered.shape[1] - 2) // 2
     return [read_logprobs(row, token_id, count) for row, token_id in zip(gathered, token_ids.tolist(), strict=True)]
 
 
 def _most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logits and their ids. Devices order ties as they like, so a few more are taken and put in order."""
+    """The largest logits and their ids. Device order of ties is undefined, so a few more are taken and sorted."""
     num_candidates = min(count + 8, logits.shape[1])
     ids = logits.topk(num_candidates, dim=1).indices.sort(dim=1).values
     values, order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)

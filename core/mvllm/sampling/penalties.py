@@ -1,11 +1,11 @@
-"""Penalties on tokens that are there already.
+"""Repetition, frequency and presence penalties.
 
-For each token in the prompt or the output, first the repetition penalty divides its logit where that is positive and
-multiplies it where negative; then `frequency * (times generated) + presence * (generated at all)` is taken off.
+For each token in the prompt or the output, the repetition penalty divides a positive logit and multiplies a negative
+one; then `frequency * (times generated) + presence * (generated at all)` is subtracted.
 
-There are two ways to the same logits, bit for bit. Where the host reads the tokens of each step, it keeps the counts
-(TokenCounts), and only the tokens that occur are touched: their ids, factors and amounts go to the device as flat
-lists. Where tokens stay on the device, so do the counts (DeviceTokenCounts), and no step waits for the tokens of
+Two implementations give the same logits, bit for bit. Where the host reads the tokens of each step, it counts them
+(TokenCounts), and only logits of tokens that occur are changed: their ids, factors and amounts go to the device as flat
+lists. Where tokens stay on the device, they are counted there (DeviceTokenCounts), and no step waits for the tokens of
 another.
 """
 
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from mvllm.sampling.sampling_state import TokenHistory
 
 _ELEMENTS_AT_ONCE = 1 << 25
-"""Logits that are penalised at a time on the device: it bounds what is in between."""
+"""Logits penalized at a time on the device, which bounds the memory of intermediate results."""
 
 
 class TokenCounts:
-    """How often each distinct token of one sequence was generated; 0 for tokens that only the prompt has.
+    """How often each distinct token of one sequence was generated; 0 for tokens that only the prompt contains.
 
-    Kept up with the history a token at a time, since counting a long history anew in each step would cost more than
-    the step.
+    Updated token by token: counting a long history in each step would cost more than the step.
     """
 
     def __init__(self) -> None:
@@ -38,14 +37,14 @@ class TokenCounts:
         self._num_counted = 0
 
     def update(self, token_ids: np.ndarray, num_prompt_tokens: int) -> None:
-        """Counts what was appended since the last call.
+        """Counts tokens appended since the last call.
 
         Args:
-            token_ids: int32 [num_tokens]; the whole sequence, whose beginning is as it was.
-            num_prompt_tokens: How many of them are the prompt.
+            token_ids: int32 [num_tokens]; the whole sequence, whose beginning is unchanged.
+            num_prompt_tokens: Length of the prompt.
         """
         done, total = self._num_counted, len(token_ids)
-        if total - done == 1 and done >= num_prompt_tokens:  # as in nearly every step
+        if total - done == 1 and done >= num_prompt_tokens:  # nearly every step
             self._count(int(token_ids[done]), 1)
             self._num_counted = total
             return
@@ -58,13 +57,13 @@ class TokenCounts:
         self._num_counted = total
 
     def extended_copy(self, token_ids: np.ndarray, num_prompt_tokens: int) -> TokenCounts:
-        """The counts of a longer sequence that may not come to be; arguments as for `update`."""
-        longer = TokenCounts()
-        longer._slot_of_token = self._slot_of_token.copy()
-        longer._token_ids, longer._counts = self._token_ids.copy(), self._counts.copy()
-        longer._num_counted = self._num_counted
-        longer.update(token_ids, num_prompt_tokens)
-        return longer
+        """Counts of the sequence with draft tokens; arguments as for `update`."""
+        extended = TokenCounts()
+        extended._slot_of_token = self._slot_of_token.copy()
+        extended._token_ids, extended._counts = self._token_ids.copy(), self._counts.copy()
+        extended._num_counted = self._num_counted
+        extended.update(token_ids, num_prompt_tokens)
+        return extended
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -73,7 +72,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> np.ndarray:
-        """int32 [d]: times generated, parallel to `token_ids`."""
+        """int32 [d]: how often each was generated, parallel to `token_ids`."""
         return self._counts[: len(self._slot_of_token)]
 
     def _count(self, token_id: int, times: int) -> None:
@@ -96,9 +95,9 @@ def apply_penalties(
 
     Args:
         logits: float32 [n, vocab].
-        rows, token_ids: int64 [m]; distinct places in `logits`.
+        rows, token_ids: int64 [m]; distinct elements of `logits`.
         factors: float32 [m]; repetition penalties.
-        amounts: float32 [m]; what to take off after that.
+        amounts: float32 [m]; to subtract after that.
     """
     values = logits[rows, token_ids]
     values = torch.where(values > 0, values / factors, values * factors) - amounts
@@ -107,17 +106,17 @@ def apply_penalties(
 
 
 class DeviceTokenCounts:
-    """The tokens of each row's prompt, and how often each token was generated, on the device.
+    """Prompt tokens and generated-token counts of each row, in a table on the device.
 
-        entry (row, token)     2 * (times generated) + (1 where the prompt has the token)
+        entry (row, token)     2 * (times generated) + (1 if the prompt contains the token)
 
-    A row is written whole in the first step that samples for its request, new or resumed after preemption: until then
-    the host knows all of its tokens. From then on the device adds each token that it samples. The table is made when a
+    A row is written in the first step that samples for its request, new or resumed after preemption: until then the
+    host knows all of its tokens. From then on the device adds each token that it samples. The table is allocated when a
     row first needs it.
 
     Args:
-        empty: Makes an uninitialised tensor on the device.
-        max_rows: Rows are 0 to max_rows - 1; one more takes what belongs to no request.
+        empty: Allocates an uninitialized tensor on the device.
+        max_rows: Rows are 0 to max_rows - 1; one more row is for padding.
         vocab_size: Tokens in a row of logits.
         max_len: Most tokens of a row.
     """
@@ -137,15 +136,15 @@ class DeviceTokenCounts:
 
     @property
     def padding_row(self) -> int:
-        """The row that belongs to no request."""
+        """The row of padding."""
         return self._shape[0] - 1
 
     def list_new_rows(self, rows: np.ndarray, history: TokenHistory) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Notes which of `rows` have another request than the table knows, and lists their tokens for `begin_rows`.
+        """Marks rows whose request is not in the table yet as written, and lists their entries for `write_rows`.
 
         Args:
             rows: int [n], distinct.
-            history: All tokens of the new requests are known here.
+            history: Contains all tokens of the new requests.
 
         Returns:
             Rows, token ids and entries, all int [m], for each distinct token of a new request.
@@ -170,22 +169,21 @@ class DeviceTokenCounts:
         """Writes new rows.
 
         Args:
-            rows, token_ids, entries: int64 [m] on the device, as `list_new_rows` lists them; some may stand there
-            twice.
+            rows, token_ids, entries: int64 [m] on the device, from `list_new_rows`; duplicates are allowed.
 
         Raises:
-            MemoryError: There is no room for the table.
+            MemoryError: There is no memory for the table.
         """
         table = self._allocated_table
         table.index_fill_(0, rows, 0)
         table.index_put_((rows, token_ids), entries.to(self._dtype))
 
     def add(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Counts a token that was sampled for each of some rows, whether they have penalties or not.
+        """Counts a sampled token for each of some rows, with or without penalties.
 
         Args:
             token_ids: int64 [n] on the device.
-            rows: int32 [n or more] on the device; distinct but for the spare row.
+            rows: int32 [n or more] on the device; distinct except for the padding row.
         """
         if self._table is not None:
             places = rows[: len(token_ids)].long(), token_ids
@@ -203,7 +201,7 @@ class DeviceTokenCounts:
 
         Args:
             logits: float32 [n, vocab].
-            rows: int64 [n] on the device; the spare row for lines whose result means nothing.
+            rows: int64 [n] on the device; the padding row for rows of logits whose result is not used.
             repetition, frequency, presence: float32 [n] on the device.
         """
         table, largest = self._allocated_table, torch.finfo(logits.dtype).max
@@ -219,7 +217,7 @@ class DeviceTokenCounts:
             values.copy_(torch.where(entries > 0, changed, values))
 
     def free(self) -> None:
-        """Gives the table back, while no request has a row."""
+        """Frees the table. No request may have a row."""
         self._table = None
         self._row_generation[:] = 0
 

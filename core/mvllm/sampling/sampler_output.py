@@ -1,7 +1,6 @@
-"""The tokens of one step, still on the device until somebody looks.
+"""The sampled tokens of one step, on the device until they are read.
 
-Who wants to look later says so with `send_to_host`: then the copies run beside whatever the device does next, and
-looking waits for them alone.
+`send_to_host` starts asynchronous copies: reading then waits for these copies, not for later work of the device.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class GatheredLogprobs:
 
     Attributes:
         rows: int64 [m] on the host; indices into the batch.
-        num_logprobs: int64 [m] on the host; most probable tokens that each row asked for.
-        gathered: float32 [m, ...] on the device, as `gather_logprobs` returns; or of all rows of the batch.
+        num_logprobs: int64 [m] on the host; most probable tokens that each row requested.
+        gathered: float32 [m, ...] on the device, as from `gather_logprobs`; or of all rows of the batch.
     """
 
     rows: np.ndarray
@@ -36,13 +35,14 @@ class GatheredLogprobs:
 
 @dataclass(eq=False)
 class SamplerOutput:
-    """What was sampled. `token_ids` may be used on the device at once; the rest waits for it when first read.
+    """Sampled tokens. `token_ids` is usable on the device at once; reading anything else waits for the device.
 
     Attributes:
-        token_ids: int64 [n] on the device; always ids of the vocabulary, without meaning for the rows in `errors`.
-        peaks: [n] on the device; the largest logit that each row could choose from. Finite unless something is wrong.
-        failures: What is known to have gone wrong already, for indices into the batch.
-        num_rows: Rows of the batch, where more than these were computed; None for all of `token_ids`.
+        token_ids: int64 [n] on the device; always valid ids, but meaningless for the rows in `errors`.
+        max_logits: [n] on the device; the largest logit that each row could choose from. Not finite if the row has
+        failed. gathered_logprobs: Log-probabilities, if requested.
+        failures: Known errors, by index into the batch.
+        num_rows: Rows of the batch, if more were computed as padding; None for all of `token_ids`.
     """
 
     token_ids: torch.Tensor
@@ -53,39 +53,40 @@ class SamplerOutput:
     _copies: list[HostCopy] = field(default_factory=list, init=False, repr=False)
 
     def send_to_host(self, to_host: Callable[[torch.Tensor], HostCopy]) -> None:
-        """Starts the copies of all that can be read here."""
+        """Starts copies of everything that is read on the host."""
         self._copies = [to_host(self._packed())]
         if self.gathered_logprobs is not None:
             self._copies.append(to_host(self.gathered_logprobs.gathered))
 
     def numpy(self) -> np.ndarray:
-        """Returns `token_ids` on the host, int64 [n]."""
+        """`token_ids` on the host, int64 [n]."""
         return self._host[0].astype(np.int64)
 
     def tolist(self) -> list[int]:
-        """Returns `token_ids` as Python integers."""
+        """`token_ids` as Python integers."""
         return self.numpy().tolist()
 
     @cached_property
     def errors(self) -> dict[int, str]:
-        """What went wrong, for the indices into the batch that failed."""
-        peaks = self._host[1]
-        if math.isfinite(peaks.sum(dtype=np.float64)):  # one pass for what nearly always holds
+        """Error messages of failed rows, by index into the batch."""
+        max_logits = self._host[1]
+        if math.isfinite(max_logits.sum(dtype=np.float64)):  # nearly always: one pass over the rows
             return self.failures
-        complaints = {
-            int(index): _invalid_logits_message(float(peaks[index])) for index in np.flatnonzero(~np.isfinite(peaks))
+        errors = {
+            int(index): _invalid_logits_message(float(max_logits[index]))
+            for index in np.flatnonzero(~np.isfinite(max_logits))
         }
-        return complaints | self.failures
+        return errors | self.failures
 
     @cached_property
     def logprobs(self) -> dict[int, PositionLogprobs]:
-        """Log-probabilities, for the indices into the batch that asked and did not fail."""
+        """Log-probabilities by index into the batch, for rows that requested them and have not failed."""
         found = self.gathered_logprobs
         if found is None:
             return {}
         gathered = self._copies[1].wait() if self._copies else found.gathered.cpu()
         token_ids, host = self.tolist(), gathered.numpy()
-        if len(host) != len(found.rows):  # computed for all
+        if len(host) != len(found.rows):  # computed for all rows
             host = host[found.rows]
         return {
             index: read_logprobs(row, token_ids[index], count)
@@ -95,17 +96,20 @@ class SamplerOutput:
 
     @cached_property
     def _host(self) -> np.ndarray:
-        """float32 [2, n]: token ids and peaks."""
+        """float32 [2, n]: token ids and largest logits."""
         return (self._copies[0].wait() if self._copies else self._packed().cpu()).numpy()[:, : self.num_rows]
 
     def _packed(self) -> torch.Tensor:
-        """float32 [2, n] on the device: token ids and peaks, for one copy (ids are exact, see MAX_VOCAB_SIZE)."""
+        """float32 [2, n] on the device:
+
+        token ids and largest logits in one copy (ids are exact, see MAX_VOCAB_SIZE).
+        """
         return torch.stack((self.token_ids.float(), self.max_logits.float()))
 
 
-def _invalid_logits_message(peak: float) -> str:
-    if math.isnan(peak):
+def _invalid_logits_message(max_logit: float) -> str:
+    if math.isnan(max_logit):
         return "the model produced NaN logits for this request"
-    if peak > 0:
+    if max_logit > 0:
         return "the model produced infinite logits for this request"
     return NOTHING_TO_SAMPLE

@@ -1,6 +1,6 @@
-"""What sampling remembers between steps: one entry per row, in host arrays.
+"""Sampling state between steps: parameters and tokens of each batch row, in host arrays.
 
-A row's entry is written whole when a request takes the row, so that nothing of the request before it is left.
+All fields of a row are written when a request gets the row, so that nothing of the previous request remains.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ if TYPE_CHECKING:
 
 RANDOM, PENALTIES, MIN_TOKENS, LOGPROBS = 1, 2, 4, 8
 BIAS, ALLOWED, BAD_WORDS, PROCESSED, READS_TOKENS = 16, 32, 64, 128, 256
-"""Bits of `SamplingState.flags`: what a row needs beyond the most probable token."""
+"""Bits of `SamplingState.flags`: what a row needs beyond the argmax."""
 
 MAX_VOCAB_SIZE = 1 << 24
-"""Token ids travel to and from the device beside float32 parameters; up to here float32 holds every integer."""
+"""Token ids are copied to and from the device as float32, which represents integers exactly up to here."""
 
 _MAX_REPETITION_PENALTY = 1e6
-"""Repetition penalties beyond this factor change no distribution any more, but would overflow float32."""
+"""Larger repetition penalties would overflow float32, and change no distribution any more."""
 
 
 @dataclass(frozen=True)
 class PlaceholderTokens:
-    """Where tokens are missing in a TokenHistory: arrays [n] of rows, positions in them, and their `begun`."""
+    """Positions of placeholder ids in a TokenHistory:
+
+    arrays [n] of rows, positions, and `row_generation` of the rows.
+    """
 
     rows: np.ndarray
     positions: np.ndarray
@@ -42,19 +45,17 @@ class PlaceholderTokens:
 
 
 class TokenHistory:
-    """All known tokens of each row: the prompt, then what was generated.
+    """All known tokens of each row: the prompt, then the generated tokens.
 
-    Whoever runs the model owns it and writes it; sampling reads it.
-
-    A token that was sampled but has not come from the device yet is counted like any other. In its place stands a mark,
-    `-1 - row`, until it is filled in.
+    The model runner owns and writes it; sampling reads it. A sampled token that has not been copied from the device
+    counts as known. Its place holds the placeholder id `-1 - row` until the token is filled in.
 
     Attributes:
-        token_ids: int32 [max_rows, max_len]; the first `num_tokens` of a row are its own. Those that were guessed stand
-            behind them until the step that checks them is over.
+        token_ids: int32 [max_rows, max_len]; the first `num_tokens` of a row are valid. Draft tokens follow them until
+            the step that verifies them is over.
         num_tokens: int32 [max_rows].
-        num_prompt_tokens: int32 [max_rows]; how many of them are the prompt.
-        begun: int64 [max_rows]; how many requests have had the row.
+        num_prompt_tokens: int32 [max_rows]; length of the prompt.
+        row_generation: int64 [max_rows]; how many requests have had the row.
     """
 
     def __init__(self, max_rows: int, max_len: int) -> None:
@@ -64,71 +65,71 @@ class TokenHistory:
         self.row_generation = np.zeros(max_rows, dtype=np.int64)
 
     def set_row(self, row: int, token_ids: Sequence[int] | np.ndarray, num_prompt_tokens: int) -> None:
-        """Begins a row with its known tokens."""
+        """Starts a row with its known tokens."""
         self.token_ids[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
         self.num_prompt_tokens[row] = num_prompt_tokens
         self.row_generation[row] += 1
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """Adds one token to each of `rows`, which are distinct."""
+        """Appends one token to each of `rows`, which are distinct."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 
     def extend(self, row: int, token_ids: Sequence[int]) -> None:
-        """Adds tokens to one row."""
+        """Appends tokens to one row."""
         begin = self.num_tokens[row]
         self.token_ids[row, begin : begin + len(token_ids)] = token_ids
         self.num_tokens[row] += len(token_ids)
 
     def set_draft_tokens(self, row: int, token_ids: Sequence[int]) -> None:
-        """Notes tokens that may come next, behind those of the row, whose number stays as it is."""
+        """Writes draft tokens behind the tokens of a row, whose number does not change."""
         begin = self.num_tokens[row]
         self.token_ids[row, begin : begin + len(token_ids)] = token_ids
 
     def append_placeholders(self, rows: np.ndarray) -> PlaceholderTokens:
-        """Adds to each of `rows`, which are distinct, a token that only the device knows. `fill` takes the result."""
+        """Appends a placeholder to each of `rows`, which are distinct. Pass the result to `fill_placeholders`."""
         places = PlaceholderTokens(rows, self.num_tokens[rows], self.row_generation[rows])
         self.append(rows, -1 - rows)
         return places
 
     def fill_placeholders(self, places: PlaceholderTokens, token_ids: np.ndarray) -> None:
-        """Puts the tokens where their marks are; rows that another request has by now are left alone."""
+        """Replaces placeholders by their tokens; rows that belong to another request by now are not changed."""
         same = self.row_generation[places.rows] == places.row_generation
         self.token_ids[places.rows[same], places.positions[same]] = token_ids[same]
 
     def ends_in_placeholder(self, rows: np.ndarray) -> bool:
-        """Whether the last token of any of `rows` is not known here."""
+        """Whether the last token of any of `rows` is a placeholder."""
         return bool((self.token_ids[rows, self.num_tokens[rows] - 1] < 0).any())
 
     def clear_row(self, row: int) -> None:
-        """Forgets a row."""
+        """Empties a row."""
         self.num_tokens[row] = 0
         self.num_prompt_tokens[row] = 0
 
 
 class SamplingState:
-    """Sampling settings by row, ready to be gathered for a batch.
+    """Sampling parameters by row, as arrays from which batches are gathered.
 
     Args:
         max_rows: Rows are 0 to max_rows - 1.
         vocab_size: Tokens in a row of logits.
-        engine_seed: Decides the samples of requests without a seed, together with their ids.
-        processors: Logits processors, which are told of rows; None where there are none.
-        device_counts: Counts tokens on the device, where they stay there; None where the host counts them.
+        engine_seed: With the request ids, determines the samples of requests without a seed.
+        processors: Logits processors, to which rows are added; None without any.
+        device_counts: Token counts on the device, if sampled tokens stay there; None if the host counts.
 
     Attributes:
-        flags: uint16 [max_rows]; of the bits above. READS_TOKENS is in those whose next token depends on which tokens
-            they have, not only on how many, in a way that only the host can compute.
+        flags: uint16 [max_rows]; the bits above. READS_TOKENS: the host needs the token ids of the row, not only their
+            number, to sample the next one.
         temperature, top_p, min_p, presence, frequency, repetition: float32 [max_rows].
-        top_k: int64 [max_rows]; 0 where off.
+        top_k: int64 [max_rows]; 0 if off.
         seeds: uint64 [max_rows].
-        min_length: int64 [max_rows]; no token that ends the sequence before it has this many, prompt included.
-        end_tokens: The tokens that would end it, for rows with MIN_TOKENS.
-        num_logprobs: int64 [max_rows]; most probable tokens to report, for rows with LOGPROBS.
-        counts: Token counts of the rows with PENALTIES, where the host counts.
-        biases: Token ids, int64 [b], and what to add to their logits, float32 [b], of the rows with BIAS.
-        allowed: Masks of the rows with ALLOWED, as `mask_from_token_ids` makes them.
+        min_length: int64 [max_rows]; length, prompt included, below which end tokens are blocked.
+        end_tokens: End tokens of the rows with MIN_TOKENS.
+        num_logprobs: int64 [max_rows]; most probable tokens to return, for rows with LOGPROBS.
+        counts: Token counts of the rows with PENALTIES, if the host counts.
+        biases: Token ids, int64 [b], and amounts, float32 [b], of the rows with BIAS.
+        allowed: Masks of the rows with ALLOWED, from `mask_from_token_ids`.
         bad_words: Of the rows with BAD_WORDS.
     """
 
@@ -141,7 +142,7 @@ class SamplingState:
         device_counts: DeviceTokenCounts | None = None,
     ) -> None:
         if vocab_size > MAX_VOCAB_SIZE:
-            raise ValueError(f"the sampler handles vocabularies of up to {MAX_VOCAB_SIZE} tokens, not {vocab_size}")
+            raise ValueError(f"vocab_size must be at most {MAX_VOCAB_SIZE}, not {vocab_size}")
         self.vocab_size = vocab_size
         self.engine_seed = engine_seed
         self.processors = processors
@@ -173,10 +174,10 @@ class SamplingState:
         num_prompt_tokens: int,
         tokens: RowTokens | None = None,
     ) -> None:
-        """Gives `row` to a request, new or resumed after preemption; every field of the row is written.
+        """Writes all fields of `row` for a request, new or resumed after preemption.
 
         Args:
-            tokens: For logits processors, where there are any.
+            tokens: For logits processors, if there are any.
         """
         self.clear_row(row)
         self.temperature[row] = min(params.temperature, 1e30)
@@ -211,7 +212,7 @@ class SamplingState:
             self.num_logprobs[row] = min(wanted, self.vocab_size)
 
     def clear_row(self, row: int) -> None:
-        """Takes the row back; until it is set again it samples greedily."""
+        """Resets a row to greedy sampling."""
         self.flags[row] = 0
         self.num_logprobs[row] = 0
         self.min_length[row] = 0
@@ -222,7 +223,7 @@ class SamplingState:
             self.processors.clear_row(row)
 
     def rows_reading_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Those of `rows` whose next token the host computes from which tokens they have, not only from how many."""
+        """Those of `rows` for which the host needs the token ids."""
         return rows[(self.flags[rows] & READS_TOKENS) != 0]
 
     def _flags(self, params: SamplingParams) -> int:
@@ -230,7 +231,7 @@ class SamplingState:
         return (
             RANDOM * (not params.is_greedy and params.top_k != 1)
             | (PENALTIES | READS_TOKENS * (self.device_counts is None)) * (penalties != (0.0, 0.0, 1.0))
-            | MIN_TOKENS * (params.min_tokens > 0 and params.structured_outputs is None)  # else the masks see to it
+            | MIN_TOKENS * (params.min_tokens > 0 and params.structured_outputs is None)  # grammar masks include it
             | LOGPROBS * (params.logprobs is not None)
             | BIAS * bool(params.logit_bias)
             | ALLOWED * (params.allowed_token_ids is not None)
@@ -238,6 +239,6 @@ class SamplingState:
         )
 
     def _end_tokens(self, params: SamplingParams, eos_token_ids: Sequence[int]) -> np.ndarray:
-        """With `ignore_eos` the end-of-sequence tokens end nothing, so there is no reason to hold them back."""
+        """The tokens that `min_tokens` blocks. With `ignore_eos` end-of-sequence tokens are not among them."""
         ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
         return np.array(sorted(i for i in ids if 0 <= i < self.vocab_size), dtype=np.int64)

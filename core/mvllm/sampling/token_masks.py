@@ -1,7 +1,7 @@
-"""Which tokens some rows of a batch may choose: a bit for each, from the host.
+"""Token masks from the host: a bit per token, for some rows of a batch.
 
-They go to the device with the step's other numbers, as float32 (see BatchUpload), in words of 16 bits: float32 holds
-these exactly, and they are an eighth of what a float for each token would take.
+They go to the device with the other numbers of the step, as float32 (see BatchUpload), in words of 16 bits: float32
+represents these exactly, and they take an eighth of one float per token.
 
     token        0 1 2 ... 15 | 16 ...
     word         0            | 1             bit t % 16 of word t // 16
@@ -18,7 +18,7 @@ _WORD_BITS = 16
 
 
 def mask_from_token_ids(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """uint16 [w]: the mask that allows these tokens, as far as there are such."""
+    """uint16 [w]: the mask that allows these tokens; ids outside of the vocabulary are ignored."""
     bits = np.zeros(-(-vocab_size // _WORD_BITS) * _WORD_BITS, dtype=np.uint8)
     ids = np.array(token_ids, dtype=np.int64)
     bits[ids[ids < vocab_size]] = 1
@@ -26,12 +26,15 @@ def mask_from_token_ids(token_ids: Sequence[int], vocab_size: int) -> np.ndarray
 
 
 def intersect_masks(one: np.ndarray | None, other: np.ndarray | None, num_words: int) -> np.ndarray:
-    """uint16 [num_words]: what two masks allow, at least one of which there is; no token beyond their words."""
+    """uint16 [num_words]:
+
+    the tokens that both masks allow. At most one mask is None; tokens beyond a mask's words are blocked.
+    """
     words = np.zeros(num_words, dtype=np.uint16)
     if one is None or other is None:
-        there = one if other is None else other
-        assert there is not None
-        words[: len(there)] = there
+        only = one if other is None else other
+        assert only is not None
+        words[: len(only)] = only
     else:
         size = min(len(one), len(other))
         np.bitwise_and(one[:size], other[:size], out=words[:size])
@@ -39,11 +42,11 @@ def intersect_masks(one: np.ndarray | None, other: np.ndarray | None, num_words:
 
 
 class TokenMasks:
-    """The masks of a step.
+    """The grammar masks of a step.
 
     Args:
-        rows: Rows that have one.
-        masks: Theirs, one after the other, as in `SchedulerOutput.token_masks`.
+        rows: Rows that have a mask.
+        masks: Their masks one after the other, as in `SchedulerOutput.token_masks`.
     """
 
     def __init__(self, rows: Sequence[int], masks: bytes) -> None:
@@ -56,17 +59,17 @@ class TokenMasks:
         return np.isin(rows, self._rows)
 
     def words(self, rows: np.ndarray) -> np.ndarray:
-        """uint16 [m * w]: the masks of `rows`, int [m], which all have one."""
+        """uint16 [m * w]: the masks of `rows`, int [m], all of which have one."""
         at = self._order[np.searchsorted(self._rows, rows, sorter=self._order)]
         return self._words[at].reshape(-1)
 
     @property
     def num_words(self) -> int:
-        """Words in each of them."""
+        """Words per mask."""
         return self._words.shape[1]
 
     def get(self, row: int) -> np.ndarray | None:
-        """uint16 [w]: the mask of a row that may have none."""
+        """uint16 [w]: the mask of a row, or None."""
         at = np.flatnonzero(self._rows == row)
         return self._words[at[0]] if len(at) else None
 
@@ -75,10 +78,10 @@ def unpack_masks(words: torch.Tensor, num_rows: int, vocab_size: int) -> torch.T
     """Unpacks masks on the device.
 
     Args:
-        words: float32 [num_rows * w], whole numbers below 2**16.
+        words: float32 [num_rows * w], integers below 2**16.
 
     Returns:
-        bool [num_rows, vocab_size]; tokens beyond the words are not allowed.
+        bool [num_rows, vocab_size]; tokens beyond the words are blocked.
     """
     shifts = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
     bits = (words.view(num_rows, -1, 1).int() >> shifts) & 1

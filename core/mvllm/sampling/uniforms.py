@@ -1,7 +1,6 @@
-"""Random numbers that depend on nothing but who asks and for which token.
+"""Random numbers as a function of a request's seed and the position of the token.
 
-A uniform is a hash of (seed of the request, position of the token in the output). There is no generator to advance, so
-nothing that happens to the batch - other requests, other rows, preemption, a step repeated - can change a sample.
+There is no generator state, so other requests, row assignment, preemption and repeated steps cannot change a sample.
 
 The hash is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): its state is a
 counter, so number i of stream s is `mix(mix(s) + (i + 1) * GAMMA)`, computed directly for any i.
@@ -20,11 +19,11 @@ _24_BITS = np.uint64(0xFFFFFF)
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two independent uniforms in [0, 1) for each (seed, position), both multiples of 2**-24.
+    """Two independent uniforms in [0, 1) for each (seed, position), both multiples of 2**-24.
 
     Args:
-        seeds: uint64 [n], as `stream_seed` gives.
-        positions: int [n], >= 0: how many tokens the request has generated before.
+        seeds: uint64 [n], from `stream_seed`.
+        positions: int [n], >= 0: tokens that the request has generated before.
 
     Returns:
         Two float32 arrays [n], exact in float32, from different bits of one 64-bit hash.
@@ -37,12 +36,12 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def stream_seed(seed: int | None, *, engine_seed: int, request_id: str) -> int:
-    """Returns the 64-bit seed of a request's stream.
+    """The 64-bit seed of a request's stream.
 
-    With a seed of its own, a request's stream depends on that alone. Without, it depends on the engine's seed and the
-    request's place among the engine's requests, which stands in its id in front of the first colon: different for every
-    request, and the same again when a request resumes after preemption, or when equal requests come to another engine
-    with that seed. What follows the colon is the caller's name for the request, which a server draws at random.
+    A request's own seed is used as it is. Otherwise the stream depends on the engine's seed and the request's number
+    among the engine's requests, which is the part of its id before the first colon. So it differs between requests,
+    stays the same when a request resumes after preemption, and repeats in an engine with the same seed and the same
+    requests. The part of the id after the colon is the caller's name for the request, which a server draws at random.
     """
     if seed is not None:
         return seed & 0xFFFFFFFFFFFFFFFF

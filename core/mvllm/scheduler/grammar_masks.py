@@ -1,8 +1,7 @@
-"""Which tokens the rows of a plan may choose, where a grammar says.
+"""Grammar masks of the rows of a plan.
 
-A row whose last token is known has its mask with the plan. A row whose last token is still in flight is planned all the
-same if workers can take masks later (`SchedulerOutput.masks_follow`): they run the model meanwhile, and sample when the
-masks have come.
+A row whose last token is known has its mask in the plan. A row whose last token is in flight is planned too, if workers
+support deferred masks (`SchedulerOutput.masks_follow`): they run the model, and sample when the masks arrive.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.scheduler.request import Request
 
 DEFERRED_MASK_SECONDS = 0.005
-"""Masks that are computed while a step waits for them, all together. Other rows with grammars wait for their tokens."""
+"""Time for the masks that one step waits for. Other rows with grammars wait for their tokens instead."""
 
 
 class DeferredMasks:
     """Decides which rows are planned before their masks are known.
 
     Args:
-        is_possible: Whether workers can take masks later.
+        is_possible: Workers support deferred masks.
     """
 
     def __init__(self, *, is_possible: bool) -> None:
@@ -26,11 +25,11 @@ class DeferredMasks:
         self._seconds_left = 0.0
 
     def start_plan(self) -> None:
-        """To be called before the rows of a plan are chosen."""
+        """Call this before the rows of a plan are chosen."""
         self._seconds_left = DEFERRED_MASK_SECONDS
 
     def can_schedule(self, request: Request, plan: SchedulerOutput) -> bool:
-        """Whether a request with a grammar can be part of a plan; if its mask is not known, the plan's masks follow."""
+        """Whether a request with a grammar can be planned. If its mask is not known, the plan gets `masks_follow`."""
         grammar = request.grammar
         assert grammar is not None
         if not grammar.is_ready:
@@ -44,16 +43,10 @@ class DeferredMasks:
         return True
 
 
-def add_masks(plan: SchedulerOutput, batch: list[Request]) -> None:
-    """Says which tokens those may choose who sample in this step and may not choose every one, unless that follows."""
-    if not plan.masks_follow:
-        plan.mask_rows, plan.token_masks = masks_of_batch(batch)
-
-
 def masks_of_batch(batch: list[Request]) -> tuple[list[int], bytes]:
-    """The masks of those who sample, for a plan or for `WorkerProtocol.sample_tokens`.
+    """`mask_rows` and `token_masks` of the requests that sample, for a plan or for `WorkerProtocol.sample_tokens`.
 
-    Who has ended since the plan was made has none any more. What is sampled in its row is dropped.
+    A request that has ended since the plan was made has no grammar and no mask; its sample is dropped.
     """
     masked = [request for request in batch if request.grammar is not None and request.has_token_in_flight]
     masks = [request.grammar.mask for request in masked if request.grammar is not None]

@@ -1,15 +1,15 @@
-"""How much of a step a long prompt may take while others have something to compute.
+"""How much of a step's token budget long prompts get while other requests can use it.
 
-A prompt of 100,000 tokens would take the whole budget of dozens of steps, and every request behind it would wait. So a
-step is planned in two rounds. In the first one a request with more than `threshold` tokens to compute gets that many,
-and only so many requests get a share at all; the others have the rest. What is left then goes to those that were held
-back, in the order of service:
+A prompt of 100,000 tokens would take the whole budget of dozens of steps, and later requests would wait. So a step is
+planned in two rounds. In round 1 a request with more than `threshold` tokens to compute gets `threshold` tokens, for at
+most `max_long_partial_prefills` requests; other requests follow. In round 2 the rest of the budget goes to the requests
+that were held back, in service order:
 
     budget 2048, threshold 1024     long prompt A, long prompt B, short prompt c of 300 tokens, decoding d
     round 1                         A 1024                        c 300                         d 1
     round 2                         A 1024 + 723
 
-So a prompt that is alone has the whole budget, and long prompts are computed one after the other.
+So a single prompt gets the whole budget, and long prompts are computed one after the other.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mvllm.scheduler.request import Request
 
 
 class LongPrefillLimiter:
-    """Deals out the first round of a step, and notes who was held back in it.
+    """Limits the requests of round 1, and records those held back.
 
     Args:
         config: The limits.
 
     Attributes:
-        held_back: Requests that got less than they have to compute, and their position in the batch, -1 where they got
-            nothing. Running ones only.
-        were_limited: Whether anybody has got less than it asked for since `begin`. Only then a second round is needed,
-            and `begin` before the next step.
+        held_back: Running requests that got fewer tokens than they have to compute, with their positions in the batch;
+            -1 for those that got none.
+        were_limited: A request was limited since `start_step`. Only then the step needs a second round, and the next
+            step needs `start_step`.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -44,13 +44,13 @@ class LongPrefillLimiter:
         self.were_limited = False
 
     def start_step(self) -> None:
-        """Begins the first round of a step."""
+        """Begins round 1 of a step."""
         self._num_left = self._most
         self.were_limited = False
         self.held_back = []
 
     def disable_limit(self) -> None:
-        """Begins the second round, in which nothing is limited."""
+        """Begins round 2, in which nothing is limited."""
         self._num_left = sys.maxsize
 
     @property
@@ -59,7 +59,7 @@ class LongPrefillLimiter:
         return self._num_left > 0
 
     def num_allowed_tokens(self, num_tokens: int) -> int:
-        """How many of the tokens that a request has to compute it may compute in this round; may be none."""
+        """How many of its `num_tokens` uncomputed tokens a request may compute in this round; may be 0."""
         if num_tokens <= self._threshold or self._num_left > self._most:
             return num_tokens
         self.were_limited = True

@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it.
+"""The state of one request in the scheduler.
 
     add ──> WAITING ──schedule──> RUNNING ──stop, length, error, abort──> FINISHED
                ^                   │  ^
@@ -7,9 +7,8 @@
                │     preempt, last token in flight
     token ─── WAITING_FOR_TOKEN <──┘
 
-A request whose text must have a form begins as WAITING_FOR_GRAMMAR, until that has been compiled.
-
-(An abort or an error ends a request from every state.)
+A request with `structured_outputs` starts as WAITING_FOR_GRAMMAR, until its grammar is compiled. An abort or an error
+ends a request in any state.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands. `WAITING_FOR_...` are blocked: `schedule` passes them over until something happens."""
+    """States of a request. The scheduler does not plan requests in the blocked states, `WAITING_FOR_...`."""
 
     WAITING = enum.auto()
     WAITING_FOR_TOKEN = enum.auto()
@@ -33,15 +32,15 @@ class RequestStatus(enum.Enum):
 
 
 class Grammar(Protocol):
-    """Which tokens may come next in one sequence. It knows the tokens generated so far."""
+    """Which tokens may come next in one sequence, given its tokens so far."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether `mask` is that of the next token; otherwise it is being computed."""
+        """Whether `mask` is the mask of the next token; otherwise it is being computed."""
 
     @property
     def mask(self) -> bytes:
-        """As in `SchedulerOutput.token_masks`, of one row."""
+        """One row of `SchedulerOutput.token_masks`."""
 
     @property
     def is_complete(self) -> bool:
@@ -49,18 +48,18 @@ class Grammar(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Why it cannot go on, if it cannot."""
+        """Why the sequence has failed, if it has."""
 
     @property
     def expected_seconds(self) -> float:
-        """Time that the next mask will take, about; 0 where plans may not depend on time."""
+        """Estimated time of the next mask; 0 where plans must not depend on time."""
 
-    def accept(self, token: int, *, at_once: bool = False) -> None:
-        """Goes on to the next position. Its mask, or an error, may come later, but not with `at_once`."""
+    def accept(self, token: int, *, blocking: bool = False) -> None:
+        """Advances by one token. The mask, or an error, may come later; with `blocking` it is there on return."""
 
 
 class Request:
-    """One sequence being generated; or a prompt being made a vector of, which then stands where the first token would.
+    """A sequence being generated, or a pooling request, which finishes where its first token would be sampled.
 
         token_ids             | prompt ............... | generated ..... |          known here
         num_tokens            |------------------------------------------------>|   and in flight: sampled by a plan
@@ -68,28 +67,28 @@ class Request:
         num_computed_tokens   |---------------------------------->|                 KV written by the plans made so far
 
     Args:
-        data: The request as it came.
+        data: The request as received.
         table: Its block table, which shares `token_ids`.
-        order: Place in the queue, lowest first.
+        order: Sort key in the queue, lowest first.
         max_model_len: Longest sequence in tokens.
 
     Attributes:
-        max_num_tokens: Prompt and output together end at this length.
-        pooling_type: Which hidden states make the prompt's vector, where that is wanted.
+        max_num_tokens: Length, prompt and output together, at which the request ends.
+        pooling_type: How hidden states are pooled; None for requests that generate.
         stop_ids: Tokens that end the request once `min_tokens` are generated.
-        row: Its row while it runs, else -1.
-        lora_int_id: Its adapter's, or 0.
-        emits_each_step: Each token is sent out at once; otherwise all are, when the request ends.
-        is_plain: Sent out at once, and nothing but tokens. The usual case, for which the scheduler has a short way.
-        logprobs: Of tokens not sent out yet, if asked for.
-        prompt_logprobs: Of prompt tokens 1, 2, ... so far, if asked for; None again once they were sent out.
-        num_cached_tokens: Found in the prefix cache when first scheduled; -1 before.
+        row: Its row while it runs, otherwise -1.
+        lora_int_id: Its LoRA adapter, or 0.
+        emits_each_step: Each token is sent at once; otherwise all tokens are sent when the request ends.
+        has_only_tokens: Tokens are sent at once, without log-probabilities: the common case, which has a fast path.
+        logprobs: Of tokens not sent yet, if requested.
+        prompt_logprobs: Of prompt tokens 1, 2, ... so far, if requested; None again once sent.
+        num_cached_tokens: Tokens found in the prefix cache when first scheduled; -1 before.
         scheduled_time: When first scheduled.
-        first_token_time: When the first token was known, of requests that do not send tokens out at once; 0 before.
-        is_long: Has waited while as many long prompts as may be were computed. Found out again when there is room: more
-            of it may be in the prefix cache by then.
-        draft_token_ids: Guesses at the tokens behind the last known one, for its next plan.
-        grammar: Says which tokens may come next, where not all may.
+        first_token_time: When the first token was known, for requests that do not send tokens at once; 0 before.
+        is_long: It was held back as a long prompt while it waited. Checked again when there is room for a long prompt:
+            more of it may be in the prefix cache by then.
+        draft_token_ids: Draft tokens for its next plan.
+        grammar: Its grammar, if it has one.
     """
 
     __slots__ = (
@@ -144,7 +143,7 @@ class Request:
         eos_token_ids = () if params.ignore_eos else data.eos_token_ids
         self.stop_ids = frozenset([*eos_token_ids, *(params.stop_token_ids or ())])
 
-        # Stop strings are found by the front end, which must see the text to find them.
+        # The front end looks for stop strings, and needs each token for that.
         self.emits_each_step = params.output_kind != RequestOutputKind.FINAL_ONLY or bool(params.stop)
         self.logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[PositionLogprobs] | None = None if params.prompt_logprobs is None else []
@@ -161,30 +160,30 @@ class Request:
 
     @property
     def has_token_in_flight(self) -> bool:
-        """Whether a plan was made that samples for this request and whose result is not back."""
+        """Whether a plan samples for this request whose result is not back."""
         return self.num_tokens > len(self.token_ids)
 
     @property
     def awaits_mask(self) -> bool:
-        """Whether it cannot be planned before its grammar says which tokens may come next."""
+        """Whether its grammar is still computing the next mask."""
         return self.grammar is not None and not self.grammar.is_ready
 
     @property
     def has_all_prompt_logprobs(self) -> bool:
-        """Whether no log-probabilities of prompt tokens are wanted that are not there."""
+        """Whether all requested prompt log-probabilities are there."""
         return self.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1
 
     @property
     def needs_every_position(self) -> bool:
-        """Whether something is wanted of positions that, found in the prefix cache, would not be computed."""
+        """Whether positions found in the prefix cache would be missing from the result."""
         if self.pooling_type is not None:
             return self.pooling_type.needs_every_position
         return not self.has_all_prompt_logprobs
 
     def add_prompt_logprobs(self, start: int, entries: list[PositionLogprobs]) -> None:
-        """Takes what a step over prompt positions from `start` on gave.
+        """Adds the log-probabilities that a step over prompt positions from `start` on computed.
 
-        A request that was preempted computes positions again; what it has already is kept.
+        A preempted request computes positions again; known entries are kept.
         """
         held = self.prompt_logprobs
         if held is not None:
@@ -192,9 +191,9 @@ class Request:
             held.extend(entries[len(held) - start :])
 
     def check_stop(self, token: int) -> tuple[FinishReason, int | None] | None:
-        """Whether the request ends with `token`, its newest: the reason, and the stop token if it was one.
+        """Whether the newest token, `token`, ends the request: the reason, and the stop token if it was one.
 
-        An end-of-sequence token is not a stop token, even where both lists name it.
+        An end-of-sequence token is not a stop token, even if both lists contain it.
         """
         num_tokens = len(self.token_ids)
         if token in self.stop_ids and num_tokens >= self.min_num_tokens:
@@ -207,45 +206,45 @@ class Request:
     def append_accepted(
         self, tokens: list[int], stop: tuple[FinishReason, int | None] | None
     ) -> tuple[list[int], tuple[FinishReason, int | None] | None]:
-        """Takes tokens that were sampled in one step behind the one that its plan had counted.
+        """Appends draft tokens that were accepted behind the token sampled in a step.
 
         Args:
-            tokens: Their log-probabilities have been put aside; those of tokens behind the end are dropped.
+            tokens: Their log-probabilities are stored already; those of tokens behind the end are removed.
             stop: How the request has ended with the token before them, if it has.
 
         Returns:
-            Those that belong to the request, and how it ends, if it does.
+            The tokens that belong to the request, and how it ends, if it does.
         """
-        taken: list[int] = []
+        appended: list[int] = []
         for token in tokens:
             if stop is not None:
                 break
             self.token_ids.append(token)
-            taken.append(token)
+            appended.append(token)
             stop = self.check_stop(token)
-        if self.logprobs is not None and len(taken) < len(tokens):
-            del self.logprobs[len(taken) - len(tokens) :]
-        self.num_tokens += len(taken)
+        if self.logprobs is not None and len(appended) < len(tokens):
+            del self.logprobs[len(appended) - len(tokens) :]
+        self.num_tokens += len(appended)
         if self.status is RequestStatus.RUNNING:
-            self.num_computed_tokens += len(taken)
-        return taken, stop
+            self.num_computed_tokens += len(appended)
+        return appended, stop
 
     def advance_grammar(
         self, token: int, stop: tuple[FinishReason, int | None] | None
     ) -> tuple[FinishReason, int | None] | None:
-        """Tells the grammar of `token`, its newest, unless that stands outside of it.
+        """Advances the grammar by the newest token, `token`, unless an end token has stopped the request.
 
         Args:
-            stop: What `check_stop` says.
+            stop: What `check_stop` returned.
 
         Returns:
-            How the request ends, if it does: `stop`, or because the text is complete and nothing can follow.
+            How the request ends, if it does: `stop`, or because the grammar is complete.
         """
         grammar = self.grammar
         assert grammar is not None
         if stop is not None and stop[0] is FinishReason.STOP:
             return stop
-        grammar.accept(token, at_once=self.has_token_in_flight)  # a step waits for it
+        grammar.accept(token, blocking=self.has_token_in_flight)  # a step waits for it
         return (FinishReason.STOP, None) if grammar.is_complete else stop
 
 
@@ -255,5 +254,8 @@ RESTARTED = Request(
     order=(0, 0),
     max_model_len=1,
 )
-"""In a batch under way, in the place of a request whose results are not to be used. It has ended, and holds nothing."""
+"""Replaces a restarted request in batches in flight, whose results for it are dropped.
+
+It is finished and holds nothing.
+"""
 RESTARTED.status = RequestStatus.FINISHED

@@ -1,4 +1,4 @@
-"""What the scheduler tells about requests: to workers when they begin, and to front ends what has come of them."""
+"""Messages about requests: NewRequestData for workers, EngineCoreOutput for front ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mvllm.scheduler.request import Request, RequestStatus
 
 
 def new_request_data(request: Request, num_computed_tokens: int) -> NewRequestData:
-    """All that a plan says about a request that begins in it, which has its row and its blocks.
+    """The data of a request that starts to run, which has its row and its blocks.
 
     Args:
         num_computed_tokens: Leading tokens found in the prefix cache.
@@ -30,16 +30,16 @@ def new_request_data(request: Request, num_computed_tokens: int) -> NewRequestDa
 
 
 def cache_too_small_message(num_tokens: int, num_needed: int, block_size: int, num_blocks: int) -> str:
-    """Why a request ends that has the whole KV cache to itself and does not fit."""
+    """Error of a request that does not fit into the whole KV cache."""
     return (
         f"The request needs room for {num_tokens} tokens in the KV cache, {num_needed} blocks of {block_size}; the "
-        f"cache has {num_blocks}. Ask for fewer tokens, or start the engine with more memory for the KV cache or a "
+        f"cache has {num_blocks}. Request fewer tokens, or start the engine with more memory for the KV cache or a "
         "smaller max_model_len."
     )
 
 
 def collect_logprobs(batch: list[Request], starts: dict[int, int], output: ModelRunnerOutput) -> None:
-    """Puts log-probabilities aside until the outputs they belong to are made."""
+    """Stores log-probabilities in their requests until the next outputs."""
     for position, entry in output.logprobs.items():
         request = batch[position]
         if request.logprobs is not None and request.status is not RequestStatus.FINISHED:
@@ -47,16 +47,16 @@ def collect_logprobs(batch: list[Request], starts: dict[int, int], output: Model
             request.logprobs += output.further_logprobs.get(position, ())
     for position, entries in output.prompt_logprobs.items():
         request = batch[position]
-        if position in starts and request.status is not RequestStatus.FINISHED:  # one that has ended may have a gap
+        if position in starts and request.status is not RequestStatus.FINISHED:  # a finished request may have a gap
             request.add_prompt_logprobs(starts[position], entries)
 
 
 def count_draft_tokens(stats: SchedulerStats, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-    """Adds to the counters what has become of a plan's guesses."""
+    """Adds a plan's draft tokens, and how many were accepted at each place, to the counters."""
     stats.num_drafts += len(plan.draft_token_ids)
     stats.num_draft_tokens += sum(map(len, plan.draft_token_ids.values()))
-    for further in output.further_token_ids.values():
-        for place in range(len(further)):
+    for accepted in output.further_token_ids.values():
+        for place in range(len(accepted)):
             stats.accepted_at[place] += 1
 
 
@@ -67,7 +67,7 @@ def make_output(
     stop_reason: int | None = None,
     error: str | None = None,
 ) -> EngineCoreOutput:
-    """An output with new tokens and with all log-probabilities put aside so far."""
+    """An output with new tokens and all stored log-probabilities."""
     logprobs: list[PositionLogprobs] | None = None
     if request.logprobs is not None:
         logprobs, request.logprobs = request.logprobs, []
@@ -95,9 +95,9 @@ def final_output(
     error: str | None = None,
     num_new_tokens: int = 1,
 ) -> EngineCoreOutput:
-    """The output that ends a request: its newest tokens, or all of them if none was sent out before."""
-    if request.pooling_type is not None and finish_reason is FinishReason.LENGTH:  # a token where a vector was wanted
-        message = "The platform's worker makes no vectors of prompts; it would have generated."
+    """The last output of a request: its newest tokens, or all generated tokens if none were sent before."""
+    if request.pooling_type is not None and finish_reason is FinishReason.LENGTH:  # the worker sampled a token
+        message = "The platform's worker does not support pooling: it sampled a token."
         return make_output(request, [], FinishReason.ERROR, error=message)
     if not request.emits_each_step:
         new_token_ids = request.token_ids[request.num_prompt_tokens :]

@@ -1,4 +1,4 @@
-"""Requests that wait, in the order in which they are to be served."""
+"""The queue of waiting requests, in service order."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from mvllm.scheduler.request import Request
 
 
 class RequestQueue:
-    """A heap by `Request.order` from which any request can be taken out.
+    """A heap by `Request.order` from which any request can be removed.
 
-    A request taken out from the middle stays in the heap as a dead entry until it comes up or until dead entries
-    outnumber the living.
+    A removed request stays in the heap as a dead entry until it reaches the top, or until dead entries outnumber the
+    others.
 
     Attributes:
-        num_tokens: Of all requests together.
+        num_tokens: Tokens of all requests together.
     """
 
     def __init__(self) -> None:
@@ -30,20 +30,20 @@ class RequestQueue:
         return iter(self._alive)
 
     def push(self, request: Request) -> None:
-        """Adds a request, which is not in the queue."""
+        """Adds a request that is not in the queue."""
         assert request not in self._alive
         heapq.heappush(self._heap, request)
         self._alive.add(request)
         self.num_tokens += request.num_tokens
 
     def peek(self) -> Request:
-        """The request to be served next; there must be one."""
+        """The first request; the queue must not be empty."""
         while self._heap[0] not in self._alive:
             heapq.heappop(self._heap)
         return self._heap[0]
 
     def pop(self) -> Request:
-        """Takes out the request to be served next; there must be one."""
+        """Removes and returns the first request; the queue must not be empty."""
         request = self.peek()
         heapq.heappop(self._heap)
         self._alive.remove(request)
@@ -51,7 +51,7 @@ class RequestQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        """Takes out a request, wherever it stands. It may not come back."""
+        """Removes any request. It must not be pushed again."""
         self._alive.remove(request)
         self.num_tokens -= request.num_tokens
         if len(self._heap) > 2 * len(self._alive) + 16:

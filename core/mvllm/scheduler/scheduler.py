@@ -1,28 +1,20 @@
-"""Plans steps: which request computes how many tokens, in which KV blocks.
+"""Owner of all requests of an engine core: plans steps for them and turns the results of steps into outputs.
 
-The idea: there is no prefill phase and no decode phase. A request has tokens (`num_tokens`) and has computed some of
-them (`num_computed_tokens`); every step lets requests catch up, under one budget of tokens. A long prompt catches up
-over several steps (chunked prefill), a prompt found in the cache starts half-way, a request that generates is always
-one token behind, a preempted one starts again from nothing. All are the same line: `num_tokens - num_computed_tokens`.
-
-Two more ideas keep the rest short:
-
-- Service order is one sort key. Requests wait in that order and run in that order, so the one that must give way when
-  memory is short is always the last of those running, and it has not been planned yet in the step being planned.
-- A plan is a promise. `schedule` counts what it plans as done: tokens as computed, a sample as a token that is merely
-  not known yet (in flight). So the next step can be planned before the results of this one are back; results that come
-  back for a request that has ended meanwhile are dropped. Where a request fails, others may have been planned that read
-  what it should have written: they start again, and the results of what they had under way are dropped as well.
+- Service order is one sort key. Requests wait and run in that order, so the request to preempt when blocks run out is
+  always the last running one.
+- `schedule` counts planned work as done: planned tokens as computed, a sample as a token whose value is unknown (in
+  flight). So the next step can be planned before the results of this one are back. Results for a request that has ended
+  meanwhile are dropped. When a request fails, requests that were planned to read what it should have written start
+  again, and the results of their steps in flight are dropped too.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable, Iterable
 
 from mvllm.config.engine_config import SchedulerConfig
-from mvllm.errors import PlatformError, RequestError
+from mvllm.errors import ConfigError, PlatformError, RequestError
 from mvllm.kv_cache.block_table import BlockTable
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 from mvllm.messages.requests import (
@@ -34,27 +26,11 @@ from mvllm.messages.requests import (
     SchedulerStats,
 )
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from mvllm.scheduler.config_check import check_scheduler_config
-from mvllm.scheduler.grammar_masks import DeferredMasks, add_masks, masks_of_batch
-from mvllm.scheduler.integrity import check_requests
-from mvllm.scheduler.long_prefill_limiter import LongPrefillLimiter
-from mvllm.scheduler.lora_admission import LoRAAdmission
+from mvllm.scheduler.grammar_masks import masks_of_batch
 from mvllm.scheduler.request import RESTARTED, Grammar, Request, RequestStatus
-from mvllm.scheduler.request_outputs import (
-    cache_too_small_message,
-    collect_logprobs,
-    count_draft_tokens,
-    final_output,
-    make_output,
-    new_request_data,
-)
-from mvllm.scheduler.request_queue import RequestQueue
-from mvllm.scheduler.row_allocator import RowAllocator
-
-_BYPASS_FACTOR = 4
-_MAX_PASSED_OVER = 256
-"""A request whose adapter has to wait lets at most this many times `max_num_seqs` others with adapters past, and is
-passed over by nobody who waits behind so many like it."""
+from mvllm.scheduler.request_lists import RequestLists
+from mvllm.scheduler.request_outputs import collect_logprobs, count_draft_tokens, final_output, make_output
+from mvllm.scheduler.step_planner import StepPlanner
 
 
 class Scheduler:
@@ -66,19 +42,22 @@ class Scheduler:
     Args:
         config: Limits and policy.
         max_model_len: Longest sequence, prompt and output together, in tokens.
-        kv_cache: The blocks to give out; the scheduler is its only user.
+        kv_cache: Allocates KV blocks; the scheduler is its only user.
         clock: Seconds, monotonic.
-        max_loras: Most different adapters among the requests that run.
-        num_stages: Stages of the pipeline that runs the plans. With more than one, a request is part of one step at a
-            time (its next plan waits for its token), and those that generate are dealt out over as many steps.
-        num_speculative_tokens: Most tokens that workers guess for a sequence. Then, too, a request is part of one step
-            at a time.
-        num_lookahead_tokens: Slots behind a sequence's last token that workers can use for guessing.
-        can_defer_masks: Whether plans may say `masks_follow`. Whoever executes such a plan asks for `masks` when the
-            results of the plan before it are taken in.
+        num_stages: Pipeline stages that execute the plans. With more than one, a request is part of one step at a time
+            (its next plan waits for its token), and decoding requests are spread over as many steps.
+        max_loras: Most different LoRA adapters among the running requests.
+        num_speculative_tokens: Most draft tokens of a request in one step. With draft tokens, too, a request is part of
+            one step at a time.
+        num_lookahead_tokens: Slots behind a sequence's last token that a proposer can use.
+        can_defer_masks: Plans may say `masks_follow`. The caller then asks for `masks_for` when it has passed the
+            results of the previous plan to `update_from_output`.
 
     Raises:
         ConfigError: The limits contradict each other.
+
+    Attributes:
+        requests: The unfinished requests.
     """
 
     def __init__(
@@ -94,46 +73,42 @@ class Scheduler:
         num_lookahead_tokens: int = 0,
         can_defer_masks: bool = False,
     ) -> None:
-        check_scheduler_config(config, max_model_len)
+        _check_config(config, max_model_len)
         self._config = config
         self._max_model_len = max_model_len
         self._kv_cache = kv_cache
         self._unconfirmed = kv_cache.unconfirmed
         self._clock = clock
-        self._num_stages = num_stages
-        self._long_prefill_limiter = LongPrefillLimiter(config)
-        self._lora_admission = LoRAAdmission(max_loras, max_bypasses=_BYPASS_FACTOR * config.max_num_seqs)
-        self._num_groups = kv_cache.num_groups
-
-        self._requests: dict[str, Request] = {}  # every request that is not finished
-        self._waiting = RequestQueue()
-        self._blocked_requests: set[Request] = set()  # waiting for something other than their turn
-        self._running: list[Request] = []  # in service order
-        self._rows = RowAllocator(config.max_num_seqs)
-
-        self._batches: dict[int, list[Request]] = {}  # step -> who computes in it, for steps whose results are not back
+        self._stats = SchedulerStats(accepted_at=[0] * num_speculative_tokens)
+        self.requests = RequestLists(kv_cache, config.max_num_seqs)
+        self._planner = StepPlanner(
+            config,
+            self.requests,
+            kv_cache,
+            self._stats,
+            clock,
+            num_stages=num_stages,
+            max_loras=max_loras,
+            is_speculative=num_speculative_tokens > 0,
+            num_lookahead_tokens=num_lookahead_tokens,
+            can_defer_masks=can_defer_masks,
+        )
+        self._batches: dict[int, list[Request]] = {}  # step in flight -> its requests, by position in the batch
         self._prompt_starts: dict[int, dict[int, int]] = {}  # step -> position in batch -> first position computed
-        self._pending_outputs: list[EngineCoreOutput] = []
         self._next_step = 0
         self._num_added = 0
-        self._num_prompt_logprobs = 0  # unfinished requests that want them
-        self._num_grammars = 0  # unfinished requests that have one
-        self._deferred_masks = DeferredMasks(is_possible=can_defer_masks and num_stages == 1)
-        self._num_lookahead = num_lookahead_tokens
-        self._is_speculative = num_speculative_tokens > 0
-        self._stats = SchedulerStats(accepted_at=[0] * num_speculative_tokens)
 
-    # ---------------------------------------------------------------------------------------- requests come and go
+    # ---------------------------------------------------------------------------------------------------- requests
 
     @property
     def num_running(self) -> int:
         """Requests that have a row."""
-        return len(self._running)
+        return len(self.requests.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not."""
-        return len(self._waiting) + len(self._blocked_requests)
+        """Requests that have none."""
+        return len(self.requests.waiting) + len(self.requests.blocked)
 
     @property
     def next_step(self) -> int:
@@ -142,34 +117,35 @@ class Scheduler:
 
     @property
     def request_ids(self) -> list[str]:
-        """All that are not finished."""
-        return list(self._requests)
+        """Ids of all unfinished requests."""
+        return list(self.requests.by_id)
 
     def has_requests(self) -> bool:
-        """Whether something waits, runs or has an output that was not handed out."""
-        return bool(self._requests or self._pending_outputs)
+        """Whether a request is unfinished, or its final output has not been returned yet."""
+        return bool(self.requests.by_id or self.requests.pending_outputs)
 
     @property
     def is_waiting_for_masks(self) -> bool:
-        """Whether nothing can be done before a grammar, or its next mask, is there. While no results are to come."""
-        if self._pending_outputs or not (self._blocked_requests or self._num_grammars):
+        """Whether every request waits for a grammar or for a mask. Valid while no step is in flight."""
+        requests = self.requests
+        if requests.pending_outputs or not (requests.blocked or requests.num_grammars):
             return False
-        return all(request.awaits_mask for requests in (self._running, self._waiting) for request in requests)
+        return all(request.awaits_mask for some in (requests.running, requests.waiting) for request in some)
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queues a request; one with `structured_outputs` waits aside for `start_grammar` or `fail_request`.
+        """Queues a request. With `structured_outputs` it is blocked until `start_grammar` or `fail_request`.
 
         Raises:
             RequestError: The id is in use, or the prompt is empty or leaves no room for a token.
         """
         prompt = request.prompt_token_ids
-        if request.request_id in self._requests:
+        if request.request_id in self.requests.by_id:
             raise RequestError(f"Request id {request.request_id!r} is in use.", parameter="request_id")
-        room = int(request.pooling_params is None)  # for a token to be generated
-        if not 0 < len(prompt) <= self._max_model_len - room:
+        longest = self._max_model_len - (request.pooling_params is None)  # a generated token needs a position
+        if not 0 < len(prompt) <= longest:
             raise RequestError(
-                f"The prompt has {len(prompt)} tokens; it must have at least 1 and at most "
-                f"{self._max_model_len - room} with max_model_len={self._max_model_len}.",
+                f"The prompt has {len(prompt)} tokens; it must have at least 1 and at most {longest} with "
+                f"max_model_len={self._max_model_len}.",
                 parameter="prompt",
             )
         table = self._kv_cache.make_table(
@@ -181,83 +157,66 @@ class Scheduler:
         )
         order = (request.priority if self._config.policy == "priority" else 0, self._num_added)
         self._num_added += 1
-        new = Request(request, table, order, self._max_model_len)
-        self._requests[new.request_id] = new
-        self._num_prompt_logprobs += new.prompt_logprobs is not None
-        if request.sampling_params.structured_outputs is None:
-            self._waiting.push(new)
-        else:
-            new.status = RequestStatus.WAITING_FOR_GRAMMAR
-            self._blocked_requests.add(new)
+        self.requests.add(Request(request, table, order, self._max_model_len))
 
     def is_waiting_for_grammar(self, request_id: str) -> bool:
-        """Whether the request cannot begin before `start_grammar`."""
-        request = self._requests.get(request_id)
+        """Whether the request is blocked until `start_grammar`."""
+        request = self.requests.by_id.get(request_id)
         return request is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR
 
     def start_grammar(self, request_id: str, grammar: Grammar) -> None:
-        """Lets a request begin that waits for its grammar. Unknown ids are ignored: it was aborted meanwhile."""
-        request = self._requests.get(request_id)
+        """Unblocks a request that waits for its grammar. Unknown ids are ignored: the request was aborted."""
+        request = self.requests.by_id.get(request_id)
         if request is not None:
-            assert request.status is RequestStatus.WAITING_FOR_GRAMMAR
-            request.grammar = grammar
-            self._num_grammars += 1
-            self._blocked_requests.remove(request)
-            request.status = RequestStatus.WAITING
-            self._waiting.push(request)
+            self.requests.start_grammar(request, grammar)
 
     def fail_request(
         self, request_id: str, message: str, parameter: str | None = None, grammar: Grammar | None = None
     ) -> None:
-        """Ends a request in whatever state it is, with an error; the next results bring it. Unknown ids are ignored.
+        """Ends a request in any state with an error, which the next results contain. Unknown ids are ignored.
 
         Args:
-            parameter: The request's setting that is at fault, if one is.
-            grammar: Only if the request has this one: another with the same id may have come meanwhile.
+            parameter: The request's parameter that caused the error, if one did.
+            grammar: Fail the request only if it has this grammar: its id may have been used again.
         """
-        request = self._requests.get(request_id)
+        request = self.requests.by_id.get(request_id)
         if request is not None and (grammar is None or request.grammar is grammar):
-            self._remove_from_queue(request)
-            output = final_output(request, FinishReason.ERROR, None, message)
-            output.error_parameter = parameter
-            self._pending_outputs.append(output)
-            self._release(request)
+            self.requests.fail(request, message, parameter)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Ends requests in whatever state they are, without an output. Unknown ids are ignored."""
+        """Ends requests in any state without an output. Unknown ids are ignored."""
         for request_id in request_ids:
-            request = self._requests.get(request_id)
+            request = self.requests.by_id.get(request_id)
             if request is not None:
-                self._remove_from_queue(request)
-                self._release(request)
+                self.requests.drop(request)
 
     def pop_outputs(self) -> list[EngineCoreOutput]:
-        """What the next results would bring beside their own: outputs of requests that have ended without a step."""
-        outputs, self._pending_outputs = self._pending_outputs, []
+        """Final outputs of requests that ended outside of a step. They are no longer part of the next results."""
+        outputs, self.requests.pending_outputs = self.requests.pending_outputs, []
         return outputs
 
     @property
     def running_lora_ids(self) -> set[int]:
-        """The adapters of the requests that run."""
-        return {request.lora_int_id for request in self._running if request.lora_int_id}
+        """LoRA adapters of the running requests."""
+        return {request.lora_int_id for request in self.requests.running if request.lora_int_id}
 
     def masks_for(self, plan: SchedulerOutput) -> tuple[list[int], bytes]:
-        """The masks of a plan that said `masks_follow`, as `mask_rows` and `token_masks`.
+        """`mask_rows` and `token_masks` of a plan that said `masks_follow`.
 
-        To be called when the results of all plans before it have been taken in, and no plan was made since.
+        Call it after `update_from_output` of all earlier plans, and before the next plan is made.
         """
         return masks_of_batch(self._batches[plan.step])
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False, with nothing changed, while requests hold blocks."""
+        """Evicts all cached prefixes. Does nothing and returns False while requests hold blocks."""
         return self._kv_cache.reset_prefix_cache()
 
     def make_stats(self) -> SchedulerStats:
         """Gauges as of now, counters since start."""
-        stats = self._stats
+        stats, requests = self._stats, self.requests
         return SchedulerStats(
-            num_running=len(self._running),
-            num_waiting=self.num_waiting,
+            num_running=len(requests.running),
+            num_waiting=len(requests.waiting) + len(requests.blocked),
             kv_cache_usage=self._kv_cache.usage,
             num_preemptions=stats.num_preemptions,
             prefix_cache_queries=stats.prefix_cache_queries,
@@ -267,67 +226,37 @@ class Scheduler:
             accepted_at=stats.accepted_at.copy(),
             num_prompt_tokens=stats.num_prompt_tokens,
             num_generated_tokens=stats.num_generated_tokens,
-            num_waiting_tokens=self._num_waiting_tokens(),
+            num_waiting_tokens=requests.num_waiting_tokens(),
         )
 
-    def _num_waiting_tokens(self) -> int:
-        """Of who waits, and of who runs and has a part of the prompt left: those came last."""
-        count = self._waiting.num_tokens
-        for request in reversed(self._running):
-            left = request.num_prompt_tokens - request.num_computed_tokens
-            if left <= 0:
-                break
-            count += left
-        return count
-
-    # ------------------------------------------------------------------------------------------------------ schedule
+    # ---------------------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> SchedulerOutput:
-        """Plans the next step: who runs catches up, then who waits joins, as far as budget, rows and blocks go."""
-        plan, batch = self._plan()
+        """Plans the next step."""
+        plan, batch = self._planner.plan(self._next_step)
         return self._commit_plan(plan, batch)
 
     def schedule_unless_empty(self) -> SchedulerOutput | None:
-        """Plans the next step if anybody can compute in it.
+        """Plans the next step if a request can compute in it. Only while a step is in flight.
 
-        Otherwise there is no such step: the rows freed meanwhile are named by the next plan, and the next results bring
-        the outputs that are due. Only while some results are still to come.
+        Otherwise there is no such step: the next plan names the rows freed meanwhile, and the results of the step in
+        flight contain the pending outputs.
         """
-        plan, batch = self._plan()
+        plan, batch = self._planner.plan(self._next_step)
         return self._commit_plan(plan, batch) if batch else None
-
-    def _plan(self) -> tuple[SchedulerOutput, list[Request]]:
-        """Decides who computes what, and in which blocks. Also returns the requests, parallel to the plan's rows."""
-        plan = SchedulerOutput(step=self._next_step)
-        batch: list[Request] = []
-        num_preemptions = self._stats.num_preemptions
-
-        long_prefills = self._long_prefill_limiter
-        if long_prefills.were_limited:
-            long_prefills.start_step()
-        budget = self._schedule_running(plan, batch, self._config.max_num_batched_tokens)
-        can_admit = num_preemptions == self._stats.num_preemptions  # no request takes the place of a preempted one
-        if can_admit and self._waiting:
-            budget = self._schedule_waiting(plan, batch, budget)
-        if budget and long_prefills.were_limited:
-            budget = self._schedule_held_back(plan, batch, budget)
-            if budget and can_admit and self._waiting:
-                long_prefills.disable_limit()
-                self._schedule_waiting(plan, batch, budget)
-        assert batch or not plan.new_block_rows, "blocks were planned for a row that does not compute"
-        return plan, batch
 
     def _commit_plan(self, plan: SchedulerOutput, batch: list[Request]) -> SchedulerOutput:
         """Completes a plan that will be executed."""
-        plan.freed_rows = self._rows.pop_freed()
+        requests = self.requests
+        plan.freed_rows = requests.rows.pop_freed()
         if self._unconfirmed.writers:
             self._unconfirmed.end_plan(plan.step)
         plan.total_num_scheduled_tokens = sum(plan.num_scheduled_tokens)
-        if self._num_grammars:
-            add_masks(plan, batch)
+        if requests.num_grammars and not plan.masks_follow:
+            plan.mask_rows, plan.token_masks = masks_of_batch(batch)
         self._next_step += 1
         self._batches[plan.step] = batch
-        if self._num_prompt_logprobs:
+        if requests.num_prompt_logprobs:
             self._prompt_starts[plan.step] = {
                 i: request.num_computed_tokens - plan.num_scheduled_tokens[i]
                 for i, request in enumerate(batch)
@@ -335,245 +264,10 @@ class Scheduler:
             }
         return plan
 
-    def _schedule_running(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
-        """Lets running requests catch up. Returns what is left of the budget."""
-        rows, num_scheduled = plan.rows, plan.num_scheduled_tokens
-        in_pipeline = self._num_stages > 1
-        samples_left = -(-len(self._running) // self._num_stages)
-        self._deferred_masks.start_plan()
-        for request in self._running:  # which gets shorter at its end, behind `request`, if others must give way
-            num_tokens = request.num_tokens
-            if num_tokens >= request.max_num_tokens:
-                continue  # its last token is in flight
-            if in_pipeline and (request.has_token_in_flight or not samples_left):
-                continue
-            num_computed = request.num_computed_tokens
-            num_new = num_tokens - num_computed
-            if not budget:
-                break
-            if request.grammar is not None and not self._deferred_masks.can_schedule(request, plan):
-                continue  # what may come next depends on a token in flight, or is being computed
-            if num_new > 1:
-                share = self._long_prefill_limiter.num_allowed_tokens(num_new)
-                if share < num_new:
-                    self._long_prefill_limiter.held_back.append((request, len(batch) if share else -1))
-                    if not share:
-                        continue
-                num_new = min(share, budget)
-            end = num_computed + num_new
-            drafts = request.draft_token_ids
-            if drafts:
-                drafts = self._take_draft_tokens(request, budget - num_new - (len(self._running) - len(batch) - 1))
-            # A request that generates needs a look at its blocks only where it enters a new one. Where tokens are
-            # guessed there are blocks ahead, and the look is for names. A prompt whose share is one token may get the
-            # rest of the budget below, for which it needs blocks now.
-            if num_tokens - num_computed > 1 or end > request.table.num_slots or self._is_speculative:
-                if not self._allocate_slots(request, end, drafts, plan):
-                    break
-            request.num_computed_tokens = end
-            if end == num_tokens:
-                request.num_tokens = end + 1  # the one this step samples
-                samples_left -= 1
-            if drafts:
-                plan.draft_token_ids[len(batch)] = drafts
-                num_new += len(drafts)
-            rows.append(request.row)
-            num_scheduled.append(num_new)
-            batch.append(request)
-            budget -= num_new
-        return budget
-
-    def _schedule_held_back(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
-        """Gives running requests the rest of the budget, in order and without preemption. Returns what is left then."""
-        kv_cache = self._kv_cache
-        for request, position in self._long_prefill_limiter.held_back:
-            table, num_computed = request.table, request.num_computed_tokens
-            if position < 0:
-                lengths = [len(blocks.block_ids) for blocks in table.groups]
-                new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
-                if new_blocks is None:
-                    continue
-                self._add_blocks_to_plan(request, lengths, new_blocks, plan)
-                position = len(batch)
-                plan.rows.append(request.row)
-                plan.num_scheduled_tokens.append(0)
-                batch.append(request)
-            num_new = min(request.num_tokens - num_computed, budget)
-            plan.num_scheduled_tokens[position] += num_new
-            end = request.num_computed_tokens = num_computed + num_new
-            kv_cache.cache_blocks(table, end)
-            if end == request.num_tokens:
-                request.num_tokens = end + 1  # the one this step samples
-            budget -= num_new
-            if not budget:
-                break
-        return budget
-
-    def _schedule_waiting(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
-        """Lets waiting requests join, in order, until one does not fit. Returns what is left of the budget.
-
-        Who waits for a slot, or has a long prompt while others' are computed, is passed over.
-        """
-        waiting, kv_cache, turns, long_prefills = (
-            self._waiting,
-            self._kv_cache,
-            self._lora_admission,
-            self._long_prefill_limiter,
-        )
-        if turns.max_loras and waiting:
-            turns.start_round(request.lora_int_id for request in self._running)
-        passed_over: list[Request] = []
-        while waiting and budget and self._rows.num_free:
-            request = waiting.peek()
-            if request.lora_int_id and not turns.can_admit(request):
-                if len(passed_over) == _MAX_PASSED_OVER:
-                    break
-                passed_over.append(waiting.pop())
-                continue
-            if request.awaits_mask:  # it has given way, and goes on when its mask is there
-                passed_over.append(waiting.pop())
-                continue
-            if request.is_long and not long_prefills.has_room:
-                if len(passed_over) == _MAX_PASSED_OVER:
-                    break
-                passed_over.append(waiting.pop())
-                continue
-            table, num_tokens = request.table, request.num_tokens
-            computed_blocks = [] if request.needs_every_position else kv_cache.get_computed_blocks(table)
-            num_computed = len(computed_blocks) // self._num_groups * kv_cache.block_size
-            num_new = num_tokens - num_computed
-            if num_new > budget and not self._config.enable_chunked_prefill:
-                break
-            share = long_prefills.num_allowed_tokens(num_new)
-            request.is_long = not share
-            if request.is_long:
-                continue
-            is_held_back, num_new = share < num_new, min(share, budget)
-            # It gets all blocks for what it has at once, however it is chunked, and leaves one for each that runs:
-            # who joins only to be preempted in the next step has computed for nothing.
-            num_spare = len(self._running) * self._num_groups
-            new_blocks = kv_cache.allocate_slots(table, num_tokens, computed_blocks, num_spare=num_spare)
-            if new_blocks is None:
-                if self._running:
-                    break
-                waiting.pop()
-                self._fail_cache_too_small(request)
-                continue
-            waiting.pop()
-            if request.lora_int_id:
-                turns.record_admission(request)
-            self._admit(request, num_computed, num_new, plan)
-            if is_held_back:
-                long_prefills.held_back.append((request, len(batch)))
-            batch.append(request)
-            budget -= num_new
-        for request in passed_over:
-            waiting.push(request)
-        return budget
-
-    def _admit(self, request: Request, num_computed: int, num_new: int, plan: SchedulerOutput) -> None:
-        """Moves a request that has its blocks from waiting to running, and plans its first tokens."""
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = num_computed
-            request.scheduled_time = self._clock()
-            self._stats.num_prompt_tokens += request.num_prompt_tokens
-            if not request.needs_every_position and request.table.root is not None:
-                self._stats.prefix_cache_queries += request.num_tokens
-                self._stats.prefix_cache_hits += num_computed
-        request.status = RequestStatus.RUNNING
-        request.row = self._rows.allocate()
-        insort(self._running, request)
-
-        end = num_computed + num_new
-        self._kv_cache.cache_blocks(request.table, end)
-        request.num_computed_tokens = end
-        plan.new_requests.append(new_request_data(request, num_computed))
-        plan.rows.append(request.row)
-        plan.num_scheduled_tokens.append(num_new)
-        if end == request.num_tokens:
-            request.num_tokens = end + 1  # the one this step samples
-
-    def _take_draft_tokens(self, request: Request, budget: int) -> list[int]:
-        """The guesses at a running request's next tokens, as far as there is room; they count only once."""
-        drafts, request.draft_token_ids = request.draft_token_ids, []
-        if request.grammar is not None or request.num_computed_tokens + 1 < request.num_tokens:
-            return []
-        # The last token that it may have is sampled behind the last guess.
-        return drafts[: max(0, min(budget, request.max_num_tokens - request.num_tokens - 1))]
-
-    def _allocate_slots(self, request: Request, num_tokens: int, drafts: list[int], plan: SchedulerOutput) -> bool:
-        """Gives a running request blocks for its first `num_tokens` tokens, at the cost of those behind it.
-
-        Nobody gives way for guesses: where there is no room for `drafts`, and for making more, these are dropped.
-
-        Returns:
-            False if it cannot compute in this step: it gave way itself, or ended, or waits for a token in flight.
-        """
-        kv_cache, table, num_computed = self._kv_cache, request.table, request.num_computed_tokens
-        lengths: list[int] = [] if self._num_groups == 1 else [len(blocks.block_ids) for blocks in table.groups]
-        new_blocks = None
-        if drafts or self._num_lookahead:
-            wanted = min(request.num_tokens + len(drafts) + self._num_lookahead, request.max_num_tokens)
-            spare = len(self._running)
-            new_blocks = kv_cache.allocate_slots(table, wanted, num_spare=spare, num_computed_tokens=num_computed)
-            if new_blocks is None:
-                drafts.clear()
-        if new_blocks is None:
-            new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
-        while new_blocks is None:
-            last = self._running[-1]
-            if last is request and len(self._running) == 1:
-                # Nobody is left to give way. Unless a token in flight turns out to be its last, this is its end.
-                if not request.has_token_in_flight:
-                    self._running.clear()
-                    self._fail_cache_too_small(request)
-                return False
-            self._preempt(last)
-            if last is request:
-                return False
-            new_blocks = kv_cache.allocate_slots(table, request.num_tokens, num_computed_tokens=num_computed)
-        if new_blocks:
-            self._add_blocks_to_plan(request, lengths, new_blocks, plan)
-        kv_cache.cache_blocks(table, num_tokens)
-        return True
-
-    def _add_blocks_to_plan(
-        self, request: Request, lengths: list[int], new_blocks: list[int], plan: SchedulerOutput
-    ) -> None:
-        """Puts the blocks into the plan that a running request was given.
-
-        Args:
-            lengths: Blocks that its table had before, by group; not read where there is one.
-        """
-        row = request.row
-        if self._num_groups == 1:
-            plan.new_block_rows.extend([row] * len(new_blocks))
-        else:
-            for blocks, length in zip(request.table.groups, lengths, strict=True):
-                plan.new_block_rows.extend([row] * (len(blocks.block_ids) - length))
-                row += self._config.max_num_seqs
-        plan.new_block_ids.extend(new_blocks)
-
-    def _preempt(self, request: Request) -> None:
-        """Takes row and blocks from `request`, the last that runs; it will compute its tokens again."""
-        self._running.pop()
-        self._stats.num_preemptions += 1
-        self._rows.free(request.row)
-        self._kv_cache.free(request.table, request.num_computed_tokens)
-        request.row = -1
-        request.num_computed_tokens = 0
-        request.draft_token_ids = []
-        if request.has_token_in_flight:
-            request.status = RequestStatus.WAITING_FOR_TOKEN
-            self._blocked_requests.add(request)
-        else:
-            request.status = RequestStatus.WAITING
-            self._waiting.push(request)
-
-    # ------------------------------------------------------------------------------------------- update_from_output
+    # ------------------------------------------------------------------------------------------ update_from_output
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
-        """Takes in the results of a plan and says what there is to tell.
+        """Applies the results of a plan to its requests, and returns their outputs.
 
         Raises:
             PlatformError: The results are not those of the plan.
@@ -586,7 +280,7 @@ class Scheduler:
                 f"The workers were given step {plan.step} with {len(batch)} rows and answered step {output.step} "
                 f"with {len(tokens)} tokens."
             )
-        outputs, self._pending_outputs = self._pending_outputs, []
+        outputs = self.pop_outputs()
         if output.errors:
             self._fail_rows(batch, output.errors, outputs)
         if self._unconfirmed.pending_plans:
@@ -607,10 +301,14 @@ class Scheduler:
         self,
         batch: list[Request],
         tokens: list[int],
-        further: dict[int, list[int]],
+        accepted: dict[int, list[int]],
         outputs: list[EngineCoreOutput],
     ) -> None:
-        """Gives each request its token, or tokens, and ends those that they end."""
+        """Appends the sampled tokens to their requests, and finishes requests that end with them.
+
+        Args:
+            accepted: Draft tokens accepted behind the sampled token, by position in the batch.
+        """
         running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
         ended: list[Request] = []
         failed: list[tuple[str, str]] = []
@@ -629,16 +327,16 @@ class Scheduler:
                     stop = request.advance_grammar(token, stop)
                     if stop is None and grammar.error is not None:
                         failed.append((request.request_id, grammar.error))
-            if further and position in further:
-                taken, stop = request.append_accepted(further[position], stop)
-                new += taken
+            if accepted and position in accepted:
+                appended, stop = request.append_accepted(accepted[position], stop)
+                new += appended
             num_generated += len(new)
             if stop is not None:
                 ended.append(request)
                 outputs.append(final_output(request, *stop, num_new_tokens=len(new)))
                 continue
             if status is not running:
-                self._unblock(request)
+                self.requests.unblock(request)
             if request.has_only_tokens:
                 outputs.append(
                     EngineCoreOutput(
@@ -652,12 +350,12 @@ class Scheduler:
                 request.first_token_time = self._clock()
         self._stats.num_generated_tokens += num_generated
         if ended:
-            self._finish(ended)
-        for request_id, error in failed:  # with the next results, after the token that came before it
+            self.requests.finish(ended)
+        for request_id, error in failed:  # in the next results, behind the token before the error
             self.fail_request(request_id, error, "structured_outputs")
 
     def _finish_pooled(self, batch: list[Request], vectors: dict[int, bytes], outputs: list[EngineCoreOutput]) -> None:
-        """Ends the requests whose vectors have come."""
+        """Finishes the pooling requests whose vectors are in the results."""
         finished = []
         for position, vector in vectors.items():
             request = batch[position]
@@ -666,114 +364,64 @@ class Scheduler:
                 output.pooling_output = vector
                 outputs.append(output)
                 finished.append(request)
-        self._finish(finished)
+        self.requests.finish(finished)
 
     def _fail_rows(self, batch: list[Request], errors: dict[int, str], outputs: list[EngineCoreOutput]) -> None:
-        """Ends the requests whose row failed. Nothing that they computed or shared is found again, and those that have
-        read what they should have written start again.
-        """
+        """Fails the requests whose rows failed, evicts their blocks, and restarts the requests that read them."""
         failed, tables = [], []
         for position, message in errors.items():
             request = batch[position]
             if request is RESTARTED:
-                continue  # it had read what was not there
-            setting = request.data.sampling_params.narrowed_by if message == NOTHING_TO_SAMPLE else None
-            if setting is None:  # else its keys and values are as good as any
+                continue  # it failed because it read blocks of a failed request
+            parameter = request.data.sampling_params.narrowed_by if message == NOTHING_TO_SAMPLE else None
+            if parameter is None:  # otherwise its keys and values are correct: only the sampling failed
                 tables.append(request.table)  # also if it has ended meanwhile
             if request.status is not RequestStatus.FINISHED:
                 ended = final_output(request, FinishReason.ERROR, None, message)
-                ended.error_parameter = setting
+                ended.error_parameter = parameter
                 outputs.append(ended)
                 failed.append(request)
         if dependents := self._kv_cache.discard(tables):
             self._restart(set(dependents), [batch, *self._batches.values()])
-        self._finish(failed)
+        self.requests.finish(failed)
 
     def _restart(self, tables: set[BlockTable], batches: Iterable[list[Request]]) -> None:
-        """Lets the requests of these tables, which hold no blocks any more, compute all their tokens again.
+        """Restarts the requests of these tables, whose blocks were freed.
 
         Args:
-            batches: Those whose results are not taken in yet. What they have for these requests is dropped.
+            batches: Batches in flight. Their results for these requests are dropped.
         """
-        affected: dict[Request, None] = {}  # in an order that other ranks find, too
+        affected: dict[Request, None] = {}  # an ordered set: all ranks must restart them in the same order
         for batch in batches:
             for position, request in enumerate(batch):
                 if request.table in tables:
                     affected[request] = None
                     batch[position] = RESTARTED
         for request in affected:
-            if request.status is RequestStatus.FINISHED:
-                continue
-            request.num_tokens = len(request.token_ids)  # none is in flight
-            request.draft_token_ids = []
-            if request.status is RequestStatus.RUNNING:
-                self._running.remove(request)
-                self._rows.free(request.row)
-                request.row = -1
-                request.num_computed_tokens = 0
-                request.status = RequestStatus.WAITING
-                self._waiting.push(request)
-            else:
-                self._unblock(request)
-
-    def _fail_cache_too_small(self, request: Request) -> None:
-        """Ends a request that has the whole cache to itself and does not fit. It is in no list any more."""
-        kv_cache = self._kv_cache
-        message = cache_too_small_message(
-            request.num_tokens, kv_cache.blocks_for(request.num_tokens), kv_cache.block_size, kv_cache.num_blocks
-        )
-        self._pending_outputs.append(final_output(request, FinishReason.ERROR, None, message))
-        self._release(request)
-
-    def _unblock(self, request: Request) -> None:
-        """Puts a preempted request back in the queue once all its tokens are known."""
-        if request.status is RequestStatus.WAITING_FOR_TOKEN and not request.has_token_in_flight:
-            self._blocked_requests.remove(request)
-            request.status = RequestStatus.WAITING
-            self._waiting.push(request)
-
-    # ----------------------------------------------------------------------------------------------------- the end
-
-    def _finish(self, requests: list[Request]) -> None:
-        """Ends requests whose last output is made."""
-        for request in requests:
-            if request.status is not RequestStatus.RUNNING:
-                self._remove_from_queue(request)
-            self._release(request)
-        # All at once: taking them out one by one is quadratic.
-        self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
-
-    def _remove_from_queue(self, request: Request) -> None:
-        """Takes a request out of the list that its status says."""
-        match request.status:
-            case RequestStatus.RUNNING:
-                self._running.remove(request)
-            case RequestStatus.WAITING:
-                self._waiting.remove(request)
-            case _:
-                self._blocked_requests.remove(request)
-
-    def _release(self, request: Request) -> None:
-        """Gives back all that a request holds, which is in no list any more."""
-        if request.row >= 0:
-            self._rows.free(request.row)
-            request.row = -1
-        self._kv_cache.free(request.table, request.num_computed_tokens)
-        self._num_prompt_logprobs -= request.data.sampling_params.prompt_logprobs is not None
-        self._num_grammars -= request.grammar is not None
-        request.grammar = None
-        request.status = RequestStatus.FINISHED
-        del self._requests[request.request_id]
+            if request.status is not RequestStatus.FINISHED:
+                self.requests.restart(request)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every request is where its status says and holds what it should."""
-        self._kv_cache.check_integrity()
-        self._rows.check_integrity([request.row for request in self._running])
-        check_requests(
-            self._requests.values(),
-            running=self._running,
-            waiting=list(self._waiting),
-            blocked=list(self._blocked_requests),
-            num_used_blocks=self._kv_cache.num_blocks - self._kv_cache.num_free_blocks,
+        """Raises AssertionError unless requests, rows and blocks agree."""
+        self.requests.check_integrity()
+
+
+def _check_config(config: SchedulerConfig, max_model_len: int) -> None:
+    """Checks that the limits do not contradict each other.
+
+    Raises:
+        ConfigError: They do. The message names the settings to change.
+    """
+    if config.policy not in ("fcfs", "priority"):
+        raise ConfigError(f"scheduling_policy must be 'fcfs' or 'priority', not {config.policy!r}.")
+    if config.max_num_seqs < 1 or config.max_num_batched_tokens < 1:
+        raise ConfigError(
+            f"max_num_seqs={config.max_num_seqs} and max_num_batched_tokens={config.max_num_batched_tokens} "
+            "must both be at least 1."
         )
-        assert self._num_grammars == sum(request.grammar is not None for request in self._requests.values())
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"Without chunked prefill a step must hold the longest prompt, but max_num_batched_tokens="
+            f"{config.max_num_batched_tokens} is less than max_model_len={max_model_len}. "
+            "Raise the first, lower the second, or enable chunked prefill."
+        )

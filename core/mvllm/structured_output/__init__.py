@@ -1,12 +1,11 @@
-"""Outputs of a wanted form: from a schema, pattern or grammar to the tokens that may come next.
+"""Structured outputs: from a JSON schema, regex, choice list or grammar to the token mask of each step.
 
-    InputProcessor      is the wish acceptable at all (check_available; StructuredOutputsParams checks itself)
-    EngineCore ── submit ──> StructuredOutputManager ── thread ──> GrammarSandbox     a killable process tries it first
-        │                                        └──────> llguidance       then it is compiled here, and kept
-        └── collect ── SequenceGrammar ──> Scheduler      one per sequence: mask of the next token, accept(token)
-
+    InputProcessor      check_available: is the library installed (StructuredOutputsParams validates itself)
+    EngineCore ── submit ──> StructuredOutputManager ── thread ──> GrammarSandbox     compiles in a killable process
+        │                                        └──────> llguidance       then compiles in the engine, and caches
+        └── pop_results ── SequenceGrammar ──> Scheduler  one per sequence: mask of the next token, accept(token)
                                     │
-                                    └── MaskWorker        expensive masks: on another thread, within a budget
+                                    └── MaskWorker        computes expensive masks on another thread
 
-The engine's own thread never compiles. Nothing here knows tensors or rows.
+The engine core's thread never compiles. This package has no tensors and no batch rows.
 """

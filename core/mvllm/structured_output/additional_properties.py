@@ -1,10 +1,10 @@
-"""Adds `additionalProperties: false` to the objects of a JSON schema that say nothing about other keys.
+"""Subschemas of a JSON schema, and closing of objects (`additionalProperties: false`).
 
-JSON Schema leaves such objects open: any key may come besides the declared ones. Callers of a function, and callers who
-send `strict`, mean closed objects.
+JSON Schema leaves objects open: any key may come besides the declared ones. Function calls and `strict` mean closed
+objects.
 
 Where a schema combines several parts that declare properties (`allOf`, `properties` beside `anyOf`, `properties` beside
-`$ref`), each part would forbid the keys of the others, so parts of a combination are not closed.
+`$ref`), each closed part would forbid the keys of the others, so parts of a combination are not closed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mvllm.errors import RequestError
 
 _OPEN_OBJECT_KEYS = ("additionalProperties", "unevaluatedProperties")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMAS = ("items", "additionalItems", "contains", "additionalProperties")
+_LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")  # before 2020-12 `items` could be a list
+_SCHEMAS = ("items", "additionalItems", "contains", "additionalProperties", "not")
 
 _Schema = dict[str, Any]
 
 
 def close_declared_objects(schema: Mapping[str, Any]) -> _Schema:
-    """A copy in which objects that declare `properties` and say nothing about other keys take no others.
+    """A copy in which objects that declare `properties` and no rule for other keys are closed.
 
-    What a schema says about other keys stays, and so do combinations of objects, and objects that require a key which
-    they do not declare: closed, no value would satisfy them.
+    Unchanged are: rules for other keys, combinations of objects, and objects that require a key which they do not
+    declare, because no value would satisfy them once closed.
 
     Args:
         schema: JSON.
@@ -42,11 +42,11 @@ def close_declared_objects(schema: Mapping[str, Any]) -> _Schema:
 
 
 def close_all_objects(schema: Mapping[str, Any], name: str) -> _Schema:
-    """A copy in which every object takes its declared keys only, as `strict` asks for.
+    """A copy in which every object is closed, as `strict` requires.
 
     Args:
         schema: JSON.
-        name: The setting that asks for it, for errors.
+        name: The setting that requires it, for errors.
 
     Raises:
         RequestError: An object is explicitly open, or several parts of a combination declare properties.
@@ -67,6 +67,20 @@ def close_all_objects(schema: Mapping[str, Any], name: str) -> _Schema:
     for part in filter(_is_object, parts):
         part["additionalProperties"] = False
     return parts.root
+
+
+def subschemas(schema: object) -> list[tuple[str, _Schema]]:
+    """The schemas directly within a schema, each with its JSON pointer relative to it."""
+    found: list[tuple[str, object]] = []
+    if isinstance(schema, dict):
+        for key in _MAPS_OF_SCHEMAS:
+            if isinstance(inner := schema.get(key), dict):
+                found += [(f"{key}/{name}", each) for name, each in inner.items()]
+        for key in _LISTS_OF_SCHEMAS:
+            if isinstance(inner := schema.get(key), list):
+                found += [(f"{key}/{i}", each) for i, each in enumerate(inner)]
+        found += [(key, schema.get(key)) for key in _SCHEMAS]
+    return [(path, each) for path, each in found if isinstance(each, dict)]
 
 
 def _format_value(value: object) -> str:
@@ -90,7 +104,7 @@ def _is_object(part: _Schema) -> bool:
 
 
 class _Subschemas:
-    """The schemas within a copy of a schema: itself, those nested in it, and targets of references to places in it.
+    """The schemas within a copy of a schema: the root, nested schemas, and targets of references within the root.
 
     Args:
         schema: JSON.
@@ -106,16 +120,17 @@ class _Subschemas:
         self.root = _copy(schema)
         self._declares = declares
         self._parts: dict[int, _Schema] = {}
-        self._places: dict[int, tuple[int, str]] = {}  # within which other one, and where there
-        self._targets: dict[int, _Schema] = {}  # by what has the reference
-        waiting: list[tuple[int, str, object]] = [(0, "#", self.root)]
+        self._places: dict[int, tuple[int, str]] = {}  # schema -> its parent, and the path from there
+        self._targets: dict[int, _Schema] = {}  # schema -> target of its $ref
+        waiting: list[tuple[int, str, _Schema]] = [(0, "#", self.root)]
         while waiting:
             outer, path, part = waiting.pop()
-            if not isinstance(part, dict) or id(part) in self._parts:
+            if id(part) in self._parts:
                 continue
             self._parts[id(part)] = part
             self._places[id(part)] = outer, path
-            waiting += ((id(part), path, inner) for path, inner in _children(part))
+            # A closed object within `not` would forbid other values than before.
+            waiting += ((id(part), path, inner) for path, inner in subschemas(part) if path != "not")
             target = _resolve(self.root, part.get("$ref"))
             if target is not None:
                 self._targets[id(part)] = target
@@ -125,7 +140,7 @@ class _Subschemas:
         return iter(self._parts.values())
 
     def pointer(self, part: _Schema) -> str:
-        """The place of a part, for errors."""
+        """JSON pointer of a part, for errors."""
         outer, place = self._places[id(part)]
         while outer:
             outer, path = self._places[outer]
@@ -133,7 +148,7 @@ class _Subschemas:
         return place if len(place) <= 200 else f"{place[:100]}...{place[-100:]}"
 
     def combinations(self) -> list[_Schema]:
-        """The schemas of which several parts declare properties of the same object."""
+        """The schemas in which several parts declare properties of the same object."""
         declaring = self._ids_declaring()
         found = []
         for part in self:
@@ -144,7 +159,7 @@ class _Subschemas:
         return found
 
     def ids_within(self, combined: list[_Schema]) -> set[int]:
-        """Ids of these parts, and of all that apply to the same value as they do."""
+        """Ids of these schemas and of all schemas that apply to the same values."""
         found: set[int] = set()
         waiting = combined.copy()
         while waiting:
@@ -155,7 +170,7 @@ class _Subschemas:
         return found
 
     def _ids_declaring(self) -> set[int]:
-        """Ids of the parts that declare properties, by themselves or by what applies to the same value."""
+        """Ids of schemas that declare properties, by themselves or through schemas that apply to the same value."""
         appliers: dict[int, list[_Schema]] = {}
         for part in self:
             for inner in self._applied_subschemas(part):
@@ -178,9 +193,9 @@ class _Subschemas:
 
 
 def _copy(schema: Mapping[str, Any]) -> _Schema:
-    """A deep copy. No recursion: how deep a schema nests is checked elsewhere."""
+    """A deep copy without recursion; the nesting depth is checked elsewhere."""
     copies: list[Any] = []
-    work: list[tuple[Any, Any, Any]] = [(copies, None, schema)]  # where a copy goes, at which key, of what
+    work: list[tuple[Any, Any, Any]] = [(copies, None, schema)]  # (target container, key in it, original)
     while work:
         target, key, value = work.pop()
         copy: Any = value
@@ -198,26 +213,13 @@ def _copy(schema: Mapping[str, Any]) -> _Schema:
     return root
 
 
-def _children(part: _Schema) -> list[tuple[str, object]]:
-    found: list[tuple[str, object]] = []
-    for key in _MAPS_OF_SCHEMAS:
-        inner = part.get(key)
-        if isinstance(inner, dict):
-            found += [(f"{key}/{name}", each) for name, each in inner.items()]
-    for key in (*_LISTS_OF_SCHEMAS, "items"):  # a list of items was the form of drafts before 2020-12
-        inner = part.get(key)
-        if isinstance(inner, list):
-            found += [(f"{key}/{i}", each) for i, each in enumerate(inner)]
-    return found + [(key, part[key]) for key in _SCHEMAS if key in part]
-
-
 def _schemas(part: _Schema, key: str) -> list[_Schema]:
     inner = part.get(key)
     return [each for each in inner if isinstance(each, dict)] if isinstance(inner, list) else []
 
 
 def _resolve(root: _Schema, reference: object) -> _Schema | None:
-    """What a reference to a place within `root` names, if that is a schema."""
+    """The schema that a reference within `root` points to."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
     found: Any = root

@@ -1,4 +1,4 @@
-"""From a wish to something that sequences can begin from; and the ones compiled before."""
+"""Compiles grammars, and caches compiled ones."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _OVERHEAD_BYTES = 64 << 10
 
 
 class TransientCompileError(RequestError):
-    """A refusal for reasons that are not the grammar's: whoever asks again may get another answer."""
+    """A compile error that does not depend on the grammar: a later request may succeed."""
 
 
 @dataclass(frozen=True)
 class CompiledGrammar:
-    """A grammar at its beginning.
+    """A compiled grammar in its initial state.
 
     Attributes:
-        matcher: The library's; copied for each sequence.
-        first_bits: Tokens that it allows there, a bit for each.
-        special_ids: Tokens that the library takes for the end of a text.
-        memory: Bytes that it takes, roughly.
+        matcher: The library's matcher; copied for each sequence.
+        first_bits: Tokens allowed in the initial state, a bit each.
+        special_ids: Tokens that the library treats as end of text.
+        memory: Approximate size in bytes.
     """
 
     matcher: Any
@@ -47,7 +47,7 @@ class CompiledGrammar:
     def start_sequence(
         self, request: EngineCoreRequest, worker: MaskWorker | None = None, budget: MaskTimeBudget | None = None
     ) -> SequenceGrammar:
-        """A sequence at its beginning. See SequenceGrammar for `worker` and `budget`."""
+        """A SequenceGrammar in the initial state. See there for `worker` and `budget`."""
         params = request.sampling_params
         ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)}
         return SequenceGrammar(
@@ -63,7 +63,7 @@ class CompiledGrammar:
 
 
 def make_compile_job(params: StructuredOutputsParams) -> CompileJob:
-    """What is to be compiled; equal ones need be compiled once."""
+    """The compile job of a request. Requests with equal jobs share one compiled grammar."""
     whitespace = "" if params.disable_any_whitespace else params.whitespace_pattern
     thoughts = (params.thoughts_start, params.thoughts_end)
     match params.form:
@@ -78,10 +78,10 @@ def make_compile_job(params: StructuredOutputsParams) -> CompileJob:
 
 
 class GrammarCompiler:
-    """What the compiling threads share.
+    """Compiles grammars for all compile threads.
 
     Args:
-        load_vocabulary: Called once, when the first grammar is to be compiled.
+        load_vocabulary: Called once, for the first grammar.
     """
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
@@ -94,7 +94,7 @@ class GrammarCompiler:
         """The tokens.
 
         Raises:
-            RequestError: The model's tokenizer cannot be used.
+            RequestError: The model's tokenizer is not supported.
         """
         with self._loading:
             if self._vocabulary is None:
@@ -103,29 +103,29 @@ class GrammarCompiler:
                 self._vocabulary = vocabulary
             return self._vocabulary
 
-    def compile(self, job: CompileJob, trial: GrammarSandbox) -> CompiledGrammar:
-        """Compiles a grammar, once `trial` has survived it.
+    def compile(self, job: CompileJob, sandbox: GrammarSandbox) -> CompiledGrammar:
+        """Compiles a grammar in `sandbox`, then in this process.
 
         Raises:
-            RequestError: It cannot be compiled, or not within the limits.
+            RequestError: It cannot be compiled within the limits.
         """
-        verdict = trial.run(job)
-        if verdict.grammar is None:
+        result = sandbox.run(job)
+        if result.grammar is None:
             raise _compile_error(
-                job, verdict.error or "", RequestError if verdict.is_permanent else TransientCompileError
+                job, result.error or "", RequestError if result.is_permanent else TransientCompileError
             )
         api = llguidance_library.load()
-        matcher = api.LLMatcher(self._tokenizer, verdict.grammar, log_level=0, limits=llguidance_library.limits(api))
+        matcher = api.LLMatcher(self._tokenizer, result.grammar, log_level=0, limits=llguidance_library.limits(api))
         first_bits = matcher.compute_bitmask()
         if matcher.is_error():
             raise _compile_error(job, str(matcher.get_error()))
         special_ids = [int(token) for token in self._tokenizer.eos_tokens]
-        memory = verdict.memory + len(verdict.grammar) + len(first_bits) + _OVERHEAD_BYTES
+        memory = result.memory + len(result.grammar) + len(first_bits) + _OVERHEAD_BYTES
         return CompiledGrammar(matcher, special_ids, memory, first_bits)
 
 
 class GrammarCache:
-    """The grammars used last, as many as fit; and the refusals. Used from one thread."""
+    """The most recently used grammars and compile errors, within a limit of bytes and entries. Used from one thread."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[CompileJob, CompiledGrammar | RequestError] = OrderedDict()
@@ -136,14 +136,14 @@ class GrammarCache:
         return len(self._entries)
 
     def get(self, job: CompileJob) -> CompiledGrammar | RequestError | None:
-        """What became of `job`, if it is known."""
+        """The cached result of `job`."""
         found = self._entries.get(job)
         if found is not None:
             self._entries.move_to_end(job)
         return found
 
     def put(self, job: CompileJob, result: CompiledGrammar | RequestError) -> None:
-        """Keeps a result, and drops those used longest ago while there are too many."""
+        """Adds a result, and evicts the least recently used ones beyond the limits."""
         size = len(job.text) + (result.memory if isinstance(result, CompiledGrammar) else _OVERHEAD_BYTES)
         self.memory += size - self._sizes.get(job, 0)
         self._entries[job], self._sizes[job] = result, size

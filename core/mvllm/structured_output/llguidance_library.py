@@ -1,4 +1,4 @@
-"""The grammar library: imported when the first request needs it, asked for by name if it is missing."""
+"""The llguidance library, imported when the first request needs it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mvllm.errors import RequestError
 
 NAME = "llguidance"
 REQUIREMENT = "llguidance>=1.9,<2"
-"""As in the distribution's dependencies."""
+"""The same as in the distribution's dependencies."""
 
 
 def check_available() -> None:
-    """Returns if structured outputs can be had; imports nothing.
+    """Checks that structured outputs are supported; imports nothing.
 
     Raises:
         RequestError: The library is not installed.
@@ -29,7 +29,7 @@ def check_available() -> None:
 
 
 def load() -> Any:
-    """The module.
+    """Imports the library.
 
     Raises:
         RequestError: It is not installed, or cannot be imported.
@@ -46,9 +46,9 @@ def load() -> Any:
 
 
 def limits(library: Any) -> Any:
-    """What one token may cost; so a step stays short whatever the grammar is.
+    """Limits on the work for one token, so that steps stay short whatever the grammar is.
 
-    Large patterns are not run against the whole vocabulary beforehand: most of it would be for nothing.
+    Large lexemes are not precomputed over the whole vocabulary: most of that would not be used.
     """
     return library.LLParserLimits(
         precompute_large_lexemes=False,

@@ -1,12 +1,13 @@
-"""When and where masks are computed, and how much work a sequence's masks may take.
+"""Where token masks are computed, and a limit on the processor time for the masks of a request.
 
-A cheap mask takes some 50 us and is computed at once, on the engine core's thread, up to INLINE_SECONDS a step. Masks
-of ambiguous grammars take up to a tenth of a second. They go to a thread of their own: the sequence takes part in no
-step until its mask is there, and other sequences do not wait. Where the work is out of proportion to the tokens, the
-sequence ends with an error.
+A cheap mask takes some 50 us and is computed on the engine core's thread, up to INLINE_SECONDS per step. Masks of
+ambiguous grammars take up to a tenth of a second. They are computed on another thread: the sequence takes part in no
+step until its mask is ready, and other sequences do not wait. A request whose masks take too much processor time for
+the number of its tokens fails.
 
-The library holds Python's lock while it takes in a token (not while it computes a mask), which takes as long as the
-mask did. The limit on work keeps that to some milliseconds, and while other sequences run, the thread pauses.
+The library holds the GIL while it consumes a token (not while it computes a mask), which takes about as long as the
+mask did. The limit on processor time bounds that to some milliseconds, and while other sequences run, the thread
+pauses.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from queue import Empty, PriorityQueue, SimpleQueue
 from typing import Protocol
 
 INLINE_SECONDS = 0.005
-"""Masks of one step that are computed on the engine core's thread, all together."""
+"""Time for masks on the engine core's thread in one step."""
 
 CHEAP_SECONDS = 0.0005
-"""A mask that is expected to take longer is computed on the other thread."""
+"""A mask with a longer expected time is computed on the other thread."""
 
 PAUSES = 3.0
-"""Pause of the thread behind an expensive mask, in times of what that took, while other sequences run."""
+"""Pause of the thread after an expensive mask, as a multiple of that mask's time, while other sequences run."""
 
 FREE_SECONDS = 1.0
 SECONDS_PER_TOKEN = 0.001
-"""Processor time that the masks of a request may take: this much in all, and this much more for each token."""
+"""Processor time that the masks of a request may take: FREE_SECONDS, and this much for each token."""
 
 
 class MaskTimeBudget:
     """Processor time that the masks of a request have taken, all of its sequences together.
 
-    Both threads add to it. An addition that is lost now and then does no harm.
+    Both threads add to it without a lock. A lost addition does no harm.
     """
 
     def __init__(self) -> None:
@@ -44,42 +45,42 @@ class MaskTimeBudget:
         self.num_tokens = 0
 
     def add_token(self, seconds: float) -> None:
-        """Counts one token."""
+        """Counts one token and the processor time of its mask."""
         self.seconds += seconds
         self.num_tokens += 1
 
     @property
     def is_exceeded(self) -> bool:
-        """Whether the work is out of proportion to the tokens."""
+        """Whether the masks have taken too much processor time for the number of tokens."""
         return self.seconds > FREE_SECONDS + SECONDS_PER_TOKEN * self.num_tokens
 
 
 class MaskJob(Protocol):
-    """A sequence whose next mask is to be computed."""
+    """A sequence whose next mask has to be computed."""
 
     @property
     def expected_seconds(self) -> float:
-        """Processor time that it will take, about."""
+        """Estimated processor time of the next mask."""
 
     @property
     def error(self) -> str | None:
-        """Why the sequence cannot go on, if it cannot."""
+        """Why the sequence has failed, if it has."""
 
     def compute_mask(self) -> None:
-        """Takes in the last token and computes the mask. Raises nothing."""
+        """Consumes the last token and computes the mask. Raises nothing."""
 
 
 class MaskWorker:
-    """Has masks computed at once or on a thread of its own, which begins with the first that needs it.
+    """Computes masks on the caller's thread, or on its own thread, which starts with the first job that needs it.
 
     `run` and `begin_step` are called from one thread.
 
     Args:
-        news: Set when a mask is there that was computed on the thread.
+        results_ready: Set when the thread has computed a mask.
     """
 
-    def __init__(self, news: threading.Event) -> None:
-        self._results_ready = news
+    def __init__(self, results_ready: threading.Event) -> None:
+        self._results_ready = results_ready
         self._no_other_sequence = threading.Event()
         self._inline_left: float | None = None
         self._jobs: PriorityQueue[tuple[float, int, weakref.ref[MaskJob] | None]] = PriorityQueue()
@@ -88,16 +89,22 @@ class MaskWorker:
         self._thread: threading.Thread | None = None
 
     def begin_step(self) -> None:
-        """Masks may take INLINE_SECONDS of the caller's time from here on. Before the first call there is no limit."""
+        """Allows masks INLINE_SECONDS of the caller's time until the next call.
+
+        Before the first call there is no limit.
+        """
         self._inline_left = INLINE_SECONDS
         self._no_other_sequence.clear()
 
     def disable_pauses(self) -> None:
-        """Says that no sequence can go on before a mask is there, until the next step begins."""
+        """Lets the thread work without pauses until the next `begin_step`:
+
+        no sequence can run before a mask is ready.
+        """
         self._no_other_sequence.set()
 
     def run(self, job: MaskJob) -> None:
-        """Computes a mask, now or soon. A job that nobody refers to any more is dropped."""
+        """Computes a mask now, or later on the thread. A job without other references is dropped."""
         expected, left = job.expected_seconds, self._inline_left
         if left is None or expected <= min(CHEAP_SECONDS, left):
             start = time.perf_counter()
@@ -111,7 +118,7 @@ class MaskWorker:
             self._thread.start()
 
     def pop_failed(self) -> list[MaskJob]:
-        """Jobs of the thread that have ended in an error since the last call."""
+        """Jobs of the thread that have failed since the last call."""
         failed = []
         while True:
             try:
@@ -133,7 +140,7 @@ class MaskWorker:
             seconds = time.perf_counter() - start
             if job.error is not None:
                 self._failed.put(job)
-            del job  # nothing of a sequence that has ended is held while this waits
+            del job  # so that the sequence is freed while the thread waits for the next job
             self._results_ready.set()
             if seconds > CHEAP_SECONDS:
                 self._no_other_sequence.wait(PAUSES * seconds)

@@ -1,4 +1,4 @@
-"""What OpenAI's `response_format` asks for."""
+"""OpenAI's `response_format` as StructuredOutputsParams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TYPES = "'text', 'json_object', 'json_schema' or 'structural_tag'"
 
 
 def parse_response_format(response_format: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
-    """Turns a `response_format` into what the engine understands; None where any text will do.
+    """Converts a `response_format`; None if any text is allowed.
 
     Args:
         response_format: None, or `{"type": "text"}`, `{"type": "json_object"}`,
@@ -22,7 +22,7 @@ def parse_response_format(response_format: Mapping[str, Any] | None) -> Structur
             `{"type": "structural_tag", "structures": [...], "triggers": [...]}`.
 
     Raises:
-        RequestError: It is none of these, or the schema is not acceptable; its parameter is `response_format`.
+        RequestError: It is none of these, or the schema is not supported; its parameter is `response_format`.
     """
     if response_format is None:
         return None
@@ -46,7 +46,7 @@ def parse_response_format(response_format: Mapping[str, Any] | None) -> Structur
 
 
 def _json_schema(value: object) -> StructuredOutputsParams:
-    """The form of a schema; with `strict`, every object in it is closed."""
+    """The parameters of a JSON schema; with `strict`, every object in it is closed."""
     schema = value.get("schema", value.get("json_schema")) if isinstance(value, Mapping) else None
     strict = value.get("strict") if isinstance(value, Mapping) else None
     if schema is None:

@@ -1,13 +1,13 @@
-"""Tries grammars out, in a process that may be killed: `python -m mvllm.structured_output.sandbox_main <parent pid>`.
+"""Program that compiles grammars under limits: `python -m mvllm.structured_output.sandbox_main <parent pid>`.
 
-The idea: some of what looks harmless takes minutes or gigabytes to compile, and some ends the process that compiles it,
-and no list of such things is complete. So each grammar is compiled here first, under limits that the kernel enforces:
-SECONDS of processor time and MEMORY_BYTES. What survives costs the engine as much again, and no more.
+Some harmless-looking grammars take minutes or gigabytes to compile, or crash the process, and no list of such grammars
+is complete. So each grammar is compiled here first, under limits that the kernel enforces: SECONDS of processor time
+and MEMORY_BYTES. A grammar that compiles here takes the engine as much again, and no more.
 
-    stdin   Vocabulary, then TrialJobs        each: 4 bytes of length, little-endian, then msgpack
+    stdin   Vocabulary, then CompileJobs      each: 4 bytes of length, little-endian, then msgpack
     stdout  a CompileResult per job
 
-The process ends with its parent, or when stdin does.
+The process ends with its parent, or when stdin is closed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import psutil  # type: ignore[import-untyped]
 from mvllm.executor.process.pipe_process import read_message, write_message
 from mvllm.executor.process.process_utils import die_with_parent, limit_memory, limit_processor_time, set_process_name
 from mvllm.structured_output import llguidance_library
+from mvllm.structured_output.additional_properties import subschemas
 from mvllm.structured_output.vocabulary import Vocabulary, one_line
 
 SECONDS = 3
@@ -33,8 +34,8 @@ MEMORY_BYTES = 384 << 20
 """Address space beyond what the process has when it is ready."""
 
 DEFAULT_WHITESPACE = r"(\n[ \t]{0,32}|[ ]{1,4})"
-"""Between the parts of JSON: a line break and what follows it, or a few spaces. Not without end: a model that has lost
-its thread would write nothing else."""
+"""Whitespace between the tokens of JSON: a line break with indentation, or a few spaces. Bounded, because a degenerate
+model would otherwise generate whitespace until the end."""
 
 _LOCATE_SECONDS = 0.5
 _WALK_SECONDS = 0.25
@@ -43,13 +44,13 @@ _WALK_TOKENS = 32
 
 
 class CompileJob(msgspec.Struct, array_like=True, frozen=True):
-    """One wish, see StructuredOutputsParams.
+    """One constraint to compile, see StructuredOutputsParams.
 
     Attributes:
         form: `json`, `regex`, `choice`, `grammar` or `structural_tag`.
-        text: Of the schema, the pattern or the grammar; of the choices and of the tag, as JSON.
-        whitespace: None for the default, empty for none.
-        thoughts_start, thoughts_end: What frames thoughts that come before it.
+        text: The schema, regex or grammar; choices and structural tags as JSON.
+        whitespace: Regex between the tokens of JSON; None for the default, empty for no whitespace.
+        thoughts_start, thoughts_end: Delimiters of reasoning in front of the constrained text.
     """
 
     form: str
@@ -60,13 +61,13 @@ class CompileJob(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CompileResult(msgspec.Struct, array_like=True, frozen=True):
-    """What became of a job.
+    """The result of a job.
 
     Attributes:
-        grammar: In the library's own form, if it can be compiled.
-        error: Otherwise, why not.
-        memory: Bytes that it took.
-        lasts: Whether the next attempt would come to the same. Not where the error is about the machine's state.
+        grammar: The grammar in the library's form; None if it cannot be compiled.
+        error: The reason in that case.
+        memory: Bytes that compiling took.
+        is_permanent: Compiling again would fail again. False where the error is about the state of the machine.
     """
 
     grammar: str | None
@@ -80,7 +81,7 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]))
     set_process_name("GrammarSandbox")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    jobs, verdicts = sys.stdin.buffer, sys.stdout.buffer
+    jobs, results = sys.stdin.buffer, sys.stdout.buffer
     try:
         tokenizer = read_message(jobs, Vocabulary).build()
         process = psutil.Process()
@@ -91,7 +92,7 @@ def main() -> None:
             before = process.memory_info().rss
             grammar, error = compile_job(tokenizer, job)
             memory = max(0, process.memory_info().rss - before)
-            write_message(verdicts, CompileResult(grammar, error, memory))
+            write_message(results, CompileResult(grammar, error, memory))
     except (EOFError, BrokenPipeError):
         pass
     finally:
@@ -100,7 +101,7 @@ def main() -> None:
 
 
 def compile_job(tokenizer: Any, job: CompileJob) -> tuple[str | None, str | None]:
-    """The grammar that a job means, or why there is none."""
+    """Compiles a job. Returns the grammar and None, or None and the reason."""
     started = time.monotonic()
     try:
         grammar = structural_tags(tokenizer, job.text) if job.form == "structural_tag" else to_grammar(job)
@@ -108,7 +109,7 @@ def compile_job(tokenizer: Any, job: CompileJob) -> tuple[str | None, str | None
         if error is None and job.thoughts_end is not None:
             grammar = after_reasoning(tokenizer, job.thoughts_start, job.thoughts_end, grammar)
             error = find_error(tokenizer, grammar)
-    except Exception as e:  # noqa: BLE001  (told to whoever asked)
+    except Exception as e:  # noqa: BLE001  (it is the result)
         error = one_line(e) or type(e).__name__
     if error is None:
         return grammar, None
@@ -118,10 +119,10 @@ def compile_job(tokenizer: Any, job: CompileJob) -> tuple[str | None, str | None
 
 
 def to_grammar(job: CompileJob) -> str:
-    """In the library's own form.
+    """The grammar of a job in the library's form.
 
     Raises:
-        Exception: The text is not what the form says.
+        Exception: The text is not a valid schema, regex, choice list or grammar.
     """
     matcher = llguidance_library.load().LLMatcher
     grammar: str
@@ -129,12 +130,12 @@ def to_grammar(job: CompileJob) -> str:
         case "json":
             grammar = matcher.grammar_from_json_schema(job.text, overrides=_options(job.whitespace))
         case "regex":
-            # Classes as in JSON schemas: with Unicode's, what matches would depend on the year of whoever looks.
+            # ASCII classes as in JSON schemas: what Unicode classes match depends on the Unicode version.
             pattern = llguidance_library.load().regex_to_lark(job.text, use_ascii="dws")
             grammar = matcher.grammar_from_lark(f"start: /{pattern}/")
         case "choice":
             texts = json.loads(job.text)
-            # One terminal: as alternatives of a rule, they would all be open at once, of which a parser has its limit.
+            # One terminal: as alternatives of a rule, all choices would be parser items, whose number is limited.
             grammar = matcher.grammar_from_lark("start: C\nC: " + " | ".join(json.dumps(text) for text in texts))
         case _:
             from llguidance.gbnf_to_lark import any_to_lark  # type: ignore[import-not-found, unused-ignore]
@@ -144,10 +145,10 @@ def to_grammar(job: CompileJob) -> str:
 
 
 def structural_tags(tokenizer: Any, text: str) -> str:
-    """The grammar of a structural tag: free text up to a trigger, then what one of its structures says, and so on."""
+    """The grammar of a structural tag: free text up to a trigger, then the structure of that trigger, repeated."""
     described = json.loads(text)
     tags = described["structures"]
-    # The longest trigger, so that no other cuts in before it.
+    # The longest first: a shorter trigger could be its prefix.
     triggers = sorted(described["triggers"], key=len, reverse=True)
     rules = [f"start: ({' | '.join(f'tag_{i}' for i in range(len(tags)))})* FREE", "FREE: /(?s:.*)/"]
     for i, tag in enumerate(tags):
@@ -164,10 +165,10 @@ def structural_tags(tokenizer: Any, text: str) -> str:
 
 
 def after_reasoning(tokenizer: Any, start: str | None, end: str, grammar: str) -> str:
-    """A grammar of thoughts, and then of what `grammar` says, with a little white space between the two.
+    """A grammar of reasoning, a little white space, and then `grammar`.
 
-    The thoughts are any text up to the first `end`. With `start` they begin with it, or there are none; without it, the
-    text begins within them. Where one of the two is a token of its own that no text stands for, it is that token.
+    Reasoning is any text up to the first `end`. With `start` it begins with `start` or is absent; without it, the text
+    begins inside the reasoning. A delimiter that is a special token without text matches that token.
     """
     close = _as_terminal(tokenizer, end)
     top = "start: thoughts gap @form"
@@ -191,7 +192,7 @@ def _options(whitespace: str | None) -> dict[str, Any]:
 
 
 def find_error(tokenizer: Any, grammar: str) -> str | None:
-    """Why there is no first token, if there is none, or why outputs would break off."""
+    """Why no first token is possible, or why outputs could fail later; None if the grammar is usable."""
     api = llguidance_library.load()
     matcher = api.LLMatcher(tokenizer, grammar, log_level=0, limits=llguidance_library.limits(api))
     if not matcher.is_error():
@@ -203,9 +204,9 @@ def find_error(tokenizer: Any, grammar: str) -> str | None:
 
 
 def _find_limit(beginning: Any) -> str | None:
-    """Goes a few random ways through a grammar: one that is open in too many places at once shows it soon.
+    """Follows a few random paths through a grammar: a grammar that exceeds the parser's limits mostly shows it soon.
 
-    What does not show here ends the request that it happens to, with the same words.
+    A limit that is not found here fails the request that reaches it, with the same message.
     """
     deadline = time.monotonic() + _WALK_SECONDS
     for seed in range(_NUM_WALKS):
@@ -214,14 +215,14 @@ def _find_limit(beginning: Any) -> str | None:
             mask = matcher.compute_bitmask()
             token = None if matcher.is_error() else _some_bit(rng, mask)
             if token is None or matcher.is_stopped() or time.monotonic() > deadline:
-                break  # a dead end for want of tokens is not the grammar's fault
+                break  # a vocabulary without a matching token is not an error of the grammar
             if not matcher.consume_token(token):
                 return one_line(matcher.get_error())
     return None
 
 
 def _some_bit(rng: random.Random, bits: bytes) -> int | None:
-    """The position of a bit that is set, if one is."""
+    """The position of a random set bit; None if no bit is set."""
     start = rng.randrange(len(bits))
     for i in range(len(bits)):
         at = (start + i) % len(bits)
@@ -231,13 +232,13 @@ def _some_bit(rng: random.Random, bits: bytes) -> int | None:
 
 
 def _locate(tokenizer: Any, job: CompileJob, error: str) -> str:
-    """The smallest part of a schema that fails as the whole does, as a JSON pointer."""
+    """JSON pointer to the smallest part of a schema that fails with the same error as the whole."""
     root = json.loads(job.text)
     definitions = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
     deadline = time.monotonic() + _LOCATE_SECONDS
     place, part = "#", root
     while True:
-        for path, child in _direct_subschemas(part):
+        for path, child in subschemas(part):
             if time.monotonic() > deadline:
                 return place
             text = json.dumps({**definitions, **child})
@@ -250,22 +251,6 @@ def _locate(tokenizer: Any, job: CompileJob, error: str) -> str:
                 break
         else:
             return place
-
-
-def _direct_subschemas(schema: object) -> list[tuple[str, dict[str, Any]]]:
-    """The schemas directly within a schema, with their places."""
-    found: list[tuple[str, object]] = []
-    if isinstance(schema, dict):
-        for key in ("properties", "patternProperties", "$defs", "definitions"):
-            inner = schema.get(key)
-            if isinstance(inner, dict):
-                found += [(f"{key}/{name}", part) for name, part in inner.items()]
-        for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-            inner = schema.get(key)
-            if isinstance(inner, list):
-                found += [(f"{key}/{i}", part) for i, part in enumerate(inner)]
-        found += [(key, schema.get(key)) for key in ("items", "additionalProperties", "not")]
-    return [(path, part) for path, part in found if isinstance(part, dict)]
 
 
 if __name__ == "__main__":

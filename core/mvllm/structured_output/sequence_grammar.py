@@ -1,9 +1,10 @@
-"""Which tokens may come next in one sequence.
+"""The grammar state of one sequence: which tokens may come next.
 
-Tokens that end the sequence stand outside of the grammar. They may come where the text is complete, if `min_tokens`
-does not forbid it; and where nothing can follow, nothing else may. Then one of them ends the sequence in any case,
-`ignore_eos` or not. Where the text is not complete they may come only as text, and only if the grammar has nothing else
-to go on with.
+End tokens (EOS and stop tokens) are not part of the grammar:
+
+    text complete, more text possible    end tokens allowed after `min_tokens`
+    text complete, nothing can follow    only end tokens allowed; any of them ends the sequence, even with `ignore_eos`
+    text incomplete                      end tokens allowed only as text, if the grammar allows nothing else
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from mvllm.structured_output.vocabulary import one_line
 
 
 class SequenceGrammar:
-    """A place in a grammar, and the mask that belongs to it.
+    """The state of a grammar after the tokens of one sequence, and the mask of the next token.
 
     Args:
-        request_id: Whose sequence it is.
-        matcher: The library's, at its beginning; its own.
-        first_bits: What the matcher allows there, as `mask`.
+        request_id: The sequence's request.
+        matcher: The library's matcher at its beginning; not shared.
+        first_bits: Tokens that the matcher allows there, in the form of `mask`.
         end_ids: Tokens that end the sequence.
-        special_ids: Tokens that the library takes for the end of a text, whether or not they end the sequence.
-        min_tokens: No token of `end_ids` before this many others, unless nothing else can follow.
-        worker: Has masks computed; None where they are computed at once, however long that takes.
-        budget: The work that they may take; None where there is no limit.
+        special_ids: Tokens that the library treats as end of text, whether or not they end the sequence.
+        min_tokens: Tokens before any of `end_ids` is allowed, unless nothing else can follow.
+        worker: Computes the masks; None computes each at once, however long it takes.
+        budget: Processor time of the masks; None for no limit.
 
     Attributes:
-        is_ready: Whether `mask` is that of the next token. Where it is False, another thread is computing it.
-        mask: Bits of the tokens that may come next, see `SchedulerOutput.token_masks`.
+        is_ready: `mask` is the mask of the next token. While it is False, another thread computes the mask.
+        mask: A bit for each token that may come next, see `SchedulerOutput.token_masks`.
         is_complete: The last token has ended the sequence.
-        error: Why it cannot go on, if it cannot.
-        expected_seconds: Processor time that the next mask will take, about.
+        error: Why the sequence has failed, if it has.
+        expected_seconds: Estimated processor time of the next mask.
     """
 
     def __init__(
@@ -66,31 +67,31 @@ class SequenceGrammar:
         self.expected_seconds = 0.0
         self._set_mask(first_bits)
 
-    def accept(self, token: int, *, at_once: bool = False) -> None:
-        """Goes on to the next position, whose mask is there when `is_ready` says so; with `at_once`, on return."""
+    def accept(self, token: int, *, blocking: bool = False) -> None:
+        """Advances by one token. The next mask is valid once `is_ready`; with `blocking`, on return."""
         if self._must_end:
             self.is_complete = True
             return
         self._last_token = token
         self.is_ready = False
-        if at_once or self._worker is None:
+        if blocking or self._worker is None:
             self.compute_mask()
         else:
             self._worker.run(self)
 
     def compute_mask(self) -> None:
-        """Takes in the token that was accepted last, and computes the mask behind it. For MaskWorker."""
+        """Consumes the accepted token and computes the next mask. Called by MaskWorker."""
         start = time.thread_time()
         self._advance()
         seconds = time.thread_time() - start
-        if self._worker is not None:  # what was slow once is expected to be slow for some tokens to come
+        if self._worker is not None:  # a slow mask is mostly followed by slow ones
             self.expected_seconds = max(seconds, 0.8 * self.expected_seconds)
         budget = self._budget
         if budget is not None and self.error is None:
             budget.add_token(seconds)
             if budget.is_exceeded:
                 self._fail(
-                    f"finding out which tokens may come next has taken {budget.seconds:.1f} s of processor time for "
+                    f"computing its token masks has taken {budget.seconds:.1f} s of processor time for "
                     f"{budget.num_tokens} tokens. Write the grammar so that fewer of its rules match the same text"
                 )
         self.is_ready = True
@@ -108,23 +109,23 @@ class SequenceGrammar:
             self._set_mask(bits)
 
     def _set_mask(self, allowed: bytes) -> None:
-        """Makes the mask out of what the library allows at this position."""
+        """Makes the mask from the tokens that the library allows at this position."""
         bits = bytearray(allowed)
         is_match = self._matcher.is_accepting()
         if is_match:
-            _without_bits(bits, self._special_ids)  # they are not of the text
+            _without_bits(bits, self._special_ids)  # they are not part of the text
         before = bytes(bits)
         _without_bits(bits, self._end_ids)
-        goes_on = _has_bits(bits)
-        if is_match and not goes_on:
+        can_continue = _has_bits(bits)
+        if is_match and not can_continue:
             self._must_end = True
             self.mask = bytes(_with_bits(bits, self._end_ids or self._special_ids))
         elif is_match and self._num_tokens >= self._min_tokens:
             self.mask = bytes(_with_bits(bits, self._end_ids))
-        elif goes_on:
+        elif can_continue:
             self.mask = bytes(bits)
         elif _has_bits(before):
-            self.mask = before  # what ends the sequence is all that the grammar takes
+            self.mask = before  # the grammar allows end tokens alone
         else:
             self._fail("no token of the model's vocabulary can come next")
 
@@ -132,7 +133,7 @@ class SequenceGrammar:
         return one_line(self._matcher.get_error()) or "the grammar forbids it"
 
     def _fail(self, reason: str) -> None:
-        self.error = f"The output cannot be kept in the form that structured_outputs asks for: {reason}"
+        self.error = f"The output cannot satisfy structured_outputs: {reason}"
 
 
 def _with_bits(bits: bytearray, token_ids: Sequence[int]) -> bytearray:

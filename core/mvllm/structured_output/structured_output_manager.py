@@ -1,4 +1,4 @@
-"""The engine core's side: requests are handed in, and grammars come out, without anybody waiting in between."""
+"""Compiles the grammars of requests in the background: the engine core submits requests and polls for grammars."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ from mvllm.structured_output.vocabulary import Vocabulary
 logger = get_logger(__name__)
 
 NUM_THREADS = 2
-"""So that one grammar that takes all the time it may does not hold up every other one."""
+"""Two, so that a slow grammar does not delay all others."""
 
 MAX_WAIT_SECONDS = 120.0
-"""A request whose grammar is not there by then, since so many others are before it, is given up."""
+"""A request whose grammar has not been compiled by then, because of a long queue, fails."""
 
 _Result = CompiledGrammar | RequestError
 
 
 @dataclass(frozen=True)
 class GrammarResult:
-    """What became of a request's wish: a grammar to begin with, or why there is none, or why it cannot go on.
+    """A change of a request: its grammar is ready, it has none because of an error, or its sequence has failed.
 
     Attributes:
-        grammar: To begin with. With `error`, the one that the request has begun with and cannot go on with.
-        parameter: The request's setting that is at fault, where it is the request's.
+        grammar: To start with. With `error`, the grammar of a running request that has failed.
+        error: Why the request fails.
+        parameter: The request's parameter that caused the error; None if none did.
     """
 
     request_id: str
@@ -58,13 +59,12 @@ class _Waiting:
 
 
 class StructuredOutputManager:
-    """Compiles the grammars of an engine core's requests on threads of its own. Used from one thread.
+    """Compiles the grammars of an engine core's requests on its own threads. Used from one thread.
 
     Args:
-        load_vocabulary: Called once, on such a thread, for the first request.
-        deterministic_timing: Several engines must come to the same masks in the same steps, so that none may depend
-        on time:
-            masks are computed at once, without a limit.
+        load_vocabulary: Called once, on a compile thread, for the first request.
+        deterministic_timing: Masks must not depend on time, because several engines have to make the same plans. Each
+            mask is then computed at once, without a limit.
     """
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary], *, deterministic_timing: bool = False) -> None:
@@ -73,18 +73,18 @@ class StructuredOutputManager:
         self._mask_worker = None if deterministic_timing else MaskWorker(self._results_ready)
         self._budgets: weakref.WeakValueDictionary[str, MaskTimeBudget] = weakref.WeakValueDictionary()
         self._waiting: dict[CompileJob, list[_Waiting]] = {}
-        self._outcomes: list[GrammarResult] = []
+        self._results: list[GrammarResult] = []
         self._compile_pool = _CompilePool(load_vocabulary, self._results_ready)
         self._close = weakref.finalize(self, self._compile_pool.close)
 
     def submit(self, request: EngineCoreRequest) -> None:
-        """Has a request's grammar made; `collect` brings it."""
-        wish = request.sampling_params.structured_outputs
-        assert wish is not None
-        job = make_compile_job(wish)
+        """Starts compiling a request's grammar; `pop_results` returns it."""
+        params = request.sampling_params.structured_outputs
+        assert params is not None
+        job = make_compile_job(params)
         known = self._cache.get(job)
         if known is not None:
-            self._outcomes.append(self._outcome(request, known))
+            self._results.append(self._make_result(request, known))
             return
         others = self._waiting.setdefault(job, [])
         others.append(_Waiting(request, time.monotonic()))
@@ -92,11 +92,11 @@ class StructuredOutputManager:
             self._compile_pool.submit(job)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """Forgets requests; a grammar that nobody waits for, and nobody has begun with, is not compiled."""
-        if not self._waiting and not self._outcomes:
+        """Drops requests. A queued grammar that no other request waits for is not compiled."""
+        if not self._waiting and not self._results:
             return
         gone = set(request_ids)
-        self._outcomes = [outcome for outcome in self._outcomes if outcome.request_id not in gone]
+        self._results = [result for result in self._results if result.request_id not in gone]
         for job, waiting in list(self._waiting.items()):
             left = [each for each in waiting if each.request.request_id not in gone]
             if left:
@@ -104,43 +104,43 @@ class StructuredOutputManager:
             elif self._compile_pool.cancel(job):
                 del self._waiting[job]
             else:
-                self._waiting[job] = []  # under way: the result is kept for whoever asks next
+                self._waiting[job] = []  # it is being compiled: the result goes to the cache
 
     def begin_step(self) -> None:
-        """Limits the time that masks take on the caller's thread from here on until the next call."""
+        """Limits the time of masks on the caller's thread until the next call."""
         if self._mask_worker is not None:
             self._mask_worker.begin_step()
 
     def pop_results(self) -> list[GrammarResult]:
-        """What has become of requests since the last call."""
+        """Results since the last call."""
         self._results_ready.clear()
         if self._waiting:
             for job, result in self._compile_pool.pop_finished():
                 if not isinstance(result, TransientCompileError):
                     self._cache.put(job, result)
-                self._outcomes += [self._outcome(each.request, result) for each in self._waiting.pop(job, ())]
+                self._results += [self._make_result(each.request, result) for each in self._waiting.pop(job, ())]
             self._fail_late_requests()
-        outcomes, self._outcomes = self._outcomes, []
+        results, self._results = self._results, []
         for grammar in self._mask_worker.pop_failed() if self._mask_worker is not None else ():
             assert isinstance(grammar, SequenceGrammar)
-            outcomes.append(GrammarResult(grammar.request_id, grammar, grammar.error, "structured_outputs"))
-        return outcomes
+            results.append(GrammarResult(grammar.request_id, grammar, grammar.error, "structured_outputs"))
+        return results
 
     def wait(self, seconds: float) -> None:
-        """Returns when `collect` may have news or a mask is there, or after that many seconds."""
-        if not self._outcomes:
+        """Waits until `pop_results` may have results or a mask is ready, at most that many seconds."""
+        if not self._results:
             if self._mask_worker is not None:
                 self._mask_worker.disable_pauses()
             self._results_ready.wait(seconds)
 
     @property
     def sandbox_pids(self) -> list[int]:
-        """Processes that try grammars out."""
+        """Process ids of the sandboxes."""
         return self._compile_pool.sandbox_pids
 
     @property
     def cache_memory(self) -> int:
-        """Bytes that the grammars kept take, roughly."""
+        """Approximate bytes of the cached grammars."""
         return self._cache.memory
 
     def shutdown(self) -> None:
@@ -149,7 +149,7 @@ class StructuredOutputManager:
         if self._mask_worker is not None:
             self._mask_worker.close()
 
-    def _outcome(self, request: EngineCoreRequest, result: _Result) -> GrammarResult:
+    def _make_result(self, request: EngineCoreRequest, result: _Result) -> GrammarResult:
         if isinstance(result, RequestError):
             return GrammarResult(request.request_id, None, str(result), result.parameter)
         worker = self._mask_worker
@@ -159,7 +159,7 @@ class StructuredOutputManager:
         return GrammarResult(request.request_id, grammar, None)
 
     def _budget(self, request: EngineCoreRequest) -> MaskTimeBudget:
-        """The work that masks of a request may take: of one sequence, or of all n."""
+        """The mask budget of a request, shared by the sequences of one `n`."""
         group = request.sibling_group
         budget = None if group is None else self._budgets.get(group)
         if budget is None:
@@ -174,20 +174,20 @@ class StructuredOutputManager:
             late = [each for each in waiting if each.since < limit]
             if late:
                 self._waiting[job] = [each for each in waiting if each.since >= limit]
-                error = f"structured_outputs: no time was found to compile this in {MAX_WAIT_SECONDS:g} s; try again."
-                self._outcomes += [GrammarResult(each.request.request_id, None, error) for each in late]
+                error = f"structured_outputs: not compiled within {MAX_WAIT_SECONDS:g} s, the queue is long; try again."
+                self._results += [GrammarResult(each.request.request_id, None, error) for each in late]
 
 
 class _CompilePool:
-    """The threads, and what they share with the one that orders. They begin with the first order."""
+    """Compile threads, started with the first jobs, each with its own sandbox."""
 
-    def __init__(self, load_vocabulary: Callable[[], Vocabulary], news: threading.Event) -> None:
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary], results_ready: threading.Event) -> None:
         self._compiler = GrammarCompiler(load_vocabulary)
         self._jobs: SimpleQueue[CompileJob | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[CompileJob, _Result]] = SimpleQueue()
-        self._results_ready = news
+        self._results_ready = results_ready
         self._lock = threading.Lock()
-        self._queued: set[CompileJob] = set()  # and not begun
+        self._queued: set[CompileJob] = set()  # not started yet
         self._sandboxes: list[GrammarSandbox] = []
         self._num_threads = 0
         self._closed = False
@@ -201,11 +201,11 @@ class _CompilePool:
             threading.Thread(target=self._work, name=f"grammar-{self._num_threads}", daemon=True).start()
 
     def cancel(self, job: CompileJob) -> bool:
-        """Whether `job` had not been begun, and will not be."""
+        """Removes a job from the queue. False if it was started."""
         with self._lock:
-            was_ordered = job in self._queued
+            was_queued = job in self._queued
             self._queued.discard(job)
-            return was_ordered
+            return was_queued
 
     def pop_finished(self) -> list[tuple[CompileJob, _Result]]:
         done = []
@@ -218,19 +218,19 @@ class _CompilePool:
     @property
     def sandbox_pids(self) -> list[int]:
         with self._lock:
-            return [trial.pid for trial in self._sandboxes if trial.pid is not None]
+            return [sandbox.pid for sandbox in self._sandboxes if sandbox.pid is not None]
 
     def close(self) -> None:
         self._closed = True
         for _ in range(self._num_threads):
             self._jobs.put(None)
         with self._lock:
-            trials = list(self._sandboxes)
-        for trial in trials:
-            trial.close()
+            sandboxes = list(self._sandboxes)
+        for sandbox in sandboxes:
+            sandbox.close()
 
     def _work(self) -> None:
-        trial: GrammarSandbox | None = None
+        sandbox: GrammarSandbox | None = None
         while (job := self._jobs.get()) is not None and not self._closed:
             with self._lock:
                 if job not in self._queued:
@@ -238,12 +238,12 @@ class _CompilePool:
                 self._queued.remove(job)
             result: _Result
             try:
-                if trial is None:
-                    trial = self._add_sandbox()
-                result = self._compiler.compile(job, trial)
+                if sandbox is None:
+                    sandbox = self._add_sandbox()
+                result = self._compiler.compile(job, sandbox)
             except RequestError as e:
                 result = e
-            except Exception as e:  # noqa: BLE001  (goes to whoever asked)
+            except Exception as e:  # noqa: BLE001  (it becomes the result)
                 logger.warning("A grammar could not be compiled: %s: %s", type(e).__name__, e)
                 result = TransientCompileError(
                     f"structured_outputs: it could not be compiled: {type(e).__name__}", parameter="structured_outputs"
@@ -252,9 +252,9 @@ class _CompilePool:
             self._results_ready.set()
 
     def _add_sandbox(self) -> GrammarSandbox:
-        trial = GrammarSandbox(self._compiler.vocabulary())
+        sandbox = GrammarSandbox(self._compiler.vocabulary())
         with self._lock:
-            self._sandboxes.append(trial)
+            self._sandboxes.append(sandbox)
         if self._closed:
-            trial.close()
-        return trial
+            sandbox.close()
+        return sandbox

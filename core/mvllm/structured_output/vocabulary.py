@@ -1,4 +1,4 @@
-"""What the grammar library must know about tokens."""
+"""The tokenizer in the form that the grammar library needs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mvllm.structured_output import llguidance_library
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """A tokenizer in a form that travels.
+    """A serializable tokenizer.
 
     Attributes:
-        tokenizer: It as JSON, as the `tokenizers` package writes it.
-        vocab_size: Tokens in a row of logits; those that no token has are never allowed.
+        tokenizer: The tokenizer as JSON, as the `tokenizers` package writes it.
+        vocab_size: Tokens in a row of logits. Ids without a token are never allowed.
         end_ids: Tokens that end a sequence.
     """
 
@@ -24,10 +24,10 @@ class Vocabulary(msgspec.Struct, frozen=True):
     end_ids: list[int]
 
     def build(self) -> Any:
-        """The library's own object. Takes up to a second for large vocabularies.
+        """Builds the library's LLTokenizer. Takes up to a second for large vocabularies.
 
         Raises:
-            RequestError: The library cannot tell which bytes the tokens stand for.
+            RequestError: The library cannot map the tokens to bytes.
         """
         try:
             return llguidance_library.load().LLTokenizer(
@@ -35,12 +35,12 @@ class Vocabulary(msgspec.Struct, frozen=True):
             )
         except ValueError as e:
             raise RequestError(
-                f"structured_outputs cannot be had with this model's tokenizer: {one_line(e)}",
+                f"structured_outputs does not support this model's tokenizer: {one_line(e)}",
                 parameter="structured_outputs",
             ) from e
 
 
 def one_line(error: object) -> str:
-    """A message of the llguidance_library, without its line breaks and of a length to show."""
+    """A library message on one line, cut to 400 characters."""
     text = " ".join(str(error).replace("<non-verbose/>", "").split())
     return text[:400] + "..." if len(text) > 400 else text

@@ -312,7 +312,7 @@ def weights(world: World) -> str:
     worker = Worker(config, world.platform, world.context)
     worker.init_device()
     worker.load_model()
-    parameters = list(worker.runner.model.parameters())
+    parameters = list(worker.runner.loader.model.parameters())
     whole = sum(p.numel() * p.element_size() for p in parameters)
     bytes_of = [0] * world.context.num_devices
     for parameter in parameters:

@@ -1,15 +1,14 @@
-"""What a worker remembers about running requests: one row of host arrays per request, kept for as long as it runs.
+"""The worker's state of running requests: a row of host arrays per request, kept as long as the request runs.
 
-Nothing here is rebuilt in a step. A step changes a few integers; everything it computes with is gathered from these
-arrays by NumPy, whole batches at a time.
+A step changes a few integers. Its inputs are gathered from these arrays by NumPy, whole batches at a time.
 
     row   history.token_ids      num_tokens  num_computed  block_table
     0     [11, 40, 7, 9, ...]    4           3             [5, 2, ...]
     1     free
     2     [11, 40, 8, ...]       3           0             [5, 6, ...]
 
-Where layers are grouped by what they see, a row has a table per group: that of row r in group g has the number
-r + g * max_rows. Entries of blocks that a group's layers do not see any more are left as they were.
+With groups of layers a row has a block table per group: row r in group g is `block_table[r + g * max_rows]`. Entries of
+blocks outside of a group's window are not updated.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from mvllm.sampling.sampling_state import SamplingState, TokenHistory
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Copies of a InputBatch's `num_computed` and of its history's `num_tokens`, int32 [max_rows] each."""
+    """Copies of `num_computed` and `history.num_tokens` of an InputBatch, int32 [max_rows] each."""
 
     num_computed: np.ndarray
     num_tokens: np.ndarray
@@ -37,10 +36,10 @@ class InputBatch:
     """State of the running requests, by row.
 
     Args:
-        max_rows: Most requests running at once.
+        max_rows: Most running requests.
         max_model_len: Longest sequence in tokens.
         block_size: Tokens per KV block.
-        sampling: Sampling state, kept in step with the rows.
+        sampling: Sampling state of the rows.
         num_groups: Groups of layers.
 
     Attributes:
@@ -48,11 +47,11 @@ class InputBatch:
         num_computed: int32 [max_rows]; leading tokens whose KV is computed or scheduled.
         max_rows, num_groups: As given.
         max_pages: Blocks of the longest sequence.
-        block_table: int32 [num_groups * max_rows, max_pages + 1]; one entry to spare.
-        num_blocks: int32 [num_groups * max_rows]; entries of `block_table` in use.
-        prompt_logprobs: How many the row's request asked for, by row, for the few that did.
-        pooling: The rows whose prompts are wanted as vectors; these never sample.
-        lora_ids: int64 [max_rows]; the adapter of the row's request, 0 for none.
+        block_table: int32 [num_groups * max_rows, max_pages + 1]; the last entry is spare.
+        num_blocks: int32 [num_groups * max_rows]; used entries of `block_table`.
+        prompt_logprobs: Row to the requested number, for requests with `prompt_logprobs`.
+        pooling: Pooling requests; their rows never sample.
+        lora_ids: int64 [max_rows]; LoRA adapter of the row's request, 0 for none.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class InputBatch:
         self.sampling = sampling
 
     def apply_plan(self, plan: SchedulerOutput) -> None:
-        """Brings the rows up to the plan: frees, then begins, then appends blocks and notes guesses."""
+        """Applies a plan to the rows: removes requests, adds new ones, appends blocks, and stores draft tokens."""
         for row in plan.freed_rows:
             self._remove_request(row)
         for request in plan.new_requests:
@@ -84,34 +83,33 @@ class InputBatch:
             self.history.set_draft_tokens(plan.rows[position], drafts)
 
     def append_sampled_tokens(
-        self, rows: np.ndarray, token_ids: np.ndarray, further: Mapping[int, Sequence[int]]
+        self, rows: np.ndarray, token_ids: np.ndarray, accepted: Mapping[int, Sequence[int]]
     ) -> None:
-        """Adds what a step has sampled.
+        """Appends the tokens of a step.
 
         Args:
             rows: int [n]: distinct.
-            token_ids: int [n]: a token for each of `rows`.
-            further: By row, tokens behind that one. They were guessed right, so that the step has computed what stands
-                before each.
+            token_ids: int [n]: the token sampled first for each of `rows`.
+            accepted: Row to the tokens behind that one, whose positions the step has computed as draft tokens.
         """
         self.history.append(rows, token_ids)
-        for row, more in further.items():
-            self.history.extend(row, more)
-            self.num_computed[row] += len(more)
+        for row, draft_token_ids in accepted.items():
+            self.history.extend(row, draft_token_ids)
+            self.num_computed[row] += len(draft_token_ids)
 
     def copy_lengths(self) -> RowLengths:
-        """How far the rows are, for `skip`."""
+        """Copies the rows' lengths, for `advance_past_failed_step`."""
         return RowLengths(self.num_computed.copy(), self.history.num_tokens.copy())
 
     def advance_past_failed_step(self, plan: SchedulerOutput, before: RowLengths) -> None:
-        """Brings the rows to where they would be after a step that has failed, wherever in it that was.
+        """Sets the rows to the lengths after a step, which failed anywhere in it.
 
-        Plans made meanwhile count on that: a row that stayed behind would write to blocks that were given back and that
-        another row may have by now. Tokens that the step should have sampled are 0.
+        Plans made meanwhile assume these lengths: a row that stayed behind would write to blocks that were freed and
+        may belong to another row. Tokens that the step should have sampled are set to 0.
 
         Args:
-            plan: The step's, which was applied.
-            before: The rows' lengths when it began.
+            plan: The step's plan, which was applied.
+            before: The rows' lengths before the step.
         """
         rows = np.array(plan.rows, dtype=np.int64)
         num_known = np.array(plan.num_scheduled_tokens, dtype=np.int32)
@@ -119,9 +117,9 @@ class InputBatch:
             num_known[position] -= len(drafts)
         self.num_computed[rows] = before.num_computed[rows] + num_known
         self.history.num_tokens[rows] = before.num_tokens[rows]
-        sampling = rows[self.num_computed[rows] == before.num_tokens[rows]]
-        sampling = sampling[~np.isin(sampling, list(self.pooling.params))]
-        self.history.append(sampling, np.zeros(len(sampling), dtype=np.int64))
+        sampling_rows = rows[self.num_computed[rows] == before.num_tokens[rows]]
+        sampling_rows = sampling_rows[~np.isin(sampling_rows, list(self.pooling.params))]
+        self.history.append(sampling_rows, np.zeros(len(sampling_rows), dtype=np.int64))
 
     def _add_request(self, request: NewRequestData) -> None:
         row, params = request.row, request.sampling_params

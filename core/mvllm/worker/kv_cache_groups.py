@@ -1,10 +1,10 @@
-"""Which attention layers share a block table, and which share memory.
+"""Assigns attention layers to KV cache groups: which layers share a block table, and which share memory.
 
-Layers are grouped by what they see. A block belongs to one group at a time, so layers of different groups can have the
-same cache: the n-th layer of each. Those of one kind are dealt out to the groups of that kind in turn.
+Layers are grouped by attention window. A block belongs to one group at a time, so the n-th layers of all groups share a
+cache. Layers of one window are divided among the groups of that window in turn.
 
-    layers    0 sees 9   1 sees all   2 sees 9
-    groups    None: [1]    9: [0]    9: [2]         all three in one cache, in blocks of their own
+    layers    0 window 9   1 full   2 window 9
+    groups    None: [1]    9: [0]   9: [2]          all three in one cache, in different blocks
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def layer_windows(layers: Sequence[Attention], device: torch.device) -> tuple[int | None, ...]:
-    """What each layer sees, in tokens, or None; where some could not share a cache, what the widest sees for all."""
+    """Attention window of each layer in tokens, or None; the widest for all if some layers cannot share a cache."""
     windows = [layer.spec.sliding_window for layer in layers]
     if len(set(windows)) > 1 and not _have_equal_cache_layouts(layers, device):
         windows = [None if None in windows else max(w for w in windows if w is not None)] * len(layers)
@@ -33,13 +33,13 @@ def layer_windows(layers: Sequence[Attention], device: torch.device) -> tuple[in
 def reported_windows(
     layers: Sequence[Attention], windows: Sequence[int | None], device: torch.device, num_stages: int
 ) -> tuple[int | None, ...]:
-    """What a worker says that its layers see: nothing, so that there is one group, where several would be wrong.
+    """The windows that a worker reports; empty, which means one group, if several groups would be wrong.
 
-    Layers of one kind may come to lie in several groups, and then share caches, because of what those of other stages
-    see. By themselves they do not, see `layer_windows`.
+    With pipeline stages, layers of one window may be assigned to several groups because of other stages' layers, and
+    would then share caches. Without other stages they do not, see `layer_windows`.
 
     Args:
-        windows: As from `layer_windows`.
+        windows: From `layer_windows`.
     """
     return tuple(windows) if num_stages == 1 or _have_equal_cache_layouts(layers, device) else ()
 
@@ -47,12 +47,12 @@ def reported_windows(
 def assign_layers_to_groups(
     windows: Sequence[int | None], groups: Sequence[int | None], max_model_len: int
 ) -> list[tuple[int, int]]:
-    """For each layer its group and its place in the group: layers of equal places share a cache.
+    """The group of each layer, and its index in the group. Layers with equal indices share a cache.
 
     Args:
-        windows: What each layer sees.
-        groups: What the layers of each group see.
-        max_model_len: Longest sequence; a layer that sees as much sees all.
+        windows: Attention window of each layer.
+        groups: Attention window of each group.
+        max_model_len: Longest sequence; a window of this size or more is full attention.
     """
     if len(groups) == 1:
         return [(0, i) for i in range(len(windows))]
@@ -67,13 +67,13 @@ def assign_layers_to_groups(
 
 
 def _have_equal_cache_layouts(layers: Sequence[Attention], device: torch.device) -> bool:
-    """Whether the layers differ in nothing but what they see, and their backends make caches that are the same."""
+    """Whether the layers differ in their windows alone, and their backends allocate equal caches."""
 
     def stored(layer: Attention) -> tuple[object, ...]:
         layout = layer.backend.kv_layout()
         cache = layer.backend.allocate(2, layout.block_sizes[0], device)
         parts = tensors_of(cache)
-        # What is in another kind of cache is its backend's own affair: it is like no other.
+        # An opaque cache cannot be compared: it equals no other.
         stored = object() if parts is None else [(part.shape, part.stride(), part.dtype) for part in parts]
         return type(layer.backend), replace(layer.spec, sliding_window=None), layout, type(cache), stored
 

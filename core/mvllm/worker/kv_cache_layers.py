@@ -1,4 +1,4 @@
-"""The layers of a rank that keep keys and values: how these are laid out, which share block tables, where they lie."""
+"""The attention layers of a rank that have a KV cache: their backends, groups and cache tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from mvllm.layers.attention import Attention
 
 AttentionGroups = Mapping[Hashable, tuple[AttentionBackend, int]]
-"""The backend and the group of each metadata that layers read, by their `metadata_key`."""
+"""Backend and group of each attention metadata, by the layers' `metadata_key`."""
 
 
 class KVCacheLayers:
-    """What is the same for all of these layers, whichever model they are of.
+    """All attention layers of a rank, of the served model and of a draft model.
 
     Args:
         config: The engine's configuration.
@@ -31,8 +31,8 @@ class KVCacheLayers:
         runtime: The bound device.
 
     Attributes:
-        groups: What the layers of each group see, in tokens, or None for all.
-        plans: Those of all layers.
+        groups: Attention window of each group in tokens, or None for full attention.
+        attention_groups: Backends and groups of all layers.
     """
 
     def __init__(self, config: EngineConfig, platform: Platform, runtime: DeviceRuntime) -> None:
@@ -47,39 +47,43 @@ class KVCacheLayers:
         self.attention_groups: dict[Hashable, tuple[AttentionBackend, int]] = {}
 
     def backend_for(self, spec: AttentionSpec) -> AttentionBackend:
-        """The backend of layers that are built with `spec`: one for all that are alike."""
+        """The backend of layers with this spec. Equal specs share one."""
         if spec not in self._backends:
             self._backends[spec] = checked_attention_backend(self._platform, spec)
         return self._backends[spec]
 
     def set_layers(self, layers: Iterable[Attention]) -> None:
-        """Takes these for those that there are, grouped as the ones before."""
+        """Replaces the layers, and assigns the new ones to the present groups."""
         self._layers = list(layers)
         self._windows = layer_windows(self._layers, self._runtime.device)
         self._assign_groups()
 
     def clear(self) -> None:
-        """Lets go of the layers and of what they keep."""
+        """Drops the layers and their caches."""
         self.free_caches()
         self._layers = []
 
     def set_groups(self, windows: Sequence[int | None]) -> None:
-        """Gives the layers of each group a block table of their own: what they see, in tokens, or None for all."""
+        """Gives each group of layers its own block table.
+
+        Args:
+            windows: Attention window of each group in tokens, or None for full attention.
+        """
         self.groups = list(windows)
         self._assign_groups()
 
     def attention_groups_of(self, layers: Iterable[Attention]) -> AttentionGroups:
-        """Those that these layers read."""
+        """Backends and groups of some of the layers."""
         keys = {layer.metadata_key for layer in layers}
         return {key: plan for key, plan in self.attention_groups.items() if key in keys}
 
     def kv_cache_needs(self) -> KVCacheNeeds:
-        """What one token costs over all layers, and the block sizes that all backends accept.
+        """Bytes of one token over all layers, and the block sizes that all backends accept.
 
         Raises:
             CacheError: The backends have no block size in common.
         """
-        if not self._layers:  # an encoder's: one block holds a whole prompt, and takes no memory
+        if not self._layers:  # an encoder: one block holds a whole prompt, and takes no memory
             return KVCacheNeeds(0, (self._config.model.max_model_len,))
         layouts = [layer.backend.kv_layout() for layer in self._layers]
         common = [size for size in layouts[0].block_sizes if all(size in layout.block_sizes for layout in layouts)]
@@ -88,17 +92,17 @@ class KVCacheLayers:
             raise CacheError(f"The attention backends of this model accept no common block size: {offers}.")
         bytes_per_token = sum(layout.bytes_per_token for layout in layouts)
         if self._config.speculative is not None and self._config.speculative.model is not None:
-            # A draft model may be a token behind, and look further back than the model does.
+            # A draft model may be a token behind, so it attends to earlier positions than the served model.
             return KVCacheNeeds(bytes_per_token, tuple(common), ())
         stages = self._config.parallel.pipeline_parallel_size
         windows = reported_windows(self._layers, self._windows, self._runtime.device, stages)
         return KVCacheNeeds(bytes_per_token, tuple(common), windows)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        """Claims the KV cache of every layer; one for several where they have blocks of their own in it.
+        """Allocates the KV cache of every layer; layers of different groups share one.
 
         Raises:
-            CacheError: The memory for it cannot be had. No layer has a cache then.
+            CacheError: There is not enough memory. No layer has a cache then.
         """
         what = f"The KV cache of {num_blocks} blocks of {block_size} tokens"
         try:
@@ -114,16 +118,16 @@ class KVCacheLayers:
 
     @property
     def has_missing_caches(self) -> bool:
-        """Whether there are layers that have none now."""
+        """Whether a layer has no cache."""
         return any(layer.kv_cache is None for layer in self._layers)
 
     def free_caches(self) -> None:
-        """Gives up all keys and values."""
+        """Frees all caches."""
         for layer in self._layers:
             layer.kv_cache = None
 
     def _assign_groups(self) -> None:
-        """Deals the layers out to the groups. A backend makes one metadata per step: each block table has its own."""
+        """Assigns layers to groups. A backend builds one metadata per step, so each block table has its own backend."""
         self.attention_groups = {}
         self._layer_positions = assign_layers_to_groups(self._windows, self.groups, self._config.model.max_model_len)
         for layer, (group, _) in zip(self._layers, self._layer_positions, strict=True):

@@ -1,10 +1,10 @@
-"""The LoRA adapters of one worker: those that are loaded, on the host, and those that are in a slot, on the device.
+"""The LoRA adapters of one worker: loaded on the host, and in slots on the device.
 
-    host (LoRARequest's id)   1  2  3  5  8        as many as the engine core says: it counts them
-    slots                     [ 2 | 8 | 5 ]        max_loras; what a step needs is put in before it runs
+    host (lora_int_id)        1  2  3  5  8        the engine core limits their number
+    slots                     [ 2 | 8 | 5 ]        max_loras; filled before the step that needs them
 
-The core loads an adapter (`add`) before it plans a step with it, on all workers, and plans no more than `max_loras`
-different ones for requests that run. So nothing that is read here can fail within a step, and a slot is always found.
+The engine core has all workers load an adapter (`add_adapter`) before it plans a step with it, and plans at most
+`max_loras` different ones for running requests. So a step reads no files, and always finds a slot.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from mvllm.platform.runtime import DeviceRuntime
 
 
 class LoRAModelManager:
-    """Makes the linear layers of a loaded model take adapters, and keeps these.
+    """Adds LoRA weights to the linear layers of a loaded model, and manages the adapters.
 
     Args:
         model: The model.
         ctx: Its build context.
-        config: How many adapters, and how large.
+        config: Number and rank of adapters.
         runtime: The device.
 
     Attributes:
-        step: Tells the layers what to add.
+        step: The LoRA mapping that the layers read in the current step.
     """
 
     def __init__(self, model: CausalLM, ctx: BuildContext, config: LoRAConfig, runtime: DeviceRuntime) -> None:
@@ -52,7 +52,7 @@ class LoRAModelManager:
         self._slots: dict[int, int] = {}  # adapter -> slot, least recently used first
 
     def add_adapter(self, request: LoRARequest) -> None:
-        """Reads an adapter. One that is loaded already stays.
+        """Loads an adapter, unless it is loaded already.
 
         Raises:
             RequestError: Its files are not usable with this model.
@@ -68,33 +68,33 @@ class LoRAModelManager:
         self._loaded[request.lora_int_id] = adapter
 
     def remove_adapter(self, lora_int_id: int) -> None:
-        """Forgets an adapter, if it is loaded."""
+        """Removes an adapter, if it is loaded."""
         self._loaded.pop(lora_int_id, None)
         self._slots.pop(lora_int_id, None)
 
     def prepare_batch(self, ids: np.ndarray, num_scheduled: np.ndarray, num_tokens: int) -> LoRAMapping | None:
-        """Which tokens of a step have which adapter, all of which are in slots now; None where none has one.
+        """The LoRA mapping of a step, whose adapters are put into slots; None if no request has a loaded adapter.
 
         Args:
-            ids: [R]: the adapter of each request, in batch order; 0 for none. One that could not be loaded counts as
-                none: the core has failed its requests.
-            num_scheduled: [R]: tokens of each.
-            num_tokens: Of the step, padding included.
+            ids: [R]: adapter of each request, in batch order; 0 for none. An adapter that could not be loaded is
+                skipped: the engine core has failed its requests.
+            num_scheduled: [R]: tokens of each request.
+            num_tokens: Tokens of the step, padding included.
         """
         wanted = [int(i) for i in np.unique(ids) if int(i) in self._loaded]
         if not wanted:
             return None
         slots = self._claim_slots(wanted)
-        of_token = np.repeat(ids, num_scheduled)
-        if len(wanted) == 1 and len(of_token) == num_tokens and bool((of_token == wanted[0]).all()):
+        token_adapters = np.repeat(ids, num_scheduled)
+        if len(wanted) == 1 and len(token_adapters) == num_tokens and bool((token_adapters == wanted[0]).all()):
             return LoRAMapping(None, ((slots[0], 0, num_tokens),))
-        places = [np.flatnonzero(of_token == i).astype(np.int64) for i in wanted]
-        ends = np.cumsum([len(place) for place in places]).tolist()
-        segments = tuple(zip(slots, [0, *ends], ends, strict=False))
-        return LoRAMapping(self._runtime.from_numpy(np.concatenate(places)), segments)
+        token_indices = [np.flatnonzero(token_adapters == i).astype(np.int64) for i in wanted]
+        stops = np.cumsum([len(indices) for indices in token_indices]).tolist()
+        segments = tuple(zip(slots, [0, *stops], stops, strict=False))
+        return LoRAMapping(self._runtime.from_numpy(np.concatenate(token_indices)), segments)
 
     def largest_batch(self, num_tokens: int) -> LoRAMapping:
-        """A batch that takes as much memory as any: every token has an adapter, and all are gathered."""
+        """The mapping that takes most memory: every token has an adapter, and all are gathered."""
         return LoRAMapping(self._runtime.from_numpy(np.arange(num_tokens, dtype=np.int64)), ((0, 0, num_tokens),))
 
     def _claim_slots(self, wanted: list[int]) -> list[int]:
@@ -104,7 +104,7 @@ class LoRAModelManager:
                 slot = self._free_slot(wanted)
                 for layer in self._layers:
                     layer.set_lora(slot, self._loaded[i])
-            self._slots[i] = slot  # the newest
+            self._slots[i] = slot  # now the most recently used
         return [self._slots[i] for i in wanted]
 
     def _free_slot(self, wanted: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""The models of one rank, with their weights: the one that is served, a draft that guesses for it, the adapters."""
+"""Loads the models of one rank: the served model, its draft model, and the slots of its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 class ModelLoader:
-    """Builds the models on the device and loads this rank's weights; lets go of them again.
+    """Builds the models on the device, loads this rank's weights, and unloads them.
 
     Args:
         config: The engine's configuration.
         platform: Gives the op providers.
         runtime: The bound device.
         tp, pp: The rank's tensor-parallel and pipeline-parallel groups.
-        layers: Gets the attention layers of all models.
+        layers: Receives the attention layers of all models.
         num_devices: As in WorkerContext.
 
     Attributes:
-        draft: The model that guesses, on the last stage of an engine that has one.
+        draft: The draft model; None on pipeline stages but the last, and without one.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class ModelLoader:
         self.draft: DraftModel | None = None
 
     def load(self) -> BuildContext:
-        """Loads all of them.
+        """Loads all models.
 
         Returns:
-            What they were built with: what else belongs to them gets its operations there.
+            The build context, from which the sampler gets its operations.
 
         Raises:
-            ModelError: One of them, or the adapters' slots, cannot be had. What has been built stays until `drop`.
+            ModelError: A model, or the LoRA slots, cannot be loaded. What has been built stays until `unload`.
         """
         config = self._config.model
         context = BuildContext(
@@ -91,15 +91,15 @@ class ModelLoader:
         )
         model = self._model = self._load(config, context)
         if config.kind.num_labels and self._pp.is_last and model.scores is None:
-            raise ModelError(f"{type(model).__name__}, which is to classify prompts, sets no `scores` as its head.")
+            raise ModelError(f"{type(model).__name__} is a classification model, but sets no `scores` as its head.")
         layers = model.attention_layers()
         draft = None if self._config.speculative is None else self._config.speculative.model
-        if draft is not None and self._pp.is_last:  # which has all of it
+        if draft is not None and self._pp.is_last:  # a draft model is not split into stages
             whole = dataclasses.replace(
                 context, pp=GroupCoordinator.single("pp"), quantization=quantization_method(draft), with_adapters=False
             )
             self.draft = DraftModel(draft, self._load(draft, whole))
-            layers = [*layers, *self.draft.layers]
+            layers = [*layers, *self.draft.model.attention_layers()]
         if (lora := self._config.lora) is not None:
             with out_of_memory_as(
                 ModelError, f"The slots of {lora.max_loras} adapters", "Lower max_loras or max_lora_rank."
@@ -109,7 +109,7 @@ class ModelLoader:
         return context
 
     def _load(self, config: ModelConfig, context: BuildContext) -> CausalLM:
-        """A model on the device, with its weights."""
+        """Builds one model on the device and loads its weights."""
         model_class = resolve_model_class(config.architecture, config.model_impl)
         remedy = (
             "Choose a smaller dtype, quantization='int8' or 'int4', or a larger tensor_parallel_size or "
@@ -132,18 +132,18 @@ class ModelLoader:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether there is a model now."""
+        """Whether the model is loaded."""
         return self._model is not None
 
     @property
     def model(self) -> CausalLM:
-        """The model that is served; not to be asked for while there is none."""
-        assert self._model is not None, "the model was not loaded, or let go"
+        """The served model. It must be loaded."""
+        assert self._model is not None, "the model is not loaded"
         return self._model
 
     @property
     def supports_lora(self) -> bool:
-        """Whether requests may name one."""
+        """Whether the engine was started with LoRA."""
         return self._adapters is not None
 
     @property
@@ -151,13 +151,13 @@ class ModelLoader:
         """The LoRA adapters.
 
         Raises:
-            ConfigError: The engine takes none.
+            ConfigError: The engine was started without LoRA.
         """
         if self._adapters is None:
-            raise ConfigError("The engine was started without enable_lora: it takes no adapters.")
+            raise ConfigError("LoRA adapters need an engine that was started with enable_lora.")
         return self._adapters
 
     def unload(self) -> None:
-        """Lets go of them all, and of their KV caches. Idempotent."""
+        """Drops all models and their KV caches. Idempotent."""
         self._layers.clear()
         self._model = self._adapters = self.draft = None

@@ -1,11 +1,10 @@
-"""Steps and allocations that find no memory: what is said, in the user's terms, and whether ranks can go on.
+"""Out-of-memory errors in the user's terms, and an agreement among ranks on whether a failed step can be dropped.
 
-A rank that has no memory in the middle of a step leaves the others in a collective that it will never join, unless they
-have none either: ranks that share layers do the same work in the same order, and mostly fail in the same place. So a
-rank that fails asks the others whether they have failed in the same step, and waits for their answers, but not for
-long: one that computes, or waits for this one, does not answer. When all have, what they had submitted to their devices
-has to come to its end, which they tell each other as well: every sum among them is then complete, and the next step
-begins on all of them at the same place.
+A rank that runs out of memory within a step leaves the others waiting in a collective, unless they have failed too.
+Ranks that share layers do the same work in the same order, and mostly fail in the same place. So a failed rank asks the
+others whether they have failed in the same step, and waits for a short time; a rank that computes, or waits in a
+collective, does not answer. When all have failed, each synchronizes its device and tells the others: every collective
+is complete then, and the next step begins on all ranks in the same state.
 
     rank 0   step 7 ── no memory ── "7 failed" ─┐         ┌─ synchronize ── "7 over" ─┐        ┌─ step 8
     rank 1   step 7 ──── no memory ─ "7 failed" ┴─ both ──┴─ synchronize ─── "7 over" ┴─ both ─┴─ step 8
@@ -30,7 +29,10 @@ logger = get_logger(__name__)
 
 @contextmanager
 def out_of_memory_as(kind: type[MvllmError], what: str, remedy: str) -> Iterator[None]:
-    """Says in the user's terms that `what` found no memory: allocators raise RuntimeErrors of many wordings."""
+    """Raises `kind` with an explanation if the allocation of `what` fails.
+
+    Allocators raise many kinds of RuntimeError.
+    """
     try:
         yield
     except MvllmError:
@@ -42,10 +44,10 @@ def out_of_memory_as(kind: type[MvllmError], what: str, remedy: str) -> Iterator
 
 @contextmanager
 def step_out_of_memory_error(scheduler: SchedulerConfig, runtime: DeviceRuntime) -> Iterator[None]:
-    """Says which settings help a step that has found no memory.
+    """Names the settings to change if a step runs out of memory.
 
     Raises:
-        StepMemoryError: In the place of an error that the runtime knows as an allocator's.
+        StepMemoryError: Replaces an error that the runtime recognizes as an allocator's.
     """
     try:
         yield
@@ -63,13 +65,13 @@ def step_out_of_memory_error(scheduler: SchedulerConfig, runtime: DeviceRuntime)
 
 
 def all_ranks_failed_step(group: GroupCoordinator, runtime: DeviceRuntime, step: int, seconds: float) -> bool:
-    """Whether every rank of the group has failed in `step` and has nothing under way. Called by each that has failed.
+    """Whether every rank of the group has failed in `step` and its device is idle. Called by each failed rank.
 
     Args:
-        group: Ranks whose collectives within a step are sums and gathers that none completes alone.
+        group: Ranks whose collectives within a step need all of them.
         runtime: This rank's device.
         step: Number of the plan.
-        seconds: How long to wait for the others' answers, each of the two times.
+        seconds: How long to wait for the others' answers, in each of the two exchanges.
     """
     if group.world_size == 1:
         return True
@@ -80,22 +82,22 @@ def all_ranks_failed_step(group: GroupCoordinator, runtime: DeviceRuntime, step:
 
 
 def _all_ranks_sent(group: GroupCoordinator, word: str, seconds: float) -> bool:
-    """Tells the other ranks a word, and returns whether all of them say the same in time.
+    """Sends a word to the other ranks, and returns whether all of them send the same word in time.
 
-    One that says nothing keeps a thread waiting: the engine is to end then.
+    Without an answer a thread keeps waiting: the engine must end then.
     """
     others = [rank for rank in range(group.world_size) if rank != group.rank_in_group]
-    heard: list[str] = []
+    received: list[str] = []
 
-    def talk() -> None:
+    def exchange() -> None:
         try:
             group.cpu_group.send(word.encode(), *others)
             for rank in others:
-                heard.append(group.cpu_group.receive(rank).decode(errors="replace"))
-        except (RuntimeError, OSError, ValueError) as e:  # of whatever carries the bytes: a rank is gone
-            logger.debug("Another rank cannot be asked: %s", e)
+                received.append(group.cpu_group.receive(rank).decode(errors="replace"))
+        except (RuntimeError, OSError, ValueError) as e:  # errors of any transport: a rank has ended
+            logger.debug("Another rank cannot be reached: %s", e)
 
-    thread = threading.Thread(target=talk, name="mvllm-memory-agreement", daemon=True)
+    thread = threading.Thread(target=exchange, name="mvllm-memory-agreement", daemon=True)
     thread.start()
     thread.join(seconds)
-    return not thread.is_alive() and heard == [word] * len(others)
+    return not thread.is_alive() and received == [word] * len(others)

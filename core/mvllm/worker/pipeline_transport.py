@@ -1,9 +1,9 @@
-"""One rank's place in the pipeline: hidden states go on to the next stage, sampled tokens come back from the last.
+"""Communication between pipeline stages: hidden states to the next stage, sampled tokens back from the last one.
 
-No stage waits for the tokens of a step before it goes on with another; it takes them in when a plan touches a row that
-they belong to, or when it is asked for them. With as many steps under way as there are stages, all stages compute:
+No stage waits for the tokens of a step before it starts another. It receives them when a plan contains a row to which
+they belong, or when the output is collected. With as many steps in flight as stages, all stages compute:
 
-    stage 0    forward 0   forward 1              take in 0, forward 2   take in 1, forward 3
+    stage 0    forward 0   forward 1              receive 0, forward 2   receive 1, forward 3
     stage 1                forward 0, sample 0    forward 1, sample 1    forward 2, sample 2
 """
 
@@ -24,29 +24,29 @@ from mvllm.worker.input_batch import InputBatch
 
 @dataclass
 class _PendingOutput:
-    """A step whose output the last stage has not sent yet, or this stage has not looked at.
+    """A step whose output this stage has not received yet.
 
     Attributes:
         step: The plan's step.
         rows: int64 [R]: the rows in batch order.
-        sampling: int64 [S]: positions among them of the rows that sample.
+        sampling_positions: int64 [S]: positions among them of the rows that sample.
         sampled_rows: The rows that sample.
     """
 
     step: int
     rows: np.ndarray
-    sampling: np.ndarray
+    sampling_positions: np.ndarray
     sampled_rows: frozenset[int]
 
 
 class PipelineTransport:
-    """What a stage exchanges with the others.
+    """Sends to and receives from the other stages.
 
     Args:
         group: The pipeline group.
         runtime: The device.
-        hidden_size, dtype: Of the hidden states between stages.
-        every_rank_answers: Every stage wants the whole output of every step, not only the tokens.
+        hidden_size, dtype: Of the hidden states.
+        every_rank_answers: Every stage returns the whole output of every step, not only the last.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class PipelineTransport:
     # --- forward
 
     def receive_hidden(self, num_tokens: int) -> torch.Tensor | None:
-        """What the stage before made of the step: [num_tokens, hidden_size]; None on the first stage."""
+        """Hidden states of the step from the previous stage: [num_tokens, hidden_size]; None on the first stage."""
         if self.is_first:
             return None
         return self._group.recv((num_tokens, self._hidden_size), self._dtype, self._group.rank_in_group - 1)
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
-        """Hands the step on to the next stage."""
+        """Sends the hidden states of the step to the next stage."""
         self._group.send(hidden, self._group.rank_in_group + 1)
 
     def zero_hidden_states(self, num_tokens: int) -> torch.Tensor | None:
-        """Zeros in place of `receive_hidden`, for a pass that each stage makes by itself."""
+        """Zeros instead of `receive_hidden`, for runs of this stage alone; None on the first stage."""
         if self.is_first:
             return None
         return torch.zeros((num_tokens, self._hidden_size), dtype=self._dtype, device=self._runtime.device)
@@ -97,31 +97,33 @@ class PipelineTransport:
     # --- back
 
     def send_output(self, output: ModelRunnerOutput, *, any_sampled: bool) -> None:
-        """On the last stage: tells the others what the step has given, as far as they want to know."""
+        """On the last stage: sends the output of a step, or its tokens, to the other stages."""
         if self._every_rank_answers:
-            told = output
+            message = output
         elif any_sampled:
-            told = ModelRunnerOutput(
+            message = ModelRunnerOutput(
                 step=output.step,
                 sampled_token_ids=output.sampled_token_ids,
                 further_token_ids=output.further_token_ids,
             )
         else:
             return
-        self._group.cpu_group.send(msgspec.msgpack.encode(told), *range(self._group.world_size - 1))
+        self._group.cpu_group.send(msgspec.msgpack.encode(message), *range(self._group.world_size - 1))
 
-    def expect_output(self, step: int, rows: np.ndarray, sampling: np.ndarray) -> None:
-        """On the other stages: remembers that `send_output` will be called for this step."""
-        if self._every_rank_answers or len(sampling):
-            self._awaited_steps.append(_PendingOutput(step, rows, sampling, frozenset(rows[sampling].tolist())))
+    def expect_output(self, step: int, rows: np.ndarray, sampling_positions: np.ndarray) -> None:
+        """On the other stages: records that the last stage will call `send_output` for this step."""
+        if self._every_rank_answers or len(sampling_positions):
+            self._awaited_steps.append(
+                _PendingOutput(step, rows, sampling_positions, frozenset(rows[sampling_positions].tolist()))
+            )
 
     def skip_step(self, step: int) -> None:
-        """On the other stages: a step in which nothing is computed has an empty output."""
+        """On the other stages: records the empty output of a step in which nothing is computed."""
         if self._every_rank_answers:
             self._outputs[step] = ModelRunnerOutput(step=step)
 
     def apply_pending_outputs(self, plan: SchedulerOutput, table: InputBatch) -> None:
-        """Takes in the tokens of all rows that `plan` touches, before it is applied to `table`."""
+        """Receives the tokens of all rows in `plan`, before it is applied to `table`."""
         if not self._awaited_steps:
             return
         touched = {*plan.rows, *plan.freed_rows}
@@ -129,19 +131,21 @@ class PipelineTransport:
             self._receive_oldest_output(table)
 
     def collect_output(self, step: int, table: InputBatch) -> ModelRunnerOutput:
-        """The output of a step, once it is there."""
+        """Waits for the output of a step."""
         while step not in self._outputs:
             self._receive_oldest_output(table)
         return self._outputs.pop(step)
 
     def _receive_oldest_output(self, table: InputBatch) -> None:
-        """Receives the oldest output awaited and appends its tokens to their rows."""
+        """Receives the oldest pending output, and appends its tokens to their rows."""
         awaited = self._awaited_steps.popleft()
         payload = self._group.cpu_group.receive(self._group.world_size - 1)
         output = msgspec.msgpack.decode(payload, type=ModelRunnerOutput)
         assert output.step == awaited.step, f"expected the output of step {awaited.step}, got {output.step}"
         tokens = np.array(output.sampled_token_ids, dtype=np.int64)
-        further = {int(awaited.rows[position]): more for position, more in output.further_token_ids.items()}
-        table.append_sampled_tokens(awaited.rows[awaited.sampling], tokens[awaited.sampling], further)
+        accepted = {int(awaited.rows[position]): drafts for position, drafts in output.further_token_ids.items()}
+        table.append_sampled_tokens(
+            awaited.rows[awaited.sampling_positions], tokens[awaited.sampling_positions], accepted
+        )
         if self._every_rank_answers:
             self._outputs[output.step] = output

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, for the requests that ask for them."""
+"""Log-probabilities of prompt tokens, for requests with `prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _CHUNK = 256
 
 
 class PromptLogprobsComputer:
-    """Computes them from a step's hidden states.
+    """Computes prompt log-probabilities from the hidden states of a step.
 
     Args:
         rows: The worker's rows.
         runtime: The device.
-        sizes: Numbers of rows whose logits are computed at once, rising, where these are not free.
+        sizes: Padded numbers of rows whose logits are computed at once, rising; None if any size is allowed.
     """
 
     def __init__(self, rows: InputBatch, runtime: DeviceRuntime, sizes: tuple[int, ...] | None) -> None:
@@ -36,7 +36,7 @@ class PromptLogprobsComputer:
     def compute(
         self, inputs: StepInputs, hidden: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[int, list[PromptLogprobsChunk]]:
-        """Of the prompt tokens that a step's positions predict, by position in the batch, for the rows that asked.
+        """Log-probabilities of the prompt tokens that the step's positions predict, by position in the batch.
 
         Args:
             hidden: [T, hidden_size].

@@ -1,15 +1,15 @@
-"""Sampled tokens that stay on the device between steps, so that the host need not wait for them to start the next.
+"""Sampled tokens that stay on the device between steps, so that the next step starts without waiting for the host.
 
-The device keeps the last sampled token of every row. A step's input ids come from the host in one copy, as ever; where
-a token is not known there, stands a mark that names its row, and the device puts the token in its place.
+The device holds the last sampled token of every row. Input ids come from the host in one copy; a token unknown to the
+host is a placeholder that names its row, and the device replaces it.
 
-    host    history of row 2  [11, 40, 8, -3]      -3 = -1 - row: sampled by a step that nobody has read
+    host    history of row 2  [11, 40, 8, -3]      -3 = -1 - row: sampled by a step that was not read yet
     device  last token        [ 5,  9, 7,  0]
             input ids         [.., -3, ..]  ->  [.., 7, ..]
 
-Results are read when they are asked for, one step late, or before that when a row is to be sampled whose next token
-depends on the last one in a way that only the host can compute (bad words of several tokens, logits processors that
-read tokens). Penalties are no such thing: what they need is counted on the device, see DeviceTokenCounts.
+Results are read when they are collected, one step late. They are read earlier if a row samples whose next token depends
+on the previous ones in a way that only the host can compute (bad words of several tokens, logits processors that read
+tokens). Penalties are computed on the device, see DeviceTokenCounts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mvllm.worker.step_result import StepResult
 
 
 class SampledTokenBuffer:
-    """The last tokens on the device, and the results of steps that nobody has read.
+    """The last sampled tokens on the device, and the results of steps that were not read yet.
 
     Args:
         runtime: The device.
@@ -36,12 +36,12 @@ class SampledTokenBuffer:
     def __init__(self, runtime: DeviceRuntime, history: TokenHistory) -> None:
         self._runtime = runtime
         self._history = history
-        self._last_token_ids = runtime.empty((len(history.num_tokens) + 1,), torch.int32)  # one to spare, for padding
+        self._last_token_ids = runtime.empty((len(history.num_tokens) + 1,), torch.int32)  # one more for padding
         self._unread_steps: deque[tuple[StepResult, PlaceholderTokens]] = deque()
         self._outputs: dict[int, ModelRunnerOutput] = {}
 
     def replace_placeholders(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Puts tokens in the place of marks.
+        """Replaces placeholders in input ids by the sampled tokens.
 
         Args:
             token_ids: int32 [T] on the device.
@@ -50,32 +50,32 @@ class SampledTokenBuffer:
         return torch.where(token_ids < 0, self._last_token_ids.index_select(0, rows), token_ids)
 
     def store(self, sampled: SamplerOutput, rows: torch.Tensor) -> None:
-        """Remembers the tokens of a step, on the device.
+        """Stores the sampled tokens of a step, on the device.
 
         Args:
             sampled: n tokens.
-            rows: int32 [n or more] on the device; the rows they belong to.
+            rows: int32 [n or more] on the device; their rows.
         """
         token_ids = sampled.token_ids
         self._last_token_ids.index_copy_(0, rows[: len(token_ids)].long(), token_ids.to(torch.int32))
 
     def add_step(self, result: StepResult) -> None:
-        """Takes a step whose work has been submitted. Its rows have one token more from now on."""
+        """Adds a submitted step. Each sampling row has one token more from now on."""
         if result.sampled is not None:
             result.sampled.send_to_host(self._runtime.to_host)
-        self._unread_steps.append((result, self._history.append_placeholders(result.rows[result.sampling])))
+        self._unread_steps.append((result, self._history.append_placeholders(result.rows[result.sampling_positions])))
 
     def add_failed_step(self, output: ModelRunnerOutput) -> None:
-        """Takes a step that has failed for all of its rows, whose tokens nobody will see."""
+        """Adds the output of a step in which all rows have failed."""
         self._outputs[output.step] = output
 
     def read_all_steps(self) -> None:
-        """Waits for all steps added so far; then the host knows every token."""
+        """Waits for all steps added so far. Afterwards the host knows every token."""
         while self._unread_steps:
             self._read_oldest_step()
 
     def collect_output(self, step: int) -> ModelRunnerOutput:
-        """The output of a step, once it is there. To be called once for each."""
+        """Waits for the output of a step. Call it once per step."""
         while step not in self._outputs:
             self._read_oldest_step()
         return self._outputs.pop(step)

@@ -1,16 +1,16 @@
-"""Builds one step's inputs on the host, in one buffer, and copies them to the device once.
+"""Builds the inputs of one step on the host, in one buffer, and copies them to the device once.
 
     | token_ids T | positions T | slots T | query_start_loc R+1 | seq_lens R | logits_indices L | block_table R*P |
-    | prompt_lens T, for models that need it | sample_rows S, where tokens stay on the device |  all int32
-    | slots T | block_table R*P | for each group of layers behind the first
+    | prompt_lens T, for models that read it | sample_rows S, where tokens stay on the device |  all int32
+    | slots T | block_table R*P | for each further group of layers
 
 T tokens, R requests, S rows that sample, P pages (width of the block table): each padded up to the platform's buckets,
-S to those of requests. L is S, and one more for each token that was guessed: a guess is checked against what the model
-gives behind the token before it.
+S to those of requests. L is S plus the number of draft tokens: a draft token is verified with the logits of the token
+before it.
 
-    row 4, known 11 40 8, guessed 7 9         computes 8 7 9, and L has the logits behind 8, behind 7 and behind 9
+    row 4, known 11 40 8, drafts 7 9          computes 8 7 9, and L has the logits behind 8, behind 7 and behind 9
 
-Token ids may be marks of tokens that only the device knows, see TokenHistory; SampledTokenBuffer puts the tokens there.
+Token ids may be placeholders of tokens that only the device knows (see TokenHistory); SampledTokenBuffer replaces them.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _Buffer = TypeVar("_Buffer", np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True)
-class _BufferLayout:
-    """Which parts the buffer of a step has, after padding. Two steps with equal packings have equal shapes throughout.
+class BufferLayout:
+    """The parts of a step's buffer after padding. Two steps with equal layouts have equal shapes throughout.
 
     Attributes:
-        tokens, requests, lines, pages: T, R, L, P.
+        tokens, requests, logits_rows, pages: T, R, L, P.
         prompt_lens, sample_rows: Sizes of these parts; 0 without them.
         num_groups: Groups of layers.
     """
 
     tokens: int
     requests: int
-    lines: int
+    logits_rows: int
     pages: int
     prompt_lens: int
     sample_rows: int
@@ -54,20 +54,20 @@ class _BufferLayout:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Of the parts, in the order of the module's picture."""
+        """Sizes of the parts, in the order of the module's picture."""
         table = self.requests * self.pages
-        first = [*[self.tokens] * 3, self.requests + 1, self.requests, self.lines, table]
+        first = [*[self.tokens] * 3, self.requests + 1, self.requests, self.logits_rows, table]
         return [*first, self.prompt_lens, self.sample_rows, *[self.tokens, table] * (self.num_groups - 1)]
 
     @property
     def slot_and_table_indices(self) -> list[tuple[int, int]]:
-        """Of each group's slots and block table among the parts."""
+        """Index of each group's slots and block table among the parts."""
         return [(2, 6), *((i, i + 1) for i in range(9, len(self.sizes), 2))]
 
     def parts(self, buffer: _Buffer) -> list[_Buffer]:
-        """The parts of a buffer. Slices, as every device has them: what `split` gives is no index on some."""
-        ends: list[int] = list(accumulate(self.sizes))
-        return [buffer[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        """The parts of a buffer. Slices rather than `split`, whose results some devices do not accept as indices."""
+        stops: list[int] = list(accumulate(self.sizes))
+        return [buffer[a:b] for a, b in zip([0, *stops], stops, strict=False)]
 
     def layouts(
         self,
@@ -78,7 +78,7 @@ class _BufferLayout:
         max_query_len: int,
         max_seq_len: int,
     ) -> list[BatchLayout]:
-        """One for each group: the parts on the host, and on the device."""
+        """One BatchLayout for each group, from the parts on the host and on the device."""
         shape = (self.requests, self.pages)
         layout = BatchLayout(
             num_requests=self.requests,
@@ -109,28 +109,29 @@ class _BufferLayout:
 
 @dataclass
 class StepInputs:
-    """What one step computes with.
+    """The inputs of one step.
 
     Attributes:
         rows: int64 [R], host: the rows in batch order.
-        num_scheduled: int32 [R], host.
+        num_scheduled: int32 [R], host: tokens of each row in this step.
         first_positions: int32 [R], host: position of each row's first token in this step.
-        sampling: int64 [S], host: positions in the batch of the rows that reach the end of their known tokens, and
-            are to get another one.
-        num_drafts: int32 [S], host: how many guesses of each of these rows are checked. They stand in the history.
+        sampling_positions: int64 [S], host: positions in the batch of the rows that sample, because the step reaches
+            the end of their known tokens.
+        num_draft_tokens: int32 [S], host: draft tokens of each sampling row that the step verifies. The history holds
+            them behind the known tokens.
         token_ids, positions: int32 [T], device.
-        logits_indices: int32 [L], device: index among the T tokens of each sampling row's last known token, and of its
-            guesses behind it. Only here S is padded (with index 0), where there are no guesses: to a size of its own,
-            or to that of requests, see StepInputBuilder.
-        layouts: For the attention backends, one per group of layers. They differ in block_table and slot_mapping alone.
-        prompt_lens: int32 [T], device: length of the prompt that each token's request began with, or None.
-        sample_rows: int32 [S], device: the rows of `sampling`, padded with a row that no request has, or None.
+        logits_indices: int32 [L], device: index among the T tokens of each sampling row's last known token and of its
+            draft tokens. S is padded here (with index 0), in steps without draft tokens: see StepInputBuilder.
+        layouts: For the attention backends, one per group of layers; only block_table and slot_mapping differ.
+        prompt_lens: int32 [T], device: prompt length of each token's request; None for models that do not read it.
+        sample_rows: int32 [S], device: the rows that sample, padded with an unused row; None where tokens do not stay
+            on the device.
     """
 
     rows: np.ndarray
     num_scheduled: np.ndarray
     first_positions: np.ndarray
-    sampling: np.ndarray
+    sampling_positions: np.ndarray
     num_draft_tokens: np.ndarray
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -141,17 +142,17 @@ class StepInputs:
 
     @property
     def layout(self) -> BatchLayout:
-        """Of the first group."""
+        """The layout of the first group."""
         return self.layouts[0]
 
     @property
     def num_logits_rows(self) -> np.ndarray:
-        """int32 [S]: of the L lines of logits, how many each sampling row has."""
+        """int32 [S]: rows of logits of each sampling row, L in total."""
         return self.num_draft_tokens + 1
 
 
 class StepInputBuilder:
-    """Turns a plan into StepInputs.
+    """Builds StepInputs from plans.
 
     Args:
         rows: The worker's rows.
@@ -160,13 +161,13 @@ class StepInputBuilder:
         max_rows: Most requests in one step.
         runtime: The device.
         shapes: The platform's buckets.
-        with_prompt_lens: Whether the model reads `prompt_lens`.
-        with_sample_rows: Whether `sample_rows` is wanted.
-        max_drafts: Most guesses that are checked for a row.
-        every_request_samples: S is padded to what R is padded to: one size less that a step's shapes depend on.
+        with_prompt_lens: The model reads `prompt_lens`.
+        with_sample_rows: Build `sample_rows`.
+        max_draft_tokens: Most draft tokens of a row in one step.
+        every_request_samples: Pad S to the size of R, so that shapes depend on one size less.
 
     Attributes:
-        staging: The buffers of the step that `build` has begun. Whoever submits its work ends it there.
+        staging: The buffers of the step that `build` has begun. The caller ends the step there after submitting it.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class StepInputBuilder:
         shapes: ShapePolicy,
         with_prompt_lens: bool = False,
         with_sample_rows: bool = False,
-        max_drafts: int = 0,
+        max_draft_tokens: int = 0,
         every_request_samples: bool = False,
     ) -> None:
         self._every_request_samples = every_request_samples
@@ -193,29 +194,33 @@ class StepInputBuilder:
         max_rows = _largest("max_num_seqs", max_rows, "requests", shapes.requests)
         max_pages = _largest("max_model_len in blocks", rows.max_pages, "pages", shapes.pages)
         groups = rows.num_groups
-        capacity = (3 + groups) * max_tokens + (4 + max_drafts) * max_rows + 1 + groups * max_rows * max_pages
+        capacity = (3 + groups) * max_tokens + (4 + max_draft_tokens) * max_rows + 1 + groups * max_rows * max_pages
         self.staging = StagingBuffers(runtime)
         self.staging.reserve(capacity, torch.int32)
         self._counting = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int32)
 
     def build(self, plan: SchedulerOutput) -> StepInputs:
-        """The inputs of `plan`, whose changes have been applied to the rows already."""
+        """The inputs of `plan`, which has been applied to the rows."""
         table, history = self._rows, self._rows.history
         rows = np.array(plan.rows, dtype=np.int64)
         num_scheduled = np.array(plan.num_scheduled_tokens, dtype=np.int32)
         first = table.num_computed[rows]
-        ends = first + num_scheduled
-        num_drafts = None
+        seq_lens = first + num_scheduled
+        num_draft_tokens = None
         if plan.draft_token_ids:
-            num_drafts = np.zeros(len(rows), dtype=np.int32)
+            num_draft_tokens = np.zeros(len(rows), dtype=np.int32)
             for position, drafts in plan.draft_token_ids.items():
-                num_drafts[position] = len(drafts)
-            ends -= num_drafts
-        sampling = (ends == history.num_tokens[rows]).nonzero()[0]
+                num_draft_tokens[position] = len(drafts)
+            seq_lens -= num_draft_tokens
+        sampling_positions = (seq_lens == history.num_tokens[rows]).nonzero()[0]
         if pooled := table.pooling.params:
-            sampling = sampling[[row not in pooled for row in rows[sampling].tolist()]]
+            sampling_positions = sampling_positions[[row not in pooled for row in rows[sampling_positions].tolist()]]
         return self.build_rows(
-            rows, first, num_scheduled, sampling, None if num_drafts is None else num_drafts[sampling]
+            rows,
+            first,
+            num_scheduled,
+            sampling_positions,
+            None if num_draft_tokens is None else num_draft_tokens[sampling_positions],
         )
 
     def build_rows(
@@ -223,22 +228,23 @@ class StepInputBuilder:
         rows: np.ndarray,
         first: np.ndarray,
         num_scheduled: np.ndarray,
-        sampling: np.ndarray,
-        num_drafts: np.ndarray | None = None,
+        sampling_positions: np.ndarray,
+        num_draft_tokens: np.ndarray | None = None,
     ) -> StepInputs:
-        """The inputs of a step over tokens that stand in the history, guesses included.
+        """The inputs of a step over tokens in the history, draft tokens included.
 
         Args:
             rows: int64 [R], at least one.
-            first, num_scheduled: int32 [R]: which of each row's positions, at least one.
-            sampling: int64 [S]: positions among `rows`, rising.
-            num_drafts: int32 [S]; None for none.
+            first: int32 [R]: first position of each row in the step.
+            num_scheduled: int32 [R]: positions of each row in the step, at least one.
+            sampling_positions: int64 [S]: positions among `rows`, rising.
+            num_draft_tokens: int32 [S]; None without draft tokens.
         """
         table, history = self._rows, self._rows.history
         seq_lens = first + num_scheduled
-        num_requests, num_tokens, num_sampling = len(rows), int(num_scheduled.sum()), len(sampling)
+        num_requests, num_tokens, num_sampling = len(rows), int(num_scheduled.sum()), len(sampling_positions)
         max_query_len, max_seq_len = int(num_scheduled.max()), int(seq_lens.max())
-        num_logits_rows = num_sampling if num_drafts is None else num_sampling + int(num_drafts.sum())
+        num_logits_rows = num_sampling if num_draft_tokens is None else num_sampling + int(num_draft_tokens.sum())
 
         padded_tokens = ShapePolicy.pad(num_tokens, self._shapes.tokens)
         padded_requests = ShapePolicy.pad(num_requests, self._shapes.requests)
@@ -246,38 +252,40 @@ class StepInputBuilder:
         padded_sampling = ShapePolicy.pad(num_sampling, self._shapes.requests) if num_sampling else 0
         if self._every_request_samples:
             padded_sampling = padded_requests
-        packing = _BufferLayout(
+        layout = BufferLayout(
             tokens=padded_tokens,
             requests=padded_requests,
-            lines=padded_sampling if num_drafts is None else num_logits_rows,
+            logits_rows=padded_sampling if num_draft_tokens is None else num_logits_rows,
             pages=pages,
             prompt_lens=padded_tokens if self._with_prompt_lens else 0,
             sample_rows=padded_sampling if self._with_sample_rows else 0,
             num_groups=table.num_groups,
         )
-        padded_lines, num_places = packing.lines, sum(packing.sizes)
+        padded_logits_rows, size = layout.logits_rows, sum(layout.sizes)
         self.staging.begin_step()
-        buffer = self.staging.buffer(num_places, torch.int32)
-        parts = packing.parts(buffer.numpy())
+        buffer = self.staging.buffer(size, torch.int32)
+        parts = layout.parts(buffer.numpy())
         token_ids, positions, _, query_start_loc, lens, logits_indices, _, prompt_lens, sample_rows = parts[:9]
 
         lens[:num_requests] = seq_lens
         if max_query_len == 1:  # a step of nothing but decoding: token i is request i
             row_of_token, position = rows, first
             query_start_loc[: num_requests + 1] = self._counting[: num_requests + 1]
-            logits_indices[:num_sampling] = sampling
+            logits_indices[:num_sampling] = sampling_positions
         else:
             query_start_loc[0] = 0
             num_scheduled.cumsum(out=query_start_loc[1 : num_requests + 1])
-            last = query_start_loc[sampling + 1] - 1
-            logits_indices[:num_logits_rows] = last if num_drafts is None else _logits_indices_of(last, num_drafts)
+            last = query_start_loc[sampling_positions + 1] - 1
+            logits_indices[:num_logits_rows] = (
+                last if num_draft_tokens is None else ragged_ranges(last - num_draft_tokens, num_draft_tokens + 1)
+            )
             row_of_token = rows.repeat(num_scheduled)
             offsets = self._counting[:num_tokens] - query_start_loc[:num_requests].repeat(num_scheduled)
             position = first.repeat(num_scheduled) + offsets
         token_ids[:num_tokens] = history.token_ids[row_of_token, position]
         positions[:num_tokens] = position
         page, offset = position // self._block_size, position % self._block_size
-        for group, (slot_mapping_index, block_table_index) in enumerate(packing.slot_and_table_indices):
+        for group, (slot_mapping_index, block_table_index) in enumerate(layout.slot_and_table_indices):
             slots, block_table = parts[slot_mapping_index], parts[block_table_index].reshape(padded_requests, pages)
             tables = table.block_table[group * table.max_rows :]
             known = block_table[:num_requests, : tables.shape[1]]  # a bucket may be wider than any sequence
@@ -294,9 +302,9 @@ class StepInputBuilder:
             prompt_lens[:num_tokens] = history.num_prompt_tokens[row_of_token]
             prompt_lens[num_tokens:] = 0
         if self._with_sample_rows:
-            sample_rows[:num_sampling] = rows[sampling]
+            sample_rows[:num_sampling] = rows[sampling_positions]
             sample_rows[num_sampling:] = table.max_rows
-        if padded_lines > num_logits_rows:
+        if padded_logits_rows > num_logits_rows:
             logits_indices[num_logits_rows:] = 0
         if padded_tokens > num_tokens:
             token_ids[num_tokens:] = 0
@@ -305,15 +313,15 @@ class StepInputBuilder:
             query_start_loc[num_requests + 1 :] = num_tokens
             lens[num_requests:] = 0
 
-        views = packing.parts(self.staging.copy_to_device(buffer[:num_places]))
+        views = layout.parts(self.staging.copy_to_device(buffer[:size]))
         lengths = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
-        layouts = packing.layouts(parts, views, block_size=self._block_size, **lengths)
+        layouts = layout.layouts(parts, views, block_size=self._block_size, **lengths)
         return StepInputs(
             rows,
             num_scheduled,
             first,
-            sampling,
-            np.zeros(num_sampling, dtype=np.int32) if num_drafts is None else num_drafts,
+            sampling_positions,
+            np.zeros(num_sampling, dtype=np.int32) if num_draft_tokens is None else num_draft_tokens,
             token_ids=views[0],
             positions=views[1],
             logits_indices=views[5],
@@ -323,105 +331,22 @@ class StepInputBuilder:
         )
 
 
-def _logits_indices_of(last: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
-    """int [L]: for each of `last`, int [S], that index and as many before it as there are guesses, rising."""
-    num_logits_rows = num_drafts + 1
-    ends = num_logits_rows.cumsum()
-    return np.arange(ends[-1]) + (last - ends + 1).repeat(num_logits_rows)
-
-
-def profiling_inputs(
-    *,
-    max_tokens: int,
-    max_rows: int,
-    max_model_len: int,
-    block_size: int,
-    runtime: DeviceRuntime,
-    shapes: ShapePolicy,
-    with_prompt_lens: bool = False,
-) -> StepInputs:
-    """Inputs of the largest step that the limits allow, its tokens in requests of about equal length.
-
-    All of them read block 0 and write nothing, so that a KV cache of one block will do.
-    """
-    num_tokens = min(max_tokens, max_rows * max_model_len)
-    query_len = -(-num_tokens // max_rows)
-    num_requests = -(-num_tokens // query_len)
-    return dummy_inputs(
-        num_tokens,
-        num_requests,
-        padded_tokens=ShapePolicy.pad(num_tokens, shapes.tokens),
-        padded_requests=ShapePolicy.pad(num_requests, shapes.requests),
-        pages=ShapePolicy.pad(-(-query_len // block_size), shapes.pages),
-        block_size=block_size,
-        runtime=runtime,
-        with_prompt_lens=with_prompt_lens,
-    )
-
-
-def dummy_inputs(
-    num_tokens: int,
-    num_requests: int,
-    *,
-    padded_tokens: int,
-    padded_requests: int,
-    pages: int,
-    block_size: int,
-    runtime: DeviceRuntime,
-    with_prompt_lens: bool = False,
-    with_sample_rows: bool = False,
-    num_groups: int = 1,
-) -> StepInputs:
-    """Inputs of a step of given sizes, its tokens shared out evenly, that reads block 0 and writes nothing.
-
-    They come to the device as those of steps do, in one copy that is cut in the same way.
-    """
-    query_len = -(-num_tokens // num_requests)
-    packing = _BufferLayout(
-        tokens=padded_tokens,
-        requests=padded_requests,
-        lines=padded_requests,
-        pages=pages,
-        prompt_lens=padded_tokens if with_prompt_lens else 0,
-        sample_rows=padded_requests if with_sample_rows else 0,
-        num_groups=num_groups,
-    )
-    buffer = np.zeros(sum(packing.sizes), dtype=np.int32)
-    parts = packing.parts(buffer)
-    _, positions, _, query_start_loc, seq_lens, logits_indices = parts[:6]
-    positions[:] = np.arange(padded_tokens) % query_len
-    query_start_loc[:] = np.minimum(np.arange(padded_requests + 1, dtype=np.int32) * query_len, num_tokens)
-    seq_lens[:] = np.diff(query_start_loc)
-    logits_indices[:] = np.maximum(query_start_loc[1:] - 1, 0)
-    for slot_mapping_index, _ in packing.slot_and_table_indices:
-        parts[slot_mapping_index][:] = -1
-    views = packing.parts(runtime.from_numpy(buffer))
-    return StepInputs(
-        rows=np.arange(num_requests),
-        num_scheduled=seq_lens[:num_requests],
-        first_positions=np.zeros(num_requests, dtype=np.int32),
-        sampling=np.arange(num_requests),
-        num_draft_tokens=np.zeros(num_requests, dtype=np.int32),
-        token_ids=views[0],
-        positions=views[1],
-        logits_indices=views[5],
-        layouts=packing.layouts(parts, views, block_size=block_size, max_query_len=query_len, max_seq_len=query_len),
-        prompt_lens=views[7] if with_prompt_lens else None,
-        sample_rows=views[8] if with_sample_rows else None,
-    )
+def ragged_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """int [sum of counts]: for each i the `counts[i]` numbers from `starts[i]` on."""
+    ends = counts.cumsum()
+    return np.arange(ends[-1]) + (starts - ends + counts).repeat(counts)
 
 
 def _largest(limit: str, value: int, dimension: str, buckets: tuple[int, ...] | None) -> int:
-    """The bucket that holds the largest step.
+    """The bucket of the largest step.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No bucket is large enough.
     """
     try:
         return ShapePolicy.pad(value, buckets)
     except ValueError as e:
         found = max(buckets) if buckets else "none"
         raise ConfigError(
-            f"{limit} is {value}, but the largest number of {dimension} that the platform's shapes have is {found}. "
-            "Lower the limit."
+            f"{limit} is {value}, but the platform's largest bucket for {dimension} is {found}. Lower the limit."
         ) from e

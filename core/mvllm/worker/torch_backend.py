@@ -1,7 +1,7 @@
-"""Torch has one place for a device that it does not know itself, PrivateUse1, and whoever takes it keeps it.
+"""Checks that torch's PrivateUse1 device, of which there is one per process, is free for the platform.
 
-A library may take it as early as the import of torch, which loads what is registered in the group `torch.backends`. The
-platform that comes second would fail with whatever its library makes of that; here it is told beforehand.
+A library may register itself as PrivateUse1 as early as the import of torch, which loads the entry points of
+`torch.backends`. The platform's own registration would then fail with an unclear error; this check raises a clear one.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from mvllm.platform.interface import Platform
 
 
 def check_torch_backend(platform: Platform) -> None:
-    """Fails if the platform wants PrivateUse1 and another library has it.
+    """Fails if the platform needs PrivateUse1 and another library is registered.
 
     Raises:
-        PlatformError: Names both, and says how to keep the other one away.
+        PlatformError: Names both, and says how to keep the other library from loading.
     """
     wanted = platform.spec.torch_backend
     if wanted is None:
         return
     owner = torch._C._get_privateuse1_backend_name()
-    # Nobody's, it bears a name of torch's own that begins like this.
+    # torch's own default name begins with "private".
     if owner == wanted or owner.startswith("private"):
         return
     raise PlatformError(
-        f"The platform {platform.spec.name!r} registers itself with torch as {wanted!r}, but torch's one place for a "
-        f"foreign device (PrivateUse1) has been taken by {owner!r} already. Set TORCH_DEVICE_BACKEND_AUTOLOAD=0 so "
-        "that torch does not load that one by itself, or uninstall its package; `mvllm doctor` names it."
+        f"The platform {platform.spec.name!r} registers itself with torch as {wanted!r}, but torch's only custom "
+        f"device (PrivateUse1) is registered as {owner!r} already. Set TORCH_DEVICE_BACKEND_AUTOLOAD=0 so that torch "
+        "does not load that library, or uninstall its package; `mvllm doctor` names it."
     )

@@ -1,21 +1,40 @@
-"""Which steps are run before the first request: of every shape under a ShapePolicy, or enough to compile for any."""
+"""Runs of the model without requests: the profile run, which measures memory, and the warm-up, which compiles.
+
+Such a run reads block 0 of the KV cache and writes nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 
+import numpy as np
+import torch
+
+from mvllm.logging import get_logger
+from mvllm.messages.sampling_params import SamplingParams
 from mvllm.platform.shapes import ShapePolicy
+from mvllm.platform.tokens_on_device import keeps_sampled_tokens_on_device
+from mvllm.sampling.batch_plan import warm_up_params
+from mvllm.sampling.penalties import DeviceTokenCounts
+from mvllm.sampling.sampler import Sampler
+from mvllm.sampling.sampling_state import SamplingState, TokenHistory
+from mvllm.worker.model_forward import ModelForward
+from mvllm.worker.sampled_token_buffer import SampledTokenBuffer
+from mvllm.worker.step_inputs import BufferLayout, StepInputs
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes after padding, and a step that fills them as far as it can.
+    """Sizes of a step after padding, and the largest step that has them.
 
     Attributes:
-        tokens, requests, pages: Buckets.
-        num_tokens, num_requests: Tokens and requests of the step, at most those.
+        tokens, requests, pages: Padded sizes.
+        num_tokens, num_requests: Tokens and requests of the step before padding.
     """
 
     tokens: int
@@ -25,15 +44,210 @@ class StepShape:
     num_requests: int
 
 
+def profile_step(
+    forward: ModelForward, make_sampler: Callable[[], Sampler], *, divisor: int, block_size: int, num_draft_tokens: int
+) -> None:
+    """Runs the largest step that the limits allow, divided by `divisor`, and samples in the way that takes most memory.
+
+    Args:
+        divisor: The step has so many times fewer tokens and requests, rounded up.
+        block_size: Tokens per block of the KV cache, which has one block.
+        num_draft_tokens: Most draft tokens of a request; each adds a row of logits.
+    """
+    scheduler, model = forward.config.scheduler, forward.config.model
+    max_tokens, max_rows = -(-scheduler.max_num_batched_tokens // divisor), -(-scheduler.max_num_seqs // divisor)
+    shape = profile_shape(forward.shapes(), max_tokens, max_rows, model.max_model_len, block_size)
+    inputs = dummy_inputs(forward, shape, block_size=block_size)
+    num_tokens = len(inputs.token_ids)
+    adapters = forward.loader.lora_manager.largest_batch(num_tokens) if forward.loader.supports_lora else None
+    hidden = forward.run(inputs, forward.pipeline.zero_hidden_states(num_tokens), adapters)
+    if forward.pipeline.is_last and model.kind.generates:
+        indices = inputs.logits_indices.repeat(1 + num_draft_tokens)[:num_tokens]
+        profile_sampling(forward, make_sampler, forward.loader.model.compute_logits(hidden.index_select(0, indices)))
+    if (draft := forward.loader.draft) is not None:
+        inputs.positions = inputs.positions.clamp(max=draft.config.max_model_len - 1)
+        draft.forward(forward.layers).run(inputs)
+    forward.runtime.synchronize()
+
+
+def profile_sampling(forward: ModelForward, make_sampler: Callable[[], Sampler], logits: torch.Tensor) -> None:
+    """Samples from each row of `logits` with the settings that take most memory."""
+    num_rows, config = logits.shape[0], forward.config
+    # As in real steps: a sampler that must not wait for the device filters the whole batch at once, and counts tokens
+    # in a table on the device.
+    on_device = keeps_sampled_tokens_on_device(config, forward.platform.capabilities)
+    counts = None
+    if on_device:
+        counts = DeviceTokenCounts(forward.runtime.empty, num_rows, config.model.vocab_size, config.model.max_model_len)
+    params = SamplingParams(top_p=0.5, repetition_penalty=1.5, logprobs=0)
+    state, history = _dummy_sampling_rows(config.model.vocab_size, [params] * num_rows, counts)
+    sampler = make_sampler()
+    sampler.may_synchronize &= not on_device
+    sampler.sample(logits, np.arange(num_rows), state, history)
+
+
+def warm_up(
+    forward: ModelForward, sampler: Sampler, buffer: SampledTokenBuffer | None, *, block_size: int, max_pages: int
+) -> None:
+    """Runs steps before the first request, so that no request waits for a compilation.
+
+        static_shapes           a step of every shape, and every kind of sampling for each number of requests
+        graphs, with buckets    a decode step of each size, which is captured
+        compile alone           a few steps, with which the compiler makes programs for any size
+
+    Which shapes the sampler has also depends on what requests ask for; only common settings are run.
+
+    Args:
+        buffer: Where sampled tokens stay on the device.
+        max_pages: Blocks of the longest sequence.
+    """
+    shapes, scheduler = forward.shapes(), forward.config.scheduler
+    limits = {"max_tokens": scheduler.max_num_batched_tokens, "max_rows": scheduler.max_num_seqs}
+    if forward.is_static:
+        all_shapes = step_shapes(shapes, **limits, max_pages=max_pages, block_size=block_size)
+        _warm_up_sampling(forward, sampler, buffer, _run_all_shapes(forward, buffer, all_shapes, block_size))
+    elif forward.is_compiled and forward.platform.capabilities.graphs and shapes.requests is not None:
+        _run_models(forward, decode_shapes(shapes, max_rows=scheduler.max_num_seqs), block_size)
+    elif forward.is_compiled and forward.needs_warm_up:
+        start = time.monotonic()
+        few_shapes = dynamic_compile_shapes(shapes, **limits, max_pages=max_pages, block_size=block_size)
+        _run_models(forward, few_shapes, block_size)
+        forward.runtime.synchronize()
+        logger.info("The model was compiled for steps of any size in %.1f s.", time.monotonic() - start)
+    forward.runtime.end_warm_up()
+
+
+def _run_models(forward: ModelForward, shapes: Iterable[StepShape], block_size: int) -> None:
+    """Runs the model alone for steps of these shapes."""
+    for shape in shapes:
+        inputs = dummy_inputs(forward, shape, block_size=block_size, num_groups=len(forward.layers.groups))
+        forward.run(inputs, forward.pipeline.zero_hidden_states(len(inputs.token_ids)))
+        forward.runtime.step_mark()
+
+
+def _run_all_shapes(
+    forward: ModelForward, buffer: SampledTokenBuffer | None, shapes: Iterable[StepShape], block_size: int
+) -> dict[int, torch.Tensor]:
+    """Runs a step of each shape.
+
+    Returns:
+        States whose logits are needed, by the padded number of requests.
+    """
+    states_by_size: dict[int, torch.Tensor] = {}
+    for shape in shapes:
+        # No request has more positions than max_model_len.
+        most = shape.num_requests * forward.config.model.max_model_len
+        inputs = dummy_inputs(
+            forward,
+            replace(shape, num_tokens=min(shape.num_tokens, most)),
+            block_size=block_size,
+            num_groups=len(forward.layers.groups),
+            with_sample_rows=buffer is not None,
+        )
+        if buffer is not None:
+            inputs.token_ids = buffer.replace_placeholders(inputs.token_ids)
+        _, states = forward.compute(inputs, forward.pipeline.zero_hidden_states(shape.tokens))
+        if states is not None:
+            states_by_size[shape.requests] = states
+    return states_by_size
+
+
+def _warm_up_sampling(
+    forward: ModelForward,
+    sampler: Sampler,
+    buffer: SampledTokenBuffer | None,
+    states_by_size: dict[int, torch.Tensor],
+) -> None:
+    """Runs each kind of sampling for each number of requests."""
+    max_rows, vocab_size = forward.config.scheduler.max_num_seqs, forward.config.model.vocab_size
+    for size, states in states_by_size.items():
+        num_rows = min(size, max_rows)
+        for params in warm_up_params(vocab_size):
+            greedy = SamplingParams(temperature=0.0)
+            state, history = _dummy_sampling_rows(vocab_size, [params] + [greedy] * (num_rows - 1))
+            sampled = sampler.sample(forward.logits(states, num_rows), np.arange(num_rows), state, history)
+            if buffer is not None:
+                padding = np.full(size, max_rows, dtype=np.int32)
+                buffer.store(sampled, forward.runtime.from_numpy(padding))
+            sampled.send_to_host(forward.runtime.to_host)
+            sampled.numpy()
+            forward.runtime.step_mark()
+
+
+def _dummy_sampling_rows(
+    vocab_size: int, params: list[SamplingParams], counts: DeviceTokenCounts | None = None
+) -> tuple[SamplingState, TokenHistory]:
+    """Sampling state of a row for each of `params`, whose prompts have one token."""
+    state = SamplingState(len(params), vocab_size, 0, device_counts=counts)
+    history = TokenHistory(len(params), 2)
+    for row, settings in enumerate(params):
+        history.set_row(row, [0], 1)
+        state.set_row(row, settings, eos_token_ids=[], request_id="warm-up", num_prompt_tokens=1)
+    return state, history
+
+
+def dummy_inputs(
+    forward: ModelForward, shape: StepShape, *, block_size: int, num_groups: int = 1, with_sample_rows: bool = False
+) -> StepInputs:
+    """Inputs of a step of this shape, its tokens divided evenly among its requests.
+
+    One copy brings them to the device, as in real steps.
+    """
+    num_tokens, num_requests = shape.num_tokens, shape.num_requests
+    query_len, with_prompt_lens = -(-num_tokens // num_requests), forward.loader.model.uses_prompt_lens
+    layout = BufferLayout(
+        tokens=shape.tokens,
+        requests=shape.requests,
+        logits_rows=shape.requests,
+        pages=shape.pages,
+        prompt_lens=shape.tokens if with_prompt_lens else 0,
+        sample_rows=shape.requests if with_sample_rows else 0,
+        num_groups=num_groups,
+    )
+    buffer = np.zeros(sum(layout.sizes), dtype=np.int32)
+    parts = layout.parts(buffer)
+    _, positions, _, query_start_loc, seq_lens, logits_indices = parts[:6]
+    positions[:] = np.arange(shape.tokens) % query_len
+    query_start_loc[:] = np.minimum(np.arange(shape.requests + 1, dtype=np.int32) * query_len, num_tokens)
+    seq_lens[:] = np.diff(query_start_loc)
+    logits_indices[:] = np.maximum(query_start_loc[1:] - 1, 0)
+    for slot_mapping_index, _ in layout.slot_and_table_indices:
+        parts[slot_mapping_index][:] = -1
+    views = layout.parts(forward.runtime.from_numpy(buffer))
+    return StepInputs(
+        rows=np.arange(num_requests),
+        num_scheduled=seq_lens[:num_requests],
+        first_positions=np.zeros(num_requests, dtype=np.int32),
+        sampling_positions=np.arange(num_requests),
+        num_draft_tokens=np.zeros(num_requests, dtype=np.int32),
+        token_ids=views[0],
+        positions=views[1],
+        logits_indices=views[5],
+        layouts=layout.layouts(parts, views, block_size=block_size, max_query_len=query_len, max_seq_len=query_len),
+        prompt_lens=views[7] if with_prompt_lens else None,
+        sample_rows=views[8] if with_sample_rows else None,
+    )
+
+
+def profile_shape(
+    shapes: ShapePolicy, max_tokens: int, max_rows: int, max_model_len: int, block_size: int
+) -> StepShape:
+    """The largest step that the limits allow, its tokens in requests of about equal length."""
+    num_tokens = min(max_tokens, max_rows * max_model_len)
+    query_len = -(-num_tokens // max_rows)
+    num_requests = -(-num_tokens // query_len)
+    return _padded_shape(shapes, num_tokens, num_requests, pages=-(-query_len // block_size))
+
+
 def step_shapes(
     shapes: ShapePolicy, *, max_tokens: int, max_rows: int, max_pages: int, block_size: int
 ) -> Iterator[StepShape]:
-    """Every shape that a step within the limits can have, the largest first. A free dimension has its largest size."""
+    """Every shape of a step within the limits, largest first. A dimension without buckets has its largest size."""
     every = product(
         _buckets(shapes.tokens, max_tokens), _buckets(shapes.requests, max_rows), _buckets(shapes.pages, max_pages)
     )
     for (over_tokens, tokens), (over_requests, requests), (_, pages) in every:
-        # A request has a token at least, and no more new tokens than its pages hold.
+        # A request has at least one token, and at most as many new tokens as its pages hold.
         room = requests * pages * block_size
         if over_tokens < room and over_requests < tokens:
             num_tokens = min(tokens, room)
@@ -41,7 +255,7 @@ def step_shapes(
 
 
 def decode_shapes(shapes: ShapePolicy, *, max_rows: int) -> Iterator[StepShape]:
-    """A step of one token per request for each number of requests that steps are padded to, the largest first."""
+    """Decode steps, one for each padded number of requests, largest first."""
     for size in sample_sizes(shapes, max_rows):
         count = min(size, max_rows)
         yield StepShape(ShapePolicy.pad(size, shapes.tokens), size, ShapePolicy.pad(1, shapes.pages), count, count)
@@ -50,10 +264,9 @@ def decode_shapes(shapes: ShapePolicy, *, max_rows: int) -> Iterator[StepShape]:
 def dynamic_compile_shapes(
     shapes: ShapePolicy, *, max_tokens: int, max_rows: int, max_pages: int, block_size: int
 ) -> Iterator[StepShape]:
-    """A few small steps in which every size is one and several, and several of two numbers. Each comes once.
+    """A few small steps in which every size is 1 once and has two other values. Shapes are distinct.
 
-    A compiler that takes any size makes a program for sizes of one, and learns from the second number that a size
-    varies. The steps are small: they are run for what they compile.
+    A compiler for dynamic shapes specializes on size 1, and treats a size as dynamic after it has seen two values.
     """
     seen = set()
     for num_tokens, num_requests in ((1, 1), (block_size + 2, 1), (2, 2), (3 * (block_size + 1), 3)):
@@ -61,25 +274,30 @@ def dynamic_compile_shapes(
         num_tokens = min(num_tokens, max_tokens, num_requests * max_pages * block_size)
         num_requests = min(num_requests, num_tokens)
         pages = -(-num_tokens // (num_requests * block_size))
-        shape = StepShape(
-            ShapePolicy.pad(num_tokens, shapes.tokens),
-            ShapePolicy.pad(num_requests, shapes.requests),
-            ShapePolicy.pad(pages, shapes.pages),
-            num_tokens,
-            num_requests,
-        )
+        shape = _padded_shape(shapes, num_tokens, num_requests, pages)
         if (key := (shape.tokens, shape.requests, shape.pages)) not in seen:
             seen.add(key)
             yield shape
 
 
 def sample_sizes(shapes: ShapePolicy, max_rows: int) -> list[int]:
-    """Numbers of rows whose logits are computed in one step, after padding, the largest first."""
+    """Padded numbers of rows whose logits one step computes, largest first."""
     return [size for _, size in _buckets(shapes.requests, max_rows)]
 
 
+def _padded_shape(shapes: ShapePolicy, num_tokens: int, num_requests: int, pages: int) -> StepShape:
+    """The shape of a step of these sizes."""
+    return StepShape(
+        ShapePolicy.pad(num_tokens, shapes.tokens),
+        ShapePolicy.pad(num_requests, shapes.requests),
+        ShapePolicy.pad(pages, shapes.pages),
+        num_tokens,
+        num_requests,
+    )
+
+
 def _buckets(buckets: tuple[int, ...] | None, limit: int) -> list[tuple[int, int]]:
-    """The buckets that sizes up to `limit` fall into, each with the size that all of its sizes are above."""
+    """The buckets of sizes up to `limit`, largest first; each as (exclusive lower bound, bucket)."""
     if buckets is None:
         return [(0, limit)]
     used = [size for size in buckets if size < limit] + [ShapePolicy.pad(limit, buckets)]

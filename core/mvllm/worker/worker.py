@@ -1,4 +1,4 @@
-"""The worker: binds the device, loads its share of the model, divides the memory, runs steps."""
+"""The worker of platforms with torch tensors: binds the device, loads the model, measures memory, and runs steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mvllm.platform.worker_protocol import KVCacheNeeds
 from mvllm.worker.model_runner import ModelRunner
 
 _PROFILE_DIVISOR = 16
-"""A step of this part of the largest one is measured where the host computes."""
+"""On the host, the profile run is a step this many times smaller than the largest."""
 
 _MARGIN = 1.25
-"""What is derived from a small step is taken for so much more: resident memory is counted in pages and chunks."""
+"""Factor on results of the small profile run: resident memory is counted in pages and chunks."""
 
 _MIN_TOKENS_FOR_SMALL_PROFILE = 1024
-"""Smaller largest steps are run whole."""
+"""Below this `max_num_batched_tokens` the profile run is the largest step."""
 
 _RESET_SLACK = 1 << 22
-"""Bytes by which a peak that was just reset may be above what is in use."""
+"""Bytes by which a peak that was just reset may exceed the memory in use."""
 
 
 class Worker:
@@ -63,12 +63,12 @@ class Worker:
         return self.runner.kv_cache_needs()
 
     def available_kv_bytes(self) -> int:
-        """Bytes left for the KV cache: the allowed share of the device, less what is taken, less a step's peak.
+        """Bytes for the KV cache: the allowed share of the device, less the memory in use, less the peak of a step.
 
-        total ├── reserve (1 - utilization) ──┤── taken now ──┤── peak of a step ──┤── KV cache ──┤
+            total ├── reserve (1 - utilization) ──┤── in use now ──┤── peak of a step ──┤── KV cache ──┤
 
-        Where devices have no memory of their own, all workers of this machine share what is free, and the reserve is a
-        share of what other programs leave: they were here first, and have taken theirs already.
+        With unified memory, all workers of this machine share what is free, and the reserve is a share of what other
+        programs leave: they use their memory already.
         """
         runtime = self.runtime
         runtime.synchronize()
@@ -76,22 +76,22 @@ class Worker:
         peak = self._peak_step_bytes()
         runtime.release_cached_memory()
         utilization = self._config.cache.memory_utilization
-        assert utilization is not None, "settled before start"
+        assert utilization is not None, "resolved before start"
         unified = self._platform.capabilities.unified_memory
         sharers = self._ctx.local_world_size if unified else 1
-        # The others of this machine are no other programs: they have taken about as much as this one.
-        ours = min(before.total, before.free + sharers * before.used_by_me) if unified else before.total
-        reserve = int(ours * (1 - utilization))
-        # Those of other replicas may still be loading.
-        to_come = (sharers - sharers // self._config.parallel.data_parallel_size) * before.used_by_me if unified else 0
-        return (before.free - to_come - reserve) // sharers - peak
+        # The machine's other workers are not other programs: each uses about as much as this one.
+        usable = min(before.total, before.free + sharers * before.used_by_me) if unified else before.total
+        reserve = int(usable * (1 - utilization))
+        # Workers of other replicas may still be loading.
+        loading = (sharers - sharers // self._config.parallel.data_parallel_size) * before.used_by_me if unified else 0
+        return (before.free - loading - reserve) // sharers - peak
 
     def _peak_step_bytes(self) -> int:
-        """The most bytes that a step takes beside what is in use.
+        """The most bytes that a step takes in addition to the memory in use.
 
-        Where the host computes, the largest step takes seconds, so a small one is measured: what a step takes for its
-        tokens and its requests grows with their numbers, and what it takes at any size is counted several times, which
-        is the safe side. Before it, a smaller one finds what only the first step takes, and what stays after that.
+        On the host the largest step takes seconds, so a small one is measured: memory for tokens and requests grows
+        with their number, and memory that does not is counted several times, which is on the safe side. An even smaller
+        step before it measures what only the first step takes, and what stays allocated after that.
         """
         runtime, scheduler, capabilities = self.runtime, self._config.scheduler, self._platform.capabilities
         runtime.reset_peak_memory()
@@ -108,12 +108,12 @@ class Worker:
         kept = max(0, runtime.memory().used_by_me - start.used_by_me)
         return max(first, kept + int(self._peak_step_bytes_of(_PROFILE_DIVISOR) * _PROFILE_DIVISOR * _MARGIN))
 
-    def _peak_step_bytes_of(self, part: int) -> int:
-        """What a step takes that is so many times smaller than the largest."""
+    def _peak_step_bytes_of(self, divisor: int) -> int:
+        """Peak bytes of a step that is `divisor` times smaller than the largest."""
         runtime = self.runtime
         runtime.reset_peak_memory()
         before = runtime.memory().used_by_me
-        self.runner.profile(part)
+        self.runner.profile(divisor)
         return max(0, runtime.memory().peak_by_me - before)
 
     def group_layers(self, windows: list[int | None]) -> None:
@@ -123,7 +123,7 @@ class Worker:
         self.runner.allocate_kv_cache(num_blocks, block_size)
 
     def warm_up(self) -> None:
-        """Runs every shape of a step where that compiles it, and every size of a decode step where that captures it."""
+        """Runs steps before the first request, so that no request waits for a compilation or a capture."""
         self.runner.warm_up()
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -143,10 +143,10 @@ class Worker:
         self.runner.wake_up(tags)
 
     def add_lora(self, request: LoRARequest) -> None:
-        self.runner.lora_manager.add_adapter(request)
+        self.runner.loader.lora_manager.add_adapter(request)
 
     def remove_lora(self, lora_int_id: int) -> None:
-        self.runner.lora_manager.remove_adapter(lora_int_id)
+        self.runner.loader.lora_manager.remove_adapter(lora_int_id)
 
     def check_health(self) -> None:
         self.runtime.health()
@@ -164,10 +164,10 @@ class Worker:
 
     @property
     def runtime(self) -> DeviceRuntime:
-        assert self._runtime is not None, "init_device comes first"
+        assert self._runtime is not None, "init_device has not been called"
         return self._runtime
 
     @property
     def runner(self) -> ModelRunner:
-        assert self._runner is not None, "init_device comes first"
+        assert self._runner is not None, "init_device has not been called"
         return self._runner

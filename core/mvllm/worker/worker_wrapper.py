@@ -1,4 +1,4 @@
-"""Holds one worker: builds the class that the platform names, and lets in only what WorkerProtocol declares."""
+"""Builds the platform's worker class, and calls only the methods that WorkerProtocol declares."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class WorkerWrapper:
 
     Args:
         config: The engine's configuration.
-        platform: The platform; its `worker_class` decides the class, core's Worker by default.
-        ctx: Which worker this is.
+        platform: The platform; its `worker_class` names the class, by default core's Worker.
+        ctx: The worker's ranks and device.
     """
 
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
@@ -57,7 +57,7 @@ class WorkerWrapper:
 
         Raises:
             ConfigError: WorkerProtocol declares no such method.
-            PlatformError: The worker raised something that is not an error of the engine's own; that is its cause.
+            PlatformError: The worker raised an error that is not one of the engine's; it is the cause.
         """
         if method == "can_sample_later":
             return self.can_sample_later
@@ -75,16 +75,16 @@ class WorkerWrapper:
 
     @property
     def can_sample_later(self) -> bool:
-        """Whether plans may say `masks_follow`: the class has `sample_tokens`, and its `execute_model` knows it."""
+        """Whether plans may say `masks_follow`: the class defines `execute_model` and `sample_tokens` together."""
         return defined_together(type(self._worker), "execute_model", "sample_tokens")
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Runs one step; None where `sample_tokens` or `collect_output` returns its output."""
+        """Runs one step; None if `sample_tokens` or `collect_output` returns its output."""
         with self._catch_system_exit():
             return self._worker.execute_model(plan)
 
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> ModelRunnerOutput | None:
-        """Samples a step whose plan said `masks_follow`; None where `collect_output` returns its output."""
+        """Samples a step whose plan said `masks_follow`; None if `collect_output` returns its output."""
         with self._catch_system_exit():
             return self._worker.sample_tokens(step, mask_rows, token_masks)
 
@@ -97,7 +97,7 @@ class WorkerWrapper:
             raise PlatformError(f"{self._name} tried to end the process: SystemExit: {e}") from e
 
     def shutdown(self) -> None:
-        """Releases the worker. Idempotent. What goes wrong then is logged: nobody could do anything about it."""
+        """Releases the worker. Idempotent. Errors are logged: there is no way to handle them."""
         if not self._open:
             return
         self._open = False
@@ -113,8 +113,8 @@ class WorkerWrapper:
 def _default_worker_class(platform: Platform) -> str:
     if not platform.capabilities.torch_device:
         raise PlatformError(
-            f"The platform {platform.spec.name!r} has no torch device, so it must bring a worker of its own, but its "
-            "worker_class() names none."
+            f"The platform {platform.spec.name!r} has no torch device, so it needs its own worker class, but its "
+            "worker_class() returns None."
         )
     return "mvllm.worker.worker:Worker"
 

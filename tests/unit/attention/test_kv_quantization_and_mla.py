@@ -1,4 +1,4 @@
-"""The oracle with a cache of 8 bits, with value heads of another size, and with values that are a part of the keys."""
+"""Reference attention with an 8-bit cache, with value heads of another size, and with values inside the keys."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def test_specs_that_contradict_themselves_are_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("asked", "stored"), [("fp8", "float8_e4m3fn"), ("fp8_e4m3", "float8_e4m3fn"), ("int8", "int8")]
 )
-def test_users_may_say_fp8(asked, stored) -> None:
+def test_fp8_is_an_alias(asked, stored) -> None:
     assert EngineArgs(model="demo", kv_cache_dtype=asked).create_engine_config().cache.dtype == stored

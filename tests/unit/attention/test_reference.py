@@ -1,4 +1,4 @@
-"""The oracle of attention equals a dense computation in float64, over any mix of requests."""
+"""Reference attention equals a dense float64 computation, over any mix of requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_spec(**settings: object) -> AttentionSpec:
 def dense(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """One request in float64, one query and one head at a time. Queries are the last of the keys' positions."""
+    """One request in float64, one query and one head at a time. Queries are at the last positions of the keys."""
     result = torch.zeros(query.shape, dtype=torch.float64)
     group = spec.num_heads // spec.num_kv_heads
     for i, head in itertools.product(range(query.shape[0]), range(spec.num_heads)):
@@ -57,7 +57,7 @@ def dense(
 def run_steps(
     spec: AttentionSpec, batch: list[tuple[int, int]], block_size: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step of `batch` whose earlier tokens were written in one step before. Returns the output and the oracle's."""
+    """Runs `batch` after one step that wrote its earlier tokens. Returns the output and the dense result."""
     generator = torch.Generator().manual_seed(seed)
     backend = ReferenceAttention(spec)
     assert ReferenceAttention.validate(spec) == []
@@ -134,7 +134,7 @@ def test_keys_are_stored_in_the_cache_dtype_and_scores_are_made_in_float32() -> 
     torch.testing.assert_close(output.double(), dense(query, key, value, spec, None), atol=1e-5, rtol=2**-8)
 
 
-def test_blocks_of_a_table_that_the_window_has_left_behind_are_not_read() -> None:
+def test_blocks_outside_of_the_window_are_not_read() -> None:
     spec = make_spec(sliding_window=6)
     backend = ReferenceAttention(spec)
     layout = make_layout([1], [40], [[10**6, 10**6, 10**6, 1, 0]], 8)  # the first three blocks are gone
@@ -144,7 +144,7 @@ def test_blocks_of_a_table_that_the_window_has_left_behind_are_not_read() -> Non
 
 
 def padded(layout: BatchLayout, tokens: int) -> BatchLayout:
-    """`layout` with padding tokens at its end, as a step that is padded to a bucket has them."""
+    """`layout` with padding tokens at its end, as in a step that is padded to a bucket."""
     slots = np.concatenate((layout.slot_mapping, np.full(tokens, -1, np.int32)))
     starts = np.append(layout.query_start_loc, layout.query_start_loc[-1]).astype(np.int32)
     lens = np.append(layout.seq_lens, 0).astype(np.int32)
@@ -161,7 +161,7 @@ def padded(layout: BatchLayout, tokens: int) -> BatchLayout:
     )
 
 
-def test_padding_writes_nothing_and_is_answered_with_finite_rows() -> None:
+def test_padding_writes_nothing_and_gives_finite_rows() -> None:
     backend = ReferenceAttention(make_spec())
     plain = make_layout([3], [3], [[1]], 4)
     query, key, value = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16)

@@ -1,4 +1,4 @@
-"""Names of block contents."""
+"""Hashes of block contents."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ def test_two_lists_of_keys_begin_at_the_same_place_only_if_they_are_equal(one, o
 
 
 @given(st.lists(tokens, min_size=1, max_size=3), st.lists(tokens, min_size=1, max_size=3))
-def test_two_chains_end_in_the_same_name_only_if_all_their_blocks_are_equal(one, other):
+def test_two_chains_end_in_the_same_hash_only_if_all_their_blocks_are_equal(one, other):
     def name(blocks):
         block_hash = ROOT
         for block in blocks:
@@ -38,13 +38,13 @@ def test_two_chains_end_in_the_same_name_only_if_all_their_blocks_are_equal(one,
     assert (name(one) == name(other)) == (one == other)
 
 
-def test_a_name_depends_on_the_order_of_the_tokens_and_on_the_parent():
+def test_a_hash_depends_on_the_order_of_the_tokens_and_on_the_parent():
     assert hash_block(ROOT, [1, 2]) != hash_block(ROOT, [2, 1])
     assert hash_block(ROOT, [1, 2]) != hash_block(make_root_hash(1), [1, 2])
     assert hash_block(ROOT, [1, 2]) == hash_block(ROOT, [1, 2])
 
 
-def test_names_have_not_changed():
-    """Seeded names are promised to be the same in every run."""
+def test_hashes_have_not_changed():
+    """Seeded hashes are guaranteed to be the same in every run."""
     name = hash_block(request_root_hash(ROOT, [("cache_salt", "tenant")]), [1, 2, 3, 4])
     assert name.hex() == "3c37e9246c7173d2beacd357d099a15423789eb36c03945bce3011bc349e7dc1"

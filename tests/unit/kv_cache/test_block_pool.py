@@ -1,4 +1,4 @@
-"""Reference counts, the free list and names."""
+"""Reference counts, the free list and hashes."""
 
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ def name(i: int) -> bytes:
 
 
 def pool_with_named_blocks(num_blocks: int) -> BlockPool:
-    """A pool whose blocks are all free and named, freed in the order 0, 1, 2, ..."""
+    """A pool whose blocks are all free and cached, freed in the order 0, 1, 2, ..."""
     pool = BlockPool(num_blocks)
     for block in pool.allocate(num_blocks):
         pool.set_hash(block, name(block))
@@ -29,7 +29,7 @@ def test_a_pool_without_blocks_is_refused():
         BlockPool(0)
 
 
-def test_a_new_pool_hands_out_every_block_once():
+def test_a_new_pool_allocates_every_block_once():
     pool = BlockPool(5)
     assert sorted(pool.allocate(3) + pool.allocate(2)) == [0, 1, 2, 3, 4]
     assert pool.num_free == 0
@@ -44,7 +44,7 @@ def test_a_released_block_can_be_allocated_again():
     assert pool.allocate(1) == blocks[:1]
 
 
-def test_named_blocks_are_forgotten_least_recently_used_first():
+def test_cached_blocks_are_evicted_least_recently_used_first():
     pool = pool_with_named_blocks(4)
     pool.touch([0])  # used again ...
     pool.free([0])  # ... so it is the most recent now
@@ -52,7 +52,7 @@ def test_named_blocks_are_forgotten_least_recently_used_first():
     assert taken == [1, 2, 3, 0]
 
 
-def test_the_tail_of_a_table_is_forgotten_before_its_beginning():
+def test_the_tail_of_a_table_is_evicted_before_its_beginning():
     pool = BlockPool(3)
     table = pool.allocate(3)
     for block in table:
@@ -61,7 +61,7 @@ def test_the_tail_of_a_table_is_forgotten_before_its_beginning():
     assert pool.free_block_ids() == table[::-1]
 
 
-def test_nameless_blocks_are_taken_before_any_named_one():
+def test_blocks_without_hash_are_allocated_before_cached_ones():
     pool = pool_with_named_blocks(4)
     a, b = pool.allocate(2)  # 0 and 1, which lose their names
     pool.set_hash(a, name(9))
@@ -69,7 +69,7 @@ def test_nameless_blocks_are_taken_before_any_named_one():
     assert pool.free_block_ids() == [b, 2, 3, a]
 
 
-def test_a_free_block_keeps_its_name_until_it_is_allocated():
+def test_a_free_block_keeps_its_hash_until_it_is_allocated():
     pool = pool_with_named_blocks(2)
     assert pool.get_cached_block(name(0)) == 0
     pool.allocate(1)
@@ -77,7 +77,7 @@ def test_a_free_block_keeps_its_name_until_it_is_allocated():
     assert pool.get_cached_block(name(1)) == 1
 
 
-def test_sharing_takes_a_free_block_out_of_the_free_list_with_its_name():
+def test_touching_a_free_block_removes_it_from_the_free_list_with_its_hash():
     pool = pool_with_named_blocks(3)
     pool.touch([1])
     assert pool.free_block_ids() == [0, 2]
@@ -95,7 +95,7 @@ def test_a_shared_block_is_free_only_after_its_last_user():
     assert pool.num_free == 1
 
 
-def test_the_first_block_of_a_name_keeps_it():
+def test_the_first_block_with_a_hash_keeps_it():
     pool = BlockPool(2)
     a, b = pool.allocate(2)
     pool.set_hash(a, name(7))
@@ -104,7 +104,7 @@ def test_the_first_block_of_a_name_keeps_it():
     pool.check_integrity()
 
 
-def test_a_forgotten_name_is_not_found_and_its_user_keeps_the_block():
+def test_an_evicted_hash_is_not_found_and_its_user_keeps_the_block():
     pool = BlockPool(2)
     [block] = pool.allocate(1)
     pool.set_hash(block, name(1))
@@ -114,7 +114,7 @@ def test_a_forgotten_name_is_not_found_and_its_user_keeps_the_block():
     pool.check_integrity()
 
 
-def test_forgetting_all_leaves_no_name():
+def test_evicting_all_leaves_no_hash():
     pool = pool_with_named_blocks(3)
     pool.evict_all()
     assert [pool.get_cached_block(name(i)) for i in range(3)] == [None] * 3
@@ -132,7 +132,7 @@ def test_forgetting_all_leaves_no_name():
         lambda pool: setattr(pool, "num_free", 2),
     ],
 )
-def test_check_integrity_notices_damage(damage):
+def test_check_integrity_detects_damage(damage):
     pool = BlockPool(3)
     pool.check_integrity()
     damage(pool)
@@ -149,8 +149,8 @@ def test_a_pool_of_a_billion_blocks_takes_no_more_memory_than_what_is_used_of_it
 
 
 @given(st.data(), st.integers(1, 9), st.integers(1, 9))
-def test_any_order_of_taking_sharing_naming_and_giving_back_keeps_the_pool_whole(data, num_blocks, growth):
-    """Against a model: the free list as a plain Python list."""
+def test_any_order_of_operations_keeps_the_pool_consistent(data, num_blocks, growth):
+    """Compared with a model: the free list as a plain Python list."""
     with patch.object(block_pool, "_GROWTH", growth):
         check_against_model(data, num_blocks)
 

@@ -1,4 +1,4 @@
-"""Block tables, prefix hits and who may share with whom."""
+"""Block tables, prefix hits, and which requests share blocks."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ def make_manager(num_blocks: int = 16, *, enable_caching: bool = True, hash_seed
 
 
 def compute(manager: KVCacheManager, tokens: list[int], **keys: str | None) -> BlockTable:
-    """A table whose tokens are all computed, with whatever prefix was there already."""
+    """A table whose tokens are all computed, with any cached prefix."""
     table = manager.make_table(tokens, **keys)
     assert manager.allocate_slots(table, len(tokens), manager.get_computed_blocks(table)) is not None
     manager.cache_blocks(table, len(tokens))
@@ -31,7 +31,7 @@ def num_hit(manager: KVCacheManager, tokens: list[int], **keys: str | None) -> i
 
 
 def test_a_block_without_slots_is_refused():
-    with pytest.raises(ValueError, match="block_size=0"):
+    with pytest.raises(ValueError, match="block_size must be at least 1, not 0"):
         KVCacheManager(num_blocks=4, block_size=0)
 
 
@@ -67,7 +67,7 @@ def test_spare_blocks_stay_free():
     assert manager.allocate_slots(manager.make_table([1] * 5), 5, num_spare=1) is not None
 
 
-def test_found_blocks_that_are_free_count_as_taken_when_space_is_checked():
+def test_cached_free_blocks_count_as_used_when_space_is_checked():
     manager = make_manager(num_blocks=3)
     manager.free(compute(manager, list(range(9))), 9)
     table = manager.make_table([*range(8), 50, 51, 52, 53, 54])
@@ -127,7 +127,7 @@ def test_only_what_was_computed_is_found():
     assert num_hit(manager, list(range(13))) == 1
 
 
-def test_a_block_with_a_token_in_flight_is_named_once_the_token_is_known():
+def test_a_block_with_a_token_in_flight_is_hashed_once_the_token_is_known():
     manager = make_manager()
     tokens = [0, 1, 2]
     table = manager.make_table(tokens)
@@ -139,7 +139,7 @@ def test_a_block_with_a_token_in_flight_is_named_once_the_token_is_known():
     assert num_hit(manager, [0, 1, 2, 3, 4]) == 1
 
 
-def test_what_fills_up_before_the_end_is_found_afterwards():
+def test_blocks_filled_before_the_end_are_cached():
     manager = make_manager()
     tokens = [0, 1, 2]
     table = compute(manager, tokens)
@@ -176,7 +176,7 @@ def test_new_requests_take_the_least_recently_used_prefix():
     assert num_hit(manager, list(range(100, 109))) == 2
 
 
-def test_the_names_of_two_managers_differ_unless_seeded():
+def test_the_hashes_of_two_managers_differ_unless_seeded():
     def names(hash_seed):
         return compute(make_manager(hash_seed=hash_seed), list(range(8))).block_hashes
 
@@ -184,7 +184,7 @@ def test_the_names_of_two_managers_differ_unless_seeded():
     assert names(1) == names(1) != names(2)
 
 
-def test_a_failed_request_leaves_nothing_to_be_found():
+def test_a_failed_request_leaves_no_cached_blocks():
     manager = make_manager()
     good = compute(manager, list(range(8)))
     failed = compute(manager, list(range(16)))
@@ -194,7 +194,7 @@ def test_a_failed_request_leaves_nothing_to_be_found():
     assert manager.num_free_blocks == 16 - len(good.block_ids)
 
 
-def test_a_failure_reaches_blocks_that_were_given_back_before():
+def test_a_failure_evicts_blocks_that_were_freed_before():
     manager = make_manager()
     table = compute(manager, list(range(8)))
     manager.free(table, 8)
@@ -203,7 +203,7 @@ def test_a_failure_reaches_blocks_that_were_given_back_before():
     manager.check_integrity()
 
 
-def test_the_prefix_cache_is_reset_only_when_nobody_uses_it():
+def test_the_prefix_cache_is_reset_only_when_no_request_holds_blocks():
     manager = make_manager()
     table = compute(manager, list(range(8)))
     assert not manager.reset_prefix_cache()
@@ -281,7 +281,7 @@ def test_a_hit_is_always_the_longest_prefix_that_was_computed_under_the_same_sal
         lambda table: setattr(table, "num_slots", 4),
     ],
 )
-def test_check_integrity_notices_a_table_that_does_not_agree_with_the_pool(damage):
+def test_check_integrity_detects_a_table_that_contradicts_the_pool(damage):
     manager = make_manager()
     table = compute(manager, list(range(8)))
     damage(table)

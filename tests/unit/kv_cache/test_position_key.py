@@ -1,4 +1,4 @@
-"""Blocks whose keys were rotated otherwise are not shared."""
+"""Blocks whose keys were rotated differently are not shared."""
 
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager
 
@@ -14,7 +14,7 @@ def test_requests_share_blocks_only_where_their_position_keys_are_equal() -> Non
     assert manager.get_computed_blocks(manager.make_table(tokens)) == []
 
 
-def test_a_salt_cannot_pass_for_a_position_key() -> None:
+def test_a_salt_never_equals_a_position_key() -> None:
     manager = KVCacheManager(num_blocks=8, block_size=4, hash_seed=1)
     tokens = list(range(10))
     first = manager.make_table(tokens, cache_salt="a", position_key=1)

@@ -1,4 +1,4 @@
-"""Groups of layers with windows: what is held, what goes back, and which prefixes are found."""
+"""Groups of layers with windows: which blocks are held and freed, and which prefixes are cached."""
 
 import random
 
@@ -47,7 +47,7 @@ def num_hit(manager: KVCacheManager, tokens: list[int]) -> int:
     ("num_computed", "window", "first"),
     [(0, 6, 0), (13, 6, 2), (12, 6, 1), (8, 1, 2), (7, 1, 1), (7, 9, 0), (12, 5, 2)],
 )
-def test_the_first_block_that_is_seen(num_computed, window, first):
+def test_the_first_block_within_the_window(num_computed, window, first):
     assert first_visible_block(num_computed, window, BLOCK_SIZE) == first
     seen = range(max(0, num_computed - window + 1), num_computed + 1)
     assert first == min(seen) // BLOCK_SIZE
@@ -65,9 +65,9 @@ def test_no_more_blocks_are_held_than_a_step_and_its_window_touch(window, step):
 
 
 def test_a_window_without_tokens_is_refused():
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="windows must have a positive number"):
         make_manager(None, 0)
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="windows must have a positive number"):
         make_manager()
 
 
@@ -86,7 +86,7 @@ def test_a_sequence_far_longer_than_the_pool_fits_where_all_layers_have_windows(
     assert manager.usage == 0.0
 
 
-def test_local_layers_hold_their_window_beside_those_that_see_all():
+def test_sliding_window_layers_hold_their_window_beside_full_attention_layers():
     manager = make_manager(None, 6, 6)
     table = compute(manager, list(range(40)))
     last = max_blocks_held(40, 6, BLOCK_SIZE, MAX_STEP)
@@ -98,7 +98,7 @@ def test_local_layers_hold_their_window_beside_those_that_see_all():
     assert manager.num_free_blocks == 32 - 17
 
 
-def test_what_is_seen_is_never_given_back():
+def test_blocks_within_the_window_are_never_freed():
     manager = make_manager(5)
     table = manager.make_table(list(range(9)))
     manager.allocate_slots(table, 9)
@@ -143,7 +143,7 @@ def test_blocks_of_one_group_are_not_found_by_another():
     assert len(set(found)) == 6
 
 
-def test_the_failure_of_a_request_reaches_every_group_and_what_was_given_back():
+def test_a_failed_request_is_evicted_in_every_group_with_its_freed_blocks():
     manager = make_manager(None, 5)
     failed = compute(manager, list(range(33)))
     manager.discard([failed])
@@ -160,7 +160,7 @@ def test_nothing_is_taken_when_the_pool_has_not_enough_for_all_groups():
     assert manager.num_free_blocks == 1
 
 
-def test_the_end_of_a_prefix_is_forgotten_first_in_all_groups():
+def test_the_end_of_a_prefix_is_evicted_first_in_all_groups():
     manager = make_manager(None, 100, num_blocks=8)
     manager.free(compute(manager, list(range(16))), 16)
     manager.free(compute(manager, [50]), 1)  # takes a block of each group
@@ -168,7 +168,7 @@ def test_the_end_of_a_prefix_is_forgotten_first_in_all_groups():
 
 
 class Model:
-    """The manager beside a record of what stands in which block, and under which name."""
+    """The manager beside a record of the contents and hash of each block."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
@@ -184,7 +184,7 @@ class Model:
         return group, tuple(tokens[: (block + 1) * BLOCK_SIZE])
 
     def note(self, table: BlockTable, start: int, end: int, new: list[int]) -> None:
-        """A step over [start, end) was planned, with `new` blocks for the table, and its results are back."""
+        """Records a step over [start, end), with `new` blocks for the table, whose results are back."""
         self.manager.unconfirmed.end_plan(0)
         self.manager.unconfirmed.confirm(0)
         for block in new:
@@ -252,7 +252,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_happens_blocks_that_are_seen_stay_and_hits_are_the_longest_that_all_groups_have(seed):
+def test_blocks_within_the_window_stay_and_hits_are_the_longest_of_all_groups(seed):
     model = Model(random.Random(seed))
     for _ in range(120):
         action = model.dice.random()

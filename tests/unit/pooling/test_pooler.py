@@ -1,4 +1,4 @@
-"""Vectors out of hidden states: however a prompt is cut into steps, and whatever is wrong with one of them."""
+"""Pooling of hidden states: independent of chunks, and errors of single rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def states(num_tokens: int, size: int = 6, dtype: torch.dtype = torch.float32) -
 
 
 def step(state: PoolingState, batch: list[tuple[int, torch.Tensor, int, int]]) -> PooledRows:
-    """One step over (row, states of its tokens, first position, length of the prompt), and some padding."""
+    """One step over (row, hidden states of its tokens, first position, prompt length), and some padding."""
     pieces = [piece for _, piece, _, _ in batch]
     starts = [0, *np.cumsum([len(piece) for piece in pieces]).tolist()]
     return pool_step(
@@ -52,7 +52,9 @@ def expected(kind: PoolingType, hidden: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", PoolingType)
 @pytest.mark.parametrize("cuts", [[], [1], [3, 4], [10], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]])
-def test_however_a_prompt_is_cut_its_vector_is_the_same(kind: PoolingType, cuts: list[int], dtype: torch.dtype) -> None:
+def test_the_vector_does_not_depend_on_the_chunks_of_the_prompt(
+    kind: PoolingType, cuts: list[int], dtype: torch.dtype
+) -> None:
     state, hidden, other = PoolingState(), states(11, dtype=dtype), states(4, dtype=dtype)
     state.set_row(3, PoolingParams(pooling_type=kind, normalize=False))
     state.set_row(1, PoolingParams(pooling_type=PoolingType.MEAN, normalize=False))
@@ -67,7 +69,7 @@ def test_however_a_prompt_is_cut_its_vector_is_the_same(kind: PoolingType, cuts:
 
 
 @pytest.mark.parametrize("kind", PoolingType)
-def test_who_begins_again_takes_nothing_of_before_along(kind: PoolingType) -> None:
+def test_a_restarted_prompt_keeps_nothing_of_its_first_run(kind: PoolingType) -> None:
     state, hidden = PoolingState(), states(8)
     for given_up in (True, False):
         state.set_row(2, PoolingParams(pooling_type=kind, normalize=False))
@@ -80,7 +82,7 @@ def test_who_begins_again_takes_nothing_of_before_along(kind: PoolingType) -> No
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_no_number_is_an_error_of_that_row_alone(bad: float) -> None:
+def test_a_non_finite_vector_fails_only_its_row(bad: float) -> None:
     state, hidden = PoolingState(), states(4)
     for row in (0, 1):
         state.set_row(row, PoolingParams(pooling_type=PoolingType.LAST, normalize=True))
@@ -90,7 +92,7 @@ def test_what_is_no_number_is_an_error_of_that_row_alone(bad: float) -> None:
     assert list(vectors) == [1] and list(errors) == [0] and "not finite" in errors[0]
 
 
-def test_vectors_are_cut_before_they_are_scaled() -> None:
+def test_vectors_are_truncated_before_they_are_normalized() -> None:
     vector = np.array([3, 4, 12], dtype=np.float32)
 
     def finished(**settings: Any) -> list[float]:
@@ -105,18 +107,18 @@ def test_vectors_are_cut_before_they_are_scaled() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_lengths_of_any_size_are_scaled(scale: float) -> None:
+def test_vectors_of_any_length_are_normalized(scale: float) -> None:
     data = postprocess_vector(np.array([3, 4], dtype=np.float32) * np.float32(scale), PoolingParams(normalize=True))
     assert data is not None
     np.testing.assert_allclose(np.frombuffer(data, "<f4"), [0.6, 0.8], rtol=1e-6)
 
 
-def test_a_vector_of_zeros_stays_one() -> None:
+def test_a_zero_vector_stays_zero() -> None:
     data = postprocess_vector(np.zeros(3, dtype=np.float32), PoolingParams(normalize=True))
     assert data == bytes(12)
 
 
-def test_the_head_scores_those_who_want_scores_and_no_others() -> None:
+def test_the_head_scores_only_classify_requests() -> None:
     state, hidden = PoolingState(), states(6)
     wanted = PoolingParams(
         pooling_type=PoolingType.LAST, normalize=False, task=PoolingTask.CLASSIFY, activation=Activation.SOFTMAX
@@ -148,7 +150,7 @@ def test_the_head_scores_those_who_want_scores_and_no_others() -> None:
         (Activation.SOFTMAX, [1.0, 0.0, 0.0]),
     ],
 )
-def test_no_result_of_a_head_is_too_large(how: Activation, expected: list[float]) -> None:
+def test_activations_do_not_overflow(how: Activation, expected: list[float]) -> None:
     params = PoolingParams(pooling_type=PoolingType.CLS, normalize=False, activation=how)
     with np.errstate(all="raise", under="ignore"):
         found = postprocess_vector(np.array([1e4, 0, -1e4], dtype=np.float32), params)

@@ -1,4 +1,4 @@
-"""A batch of requests in front of the sampler, in one call."""
+"""Builders for sampling tests: a batch of requests and a sampler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mvllm.sampling.sampling_state import SamplingState, TokenHistory
 
 @dataclass
 class Sampled:
-    """One request as the sampler sees it."""
+    """One request as the sampler gets it."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
     prompt: Sequence[int] = (1, 2, 3)

@@ -1,4 +1,4 @@
-"""What sampling means, written the slow way in float64: the oracle of the sampler's tests."""
+"""A slow float64 reference of sampling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def distribution(
     eos: Sequence[int] = (),
     allowed: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns the probability of each token, float64 [vocab]."""
+    """The probability of each token, float64 [vocab]."""
     scores = [float(x) for x in logits]
     ids = range(len(scores))
     if allowed is not None:

@@ -1,4 +1,4 @@
-"""Whether counts look like draws from a distribution."""
+"""Chi-square test of counts against a distribution."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from scipy import stats
 
 
 def assert_drawn_from(counts: np.ndarray, probabilities: np.ndarray, *, level: float = 1e-4) -> None:
-    """Asserts by a chi-square test that `counts` may well have been drawn from `probabilities`.
+    """Asserts by a chi-square test that `counts` are plausible draws from `probabilities`.
 
-    Cells that expect fewer than five draws are put together. Seeds are fixed, so a test that passes always passes.
+    Cells that expect fewer than five draws are merged. Seeds are fixed, so a test that passes always passes.
     """
     assert counts[probabilities == 0].sum() == 0, "an impossible outcome was drawn"
     expected = probabilities * counts.sum()

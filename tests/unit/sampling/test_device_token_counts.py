@@ -1,4 +1,4 @@
-"""Penalties from counts that stay on the device: the host's own way is the oracle, bit for bit."""
+"""Penalties from counts on the device equal those from host counts, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB, MAX_ROWS, MAX_LEN = 60, 6, 40
 
 
 class DeviceBench(Bench):
-    """A bench whose counts are on the device, where each step tells of its tokens; the history has marks only."""
+    """A bench with counts on the device, updated after each step; the history has placeholders only."""
 
     def __init__(self, *, static: bool = False, max_len: int = MAX_LEN) -> None:
         super().__init__(vocab_size=VOCAB, max_rows=MAX_ROWS, max_len=max_len)
@@ -59,7 +59,7 @@ def drawn_params(rng: random.Random) -> SamplingParams:
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_rows_that_come_go_and_return_get_the_tokens_that_the_host_counts(static: bool) -> None:
+def test_device_counts_equal_host_counts_when_requests_change_rows(static: bool) -> None:
     rng = random.Random(4)
     own, device = Bench(vocab_size=VOCAB, max_rows=MAX_ROWS, max_len=MAX_LEN), DeviceBench(static=static)
     running: dict[int, tuple[Sampled, list[int]]] = {}
@@ -69,7 +69,7 @@ def test_rows_that_come_go_and_return_get_the_tokens_that_the_host_counts(static
             sequence, output = running.pop(row)
             own.clear_row(row)
             device.clear_row(row)
-            if rng.random() < 0.5:  # preempted: it returns with what it has generated, in whatever row
+            if rng.random() < 0.5:  # preempted: it resumes with its generated tokens, in any row
                 taken = rng.choice([each for each in range(MAX_ROWS) if each not in running])
                 running[taken] = Sampled(sequence.params, sequence.prompt, list(output)), list(output)
         for row in set(range(MAX_ROWS)) - running.keys():
@@ -94,7 +94,7 @@ def test_rows_that_come_go_and_return_get_the_tokens_that_the_host_counts(static
     assert num_penalized > 50
 
 
-def test_penalised_rows_leave_no_reason_to_read_tokens_and_bad_words_do() -> None:
+def test_with_device_counts_only_bad_words_read_tokens() -> None:
     bench = DeviceBench()
     words = SamplingParams(repetition_penalty=1.3)
     words.bad_words_token_ids = [[5, 6]]
@@ -134,7 +134,7 @@ def test_counts_of_long_rows_do_not_overflow() -> None:
 
 
 class Shapes(TorchDispatchMode):
-    """Every operation with the shapes of its arguments."""
+    """Records every operation with the shapes of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""For each parameter and for combinations of them, samples follow a reference distribution computed apart in float64.
+"""Samples follow a float64 reference distribution, for each parameter and for combinations.
 
-A test puts 500 requests that differ in nothing but their seeds into one batch and samples 40 positions of each.
+A test puts 500 requests that differ only in their seeds into one batch and samples 40 positions of each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def draw_counts(logits: torch.Tensor, settings: dict, mask: torch.Tensor | None 
     for row in range(NUM_ROWS):
         bench.set_row(row, Sampled(SamplingParams(seed=1000 + row, **settings), PROMPT, OUTPUT, eos=EOS))
     for position in range(NUM_POSITIONS):
-        # The hash sees another position, everything else sees the same number of generated tokens.
+        # Another position for the random numbers, the same number of generated tokens for everything else.
         bench.state.seeds += np.uint64(position << 32)
         sampled = bench.sample(logits.expand(NUM_ROWS, -1), range(NUM_ROWS), batch_mask)
         counts += np.bincount(sampled.tolist(), minlength=vocab_size)
@@ -125,7 +125,7 @@ def test_large_top_k(settings):
     expected = distribution(logits.numpy(), SamplingParams(**settings))
     counts = draw_counts(logits, settings)
     assert counts[expected == 0].sum() == 0
-    # 4000 outcomes are too many for 20 000 samples: look at cells of 40 tokens that are neighbours by probability.
+    # 4000 outcomes are too many for 20 000 samples: compare cells of 40 tokens of similar probability.
     cell = np.empty(4000, dtype=np.int64)
     cell[np.argsort(-expected)] = np.arange(4000) // 40
     assert_drawn_from(np.bincount(cell, counts).astype(int), np.bincount(cell, expected))
@@ -173,7 +173,7 @@ def test_a_large_temperature_is_close_to_uniform():
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.01}], ids=id_of)
 def test_a_large_vocabulary_in_one_batch(settings):
-    """Cumulative shares of the vocabulary, most probable first, are met within the error of 2000 samples."""
+    """Cumulative shares of the vocabulary, most probable first, match within the error of 2000 samples."""
     vocab_size, num_rows = 128_256, 100
     logits = random_logits(1, vocab_size, seed=17, scale=3.0)
     expected = _fast_distribution(logits[0].numpy(), **settings)

@@ -1,4 +1,4 @@
-"""Several lines of logits for one row, each behind more of its guesses: what each gives is what it gives on its own."""
+"""Several rows of logits for one request, behind its draft tokens, sample what each samples alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mvllm.sampling.sampler import Sampler
 from tests.unit.sampling.builders import Bench, Sampled, random_logits
 
 VOCAB_SIZE = 60
-PROMPT, OUTPUT, GUESSES = [1, 2, 3, 4], [5, 2, 9], [2, 5, 2, 9, 7]
+PROMPT, OUTPUT, DRAFTS = [1, 2, 3, 4], [5, 2, 9], [2, 5, 2, 9, 7]
 
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -38,31 +38,31 @@ def make_params(name: str) -> SamplingParams:
 
 
 def alone(name: str, row: int, length: int, logits: torch.Tensor) -> tuple[int, Any]:
-    """What the row gives once `length` of its guesses are its own tokens."""
+    """The sample of the request once `length` of its draft tokens are known tokens."""
     bench = Bench(vocab_size=VOCAB_SIZE)
-    sequence = Sampled(make_params(name), PROMPT, [*OUTPUT, *GUESSES[:length]], f"request-{row}", [0])
+    sequence = Sampled(make_params(name), PROMPT, [*OUTPUT, *DRAFTS[:length]], f"request-{row}", [0])
     bench.set_row(row, sequence)
     found = bench.sample(logits[None], [row])
     return found.tolist()[0], found.logprobs.get(0)
 
 
-@pytest.mark.parametrize("at_once", [1 << 18, 3 * VOCAB_SIZE], ids=["whole", "in parts"])
+@pytest.mark.parametrize("elements_at_once", [1 << 18, 3 * VOCAB_SIZE], ids=["whole", "in parts"])
 @pytest.mark.parametrize("names", [[name] for name in PARAMS] + [list(PARAMS)], ids=lambda names: "+".join(names)[:20])
-def test_a_line_gives_what_it_gives_when_it_is_the_only_one(
-    names: list[str], at_once: int, monkeypatch: pytest.MonkeyPatch
+def test_a_row_with_draft_tokens_samples_what_it_samples_alone(
+    names: list[str], elements_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mvllm.sampling.sampler._ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr("mvllm.sampling.sampler._ELEMENTS_AT_ONCE", elements_at_once)
     bench, rows, lengths = Bench(vocab_size=VOCAB_SIZE), [], []
     for row, name in enumerate(names):
         bench.set_row(row, Sampled(make_params(name), PROMPT, OUTPUT, f"request-{row}", [0]))
-        bench.history.set_draft_tokens(row, GUESSES)
-        count = len(GUESSES) + 1 if len(names) == 1 else row % len(GUESSES) + 1
+        bench.history.set_draft_tokens(row, DRAFTS)
+        count = len(DRAFTS) + 1 if len(names) == 1 else row % len(DRAFTS) + 1
         rows += [row] * count
         lengths += range(count)
     logits = random_logits(len(rows), VOCAB_SIZE, seed=len(rows))
-    ends = np.array(lengths) + len(PROMPT) + len(OUTPUT)
-    for _ in range(2):  # nothing that was guessed is remembered
-        found = bench.sampler.sample(logits, np.array(rows), bench.state, bench.history, ends=ends)
+    seq_lens = np.array(lengths) + len(PROMPT) + len(OUTPUT)
+    for _ in range(2):  # no state of draft tokens is kept
+        found = bench.sampler.sample(logits, np.array(rows), bench.state, bench.history, seq_lens=seq_lens)
         for line, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             token, logprobs = alone(names[row], row, length, logits[line])
             assert found.tolist()[line] == token, (names[row], length)
@@ -77,7 +77,7 @@ def test_log_probabilities_can_be_left_out() -> None:
     assert not found.logprobs and found.tolist() == bench.sample(logits, [0]).tolist()
 
 
-def test_counts_of_what_may_come_leave_those_of_what_has_come() -> None:
+def test_counts_of_draft_tokens_do_not_change_counts_of_known_tokens() -> None:
     tokens = np.array([1, 2, 2, 3, 3, 1, 70, 71], dtype=np.int32)
     counts = TokenCounts()
     counts.update(tokens[:4], 2)

@@ -1,4 +1,4 @@
-"""Drawing from weights: right shares over any vocabulary, and never a token of weight zero."""
+"""Drawing from weights: correct shares over any vocabulary, and never a token of weight zero."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_small_vocabularies(vocab_size):
 
 
 def test_a_long_flat_tail_keeps_its_share():
-    """One token holds half of the mass; each of 128 255 others so little that a float32 running sum would drop it."""
+    """One token has half of the mass; each of 128 255 others so little that a float32 running sum would lose it."""
     weights = torch.full((LARGE,), 1.0 / (LARGE - 1))
     weights[1000] = 1.0
     drawn = draw_many(weights, 20_000)
@@ -80,7 +80,7 @@ def test_a_single_possible_token_is_drawn_for_every_uniform(position):
     assert draw(weights, edges, edges.flip(0)).tolist() == [position] * 4
 
 
-def test_hopeless_weights_still_give_a_token_of_the_vocabulary():
+def test_degenerate_weights_still_give_a_token_of_the_vocabulary():
     weights = torch.ones(3, 100)
     weights[0], weights[1], weights[2] = 0.0, torch.nan, torch.inf
     drawn = draw(weights, torch.full((3,), LAST), torch.full((3,), LAST))

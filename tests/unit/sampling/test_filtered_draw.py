@@ -1,4 +1,4 @@
-"""A sampler whose draws somebody provides gives the tokens that it gives by itself, and asks in core's terms."""
+"""A sampler with a provider's `filtered_draw` samples the same tokens as without."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_tokens_are_the_same_with_and_without(vocab_size: int, may_synchronize: 
         assert sample_batch(logits, sequences, sampler=provided, engine_seed=round_).tolist() == expected
 
 
-def test_all_rows_that_draw_are_asked_for_at_once_and_others_are_not() -> None:
+def test_all_random_rows_are_drawn_in_one_call_without_greedy_rows() -> None:
     seen = []
 
     def note(logits: torch.Tensor, *arguments: object) -> torch.Tensor:
@@ -51,7 +51,7 @@ def test_all_rows_that_draw_are_asked_for_at_once_and_others_are_not() -> None:
     assert [found[0], found[-1]] == logits[[0, -1]].argmax(dim=1).tolist()
 
 
-def test_log_probabilities_and_rows_without_a_usable_logit_are_as_ever() -> None:
+def test_log_probabilities_and_failed_rows_are_the_same_with_filtered_draw() -> None:
     logits = random_logits(3, 300)
     logits[1] = torch.nan
     sequences = [Sampled(SamplingParams(temperature=1, seed=i, logprobs=2)) for i in range(3)]

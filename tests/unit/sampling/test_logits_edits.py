@@ -1,4 +1,4 @@
-"""Bad words, allowed tokens and biases: what each does to the logits of a row."""
+"""Bad words, allowed tokens and logit biases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def blocked(words: list[list[int]], tokens: list[int]) -> list[int]:
     return sorted(set(BadWords(words, 100).blocked(np.array(tokens, dtype=np.int32)).tolist()))
 
 
-def test_a_word_is_blocked_where_its_beginning_stands() -> None:
+def test_a_bad_word_is_blocked_behind_its_first_tokens() -> None:
     words = [[5], [1, 2], [1, 2, 3], [2, 2, 2, 7], [4, 200]]
     assert blocked(words, [9]) == [5]
     assert blocked(words, [9, 1]) == [2, 5]
@@ -27,7 +27,7 @@ def test_a_word_is_blocked_where_its_beginning_stands() -> None:
     assert blocked(words, [4]) == [5], "ids that no logit has do not count"
 
 
-def test_only_words_of_several_tokens_read_what_is_there() -> None:
+def test_only_bad_words_of_several_tokens_read_tokens() -> None:
     assert not BadWords([[5], [6]], 100).reads_tokens
     assert BadWords([[5], [6, 7]], 100).reads_tokens
     bench = Bench(vocab_size=100)
@@ -52,8 +52,8 @@ def test_both_of_two_masks_of_different_lengths() -> None:
     assert np.array_equal(intersect_masks(None, one, 4), mask_from_token_ids(range(20), 64))
 
 
-def test_a_form_of_some_rows_does_not_shorten_the_lists_of_others() -> None:
-    """The form knows 40 tokens, the model 100: a row without the form may choose beyond the 40."""
+def test_masks_of_some_rows_do_not_shorten_allowed_tokens_of_others() -> None:
+    """The grammar has 40 tokens, the model 100: a row without a grammar may choose beyond the 40."""
     bench, logits = Bench(vocab_size=100), torch.zeros(3, 100)
     logits[:, 90], logits[:, 30], logits[:, 31] = 9.0, 8.0, 7.0
     greedy = {"temperature": 0.0}

@@ -1,4 +1,4 @@
-"""Penalties and minimum length against the slow reference, on greedy rows where every step can be told exactly."""
+"""Penalties and minimum length against the slow reference, on greedy rows, where every token is determined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row's sample depends on its own request and nothing else: not on neighbours, the row, or who was there before."""
+"""A row's sample depends on its own request alone: not on other rows, the row number, or former requests."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_recycled_row_carries_nothing_over(clear):
             bench.append([3], ours.tolist())
 
 
-def test_a_cleared_row_costs_and_does_nothing():
+def test_a_cleared_row_is_greedy_and_has_no_state():
     bench = Bench(vocab_size=VOCAB)
     bench.set_row(0, SPICY)
     bench.clear_row(0)
@@ -157,7 +157,7 @@ def test_unseeded_requests_differ_from_each_other_and_between_engine_seeds():
     assert len(set(first)) > 10
 
 
-def test_greedy_rows_do_not_see_their_neighbours():
+def test_greedy_rows_do_not_depend_on_other_rows():
     logits = random_logits(40, VOCAB, seed=8)
     greedy = Sampled(SamplingParams(temperature=0))
     sequences = [greedy if row % 2 else Sampled(SPICY.params, SPICY.prompt, SPICY.output) for row in range(40)]
@@ -226,7 +226,7 @@ def test_the_logits_are_left_as_they_are():
     assert torch.equal(logits, before)
 
 
-def test_the_platform_decides_between_equal_logits_whoever_else_is_in_the_batch() -> None:
+def test_the_platform_breaks_ties_independently_of_the_batch() -> None:
     def last_of_equals(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, places = x.flip(1).max(dim=1)
         return values, x.shape[1] - 1 - places

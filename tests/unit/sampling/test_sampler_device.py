@@ -1,4 +1,4 @@
-"""What the sampler asks of a device: no waiting, one copy towards it, and no work that no row needs."""
+"""Device work of the sampler: no synchronization, one copy to the device, and only operations that a row needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIXED = [
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every operation, and every copy between devices."""
+    """Records every operation, and every copy between devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_an_all_greedy_batch_is_one_pass_over_the_logits():
 
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_sampling_copies_once_to_the_device_and_waits_for_nothing(with_mask):
-    """Tensors on the meta device have no values: whatever reads one raises."""
+    """Tensors on the meta device have no values: reading one raises."""
     logits = torch.empty(len(MIXED), VOCAB, device="meta", dtype=torch.bfloat16)
     mask = torch.empty(len(MIXED), VOCAB, device="meta", dtype=torch.bool) if with_mask else None
     with Recorder() as recorder:
@@ -111,11 +111,11 @@ def test_token_ids_are_int64_in_every_kind_of_batch():
 
 
 def test_token_ids_beyond_float32_precision_are_refused():
-    with pytest.raises(ValueError, match="vocabular"):
+    with pytest.raises(ValueError, match="vocab_size must be at most"):
         SamplingState(1, MAX_VOCAB_SIZE + 1, 0)
 
 
-def test_the_largest_token_id_survives_the_way_to_the_host():
+def test_the_largest_token_id_is_copied_exactly():
     logits = torch.zeros(1, MAX_VOCAB_SIZE, dtype=torch.bfloat16)
     logits[0, -1] = 1.0
     sampled = sample_batch(logits, [Sampled(SamplingParams(temperature=0))])

@@ -152,7 +152,7 @@ def test_both_tables_cover_every_field():
     assert {field for field, _ in ACCEPTED} == names == {field for field, _ in REFUSED}
 
 
-def test_a_refusal_says_range_and_value():
+def test_an_error_names_range_and_value():
     with pytest.raises(RequestError, match=r"^top_p must be a number > 0 and <= 1; got 1\.5$"):
         SamplingParams(top_p=1.5)
     with pytest.raises(RequestError, match=r"^n must be an integer from 1 to 128; got 'many'$"):
@@ -245,7 +245,7 @@ def test_survives_encoding_unchanged():
 
 @pytest.mark.parametrize("changes", [{"temperature": -1.0}, {"n": 500}, {"stop": [""]}, {"min_tokens": 99}])
 def test_is_checked_again_where_it_arrives(changes):
-    """A process that decodes a message does not rely on the sender."""
+    """A process that decodes a message validates it again."""
     message = msgspec.msgpack.encode(changes)
     with pytest.raises(msgspec.ValidationError, match=next(iter(changes))):
         msgspec.msgpack.decode(message, type=SamplingParams)

@@ -1,4 +1,4 @@
-"""Where each shape costs a compilation: the same tokens, from operations that do not depend on who asks for what."""
+"""Static shapes: the same tokens, from operations whose shapes do not depend on the sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.messages.sampling_params import SamplingParams
-from mvllm.sampling.sampler import Sampler, warm_up_params
+from mvllm.sampling.batch_plan import warm_up_params
+from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.token_masks import TokenMasks, mask_from_token_ids
 from tests.unit.sampling.builders import Bench, Sampled, random_logits
 
@@ -32,7 +33,7 @@ MIXED = [
 
 
 def sample(params, *, static, rows=None, masks=None):
-    """One token for each of `params`, from logits with lines of padding behind them."""
+    """One token for each of `params`, from logits with padding rows behind them."""
     bench = Bench(vocab_size=VOCAB, max_rows=PADDED)
     bench.sampler = Sampler(static=static)
     for row, each in enumerate(params):
@@ -61,7 +62,7 @@ def test_masks_of_some_rows_leave_the_others_alone():
 
 
 class Shapes(TorchDispatchMode):
-    """Every operation with the shapes of its arguments: what a compiler for static shapes would see."""
+    """Records every operation with the shapes of its arguments, as a compiler for static shapes sees them."""
 
     def __init__(self):
         super().__init__()

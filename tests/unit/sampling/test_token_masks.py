@@ -1,4 +1,4 @@
-"""Masks from the host, for some rows of a batch."""
+"""Token masks from the host, for some rows of a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.sampling.builders import Bench, Sampled, random_logits
 
 
 def pack(allowed: np.ndarray) -> bytes:
-    """Masks, bool [n, vocab], as a plan carries them."""
+    """Masks, bool [n, vocab], in the format of a plan."""
     words = np.zeros((len(allowed), -(-allowed.shape[1] // 32) * 32), dtype=bool)
     words[:, : allowed.shape[1]] = allowed
     return np.packbits(words, axis=1, bitorder="little").tobytes()
@@ -43,7 +43,7 @@ def bench_of(num_rows: int, vocab_size: int) -> Bench:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masked_rows_choose_from_what_is_allowed_and_the_others_do_not_notice(dtype: torch.dtype) -> None:
+def test_masked_rows_choose_from_allowed_tokens_and_other_rows_are_unchanged(dtype: torch.dtype) -> None:
     num_rows, vocab_size = 12, 300
     logits = random_logits(num_rows, vocab_size, seed=3).to(dtype)
     kept = logits.clone()
@@ -62,7 +62,7 @@ def test_masked_rows_choose_from_what_is_allowed_and_the_others_do_not_notice(dt
             assert allowed[masked.index(row), token]
         else:
             assert token == free[row]
-    # Each by itself gives the same; and nothing of a mask is left in the step after.
+    # Each row alone samples the same, and no mask remains for the next step.
     for i, row in enumerate(masked):
         own = TokenMasks([row], pack(allowed[i : i + 1]))
         alone = bench.sampler.sample(logits[row : row + 1], rows[row : row + 1], bench.state, bench.history, masks=own)
@@ -77,7 +77,7 @@ def test_a_mask_that_allows_nothing_fails_its_row_alone() -> None:
     assert list(found.errors) == [1] and "no token can be sampled" in found.errors[1]
 
 
-def test_min_tokens_is_the_masks_business_where_there_are_masks() -> None:
+def test_grammar_masks_replace_min_tokens() -> None:
     bench, logits = Bench(vocab_size=40), random_logits(1, 40)
     params = SamplingParams(temperature=0.0, min_tokens=5, structured_outputs={"regex": "a"})
     bench.set_row(0, Sampled(params, eos=[3]))

@@ -1,4 +1,4 @@
-"""Looking among candidates first changes no token: with and without it, and whoever else is in the batch."""
+"""Examining candidates first changes no token, in any batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = (
 
 
 class Dense(Sampler):
-    """Never looks: the way where steps are planned ahead."""
+    """A sampler that never synchronizes, as where steps are planned ahead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def tokens(logits: torch.Tensor, batch: list[Sampled], sampler: Sampler | None =
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("scale", [0.3, 2.0, 8.0])
-def test_the_same_tokens_as_without_looking(settings, scale) -> None:
+def test_the_same_tokens_with_and_without_synchronizing(settings, scale) -> None:
     logits = random_logits(40, VOCAB, seed=3, scale=scale)
     batch = sequences(40, **settings)
     assert tokens(logits, batch) == tokens(logits, batch, Dense())
@@ -49,7 +49,7 @@ def test_the_same_tokens_as_without_looking(settings, scale) -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS[:4], ids=str)
 def test_tokens_that_tie_with_the_last_one_stay(settings) -> None:
-    """A hundred equal logits: far more than candidates were taken, so that only the whole vocabulary tells."""
+    """A hundred equal logits, more than there are candidates, so that the whole vocabulary is needed."""
     logits = torch.full((100, VOCAB), -9.0)
     logits[:, 700:800] = 1.0
     batch = sequences(100, **settings)
@@ -59,7 +59,7 @@ def test_tokens_that_tie_with_the_last_one_stay(settings) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_a_row_does_not_notice_a_neighbour_that_needs_more(settings) -> None:
+def test_a_row_does_not_depend_on_a_row_with_more_candidates(settings) -> None:
     logits = random_logits(30, VOCAB, seed=5)
     logits[1::3] = 0.5  # all tie
     logits[2::3] *= 0.01  # flat
@@ -70,7 +70,7 @@ def test_a_row_does_not_notice_a_neighbour_that_needs_more(settings) -> None:
 
 
 def test_more_rows_than_are_handled_together(monkeypatch) -> None:
-    """In parts: the same tokens, log-probabilities and errors, at the same places."""
+    """In chunks: the same tokens, log-probabilities and errors, at the same positions."""
     logits = random_logits(23, VOCAB, seed=9)
     logits[13] = float("nan")
     batch = [

@@ -1,4 +1,4 @@
-"""The counter-based uniforms: even, independent in every direction, and the same whenever they are asked for."""
+"""Counter-based uniforms: uniform, independent, and reproducible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builders for the scheduler's tests, and an engine small enough to see through."""
+"""Builders for the scheduler's tests, and a minimal engine."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def make_request(
     pooling: PoolingType | None = None,
     **params: object,
 ) -> EngineCoreRequest:
-    """A request; a prompt given as a number is that many tokens that no other request made so has."""
+    """A request. An integer prompt means that many tokens that no other such request has."""
     number = next(_names)
     if isinstance(prompt, int):
         prompt = [1000 + 100 * number + i for i in range(prompt)]
@@ -97,7 +97,7 @@ def make_request(
 
 
 class Result:
-    """All that an engine said about one request."""
+    """All outputs of one request."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -127,7 +127,7 @@ class Engine:
     """A scheduler with a fake runner. Every step ends with `check_integrity`.
 
     Args:
-        depth: Plans under way at once; 2 plans step N + 1 before the results of step N are taken in.
+        depth: Plans in flight at once; with 2, step N + 1 is planned before the results of step N are back.
     """
 
     def __init__(self, scheduler: Scheduler, *, depth: int = 1) -> None:
@@ -150,10 +150,10 @@ class Engine:
         for request in requests:
             self.results[request.request_id] = Result()
             self.scheduler.add_request(request)
-            self.requests.append(self.scheduler._requests[request.request_id])
+            self.requests.append(self.scheduler.requests.by_id[request.request_id])
 
     def step(self) -> SchedulerOutput:
-        """Plans one step, and takes in the oldest results once `depth` plans are under way."""
+        """Plans one step, and applies the oldest results once `depth` plans are in flight."""
         plan = self.last_plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         self.in_flight.append((plan, self.runner.execute(plan)))
@@ -168,7 +168,7 @@ class Engine:
             self.results[output.request_id].add(output)
 
     def check_names(self) -> None:
-        """Raises AssertionError unless every block whose name is confirmed holds what the name says."""
+        """Raises AssertionError unless every block with a confirmed hash holds what the hash names."""
         kv_cache, runner = self.scheduler._kv_cache, self.runner
         unconfirmed = {block for record in kv_cache.unconfirmed.records for block in record.writers}
         contents: dict[bytes, list[int]] = {}
@@ -184,7 +184,7 @@ class Engine:
                 assert held == contents[name], f"block {block} does not hold what its name says"
 
     def run(self, *requests: EngineCoreRequest, max_steps: int = 10_000) -> list[Result]:
-        """Adds requests and steps until nothing is left. Returns the results of these requests."""
+        """Adds requests and steps until none is left. Returns the results of these requests."""
         self.add(*requests)
         for _ in range(max_steps):
             if not self.scheduler.has_requests():

@@ -1,17 +1,17 @@
 """A model runner without a model: tokens are a pure function of the tokens before, and KV is checked as it is read.
 
-It keeps the worker's side of the contract to the letter: it knows only plans, keeps its own rows, and appends its own
+It follows the worker's side of the contract strictly: it knows only plans, keeps its own rows, and appends its own
 samples. What it "writes" to the KV slot of a position is a fingerprint of all tokens up to there; before it samples it
-reads every slot of the row through the block table and insists on finding the right fingerprints. A wrong block table,
-a stale cache hit, a shared block that somebody overwrote or a row that was confused fails there and then.
+reads every slot of the row through the block table and checks the fingerprints. A wrong block table, a stale cache hit,
+an overwritten shared block or a confused row fails there.
 
-Each group of layers writes fingerprints of its own, and reads no further back than it sees.
+Each group of layers writes its own fingerprints, and reads only within its window.
 
-A step without memory writes nothing. Who reads what it should have written samples `WRONG_TOKEN` and writes garbage:
-nobody may take notice of either. Likewise where an adapter is missing, and rows compute without it.
+A step without memory writes nothing. A request that reads what it should have written samples `WRONG_TOKEN` and writes
+garbage, which must have no effect. The same holds for rows that compute without a missing adapter.
 
-Tokens that were guessed are computed and written like known ones; those that were wrong are forgotten again. What a
-draft model writes ahead is a scrawl over every slot behind the known tokens: whoever else reads such a slot finds it.
+Draft tokens are computed and written like known ones; rejected ones are dropped. A draft model's writes ahead are
+garbage in every slot behind the known tokens: any other reader of such a slot fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUP = 1 << 40
 """What the fingerprints of two groups of layers differ by."""
 
 SCRAWL = -2
-"""What a guess leaves in a slot."""
+"""What a draft token leaves in a slot."""
 
 GARBAGE = -3
 """What a row writes that reads what is not its own."""
@@ -54,7 +54,7 @@ def next_token(fingerprint: int) -> int:
 
 
 def first_print(lora_int_id: int) -> int:
-    """Where fingerprints of tokens begin that are computed with an adapter, or with none."""
+    """The initial fingerprint of an adapter, or of none."""
     return 7 + 100 * lora_int_id
 
 
@@ -75,7 +75,7 @@ def expected_tokens(
 
 
 def vector_of(prompt: list[int]) -> bytes:
-    """What a prompt's vector is, here."""
+    """The vector of a prompt, in this runner."""
     return str(fingerprints(prompt)[-1]).encode()
 
 
@@ -92,38 +92,38 @@ class _Row:
         self.has_failed = False
         self.tables = [list(table) for table in (data.block_ids, *data.more_block_ids)]
         self.num_computed = data.num_computed_tokens
-        self.num_guessed = 0  # of `tokens`, the last ones, while a step checks them
+        self.num_drafts = 0  # of `tokens`, the last ones, while a step checks them
         self.pooled: list[int] = []
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.prints.extend(fingerprints([token], self.prints[-1]))
 
-    def check_guesses(self) -> list[int]:
-        """The tokens that follow the known ones, as far as the guesses at them were right; forgets the guesses."""
-        known, guesses = len(self.tokens) - self.num_guessed, self.tokens[len(self.tokens) - self.num_guessed :]
+    def verify_drafts(self) -> list[int]:
+        """The sampled token and the accepted draft tokens; drops the draft tokens."""
+        known, drafts = len(self.tokens) - self.num_drafts, self.tokens[len(self.tokens) - self.num_drafts :]
         found = [next_token(self.prints[known - 1])]
-        while len(found) <= len(guesses) and found[-1] == guesses[len(found) - 1]:
+        while len(found) <= len(drafts) and found[-1] == drafts[len(found) - 1]:
             found.append(next_token(self.prints[known - 1 + len(found)]))
-        self.forget_guesses()
+        self.drop_drafts()
         self.num_computed += len(found) - 1
         return found
 
-    def forget_guesses(self) -> None:
-        known = len(self.tokens) - self.num_guessed
+    def drop_drafts(self) -> None:
+        known = len(self.tokens) - self.num_drafts
         del self.tokens[known:], self.prints[known:]
-        self.num_computed, self.num_guessed = min(self.num_computed, known), 0
+        self.num_computed, self.num_drafts = min(self.num_computed, known), 0
 
 
 class FakeRunner:
     """Executes plans.
 
     Attributes:
-        failing: Ids of requests whose row fails whenever it computes, and spoils the KV that it writes.
+        failing: Ids of requests whose row fails whenever it computes, and writes garbage KV.
         steps_without_memory: Numbers of steps that fail as a whole.
-        missing_adapters: Ids of adapters with which rows cannot begin: these report it, and compute without.
+        missing_adapters: Ids of adapters that cannot be loaded: their rows report it, and compute without.
         num_computed: Tokens computed so far, by request id.
-        guess: Makes guesses at what follows the tokens of a row; None where nothing is guessed.
+        propose: Proposes draft tokens for a row; None without speculative decoding.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class FakeRunner:
         self.missing_adapters: set[int] = set()
         self.may_read_garbage = False
         self.num_computed: dict[str, int] = {}
-        self.guess: Callable[[list[int]], list[int]] | None = None
+        self.propose: Callable[[list[int]], list[int]] | None = None
         self.next_step = 0
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -155,7 +155,7 @@ class FakeRunner:
         if plan.step in self.steps_without_memory:
             return self._give_up(plan)
         for position, drafts in plan.draft_token_ids.items():
-            self._note_guesses(self.rows[plan.rows[position]], plan.num_scheduled_tokens[position], drafts)
+            self._add_drafts(self.rows[plan.rows[position]], plan.num_scheduled_tokens[position], drafts)
         for row, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True):
             self._write(self.rows[row], count)
         self._spread_poison(plan)
@@ -168,7 +168,7 @@ class FakeRunner:
         return output
 
     def _give_up(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Nothing is written, and the rows stand where the plan says."""
+        """Fails a step: nothing is written, and the rows have the lengths of the plan."""
         self.may_read_garbage = True
         for position, (row, count) in enumerate(zip(plan.rows, plan.num_scheduled_tokens, strict=True)):
             state = self.rows[row]
@@ -200,12 +200,12 @@ class FakeRunner:
         blocks = [block for row in self.rows.values() for table in row.tables for block in table]
         assert all(0 <= block < self.num_blocks for block in blocks), "not a block"
 
-    def _note_guesses(self, row: _Row, count: int, drafts: list[int]) -> None:
-        assert drafts and count == 1 + len(drafts), "guesses are scheduled behind one known token"
-        assert row.num_computed + 1 == len(row.tokens), "guesses at what follows tokens that are not computed"
+    def _add_drafts(self, row: _Row, count: int, drafts: list[int]) -> None:
+        assert drafts and count == 1 + len(drafts), "draft tokens are scheduled behind one known token"
+        assert row.num_computed + 1 == len(row.tokens), "draft tokens behind tokens that are not computed"
         for token in drafts:
             row.append(token)
-        row.num_guessed = len(drafts)
+        row.num_drafts = len(drafts)
 
     def _slot(self, row: _Row, position: int, group: int) -> int:
         block = row.tables[group][position // self.block_size]
@@ -222,7 +222,7 @@ class FakeRunner:
         self.num_computed[request_id] = self.num_computed.get(request_id, 0) + count
 
     def _spread_poison(self, plan: SchedulerOutput) -> None:
-        """Lets every row of the step that reads poison write poison, until nothing changes."""
+        """Makes every row of the step that reads poison write poison, until nothing changes."""
         spreading = True
         while spreading:
             spreading = False
@@ -250,7 +250,7 @@ class FakeRunner:
         return changed
 
     def _pool(self, position: int, row: _Row, count: int, output: ModelRunnerOutput) -> None:
-        """As a real one: what is wanted of every position is kept from the steps that computed it."""
+        """Like a real runner, keeps what pooling needs of every position from the steps that computed it."""
         assert row.data.pooling_params is not None and row.data.pooling_params.pooling_type is not None
         row.pooled += row.prints[row.num_computed - count : row.num_computed]
         if row.num_computed == len(row.tokens):
@@ -259,7 +259,7 @@ class FakeRunner:
             output.pooler_output[position] = b"wrong" if row.reads_garbage else vector_of(row.tokens)
 
     def _read(self, row: _Row, count: int) -> list[tuple[int, int, int | None]]:
-        """What the last `count` computed tokens see: positions, groups, and what stands there."""
+        """Positions, groups and contents that the last `count` computed tokens attend to."""
         found = []
         for group, window in enumerate(self.windows):
             first = 0 if window is None else max(0, row.num_computed - count - window + 1)
@@ -278,30 +278,30 @@ class FakeRunner:
         if failed:
             output.errors[position] = "not a number"
             row.has_failed = True
-            row.forget_guesses()
+            row.drop_drafts()
             if row.data.pooling_params is None and row.num_computed == len(row.tokens):
                 row.append(0)
         elif row.data.pooling_params is not None:
             self._pool(position, row, count, output)
         elif row.num_computed == len(row.tokens):
-            token, *further = row.check_guesses()
+            token, *accepted = row.verify_drafts()
             if row.reads_garbage:
                 token = WRONG_TOKEN
             if params.logprobs is not None:
                 output.logprobs[position] = logprobs_of(token)
-                if further:
-                    output.further_logprobs[position] = [logprobs_of(each) for each in further]
-            if further:
-                output.further_token_ids[position] = further
-            for each in (token, *further):
+                if accepted:
+                    output.further_logprobs[position] = [logprobs_of(each) for each in accepted]
+            if accepted:
+                output.further_token_ids[position] = accepted
+            for each in (token, *accepted):
                 row.append(each)
-            if self.guess is not None:
-                self._guess(position, row, output)
+            if self.propose is not None:
+                self._propose_drafts(position, row, output)
         output.sampled_token_ids.append(token)
 
-    def _guess(self, position: int, row: _Row, output: ModelRunnerOutput) -> None:
-        assert self.guess is not None
-        if drafts := self.guess(row.tokens):
+    def _propose_drafts(self, position: int, row: _Row, output: ModelRunnerOutput) -> None:
+        assert self.propose is not None
+        if drafts := self.propose(row.tokens):
             output.draft_token_ids[position] = drafts
         for ahead in range(len(row.tokens) - 1, len(row.tables[0]) * self.block_size):
             if len(self.windows) == 1:

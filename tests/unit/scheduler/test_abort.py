@@ -1,4 +1,4 @@
-"""Aborts, in every state."""
+"""Aborts in every state of a request."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_a_preempted_request(depth):
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_a_request_whose_results_are_on_their_way(depth):
+def test_a_request_with_results_in_flight(depth):
     engine = Engine(make_scheduler(), depth=depth)
     engine.add(make_request(request_id="r", max_tokens=9))
     engine.step()
@@ -81,7 +81,7 @@ def test_results_of_an_aborted_request_are_not_given_to_the_next_one_in_its_row(
     assert engine.results["old"].outputs == []
 
 
-def test_an_id_can_be_used_again_while_results_of_its_predecessor_are_on_their_way():
+def test_an_id_can_be_reused_while_results_of_its_former_request_are_in_flight():
     engine = Engine(make_scheduler(), depth=2)
     engine.add(make_request(request_id="r", max_tokens=9))
     engine.step()
@@ -91,7 +91,7 @@ def test_an_id_can_be_used_again_while_results_of_its_predecessor_are_on_their_w
     assert result.token_ids == expected_tokens(again.prompt_token_ids, again.sampling_params, [], 64)
 
 
-def test_what_an_aborted_request_computed_can_still_be_found():
+def test_blocks_of_an_aborted_request_stay_cached():
     engine = Engine(make_scheduler(block_size=4))
     engine.add(make_request(list(range(20)), request_id="r"))
     engine.step()
@@ -100,7 +100,7 @@ def test_what_an_aborted_request_computed_can_still_be_found():
     assert result.num_cached_tokens == 16
 
 
-def test_the_others_go_on():
+def test_other_requests_continue():
     engine = Engine(make_scheduler())
     requests = [make_request(request_id=name) for name in "abc"]
     engine.add(*requests)

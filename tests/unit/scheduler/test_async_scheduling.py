@@ -67,14 +67,14 @@ def test_a_row_that_fails_is_reported_once_though_more_of_it_is_planned(depth):
 
 
 @depths
-def test_a_request_preempted_before_its_failure_was_known_leaves_nothing_to_be_found(depth):
+def test_a_request_preempted_before_its_failure_is_known_leaves_no_cached_blocks(depth):
     engine = Engine(make_scheduler(num_blocks=7, block_size=4), depth=depth)
     engine.add(*[make_request(4, request_id=name, max_tokens=10) for name in "abc"])
-    victim = engine.scheduler._requests["c"]
+    victim = engine.scheduler.requests.by_id["c"]
     while engine.scheduler.make_stats().num_preemptions == 0:
         plan = engine.scheduler.schedule()
         tokens_before = list(victim.token_ids)
-        engine.runner.failing = {"c"}  # noticed by the results of plans that are on their way, if it computes at all
+        engine.runner.failing = {"c"}  # reported by the results of plans in flight, if it computes at all
         engine.in_flight.append((plan, engine.runner.execute(plan)))
         engine.runner.failing = set()
         if engine.scheduler.make_stats().num_preemptions or victim.status.name == "FINISHED":
@@ -95,7 +95,7 @@ def test_every_plan_may_be_planned_before_any_result_is_back():
     assert result.token_ids == expected_tokens(PROMPT, make_request(max_tokens=20).sampling_params, [], 64)
 
 
-def test_a_step_without_work_is_not_planned_and_its_freed_rows_go_to_the_next():
+def test_a_step_without_work_is_not_planned_and_the_next_names_its_freed_rows():
     scheduler = make_scheduler()
     scheduler.add_request(make_request(PROMPT, request_id="a", max_tokens=1))
     first = scheduler.schedule()

@@ -1,7 +1,7 @@
-"""A step that fails, or a row of it: who depends on what it should have written starts again, and no name of it stays.
+"""Failed steps and rows: requests that depend on their blocks restart, and no hash of these blocks remains.
 
-The fake runner writes nothing in a step without memory. Who reads such a slot all the same samples `WRONG_TOKEN`; the
-tests compare tokens with those of a request that was alone in the world.
+The fake runner writes nothing in a step without memory. A request that reads such a slot samples `WRONG_TOKEN`; the
+tests compare tokens with those of a request that runs alone.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def collect_all(engine: Engine) -> None:
 
 
 def check_all_again(engine: Engine, requests) -> None:
-    """Every prompt once more, on what the cache holds now."""
+    """Runs every prompt once more, on the present cache."""
     engine.check_names()
     for request in requests:
         request.request_id += "-again"
@@ -63,7 +63,7 @@ KINDS = pytest.mark.parametrize(
 
 @KINDS
 @pytest.mark.parametrize("depth", [2, 3])
-def test_who_was_planned_to_read_what_a_failing_step_should_have_written_gives_its_own_tokens(depth, common, options):
+def test_requests_that_read_blocks_of_a_failed_step_restart_and_give_correct_tokens(depth, common, options):
     engine = make_engine(depth, **options)
     writer, reader = (make_request([*PROMPT, i], request_id=name, **common) for i, name in enumerate(("a", "b")))
     unrelated = make_request(8, max_tokens=12)
@@ -88,14 +88,14 @@ def test_who_was_planned_to_read_what_a_failing_step_should_have_written_gives_i
 
 
 def under_way(engine: Engine, *requests) -> None:
-    """One more plan is made and executed; no results are taken in."""
+    """Makes and executes one more plan, without applying results."""
     engine.add(*requests)
     plan = engine.scheduler.schedule()
     engine.scheduler.check_integrity()
     engine.in_flight.append((plan, engine.runner.execute(plan)))
 
 
-def test_readers_of_readers_start_again_and_those_who_read_older_blocks_go_on():
+def test_indirect_readers_restart_and_readers_of_confirmed_blocks_continue():
     engine = make_engine()
     old = make_request([*range(40, 53)], request_id="old")
     engine.run(old)
@@ -105,9 +105,11 @@ def test_readers_of_readers_start_again_and_those_who_read_older_blocks_go_on():
     under_way(engine, chain[0])
     under_way(engine, chain[1], keeps)
     under_way(engine, chain[2])
-    assert engine.scheduler._requests["r2"].num_cached_tokens == 12, "it shares what r1 computes behind r0's blocks"
+    assert engine.scheduler.requests.by_id["r2"].num_cached_tokens == 12, (
+        "it shares what r1 computes behind r0's blocks"
+    )
     engine.collect()
-    statuses = {name: request.status for name, request in engine.scheduler._requests.items()}
+    statuses = {name: request.status for name, request in engine.scheduler.requests.by_id.items()}
     assert statuses == {
         "r1": RequestStatus.WAITING,
         "r2": RequestStatus.WAITING,
@@ -122,7 +124,7 @@ def test_readers_of_readers_start_again_and_those_who_read_older_blocks_go_on():
 
 @pytest.mark.parametrize("which", ["a", "b"])
 @pytest.mark.parametrize("what", ["abort", "fail", "preempt"])
-def test_it_reaches_those_who_have_ended_or_given_way_meanwhile(which, what):
+def test_finished_and_preempted_readers_are_discarded_too(which, what):
     engine = make_engine(num_blocks=24)
     engine.runner.steps_without_memory = {0}
     first, second, third = (make_request([*PROMPT, i], request_id=name, max_tokens=8) for i, name in enumerate("abc"))
@@ -134,11 +136,11 @@ def test_it_reaches_those_who_have_ended_or_given_way_meanwhile(which, what):
         engine.scheduler.fail_request(which, "for another reason")
     else:
         scheduler = engine.scheduler
-        while which in {request.request_id for request in scheduler._running}:
-            scheduler._preempt(scheduler._running[-1])
+        while which in {request.request_id for request in scheduler.requests.running}:
+            scheduler.requests.preempt_last()
     engine.scheduler.check_integrity()
     under_way(engine, third)
-    assert engine.scheduler._requests["c"].num_cached_tokens == 16
+    assert engine.scheduler.requests.by_id["c"].num_cached_tokens == 16
     collect_all(engine)
     engine.run()
     assert engine.results["c"].token_ids == tokens_of(third)
@@ -147,7 +149,7 @@ def test_it_reaches_those_who_have_ended_or_given_way_meanwhile(which, what):
     check_all_again(engine, [first, second, third])
 
 
-def test_blocks_that_another_request_has_by_now_are_its_own():
+def test_blocks_reallocated_to_another_request_are_not_evicted():
     engine = make_engine(num_blocks=6)
     engine.runner.steps_without_memory = {0}
     under_way(engine, make_request(PROMPT, request_id="a"))
@@ -169,21 +171,21 @@ def test_a_reader_keeps_what_it_had_generated_before_it_was_preempted():
     for _ in range(6):
         engine.step()
     scheduler = engine.scheduler
-    scheduler._preempt(scheduler._running[-1])
+    scheduler.requests.preempt_last()
     scheduler._kv_cache._pool.evict_all()
     collect_all(engine)
     assert 3 < len(engine.results["b"].token_ids) < 12
     engine.runner.steps_without_memory = {scheduler.next_step}
     under_way(engine, make_request(PROMPT, request_id="a", priority=-1))  # all of the step's budget
     under_way(engine)
-    assert len(scheduler._running) == 2
+    assert len(scheduler.requests.running) == 2
     engine.run()
     assert engine.results["b"].token_ids == tokens_of(second)
     assert engine.results["b"].logprobs == [logprobs_of(token) for token in tokens_of(second)]
     check_all_again(engine, [second])
 
 
-def test_a_prompt_that_is_wanted_as_a_vector_is_computed_again():
+def test_a_pooling_request_that_reads_failed_blocks_is_recomputed():
     engine = make_engine()
     engine.runner.steps_without_memory = {0}
     under_way(engine, make_request(PROMPT, request_id="a"))
@@ -207,7 +209,7 @@ def test_results_of_later_pieces_of_a_prompt_are_dropped_when_the_request_has_en
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_keys_that_were_computed_without_the_adapter_are_nobodys(depth):
+def test_blocks_computed_without_the_adapter_are_evicted(depth):
     engine = make_engine(depth, max_loras=2)
     first, second, third = (
         make_request([*PROMPT, i], request_id=name, lora_int_id=1, max_tokens=6) for i, name in enumerate("abc")
@@ -225,7 +227,7 @@ def test_keys_that_were_computed_without_the_adapter_are_nobodys(depth):
     check_all_again(engine, [first, second, third])
 
 
-def test_one_step_after_another_without_memory_ends_only_who_was_in_one_with_its_own_blocks():
+def test_successive_out_of_memory_steps_fail_only_requests_that_were_in_them():
     engine = make_engine(depth=3)
     engine.runner.steps_without_memory = {0, 1}
     first, second = (make_request([*PROMPT, i], request_id=name) for i, name in enumerate("ab"))
@@ -237,7 +239,7 @@ def test_one_step_after_another_without_memory_ends_only_who_was_in_one_with_its
     check_all_again(engine, [first, second])
 
 
-def test_a_request_whose_settings_leave_no_token_keeps_its_keys_for_others():
+def test_a_request_whose_parameters_allow_no_token_keeps_its_blocks_cached():
     engine = make_engine()
     engine.add(make_request(PROMPT, request_id="a", allowed_token_ids=[1], logit_bias={1: -100.0}))
     plan = engine.scheduler.schedule()
@@ -310,18 +312,18 @@ events = st.lists(
 )
 
 
-def guess(tokens: list[int]) -> list[int]:
-    """Some right, some wrong."""
+def propose(tokens: list[int]) -> list[int]:
+    """Draft tokens, some right and some wrong."""
     return [*expected_tokens(tokens, make_request(max_tokens=2).sampling_params, [], MAX_MODEL_LEN), 3][:2]
 
 
 @settings(deadline=None, max_examples=200)
 @given(limits, ways, events)
-def test_whatever_fails_every_other_request_gives_its_own_tokens_and_every_name_is_true(limits, way, events):
+def test_after_any_failure_other_requests_give_correct_tokens_and_hashes_are_valid(limits, way, events):
     way = dict(way)
     engine = make_engine(way.pop("depth"), **limits, **way)
     if "num_speculative_tokens" in way:
-        engine.runner.guess = guess
+        engine.runner.propose = propose
     runner, scheduler, added, aborted = engine.runner, engine.scheduler, [], set()
     for event, argument in events:
         if "no memory" in event:
@@ -334,7 +336,7 @@ def test_whatever_fails_every_other_request_gives_its_own_tokens_and_every_name_
                 engine.step()
                 engine.check_names()
         if event == "abort":
-            if f"r{argument}" in scheduler._requests:
+            if f"r{argument}" in scheduler.requests.by_id:
                 aborted.add(f"r{argument}")
             scheduler.abort_requests([f"r{argument}"])
             scheduler.check_integrity()
@@ -377,7 +379,7 @@ def check_result(engine: Engine, request, *, ended_early: bool) -> None:
 
 
 @pytest.mark.parametrize("failing", range(6))
-def test_at_whichever_step_it_fails(failing):
+def test_a_failure_at_any_step_is_recovered(failing):
     """One traffic, with prefixes shared in every way, and each of its steps without memory once."""
     for depth, stages in ((1, 1), (2, 1), (3, 3)):
         engine = make_engine(depth, num_stages=stages, max_num_batched_tokens=16, num_blocks=40)

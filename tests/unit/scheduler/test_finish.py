@@ -1,4 +1,4 @@
-"""How requests end, and what is said about them."""
+"""How requests end, and their last outputs."""
 
 import pytest
 
@@ -89,13 +89,13 @@ def test_tokens_come_one_by_one():
     assert [output.finish_reason for output in result.outputs] == [None, None, None, FinishReason.LENGTH]
 
 
-def test_final_only_says_everything_at_once():
+def test_final_only_sends_all_tokens_in_one_output():
     result, _ = run_one(max_tokens=4, output_kind=RequestOutputKind.FINAL_ONLY, logprobs=1)
     assert [output.new_token_ids for output in result.outputs] == [FREE[:4]]
     assert result.logprobs == [logprobs_of(token) for token in FREE[:4]]
 
 
-def test_final_only_with_stop_strings_says_each_token_because_the_front_end_looks_for_them():
+def test_final_only_with_stop_strings_sends_each_token_to_the_front_end():
     result, _ = run_one(max_tokens=4, output_kind=RequestOutputKind.FINAL_ONLY, stop=["x"])
     assert len(result.outputs) == 4
 
@@ -156,7 +156,7 @@ def test_what_a_failed_request_computed_is_not_found_by_another():
     assert (good.finish_reason, good.num_cached_tokens) == (FinishReason.LENGTH, 0)
 
 
-def test_a_request_too_large_for_the_cache_fails_at_once_instead_of_waiting_for_ever():
+def test_a_request_too_large_for_the_cache_fails_immediately():
     engine = Engine(make_scheduler(num_blocks=3, block_size=4))
     large, small = engine.run(make_request(13), make_request(2))
     assert large.finish_reason is FinishReason.ERROR
@@ -173,7 +173,7 @@ def test_a_request_that_outgrows_the_cache_alone_fails_with_what_it_has(depth):
     assert engine.scheduler.make_stats().kv_cache_usage == 0.0
 
 
-def test_has_requests_holds_until_the_error_was_handed_out():
+def test_has_requests_is_true_until_the_error_output_is_returned():
     engine = Engine(make_scheduler(num_blocks=1, block_size=4))
     engine.add(make_request(9))
     plan = engine.scheduler.schedule()
@@ -192,7 +192,7 @@ def test_times_and_cached_tokens_are_those_of_the_first_schedule():
     assert len({output.scheduled_time for output in result.outputs}) == 1
 
 
-def test_an_answer_to_another_step_is_refused():
+def test_a_result_of_another_step_is_refused():
     engine = Engine(make_scheduler())
     engine.add(make_request())
     plan = engine.scheduler.schedule()
@@ -200,7 +200,7 @@ def test_an_answer_to_another_step_is_refused():
         engine.scheduler.update_from_output(plan, ModelRunnerOutput(step=5, sampled_token_ids=[1]))
 
 
-def test_an_answer_with_a_token_missing_is_refused():
+def test_a_result_with_a_missing_token_is_refused():
     engine = Engine(make_scheduler())
     engine.add(make_request())
     plan = engine.scheduler.schedule()
@@ -208,7 +208,7 @@ def test_an_answer_with_a_token_missing_is_refused():
         engine.scheduler.update_from_output(plan, ModelRunnerOutput(step=0))
 
 
-def test_statistics_say_how_things_stand():
+def test_statistics_count_requests_and_blocks():
     engine = Engine(make_scheduler(num_blocks=8, block_size=4, max_num_seqs=1))
     engine.add(make_request(PROMPT, max_tokens=4), make_request(PROMPT, max_tokens=4))
     plan = engine.scheduler.schedule()

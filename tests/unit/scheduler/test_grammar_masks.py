@@ -1,4 +1,4 @@
-"""Requests whose next token not every token may be: they wait for their grammar, and then for each of their tokens."""
+"""Requests with grammars: they wait for the grammar, and then for the mask of each token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORM = {"regex": "a"}
 
 
 class Countdown:
-    """A grammar of `length` tokens, whose mask says how many have come. Token 99 cannot be gone on from."""
+    """A grammar of `length` tokens, whose mask encodes how many have come. Token 99 is an error."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -29,7 +29,7 @@ class Countdown:
     def is_complete(self) -> bool:
         return len(self.taken) == self.length
 
-    def accept(self, token: int, *, at_once: bool = False) -> None:
+    def accept(self, token: int, *, blocking: bool = False) -> None:
         self.taken.append(token)
         if token == 99:
             self.error = "lost its way"
@@ -41,7 +41,7 @@ def answer(scheduler: Scheduler, plan: SchedulerOutput, token: int = 7):
     return outputs.outputs
 
 
-def test_a_request_waits_aside_until_its_grammar_is_there() -> None:
+def test_a_request_is_blocked_until_its_grammar_is_compiled() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request(request_id="formed", structured_outputs=FORM))
     assert scheduler.is_waiting_for_masks and scheduler.is_waiting_for_grammar("formed")
@@ -72,7 +72,7 @@ def test_it_can_be_aborted_or_fail_while_it_waits() -> None:
     assert not scheduler.has_requests()
 
 
-def test_masks_go_with_the_steps_that_sample() -> None:
+def test_steps_that_sample_have_masks() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=4)
     scheduler.add_request(make_request(6, request_id="formed", structured_outputs=FORM, max_tokens=8))
     scheduler.start_grammar("formed", Countdown(3))
@@ -102,7 +102,7 @@ def test_no_step_is_planned_for_it_before_its_last_token_is_known() -> None:
     assert len(third.rows) == 2 and third.token_masks == bytes([1] * 4)
 
 
-def test_who_gives_way_goes_on_where_it_was() -> None:
+def test_a_preempted_request_with_a_grammar_continues() -> None:
     scheduler = make_scheduler(num_blocks=5, block_size=4, enable_caching=False)
     grammar = Countdown(7)
     scheduler.add_request(make_request(5, request_id="free", max_tokens=9))
@@ -118,7 +118,7 @@ def test_who_gives_way_goes_on_where_it_was() -> None:
     assert ("formed", FinishReason.STOP) in ended
 
 
-def test_a_grammar_that_cannot_go_on_ends_its_request_alone() -> None:
+def test_a_grammar_error_fails_only_its_request() -> None:
     scheduler = make_scheduler()
     for name in ("lost", "fine"):
         scheduler.add_request(make_request(request_id=name, structured_outputs=FORM, max_tokens=8))
@@ -165,7 +165,7 @@ def test_a_request_takes_part_in_no_step_while_its_mask_is_being_computed() -> N
     assert not scheduler.is_waiting_for_masks and len(scheduler.schedule().mask_rows) == 1
 
 
-def test_one_that_has_given_way_waits_for_its_mask_and_holds_up_nobody() -> None:
+def test_a_preempted_request_waits_for_its_mask_without_delaying_others() -> None:
     scheduler = make_scheduler(num_blocks=5, block_size=4, enable_caching=False)
     grammar = Countdown(9)
     scheduler.add_request(make_request(5, request_id="free", max_tokens=9))
@@ -188,7 +188,7 @@ def test_one_that_has_given_way_waits_for_its_mask_and_holds_up_nobody() -> None
 
 
 class TestMasksThatFollow:
-    """Where workers can take masks later, a step is planned before the last token is known."""
+    """With workers that support deferred masks, a step is planned before the last token is known."""
 
     def scheduler(self, **grammars: Countdown) -> Scheduler:
         scheduler = make_scheduler(can_defer_masks=True)
@@ -198,7 +198,7 @@ class TestMasksThatFollow:
         scheduler.add_request(make_request(request_id="free", max_tokens=8))
         return scheduler
 
-    def test_the_next_step_is_planned_and_has_its_masks_when_the_token_has_come(self) -> None:
+    def test_the_next_step_is_planned_and_its_masks_follow_the_token(self) -> None:
         scheduler = self.scheduler(formed=Countdown(8))
         first = scheduler.schedule()
         assert not first.masks_follow and first.token_masks == bytes([0] * 4)
@@ -209,7 +209,7 @@ class TestMasksThatFollow:
             assert scheduler.masks_for(second) == (first.rows[:1], bytes([num_tokens] * 4))
             first = second
 
-    def test_who_has_ended_has_no_mask_and_no_further_token(self) -> None:
+    def test_a_finished_request_has_no_mask_and_no_further_token(self) -> None:
         scheduler = self.scheduler(short=Countdown(1), long=Countdown(8))
         first = scheduler.schedule()
         second = scheduler.schedule()
@@ -221,7 +221,7 @@ class TestMasksThatFollow:
         assert len(third.rows) == 2
         assert {o.request_id for o in answer(scheduler, second)} == {"long", "free"}
 
-    def test_what_takes_long_to_compute_is_not_waited_for(self) -> None:
+    def test_expensive_masks_are_not_deferred(self) -> None:
         cheap, expensive = Countdown(8), Countdown(8)
         expensive.expected_seconds = 2 * DEFERRED_MASK_SECONDS
         scheduler = self.scheduler(cheap=cheap, expensive=expensive)

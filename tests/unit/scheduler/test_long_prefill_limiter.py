@@ -1,4 +1,4 @@
-"""Long prompts leave room for others, and take all the room that others leave."""
+"""Long prompts leave budget for other requests, and use what others leave."""
 
 import pytest
 
@@ -17,20 +17,20 @@ def make_engine(**options: object) -> Engine:
 
 
 def scheduled(engine: Engine) -> dict[str, int]:
-    """One more step: how many tokens each request computes in it."""
-    names = {request.row: request.request_id for request in engine.scheduler._running}
+    """Runs one step; returns how many tokens each request computes in it."""
+    names = {request.row: request.request_id for request in engine.scheduler.requests.running}
     plan = engine.step()
     names |= {new.row: new.request_id for new in plan.new_requests}
     return {names[row]: count for row, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True)}
 
 
-def test_a_long_prompt_that_is_alone_has_the_whole_budget():
+def test_a_single_long_prompt_gets_the_whole_budget():
     engine = make_engine()
     engine.add(make_request(LONG, request_id="long"))
     assert [scheduled(engine) for _ in range(11)] == [{"long": 20}] * 10 + [{"long": 1}]
 
 
-def test_who_comes_later_has_its_first_token_in_its_first_step():
+def test_a_later_short_request_has_its_first_token_in_its_first_step():
     engine = make_engine()
     engine.add(make_request(LONG, request_id="long"))
     scheduled(engine)
@@ -49,7 +49,7 @@ def test_a_long_prompt_keeps_its_share_however_many_others_come():
     assert [scheduled(engine)["long"] for _ in range(8)] == [10] * 8
 
 
-def test_those_that_generate_behind_a_long_prompt_go_on():
+def test_decoding_requests_behind_a_long_prompt_continue():
     engine = make_engine(policy="priority")
     engine.add(*[make_request(2, request_id=f"r{i}", max_tokens=30) for i in range(6)])
     scheduled(engine)
@@ -69,7 +69,7 @@ def test_long_prompts_are_computed_one_after_the_other_and_nothing_of_a_step_is_
     assert {result.finish_reason for result in engine.results.values()} == {FinishReason.LENGTH}
 
 
-def test_a_short_one_passes_long_ones_that_wait_and_a_long_one_that_is_behind():
+def test_a_short_prompt_bypasses_waiting_long_prompts():
     engine = make_engine()
     engine.add(*[make_request(LONG, request_id=f"long-{i}") for i in range(3)])
     for _ in range(10):
@@ -80,7 +80,7 @@ def test_a_short_one_passes_long_ones_that_wait_and_a_long_one_that_is_behind():
     assert scheduled(engine) == {"long-0": 1, "long-1": 15, "b": 4}
 
 
-def test_as_many_long_prompts_share_as_the_limit_says():
+def test_the_limit_sets_how_many_long_prompts_share_a_step():
     engine = make_engine(long_prefill_token_threshold=6, max_long_partial_prefills=2)
     engine.add(*[make_request(LONG, request_id=f"long-{i}") for i in range(3)])
     assert scheduled(engine) == {"long-0": 14, "long-1": 6}

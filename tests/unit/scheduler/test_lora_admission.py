@@ -1,4 +1,4 @@
-"""Requests with LoRA adapters: so many different ones run at a time, nobody waits forever, and none shares blocks."""
+"""Admission of requests with LoRA adapters: a limited number of adapters, no starvation, and no shared blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def with_adapter(number: int, **options: object) -> EngineCoreRequest:
 
 
 def answer(scheduler: Scheduler, plan: SchedulerOutput) -> list[str]:
-    """Executes a plan; the requests that ended."""
+    """Executes a plan; returns the requests that ended."""
     outputs = scheduler.update_from_output(plan, ModelRunnerOutput(plan.step, [7] * len(plan.rows)))
     scheduler.check_integrity()
     return [output.request_id for output in outputs.outputs if output.finish_reason is not None]
@@ -31,7 +31,7 @@ def begun(plan: SchedulerOutput) -> list[str]:
     return [new.request_id for new in plan.new_requests]
 
 
-def test_requests_of_adapters_without_a_slot_wait_and_others_pass_them() -> None:
+def test_requests_without_a_lora_slot_wait_and_others_bypass_them() -> None:
     scheduler = make_scheduler(max_loras=2)
     for name, number in (("a", 1), ("b", 2), ("c", 3), ("a2", 1), ("base", 0), ("d", 4)):
         scheduler.add_request(with_adapter(number, request_id=name, max_tokens=2))
@@ -46,7 +46,7 @@ def test_requests_of_adapters_without_a_slot_wait_and_others_pass_them() -> None
     assert begun(scheduler.schedule()) == ["c", "d"]
 
 
-def test_one_that_waits_for_a_slot_is_overtaken_so_often_and_no_more() -> None:
+def test_a_request_that_waits_for_a_slot_is_bypassed_a_limited_number_of_times() -> None:
     scheduler = make_scheduler(max_loras=1, max_num_seqs=2)
     scheduler.add_request(with_adapter(1, request_id="first", max_tokens=2))
     answer(scheduler, scheduler.schedule())
@@ -64,7 +64,7 @@ def test_one_that_waits_for_a_slot_is_overtaken_so_often_and_no_more() -> None:
     assert overtaking == 4 * 2
 
 
-def test_a_preempted_request_gives_its_slot_back() -> None:
+def test_a_preempted_request_frees_its_lora_slot() -> None:
     scheduler = make_scheduler(max_loras=1, num_blocks=6, block_size=4)
     for name, number in (("old", 0), ("young", 1)):
         scheduler.add_request(with_adapter(number, request_id=name, prompt=8, max_tokens=12))

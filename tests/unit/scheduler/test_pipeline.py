@@ -1,4 +1,4 @@
-"""Plans for a pipeline: as many steps under way as stages, and each request in one of them."""
+"""Plans for a pipeline: as many steps in flight as stages, and each request in one of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depths = pytest.mark.parametrize("depth", [1, 2, 3, 4])
 
 
 def make_engine(depth: int, **settings: object) -> Engine:
-    """An engine in which plans are made until `depth` of them are under way."""
+    """An engine that makes plans until `depth` of them are in flight."""
     return Engine(make_scheduler(num_stages=depth, **settings), depth=depth)
 
 
@@ -33,7 +33,7 @@ def test_no_request_is_in_two_steps_at_a_time(depth):
 
 
 @depths
-def test_requests_that_generate_are_dealt_out_over_the_steps(depth):
+def test_decoding_requests_are_spread_over_the_steps(depth):
     engine = make_engine(depth, max_num_seqs=12)
     engine.add(*[make_request(3, max_tokens=30) for _ in range(12)])
     sizes = [len(engine.step().rows) for _ in range(5 * depth)]
@@ -51,7 +51,7 @@ def test_steps_stay_even_when_some_of_the_requests_end(depth):
 
 
 @depths
-def test_a_prompt_is_cut_over_successive_steps(depth):
+def test_a_prompt_is_chunked_over_successive_steps(depth):
     engine = make_engine(depth, max_num_batched_tokens=4)
     engine.add(make_request(12, max_tokens=2))
     assert [engine.step().num_scheduled_tokens for _ in range(3)] == [[4], [4], [4]]
@@ -79,7 +79,7 @@ def test_tokens_do_not_depend_on_the_number_of_stages(depth, num_blocks):
 
 
 @depths
-def test_an_aborted_request_leaves_the_steps_under_way_alone(depth):
+def test_an_aborted_request_does_not_change_steps_in_flight(depth):
     engine = make_engine(depth)
     requests = [make_request(4, request_id=name, max_tokens=10) for name in "abc"]
     engine.add(*requests)

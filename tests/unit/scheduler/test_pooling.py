@@ -1,4 +1,4 @@
-"""A request for a vector ends when its prompt is computed, whatever else is under way."""
+"""A pooling request ends when its prompt is computed, whatever else runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_prompt_may_fill_the_whole_context() -> None:
         engine.add(make_request(16))
 
 
-def test_only_a_vector_of_the_last_position_may_do_without_the_others() -> None:
+def test_only_last_token_pooling_uses_the_prefix_cache() -> None:
     engine = Engine(make_scheduler())
     prompt = list(range(20))
     engine.run(make_request(prompt))
@@ -57,7 +57,7 @@ def test_only_a_vector_of_the_last_position_may_do_without_the_others() -> None:
         assert engine.runner.num_computed[request.request_id] == 20 - cached
 
 
-def test_what_it_has_computed_serves_those_who_generate() -> None:
+def test_blocks_of_a_pooling_request_are_shared_with_generating_requests() -> None:
     engine = Engine(make_scheduler())
     prompt = list(range(20))
     engine.run(make_request(prompt, pooling=MEAN))
@@ -65,7 +65,7 @@ def test_what_it_has_computed_serves_those_who_generate() -> None:
     assert result.num_cached_tokens == 16
 
 
-def test_who_gives_way_in_the_middle_of_its_prompt_begins_again() -> None:
+def test_a_pooling_request_preempted_within_its_prompt_restarts() -> None:
     engine = Engine(make_scheduler(num_blocks=10, max_num_batched_tokens=4))
     writer, reader = make_request(3, max_tokens=30), make_request(30, pooling=MEAN)
     engine.add(writer)
@@ -87,19 +87,19 @@ def test_a_row_that_fails_ends_with_an_error_and_no_vector() -> None:
     assert_vector(fine, good.prompt_token_ids)
 
 
-def test_a_worker_that_generates_instead_is_told_on() -> None:
+def test_a_worker_that_samples_for_a_pooling_request_is_an_error() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request(6, pooling=LAST))
     plan = scheduler.schedule()
     [output] = scheduler.update_from_output(plan, ModelRunnerOutput(plan.step, [7])).outputs
     assert output.finish_reason is FinishReason.ERROR and output.new_token_ids == []
-    assert "makes no vectors" in str(output.error)
+    assert "does not support pooling" in str(output.error)
     scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_in_random_traffic_everyone_gets_what_they_asked_for(depth: int, num_stages: int) -> None:
+def test_in_random_traffic_every_request_gets_its_result(depth: int, num_stages: int) -> None:
     rng = random.Random(depth * 10 + num_stages)
     scheduler = make_scheduler(num_blocks=14, max_num_batched_tokens=12, max_num_seqs=5, num_stages=num_stages)
     engine = Engine(scheduler, depth=depth)

@@ -1,4 +1,4 @@
-"""Memory runs short: who gives way, and that nobody notices in the tokens."""
+"""Preemption when memory runs short: which request is preempted, and that tokens do not change."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.unit.scheduler.fake_runner import expected_tokens, logprobs_of
 
 
 def crowd(engine: Engine, *requests):
-    """Adds requests and steps until the first is preempted. Returns the ids of those that still run."""
+    """Adds requests and steps until the first preemption. Returns the ids of the running requests."""
     engine.add(*requests)
     while not engine.scheduler.make_stats().num_preemptions:
         engine.step()
@@ -21,28 +21,28 @@ def assert_as_expected(requests, results):
         assert result.token_ids == expected_tokens(request.prompt_token_ids, params, request.eos_token_ids, 64)
 
 
-def test_the_newest_gives_way():
+def test_the_newest_request_is_preempted():
     engine = Engine(make_scheduler(num_blocks=7, block_size=4))
     requests = [make_request(4, request_id=name, max_tokens=10, priority=-i) for i, name in enumerate("abc")]
     assert crowd(engine, *requests) == ["a", "b"]
     assert engine.scheduler.num_waiting == 1
 
 
-def test_under_the_priority_policy_the_least_important_gives_way():
+def test_under_the_priority_policy_the_least_important_request_is_preempted():
     engine = Engine(make_scheduler(num_blocks=7, block_size=4, policy="priority"))
     priorities = {"a": 5, "b": 1, "c": 1}
     requests = [make_request(4, request_id=name, max_tokens=10, priority=p) for name, p in priorities.items()]
     assert sorted(crowd(engine, *requests)) == ["b", "c"]
 
 
-def test_of_equally_important_requests_the_newest_gives_way():
+def test_of_equally_important_requests_the_newest_is_preempted():
     engine = Engine(make_scheduler(num_blocks=7, block_size=4, policy="priority"))
     requests = [make_request(4, request_id=name, max_tokens=10, priority=3) for name in "abc"]
     assert sorted(crowd(engine, *requests)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_nobody_takes_the_place_of_a_request_that_gave_way(depth):
+def test_no_request_is_admitted_in_the_step_of_a_preemption(depth):
     engine = Engine(make_scheduler(num_blocks=8, block_size=4), depth=depth)
     requests = [make_request(n, request_id=name, max_tokens=9) for n, name in ((4, "old"), (20, "long"), (1, "late"))]
     assert crowd(engine, *requests) == ["old"]
@@ -53,7 +53,7 @@ def test_nobody_takes_the_place_of_a_request_that_gave_way(depth):
     assert joined == ["long", "late"]
 
 
-def test_a_request_joins_only_if_each_that_runs_can_still_grow_by_a_block():
+def test_a_request_is_admitted_only_if_each_running_one_can_grow_by_a_block():
     for num_blocks, num_running in ((7, 1), (8, 2)):
         engine = Engine(make_scheduler(num_blocks=num_blocks, block_size=4))
         engine.add(make_request(6, max_tokens=2), make_request(19, max_tokens=2))
@@ -130,8 +130,8 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt(depth)
     assert engine.runner.num_computed["new"] > 22  # it did compute some positions twice
 
 
-def test_the_oldest_always_gets_on():
-    """However tight the memory, each request ends: no two that keep taking blocks from one another."""
+def test_the_oldest_request_always_progresses():
+    """However small the cache, each request ends: no two requests preempt each other forever."""
     engine = Engine(make_scheduler(num_blocks=8, block_size=2, max_num_batched_tokens=8, max_model_len=16))
     requests = [make_request(6, max_tokens=10) for _ in range(12)]
     results = engine.run(*requests, max_steps=400)

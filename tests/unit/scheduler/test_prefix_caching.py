@@ -101,7 +101,7 @@ def test_a_request_for_prompt_logprobs_does_not_read_the_cache_but_fills_it():
     assert result.num_cached_tokens == 16
 
 
-def test_a_prefix_in_chunks_is_found_as_far_as_it_is_planned():
+def test_a_chunked_prefix_is_cached_as_far_as_it_is_planned():
     engine = Engine(make_scheduler(max_num_batched_tokens=10))
     engine.add(make_request(PROMPT))
     engine.step()  # 10 of 18 tokens: 2 full blocks
@@ -131,7 +131,7 @@ def test_the_cache_is_reset_only_between_requests():
     assert result.num_cached_tokens == 0
 
 
-def test_old_prefixes_make_room_for_new_ones_oldest_first():
+def test_old_prefixes_are_evicted_oldest_first():
     engine = Engine(make_scheduler(num_blocks=12, block_size=4))
     for start in (100, 200):
         engine.run(make_request(list(range(start, start + 17)), max_tokens=1))  # 4 blocks stay of each

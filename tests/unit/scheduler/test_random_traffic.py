@@ -1,7 +1,7 @@
-"""Whatever comes in whatever order, under whatever limits: tokens do not depend on it, and nothing leaks.
+"""Random traffic under random limits: tokens do not depend on the schedule, and nothing leaks.
 
-Three things watch each step: the scheduler's own `check_integrity`, the fake runner, which refuses KV of the wrong
-tokens, and at the end the comparison with the tokens of a request that was alone in the world.
+Three checks run: the scheduler's `check_integrity` and the fake runner's check of KV in each step, and at the end the
+comparison with the tokens of a request that runs alone.
 """
 
 import random
@@ -59,7 +59,7 @@ limits = st.builds(
 
 requests = st.fixed_dictionaries(
     {
-        # Few different tokens, so that prompts share prefixes of all lengths.
+        # Few distinct tokens, so that prompts share prefixes of all lengths.
         "prompt": st.lists(st.sampled_from([1, 1, 1, 1, 2]), min_size=1, max_size=24),
         "max_tokens": st.one_of(st.none(), st.integers(1, 12)),
         "min_tokens": st.integers(0, 3),
@@ -197,5 +197,5 @@ def test_ten_thousand_requests_leave_no_block_row_or_request_behind(depth, polic
     engine.step()
     engine.run()
     assert not engine.runner.rows
-    assert not engine.scheduler._requests and not engine.scheduler._batches and not engine.scheduler._prompt_starts
-    assert engine.scheduler._num_prompt_logprobs == 0
+    assert not engine.scheduler.requests.by_id and not engine.scheduler._batches and not engine.scheduler._prompt_starts
+    assert engine.scheduler.requests.num_prompt_logprobs == 0

@@ -1,4 +1,4 @@
-"""What a plan holds: budget, chunks, rows, order, diffs."""
+"""The contents of a plan: budget, chunks, rows, order, differences."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_steps_are_counted_from_zero():
     assert [engine.step().step for _ in range(3)] == [0, 1, 2]
 
 
-def test_a_new_request_travels_in_full_and_later_only_as_a_number():
+def test_a_plan_has_full_data_of_new_requests_and_only_rows_of_others():
     engine = Engine(make_scheduler(block_size=4))
     engine.add(make_request([5, 6, 7], request_id="r", max_tokens=9, eos=[2]))
     [data] = engine.step().new_requests
@@ -61,7 +61,7 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks():
     assert [engine.step().num_scheduled_tokens for _ in range(4)] == [[8], [8], [4], [1]]
 
 
-def test_generation_goes_before_prompts_in_the_budget():
+def test_decoding_requests_get_the_budget_before_prompts():
     engine = Engine(make_scheduler(max_num_batched_tokens=8))
     engine.add(make_request(4, max_tokens=9))
     engine.step()
@@ -92,7 +92,7 @@ def test_without_chunked_prefill_a_budget_below_the_longest_prompt_is_refused():
 
 
 @pytest.mark.parametrize("wrong", [{"max_num_seqs": 0}, {"max_num_batched_tokens": 0}, {"policy": "lottery"}])
-def test_senseless_limits_are_refused(wrong):
+def test_contradicting_limits_are_refused(wrong):
     with pytest.raises(ConfigError):
         make_scheduler(**wrong)
 
@@ -138,7 +138,7 @@ def test_rows_freed_by_the_last_requests_are_named_in_the_next_plan():
     assert engine.step().freed_rows == []
 
 
-def test_a_request_joins_only_if_all_its_known_tokens_have_room_though_it_is_computed_in_chunks():
+def test_a_chunked_request_is_admitted_only_with_blocks_for_all_its_tokens():
     engine = Engine(make_scheduler(num_blocks=6, block_size=4, max_num_batched_tokens=8))
     engine.add(make_request(12, max_tokens=5), make_request(14, max_tokens=5))
     for _ in range(2):
@@ -146,7 +146,7 @@ def test_a_request_joins_only_if_all_its_known_tokens_have_room_though_it_is_com
     assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (1, 1)
 
 
-def test_a_request_that_does_not_fit_holds_back_those_behind_it():
+def test_a_request_that_does_not_fit_delays_later_ones():
     engine = Engine(make_scheduler(num_blocks=8, block_size=4))
     engine.add(make_request(12, max_tokens=5), make_request(24), make_request(2))
     engine.step()
@@ -163,7 +163,7 @@ def test_an_id_in_use_is_refused_and_can_be_used_again_afterwards():
 
 
 @pytest.mark.parametrize("num_tokens", [0, 64, 65])
-def test_a_prompt_that_is_empty_or_leaves_no_room_is_refused(num_tokens):
+def test_a_prompt_that_is_empty_or_too_long_is_refused(num_tokens):
     with pytest.raises(RequestError, match=f"has {num_tokens} tokens"):
         make_scheduler(max_model_len=64).add_request(make_request(num_tokens))
 
@@ -173,7 +173,7 @@ def test_a_prompt_that_leaves_room_for_one_token_is_accepted():
     assert len(result.token_ids) == 1
 
 
-def test_the_callers_prompt_is_left_alone():
+def test_the_callers_prompt_is_not_changed():
     prompt = [1, 2, 3]
     Engine(make_scheduler()).run(make_request(prompt))
     assert prompt == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Guesses, right or wrong, in any traffic: each request gets the tokens that it would get alone, and nobody pays."""
+"""Draft tokens, right or wrong, in any traffic: each request gets the tokens that it would get alone."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ def following(tokens: list[int], count: int) -> list[int]:
     return found[len(tokens) :]
 
 
-def guesser(num_tokens: int, seed: int) -> Callable[[list[int]], list[int]]:
-    """Guesses of up to `num_tokens` tokens, of which a random number of the first are right."""
+def make_proposer(num_tokens: int, seed: int) -> Callable[[list[int]], list[int]]:
+    """Proposes up to `num_tokens` draft tokens, of which a random number of the first are right."""
     dice = random.Random(seed)
 
-    def guess(tokens: list[int]) -> list[int]:
+    def propose(tokens: list[int]) -> list[int]:
         drafts = following(tokens, dice.randint(0, num_tokens))
         right = dice.choice([0, len(drafts), dice.randint(0, len(drafts))])
         return drafts[:right] + [dice.randrange(50) for _ in drafts[right:]]
 
-    return guess
+    return propose
 
 
 def make_engine(
     num_tokens: int = 3,
     *,
-    guess: Callable[[list[int]], list[int]] | None = None,
+    propose: Callable[[list[int]], list[int]] | None = None,
     num_lookahead: int = 0,
     depth: int = 1,
     **config: object,
 ) -> Engine:
-    """An engine whose runner guesses right unless told otherwise."""
+    """An engine whose draft tokens are right by default."""
     scheduler = make_scheduler(
         num_speculative_tokens=num_tokens, num_lookahead_tokens=num_lookahead, num_stages=depth, **config
     )
     engine = Engine(scheduler, depth=depth)
-    engine.runner.guess = guess or (lambda tokens: following(tokens, num_tokens))
+    engine.runner.propose = propose or (lambda tokens: following(tokens, num_tokens))
     return engine
 
 
 @dataclasses.dataclass
-class Guessing:
-    """How tokens are guessed, and by how much the worker may write ahead."""
+class DraftSettings:
+    """How draft tokens are proposed, and how far the worker may write ahead."""
 
     num_tokens: int
     is_by_model: bool
@@ -72,7 +72,7 @@ class Guessing:
             given["windows"] = (None,)
         return make_engine(
             self.num_tokens,
-            guess=guesser(self.num_tokens, self.seed),
+            propose=make_proposer(self.num_tokens, self.seed),
             num_lookahead=self.num_tokens if self.is_by_model else 0,
             depth=limits.num_stages,
             max_model_len=MAX_MODEL_LEN,
@@ -80,13 +80,13 @@ class Guessing:
         )
 
 
-guessing = st.builds(Guessing, st.integers(1, 6), st.booleans(), st.integers(0, 1000))
+draft_settings = st.builds(DraftSettings, st.integers(1, 6), st.booleans(), st.integers(0, 1000))
 
 
 @settings(deadline=None, max_examples=200)
-@given(limits, guessing, actions)
-def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, guessing, actions):
-    engine, added, aborted = guessing.make_engine(limits), {}, set()
+@given(limits, draft_settings, actions)
+def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, draft_settings, actions):
+    engine, added, aborted = draft_settings.make_engine(limits), {}, set()
     for action, argument in actions:
         name = f"r{argument}" if isinstance(argument, int) else ""
         if action == "add":
@@ -110,7 +110,7 @@ def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, guessing, ac
     assert engine.scheduler.make_stats().kv_cache_usage == 0.0
 
     engine.runner.failing.clear()
-    for request in added.values():  # again, on what the cache holds now: nothing that was guessed may be in it
+    for request in added.values():  # again, on what the cache holds now: no draft token may be in it
         request.request_id += "-again"
         engine.run(request)
         check_result(engine, request, limits, ended_early=False, may_fail=False)
@@ -123,7 +123,7 @@ def test_hundreds_of_requests_leave_no_block_row_or_request_behind(depth, num_lo
     dice = random.Random(depth)
     engine = make_engine(
         4,
-        guess=guesser(4, seed=depth),
+        propose=make_proposer(4, seed=depth),
         num_lookahead=num_lookahead,
         depth=depth,
         num_blocks=12,
@@ -160,7 +160,7 @@ def alone(request):
 
 
 def steps_of(engine: Engine, *requests) -> list[SchedulerOutput]:
-    """The plans until the requests are served; each with something in it."""
+    """The non-empty plans until the requests are finished."""
     engine.add(*requests)
     plans = []
     while engine.scheduler.has_requests():
@@ -168,7 +168,7 @@ def steps_of(engine: Engine, *requests) -> list[SchedulerOutput]:
     return plans
 
 
-# ------------------------------------------------------------------------------------------------ how far a guess goes
+# ---------------------------------------------------------------------------------------------------- acceptance
 
 
 def test_accepted_draft_tokens_and_one_more_token_come_in_one_step():
@@ -181,7 +181,7 @@ def test_accepted_draft_tokens_and_one_more_token_come_in_one_step():
 
 
 def test_rejected_draft_tokens_leave_one_token_per_step():
-    engine = make_engine(3, guess=lambda tokens: [token + 1 for token in following(tokens, 3)])
+    engine = make_engine(3, propose=lambda tokens: [token + 1 for token in following(tokens, 3)])
     plans = steps_of(engine, make_request(6, request_id="a", max_tokens=5))
     assert [plan.num_scheduled_tokens for plan in plans] == [[6], [4], [3], [2], [1]]
     assert [len(output.new_token_ids) for output in engine.results["a"].outputs] == [1] * 5
@@ -190,7 +190,7 @@ def test_rejected_draft_tokens_leave_one_token_per_step():
 
 
 def test_draft_tokens_count_up_to_the_first_mismatch():
-    engine = make_engine(3, guess=lambda tokens: [*following(tokens, 1), 99, *following(tokens, 3)[2:]])
+    engine = make_engine(3, propose=lambda tokens: [*following(tokens, 1), 99, *following(tokens, 3)[2:]])
     steps_of(engine, make_request(6, request_id="a", max_tokens=9))
     assert [len(output.new_token_ids) for output in engine.results["a"].outputs] == [1, 2, 2, 2, 2]
     stats = engine.scheduler.make_stats()
@@ -234,7 +234,7 @@ def test_an_end_of_sequence_within_min_tokens_of_a_run_ends_nothing():
     assert result.outputs[-1].stop_reason is None
 
 
-# ------------------------------------------------------------------------------------------- what guesses may not take
+# ---------------------------------------------------------------------------------- budget and blocks of drafts
 
 
 def test_draft_tokens_get_the_budget_that_is_left_when_all_others_have_their_token():
@@ -249,12 +249,12 @@ def test_draft_tokens_get_the_budget_that_is_left_when_all_others_have_their_tok
 
 
 def test_a_draft_token_without_a_free_block_is_dropped():
-    guessing, plain = make_engine(4, num_blocks=3), make_engine(4, num_blocks=3, guess=lambda tokens: [])
-    for engine in (guessing, plain):
+    speculative, plain = make_engine(4, num_blocks=3), make_engine(4, num_blocks=3, propose=lambda tokens: [])
+    for engine in (speculative, plain):
         requests = [make_request(3, request_id="a", max_tokens=6), make_request(3, request_id="b", max_tokens=6)]
         engine.run(*requests)
         assert [engine.results[r.request_id].token_ids for r in requests] == [alone(r) for r in requests]
-    assert guessing.scheduler.make_stats().num_preemptions <= plain.scheduler.make_stats().num_preemptions
+    assert speculative.scheduler.make_stats().num_preemptions <= plain.scheduler.make_stats().num_preemptions
 
 
 @pytest.mark.parametrize("num_lookahead", [0, 5])
@@ -264,12 +264,12 @@ def test_no_draft_token_gets_a_block_in_the_step_of_a_preemption(num_lookahead):
     scheduler = engine.scheduler
     num_before = num_seen = 0
     while scheduler.has_requests():
-        held = {request: request.table.num_slots for request in scheduler._running}
+        held = {request: request.table.num_slots for request in scheduler.requests.running}
         plan = scheduler.schedule()
         num_preemptions = scheduler.make_stats().num_preemptions
         if num_preemptions > num_before:
             num_seen += 1
-            for request in scheduler._running:
+            for request in scheduler.requests.running:
                 if request.table.num_slots > held[request]:
                     assert request.table.num_slots - 2 < len(request.token_ids), "a block that no known token needs"
         num_before = num_preemptions
@@ -287,10 +287,10 @@ def test_a_request_with_a_preempted_neighbour_gets_draft_tokens_again_when_it_re
 
 
 def test_blocks_of_rejected_draft_tokens_are_not_found_by_others():
-    """A wrong guess fills a block; a request whose prompt is known tokens and that guess must compute it itself."""
+    """A rejected draft token fills a block; a request for these tokens as a prompt must compute the block itself."""
     prompt = [5, 6, 7]
     wrong = [(token + 1) % 50 for token in following(prompt, 8)]
-    engine = make_engine(6, guess=lambda tokens: wrong[:6], block_size=4)
+    engine = make_engine(6, propose=lambda tokens: wrong[:6], block_size=4)
     first = following(prompt, 1)
     engine.run(make_request(prompt, max_tokens=8))
     [result] = engine.run(make_request([*prompt, *first, *wrong[:6]], max_tokens=3))
@@ -327,7 +327,7 @@ def test_draft_tokens_of_a_finished_request_are_dropped():
 
 
 def test_draft_tokens_of_a_request_with_a_grammar_are_not_verified():
-    """Workers make none for it; should one come, what may follow it is not known yet."""
+    """Workers propose none for it; if one did, its mask would not be known."""
     engine = make_engine(3)
     scheduler = engine.scheduler
     scheduler.add_request(make_request(request_id="formed", structured_outputs={"regex": "a"}, max_tokens=9))

@@ -1,4 +1,4 @@
-"""Compiling, hostile wishes included: each ends in a grammar or in a clear error, and the next one is served."""
+"""Compiling grammars, hostile ones included: each ends in a grammar or a clear error, and the next one is compiled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def vocabulary() -> Vocabulary:
 
 @pytest.fixture(scope="module")
 def kept(vocabulary: Vocabulary) -> Iterator[StructuredOutputManager]:
-    """A manager for tests that leave it as it was; its process is started once."""
+    """A manager for tests that do not change it; its process is started once."""
     manager = StructuredOutputManager(lambda: vocabulary)
     yield manager
     manager.shutdown()
@@ -154,7 +154,7 @@ def test_memory_stays_bounded_over_many_schemas(
     assert psutil.Process().memory_info().rss - before < 64 << 20
 
 
-def test_the_cache_forgets_what_was_used_longest_ago_and_counts_bytes() -> None:
+def test_the_cache_evicts_least_recently_used_grammars_and_counts_bytes() -> None:
     cache, jobs = GrammarCache(), [CompileJob("regex", str(i)) for i in range(3)]
     for job in jobs[:2]:
         cache.put(job, CompiledGrammar(None, [], compiler_module.CACHE_BYTES // 2 - 100))
@@ -164,7 +164,7 @@ def test_the_cache_forgets_what_was_used_longest_ago_and_counts_bytes() -> None:
     assert cache.memory <= compiler_module.CACHE_BYTES
 
 
-def test_cancelled_requests_are_forgotten_and_equal_grammars_are_compiled_once(
+def test_cancelled_requests_are_dropped_and_equal_grammars_are_compiled_once(
     manager: StructuredOutputManager,
 ) -> None:
     for name in ("first", "second", "third"):
@@ -176,21 +176,21 @@ def test_cancelled_requests_are_forgotten_and_equal_grammars_are_compiled_once(
 
 
 def test_a_process_that_is_killed_is_started_again(vocabulary: Vocabulary) -> None:
-    trial = GrammarSandbox(vocabulary)
+    sandbox = GrammarSandbox(vocabulary)
     job = make_compile_job(StructuredOutputsParams(regex="ab"))
     try:
-        assert trial.run(job).error is None
-        assert trial.pid is not None
-        os.kill(trial.pid, signal.SIGKILL)
-        assert trial.run(job).error is None
-        os.kill(trial.pid, signal.SIGSEGV)
+        assert sandbox.run(job).error is None
+        assert sandbox.pid is not None
+        os.kill(sandbox.pid, signal.SIGKILL)
+        assert sandbox.run(job).error is None
+        os.kill(sandbox.pid, signal.SIGSEGV)
         deadline = time.monotonic() + PATIENCE
-        while psutil.Process(trial.pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        while psutil.Process(sandbox.pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert trial.run(job).error is None
+        assert sandbox.run(job).error is None
     finally:
-        trial.close()
-    assert trial.pid is None and trial.run(job).error == "the engine is shutting down"
+        sandbox.close()
+    assert sandbox.pid is None and sandbox.run(job).error == "the engine is shutting down"
 
 
 def test_masks_lead_through_the_text_and_allow_the_end_where_it_is_complete(
@@ -222,7 +222,7 @@ def test_tokens_that_end_a_sequence_wait_for_complete_text_and_for_min_tokens(
     assert {1, a, b} <= allowed(grammar)
 
 
-def test_what_is_complete_ends_whatever_else_was_asked(
+def test_a_complete_text_ends_even_with_ignore_eos_and_min_tokens(
     manager: StructuredOutputManager, vocabulary: Vocabulary
 ) -> None:
     (a,) = tokens_of(vocabulary, "a")
@@ -241,16 +241,14 @@ def test_a_token_outside_of_the_grammar_is_an_error(manager: StructuredOutputMan
     assert grammar.error is not None and not grammar.is_complete
 
 
-def test_sequences_of_one_grammar_do_not_share_their_place(
-    manager: StructuredOutputManager, vocabulary: Vocabulary
-) -> None:
+def test_sequences_of_one_grammar_do_not_share_state(manager: StructuredOutputManager, vocabulary: Vocabulary) -> None:
     first, second = begin(manager, regex="a[0-9]"), begin(manager, regex="a[0-9]")
     before = second.mask
     first.accept(tokens_of(vocabulary, "a")[0])
     assert second.mask == before != first.mask
 
 
-def test_choices_may_hold_any_text(manager: StructuredOutputManager, vocabulary: Vocabulary) -> None:
+def test_choices_may_contain_any_text(manager: StructuredOutputManager, vocabulary: Vocabulary) -> None:
     texts = ['say "hi"', "back\\slash", "line\nbreak", "é😀", "a.b*", "\x01"]
     for text in texts:
         grammar = begin(manager, choice=texts)
@@ -261,10 +259,10 @@ def test_choices_may_hold_any_text(manager: StructuredOutputManager, vocabulary:
 
 
 class TestThoughts:
-    """Any text up to the tag that ends them, and the form behind it."""
+    """Reasoning up to its end tag, and the grammar behind it."""
 
     def go(self, grammar: SequenceGrammar, vocabulary: Vocabulary, text: str) -> bool:
-        """Goes on with a text; false where some of it may not come."""
+        """Consumes a text; false if a token of it is blocked."""
         for token in tokens_of(vocabulary, text):
             if token not in allowed(grammar):
                 return False
@@ -293,9 +291,7 @@ class TestThoughts:
             assert self.go(grammar, vocabulary, "7") and allowed(grammar) == {1}
         assert not self.go(begin(kept, **form, thoughts_start="<think>", thoughts_end="</think>"), vocabulary, "hm")
 
-    def test_ended_by_a_token_that_no_text_stands_for(
-        self, kept: StructuredOutputManager, vocabulary: Vocabulary
-    ) -> None:
+    def test_ended_by_a_special_token_without_text(self, kept: StructuredOutputManager, vocabulary: Vocabulary) -> None:
         tokenizer = vocabulary.build()
         special = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i) and i not in (0, 1)]
         [tag] = [i for i in special if tokenizer.decode_str([i]) == "<|im_start|>"]
@@ -324,7 +320,7 @@ TAGS = {
 
 
 class TestStructuralTags:
-    """Free text, and JSON of a schema wherever a trigger has been written."""
+    """Free text, and JSON of a schema after each trigger."""
 
     @pytest.mark.parametrize(
         "text",
@@ -362,7 +358,9 @@ class TestStructuralTags:
         tokenizer = vocabulary.build()
         assert {tokenizer.decode_str([token])[0] for token in allowed(grammar)} == set(allows)
 
-    def test_a_trigger_that_no_text_stands_for(self, kept: StructuredOutputManager, vocabulary: Vocabulary) -> None:
+    def test_a_trigger_that_is_a_special_token_without_text(
+        self, kept: StructuredOutputManager, vocabulary: Vocabulary
+    ) -> None:
         tag = {"begin": "<|im_start|>f", "schema": {"enum": [7]}, "end": ""}
         grammar = begin(kept, structural_tag={"structures": [tag], "triggers": ["<|im_start|>"]})
         [special] = vocabulary.build().tokenize_str("<|im_start|>", parse_special=True)
@@ -373,13 +371,13 @@ class TestStructuralTags:
             grammar.accept(token)
         assert special in allowed(grammar) and 1 in allowed(grammar)
 
-    def test_a_schema_that_cannot_be_is_refused(self, kept: StructuredOutputManager) -> None:
+    def test_an_unsatisfiable_schema_is_refused(self, kept: StructuredOutputManager) -> None:
         tag = {"begin": "<f>", "schema": {"type": "strng"}, "end": ""}
         kept.submit(request(structural_tag={"structures": [tag], "triggers": ["<"]}))
         assert "structural tag" in str(outcomes(kept, 1)["request"].error)
 
 
-def test_one_that_is_open_in_too_many_places_is_refused_before_it_begins(kept: StructuredOutputManager) -> None:
+def test_a_grammar_beyond_the_parser_limits_is_refused_when_compiled(kept: StructuredOutputManager) -> None:
     kept.submit(request("wide", json={"enum": [{"id": i, "name": f"n{i}"} for i in range(4000)]}))
     kept.submit(request("narrow", json={"anyOf": [{"properties": {"k": {"const": i}}} for i in range(300)]}))
     found = outcomes(kept, 2)

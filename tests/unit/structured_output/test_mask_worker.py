@@ -1,4 +1,4 @@
-"""Where masks are computed, and when the work for them is too much."""
+"""Where masks are computed, and the limit on their processor time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE = 60.0
 
 
 class Job:
-    """Computes when `may_go` is set, and notes that in `log`."""
+    """Computes when `may_go` is set, and records that in `log`."""
 
     def __init__(self, name: str, expected_seconds: float, log: list[str], may_go: threading.Event) -> None:
         self.name, self.expected_seconds, self.error = name, expected_seconds, None
@@ -46,7 +46,7 @@ def worker() -> Iterator[MaskWorker]:
     worker.close()
 
 
-def test_expensive_masks_do_not_hold_up_the_caller_and_cheaper_ones_come_first(worker: MaskWorker) -> None:
+def test_expensive_masks_do_not_block_the_caller_and_cheaper_ones_come_first(worker: MaskWorker) -> None:
     log: list[str] = []
     may_go, now = threading.Event(), threading.Event()
     now.set()
@@ -63,7 +63,7 @@ def test_expensive_masks_do_not_hold_up_the_caller_and_cheaper_ones_come_first(w
     assert log == ["cheap", "first", "2.0", "3.0"]
 
 
-def test_what_one_step_may_compute_at_once_is_limited(worker: MaskWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_inline_time_of_one_step_is_limited(worker: MaskWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     now, blocked = threading.Event(), threading.Event()
     now.set()
     log: list[str] = []
@@ -94,7 +94,7 @@ def test_a_sequence_that_has_ended_costs_nothing(worker: MaskWorker) -> None:
     assert "dropped" not in log
 
 
-def test_work_may_grow_with_the_tokens() -> None:
+def test_the_time_budget_grows_with_the_tokens() -> None:
     budget = MaskTimeBudget()
     for _ in range(10_000):
         budget.add_token(mask_worker.SECONDS_PER_TOKEN)

@@ -1,4 +1,4 @@
-"""What may be asked for, before anything is compiled."""
+"""Validation of structured-output parameters, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def nested(depth: int) -> str:
         ({"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}, "not both"),
     ],
 )
-def test_what_is_not_acceptable_is_refused_and_named(fields: dict, complaint: str) -> None:
+def test_invalid_parameters_are_refused_and_named(fields: dict, complaint: str) -> None:
     with pytest.raises(RequestError, match=complaint) as refused:
         StructuredOutputsParams(**fields)
     assert refused.value.parameter == "structured_outputs" and len(str(refused.value)) < 300
 
 
-def test_a_schema_is_kept_as_text_and_travels() -> None:
+def test_a_schema_is_kept_as_text_and_serialized() -> None:
     schema = {"type": "object", "properties": {"größe": {"type": "integer"}}}
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
     copy = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
@@ -77,7 +77,7 @@ def test_a_schema_is_kept_as_text_and_travels() -> None:
     assert json.loads(copy.structured_outputs.json) == schema and copy.structured_outputs.form == "json"
 
 
-def test_a_dict_will_do_and_its_fields_are_checked() -> None:
+def test_a_dict_is_accepted_and_its_fields_are_validated() -> None:
     assert SamplingParams(structured_outputs={"regex": "a"}).structured_outputs == StructuredOutputsParams(regex="a")
     with pytest.raises(RequestError, match="has the fields"):
         SamplingParams(structured_outputs={"regexp": "a"})

@@ -1,4 +1,4 @@
-"""What the manager keeps, and what it takes."""
+"""StructuredOutputManager: a killed sandbox, many choices, boolean schemas."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.demo import demo_model_path
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.tokenizer.tokenizer import load_tokenizer
+from mvllm.executor.process import pipe_process
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.structured_outputs import MAX_CHOICES
-from mvllm.structured_output import sandbox
 from mvllm.structured_output.structured_output_manager import GrammarResult, StructuredOutputManager
 
 KILLS_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -52,7 +52,7 @@ def test_a_grammar_is_compiled_again_after_its_sandbox_was_killed(
     with monkeypatch.context() as patch:
         command = [sys.executable, "-c", KILLS_ITSELF]
         patch.setattr(
-            sandbox,
+            pipe_process,
             "start_pipe_process",
             lambda _: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE),
         )
@@ -61,7 +61,7 @@ def test_a_grammar_is_compiled_again_after_its_sandbox_was_killed(
     assert outcome_of(manager, request).error is None
 
 
-def test_as_many_choices_as_are_allowed_lead_to_their_ends(manager: StructuredOutputManager) -> None:
+def test_the_maximum_number_of_choices_can_be_generated(manager: StructuredOutputManager) -> None:
     choices = [f"choice {i} of it" for i in range(MAX_CHOICES)]
     config = EngineArgs(model=str(demo_model_path())).create_engine_config()
     tokenizer = load_tokenizer(config.model)

@@ -1,4 +1,4 @@
-"""A host as device, and plans for the worker's rows."""
+"""Builders for the worker's tests: a host runtime, rows and plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB_SIZE = 100
 
 
 class HostRuntime(DeviceRuntime):
-    """Copies on the host, counted."""
+    """A runtime whose device is the host; counts copies."""
 
     device = torch.device("cpu")
 
@@ -35,7 +35,7 @@ class HostRuntime(DeviceRuntime):
         return torch.empty(shape, dtype=dtype)
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.full(shape, 77, dtype=dtype)  # whatever is not written shows
+        return torch.full(shape, 77, dtype=dtype)  # makes unwritten elements visible
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         self.num_copies += 1
@@ -89,7 +89,7 @@ def make_new(
 
 
 def make_plan(scheduled: dict[int, int], *, step: int = 0, **changes) -> SchedulerOutput:
-    """A plan in which each row of `scheduled` computes so many tokens."""
+    """A plan with the number of scheduled tokens for each row of `scheduled`."""
     return SchedulerOutput(
         step=step,
         rows=list(scheduled),
@@ -100,7 +100,7 @@ def make_plan(scheduled: dict[int, int], *, step: int = 0, **changes) -> Schedul
 
 
 def slots_of(blocks: list[int], positions: range) -> list[int]:
-    """Where tokens at `positions` of a sequence with these blocks are stored."""
+    """KV slots of `positions` of a sequence with these blocks."""
     return [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in positions]
 
 

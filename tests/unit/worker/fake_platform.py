@@ -1,4 +1,4 @@
-"""A platform whose workers have no device and note what is asked of them."""
+"""A platform whose workers have no device and record their calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mvllm.platform.worker_protocol import KVCacheNeeds
 
 
 class RecordingWorker:
-    """WorkerProtocol without a device: notes each call with the phase it came in."""
+    """A WorkerProtocol without a device that records each call and its phase."""
 
     def __init__(self, config, platform, ctx):
         self.calls = [("__init__", current_phase())]
@@ -61,10 +61,10 @@ class HalfAWorker:
 
 
 class FakePlatform:
-    """What executors and the wrapper ask of a platform.
+    """What executors and the wrapper need from a platform.
 
     Attributes:
-        built: The workers made for it.
+        built: The workers created by it.
         phases: The phase of each call, by method.
     """
 

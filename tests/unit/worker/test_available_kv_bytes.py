@@ -1,4 +1,4 @@
-"""What a worker may take for its KV cache, alone and beside others."""
+"""Memory available for the KV cache of a worker, alone and with other workers on the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.worker.fake_platform import FakePlatform
 
 
 class MeasuredRuntime(HostRuntime):
-    """100 bytes of 1000 are this process's, 700 are free; a step takes 50."""
+    """A runtime with 1000 bytes: 100 used by this process, 700 free; a step takes 50."""
 
     peak = 100
 
@@ -25,8 +25,8 @@ class MeasuredRuntime(HostRuntime):
         return MemoryInfo(total=1000, free=700, used_by_me=100, peak_by_me=self.peak)
 
 
-def test_other_programs_on_the_host_do_not_use_up_our_share() -> None:
-    """They have taken 200 of 1000: with a share below that, there would be nothing left to begin with."""
+def test_memory_of_other_programs_does_not_reduce_the_kv_cache_share() -> None:
+    """Other programs use 200 of 1000 bytes: counted in the share, they would leave nothing."""
     assert available(unified_memory=True, local_world_size=1, utilization=0.25) == 700 - 600 - 50
 
 
@@ -46,7 +46,7 @@ def available(*, unified_memory: bool, local_world_size: int, utilization: float
 
 
 class StepRuntime(HostRuntime):
-    """What is in use, and a peak since the last reset, if it can be reset."""
+    """Memory in use, and the peak since the last reset, if it can be reset."""
 
     def __init__(self, *, resets: bool = True) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class StepRuntime(HostRuntime):
 
 
 class Steps:
-    """A runner whose steps take something for each token, and something at any size; the first leaves a buffer."""
+    """A runner whose steps take memory per token and a constant; the first step leaves a buffer."""
 
     def __init__(self, runtime: StepRuntime, config: SchedulerConfig) -> None:
         self._runtime, self._tokens = runtime, config.max_num_batched_tokens
@@ -78,7 +78,7 @@ class Steps:
 
 
 def measured(scheduler: SchedulerConfig, runtime: StepRuntime, **capabilities: bool) -> tuple[int, list[int]]:
-    """What a step is taken to need, and the parts of the largest one that were run."""
+    """The measured peak of a step, and the divisors of the profile runs."""
     platform = FakePlatform()
     platform.capabilities = replace(platform.capabilities, **capabilities)
     worker = Worker(replace(make_config(), scheduler=scheduler), platform, WorkerContext())
@@ -90,7 +90,7 @@ LARGE = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=256)
 WHOLE = 700_000 + 30_000 + 2048 * 1_000
 
 
-def test_where_the_host_computes_small_steps_say_what_the_largest_takes_at_most() -> None:
+def test_on_the_host_small_profile_steps_bound_the_memory_of_the_largest() -> None:
     found, parts = measured(LARGE, StepRuntime(), unified_memory=True)
     assert sum(2048 / part for part in parts) < 2048 / 10
     assert WHOLE <= found <= 1.6 * WHOLE
@@ -106,7 +106,7 @@ def test_where_the_host_computes_small_steps_say_what_the_largest_takes_at_most(
         (replace(LARGE, max_num_seqs=8), True, {"unified_memory": True}),  # whose prompts would be shorter
     ],
 )
-def test_elsewhere_the_largest_step_itself_is_run(
+def test_on_other_devices_the_profile_runs_the_largest_step(
     scheduler: SchedulerConfig, resets: bool, capabilities: dict[str, bool]
 ) -> None:
     runtime = StepRuntime(resets=resets)
@@ -125,12 +125,12 @@ def test_elsewhere_the_largest_step_itself_is_run(
         (True, 9, (700 - 250) // 9 - 50),  # never of more than there is
     ],
 )
-def test_workers_that_have_one_memory_share_it(unified_memory: bool, local_world_size: int, expected: int) -> None:
+def test_workers_with_unified_memory_divide_it(unified_memory: bool, local_world_size: int, expected: int) -> None:
     assert available(unified_memory=unified_memory, local_world_size=local_world_size) == expected
 
 
-def test_other_replicas_may_still_have_to_load() -> None:
-    """Two replicas of three workers: 300 bytes that are free now may soon be the other one's."""
+def test_memory_is_left_for_replicas_that_are_still_loading() -> None:
+    """Two replicas of three workers: 300 bytes that are free now may be used by the other replica."""
     reserve = 250  # a quarter of 1000, which is all there is
     assert available(unified_memory=True, local_world_size=6, replicas=2) == (700 - 300 - reserve) // 6 - 50
     assert available(unified_memory=False, local_world_size=6, replicas=2) == 700 - reserve - 50

@@ -1,4 +1,4 @@
-"""Rows hold what the plans said: a request that begins, blocks that follow, a row that is given to somebody else."""
+"""InputBatch: rows of new requests, appended blocks, and rows that are reused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mvllm.messages.pooling_params import PoolingParams
 from tests.unit.worker.builders import make_new, make_plan, make_rows
 
 
-def test_a_request_that_begins_fills_its_row_and_no_other():
+def test_a_new_request_fills_its_row_and_no_other():
     rows = make_rows()
     rows.apply_plan(make_plan({2: 3}, new_requests=[make_new(2, [11, 12, 13, 14], [5, 9], num_prompt=3, computed=1)]))
     assert rows.history.token_ids[2, :4].tolist() == [11, 12, 13, 14]
@@ -29,7 +29,7 @@ def test_new_blocks_are_appended_in_the_order_of_the_plan():
     assert rows.num_blocks.tolist() == [2, 3, 0, 0]
 
 
-def test_a_row_freed_and_taken_in_one_plan_belongs_to_the_newcomer():
+def test_a_row_freed_and_allocated_in_one_plan_belongs_to_the_new_request():
     rows = make_rows()
     first = make_new(1, [1, 2, 3], [3, 4], temperature=0.5, logprobs=3, prompt_logprobs=2, presence_penalty=1.0)
     rows.apply_plan(make_plan({1: 3}, new_requests=[first]))
@@ -49,7 +49,7 @@ def test_a_freed_row_is_empty():
     assert rows.prompt_logprobs == {} and rows.sampling.end_tokens == {}
 
 
-def test_a_request_resumed_after_preemption_brings_all_its_tokens():
+def test_a_resumed_request_has_all_its_tokens():
     rows = make_rows()
     rows.apply_plan(make_plan({0: 5}, new_requests=[make_new(0, [1, 2, 3, 4, 5], [6, 7], num_prompt=2, min_tokens=4)]))
     assert (rows.history.num_tokens[0], rows.history.num_prompt_tokens[0]) == (5, 2)
@@ -75,7 +75,7 @@ def test_each_group_of_layers_has_a_table_of_its_own():
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_a_step_that_fails_leaves_rows_where_plans_made_meanwhile_expect_them(far):
+def test_a_failed_step_leaves_rows_with_the_lengths_that_later_plans_assume(far):
     rows = make_rows()
     begin = [make_new(0, [1, 2, 3, 4], [3]), make_new(1, [5, 6], [4]), make_new(3, [7], [5])]
     plan = make_plan({0: 3, 1: 2}, new_requests=begin)

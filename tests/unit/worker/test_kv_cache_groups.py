@@ -15,7 +15,7 @@ HOST = torch.device("cpu")
 
 
 class Rings(ReferenceAttention):
-    """Stores the layers with a window in another way."""
+    """A backend with another cache layout for layers with a window."""
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Any:
         cache: Any = super().allocate(num_blocks, block_size, device)
@@ -28,19 +28,19 @@ def layer(window: int | None, backend: type[ReferenceAttention] = ReferenceAtten
     return SimpleNamespace(spec=spec, backend=backend(spec))
 
 
-def test_layers_that_differ_in_the_window_alone_say_what_they_see():
+def test_layers_that_differ_in_the_window_alone_report_their_windows():
     assert layer_windows([layer(9), layer(None), layer(9)], HOST) == (9, None, 9)
     assert layer_windows([layer(9), layer(9, head_size=16)], HOST) == (9, 9)  # each its own cache
 
 
-def test_layers_that_are_not_stored_alike_count_as_the_widest():
+def test_layers_with_different_cache_layouts_get_the_widest_window():
     assert layer_windows([layer(9), layer(None, head_size=16)], HOST) == (None, None)
     assert layer_windows([layer(9), layer(20, head_size=16)], HOST) == (20, 20)
     assert layer_windows([layer(9, Rings), layer(None, Rings)], HOST) == (None, None)
     assert layer_windows([layer(9), layer(None, Rings)], HOST) == (None, None)
 
 
-def test_layers_that_are_not_stored_alike_share_no_cache_whatever_other_stages_see():
+def test_layers_with_different_cache_layouts_share_no_cache_with_pipeline_stages():
     first = [layer(9), layer(None, head_size=16), layer(None, head_size=16), layer(9)]
     stages = [first, [layer(9), layer(None)]]
 
@@ -57,7 +57,7 @@ def test_layers_that_are_not_stored_alike_share_no_cache_whatever_other_stages_s
     assert reported_windows(stages[1], (9, None), HOST, 2) == (9, None)
 
 
-def test_layers_of_one_kind_are_dealt_out_in_turn():
+def test_layers_of_one_window_are_divided_among_its_groups_in_turn():
     assert assign_layers_to_groups([9, None, 9, 9, None], [None, 9, 9], 100) == [(1, 0), (0, 0), (2, 0), (1, 1), (0, 1)]
     assert assign_layers_to_groups([9, 200, 9], [None, 9], 100) == [(1, 0), (0, 0), (1, 1)]
     assert assign_layers_to_groups([9, 9], [9], 100) == [(0, 0), (0, 1)]

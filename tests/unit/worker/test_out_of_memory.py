@@ -1,4 +1,4 @@
-"""Errors of allocators, and whether ranks that have no memory can go on together."""
+"""Out-of-memory errors, and the agreement among ranks on dropping a failed step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = 60.0
 
 
 class Watched(HostRuntime):
-    """Notes that it was waited for; where it is stuck, that takes until it is let go."""
+    """A runtime that records `synchronize`, and can block in it."""
 
     def __init__(self, release_pages: threading.Event | None = None) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Watched(HostRuntime):
         self.waited = True
 
 
-def test_ranks_that_have_all_failed_in_a_step_go_on_when_their_devices_are_done() -> None:
+def test_ranks_that_all_failed_in_a_step_continue_after_synchronizing() -> None:
     runtimes = [Watched() for _ in range(3)]
 
     def body(group: GroupCoordinator) -> list[bool]:
@@ -43,7 +43,7 @@ def test_ranks_that_have_all_failed_in_a_step_go_on_when_their_devices_are_done(
     assert all(runtime.waited for runtime in runtimes)
 
 
-def test_a_rank_that_has_failed_elsewhere_or_not_at_all_ends_it() -> None:
+def test_a_rank_that_failed_in_another_step_or_not_at_all_ends_the_engine() -> None:
     def other_step(group: GroupCoordinator) -> bool:
         return all_ranks_failed_step(group, HostRuntime(), 7 + group.rank_in_group, SECONDS)
 
@@ -55,7 +55,7 @@ def test_a_rank_that_has_failed_elsewhere_or_not_at_all_ends_it() -> None:
     assert run_ranks(2, silent) == [False, True]
 
 
-def test_a_device_that_does_not_end_what_it_has_keeps_the_others_from_going_on() -> None:
+def test_a_device_that_does_not_synchronize_keeps_the_other_ranks_from_continuing() -> None:
     release_pages = threading.Event()
     runtimes = [Watched(), Watched(release_pages)]
 
@@ -67,7 +67,7 @@ def test_a_device_that_does_not_end_what_it_has_keeps_the_others_from_going_on()
     assert run_ranks(2, body)[0] is False
 
 
-def test_one_rank_asks_nobody() -> None:
+def test_a_single_rank_needs_no_agreement() -> None:
     assert all_ranks_failed_step(GroupCoordinator.single("tp"), HostRuntime(), 0, 0.0)
 
 
@@ -80,7 +80,7 @@ def test_errors_of_allocators_name_the_limits(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), ValueError("no"), ModelError("mine")])
-def test_other_errors_stay_what_they_are(error: Exception) -> None:
+def test_errors_other_than_out_of_memory_are_unchanged(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, step_out_of_memory_error(make_config().scheduler, HostRuntime()):
         raise error
     assert caught.value is error

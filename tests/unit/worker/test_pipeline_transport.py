@@ -1,4 +1,4 @@
-"""Hidden states go on, outputs come back, and tokens are in their rows before a plan touches them."""
+"""Pipeline transport: hidden states go forward, outputs come back, and tokens are appended before a plan needs them."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_hidden_states_go_from_stage_to_stage() -> None:
     assert (first.is_first, first.is_last, middle.is_first, last.is_last) == (True, False, False, True)
 
 
-def test_a_pass_of_a_stage_by_itself_needs_no_other() -> None:
+def test_a_profile_run_of_one_stage_needs_no_other_stage() -> None:
     first, last = make_stages(2)
     assert first.zero_hidden_states(4) is None
     assert last.zero_hidden_states(4).shape == (4, 3)
 
 
 @pytest.mark.parametrize("touch", [{"rows": True}, {"freed": True}])
-def test_tokens_are_taken_in_when_a_plan_touches_their_row(touch) -> None:
+def test_tokens_are_received_when_a_plan_contains_their_row(touch) -> None:
     first, last = make_stages(2)
     table = rows_with(0, 1)
     first.expect_output(0, at(0, 1), at(0, 1))
@@ -65,7 +65,7 @@ def test_tokens_are_taken_in_when_a_plan_touches_their_row(touch) -> None:
     assert (tokens_of(table, 0), tokens_of(table, 1)) == ([1, 2, 40], [1, 2, 41])
 
 
-def test_earlier_tokens_come_in_first_and_later_ones_wait() -> None:
+def test_earlier_outputs_are_received_first_and_later_ones_stay_pending() -> None:
     first, last = make_stages(2)
     table = rows_with(0, 1, 2)
     for step, row in enumerate((0, 1, 2)):
@@ -84,7 +84,7 @@ def test_only_rows_that_sample_get_a_token() -> None:
     assert (tokens_of(table, 0), tokens_of(table, 1)) == ([1, 2, 9], [1, 2])
 
 
-def test_a_step_that_samples_nothing_is_not_talked_about() -> None:
+def test_a_step_that_samples_nothing_is_not_sent() -> None:
     first, last = make_stages(2)
     table = rows_with(0)
     first.expect_output(0, at(0), at())
@@ -94,7 +94,7 @@ def test_a_step_that_samples_nothing_is_not_talked_about() -> None:
 
 
 @pytest.mark.parametrize("num_logprobs", [1, 3000])
-def test_a_rank_that_answers_gets_the_whole_output_however_long(num_logprobs: int) -> None:
+def test_a_rank_that_answers_receives_the_whole_output(num_logprobs: int) -> None:
     first, last = make_stages(2, every_rank_answers=True)
     table = rows_with(0)
     entry = PositionLogprobs(list(range(num_logprobs)), [-0.5] * num_logprobs, 1)
@@ -107,7 +107,7 @@ def test_a_rank_that_answers_gets_the_whole_output_however_long(num_logprobs: in
     assert tokens_of(table, 0) == [1, 2, 7]
 
 
-def test_empty_steps_and_steps_taken_in_early_are_answered_too() -> None:
+def test_empty_steps_and_steps_received_early_are_answered_too() -> None:
     first, last = make_stages(2, every_rank_answers=True)
     table = rows_with(0)
     first.expect_output(0, at(0), at(0))
@@ -129,7 +129,7 @@ def test_one_core_for_all_ranks_needs_only_the_tokens_and_keeps_nothing() -> Non
     assert not first._outputs and not first._awaited_steps
 
 
-def test_all_earlier_stages_are_told() -> None:
+def test_the_output_is_sent_to_all_earlier_stages() -> None:
     *others, last = make_stages(3)
     for stage in others:
         stage.expect_output(0, at(0), at(0))

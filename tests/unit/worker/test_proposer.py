@@ -1,4 +1,4 @@
-"""What n-grams guess: the tokens that followed when the last ones came before."""
+"""N-gram proposals: the tokens that followed the longest earlier match."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def propose(*sequences: list[int], num_tokens: int = 3, shortest: int = 2, longe
 
 
 def by_hand(tokens: list[int], num_tokens: int, shortest: int, longest: int) -> list[int]:
-    """The slow way: the longest suffix first, and of its places the latest."""
+    """A slow reference: the longest suffix first, and of its matches the latest."""
     for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for begin in range(len(tokens) - length - 1, -1, -1):
             if tokens[begin : begin + length] == tokens[-length:]:
@@ -38,20 +38,20 @@ def by_hand(tokens: list[int], num_tokens: int, shortest: int, longest: int) -> 
         ([1, 2, 5, 9, 1, 2, 6, 9, 1, 2], [6, 9, 1]),  # the latest
         ([7, 1, 2, 5, 9, 1, 2, 6, 7, 1, 2], [5, 9, 1]),  # but rather where more agrees
         ([5, 5, 5], [5, 5, 5]),
-        ([3, 4, 3, 4], [3, 4, 3]),  # goes on as it did
+        ([3, 4, 3, 4], [3, 4, 3]),  # continues as it did before
         ([3], []),
         ([3, 3], []),
     ],
 )
-def test_it_goes_on_as_it_did(tokens: list[int], expected: list[int]) -> None:
+def test_it_proposes_what_followed_the_last_match(tokens: list[int], expected: list[int]) -> None:
     assert propose(tokens) == [expected]
 
 
-def test_each_row_has_its_own() -> None:
+def test_each_row_gets_its_own_draft_tokens() -> None:
     assert propose([1, 2, 3, 1, 2], [4, 5], [6, 7, 8, 6, 7], num_tokens=1) == [[3], [], [8]]
 
 
-def test_every_sequence_gives_what_it_gives_by_hand() -> None:
+def test_proposals_equal_a_simple_reference() -> None:
     rng = np.random.default_rng(0)
     for _ in range(600):
         tokens = rng.integers(0, rng.integers(2, 5), size=rng.integers(1, 30)).tolist()

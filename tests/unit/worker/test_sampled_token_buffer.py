@@ -1,4 +1,4 @@
-"""Tokens that only the device knows: where they stand in for marks, and when and where the host learns them."""
+"""Sampled tokens on the device: replacing placeholders, and when the host reads the tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.worker.builders import HostRuntime, as_list, make_builder, make_
 
 
 class CountingRuntime(HostRuntime):
-    """Notes which copies were waited for."""
+    """A runtime that records which copies were waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def sampled(*tokens: int, peak: float = 1.0) -> SamplerOutput:
 
 
 def result(step: int, rows: list[int], *tokens: int, peak: float = 1.0) -> StepResult:
-    """A step in which the first rows sample, one token each."""
+    """A step in which the first rows sample one token each."""
     return StepResult(step, np.array(rows), np.arange(len(tokens)), sampled(*tokens, peak=peak) if tokens else None)
 
 
@@ -79,11 +79,11 @@ def test_the_input_of_a_step_contains_placeholders_of_the_step_before() -> None:
     rows.history.append_placeholders(first.rows)
     second = builder.build(make_plan({0: 1, 2: 1}, step=1))
     assert as_list(second.token_ids) == [-1, -3]
-    assert as_list(second.sampling) == [0, 1]
+    assert as_list(second.sampling_positions) == [0, 1]
     assert make_builder(rows).build(make_plan({0: 1})).sample_rows is None
 
 
-def test_nothing_is_waited_for_until_a_step_is_collected_and_then_only_what_it_needs(
+def test_collecting_a_step_waits_for_its_copies_alone(
     tokens: SampledTokenBuffer, history: TokenHistory, runtime: CountingRuntime
 ) -> None:
     tokens.add_step(result(0, [1, 3], 50))
@@ -96,7 +96,9 @@ def test_nothing_is_waited_for_until_a_step_is_collected_and_then_only_what_it_n
     assert as_list(history.token_ids[1, :4]) == [10, 11, 50, 51] and not history.ends_in_placeholder(np.array([0, 1]))
 
 
-def test_what_is_read_early_is_kept_for_whoever_collects_it(tokens: SampledTokenBuffer, history: TokenHistory) -> None:
+def test_outputs_that_are_read_early_are_kept_until_collected(
+    tokens: SampledTokenBuffer, history: TokenHistory
+) -> None:
     tokens.add_step(result(0, [1], 50))
     tokens.add_step(result(1, [2]))
     tokens.read_all_steps()
@@ -105,7 +107,7 @@ def test_what_is_read_early_is_kept_for_whoever_collects_it(tokens: SampledToken
     assert tokens.collect_output(0).sampled_token_ids == [50]
 
 
-def test_a_token_does_not_reach_the_request_that_has_its_row_now(
+def test_a_token_of_a_former_request_is_not_written_to_the_new_one_in_its_row(
     tokens: SampledTokenBuffer, history: TokenHistory
 ) -> None:
     tokens.add_step(result(0, [1], 50))

@@ -1,8 +1,9 @@
-"""A plan becomes token ids, positions, slots and a batch layout; padding never shows as anything but padding."""
+"""Step inputs of a plan: token ids, positions, slots and batch layout; padding has no effect."""
 
 from __future__ import annotations
 
 import tracemalloc
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from mvllm.errors import ConfigError
 from mvllm.platform.shapes import ShapePolicy
-from mvllm.worker.step_inputs import profiling_inputs
+from mvllm.worker.warm_up import dummy_inputs, profile_shape
 from tests.unit.worker.builders import (
     BLOCK_SIZE,
     HostRuntime,
@@ -48,7 +49,7 @@ class TestWithFreeShapes:
         assert as_list(inputs.positions) == [4, 5, 6, 7, 8, 3]
         assert as_list(inputs.layout.slot_mapping) == [*slots_of(LONG_BLOCKS, range(4, 9)), *slots_of([1], range(3, 4))]
 
-    def test_the_layout_counts_and_points(self):
+    def test_the_layout_has_counts_and_offsets(self):
         layout = make_builder(mixed_rows()).build(make_plan({3: 5, 1: 1})).layout
         assert (layout.num_requests, layout.num_tokens, layout.block_size) == (2, 6, BLOCK_SIZE)
         assert (layout.max_query_len, layout.max_seq_len) == (5, 9)
@@ -60,13 +61,13 @@ class TestWithFreeShapes:
 
     def test_only_rows_at_the_end_of_their_tokens_sample(self):
         inputs = make_builder(mixed_rows()).build(make_plan({3: 5, 1: 1}))
-        assert as_list(inputs.sampling) == [1]
+        assert as_list(inputs.sampling_positions) == [1]
         assert as_list(inputs.logits_indices) == [5]
         inputs = make_builder(mixed_rows()).build(make_plan({3: 6, 1: 1}))
-        assert as_list(inputs.sampling) == [0, 1]
+        assert as_list(inputs.sampling_positions) == [0, 1]
         assert as_list(inputs.logits_indices) == [5, 6]
 
-    def test_a_step_of_single_tokens_gives_the_same_as_a_mixed_one(self):
+    def test_a_decode_step_has_the_same_inputs_as_a_mixed_one(self):
         rows = mixed_rows()
         rows.num_computed[3] = 9
         inputs = make_builder(rows).build(make_plan({1: 1, 3: 1}))
@@ -180,10 +181,10 @@ class TestWithBuckets:
         assert as_list(inputs.positions)[:6] == as_list(free.positions)
         assert as_list(inputs.layout.slot_mapping)[:6] == as_list(free.layout.slot_mapping)
         assert as_list(inputs.layout.block_table[:2, :3]) == as_list(free.layout.block_table)
-        assert as_list(inputs.sampling) == as_list(free.sampling)
+        assert as_list(inputs.sampling_positions) == as_list(free.sampling_positions)
         assert as_list(inputs.logits_indices)[:1] == as_list(free.logits_indices)
 
-    def test_padding_stores_nothing_reads_nothing_and_belongs_to_nobody(self):
+    def test_padding_stores_nothing_reads_nothing_and_has_no_request(self):
         inputs, layout = self.build(), self.build().layout
         assert as_list(layout.slot_mapping)[6:] == [-1, -1]
         assert as_list(inputs.token_ids)[6:] == as_list(inputs.positions)[6:] == [0, 0]
@@ -205,7 +206,7 @@ class TestWithBuckets:
 
     def test_a_step_that_samples_nothing_has_no_logits(self):
         inputs = make_builder(mixed_rows(), self.SHAPES).build(make_plan({3: 5}))
-        assert len(inputs.sampling) == len(inputs.logits_indices) == 0
+        assert len(inputs.sampling_positions) == len(inputs.logits_indices) == 0
 
     def test_limits_beyond_the_largest_bucket_are_refused_at_start(self):
         with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 16.*is 8"):
@@ -214,14 +215,10 @@ class TestWithBuckets:
 
 class TestProfileInputs:
     def make(self, *, max_tokens=40, max_rows=4, max_model_len=64, shapes=None):
-        return profiling_inputs(
-            max_tokens=max_tokens,
-            max_rows=max_rows,
-            max_model_len=max_model_len,
-            block_size=BLOCK_SIZE,
-            runtime=HostRuntime(),
-            shapes=shapes or ShapePolicy(),
-        )
+        shape = profile_shape(shapes or ShapePolicy(), max_tokens, max_rows, max_model_len, BLOCK_SIZE)
+        loader = SimpleNamespace(model=SimpleNamespace(uses_prompt_lens=False))
+        forward = SimpleNamespace(runtime=HostRuntime(), loader=loader)
+        return dummy_inputs(forward, shape, block_size=BLOCK_SIZE)
 
     def test_it_is_the_largest_step(self):
         layout = self.make().layout

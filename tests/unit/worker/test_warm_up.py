@@ -1,4 +1,4 @@
-"""The warm-up has every shape that a step can have, and as few others as can be told."""
+"""The warm-up runs every shape that a step can have, and few others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wrapper builds the worker class that the platform names and lets in declared methods only."""
+"""The wrapper builds the platform's worker class and allows only declared methods."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_declared_methods_are_called_with_their_arguments_and_results(wrapped):
     assert wrapper.execute_model(SchedulerOutput(step=4)).step == 4
 
 
-def test_the_worker_sees_the_worker_phase_and_the_caller_his_own(wrapped):
+def test_the_worker_runs_in_the_worker_phase_and_the_caller_in_its_own(wrapped):
     wrapper, worker, _ = wrapped
     wrapper.call("init_device")
     wrapper.execute_model(SchedulerOutput(step=0))
@@ -49,7 +49,7 @@ def test_the_worker_sees_the_worker_phase_and_the_caller_his_own(wrapped):
 
 
 @pytest.mark.parametrize("method", ["__init__", "_note", "calls", "eval", "no_such_method", ""])
-def test_whatever_is_not_declared_is_refused_with_the_list(wrapped, method):
+def test_undeclared_methods_are_refused_with_the_list(wrapped, method):
     with pytest.raises(ConfigError, match=r"allocate_kv_cache.*execute_model.*shutdown") as caught:
         wrapped[0].call(method)
     assert repr(method) in str(caught.value)
@@ -81,7 +81,7 @@ def test_a_class_that_cannot_be_built_is_refused_by_name(path):
         WorkerWrapper(make_config(), platform, WorkerContext())
 
 
-def test_a_class_of_the_platforms_own_is_not_built_where_another_library_has_torchs_place(monkeypatch):
+def test_a_worker_class_is_not_built_if_another_library_is_privateuse1(monkeypatch):
     platform = FakePlatform()
     platform.spec = dataclasses.replace(platform.spec, torch_backend="acme")
     for owner in ("privateuseone", "acme"):
@@ -89,7 +89,7 @@ def test_a_class_of_the_platforms_own_is_not_built_where_another_library_has_tor
         WorkerWrapper(make_config(), platform, WorkerContext())
     monkeypatch.setattr("torch._C._get_privateuse1_backend_name", lambda: "zeta")
     platform.built.clear()
-    with pytest.raises(PlatformError, match=r"'acme' registers .*PrivateUse1\) has been taken by 'zeta'"):
+    with pytest.raises(PlatformError, match=r"'acme' registers .*PrivateUse1\) is registered as 'zeta'"):
         WorkerWrapper(make_config(), platform, WorkerContext())
     assert not platform.built
 

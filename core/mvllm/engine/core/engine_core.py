@@ -23,8 +23,7 @@ from mvllm.engine.core.lora_manager import LoRAManager
 from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
 from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
-from mvllm.kv_cache.kv_cache_manager import KVCacheManager
-from mvllm.kv_cache.null_kv_cache_manager import NullKVCacheManager
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager, NullKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import UtilityArg
 from mvllm.messages.lora import LoRARequest

@@ -1,32 +1,35 @@
-"""Who guesses tokens: the interface, and the proposer that looks for them in the sequence itself."""
+"""Proposers of draft tokens for speculative decoding: the interface, n-gram lookup, and their construction."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
+from mvllm.sampling.sampler import Sampler
 from mvllm.sampling.sampling_state import TokenHistory
+from mvllm.worker.input_batch import InputBatch
+from mvllm.worker.model_forward import ModelForward
+from mvllm.worker.spec_decode.draft_model import DraftModelProposer
+from mvllm.worker.step_inputs import StepInputBuilder
 
 
 class Proposer(Protocol):
-    """Guesses what follows the tokens that rows have. Whether a guess is right changes how fast tokens come, and never
-    which.
-    """
+    """Proposes draft tokens. Their quality changes the speed of generation, never the tokens."""
 
     def on_requests_added(self, rows: Sequence[int]) -> None:
-        """Requests have taken rows, with the tokens that the cache has of them."""
+        """Requests were added to rows, with their cached prefixes."""
 
     def propose(self, rows: np.ndarray, others: np.ndarray) -> list[list[int]]:
-        """A step is over: guesses for rows that have got tokens in it.
+        """Proposes draft tokens after a step, for rows that have sampled in it.
 
-        Every row of the step is among `rows` or among `others`.
+        Every row of the step is in `rows` or in `others`.
 
         Args:
             rows: int64 [n]: distinct.
-            others: int64 [m]: those that are not to be guessed for, because more of their prompt is to come, or
-                because something has to see each of their tokens before it says what may follow.
+            others: int64 [m]: rows without draft tokens, because their prompts are not complete, or because each of
+                their tokens must be known before the next one is sampled.
 
         Returns:
             For each of `rows` at most `num_speculative_tokens` tokens, or none.
@@ -34,19 +37,19 @@ class Proposer(Protocol):
 
 
 class NgramProposer:
-    """Finds the last tokens of a sequence earlier in it, and guesses that it goes on as it did there.
+    """Finds the last tokens of a sequence earlier in it, and proposes the tokens that followed there.
 
-        a b c d e . . . . b c       the last 2 tokens stood before d e
-                            d e     so these are the guess
+        a b c d e . . . . b c       the last 2 tokens also occur before d e
+                            d e     the draft tokens
 
-    Of several places the one counts where most of the tokens before agree, and of these the latest. It costs no pass
-    over any weights, and pays where text is copied: quotations, code that is edited, lists.
+    The longest match counts, and among equally long ones the latest. It needs no weights, and pays off where text is
+    copied: quotations, edited code, lists.
 
     Args:
         history: The rows' tokens.
-        num_tokens: Most tokens of a guess.
-        shortest: How many of the last tokens have to be found again, at least.
-        longest: How many are compared.
+        num_tokens: Most draft tokens of a request.
+        shortest: Shortest match.
+        longest: Longest match that is looked for.
     """
 
     def __init__(self, history: TokenHistory, *, num_tokens: int, shortest: int, longest: int) -> None:
@@ -56,15 +59,15 @@ class NgramProposer:
         self._longest = longest
 
     def on_requests_added(self, rows: Sequence[int]) -> None:
-        """Nothing is kept of them."""
+        """Does nothing."""
 
     def propose(self, rows: np.ndarray, others: np.ndarray) -> list[list[int]]:
-        """As in Proposer."""
+        """See Proposer."""
         history = self._history
         return [self._tokens_after_match(history.token_ids[row, : history.num_tokens[row]]) for row in rows.tolist()]
 
     def _tokens_after_match(self, tokens: np.ndarray) -> list[int]:
-        """What followed the last tokens when they came before."""
+        """The tokens that followed the longest match."""
         found = np.flatnonzero(tokens[:-1] == tokens[-1])
         length = 1 if len(found) else 0
         for back in range(1, min(self._longest, len(tokens))):
@@ -77,5 +80,49 @@ class NgramProposer:
             return []
         begin = int(found[-1]) + 1
         known = tokens[begin : begin + self._num_tokens].tolist()
-        # Near the end it copies what it has itself guessed: a text that repeats goes on repeating.
+        # A match near the end is shorter than the draft: it is repeated.
         return [known[i % len(known)] for i in range(self._num_tokens)]
+
+
+def make_proposer(
+    forward: ModelForward, rows: InputBatch, make_sampler: Callable[[], Sampler], block_size: int
+) -> Proposer | None:
+    """The proposer of the engine's speculative config; None without one, and on pipeline stages but the last.
+
+    Args:
+        forward: The forward pass of the served model. The draft model is compiled as that one is.
+        rows: The worker's rows.
+        make_sampler: Makes the sampler of a draft model.
+        block_size: Tokens per KV block.
+    """
+    config, draft = forward.config.speculative, forward.loader.draft
+    if config is None or not forward.pipeline.is_last:
+        return None
+    if draft is None:
+        return NgramProposer(
+            rows.history,
+            num_tokens=config.num_speculative_tokens,
+            shortest=config.prompt_lookup_min,
+            longest=config.prompt_lookup_max,
+        )
+    scheduler, draft_forward = forward.config.scheduler, draft.forward(forward.layers)
+    forward.compile(draft_forward)
+    inputs = StepInputBuilder(
+        rows,
+        block_size=block_size,
+        max_tokens=scheduler.max_num_batched_tokens + scheduler.max_num_seqs,
+        max_rows=scheduler.max_num_seqs,
+        runtime=forward.runtime,
+        shapes=forward.shapes(),
+        with_prompt_lens=draft.model.uses_prompt_lens,
+    )
+    return DraftModelProposer(
+        draft,
+        draft_forward,
+        forward.config.model,
+        rows=rows,
+        block_size=block_size,
+        inputs=inputs,
+        sampler=make_sampler(),
+        num_tokens=config.num_speculative_tokens,
+    )

@@ -1,0 +1,231 @@
+"""All unfinished requests of a scheduler: the list that each is in, its row and its KV blocks.
+
+    waiting    status WAITING                    a queue in service order
+    blocked    status WAITING_FOR_...            waits for a grammar, or for the result of a step
+    running    status RUNNING                    has a row, in service order
+
+A method here is one transition between these lists; it moves row and blocks along.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+
+from mvllm.kv_cache.kv_cache_manager import KVCacheManager
+from mvllm.messages.requests import EngineCoreOutput, FinishReason
+from mvllm.scheduler.request import Grammar, Request, RequestStatus
+from mvllm.scheduler.request_outputs import final_output
+from mvllm.scheduler.request_queue import RequestQueue
+
+_BLOCKED_STATUSES = (RequestStatus.WAITING_FOR_TOKEN, RequestStatus.WAITING_FOR_GRAMMAR)
+
+
+class RowAllocator:
+    """Allocates rows 0 .. num_rows - 1, the lowest free one first.
+
+    A freed row can be allocated again in the same plan: workers apply `SchedulerOutput.freed_rows` first.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._free = list(range(num_rows))
+        self._freed: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        """Rows that can be allocated."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Allocates a row; there must be a free one."""
+        return heapq.heappop(self._free)
+
+    def free(self, row: int) -> None:
+        """Frees a row."""
+        heapq.heappush(self._free, row)
+        self._freed.append(row)
+
+    def pop_freed(self) -> list[int]:
+        """The rows freed since the last call."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    def check_integrity(self, allocated: list[int]) -> None:
+        """Raises AssertionError unless every row is either free or in `allocated`, once."""
+        assert sorted([*self._free, *allocated]) == list(range(self.num_rows)), (
+            f"free {self._free}, allocated {allocated}"
+        )
+
+
+class RequestLists:
+    """The requests that are not finished.
+
+    Args:
+        kv_cache: Allocates their blocks.
+        num_rows: Most running requests.
+
+    Attributes:
+        by_id: All of them.
+        waiting, blocked, running: See the module.
+        rows: Allocates rows to the running ones.
+        pending_outputs: Final outputs of requests that ended outside of a step, for the next results.
+        num_prompt_logprobs: How many return prompt log-probabilities.
+        num_grammars: How many have a grammar.
+    """
+
+    def __init__(self, kv_cache: KVCacheManager, num_rows: int) -> None:
+        self._kv_cache = kv_cache
+        self.by_id: dict[str, Request] = {}
+        self.waiting = RequestQueue()
+        self.blocked: set[Request] = set()
+        self.running: list[Request] = []
+        self.rows = RowAllocator(num_rows)
+        self.pending_outputs: list[EngineCoreOutput] = []
+        self.num_prompt_logprobs = 0
+        self.num_grammars = 0
+
+    def add(self, request: Request) -> None:
+        """Adds a new request. With `structured_outputs` it is blocked until `start_grammar`."""
+        self.by_id[request.request_id] = request
+        self.num_prompt_logprobs += request.prompt_logprobs is not None
+        if request.data.sampling_params.structured_outputs is None:
+            self.waiting.push(request)
+        else:
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+            self.blocked.add(request)
+
+    def start_grammar(self, request: Request, grammar: Grammar) -> None:
+        """Gives a request its grammar: blocked -> waiting."""
+        assert request.status is RequestStatus.WAITING_FOR_GRAMMAR
+        request.grammar = grammar
+        self.num_grammars += 1
+        self._move_to_waiting(request)
+
+    def run_next(self) -> Request:
+        """Allocates a row to the next waiting request, which has its blocks: waiting -> running."""
+        request = self.waiting.pop()
+        request.status = RequestStatus.RUNNING
+        request.row = self.rows.allocate()
+        insort(self.running, request)
+        return request
+
+    def preempt_last(self) -> Request:
+        """Frees row and blocks of the last running request: running -> waiting, or blocked if a token is in flight."""
+        request = self.running.pop()
+        self._kv_cache.free(request.table, request.num_computed_tokens)
+        self._reset_computed(request)
+        if request.has_token_in_flight:
+            request.status = RequestStatus.WAITING_FOR_TOKEN
+            self.blocked.add(request)
+        else:
+            request.status = RequestStatus.WAITING
+            self.waiting.push(request)
+        return request
+
+    def restart(self, request: Request) -> None:
+        """Recomputes all tokens of a request whose blocks were freed and whose tokens in flight are dropped."""
+        request.num_tokens = len(request.token_ids)
+        request.draft_token_ids = []
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._reset_computed(request)
+            request.status = RequestStatus.WAITING
+            self.waiting.push(request)
+        else:
+            self.unblock(request)
+
+    def unblock(self, request: Request) -> None:
+        """Moves a preempted request whose tokens are all known: blocked -> waiting."""
+        if request.status is RequestStatus.WAITING_FOR_TOKEN and not request.has_token_in_flight:
+            self._move_to_waiting(request)
+
+    def fail(self, request: Request, message: str, parameter: str | None = None) -> None:
+        """Ends a request in any state with an error, which is added to `pending_outputs`."""
+        output = final_output(request, FinishReason.ERROR, None, message)
+        output.error_parameter = parameter
+        self.pending_outputs.append(output)
+        self.drop(request)
+
+    def drop(self, request: Request) -> None:
+        """Ends a request in any state without an output."""
+        match request.status:
+            case RequestStatus.RUNNING:
+                self.running.remove(request)
+            case RequestStatus.WAITING:
+                self.waiting.remove(request)
+            case _:
+                self.blocked.remove(request)
+        self._release(request)
+
+    def finish(self, requests: list[Request]) -> None:
+        """Ends requests whose final output exists."""
+        for request in requests:
+            if request.status is RequestStatus.RUNNING:
+                self._release(request)
+            else:
+                self.drop(request)
+        # All at once: removing them one by one is quadratic.
+        self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+
+    def num_waiting_tokens(self) -> int:
+        """Tokens of waiting requests, and of the prompts that running ones have not computed yet."""
+        count = self.waiting.num_tokens
+        for request in reversed(self.running):  # unfinished prompts are at the end: they were admitted last
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            if left <= 0:
+                break
+            count += left
+        return count
+
+    def _move_to_waiting(self, request: Request) -> None:
+        self.blocked.remove(request)
+        request.status = RequestStatus.WAITING
+        self.waiting.push(request)
+
+    def _reset_computed(self, request: Request) -> None:
+        self.rows.free(request.row)
+        request.row = -1
+        request.num_computed_tokens = 0
+        request.draft_token_ids = []
+
+    def _release(self, request: Request) -> None:
+        """Frees row and blocks of a request that has been removed from its list."""
+        if request.row >= 0:
+            self.rows.free(request.row)
+            request.row = -1
+        self._kv_cache.free(request.table, request.num_computed_tokens)
+        self.num_prompt_logprobs -= request.data.sampling_params.prompt_logprobs is not None
+        self.num_grammars -= request.grammar is not None
+        request.grammar = None
+        request.status = RequestStatus.FINISHED
+        del self.by_id[request.request_id]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every request is in the list of its status and holds what that allows."""
+        self._kv_cache.check_integrity()
+        self.rows.check_integrity([request.row for request in self.running])
+        listed = [*self.running, *self.waiting, *self.blocked]
+        assert len(listed) == len(set(listed)), "A request is listed twice"
+        assert set(listed) == set(self.by_id.values()), "The lists and the requests known differ"
+        assert self.running == sorted(self.running), "The running requests are out of order"
+        for requests, statuses in (
+            (self.running, (RequestStatus.RUNNING,)),
+            (self.waiting, (RequestStatus.WAITING,)),
+            (self.blocked, _BLOCKED_STATUSES),
+        ):
+            for request in requests:
+                assert request.status in statuses, f"{request.request_id} is listed as {statuses}, not {request.status}"
+                _check_request(request)
+        num_held = len({block for request in self.running for block in request.table.held_blocks})
+        assert num_held == self._kv_cache.num_blocks - self._kv_cache.num_free_blocks, "Blocks leaked"
+        assert self.num_grammars == sum(request.grammar is not None for request in self.by_id.values())
+
+
+def _check_request(request: Request) -> None:
+    name, known = request.request_id, len(request.token_ids)
+    assert request.num_computed_tokens <= request.table.num_slots, f"{name} computed tokens without a slot"
+    assert request.num_computed_tokens < request.num_tokens, f"{name} has nothing to compute"
+    assert known <= request.num_tokens <= request.max_num_tokens, f"{name}: {known} of {request.num_tokens} tokens"
+    if request.status is not RequestStatus.RUNNING:
+        assert not request.table.block_ids and request.row < 0 and not request.num_computed_tokens, f"{name} holds"

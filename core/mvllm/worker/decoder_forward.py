@@ -1,0 +1,63 @@
+"""The forward pass of one decoder model, called with the inputs of a step and compiled where the platform compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from mvllm.layers.context import ForwardStep
+from mvllm.platform.attention import AttentionMetadata
+from mvllm.platform.graphs import CompileBackend
+from mvllm.worker.kv_cache_layers import AttentionGroups
+from mvllm.worker.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from mvllm.models.causal_lm import CausalLM
+
+
+class DecoderForward:
+    """One decoder model, called with the inputs of a step.
+
+    Args:
+        model: The model, with its weights.
+        attention_groups: The attention backends of its layers.
+    """
+
+    def __init__(self, model: CausalLM, attention_groups: AttentionGroups) -> None:
+        self.model = model
+        self.attention_groups = attention_groups
+        self._compiled: Callable[..., torch.Tensor] | None = None
+
+    def compile(self, compiler: CompileBackend) -> None:
+        """Compiles the model for steps of any size."""
+        self._compiled = compiler.compile(self.call_model, dynamic=True)
+
+    def drop_compiled(self) -> None:
+        """Drops the compiled function, which refers to weights and KV cache."""
+        self._compiled = None
+
+    def run(self, inputs: StepInputs, intermediate: torch.Tensor | None = None, *, eager: bool = False) -> torch.Tensor:
+        """Hidden states of a step: [T, hidden_size].
+
+        Args:
+            intermediate: Hidden states of the previous pipeline stage; None on the first.
+            eager: Do not use the compiled function.
+        """
+        function = self.call_model if eager or self._compiled is None else self._compiled
+        metadata = [backend.build_metadata(inputs.layouts[group]) for backend, group in self.attention_groups.values()]
+        return function(inputs.token_ids, inputs.positions, inputs.prompt_lens, intermediate, *metadata)
+
+    def call_model(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        prompt_lens: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
+        *metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """The function that is compiled. `metadata` is in the order of `attention_groups`."""
+        step = ForwardStep(dict(zip(self.attention_groups, metadata, strict=True)), prompt_lens)
+        hidden: torch.Tensor = self.model(token_ids, positions, step, intermediate)
+        return hidden

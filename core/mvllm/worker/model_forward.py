@@ -1,0 +1,159 @@
+"""The forward pass of one step on one rank: attention metadata, the model (compiled where possible), logits.
+
+Two programs make a step: the model, whose sizes are the numbers of tokens, requests and pages; and what follows it
+(logits and sampling), whose size is the number of requests alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mvllm.config.engine_config import EngineConfig
+from mvllm.layers.context import ForwardStep
+from mvllm.layers.lora import LoRAMapping
+from mvllm.platform.checked_calls import call_checked
+from mvllm.platform.graphs import CompileBackend
+from mvllm.platform.interface import Platform
+from mvllm.platform.runtime import DeviceRuntime
+from mvllm.platform.shapes import ShapePolicy
+from mvllm.pooling.pooler import PoolingState, make_token_type_ids
+from mvllm.worker.decoder_forward import DecoderForward
+from mvllm.worker.kv_cache_layers import KVCacheLayers
+from mvllm.worker.model_loader import ModelLoader
+from mvllm.worker.pipeline_transport import PipelineTransport
+from mvllm.worker.step_inputs import StepInputs
+
+
+class ModelForward:
+    """The forward pass of the served model on one rank.
+
+    Args:
+        config: The engine's configuration.
+        platform: The platform; compiles the model if it can.
+        runtime: The bound device.
+        loader: Holds the model and its LoRA adapters.
+        layers: The attention layers and their KV cache.
+        pipeline: The rank's pipeline stage.
+
+    Attributes:
+        is_static: The platform claims `static_shapes`.
+        needs_warm_up: The compiler wants calls before the first request.
+        decoder: The model; None before `bind_model` and after `release`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        platform: Platform,
+        runtime: DeviceRuntime,
+        loader: ModelLoader,
+        layers: KVCacheLayers,
+        pipeline: PipelineTransport,
+    ) -> None:
+        self.config = config
+        self.platform = platform
+        self.runtime = runtime
+        self.loader = loader
+        self.layers = layers
+        self.pipeline = pipeline
+        self.is_static = platform.capabilities.static_shapes
+        self.needs_warm_up = False
+        self.decoder: DecoderForward | None = None
+
+    def bind_model(self) -> None:
+        """Uses the model that was loaded, with the present groups of attention layers."""
+        model = self.loader.model
+        self.decoder = DecoderForward(model, self.layers.attention_groups_of(model.attention_layers()))
+
+    def release(self) -> None:
+        """Drops the model and its compiled function."""
+        if self.decoder is not None:
+            self.decoder.drop_compiled()  # it refers to the decoder: without this, memory waits for the collector
+        self.decoder = None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the platform compiles the model."""
+        config = self.config
+        return self.platform.capabilities.compile and not config.enforce_eager and not config.model.kind.is_encoder
+
+    def compile(self, decoder: DecoderForward | None) -> None:
+        """Compiles a decoder if the platform compiles models. The KV cache must be allocated."""
+        if self.is_compiled and decoder is not None:
+            compiler: CompileBackend = call_checked(self.platform, "compiler", returns=CompileBackend)
+            self.needs_warm_up = compiler.needs_warm_up()
+            decoder.compile(compiler)
+
+    def shapes(self) -> ShapePolicy:
+        """The platform's buckets."""
+        shapes: ShapePolicy = call_checked(self.platform, "shapes", returns=ShapePolicy)
+        return shapes
+
+    def compute(
+        self,
+        inputs: StepInputs,
+        intermediate: torch.Tensor | None,
+        adapters: LoRAMapping | None = None,
+        pooling: PoolingState | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Runs the model, and ends the device program of the forward pass.
+
+        Returns:
+            Hidden states of all tokens, [T, hidden_size]; and on the last stage those whose logits are needed,
+            [L, hidden_size], or None if no row samples.
+        """
+        hidden, states = self.run(inputs, intermediate, adapters, pooling), None
+        if self.pipeline.is_last and self.config.model.kind.generates:
+            if self.is_static:
+                states = hidden.index_select(0, inputs.logits_indices)
+            elif len(inputs.sampling_positions):
+                everything = int(inputs.num_logits_rows.sum()) == len(inputs.logits_indices) == hidden.shape[0]
+                states = hidden if everything else hidden.index_select(0, inputs.logits_indices)
+        self.runtime.step_mark()
+        return hidden, states
+
+    def run(
+        self,
+        inputs: StepInputs,
+        intermediate: torch.Tensor | None,
+        adapters: LoRAMapping | None = None,
+        pooling: PoolingState | None = None,
+    ) -> torch.Tensor:
+        """Hidden states of a step: [T, hidden_size].
+
+        Args:
+            intermediate: Hidden states of the previous pipeline stage; None on the first.
+            adapters: LoRA adapters of the step's tokens.
+            pooling: The pooling requests, from which an encoder reads token types; None in the profile run.
+        """
+        if self.config.model.kind.is_encoder:
+            return self._run_encoder(inputs, intermediate, pooling)
+        assert self.decoder is not None, "the model is not loaded"
+        if adapters is None:
+            return self.decoder.run(inputs, intermediate)
+        # Not compiled: the LoRA mapping has other shapes in every step.
+        with self.loader.lora_manager.step.active(adapters):
+            return self.decoder.run(inputs, intermediate, eager=True)
+
+    def logits(self, states: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """[num_rows, vocab]; with static shapes one row for each of `states`, padding included."""
+        logits = self.loader.model.compute_logits(states)
+        return logits if self.is_static else logits[:num_rows]
+
+    def _run_encoder(
+        self, inputs: StepInputs, intermediate: torch.Tensor | None, pooling: PoolingState | None
+    ) -> torch.Tensor:
+        """Runs a model without KV cache. Not compiled: prompts begin at other places in every step."""
+        model, starts, token_types = self.loader.model, inputs.layout.query_start_loc.tolist(), None
+        if model.uses_token_types and pooling is not None:
+            types = make_token_type_ids(
+                pooling,
+                rows=inputs.rows.tolist(),
+                starts=starts,
+                firsts=inputs.first_positions.tolist(),
+                num_tokens=len(inputs.token_ids),
+            )
+            token_types = None if types is None else self.runtime.from_numpy(types)
+        step = ForwardStep({}, prompt_starts=starts, token_types=token_types)
+        hidden: torch.Tensor = model(inputs.token_ids, inputs.positions, step, intermediate)
+        return hidden
