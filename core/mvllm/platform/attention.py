@@ -207,9 +207,16 @@ class AttentionBackend(ABC):
             [T, num_heads * value_size], compute dtype. Rows that are padding are unspecified but finite.
         """
 
-    @abstractmethod
     def copy_blocks(self, kv: KVCache, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copies whole blocks within one layer's cache: `source[i]` to `destination[i]`, both int64 [n]."""
+        """Copies whole blocks within one layer's cache: `source[i]` to `destination[i]`, both int64 [n].
+
+        Optional since contract 1.1: core does not call it. The default finds the blocks in tensors by their shapes. The
+        conformance suite checks a backend that overrides it.
+
+        Raises:
+            PlatformError: As in `kv_bytes`; or the shapes of the tensors do not show where the blocks are.
+        """
+        tensor_caches.copy_blocks(self, kv, source, destination)
 
     def kv_bytes(self, kv: KVCache) -> int:
         """Bytes that a layer's cache takes, on all devices that the worker drives.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 class GraphBackend(ABC):
     """Records a step once and replays it. Phase: worker.
 
-    Returned by `Platform.graphs`, where `Capabilities.graphs` is set. Errors are raised as PlatformError.
+    Returned by `Platform.graphs`, where `Capabilities.graphs` is set. Errors are raised as PlatformError. Optional:
+    core does not capture graphs itself; a platform that replays graphs does so in its CompileBackend.
     """
 
     @abstractmethod
@@ -43,9 +46,13 @@ class CompileBackend(ABC):
         It is called from the thread that called `compile`. Where it cannot make a function faster it calls that.
         """
 
-    @abstractmethod
     def cache_key(self) -> str:
-        """Changes whenever compiled results from before must not be reused (compiler, plugin or device changed)."""
+        """Changes whenever compiled results from before must not be reused (compiler, plugin or device changed).
+
+        Optional since contract 1.1: core does not call it. The default differs in each process, so nothing compiled
+        is reused by another one.
+        """
+        return f"{type(self).__module__}.{type(self).__qualname__}-{_process_token()}"
 
     def needs_warm_up(self) -> bool:
         """Whether the first calls of a compiled function take so long that no request should wait for them.
@@ -55,3 +62,8 @@ class CompileBackend(ABC):
         that a compiler for any size has seen that each size varies.
         """
         return True
+
+
+@functools.cache
+def _process_token() -> str:
+    return uuid.uuid4().hex

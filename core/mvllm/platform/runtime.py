@@ -185,7 +185,10 @@ class DeviceRuntime(ABC):
         return NullEvent()
 
     def stream(self) -> AbstractContextManager[None]:
-        """A context in which work is submitted to a second stream; a null context where there is only one."""
+        """A context in which work is submitted to a second stream.
+
+        Optional: core does not call it. Default: a null context, for a device with one stream.
+        """
         return nullcontext()
 
     @abstractmethod
