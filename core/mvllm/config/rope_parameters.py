@@ -78,8 +78,10 @@ def prompt_cache_key(config: ModelConfig) -> Callable[[int], int]:
         return lambda prompt_len: 0
     settings = rope_settings(hf)
     if not settings_by_type(settings):
-        return RopeParameters.of(hf, config.head_size).cache_key
-    ropes = [RopeParameters.of(hf, config.head_size, settings=of_type) for of_type in settings.values() if of_type]
+        return RopeParameters.from_config(hf, config.head_size).cache_key
+    ropes = [
+        RopeParameters.from_config(hf, config.head_size, settings=of_type) for of_type in settings.values() if of_type
+    ]
     return lambda prompt_len: max(rope.cache_key(prompt_len) for rope in ropes)
 
 
@@ -129,7 +131,7 @@ class RopeParameters:
         return 1 if self.rope_type == "longrope" else prompt_len
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: HFConfig,
         head_size: int,
@@ -194,6 +196,11 @@ class RopeParameters:
         )
         parameters._check_factor_lists()
         return parameters
+
+    @classmethod
+    def of(cls, config: HFConfig, head_size: int, **options: Any) -> RopeParameters:
+        """Deprecated name of `from_config`."""
+        return cls.from_config(config, head_size, **options)
 
     def _check_factor_lists(self) -> None:
         if self.rope_type == "longrope":

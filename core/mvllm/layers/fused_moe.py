@@ -55,6 +55,7 @@ class FusedMoE(nn.Module):
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         super().__init__()
+        self.hidden_size, self.num_experts = hidden_size, num_experts
         band = shard_slice(intermediate_size, ctx.shares, f"inner elements of {name}")
         size = band.stop - band.start
         self.partitions: Mapping[str, int] = {} if num_experts % ctx.num_devices else {"gate_up": 0, "down": 0}

@@ -83,13 +83,13 @@ class MLAAttention(nn.Module):
             self.q_a_proj = ReplicatedLinear(ctx, f"{name}.q_a_proj", hidden_size, shape.q_lora_rank, bias=bias)
             self.q_a_layernorm = RMSNorm(ctx, f"{name}.q_a_layernorm", shape.q_lora_rank, _NORM_EPS)
             query_name, query_input = f"{name}.q_b_proj", shape.q_lora_rank
-        self.query = ColumnParallelLinear(ctx, [(query_name, query_size)], query_input, bias=False)
+        self.q_b_proj = ColumnParallelLinear(ctx, [(query_name, query_size)], query_input, bias=False)
         key_size = shape.kv_lora_rank + shape.qk_rope_head_dim
-        self.latent = ReplicatedLinear(ctx, f"{name}.kv_a_proj_with_mqa", hidden_size, key_size, bias=bias)
+        self.kv_a_proj_with_mqa = ReplicatedLinear(ctx, f"{name}.kv_a_proj_with_mqa", hidden_size, key_size, bias=bias)
         self.kv_a_layernorm = RMSNorm(ctx, f"{name}.kv_a_layernorm", shape.kv_lora_rank, _NORM_EPS)
-        self.heads = _KVBProjection(ctx, f"{name}.kv_b_proj", shape, heads)
+        self.kv_b_proj = _KVBProjection(ctx, f"{name}.kv_b_proj", shape, heads)
         self.attention = Attention(ctx, heads, key_size, _scale(shape, rotary.rope), latent_size=shape.kv_lora_rank)
-        self.output = RowParallelLinear(
+        self.o_proj = RowParallelLinear(
             ctx, f"{name}.o_proj", shape.num_heads * shape.v_head_dim, hidden_size, bias=bias
         )
         self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
@@ -100,15 +100,15 @@ class MLAAttention(nn.Module):
         made_of = x
         if self.q_a_proj is not None and self.q_a_layernorm is not None:
             made_of = self.q_a_layernorm(self.q_a_proj(x))
-        query = self.query(made_of).unflatten(-1, (-1, shape.qk_nope_head_dim + shape.qk_rope_head_dim))
+        query = self.q_b_proj(made_of).unflatten(-1, (-1, shape.qk_nope_head_dim + shape.qk_rope_head_dim))
         plain, rotated = query.split((shape.qk_nope_head_dim, shape.qk_rope_head_dim), dim=-1)
-        latent, key_rotated = self.latent(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
+        latent, key_rotated = self.kv_a_proj_with_mqa(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
         latent, key_rotated = self.kv_a_layernorm(latent).unsqueeze(1), key_rotated.unsqueeze(1)
         rotated, key_rotated = self._rotary[0](angles, rotated, key_rotated)
         key = torch.cat((latent, key_rotated), dim=-1)
-        query = torch.cat((self.heads.absorb(plain), rotated), dim=-1)
+        query = torch.cat((self.kv_b_proj.absorb(plain), rotated), dim=-1)
         found = self.attention(query, key, key[..., : shape.kv_lora_rank], step)
-        return self.output(self.heads.expand(found.unflatten(-1, (-1, shape.kv_lora_rank))))
+        return self.o_proj(self.kv_b_proj.expand(found.unflatten(-1, (-1, shape.kv_lora_rank))))
 
 
 class _KVBProjection(nn.Module):

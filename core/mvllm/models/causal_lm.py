@@ -36,6 +36,7 @@ class CausalLM(nn.Module, ABC):
         first_stage_names, last_stage_names: Beginnings of names of tensors that only that stage holds.
         ignored_names: Matches names that carry no weights.
         uses_prompt_lens, uses_token_types: Whether `ForwardStep`'s field of that name is read.
+        lm_head: The language-model head on the last stage, else None.
         scores: Of a model that classifies, on the last stage: pooled states [n, hidden_size] to [n, labels].
     """
 
@@ -47,6 +48,7 @@ class CausalLM(nn.Module, ABC):
     ties_head_by_default: bool = False
     uses_prompt_lens: bool = False
     uses_token_types: bool = False
+    lm_head: LMHead | None
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
@@ -81,9 +83,10 @@ class CausalLM(nn.Module, ABC):
             [T, hidden_size]: on the last stage what `compute_logits` takes, else the next stage's `intermediate`.
         """
 
-    @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Last stage only: rows of `forward`'s result [n, hidden_size] to logits [n, vocab_size], compute dtype."""
+        assert self.lm_head is not None, "only the last pipeline stage computes logits"
+        return self.lm_head(hidden)
 
     def attention_layers(self) -> list[Attention]:
         """The attention of each layer on this rank, in layer order."""
@@ -190,3 +193,8 @@ class CausalLM(nn.Module, ABC):
                 placed = self._place(parameter.data, partitions.get(name))
                 self._placed[parameter] = nn.Parameter(placed, requires_grad=False)
             setattr(module, name, self._placed[parameter])
+
+
+def layer_norm_epsilon(config: ModelConfig) -> float:
+    """`layer_norm_epsilon` of GPT-2's and Falcon's config.json."""
+    return config.hf_config.positive_number("layer_norm_epsilon", 1e-5)

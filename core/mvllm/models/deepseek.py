@@ -25,7 +25,6 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         """Rotated pairs are neighbours unless the config says otherwise."""
         hf = config.hf_config
         return LlamaOptions(
-            windows=(None,) * config.num_layers,
             mlp_bias=bool(hf.get("mlp_bias", False)),
             interleaved_rotary=bool(hf.get("rope_interleave", True)),
         )
@@ -58,12 +57,10 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
             ctx,
             f"{name}.gate",
             FusedMoE(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=routing.top_k),
-            hidden_size,
-            count,
             routing,
             correction=f"{name}.gate.e_score_correction_bias" if self.has_correction_bias else None,
             router_dtype=torch.float32,
-            beside=shared_mlp(self.config, ctx, f"{name}.shared_experts", size * num_shared, bias=bias)
+            shared_experts=shared_mlp(self.config, ctx, f"{name}.shared_experts", size * num_shared, bias=bias)
             if num_shared
             else None,
         )

@@ -20,7 +20,7 @@ from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import LayerNorm
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
-from mvllm.models.causal_lm import CausalLM
+from mvllm.models.causal_lm import CausalLM, layer_norm_epsilon
 
 
 class FalconAttention(nn.Module):
@@ -48,7 +48,7 @@ class FalconLayer(nn.Module):
     def __init__(self, config: ModelConfig, ctx: BuildContext, rotary: RotaryEmbedding, layer: int) -> None:
         super().__init__()
         name, hf, size = f"transformer.h.{layer}", config.hf_config, config.hidden_size
-        is_new, eps = bool(hf.get("new_decoder_architecture", False)), _eps(config)
+        is_new, eps = bool(hf.get("new_decoder_architecture", False)), layer_norm_epsilon(config)
         self.parallel = is_new or bool(hf.get("parallel_attn", True))
         own_mlp_norm = hf.positive_int("num_ln_in_parallel_attn", 2) == 2 if is_new else not self.parallel
         first, second = ("ln_attn", "ln_mlp") if is_new else ("input_layernorm", "post_attention_layernorm")
@@ -89,11 +89,11 @@ class FalconForCausalLM(CausalLM):
                 f"{hf.source}: 'alibi' is true: this checkpoint tells positions by biases on attention scores, which "
                 "no attention backend here computes. Take a checkpoint with rotary positions (alibi: false)."
             )
-        self.rotary = RotaryEmbedding(ctx, RopeParameters.of(hf, config.head_size), config.max_model_len)
+        self.rotary = RotaryEmbedding(ctx, RopeParameters.from_config(hf, config.head_size), config.max_model_len)
         self.uses_prompt_lens = self.rotary.uses_prompt_lens
         self.word_embeddings = self._build_embedding(ctx, "transformer.word_embeddings", size)
         self.layers = nn.ModuleList(FalconLayer(config, ctx, self.rotary, layer) for layer in self._layer_numbers())
-        self.norm = LayerNorm(ctx, "transformer.ln_f", size, _eps(config)) if self.stage.is_last else None
+        self.norm = LayerNorm(ctx, "transformer.ln_f", size, layer_norm_epsilon(config)) if self.stage.is_last else None
         self.lm_head = self._build_head(ctx, "transformer.word_embeddings", size, self.word_embeddings)
 
     def forward(
@@ -110,14 +110,6 @@ class FalconForCausalLM(CausalLM):
             x = layer(x, angles, step)
         return x if self.norm is None else self.norm(x)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        assert self.lm_head is not None, "only the last stage makes logits"
-        return self.lm_head(hidden)
-
 
 def _has_bias(config: ModelConfig) -> bool:
     return bool(config.hf_config.get("bias", False))
-
-
-def _eps(config: ModelConfig) -> float:
-    return config.hf_config.positive_number("layer_norm_epsilon", 1e-5)

@@ -44,7 +44,7 @@ def _ropes(config: ModelConfig) -> tuple[RopeParameters, RopeParameters]:
         "sliding_attention": hf.positive_number("rope_local_base_freq", _LOCAL_THETA),
     }
     full, local = (
-        RopeParameters.of(hf, config.head_size, settings={"rope_theta": theta, **(by_type.get(kind) or {})})
+        RopeParameters.from_config(hf, config.head_size, settings={"rope_theta": theta, **(by_type.get(kind) or {})})
         for kind, theta in thetas.items()
     )
     return full, local

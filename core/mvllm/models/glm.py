@@ -17,11 +17,10 @@ class GlmForCausalLM(LlamaForCausalLM):
         """Biases on query, key and value, unless the config says no."""
         hf = config.hf_config
         return LlamaOptions(
-            windows=(None,) * config.num_layers,
             qkv_bias=bool(hf.get("attention_bias", True)),
             fused_gate_up=True,
             eps=hf.positive_number("rms_norm_eps", 1.5625e-7),
-            rope=RopeParameters.of(hf, config.head_size, partial=0.5),
+            rope=RopeParameters.from_config(hf, config.head_size, partial=0.5),
             interleaved_rotary=True,
         )
 

@@ -14,7 +14,7 @@ from mvllm.layers.embedding import Embedding
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import LayerNorm
-from mvllm.models.causal_lm import CausalLM
+from mvllm.models.causal_lm import CausalLM, layer_norm_epsilon
 
 
 class GPT2Attention(nn.Module):
@@ -45,7 +45,7 @@ class GPT2Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__()
-        name, hf, size, eps = f"transformer.h.{layer}", config.hf_config, config.hidden_size, _eps(config)
+        name, hf, size, eps = f"transformer.h.{layer}", config.hf_config, config.hidden_size, layer_norm_epsilon(config)
         self.attention_norm = LayerNorm(ctx, f"{name}.ln_1", size, eps)
         self.attention = GPT2Attention(config, ctx, f"{name}.attn", layer)
         self.mlp_norm = LayerNorm(ctx, f"{name}.ln_2", size, eps)
@@ -82,7 +82,7 @@ class GPT2LMHeadModel(CausalLM):
         self.wte = self._build_embedding(ctx, "transformer.wte", size)
         self.wpe = Embedding(ctx, "transformer.wpe", num_positions, size) if stage.is_first else None
         self.layers = nn.ModuleList(GPT2Layer(config, ctx, layer) for layer in self._layer_numbers())
-        self.norm = LayerNorm(ctx, "transformer.ln_f", size, _eps(config)) if stage.is_last else None
+        self.norm = LayerNorm(ctx, "transformer.ln_f", size, layer_norm_epsilon(config)) if stage.is_last else None
         self.lm_head = self._build_head(ctx, "transformer.wte", size, self.wte)
 
     def forward(
@@ -99,11 +99,3 @@ class GPT2LMHeadModel(CausalLM):
         for layer in self.layers:
             x = layer(x, step)
         return x if self.norm is None else self.norm(x)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        assert self.lm_head is not None, "only the last stage makes logits"
-        return self.lm_head(hidden)
-
-
-def _eps(config: ModelConfig) -> float:
-    return config.hf_config.positive_number("layer_norm_epsilon", 1e-5)

@@ -38,4 +38,4 @@ class GptOssForCausalLM(LlamaForCausalLM):
             limit=hf.positive_number("swiglu_limit", 7.0),
         )
         routing = Routing(top_k, "softmax_of_chosen")
-        return SparseMoeBlock(ctx, f"{name}.router", experts, hidden_size, count, routing, bias=True)
+        return SparseMoeBlock(ctx, f"{name}.router", experts, routing, bias=True)

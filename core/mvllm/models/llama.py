@@ -38,7 +38,7 @@ class LlamaOptions:
     """In what the families differ.
 
     Attributes:
-        windows: Sliding window of each layer, or None.
+        windows: Sliding window of each layer, None for a layer without one; empty where no layer has one.
         qkv_bias, output_bias, mlp_bias: Which linear layers have biases.
         qk_norm: Queries and keys are normalised per head before they are rotated.
         qk_width_norm: They are normalised over all heads together.
@@ -57,7 +57,7 @@ class LlamaOptions:
         logits_scale, logits_soft_cap: Logits are divided by the one, then capped as the products of attention are.
     """
 
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...] = ()
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -79,6 +79,10 @@ class LlamaOptions:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of one layer, or None."""
+        return self.windows[layer] if self.windows else None
 
 
 class LlamaAttention(nn.Module):
@@ -121,7 +125,7 @@ class LlamaAttention(nn.Module):
             self.qkv.heads,
             head_size,
             scale,
-            sliding_window=options.windows[layer],
+            sliding_window=options.window(layer),
             soft_cap=options.soft_cap,
             sinks=None if self.sinks is None else self.sinks.weight,
         )
@@ -191,7 +195,7 @@ class LlamaForCausalLM(CausalLM):
         def rotary(rope: RopeParameters) -> RotaryEmbedding:
             return RotaryEmbedding(ctx, rope, config.max_model_len, interleaved=options.interleaved_rotary)
 
-        self.rotary = rotary(options.rope or RopeParameters.of(config.hf_config, config.head_size))
+        self.rotary = rotary(options.rope or RopeParameters.from_config(config.hf_config, config.head_size))
         self.local_rotary = None if options.local_rope is None else rotary(options.local_rope)
         self.uses_prompt_lens = any(r is not None and r.uses_prompt_lens for r in (self.rotary, self.local_rotary))
         self.embed_tokens = self._build_embedding(ctx, "model.embed_tokens", config.hidden_size)
@@ -216,7 +220,6 @@ class LlamaForCausalLM(CausalLM):
         """What this family's layers look like."""
         attention_bias = bool(config.hf_config.get("attention_bias", False))
         return LlamaOptions(
-            windows=(None,) * config.num_layers,
             qkv_bias=attention_bias,
             output_bias=attention_bias,
             mlp_bias=bool(config.hf_config.get("mlp_bias", False)),
@@ -258,8 +261,7 @@ class LlamaForCausalLM(CausalLM):
         return x + residual if self.norm is None else self.norm.add_norm(x, residual)[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        assert self.lm_head is not None, "only the last stage makes logits"
-        logits, cap = self.lm_head(hidden), self.family.logits_soft_cap
+        logits, cap = super().compute_logits(hidden), self.family.logits_soft_cap
         if self.family.logits_scale != 1.0:
             logits = logits / self.family.logits_scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -270,7 +272,7 @@ class LlamaForCausalLM(CausalLM):
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def _rotary_of(self, layer: int) -> RotaryEmbedding:
-        if self.local_rotary is None or self.family.windows[layer] is None:
+        if self.local_rotary is None or self.family.window(layer) is None:
             return self.rotary
         return self.local_rotary
 

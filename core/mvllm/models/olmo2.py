@@ -14,7 +14,6 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
         """Biases are the attention's, and come together or not at all."""
         bias = bool(config.hf_config.get("attention_bias", False))
         return LlamaOptions(
-            windows=(None,) * config.num_layers,
             qkv_bias=bias,
             output_bias=bias,
             qk_width_norm=True,

@@ -133,10 +133,6 @@ class OPTForCausalLM(CausalLM):
             x = self.final_norm(x)
         return x if self.project_out is None else self.project_out(x)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        assert self.lm_head is not None, "only the last stage makes logits"
-        return self.lm_head(hidden)
-
     def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert self.embed_tokens is not None and self.embed_positions is not None, "only the first stage embeds tokens"
         x = self.embed_tokens(input_ids)

@@ -22,5 +22,5 @@ class Phi3ForCausalLM(LlamaForCausalLM):
             fused_qkv=True,
             fused_gate_up=True,
             eps=config.hf_config.positive_number("rms_norm_eps", 1e-5),
-            rope=RopeParameters.of(config.hf_config, config.head_size, partial=1.0),
+            rope=RopeParameters.from_config(config.hf_config, config.head_size, partial=1.0),
         )

@@ -36,8 +36,7 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
         hidden_size, size = self.config.hidden_size, hf.positive_int("moe_intermediate_size")
         experts = FusedMoE(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=top_k)
         routing = Routing(top_k, normalize=bool(hf.get("norm_topk_prob", False)))
-        beside = self.build_shared(ctx, name)
-        return SparseMoeBlock(ctx, f"{name}.gate", experts, hidden_size, count, routing, beside=beside)
+        return SparseMoeBlock(ctx, f"{name}.gate", experts, routing, shared_experts=self.build_shared(ctx, name))
 
     def build_shared(self, ctx: BuildContext, name: str) -> nn.Module | None:
         """What stands beside the experts of the block `name`."""

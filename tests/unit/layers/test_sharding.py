@@ -144,7 +144,7 @@ def test_moe_equals_a_loop_over_tokens_and_experts(size: int, normalize: bool) -
 
     def body(ctx: BuildContext) -> torch.Tensor:
         experts = FusedMoE(ctx, "experts", 8, 12, num_experts=5, top_k=2)
-        layer = SparseMoeBlock(ctx, "gate", experts, 8, 5, Routing(2, normalize=normalize))
+        layer = SparseMoeBlock(ctx, "gate", experts, Routing(2, normalize=normalize))
         return fill(layer, weights)(x)
 
     outputs = on_ranks(size, body)

@@ -206,7 +206,7 @@ def test_what_cannot_run_is_refused_with_the_key_that_says_so(
 def test_longrope_is_known_by_its_old_names(model_type: str, spelling: str, known_as: str) -> None:
     scaling = {"type": spelling, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
     config = HFConfig({"model_type": model_type, "rope_scaling": scaling, "max_position_embeddings": 64}, "config.json")
-    assert RopeParameters.of(config, 8).rope_type == known_as
+    assert RopeParameters.from_config(config, 8).rope_type == known_as
 
 
 def test_keys_are_shared_by_what_any_type_of_layer_rotates_them_by(tmp_path: Path) -> None:

@@ -76,6 +76,6 @@ def test_models_ask_nothing(name: str, tmp_path: Path) -> None:
 def test_mixture_of_experts_asks_nothing() -> None:
     ctx = make_context()
     experts = FusedMoE(ctx, "experts", 8, 12, num_experts=5, top_k=2)
-    layer = SparseMoeBlock(ctx, "gate", experts, 8, 5, Routing(2))
+    layer = SparseMoeBlock(ctx, "gate", experts, Routing(2))
     with torch.inference_mode(), ForbidSynchronizingOps():
         layer(torch.randn(7, 8))

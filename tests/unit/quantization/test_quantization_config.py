@@ -130,14 +130,14 @@ def test_a_plugins_method_is_found_however_its_name_is_spelled(
 
 
 @pytest.mark.parametrize("error", [KeyError("bits"), SystemExit(3)])
+@pytest.mark.parametrize("name", ["from_config", "of"])  # `of` is the deprecated name
 def test_a_plugins_method_that_fails_over_its_settings_is_named(
-    error: BaseException, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Broken(awq.AWQ):
-        @classmethod
-        def of(cls, settings: HFConfig) -> awq.AWQ:
-            raise error
+    def fail(cls: type[awq.AWQ], settings: HFConfig) -> awq.AWQ:
+        raise error
 
+    Broken = type("Broken", (awq.AWQ,), {name: classmethod(fail)})
     path = write_metadata(tmp_path, "acme-extras", "[mvllm.quantization]\nacme = tests.helpers.acme_bits:AWQ\n")
     prepend(monkeypatch, [str(path)])
     monkeypatch.setitem(sys.modules, "tests.helpers.acme_bits", SimpleNamespace(AWQ=Broken))
@@ -179,7 +179,7 @@ def test_the_front_end_checks_settings_without_torch(folder: Path, tmp_path: Pat
         "from mvllm.config.quantization import resolve_quantization\n"
         f"for settings in json.loads({json.dumps([s.config for s in (SCHEMES | FLOAT8_SCHEMES).values()])!r}):\n"
         "    name = resolve_quantization(HFConfig({'quantization_config': settings}, 'config.json'), None)\n"
-        "    registry._resolve(name, 'config.json').of(HFConfig(settings, 'config.json'))\n"
+        "    registry._resolve(name, 'config.json').from_config(HFConfig(settings, 'config.json'))\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )
     assert config["model_type"] == "llama"

@@ -34,7 +34,7 @@ class AWQ(QuantizationMethod):
         self.format, self.floats = format, floats
 
     @classmethod
-    def of(cls, settings: HFConfig) -> AWQ:
+    def from_config(cls, settings: HFConfig) -> AWQ:
         one_of(settings, ("bits", "w_bit"), (4,))
         one_of(settings, ("version",), ("gemm",), default="gemm", fold=True)
         if settings.get("zero_point", True) is not True:

@@ -68,7 +68,7 @@ class CompressedTensors(QuantizationMethod):
         self.groups, self.ignore = groups, ignore
 
     @classmethod
-    def of(cls, settings: HFConfig) -> CompressedTensors:
+    def from_config(cls, settings: HFConfig) -> CompressedTensors:
         for key, what in (
             ("kv_cache_scheme", "a quantized KV cache"),
             ("sparsity_config", "sparse weights"),

@@ -41,7 +41,7 @@ class Float8(QuantizationMethod):
         self.format, self.floats = format, floats
 
     @classmethod
-    def of(cls, settings: HFConfig) -> Float8:
+    def from_config(cls, settings: HFConfig) -> Float8:
         one_of(settings, ("fmt",), ("e4m3",), default="e4m3", fold=True)
         inputs = one_of(settings, ("activation_scheme",), ("dynamic", "static"), default="dynamic", fold=True)
         one_of(settings, ("expert_dtype",), ("fp8",), default="fp8", fold=True)
@@ -76,7 +76,7 @@ class RowwiseFloat8(Float8):
     format_of_rows: ClassVar[Float8Format] = Float8Format(_SCALE_OF_ALL, block_rows=1, inputs="dynamic")
 
     @classmethod
-    def of(cls, settings: HFConfig) -> RowwiseFloat8:
+    def from_config(cls, settings: HFConfig) -> RowwiseFloat8:
         return cls(cls.format_of_rows, names(settings, "modules_to_not_convert"))
 
 

@@ -48,7 +48,7 @@ class GPTQ(QuantizationMethod):
         self.format, self.head, self.only, self.floats, self.dynamic = format, head, only, floats, dynamic
 
     @classmethod
-    def of(cls, settings: HFConfig) -> GPTQ:
+    def from_config(cls, settings: HFConfig) -> GPTQ:
         packing = one_of(settings, ("checkpoint_format",), ("gptq", "gptq_v2"), default="gptq")
         format = PackedFormat(
             bits=one_of(settings, ("bits",), (4, 8)),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
@@ -36,17 +36,30 @@ class QuantizationMethod(ABC):
 
     quantizes_on_load: ClassVar[bool] = False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass may implement `from_config` under its deprecated name `of`."""
+        super().__init_subclass__(**kwargs)
+        if "of" in vars(cls) and "from_config" not in vars(cls):
+            cls.from_config = vars(cls)["of"]  # type: ignore[method-assign]
+
     @classmethod
     @abstractmethod
-    def of(cls, settings: HFConfig) -> QuantizationMethod:
-        """The method as a checkpoint wants it. Called in the front end as well: without torch, without reading files.
+    def from_config(cls, settings: HFConfig) -> QuantizationMethod:
+        """The method with a checkpoint's settings.
+
+        The front end calls it too, so it neither needs torch nor reads files.
 
         Args:
             settings: `quantization_config` of config.json; empty for a method that quantizes on load.
 
         Raises:
-            ModelError: The settings are wrong, or of a variant that is not supported; says which are.
+            ModelError: A setting is wrong or not supported; the message lists what is.
         """
+
+    @classmethod
+    def of(cls, settings: HFConfig) -> QuantizationMethod:
+        """Deprecated name of `from_config`."""
+        return cls.from_config(settings)
 
     @abstractmethod
     def matrix(

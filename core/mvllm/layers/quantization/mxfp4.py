@@ -32,7 +32,7 @@ class MXFP4(QuantizationMethod):
     """`quant_method: mxfp4`. It concerns layers of experts alone, which ask for `dequantize` themselves."""
 
     @classmethod
-    def of(cls, settings: HFConfig) -> MXFP4:
+    def from_config(cls, settings: HFConfig) -> MXFP4:
         return cls()
 
     def matrix(

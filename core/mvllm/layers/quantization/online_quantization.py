@@ -31,7 +31,7 @@ class OnlineQuantization(QuantizationMethod):
     format: ClassVar[IntegerFormat]
 
     @classmethod
-    def of(cls, settings: HFConfig) -> OnlineQuantization:
+    def from_config(cls, settings: HFConfig) -> OnlineQuantization:
         return cls()
 
     def matrix(self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None) -> RTNMatrix | None:

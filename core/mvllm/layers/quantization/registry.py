@@ -60,7 +60,7 @@ def quantization_method(config: ModelConfig) -> QuantizationMethod | None:
 
 def _made(method: type[QuantizationMethod], settings: HFConfig) -> QuantizationMethod:
     try:
-        return method.of(settings)
+        return method.from_config(settings)
     except (MvllmError, KeyboardInterrupt):
         raise
     except BaseException as e:  # a plugin may raise anything, SystemExit included
