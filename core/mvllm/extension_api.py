@@ -1,9 +1,9 @@
-"""All that plugins other than platforms may import from mvllm: models, executors, parsers, loggers, commands, ...
+"""The names that plugins other than platforms (models, executors, parsers, loggers, commands) may import from mvllm.
 
-Unlike `mvllm.plugin_api`, this surface has no contract version: what stands here follows the engine and may change with
-every minor version of mvllm, so a package that uses it states a range (`mvllm>=0.1,<0.2`). Everything is resolved on
-first use; importing this module loads neither torch nor the engine. docs/extending.md says what each group of names is
-for; docs/executors.md has those for executors whose workers run in processes of their own.
+Unlike `mvllm.plugin_api`, this module has no contract version: names may change with every minor version of mvllm, so a
+package that uses it requires a range (`mvllm>=0.1,<0.2`). Names are resolved on first use; importing this module loads
+neither torch nor the engine. docs/how-to/extending.md describes each group of names, docs/reference/executors.md those
+for executors whose workers run in processes of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All that a platform plugin may import from mvllm.
+"""The names that platform plugins may import from mvllm.
 
 Importing this module loads neither torch nor any device library. Names that need torch are resolved on first use.
 """

@@ -1,6 +1,6 @@
-"""Falcon: attention and MLP side by side on one residual stream, layer norms, and queries fused with their keys.
+"""Falcon: parallel attention and MLP on one residual stream, layer norms, fused query, key and value.
 
-old architecture    one norm for both blocks; or, without `parallel_attn`, one block after the other
+old architecture    one norm for both blocks; without `parallel_attn`, sequential blocks
 new architecture    two norms, one for each block, or one for both (`num_ln_in_parallel_attn`)
 """
 
@@ -24,7 +24,7 @@ from mvllm.models.causal_lm import CausalLM, layer_norm_epsilon
 
 
 class FalconAttention(nn.Module):
-    """Self-attention with rotary positions."""
+    """Self-attention with rotary position embedding."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, name: str, rotary: RotaryEmbedding) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class FalconAttention(nn.Module):
         self.qkv = QKVLinear(ctx, (f"{name}.query_key_value",), size, *heads, head_size, bias=bias, by_group=True)
         self.output = RowParallelLinear(ctx, f"{name}.dense", size, size, bias=bias)
         self.attention = Attention(ctx, self.qkv.heads, head_size, head_size**-0.5)
-        self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
+        self._rotary = [rotary]  # in a list, so that it is not registered as a submodule of every layer
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
@@ -43,7 +43,7 @@ class FalconAttention(nn.Module):
 
 
 class FalconLayer(nn.Module):
-    """Attention and MLP, side by side or one after the other."""
+    """A decoder layer: attention and MLP, in parallel or in sequence."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, rotary: RotaryEmbedding, layer: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class FalconForCausalLM(CausalLM):
     """`FalconForCausalLM` of Hugging Face checkpoints.
 
     Raises:
-        ModelError: Positions are told by biases on scores (ALiBi).
+        ModelError: The checkpoint uses ALiBi.
     """
 
     ties_head_by_default = True
@@ -86,8 +86,8 @@ class FalconForCausalLM(CausalLM):
         hf, size = config.hf_config, config.hidden_size
         if hf.get("alibi", False):
             raise ModelError(
-                f"{hf.source}: 'alibi' is true: this checkpoint tells positions by biases on attention scores, which "
-                "no attention backend here computes. Take a checkpoint with rotary positions (alibi: false)."
+                f"{hf.source}: 'alibi' is true: position biases on attention scores (ALiBi) are not supported. Use "
+                "a checkpoint with rotary position embedding (alibi: false)."
             )
         self.rotary = RotaryEmbedding(ctx, RopeParameters.from_config(hf, config.head_size), config.max_model_len)
         self.uses_prompt_lens = self.rotary.uses_prompt_lens
@@ -104,7 +104,7 @@ class FalconForCausalLM(CausalLM):
         intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = intermediate if self.word_embeddings is None else self.word_embeddings(input_ids)
-        assert x is not None, "every stage but the first needs the result of the one before"
+        assert x is not None, "every pipeline stage but the first needs `intermediate`"
         angles = self.rotary.angles(positions, step.prompt_lens)
         for layer in self.layers:
             x = layer(x, angles, step)

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, layer norm before each block, a plain MLP; matrices are stored as [in, out]."""
+"""GPT-2: learned position embeddings, layer norm before each block, an MLP without gate; matrices are [in, out]."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2Layer(nn.Module):
-    """Attention and MLP, each behind a norm."""
+    """A decoder layer: attention and MLP, with a norm before each."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class GPT2LMHeadModel(CausalLM):
     layer_names = re.compile(r"transformer\.h\.(\d+)\.")
     first_stage_names = ("transformer.wte.", "transformer.wpe.")
     last_stage_names = ("transformer.ln_f.",)
-    ignored_names = re.compile(r"\.attn\.(masked_)?bias$")  # causal masks that old checkpoints carry
+    ignored_names = re.compile(r"\.attn\.(masked_)?bias$")  # causal masks in old checkpoints
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)
@@ -95,7 +95,7 @@ class GPT2LMHeadModel(CausalLM):
         x = intermediate
         if self.wte is not None and self.wpe is not None:
             x = self.wte(input_ids) + self.wpe(positions)
-        assert x is not None, "every stage but the first needs the result of the one before"
+        assert x is not None, "every pipeline stage but the first needs `intermediate`"
         for layer in self.layers:
             x = layer(x, step)
         return x if self.norm is None else self.norm(x)

@@ -1,4 +1,4 @@
-"""Which layers have a sliding window, in families that mix layers with and without one."""
+"""The sliding window of each layer, in families that mix layers with and without one."""
 
 from __future__ import annotations
 

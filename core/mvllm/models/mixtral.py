@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with eight experts in the place of the MLP."""
+"""Mixtral: Mistral with experts instead of the MLP."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Architectures by the names that `config.json` uses. A model's module is imported when it is asked for.
+"""Model classes by architecture name in `config.json`. A model's module is imported when it is resolved.
 
-Other packages add architectures through entry points of `mvllm.models`: the name is the architecture's, the value
-`package.module:Class`, a CausalLM. One that core has as well is core's.
+Other packages add architectures through entry points of `mvllm.models`: the name is the architecture, the value
+`package.module:Class`, a CausalLM. Core's class takes precedence over a plugin's of the same name.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _BASES: dict[str, tuple[str, ...]] = {
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """Names that `resolve_model_class` takes, sorted: core's and those of installed plugins."""
+    """Native architectures, sorted: core's and those of installed plugins."""
     return tuple(sorted({*_BASES, *plugin_groups.allowed_names(plugin_groups.MODELS)}))
 
 
@@ -74,7 +74,7 @@ def is_native(architecture: str) -> bool:
     """Whether core or an installed plugin has a class for `architecture`.
 
     Raises:
-        ConfigError: A plugin has it, but is not let in, or several have it.
+        ConfigError: A plugin has it, but is not allowed, or several have it.
     """
     return architecture in _BASES or plugin_groups.find(plugin_groups.MODELS, architecture) is not None
 
@@ -86,15 +86,15 @@ def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[Cau
         model_impl: As in ModelConfig.
 
     Raises:
-        ModelError: There is none, and the message lists those there are; or a plugin's is no model class.
-        ConfigError: The plugin that has it is not let in, or cannot be loaded.
+        ModelError: There is none (the message lists the supported ones), or a plugin's class is not a CausalLM.
+        ConfigError: The plugin that has it is not allowed, or cannot be loaded.
     """
     if model_impl == "transformers" or (model_impl == "auto" and not is_native(architecture)):
         return _fallback(architecture)
     if architecture in _BASES:
-        for rival in plugin_groups.list_plugins(plugin_groups.MODELS):
-            if rival.name == architecture:
-                logger.warning("%s offers %s, which core has itself: core's runs.", rival, architecture)
+        for plugin in plugin_groups.list_plugins(plugin_groups.MODELS):
+            if plugin.name == architecture:
+                logger.warning("%s has a class for %s, but core's own class is used.", plugin, architecture)
         return _core_class(architecture)
     source = plugin_groups.find(plugin_groups.MODELS, architecture)
     if source is None:

@@ -1,4 +1,4 @@
-"""Collective operations within one group of ranks."""
+"""The interface of communicators: collective operations within one group of ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Communicator(ABC):
     """Collectives over the ranks of one group.
 
     Phase: worker. Every rank of the group makes the same calls in the same order, with equal shapes and dtypes. Results
-    are new tensors unless a method says that it works in place. A platform returns one from `Platform.communicator`;
-    groups of one rank never ask for it.
+    are new tensors unless a method says that it works in place. `Platform.communicator` returns one;
+    groups of one rank need none.
 
     Core calls `all_reduce`, `all_gather`, `send`, `recv` and `close`. The other collectives are optional since contract
     1.1 and are there for workers and models of other packages.
@@ -25,8 +25,8 @@ class Communicator(ABC):
     Attributes:
         rank: Position in the group.
         world_size: Ranks in the group.
-        on_host: Whether tensors may be in the host's memory. Where they may not, core makes a second group for what the
-            ranks tell each other in bytes.
+        on_host: Whether tensors may be in the host's memory. If not, core creates a second group for byte messages
+            between ranks.
     """
 
     rank: int
@@ -59,12 +59,12 @@ class Communicator(ABC):
     def send(self, tensor: torch.Tensor, destination: int) -> None:
         """Sends to rank `destination` of the group, without waiting for that rank to receive.
 
-        The caller leaves `tensor` as it is from now on. What two ranks send each other arrives in order.
+        The caller must not change `tensor` afterwards. Messages between two ranks arrive in order.
         """
 
     @abstractmethod
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
-        """Receives what rank `source` of the group sends."""
+        """Receives a tensor from rank `source` of the group."""
 
     def gather(self, tensor: torch.Tensor, destination: int = 0, dim: int = -1) -> torch.Tensor | None:
         """On rank `destination` the ranks' tensors concatenated along `dim`; None elsewhere.

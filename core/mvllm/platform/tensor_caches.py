@@ -1,8 +1,7 @@
 """Default methods of `AttentionBackend` for a KV cache made of tensors: measure, fill, read slots, copy blocks.
 
-Nothing here knows how a backend arranges its cache. Where the slots lie is found from shapes: the dimension of the
-blocks is the one that is longer in a cache of two blocks than in a cache of one, and the dimension of the tokens within
-a block is the one that is longer where blocks are larger.
+The layout of a cache is derived from shapes: the block dimension is the one that is larger in a cache of two blocks
+than in a cache of one, and the dimension of the tokens within a block is the one that grows with the block size.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ def tensors_of(kv: Any) -> list[torch.Tensor] | None:
 
 
 def bytes_of(backend: AttentionBackend, kv: Any) -> int:
-    """Bytes of the tensors."""
+    """Total bytes of the tensors."""
     return sum(part.numel() * part.element_size() for part in _tensors(backend, kv, "kv_bytes"))
 
 
 def fill(backend: AttentionBackend, kv: Any, value: float) -> None:
-    """Makes every number `value`. Where codes of 8 bits have scales beside them, codes become 1 and scales `value`."""
+    """Sets every number to `value`. Of 8-bit codes with scales in other tensors, codes become 1 and scales `value`."""
     import torch
 
     parts = _tensors(backend, kv, "fill")
@@ -47,10 +46,10 @@ def fill(backend: AttentionBackend, kv: Any, value: float) -> None:
 
 
 def read_slots(backend: AttentionBackend, kv: Any, slots: torch.Tensor) -> list[torch.Tensor]:
-    """Each tensor's share of the slots, [n, ...].
+    """The contents of the slots in each tensor, [n, ...].
 
     Raises:
-        PlatformError: The shapes do not say where the slots lie.
+        PlatformError: The shapes do not show where the slots are.
     """
     parts = _tensors(backend, kv, "read_slots")
     for size in backend.kv_layout().block_sizes:
@@ -143,6 +142,6 @@ def _tensors(backend: AttentionBackend, kv: Any, method: str) -> list[torch.Tens
 def _unreadable(backend: AttentionBackend, method: str, why: str) -> PlatformError:
     name = type(backend).__name__
     return PlatformError(
-        f"{name} does not say how its KV cache is arranged, and core cannot see it: {why}. Implement {name}.{method}, "
-        "as AttentionBackend describes it."
+        f"{name} does not describe the layout of its KV cache, and core cannot derive it: {why}. Implement "
+        f"{name}.{method}, as AttentionBackend describes it."
     )

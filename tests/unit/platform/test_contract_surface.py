@@ -139,7 +139,7 @@ def test_a_field_without_a_default_is_major(new):
 def test_a_field_before_others_is_major_because_it_takes_their_position(new):
     entry = new.names["ProbeResult"]
     entry.members = {"since": Member("field", [], "str", "''"), **entry.members}
-    assert "major: ProbeResult: since stands where available stood; new fields come last" in found(new)
+    assert "major: ProbeResult: since is at the position of available; new fields come last" in found(new)
 
 
 @pytest.mark.parametrize("what", ["type", "default", "phase"])
