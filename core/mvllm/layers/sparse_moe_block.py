@@ -1,4 +1,4 @@
-"""Mixture of experts: a router picks a few of many MLPs for each token."""
+"""SparseMoeBlock: the router, the experts and optional shared experts of one mixture-of-experts layer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class SparseMoeBlock(nn.Module):
 
     Args:
         ctx: Build context.
-        router: The checkpoint module of the router. It stays as the checkpoint has it, however the rest is quantized.
+        router: The checkpoint module of the router, which is never quantized.
         experts: The experts.
-        routing: How the router's logits become experts.
+        routing: Selects experts from the router's logits.
         bias: Whether the router has biases.
-        correction: The checkpoint's tensor that corrects the router's choice, where there is one.
-        router_dtype: What the router computes in, if not in the compute dtype.
+        correction: Checkpoint tensor of the correction bias for the selection; None without.
+        router_dtype: Dtype of the router, if it is not the compute dtype.
         shared_experts: A module applied to every token; its result is added. None where there is none.
 
     Raises:
@@ -53,7 +53,7 @@ class SparseMoeBlock(nn.Module):
         self.experts = experts
         self.shared_experts = shared_experts
         self.routing = routing
-        # In float32: biases that decide between near neighbours are not to be rounded.
+        # In float32: rounding the biases would change the selection between close scores.
         self.correction = None if correction is None else ctx.floats(torch.float32).parameter(num_experts)
         self._correction_name = correction
         self._router_dtype = floats.dtype
@@ -66,6 +66,6 @@ class SparseMoeBlock(nn.Module):
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """The correction's; router and experts have their own."""
+        """The target of the correction bias; router and experts have their own targets."""
         if self.correction is not None and self._correction_name is not None:
             yield whole_tensor_target(self._correction_name, self.correction)

@@ -90,7 +90,7 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
         ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": {"x": 1}}, r"should be a list of texts"),
         ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [["x", 1]]}, r"should be a list of texts"),
         ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": nested(500)}, r"list of texts"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, r"no regular expression"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, r"not a valid regular expression"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:x": {"bits": 2}}}, r"dynamic '\+:x': 'bits' is 2"),
         (compressed(CHANNEL, "float-quantized"), r"weights: 'type' is 'int', but only 'float'"),
         (compressed({**FLOAT8, "strategy": "block"}, "float-quantized"), r"lacks the key 'block_structure'"),
@@ -109,7 +109,7 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
         (compressed(GROUP, kv_cache_scheme={"num_bits": 8}), r"'kv_cache_scheme' asks for a quantized KV cache"),
         (compressed(GROUP, sparsity_config={"format": "sparse-24-bitmask"}), r"asks for sparse weights"),
         (compressed(GROUP, sparsity_config="dense"), r"asks for sparse weights"),
-        (compressed(GROUP, ignore=["re:("]), r"no regular expression"),
+        (compressed(GROUP, ignore=["re:("]), r"not a valid regular expression"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"lacks the key 'config_groups'"),
     ],
 )

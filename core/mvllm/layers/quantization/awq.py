@@ -26,8 +26,8 @@ class AWQ(QuantizationMethod):
     """`quant_method: awq`.
 
     Args:
-        format: How every quantized matrix is stored.
-        floats: A module whose name holds one of these is not quantized.
+        format: Storage format of the quantized matrices.
+        floats: A module whose name contains one of these is not quantized.
     """
 
     def __init__(self, format: PackedFormat, floats: tuple[str, ...]) -> None:
