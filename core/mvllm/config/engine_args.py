@@ -1,7 +1,7 @@
-"""What a user may set, and how it becomes the engine's configuration.
+"""EngineArgs: the user's settings, and their conversion to an EngineConfig.
 
-Each field below is declared once, with its help, group and permitted values; the command line is generated from these
-declarations (`EngineArgs.options()`), and `create_engine_config` checks against them before it looks at any file.
+Each setting is declared once, with its help, group and permitted values. The command line is generated from these
+declarations (`EngineArgs.options()`), and `create_engine_config` checks values against them before it reads any file.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from mvllm.errors import ConfigError
 DEFAULT_NUM_BATCHED_TOKENS = 2048
 MODEL_IMPLS = ("auto", "native", "transformers")
 SERVER_MAX_QUEUED_REQUESTS = 1024
-"""Default of max_queued_requests in a server, where whoever sends too much is a stranger and can be told to wait."""
+"""Default of max_queued_requests in a server, which can refuse requests of untrusted clients."""
 
 _LARGEST_SEED = 2**63 - 1
 _KV_DTYPES = DTYPE_ALIASES | {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
-_LARGEST_BUDGET = 2**24  # of tokens in one step: buffers are made for as many
+_LARGEST_BUDGET = 2**24  # of tokens in one step: buffers of that size are allocated
 
 
 @dataclass
 class EngineArgs:
-    """Keyword arguments of the engine, under the field's usual names."""
+    """Keyword arguments of the engine."""
 
     model: str = option(
         help="Model folder, name on the Hugging Face hub, or 'demo' for the small model that ships with the package.",
@@ -311,11 +311,11 @@ class EngineArgs:
             value = getattr(self, name)
             if isinstance(value, os.PathLike):
                 setattr(self, name, os.fspath(value))
-        self.dtype = str(self.dtype).removeprefix("torch.")  # a dtype object of torch is welcome too
+        self.dtype = str(self.dtype).removeprefix("torch.")  # a torch.dtype is permitted
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
-        """Builds from keyword arguments, under their usual names or their aliases.
+        """Creates the settings from keyword arguments, by name or alias.
 
         Raises:
             ConfigError: A keyword does not exist (the nearest one is named), is given under two names with different
@@ -328,7 +328,9 @@ class EngineArgs:
             if name is None:
                 raise ConfigError(_unknown(keyword, names))
             if name in given and given[name] != value:
-                raise ConfigError(f"{keyword} and {name} mean the same, but {value!r} and {given[name]!r} were given.")
+                raise ConfigError(
+                    f"{keyword} and {name} are the same setting: {value!r} and {given[name]!r} were given. Pass one."
+                )
             given[name] = value
         if "model" not in given:
             raise ConfigError("model must be given: a folder, a name from the hub, or 'demo'.")
@@ -343,10 +345,10 @@ class EngineArgs:
         return options_of(cls)
 
     def validate(self) -> None:
-        """Brings every value into its kind and checks it, and those that depend on each other.
+        """Converts and checks every value, and checks values that depend on each other.
 
         Raises:
-            ConfigError: Names the setting, the value and what is permitted.
+            ConfigError: A value is not permitted; names the setting, the value and what is permitted.
         """
         for setting in self.options():
             setattr(self, setting.name, setting.checked(getattr(self, setting.name)))
@@ -358,12 +360,12 @@ class EngineArgs:
             )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
-                f"max_cpu_loras is {self.max_cpu_loras}, but must be at least max_loras ({self.max_loras}): what is on "
-                "the device is kept on the host, too."
+                f"max_cpu_loras is {self.max_cpu_loras}, but must be at least max_loras ({self.max_loras}), since "
+                "adapters on the device are kept in host memory too. Raise the one or lower the other."
             )
 
     def create_engine_config(self) -> EngineConfig:
-        """Finds the model, reads its config and settles everything that needs no device.
+        """Finds the model, reads its config and creates the configuration, except what depends on the device.
 
         Raises:
             ConfigError: A setting is not permitted, alone or together with the others or the model.
@@ -374,8 +376,8 @@ class EngineArgs:
         speculative = self._speculative_config(model)
         self._check_parallel(model, self.pipeline_parallel_size)
         if speculative is not None and speculative.model is not None:
-            self._check_parallel(speculative.model, 1)  # whole on the last stage
-        # The tokens of an encoder's prompt see those behind them: it is computed in one step, and nothing is kept.
+            self._check_parallel(speculative.model, 1)  # the last stage holds it whole
+        # Encoders attend bidirectionally: a prompt is computed in one step, without KV cache.
         is_encoder = model.kind.is_encoder
         return EngineConfig(
             model=model,
@@ -482,7 +484,7 @@ class EngineArgs:
             return None
         if self.tokenizer is None or (self.tokenizer == self.model and self.tokenizer_revision is None):
             return str(model_folder)
-        # A pinned model pins its tokenizer too, where both come from the same place.
+        # The model's revision applies to a tokenizer of the same repository.
         revision = self.tokenizer_revision or (self.revision if self.tokenizer == self.model else None)
         found = find_tokenizer(
             self.tokenizer, revision=revision, token=self.hf_token, trust_remote_code=self.trust_remote_code
@@ -523,19 +525,22 @@ class EngineArgs:
         whose = "the model's" if model.model == self.model else f"{model.model}'s"
         if model.num_heads % tp:
             raise ConfigError(
-                f"tensor_parallel_size is {tp}, which does not divide {whose} {model.num_heads} attention heads."
+                f"tensor_parallel_size is {tp}, which does not divide {whose} {model.num_heads} attention heads. "
+                "Choose a divisor of them."
             )
         if model.num_kv_heads % tp and tp % model.num_kv_heads:
             raise ConfigError(
                 f"tensor_parallel_size is {tp}, which neither divides {whose} {model.num_kv_heads} key-value heads "
-                "nor is a multiple of them."
+                "nor is a multiple of them. Choose another size."
             )
         if pp > model.num_layers:
-            raise ConfigError(f"pipeline_parallel_size is {pp}, but the model has only {model.num_layers} layers.")
+            raise ConfigError(
+                f"pipeline_parallel_size is {pp}, but must be at most the number of layers ({model.num_layers})."
+            )
 
 
 def _names(text: str | None) -> tuple[str, ...]:
-    """`a, b` as (a, b), each once."""
+    """`a, b` as (a, b), without duplicates."""
     return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
 
 

@@ -183,7 +183,7 @@ def _set(**changes: object) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("name", "change", "error", "words"),
     [
-        ("mixtral", _set(hidden_act="gelu"), ModelError, "hidden_act is 'gelu', but experts are supported with 'silu' only"),
+        ("mixtral", _set(hidden_act="gelu"), ModelError, "'gelu', but experts are supported with 'silu' only"),
         ("mixtral", _set(num_experts_per_tok=5), ModelError, "a token visits 5 experts, of 4"),
         ("qwen2moe", _set(mlp_only_layers="all"), ModelError, "'mlp_only_layers' should be a list"),
         ("deepseek2", _set(topk_method="noaux_tc"), ModelError, "'topk_method' should be 'greedy' or"),

@@ -3,7 +3,7 @@
     checkpoint words (int32, 8 or 4 values each)      this rank's matrix (int8)
     ┌───────────────────────┐                         ┌──────────────┐
     │  ┌─────────────┐      │   read: whole words,    │  part 1      │   the words of a rank's shard may contain values
-    │  │ covering    │      │   then unpacked and     ├──────────────┤   of its neighbours: those are unpacked, too,
+    │  │ covering    │      │   then unpacked and     ├──────────────┤   of adjacent shards, which are unpacked, too,
     │  └─────────────┘      │   trimmed               │  part 2      │   and dropped
     └───────────────────────┘                         └──────────────┘
 
