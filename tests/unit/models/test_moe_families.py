@@ -192,7 +192,7 @@ def _set(**changes: object) -> Callable[[dict[str, Any]], None]:
             "gptoss",
             _set(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}),
             ConfigError,
-            "read as floats or as MXFP4, not as AWQ",
+            "quantization AWQ is not supported for the experts",
         ),
     ],
 )

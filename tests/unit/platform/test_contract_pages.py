@@ -20,7 +20,9 @@ from mvllm.platform.spec import CONTRACT, ENTRY_POINT_GROUP, ConfigChange
 from mvllm.testing.clauses import FAMILIES
 
 DOCS = Path(__file__).parents[3] / "docs"
-CONTRACT_PAGE = (DOCS / "reference" / "contract.md").read_text(encoding="utf-8")
+CONTRACT_PAGE = re.sub(  # with list items on one line each
+    r"\n  (?=\S)", " ", (DOCS / "reference" / "contract.md").read_text(encoding="utf-8")
+)
 TOY_PAGE = (DOCS / "tutorials" / "writing-a-platform.md").read_text(encoding="utf-8")
 
 NOT_HERE = {"MvllmError", "ConfigError", "ContractError", "PlatformError"}  # errors say whose problem they are
