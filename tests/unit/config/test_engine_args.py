@@ -1,4 +1,4 @@
-"""What a user may set: kinds, ranges, names, and how settings depend on each other."""
+"""EngineArgs: types, ranges and names of settings, and their dependencies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_config(folder: Path, **kwargs):
     return EngineArgs.from_kwargs(model=str(write_folder(folder)), **kwargs).create_engine_config()
 
 
-def test_a_plain_folder_gives_a_whole_config(tmp_path):
+def test_a_plain_folder_gives_a_complete_config(tmp_path):
     config = make_config(tmp_path)
     assert config.model.path == tmp_path
     assert config.model.tokenizer == str(tmp_path)

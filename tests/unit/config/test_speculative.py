@@ -1,4 +1,4 @@
-"""Settings of guessing, as users write them, and what they are told about those that cannot be."""
+"""The setting speculative_config, and the errors for invalid values."""
 
 from __future__ import annotations
 

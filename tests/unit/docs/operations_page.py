@@ -14,13 +14,13 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "operations.md"
 HEAD = """\
 # Operations
 
-Models consist of these operations. A platform replaces one by an `OpProvider`, whose function has the
-signature below; without a provider the plain-torch reference runs. `mvllm ops --platform NAME` prints
-the operations with the providers of a platform, `mvllm contract` without them.
+Models consist of these operations. A platform replaces one by an `OpProvider`, whose function has
+the signature below; without a provider the plain-torch reference runs. `mvllm ops --platform NAME`
+prints the operations with the providers of a platform, `mvllm contract` without them.
 
-*Facts* are the contents of `OpCase.facts` in a provider's `supports`, which core calls once, at model
-load. The caller does not read a parameter that *may be overwritten* afterwards. `T` is the number of
-tokens of the step; the compute dtype is `OpCase.dtype`.
+*Facts* are the contents of `OpCase.facts` in a provider's `supports`, which core calls once, at
+model load. The caller does not read a parameter that *may be overwritten* afterwards. `T` is the
+number of tokens of the step; the compute dtype is `OpCase.dtype`.
 
 Made from the source: `python -m tests.unit.docs.operations_page`.
 """

@@ -1,4 +1,4 @@
-"""Rotary embedding equals transformers' under every scaling; settings that make no sense are refused."""
+"""Rotary embedding equals transformers' under every scaling; invalid settings are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards of 1, 2 and 4 ranks recombine: layer by layer, against one matrix held whole."""
+"""Layers sharded over 1, 2 and 4 ranks compute what the unsharded layer computes."""
 
 from __future__ import annotations
 

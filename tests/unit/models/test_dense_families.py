@@ -1,4 +1,4 @@
-"""The dense families that came after the first six: cut over ranks, quantized, in bfloat16, and misconfigured."""
+"""Gemma, Phi-3, Granite, OLMo 2, GLM, StarCoder2 and Falcon: sharded, quantized, in bfloat16, and misconfigured."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def read_architecture(name: str) -> str:
         ("gemma2", {"query_pre_attn_scalar": "a"}, "'query_pre_attn_scalar' should be a number > 0"),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_key_that_says_so(
+def test_unsupported_settings_are_refused_with_their_key(
     name: str, changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     config_of(name, tmp_path, **changes)

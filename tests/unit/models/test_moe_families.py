@@ -1,4 +1,4 @@
-"""Models with experts and latent attention: cut over ranks, stored quantized, with a small cache, and refused."""
+"""Models with experts and MLA: sharded, quantized, with a small cache, and unsupported variants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forward pass never asks the device for a value: such a question stalls the host and breaks recorded steps.
+"""A forward pass never reads a value from the device, which would stall the host and break captured graphs.
 
 A whole step of the runner is watched with the same guards in tests/engine/test_tokens_on_device.py.
 """

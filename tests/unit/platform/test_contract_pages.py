@@ -1,4 +1,4 @@
-"""The contract's classes document themselves, and the pages about it say what the code says."""
+"""The contract's classes have docstrings, and the pages about it agree with the code."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ def test_names_are_sorted_and_resolve():
 
 
 class TestContractPage:
-    def test_the_version_is_ours(self):
+    def test_the_version_is_that_of_core(self):
         assert CONTRACT_PAGE.startswith(f"# The platform contract, version {CONTRACT[0]}.{CONTRACT[1]}\n")
 
-    def test_the_entry_point_group_is_ours(self):
+    def test_the_entry_point_group_is_that_of_core(self):
         assert f"`{ENTRY_POINT_GROUP}`" in CONTRACT_PAGE
 
     def test_it_lists_every_phase(self):

@@ -1,4 +1,4 @@
-"""What quantization settings mean, and what is refused, before any weight is read and without torch."""
+"""Quantization settings and their errors, before any weight is read and without torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_quantized(method: QuantizationMethod, *names: str, **facts: Any) -> bool:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(scheme: str, folder: Path) -> None:
+def test_every_test_scheme_is_a_supported_method(scheme: str, folder: Path) -> None:
     settings = SCHEMES[scheme].config
     config = config_of(folder, settings, quantization=settings["quant_method"])
     check_quantization(config)
@@ -164,7 +164,7 @@ def test_names_that_do_not_fit_are_refused_with_the_remedy(folder: Path) -> None
     assert {"awq", "compressed-tensors", "gptq", "int4", "int8"} <= set(supported_methods())
 
 
-def test_random_weights_cannot_be_had_packed_but_can_be_quantized(folder: Path) -> None:
+def test_random_weights_are_refused_for_packed_formats_and_can_be_quantized(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"'dummy' makes random floats.*hf_overrides={'quantization_config': {}}"):
         check_quantization(config_of(folder, SCHEMES["awq"].config), "dummy")
     check_quantization(config_of(folder, {}, quantization="int8"), "dummy")
@@ -234,7 +234,7 @@ class TestWhichMatrices:
         with pytest.raises(ModelError, match=r"gate_proj: 4 bits in groups of 32, symmetric; .*up_proj: floats"):
             is_quantized(method, "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
 
-    def test_no_parts_differ_where_all_are_alike(self) -> None:
+    def test_equal_parts_have_one_format(self) -> None:
         four = PackedFormat(4, 32)
         assert format_of_all(layout("a", "b"), [four, four]) is four
         assert format_of_all(layout("a", "b"), [None, None]) is None
