@@ -49,16 +49,16 @@ class EngineArgs:
         group="model",
     )
     tokenizer: str | None = option(
-        None, help="Folder or hub name of the tokenizer, where it is not the model's own.", group="model"
+        None, help="Folder or hub name of the tokenizer, if it is not the model's.", group="model"
     )
     skip_tokenizer_init: bool = option(
         False, help="Load no tokenizer: prompts and outputs are token ids only.", group="model"
     )
-    trust_remote_code: bool = option(False, help="Permit running Python code that comes with the model.", group="model")
+    trust_remote_code: bool = option(False, help="Permit running Python code of the model folder.", group="model")
     model_impl: str = option(
         "auto",
-        help="Whose code runs the model: 'native' (mvllm's or a plugin's), 'transformers' (its modules around mvllm's "
-        "attention and linear layers), or 'auto': native where the architecture has a class.",
+        help="Implementation of the model: 'native' (mvllm's or a plugin's), 'transformers' (its modules with mvllm's "
+        "attention and linear layers), or 'auto': native if the architecture has a class.",
         group="model",
         choices=MODEL_IMPLS,
     )
@@ -66,7 +66,7 @@ class EngineArgs:
         None, help="Branch, tag or commit on the hub, for every file of the model.", group="model"
     )
     tokenizer_revision: str | None = option(
-        None, help="Branch, tag or commit of a tokenizer named apart from the model.", group="model"
+        None, help="Branch, tag or commit of the tokenizer, if it is not the model's.", group="model"
     )
     hf_token: str | None = option(
         None, help="Token for the hub; without it, HF_TOKEN or the stored login is used.", group="model", secret=True
@@ -76,19 +76,19 @@ class EngineArgs:
     )
     dtype: str = option(
         "auto",
-        help="Compute dtype; 'auto' takes the checkpoint's if the platform offers it.",
+        help="Compute dtype; 'auto' selects the checkpoint's if the platform supports it.",
         group="model",
         choices=("auto", *DTYPES, *DTYPE_ALIASES),
     )
     quantization: str | None = option(
         None,
-        help="'int8' or 'int4' quantizes a checkpoint of floats while it is loaded; one that is quantized says so "
-        "itself, by the name of its method.",
+        help="'int8' or 'int4' quantizes an unquantized checkpoint while it is loaded; quantized checkpoints name "
+        "their method in config.json.",
         group="model",
     )
     max_model_len: int | None = option(
         None,
-        help="Longest sequence in tokens, prompt and output together; by default all that the model can do.",
+        help="Longest sequence in tokens, prompt and output together; by default the model's context length.",
         group="model",
         minimum=1,
     )
@@ -110,23 +110,22 @@ class EngineArgs:
     )
     pooler_config: dict[str, Any] | None = option(  # noqa: RUF009  (as above)
         None,
-        help="How prompts become vectors or scores where requests do not say, as a JSON object: pooling_type, "
-        "normalize, dimensions, use_activation; by default what the model's files say.",
+        help="Defaults of pooling requests, as a JSON object: pooling_type, normalize, dimensions, use_activation; "
+        "by default those of the model's files.",
         group="model",
     )
     speculative_config: dict[str, Any] | None = option(  # noqa: RUF009  (as above)
         None,
-        help="Speculative decoding: how tokens are guessed ahead, as a JSON object with num_speculative_tokens and "
-        "either method 'ngram' (prompt_lookup_max, prompt_lookup_min) or the 'model' that guesses. Outputs are those "
-        "without it; by default nothing is guessed.",
+        help="Speculative decoding, as a JSON object with num_speculative_tokens and either method 'ngram' "
+        "(prompt_lookup_max, prompt_lookup_min) or a draft 'model'. It does not change outputs; off by default.",
         group="model",
     )
     enforce_eager: bool = option(False, help="Never capture graphs or compile.", group="model")
 
     memory_utilization: float | None = option(
         None,
-        help="Share of the device's memory for weights, activations and KV cache together, or of what other programs "
-        "leave where it is the host's; by default what the platform proposes, else 0.9.",
+        help="Share of the device's memory for weights, activations and KV cache together, or of the memory "
+        "that other programs leave if it is the host's; by default the platform's proposal, else 0.9.",
         group="cache",
         minimum=0,
         above=True,
@@ -134,17 +133,20 @@ class EngineArgs:
         aliases=("gpu_memory_utilization",),
     )
     kv_cache_memory_bytes: int | None = option(
-        None, help="Bytes for the KV cache of each worker, instead of measuring what is left.", group="cache", minimum=1
+        None,
+        help="Bytes for the KV cache of each worker, instead of measuring the free memory.",
+        group="cache",
+        minimum=1,
     )
     kv_cache_dtype: str = option(
         "auto",
         help="Storage dtype of the KV cache; 'auto' is the compute dtype. 'int8' and 'fp8' halve a cache of 16 bits; "
-        "their scales, one for each token and head, are found as tokens are stored.",
+        "scales for each token and head are computed when tokens are stored.",
         group="cache",
     )
     block_size: int | None = option(
         None,
-        help="Tokens per KV cache block; by default what the attention backend likes best.",
+        help="Tokens per KV cache block; by default the attention backend's preferred size.",
         group="cache",
         minimum=1,
         maximum=1024,
@@ -152,7 +154,7 @@ class EngineArgs:
     enable_prefix_caching: bool = option(True, help="Reuse the KV of equal prompt prefixes.", group="cache")
     prefix_caching_seed: int | None = option(
         None,
-        help="Makes block hashes the same in every run; by default they are rooted in a random number.",
+        help="Seed of block hashes, which makes them equal in every run; random by default.",
         group="cache",
         minimum=0,
         maximum=_LARGEST_SEED,
@@ -169,26 +171,26 @@ class EngineArgs:
     enable_chunked_prefill: bool = option(True, help="Let a prompt be computed over several steps.", group="scheduler")
     long_prefill_token_threshold: int | None = option(
         None,
-        help="A request with more tokens than this to compute gets no more of a step while others have something to "
-        "compute; by default half of max_num_batched_tokens, 0 for no limit.",
+        help="Most tokens of one request in a step while other requests have tokens to compute; "
+        "by default half of max_num_batched_tokens, 0 for no limit.",
         group="scheduler",
         minimum=0,
     )
     max_long_partial_prefills: int = option(
         1,
-        help="How many of these requests get a share of a step while others have something to compute.",
+        help="Most requests above long_prefill_token_threshold in a step while other requests have tokens to compute.",
         group="scheduler",
         minimum=1,
     )
     scheduling_policy: str = option(
         "fcfs",
-        help="Who goes first: 'fcfs' (first come, first served) or 'priority'.",
+        help="Order of requests: 'fcfs' (first come, first served) or 'priority'.",
         group="scheduler",
         choices=("fcfs", "priority"),
     )
     async_scheduling: bool | None = option(
         None,
-        help="Plan step N + 1 while step N runs; by default where the device computes beside the host.",
+        help="Plan step N + 1 while step N runs; by default if the device computes asynchronously.",
         group="scheduler",
     )
     max_queued_requests: int | None = option(
@@ -200,7 +202,7 @@ class EngineArgs:
     )
     max_queued_tokens: int | None = option(
         None,
-        help="Behind a server: most prompt tokens of all requests under way; what would exceed them is refused.",
+        help="In a server: most prompt tokens of all in-flight requests; further requests are refused.",
         group="scheduler",
         minimum=1,
     )
@@ -209,14 +211,14 @@ class EngineArgs:
         1, help="Ranks that share each layer.", group="parallel", minimum=1, maximum=1024
     )
     pipeline_parallel_size: int = option(
-        1, help="Groups of ranks that each hold a run of layers.", group="parallel", minimum=1, maximum=1024
+        1, help="Pipeline stages, each with a contiguous range of layers.", group="parallel", minimum=1, maximum=1024
     )
     data_parallel_size: int = option(1, help="Engine replicas.", group="parallel", minimum=1, maximum=1024)
     distributed_executor_backend: str | None = option(
         None,
         help="How workers run: 'uni' (one, in the engine's process), 'mp' (a process each, on this machine), "
-        "'external_launcher' (torchrun or Slurm has started the ranks), the name under which an installed package "
-        "offers an executor, or a dotted path to an executor class; by default 'uni' for one worker, and for several "
+        "'external_launcher' (torchrun or Slurm has started the ranks), the name of an installed package's "
+        "executor, or a dotted path to an executor class; by default 'uni' for one worker, and for several "
         "an installed executor that asks for them, or 'mp'. Errors list the names that can be given.",
         group="parallel",
     )
@@ -229,14 +231,14 @@ class EngineArgs:
     )
     step_timeout: float = option(
         300.0,
-        help="Seconds after which a step of worker processes that has not ended is taken for hung.",
+        help="Seconds after which an unfinished step of worker processes counts as hung.",
         group="parallel",
         minimum=0,
         above=True,
     )
     mq_num_slots: int = option(
         10,
-        help="Slots of each message queue: messages to worker processes that may be on their way at once.",
+        help="Slots of each message queue to worker processes.",
         group="parallel",
         minimum=2,
         maximum=1024,
@@ -250,7 +252,7 @@ class EngineArgs:
     )
     mq_spin_seconds: float = option(
         100e-6,
-        help="Longest busy look for a message before a process sleeps; 0 for never. Shrinks by itself when idle.",
+        help="Longest busy wait for a message before a process sleeps; 0 for none. Decreases when idle.",
         group="parallel",
         minimum=0,
         maximum=0.01,
@@ -269,20 +271,20 @@ class EngineArgs:
     )
     use_tqdm_on_load: bool = option(True, help="Show progress while loading weights.", group="load")
 
-    enable_lora: bool = option(False, help="Take requests with LoRA adapters.", group="lora")
+    enable_lora: bool = option(False, help="Enable requests with LoRA adapters.", group="lora")
     max_loras: int = option(
         1,
-        help="Most different adapters among the requests that run; as many slots are kept on the device.",
+        help="Most different adapters of running requests; the number of adapter slots on the device.",
         group="lora",
         minimum=1,
         maximum=1024,
     )
     max_lora_rank: int = option(
-        16, help="Largest rank of an adapter; the slots are made for it.", group="lora", minimum=1, maximum=1024
+        16, help="Largest rank of an adapter; determines the size of the slots.", group="lora", minimum=1, maximum=1024
     )
     max_cpu_loras: int | None = option(
         None,
-        help="Most adapters kept in the host's memory, those least recently used give way; by default max_loras.",
+        help="Most adapters in host memory, evicted least recently used first; by default max_loras.",
         group="lora",
         minimum=1,
         maximum=65536,
@@ -296,13 +298,11 @@ class EngineArgs:
         help="Installed sets of op providers to use before the platform's own, by name, comma-separated.",
         group="platform",
     )
-    stat_loggers: str | None = option(
-        None, help="Installed stat loggers to tell every step, by name, comma-separated.", group="platform"
-    )
+    stat_loggers: str | None = option(None, help="Installed stat loggers, by name, comma-separated.", group="platform")
 
     logits_processors: str | None = option(
         None,
-        help="Installed logits processors that requests may ask something of, by name, comma-separated.",
+        help="Installed logits processors that requests may use, by name, comma-separated.",
         group="platform",
     )
 

@@ -21,7 +21,7 @@ def moe(
         x: [T, hidden_size], compute dtype.
         gate_up: [num_experts, 2 · intermediate_size, hidden_size], compute dtype, gate rows first.
         down: [num_experts, hidden_size, intermediate_size], compute dtype. A provider's `prepare` takes the
-            pair (gate_up, down) and returns what `function` wants in the place of each.
+            pair (gate_up, down) and returns the pair that `function` takes.
         expert_ids: [T, top_k], int64, distinct within a row.
         expert_weights: [T, top_k], float32.
 
@@ -56,7 +56,7 @@ def clamped_moe(
         gate_up: [num_experts, 2 · intermediate_size, hidden_size], compute dtype, gate rows first.
         gate_up_bias: [num_experts, 2 · intermediate_size], compute dtype.
         down: [num_experts, hidden_size, intermediate_size], compute dtype. A provider's `prepare` takes the
-            pair (gate_up, down) and returns what `function` wants in the place of each.
+            pair (gate_up, down) and returns the pair that `function` takes.
         down_bias: [num_experts, hidden_size], compute dtype.
         expert_ids: [T, top_k], int64, distinct within a row.
         expert_weights: [T, top_k], float32.

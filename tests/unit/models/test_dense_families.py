@@ -183,8 +183,8 @@ def read_architecture(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("falcon", {"alibi": True}, "'alibi' is true.*rotary positions"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is set.*left to right"),
+        ("falcon", {"alibi": True}, "'alibi' is true.*rotary position embedding"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is set, which is not supported"),
         ("gemma3", {"layer_types": ["full_attention", "linear"]}, "layer_types should name full_attention or sliding"),
         ("gemma2", {"layer_types": 3}, "layer_types should name.*2 layers, found 3"),
         ("gemma2", {"final_logit_softcapping": -1}, "'final_logit_softcapping' should be a number > 0"),
