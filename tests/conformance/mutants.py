@@ -48,6 +48,13 @@ def _method(code: str) -> tuple[str, str, str]:
     return "attention.py", before, f"{indented}\n{before}"
 
 
+def _collective(code: str) -> tuple[str, str, str]:
+    """A method more in the communicator; `code` is indented like a module's."""
+    before = "    def close(self"
+    indented = "".join(f"    {line}\n" for line in code.splitlines())
+    return "communicator.py", before, f"{indented}\n{before}"
+
+
 _STATIC = {"MVLLM_EXAMPLE_MODE": "static"}
 _OUTPUT = "        output = super().forward(query, kv, metadata, sinks)\n"
 _STEP = "        return super().build_metadata(batch)\n"
@@ -447,22 +454,22 @@ MUTANTS = (
         "all_gather knows the last dimension only",
         "COM-04",
         "communicator.py",
-        "(tensor), dim).to(self._device)\n\n    def reduce",
-        "(tensor), -1).to(self._device)\n\n    def reduce",
+        "self._host.all_gather(self._out(tensor), dim)",
+        "self._host.all_gather(self._out(tensor), -1)",
     ),
     Mutant(
         "a tensor is given to ranks other than the destination",
         "COM-08",
-        "communicator.py",
-        "return None if gathered is None else gathered.to(self._device)",
-        "return (tensor.cpu() if gathered is None else gathered).to(self._device)",
+        *_collective(
+            "def gather(self, tensor, destination=0, dim=-1):\n"
+            "    gathered = super().gather(tensor, destination, dim)\n"
+            "    return tensor if gathered is None else gathered"
+        ),
     ),
     Mutant(
         "what ranks give each other is in the wrong order",
         "COM-09",
-        "communicator.py",
-        "for tensor in received]",
-        "for tensor in received[::-1]]",
+        *_collective("def all_to_all(self, tensors):\n    return super().all_to_all(tensors)[::-1]"),
     ),
     # Sampling.
     Mutant(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, Queue
 from typing import TypeVar
@@ -51,19 +51,6 @@ class ThreadCommunicator(Communicator):
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return torch.cat(self._meeting.exchange(self.rank, tensor.clone()), dim=dim)
 
-    def reduce_scatter(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return self.all_reduce(tensor).chunk(self.world_size, dim=dim)[self.rank]
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        return tensor.copy_(self._meeting.exchange(self.rank, tensor.clone())[source])
-
-    def gather(self, tensor: torch.Tensor, destination: int = 0, dim: int = -1) -> torch.Tensor | None:
-        gathered = self.all_gather(tensor, dim)
-        return gathered if self.rank == destination else None
-
-    def all_to_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [sent[self.rank] for sent in self._meeting.exchange(self.rank, list(tensors))]
-
     def send(self, tensor: torch.Tensor, destination: int) -> None:
         self._meeting.mail[self.rank, destination].put(tensor.clone())
 
@@ -74,9 +61,6 @@ class ThreadCommunicator(Communicator):
             raise RuntimeError(f"Rank {source} sent rank {self.rank} nothing in 60 s.") from e
         assert (tuple(tensor.shape), tensor.dtype) == (tuple(shape), dtype)
         return tensor
-
-    def barrier(self) -> None:
-        self._meeting.exchange(self.rank, None)
 
 
 def fake_group(name: str, rank: int, world_size: int) -> GroupCoordinator:

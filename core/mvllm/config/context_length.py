@@ -1,4 +1,4 @@
-"""How long a sequence may be: what the model was built for, stretched by its rotary scaling, cut by the user's wish."""
+"""Resolves max_model_len from the model's context length, its RoPE scaling and the user's setting."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from mvllm.errors import ConfigError, ModelError
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
 
-# These scalings stretch `max_position_embeddings`. All others (llama3, longrope, ...) are written into the config
-# together with a `max_position_embeddings` that is already the long one.
+# These scalings multiply `max_position_embeddings`. With all others (llama3, longrope, ...) the config's
+# `max_position_embeddings` is already the extended length.
 _SCALED_ROPE_TYPES = ("linear", "dynamic", "yarn")
-# Families whose `max_position_embeddings` is the long one under every scaling.
+# Families whose `max_position_embeddings` is the extended length with every scaling.
 _UNSCALED_ROPE_TYPES = ("gemma3_text",)
-# What transformers assumes in families whose first checkpoints came without any of the keys.
+# transformers' defaults for families whose first checkpoints have none of the keys.
 _ABSENT_LENGTH = {"falcon": 2048}
 _LARGEST_FACTOR = 1_000_000
 
 _POSITIONS_BEHIND_PADDING = ("roberta", "xlm-roberta")
-"""Families that count positions from one behind the padding token's id."""
+"""Families whose first position is the padding token's id plus one."""
 
 
 @dataclass(frozen=True)
 class ContextLength:
-    """A number of tokens and the reason for it, in words."""
+    """A number of tokens and the reason for it, for messages."""
 
     num_tokens: int
     reason: str
 
 
 def resolve_max_model_len(hf_config: HFConfig, asked: int | None) -> int:
-    """The longest sequence that the engine will accept, prompt and output together.
+    """The longest sequence that the engine accepts, prompt and output together.
 
     Args:
-        asked: What the user wants, or None for all that the model can do.
+        asked: The setting max_model_len; None for the model's context length.
 
     Raises:
-        ConfigError: More was asked than the model can do.
-        ModelError: The config doesn't say what the model can do, and nothing was asked.
+        ConfigError: The setting is larger than the model's context length.
+        ModelError: The config has no context length, and the setting is None.
     """
     derived = derive_context_length(hf_config)
     if derived is None:
         if asked is None:
             raise ModelError(
-                f"{hf_config.source} has none of the keys {', '.join(_LENGTH_KEYS)}, so the longest sequence is not "
+                f"{hf_config.source} has none of the keys {', '.join(_LENGTH_KEYS)}, so the context length is not "
                 "known. Pass max_model_len."
             )
         return asked
@@ -63,10 +63,10 @@ def resolve_max_model_len(hf_config: HFConfig, asked: int | None) -> int:
 
 
 def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
-    """The longest sequence that the config promises, or None where it says nothing.
+    """The context length in the config, or None if it has none.
 
     Raises:
-        ModelError: One of the keys it depends on holds something impossible.
+        ModelError: One of the keys has an invalid value.
     """
     key = next((k for k in _LENGTH_KEYS if k in hf_config), None)
     model_type = str(hf_config.get("model_type"))
@@ -74,11 +74,11 @@ def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
         length = _ABSENT_LENGTH.get(model_type)
         return None if length is None else ContextLength(length, f"what {model_type} models have by default")
     base = hf_config.positive_int(key)
-    taken = first_position(hf_config)
-    if taken:
-        if base <= taken:
-            raise ModelError(f"{hf_config.source}: {key!r} is {base}, of which the first {taken} are never used.")
-        return ContextLength(base - taken, f"{key} = {base}, the first {taken} of which are never used,")
+    unused = first_position(hf_config)
+    if unused:
+        if base <= unused:
+            raise ModelError(f"{hf_config.source}: {key!r} is {base}, of which the first {unused} are never used.")
+        return ContextLength(base - unused, f"{key} = {base}, the first {unused} of which are never used,")
     rope = _full_attention(rope_settings(hf_config))
     rope_type = rope_type_of(rope)
     factor = rope.get("factor")
@@ -90,8 +90,8 @@ def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
             f"found {factor!r}."
         )
     if rope_type == "yarn":
-        # YaRN is stated relative to the length the model was trained for; `max_position_embeddings` beside it is the
-        # short length in some checkpoints and the long one in others.
+        # YaRN's factor is relative to the original length; `max_position_embeddings` is the original length in some
+        # checkpoints and the extended one in others.
         original = rope.get("original_max_position_embeddings")
         if original is not None:
             key = "original_max_position_embeddings"
@@ -100,10 +100,10 @@ def derive_context_length(hf_config: HFConfig) -> ContextLength | None:
 
 
 def first_position(hf_config: HFConfig) -> int:
-    """The position at which a model's first token stands, in its table of positions.
+    """Index of the first token's position embedding.
 
     Raises:
-        ModelError: It depends on the padding token, which is none.
+        ModelError: It depends on the padding token, whose id is invalid.
     """
     if hf_config.get("model_type") not in _POSITIONS_BEHIND_PADDING:
         return 0
@@ -114,7 +114,7 @@ def first_position(hf_config: HFConfig) -> int:
 
 
 def _full_attention(settings: dict[str, Any]) -> Mapping[str, Any]:
-    """Where each type of layer has settings of its own, those of full attention decide."""
+    """The settings of the full-attention layers, if there are settings per layer type."""
     if settings_by_type(settings):
         return settings.get("full_attention") or next(of_type for of_type in settings.values() if of_type is not None)
     return settings

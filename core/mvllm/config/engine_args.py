@@ -1,7 +1,7 @@
-"""What a user may set, and how it becomes the engine's configuration.
+"""EngineArgs: the user's settings, and their conversion to an EngineConfig.
 
-Each field below is declared once, with its help, group and permitted values; the command line is generated from these
-declarations (`EngineArgs.options()`), and `create_engine_config` checks against them before it looks at any file.
+Each setting is declared once, with its help, group and permitted values. The command line is generated from these
+declarations (`EngineArgs.options()`), and `create_engine_config` checks values against them before it reads any file.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from mvllm.errors import ConfigError
 DEFAULT_NUM_BATCHED_TOKENS = 2048
 MODEL_IMPLS = ("auto", "native", "transformers")
 SERVER_MAX_QUEUED_REQUESTS = 1024
-"""Default of max_queued_requests in a server, where whoever sends too much is a stranger and can be told to wait."""
+"""Default of max_queued_requests in a server, which can refuse requests of untrusted clients."""
 
 _LARGEST_SEED = 2**63 - 1
 _KV_DTYPES = DTYPE_ALIASES | {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
-_LARGEST_BUDGET = 2**24  # of tokens in one step: buffers are made for as many
+_LARGEST_BUDGET = 2**24  # of tokens in one step: buffers of that size are allocated
 
 
 @dataclass
 class EngineArgs:
-    """Keyword arguments of the engine, under the field's usual names."""
+    """Keyword arguments of the engine."""
 
     model: str = option(
         help="Model folder, name on the Hugging Face hub, or 'demo' for the small model that ships with the package.",
         group="model",
     )
     tokenizer: str | None = option(
-        None, help="Folder or hub name of the tokenizer, where it is not the model's own.", group="model"
+        None, help="Folder or hub name of the tokenizer, if it is not the model's.", group="model"
     )
     skip_tokenizer_init: bool = option(
         False, help="Load no tokenizer: prompts and outputs are token ids only.", group="model"
     )
-    trust_remote_code: bool = option(False, help="Permit running Python code that comes with the model.", group="model")
+    trust_remote_code: bool = option(False, help="Permit running Python code of the model folder.", group="model")
     model_impl: str = option(
         "auto",
-        help="Whose code runs the model: 'native' (mvllm's or a plugin's), 'transformers' (its modules around mvllm's "
-        "attention and linear layers), or 'auto': native where the architecture has a class.",
+        help="Implementation of the model: 'native' (mvllm's or a plugin's), 'transformers' (its modules with mvllm's "
+        "attention and linear layers), or 'auto': native if the architecture has a class.",
         group="model",
         choices=MODEL_IMPLS,
     )
@@ -66,7 +66,7 @@ class EngineArgs:
         None, help="Branch, tag or commit on the hub, for every file of the model.", group="model"
     )
     tokenizer_revision: str | None = option(
-        None, help="Branch, tag or commit of a tokenizer named apart from the model.", group="model"
+        None, help="Branch, tag or commit of the tokenizer, if it is not the model's.", group="model"
     )
     hf_token: str | None = option(
         None, help="Token for the hub; without it, HF_TOKEN or the stored login is used.", group="model", secret=True
@@ -76,19 +76,19 @@ class EngineArgs:
     )
     dtype: str = option(
         "auto",
-        help="Compute dtype; 'auto' takes the checkpoint's if the platform offers it.",
+        help="Compute dtype; 'auto' selects the checkpoint's if the platform supports it.",
         group="model",
         choices=("auto", *DTYPES, *DTYPE_ALIASES),
     )
     quantization: str | None = option(
         None,
-        help="'int8' or 'int4' quantizes a checkpoint of floats while it is loaded; one that is quantized says so "
-        "itself, by the name of its method.",
+        help="'int8' or 'int4' quantizes an unquantized checkpoint while it is loaded; quantized checkpoints name "
+        "their method in config.json.",
         group="model",
     )
     max_model_len: int | None = option(
         None,
-        help="Longest sequence in tokens, prompt and output together; by default all that the model can do.",
+        help="Longest sequence in tokens, prompt and output together; by default the model's context length.",
         group="model",
         minimum=1,
     )
@@ -110,23 +110,22 @@ class EngineArgs:
     )
     pooler_config: dict[str, Any] | None = option(  # noqa: RUF009  (as above)
         None,
-        help="How prompts become vectors or scores where requests do not say, as a JSON object: pooling_type, "
-        "normalize, dimensions, use_activation; by default what the model's files say.",
+        help="Defaults of pooling requests, as a JSON object: pooling_type, normalize, dimensions, use_activation; "
+        "by default those of the model's files.",
         group="model",
     )
     speculative_config: dict[str, Any] | None = option(  # noqa: RUF009  (as above)
         None,
-        help="Speculative decoding: how tokens are guessed ahead, as a JSON object with num_speculative_tokens and "
-        "either method 'ngram' (prompt_lookup_max, prompt_lookup_min) or the 'model' that guesses. Outputs are those "
-        "without it; by default nothing is guessed.",
+        help="Speculative decoding, as a JSON object with num_speculative_tokens and either method 'ngram' "
+        "(prompt_lookup_max, prompt_lookup_min) or a draft 'model'. It does not change outputs; off by default.",
         group="model",
     )
     enforce_eager: bool = option(False, help="Never capture graphs or compile.", group="model")
 
     memory_utilization: float | None = option(
         None,
-        help="Share of the device's memory for weights, activations and KV cache together, or of what other programs "
-        "leave where it is the host's; by default what the platform proposes, else 0.9.",
+        help="Share of the device's memory for weights, activations and KV cache together, or of the memory "
+        "that other programs leave if it is the host's; by default the platform's proposal, else 0.9.",
         group="cache",
         minimum=0,
         above=True,
@@ -134,17 +133,20 @@ class EngineArgs:
         aliases=("gpu_memory_utilization",),
     )
     kv_cache_memory_bytes: int | None = option(
-        None, help="Bytes for the KV cache of each worker, instead of measuring what is left.", group="cache", minimum=1
+        None,
+        help="Bytes for the KV cache of each worker, instead of measuring the free memory.",
+        group="cache",
+        minimum=1,
     )
     kv_cache_dtype: str = option(
         "auto",
         help="Storage dtype of the KV cache; 'auto' is the compute dtype. 'int8' and 'fp8' halve a cache of 16 bits; "
-        "their scales, one for each token and head, are found as tokens are stored.",
+        "scales for each token and head are computed when tokens are stored.",
         group="cache",
     )
     block_size: int | None = option(
         None,
-        help="Tokens per KV cache block; by default what the attention backend likes best.",
+        help="Tokens per KV cache block; by default the attention backend's preferred size.",
         group="cache",
         minimum=1,
         maximum=1024,
@@ -152,7 +154,7 @@ class EngineArgs:
     enable_prefix_caching: bool = option(True, help="Reuse the KV of equal prompt prefixes.", group="cache")
     prefix_caching_seed: int | None = option(
         None,
-        help="Makes block hashes the same in every run; by default they are rooted in a random number.",
+        help="Seed of block hashes, which makes them equal in every run; random by default.",
         group="cache",
         minimum=0,
         maximum=_LARGEST_SEED,
@@ -169,26 +171,26 @@ class EngineArgs:
     enable_chunked_prefill: bool = option(True, help="Let a prompt be computed over several steps.", group="scheduler")
     long_prefill_token_threshold: int | None = option(
         None,
-        help="A request with more tokens than this to compute gets no more of a step while others have something to "
-        "compute; by default half of max_num_batched_tokens, 0 for no limit.",
+        help="Most tokens of one request in a step while other requests have tokens to compute; "
+        "by default half of max_num_batched_tokens, 0 for no limit.",
         group="scheduler",
         minimum=0,
     )
     max_long_partial_prefills: int = option(
         1,
-        help="How many of these requests get a share of a step while others have something to compute.",
+        help="Most requests above long_prefill_token_threshold in a step while other requests have tokens to compute.",
         group="scheduler",
         minimum=1,
     )
     scheduling_policy: str = option(
         "fcfs",
-        help="Who goes first: 'fcfs' (first come, first served) or 'priority'.",
+        help="Order of requests: 'fcfs' (first come, first served) or 'priority'.",
         group="scheduler",
         choices=("fcfs", "priority"),
     )
     async_scheduling: bool | None = option(
         None,
-        help="Plan step N + 1 while step N runs; by default where the device computes beside the host.",
+        help="Plan step N + 1 while step N runs; by default if the device computes asynchronously.",
         group="scheduler",
     )
     max_queued_requests: int | None = option(
@@ -200,7 +202,7 @@ class EngineArgs:
     )
     max_queued_tokens: int | None = option(
         None,
-        help="Behind a server: most prompt tokens of all requests under way; what would exceed them is refused.",
+        help="In a server: most prompt tokens of all in-flight requests; further requests are refused.",
         group="scheduler",
         minimum=1,
     )
@@ -209,14 +211,14 @@ class EngineArgs:
         1, help="Ranks that share each layer.", group="parallel", minimum=1, maximum=1024
     )
     pipeline_parallel_size: int = option(
-        1, help="Groups of ranks that each hold a run of layers.", group="parallel", minimum=1, maximum=1024
+        1, help="Pipeline stages, each with a contiguous range of layers.", group="parallel", minimum=1, maximum=1024
     )
     data_parallel_size: int = option(1, help="Engine replicas.", group="parallel", minimum=1, maximum=1024)
     distributed_executor_backend: str | None = option(
         None,
         help="How workers run: 'uni' (one, in the engine's process), 'mp' (a process each, on this machine), "
-        "'external_launcher' (torchrun or Slurm has started the ranks), the name under which an installed package "
-        "offers an executor, or a dotted path to an executor class; by default 'uni' for one worker, and for several "
+        "'external_launcher' (torchrun or Slurm has started the ranks), the name of an installed package's "
+        "executor, or a dotted path to an executor class; by default 'uni' for one worker, and for several "
         "an installed executor that asks for them, or 'mp'. Errors list the names that can be given.",
         group="parallel",
     )
@@ -229,14 +231,14 @@ class EngineArgs:
     )
     step_timeout: float = option(
         300.0,
-        help="Seconds after which a step of worker processes that has not ended is taken for hung.",
+        help="Seconds after which an unfinished step of worker processes counts as hung.",
         group="parallel",
         minimum=0,
         above=True,
     )
     mq_num_slots: int = option(
         10,
-        help="Slots of each message queue: messages to worker processes that may be on their way at once.",
+        help="Slots of each message queue to worker processes.",
         group="parallel",
         minimum=2,
         maximum=1024,
@@ -250,7 +252,7 @@ class EngineArgs:
     )
     mq_spin_seconds: float = option(
         100e-6,
-        help="Longest busy look for a message before a process sleeps; 0 for never. Shrinks by itself when idle.",
+        help="Longest busy wait for a message before a process sleeps; 0 for none. Decreases when idle.",
         group="parallel",
         minimum=0,
         maximum=0.01,
@@ -269,20 +271,20 @@ class EngineArgs:
     )
     use_tqdm_on_load: bool = option(True, help="Show progress while loading weights.", group="load")
 
-    enable_lora: bool = option(False, help="Take requests with LoRA adapters.", group="lora")
+    enable_lora: bool = option(False, help="Enable requests with LoRA adapters.", group="lora")
     max_loras: int = option(
         1,
-        help="Most different adapters among the requests that run; as many slots are kept on the device.",
+        help="Most different adapters of running requests; the number of adapter slots on the device.",
         group="lora",
         minimum=1,
         maximum=1024,
     )
     max_lora_rank: int = option(
-        16, help="Largest rank of an adapter; the slots are made for it.", group="lora", minimum=1, maximum=1024
+        16, help="Largest rank of an adapter; determines the size of the slots.", group="lora", minimum=1, maximum=1024
     )
     max_cpu_loras: int | None = option(
         None,
-        help="Most adapters kept in the host's memory, those least recently used give way; by default max_loras.",
+        help="Most adapters in host memory, evicted least recently used first; by default max_loras.",
         group="lora",
         minimum=1,
         maximum=65536,
@@ -296,13 +298,11 @@ class EngineArgs:
         help="Installed sets of op providers to use before the platform's own, by name, comma-separated.",
         group="platform",
     )
-    stat_loggers: str | None = option(
-        None, help="Installed stat loggers to tell every step, by name, comma-separated.", group="platform"
-    )
+    stat_loggers: str | None = option(None, help="Installed stat loggers, by name, comma-separated.", group="platform")
 
     logits_processors: str | None = option(
         None,
-        help="Installed logits processors that requests may ask something of, by name, comma-separated.",
+        help="Installed logits processors that requests may use, by name, comma-separated.",
         group="platform",
     )
 
@@ -311,11 +311,11 @@ class EngineArgs:
             value = getattr(self, name)
             if isinstance(value, os.PathLike):
                 setattr(self, name, os.fspath(value))
-        self.dtype = str(self.dtype).removeprefix("torch.")  # a dtype object of torch is welcome too
+        self.dtype = str(self.dtype).removeprefix("torch.")  # a torch.dtype is permitted
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
-        """Builds from keyword arguments, under their usual names or their aliases.
+        """Creates the settings from keyword arguments, by name or alias.
 
         Raises:
             ConfigError: A keyword does not exist (the nearest one is named), is given under two names with different
@@ -328,7 +328,9 @@ class EngineArgs:
             if name is None:
                 raise ConfigError(_unknown(keyword, names))
             if name in given and given[name] != value:
-                raise ConfigError(f"{keyword} and {name} mean the same, but {value!r} and {given[name]!r} were given.")
+                raise ConfigError(
+                    f"{keyword} and {name} are the same setting: {value!r} and {given[name]!r} were given. Pass one."
+                )
             given[name] = value
         if "model" not in given:
             raise ConfigError("model must be given: a folder, a name from the hub, or 'demo'.")
@@ -343,10 +345,10 @@ class EngineArgs:
         return options_of(cls)
 
     def validate(self) -> None:
-        """Brings every value into its kind and checks it, and those that depend on each other.
+        """Converts and checks every value, and checks values that depend on each other.
 
         Raises:
-            ConfigError: Names the setting, the value and what is permitted.
+            ConfigError: A value is not permitted; names the setting, the value and what is permitted.
         """
         for setting in self.options():
             setattr(self, setting.name, setting.checked(getattr(self, setting.name)))
@@ -358,12 +360,12 @@ class EngineArgs:
             )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
-                f"max_cpu_loras is {self.max_cpu_loras}, but must be at least max_loras ({self.max_loras}): what is on "
-                "the device is kept on the host, too."
+                f"max_cpu_loras is {self.max_cpu_loras}, but must be at least max_loras ({self.max_loras}), since "
+                "adapters on the device are kept in host memory too. Raise the one or lower the other."
             )
 
     def create_engine_config(self) -> EngineConfig:
-        """Finds the model, reads its config and settles everything that needs no device.
+        """Finds the model, reads its config and creates the configuration, except what depends on the device.
 
         Raises:
             ConfigError: A setting is not permitted, alone or together with the others or the model.
@@ -374,8 +376,8 @@ class EngineArgs:
         speculative = self._speculative_config(model)
         self._check_parallel(model, self.pipeline_parallel_size)
         if speculative is not None and speculative.model is not None:
-            self._check_parallel(speculative.model, 1)  # whole on the last stage
-        # The tokens of an encoder's prompt see those behind them: it is computed in one step, and nothing is kept.
+            self._check_parallel(speculative.model, 1)  # the last stage holds it whole
+        # Encoders attend bidirectionally: a prompt is computed in one step, without KV cache.
         is_encoder = model.kind.is_encoder
         return EngineConfig(
             model=model,
@@ -482,7 +484,7 @@ class EngineArgs:
             return None
         if self.tokenizer is None or (self.tokenizer == self.model and self.tokenizer_revision is None):
             return str(model_folder)
-        # A pinned model pins its tokenizer too, where both come from the same place.
+        # The model's revision applies to a tokenizer of the same repository.
         revision = self.tokenizer_revision or (self.revision if self.tokenizer == self.model else None)
         found = find_tokenizer(
             self.tokenizer, revision=revision, token=self.hf_token, trust_remote_code=self.trust_remote_code
@@ -523,19 +525,22 @@ class EngineArgs:
         whose = "the model's" if model.model == self.model else f"{model.model}'s"
         if model.num_heads % tp:
             raise ConfigError(
-                f"tensor_parallel_size is {tp}, which does not divide {whose} {model.num_heads} attention heads."
+                f"tensor_parallel_size is {tp}, which does not divide {whose} {model.num_heads} attention heads. "
+                "Choose a divisor of them."
             )
         if model.num_kv_heads % tp and tp % model.num_kv_heads:
             raise ConfigError(
                 f"tensor_parallel_size is {tp}, which neither divides {whose} {model.num_kv_heads} key-value heads "
-                "nor is a multiple of them."
+                "nor is a multiple of them. Choose another size."
             )
         if pp > model.num_layers:
-            raise ConfigError(f"pipeline_parallel_size is {pp}, but the model has only {model.num_layers} layers.")
+            raise ConfigError(
+                f"pipeline_parallel_size is {pp}, but must be at most the number of layers ({model.num_layers})."
+            )
 
 
 def _names(text: str | None) -> tuple[str, ...]:
-    """`a, b` as (a, b), each once."""
+    """`a, b` as (a, b), without duplicates."""
     return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
 
 

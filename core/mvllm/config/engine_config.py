@@ -1,4 +1,4 @@
-"""The engine's settings as frozen values; before start, a platform's `plan` may replace some."""
+"""EngineConfig: the engine's configuration as frozen dataclasses. A platform's `plan` may change it before start."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class CacheConfig:
     """The paged KV cache.
 
     Attributes:
-        block_size: Tokens per block; None lets the attention backend's first choice stand.
+        block_size: Tokens per block; None for the attention backend's preferred size.
         memory_utilization: Share of the device's memory that weights, activations and KV cache together may use;
-            None until a platform plan has settled it.
-        kv_cache_memory_bytes: Bytes for the KV cache of each worker; None measures what is left.
+            None until the platform's plan is applied.
+        kv_cache_memory_bytes: Bytes for the KV cache of each worker; None to measure the free memory.
         dtype: Storage dtype of keys and values by name; `auto` is the model's.
         enable_prefix_caching: Reuse the KV of equal prompt prefixes.
         prefix_caching_seed: Makes block hashes reproducible across runs; None draws a random root.
@@ -44,13 +44,13 @@ class SchedulerConfig:
         max_num_batched_tokens: Token budget of one step.
         enable_chunked_prefill: Let a prompt be computed over several steps.
         policy: `fcfs` (first come, first served) or `priority`.
-        async_scheduling: Plan step N + 1 while step N runs; None to let the platform's abilities decide.
+        async_scheduling: Plan step N + 1 while step N runs; None for the default of the platform's capabilities.
         max_queued_requests: Most sequences that may wait in AsyncLLM beyond those that can run at once. EngineArgs sets
             sys.maxsize (no limit) by default.
-        max_queued_tokens: Most prompt tokens of all requests under way in AsyncLLM; None for any number.
-        long_prefill_token_threshold: A request with more tokens than this to compute gets no more in a step while
-            others have something to compute; None for half of `max_num_batched_tokens`, 0 for no limit.
-        max_long_partial_prefills: Most such requests that get a share in a step while others have something to compute.
+        max_queued_tokens: Most prompt tokens of all in-flight requests in AsyncLLM; None for any number.
+        long_prefill_token_threshold: Most tokens of one request in a step while other requests have tokens to compute;
+            None for half of `max_num_batched_tokens`, 0 for no limit.
+        max_long_partial_prefills: Most requests above that threshold in a step while others have tokens to compute.
     """
 
     max_num_seqs: int = 256
@@ -66,19 +66,19 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is spread over devices.
+    """Parallelism, executor and timeouts.
 
     Attributes:
         tensor_parallel_size: Ranks that share each layer.
-        pipeline_parallel_size: Groups of ranks that each hold a run of layers.
+        pipeline_parallel_size: Pipeline stages, each with a contiguous range of layers.
         data_parallel_size: Engine replicas.
-        data_parallel_rank: Which of them this is; their workers take the machine's devices in this order.
+        data_parallel_rank: Index of this replica; the replicas' workers use the machine's devices in this order.
         distributed_executor_backend: Name of a built-in or installed executor, a dotted path, or None to choose.
         start_timeout: Seconds that each phase of start-up may take on a worker process.
-        step_timeout: Seconds after which a step that has not ended is taken for hung, and ends the engine.
-        mq_num_slots: Messages to worker processes that may be on their way at once.
+        step_timeout: Seconds after which an unfinished step counts as hung, which stops the engine.
+        mq_num_slots: Slots of each message queue to worker processes.
         mq_slot_bytes: Largest message to them that goes through shared memory; a reply's slot is a quarter of it.
-        mq_spin_seconds: Longest busy look for a message before sleeping; 0 for never.
+        mq_spin_seconds: Longest busy wait for a message before sleeping; 0 for none.
         engine_core_process: Whether the engine core has a process of its own; None to choose.
     """
 
@@ -102,7 +102,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """Where the weights come from.
+    """Source of the weights.
 
     Attributes:
         load_format: `auto` or `safetensors` read the checkpoint; `dummy` fills in small random weights.
@@ -115,11 +115,11 @@ class LoadConfig:
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """How many LoRA adapters there may be, and how large.
+    """Limits of LoRA adapters.
 
     Attributes:
-        max_loras: Most different adapters among the requests that run; as many slots are on the device.
-        max_lora_rank: Largest rank of one.
+        max_loras: Most different adapters of running requests; the number of adapter slots on the device.
+        max_lora_rank: Largest rank of an adapter.
         max_cpu_loras: Most adapters that each worker keeps in the host's memory, at least `max_loras`.
     """
 
@@ -130,15 +130,15 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything an engine is started with.
+    """The configuration of one engine.
 
     Attributes:
-        lora: LoRA adapters; None for an engine that takes none.
-        speculative: How tokens are guessed ahead; None where they are not.
-        platform: Name of the platform asked for, or None to choose the only available one.
+        lora: LoRA limits; None if LoRA is disabled.
+        speculative: Speculative decoding; None if it is disabled.
+        platform: Name of the platform, or None to choose the only available one.
         enforce_eager: Never capture graphs or compile.
         op_providers: Names of installed sets of op providers to use before the platform's.
-        stat_loggers: Names of installed stat loggers to tell every step.
+        stat_loggers: Names of installed stat loggers.
         logits_processors: Names of installed logits processors, in the order in which they change logits.
     """
 
@@ -166,7 +166,7 @@ def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:
     Raises:
         ConfigError: There is no such field, or the value is not of its type.
     """
-    field = str(field)  # a plugin may send anything
+    field = str(field)  # a plugin may pass any type
     section_name, _, name = field.partition(".")
     if not name:
         return _replace(config, field, value, field)
@@ -184,7 +184,7 @@ def _replace(values: Any, name: str, value: Any, field: str) -> Any:
 
 
 def _is_a(value: object, permitted: Any) -> bool:
-    """Whether `value` has the permitted type; an integer is a number, too, but a truth value is no integer."""
+    """Whether `value` has the permitted type. An int is a float too, but a bool is not an int."""
     if isinstance(value, bool):
         return permitted is bool or bool in typing.get_args(permitted)
     return isinstance(value, permitted) or (isinstance(value, int) and isinstance(0.0, permitted))

@@ -1,4 +1,4 @@
-"""Every environment variable that the core reads, in one list, so that a misspelt one is noticed."""
+"""The environment variables that core reads, and detection of misspelt ones."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ KNOWN_VARIABLES: dict[str, str] = {
     "MVLLM_ADMIN_API_KEY": "Key for everything that `mvllm serve` offers, administration included.",
     "MVLLM_LOGGING_LEVEL": "Level of mvllm's log: DEBUG, INFO, WARNING or ERROR.",
 }
-"""Name to meaning. Environment variables carry facts about a deployment; behaviour has settings."""
+"""Description by name. Environment variables are for facts about a deployment; behaviour has settings."""
 
 
 def unknown_variables(platforms: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """Variables that look like ours but that nobody reads.
+    """Variables that begin with `MVLLM_` and are not known.
 
     Args:
-        platforms: Names of installed platforms; variables beginning with `MVLLM_<NAME>_` are theirs.
-        environ: Where to look; the process's environment by default.
+        platforms: Names of installed platforms; variables beginning with `MVLLM_<NAME>_` belong to them.
+        environ: The environment; by default the process's.
 
     Returns:
-        Name of each to the nearest known name, or None where there is none near.
+        The nearest known name of each, or None.
     """
     owned = tuple(f"MVLLM_{name.upper().replace('-', '_')}_" for name in platforms)
-    strangers = sorted(
+    unknown = sorted(
         name
         for name in (os.environ if environ is None else environ)
         if name.startswith("MVLLM_") and name not in KNOWN_VARIABLES and not (owned and name.startswith(owned))
     )
-    return {name: next(iter(difflib.get_close_matches(name, KNOWN_VARIABLES, n=1)), None) for name in strangers}
+    return {name: next(iter(difflib.get_close_matches(name, KNOWN_VARIABLES, n=1)), None) for name in unknown}
 
 
 def describe_unknown(name: str, nearest: str | None) -> str:

@@ -1,4 +1,4 @@
-"""What a checkpoint's `generation_config.json` says: how it likes to be sampled, and which tokens end a sequence."""
+"""Reads `generation_config.json`: sampling defaults, and the tokens that end a sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
 
-_LARGEST = 2**53  # beyond it a number in the file need not be the one that was meant
+_LARGEST = 2**53  # larger integers are not exact in JSON readers that use float64
 
 # key in the file -> (field of SamplingParams, kind, what is permitted in words and as a test)
 _DEFAULTS: dict[str, tuple[str, type, str, Callable[[Any], bool]]] = {
@@ -38,10 +38,10 @@ def load_generation_config(folder: Path) -> HFConfig:
 
 
 def sampling_defaults(generation: HFConfig) -> dict[str, Any]:
-    """The fields of SamplingParams that the checkpoint has a wish about.
+    """The fields of SamplingParams for which the checkpoint has defaults.
 
     Raises:
-        ModelError: A value that no request could use; names file, key, value and permitted range.
+        ModelError: A value is invalid; names file, key, value and permitted range.
     """
     defaults: dict[str, Any] = {}
     for key, (field, kind, permitted, test) in _DEFAULTS.items():
@@ -52,14 +52,14 @@ def sampling_defaults(generation: HFConfig) -> dict[str, Any]:
         if not numeric or (kind is int and value != int(value)) or not test(value):
             raise ModelError(
                 f"{generation.source}: {key!r} should be {'an integer' if kind is int else 'a number'} {permitted}, "
-                f"found {value!r}. Mend the file, or pass generation_config='none' to go without it."
+                f"found {value!r}. Correct the file, or pass generation_config='none' to ignore it."
             )
         defaults[field] = kind(value)
     return defaults
 
 
 def end_token_ids(generation: HFConfig, hf_config: HFConfig, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end a sequence: those of `generation_config.json`, then those that only `config.json` names.
+    """Tokens that end a sequence: those of `generation_config.json`, then further ones of `config.json`.
 
     Raises:
         ModelError: `eos_token_id` is neither an integer nor a list of integers.

@@ -1,4 +1,4 @@
-"""A checkpoint's `config.json`, read without importing any model library."""
+"""HFConfig: a checkpoint's `config.json`, with checked access to its keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from mvllm.errors import ModelError
 
 MOST_BYTES = 64 << 20
-"""Of a JSON file of a model folder; read into memory, it takes several times as much."""
+"""Size limit of a JSON file of a model folder, which takes several times as much memory when parsed."""
 
 _MISSING = object()
 _LARGEST = 2**63 - 1
@@ -26,7 +26,7 @@ _KIND_NAMES = {
 
 
 class HFConfig:
-    """Read-only view of a `config.json` that names the file and the key when something is missing or of the wrong type.
+    """Read-only view of a `config.json`; errors name the file and the key.
 
     Phase: any.
 
@@ -67,10 +67,10 @@ class HFConfig:
         return default if value is None else value
 
     def require(self, key: str, kind: type | tuple[type, ...] = object) -> Any:
-        """The value of `key`, which must be there and be an instance of `kind`.
+        """The value of the required `key`, an instance of `kind`.
 
         Raises:
-            ModelError: Names the file, the key, what was expected and what was found.
+            ModelError: The key is absent or has another type; names file, key, expected and found type.
         """
         value = self._values.get(key, _MISSING)
         if value is _MISSING or value is None:
@@ -98,7 +98,7 @@ class HFConfig:
         """A finite number > 0.
 
         Raises:
-            ModelError: It is something else.
+            ModelError: The value is not a finite number > 0.
         """
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -111,13 +111,13 @@ class HFConfig:
 
 
 def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The JSON object that a file of a model folder holds.
+    """The JSON object of a file of a model folder.
 
     Args:
-        most_bytes: A file that has more is not read.
+        most_bytes: A larger file is not read.
 
     Raises:
-        ModelError: The file cannot be read, is too long or not JSON, or holds something else.
+        ModelError: The file cannot be read, is too large, or is not a JSON object.
     """
     try:
         if (size := path.stat().st_size) > most_bytes:

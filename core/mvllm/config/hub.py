@@ -1,8 +1,8 @@
 """Finds the folder of a model: a local one, the packaged demo, or a snapshot from the Hugging Face hub.
 
-A local folder never causes network traffic. A hub name goes through `huggingface_hub`, which keeps its cache where
-`HF_HOME` / `HF_HUB_CACHE` say and signs in with `HF_TOKEN`; with `HF_HUB_OFFLINE=1` only that cache is looked at. One
-revision holds for every file of the model.
+A local folder never causes network traffic. A hub name goes through `huggingface_hub`, which uses the cache in
+`HF_HOME` or `HF_HUB_CACHE` and the token `HF_TOKEN`; with `HF_HUB_OFFLINE=1` it reads the cache only. All files of a
+model have one revision.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CONFIGURATION = ("*.json", "*.jinja", "*.txt")
 _TOKENIZER = ("tokenizer*", "*.model", "*.tiktoken")
 _WEIGHTS = ("*.safetensors",)
 _CODE = ("*.py",)
-# Copies of the weights in other layouts, which some repositories carry beside the usual one.
+# Copies of the weights in other layouts.
 _NOT_WANTED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
 
 _HUB_NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)?", re.ASCII)
@@ -51,7 +51,7 @@ def find_model(
         with_weights: Fetch the weights as well.
 
     Raises:
-        ModelError: Says what was tried, what came of it, and what to do.
+        ModelError: It was not found; says what was tried, the results, and what to do.
     """
     patterns: tuple[str, ...] = _CONFIGURATION + _TOKENIZER
     if with_weights:
@@ -64,13 +64,13 @@ def find_model(
 def find_tokenizer(
     tokenizer: str, *, revision: str | None = None, token: str | None = None, trust_remote_code: bool = False
 ) -> Path:
-    """The folder of a tokenizer that was named apart from its model; arguments and errors as `find_model`."""
+    """The folder of a tokenizer that is not the model's; arguments and errors as `find_model`."""
     patterns = _CONFIGURATION + _TOKENIZER + (_CODE if trust_remote_code else ())
     return _find(tokenizer, "tokenizer", revision, token, patterns)
 
 
 def is_offline() -> bool:
-    """Whether the environment forbids talking to the hub (`HF_HUB_OFFLINE`)."""
+    """Whether the environment disables access to the hub (`HF_HUB_OFFLINE`)."""
     return os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in _TRUE
 
 
@@ -105,7 +105,7 @@ def _find(name: str, what: str, revision: str | None, token: str | None, pattern
 
 
 def _refuse_gguf(folder: Path, files: Sequence[str]) -> None:
-    """Refuses files of which those with weights are all in GGUF form."""
+    """Raises a ModelError if the weights are GGUF files only."""
     found = next((name for name in files if name.lower().endswith(_GGUF)), None)
     if found is None or any(name.endswith(".safetensors") for name in files):
         return
@@ -128,7 +128,7 @@ def _demo_folder() -> Path:
 
 
 def _nearest(missing: Path) -> str:
-    """What there is in place of a folder: the last of its parents that exists."""
+    """For messages: the nearest parent of a missing folder that exists."""
     for parent in missing.parents:
         with contextlib.suppress(OSError, ValueError):
             if parent.is_dir():

@@ -1,4 +1,4 @@
-"""Facts about the model that the whole engine needs, torch-free."""
+"""ModelConfig: the configuration of one model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from mvllm.config.model_kind import ModelKind
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One checkpoint as the engine will run it.
+    """The configuration of one model.
 
     Attributes:
-        model: What the user asked for (folder or hub name).
-        path: The folder it was found in.
+        model: The user's setting (folder or hub name).
+        path: The model folder.
         tokenizer: Folder or name of the tokenizer (None with `skip_tokenizer_init`).
         hf_config: The parsed `config.json`.
         architecture: The entry of `architectures` that a model class is registered for.
-        dtype: Compute dtype by name: `float32`, `bfloat16` or `float16`. `auto` until a platform plan has settled it.
-        checkpoint_dtype: The dtype that `config.json` says the weights are stored in.
+        dtype: Compute dtype by name: `float32`, `bfloat16` or `float16`. `auto` until the platform's plan is
+            applied.
+        checkpoint_dtype: The weights' dtype in `config.json`.
         max_model_len: Longest sequence, prompt and output together, in tokens.
-        vocab_size: Number of token ids that the embedding has.
+        vocab_size: Rows of the token embedding.
         hidden_size, num_layers, num_heads, num_kv_heads, head_size: The transformer's shape.
-        sliding_window: Attention span in tokens of the layers that have one, or None.
+        sliding_window: Window in tokens of the layers that have one, or None.
         max_logprobs: Largest `logprobs` that a request may ask for.
         generation_defaults: Sampling defaults from `generation_config.json` (only keys that SamplingParams has).
         eos_token_ids: Tokens that end a sequence, from `generation_config.json` and `config.json`.
         trust_remote_code: Whether code from the model folder may run.
-        model_impl: Whose code runs the model: `native` (core's or a plugin's), `transformers`, or `auto`: native where
+        model_impl: Implementation of the model: `native` (core's or a plugin's), `transformers`, or `auto`: native if
             the architecture has a class.
-        revision: Revision asked for on the hub.
+        revision: Revision on the hub.
         seed: Seed of the samples of requests without a seed of their own.
         seed_is_drawn: Whether it was drawn at this start, because none was given.
-        quantization: Name of the method by which weights are stored, or are quantized while they are loaded; None for
-            floats.
-        kind: What it can do.
-        pooler_config: What the user wants otherwise than its sentence-transformers files say, by setting.
+        quantization: Name of the method of quantized weights, or of online quantization; None for unquantized weights.
+        kind: Whether it generates, embeds or classifies.
+        pooler_config: The user's pooling settings, which override the model's sentence-transformers files.
     """
 
     model: str
@@ -70,5 +70,5 @@ class ModelConfig:
 
     @property
     def weights_seed(self) -> int:
-        """Seed of random weights: of a drawn seed they are independent, so that every start has the same model."""
+        """Seed of random weights. Independent of a drawn seed, so that every start has the same model."""
         return 0 if self.seed_is_drawn else self.seed

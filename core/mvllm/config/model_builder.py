@@ -1,8 +1,8 @@
-"""From a model folder to a ModelConfig: each fact is read once, checked against the others, and named when wrong.
+"""Builds a ModelConfig from a model folder and checks its values against each other.
 
-Families write the same facts under different keys (`hidden_size` or `n_embd`), so each fact is looked up under all the
-names it is known by. Composite checkpoints keep the language model's facts in `text_config`; that part is laid over the
-rest, so that everything behind this module sees one flat config.
+Families use different keys for the same value (`hidden_size` or `n_embd`), so each value is looked up under all its
+keys. Composite checkpoints have the language model's values in `text_config`, which is merged into the rest, so that
+all other modules read one flat config.
 """
 
 from __future__ import annotations
@@ -62,27 +62,27 @@ _ARCHITECTURE_OF_TYPE = {
 _LARGEST_SIZE = 2**31 - 1
 _DRAWN_SEED_BITS = 48  # two of 100,000 engines are alike with a probability of 2e-5; JSON readers keep all digits
 _MOST_LAYERS = 10_000
-"""Far beyond any model: a damaged config should be told from a large one before anything is allocated for it."""
+"""Larger than any model: detects a damaged config before memory is allocated for it."""
 
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "dim")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
-# What transformers assumes where the key is absent altogether (null means the same as for the other families).
+# transformers' defaults for an absent key (null means the same as for other families).
 _ABSENT_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128, "gpt_oss": 64}
 _ABSENT_SLIDING_WINDOW = {
     **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"), 4096),
     "gpt_oss": 128,
 }
 
-# Families that attend to everything even where the key `sliding_window` was left in their config.
+# Families with full attention even if the config has the key `sliding_window`.
 _NEVER_SLIDING = (
     *("llama", "opt", "gpt2", "granite", "olmo2", "glm", "glm4", "falcon"),
     *("deepseek_v2", "deepseek_v3"),
     *("bert", "roberta", "xlm-roberta", "distilbert"),
 )
-# Families whose `sliding_window` counts only with `use_sliding_window`, which is off by default.
+# Families whose `sliding_window` applies only with `use_sliding_window`, which is off by default.
 _SLIDING_ON_REQUEST = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -93,7 +93,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The sizes that every part of the engine depends on."""
+    """The sizes of the transformer."""
 
     vocab_size: int
     hidden_size: int
@@ -120,28 +120,28 @@ def build_model_config(
     quantization: str | None = None,
     pooler_config: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
-    """Reads `folder` and settles everything about the model that needs no device.
+    """Reads `folder` and builds the configuration of the model.
 
     Args:
-        model: What the user asked for, for messages.
-        folder: Where it was found.
-        generation_config: Folder whose `generation_config.json` gives the sampling defaults; None goes without.
+        model: The user's setting, for messages.
+        folder: The model folder.
+        generation_config: Folder of the `generation_config.json` with sampling defaults; None for no defaults.
         max_logprobs: -1 permits the whole vocabulary.
         model_impl: As in ModelConfig.
-        seed: None draws one.
-        quantization: The method asked for; None leaves it to the checkpoint.
-        pooler_config: What is wanted otherwise than the model's own pooling, by setting.
+        seed: None draws a seed.
+        quantization: The user's setting; None for the checkpoint's method.
+        pooler_config: The user's pooling settings, which override the model's.
 
     Raises:
-        ModelError: A file or key is missing, wrong, or contradicts another.
-        ConfigError: What the user asked for goes beyond the model.
+        ModelError: A file or key is missing, invalid, or contradicts another.
+        ConfigError: A setting exceeds the model's limits.
     """
     hf_config = load_hf_config(folder, hf_overrides)
     shape = transformer_shape(hf_config)
     if max_logprobs > shape.vocab_size:
         if max_logprobs != DEFAULT_MAX_LOGPROBS:
             raise ConfigError(f"max_logprobs is {max_logprobs}, but the vocabulary has only {shape.vocab_size} tokens.")
-        max_logprobs = shape.vocab_size  # nobody asked for the default: for a tiny vocabulary it permits what there is
+        max_logprobs = shape.vocab_size  # the default is clipped to a small vocabulary
     own_generation = load_generation_config(folder)
     architecture = architecture_of(hf_config)
     kind = ModelKind.of(architecture, hf_config)
@@ -179,10 +179,10 @@ def build_model_config(
 
 
 def load_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> HFConfig:
-    """`folder/config.json` with the language model's part of a composite config laid over it, then `overrides`.
+    """`folder/config.json`, merged with `text_config` of a composite config and then with `overrides`.
 
     Raises:
-        ModelError: The file is missing or not what it should be.
+        ModelError: The file is missing or invalid.
     """
     outer = HFConfig.load(folder)
     text = outer.get("text_config", {})
@@ -199,7 +199,7 @@ def architecture_of(hf_config: HFConfig) -> str:
     """The name that a model class is registered under.
 
     Raises:
-        ModelError: The config doesn't tell.
+        ModelError: The config has neither `architectures` nor a known `model_type`.
     """
     names = hf_config.get("architectures")
     if names is not None:
@@ -245,17 +245,17 @@ def transformer_shape(hf_config: HFConfig) -> TransformerShape:
 
 
 def _is_multi_query(hf_config: HFConfig) -> bool:
-    """Whether it is a Falcon whose heads share one key and value, whatever `num_kv_heads` says."""
+    """Whether it is a Falcon with multi-query attention, for which `num_kv_heads` is ignored."""
     if hf_config.get("model_type") != "falcon" or hf_config.get("new_decoder_architecture", False):
         return False
     return bool(hf_config.get("multi_query", True))
 
 
 def sliding_window(hf_config: HFConfig) -> int | None:
-    """Attention span in tokens of the layers that have one; None when every layer attends to everything.
+    """Sliding window in tokens of the layers that have one; None if every layer has full attention.
 
     Raises:
-        ModelError: The span is not a positive integer.
+        ModelError: The window is not a positive integer.
     """
     model_type = hf_config.get("model_type")
     if model_type in _NEVER_SLIDING:
@@ -268,10 +268,10 @@ def sliding_window(hf_config: HFConfig) -> int | None:
 
 
 def checkpoint_dtype(hf_config: HFConfig) -> str:
-    """The dtype the weights are said to be stored in; `float32` where nothing is said.
+    """The weights' dtype in the config; `float32` if it has none.
 
     Raises:
-        ModelError: It is not one that weights can be computed in.
+        ModelError: It is not a supported compute dtype.
     """
     key = "dtype" if "dtype" in hf_config else "torch_dtype"
     value = hf_config.get(key, "float32")
@@ -280,7 +280,7 @@ def checkpoint_dtype(hf_config: HFConfig) -> str:
     if name not in DTYPES:
         raise ModelError(
             f"{hf_config.source}: {key!r} should be one of {', '.join(DTYPES)}, found {value!r}. "
-            f"Mend the file or pass hf_overrides={{{key!r}: 'float32'}}."
+            f"Correct the file or pass hf_overrides={{{key!r}: 'float32'}}."
         )
     return str(name)
 
@@ -292,12 +292,12 @@ def _size(
 
 
 def _key(hf_config: HFConfig, keys: tuple[str, ...]) -> str:
-    """The first of `keys` that is there, else the first (the one to complain about)."""
+    """The first of `keys` that the config has, else the first, for messages."""
     return next((key for key in keys if key in hf_config), keys[0])
 
 
 def _head_size(hf_config: HFConfig, hidden_size: int, num_heads: int) -> int:
-    if "kv_lora_rank" in hf_config:  # latent attention: what counts is the part of a head that is rotated
+    if "kv_lora_rank" in hf_config:  # MLA: the size of the rotary part of a head
         return hf_config.positive_int("qk_rope_head_dim", at_most=_LARGEST_SIZE)
     if "head_dim" in hf_config:
         return hf_config.positive_int("head_dim", at_most=_LARGEST_SIZE)
@@ -320,7 +320,7 @@ def _defaults_from(generation_folder: Path | None) -> dict[str, Any]:
     defaults = sampling_defaults(generation)
     if defaults:
         logger.info(
-            "Sampling defaults from %s: %s (generation_config='none' goes without).",
+            "Sampling defaults from %s: %s (generation_config='none' ignores them).",
             generation.source,
             describe_defaults(defaults),
         )

@@ -1,4 +1,4 @@
-"""What a checkpoint is for, by the name of its architecture: to generate, or to say something about its prompt.
+"""ModelKind: whether a model generates, embeds or classifies, by the name of its architecture.
 
 LlamaForCausalLM                  generates; embeds, too
 LlamaModel                        embeds: a decoder without its head
@@ -15,11 +15,11 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 
 ENCODER_FAMILIES = ("Bert", "Roberta", "XLMRoberta", "DistilBert")
-"""Whose tokens see those behind them. What their names begin with; what follows says which head there is."""
+"""Name prefixes of architectures with bidirectional attention; the suffix is the head."""
 
 _CLASSIFIER = "ForSequenceClassification"
 _HEADLESS = ("Model", "ForMaskedLM")
-"""Of encoders: a head that fills in masked tokens is left unread."""
+"""Suffixes of encoders without classification head; a masked-LM head is ignored."""
 
 HEADLESS_DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 
@@ -28,13 +28,12 @@ _MAX_LABELS = 1 << 20
 
 @dataclass(frozen=True)
 class ModelKind:
-    """What a model can do.
+    """Whether a model generates, is an encoder, and classifies.
 
     Attributes:
-        generates: Whether it has a head that gives tokens.
-        is_encoder: Whether every token sees all others of its prompt, so that there is nothing to generate, to keep or
-            to cut into pieces.
-        num_labels: Scores that its head gives for a prompt; 0 where it does not classify.
+        generates: Whether it has a language-model head.
+        is_encoder: Whether its attention is bidirectional, which excludes generation, KV caching and chunked prefill.
+        num_labels: Number of class scores; 0 if it does not classify.
     """
 
     generates: bool = True
@@ -43,10 +42,10 @@ class ModelKind:
 
     @classmethod
     def of(cls, architecture: str, hf_config: HFConfig) -> ModelKind:
-        """By the name that a model class is registered under.
+        """The kind of an architecture.
 
         Raises:
-            ModelError: It classifies, and how many labels there are cannot be said.
+            ModelError: It classifies, and the number of labels in the config is invalid.
         """
         is_encoder = _is_encoder(architecture)
         if architecture.endswith(_CLASSIFIER):
@@ -60,7 +59,7 @@ def _is_encoder(architecture: str) -> bool:
 
 
 def _num_labels(hf_config: HFConfig) -> int:
-    """`num_labels`, or as many as `id2label` names; two where neither is there, as transformers has it."""
+    """`num_labels`, or the length of `id2label`; two if neither is present, as in transformers."""
     if "num_labels" in hf_config:
         return hf_config.positive_int("num_labels", at_most=_MAX_LABELS)
     labels = hf_config.get("id2label")

@@ -1,7 +1,7 @@
-"""One setting that a user may give: its meaning, kind and permitted values, stated where the field is declared.
+"""Option: the declaration of a setting, with its help, type and permitted values.
 
-`option(...)` puts these facts into a dataclass field's metadata; `options_of` reads them back, so that the command
-line, the reference pages and the checks all come from the one declaration.
+`option(...)` stores the declaration in a dataclass field's metadata; `options_of` reads it, so that the command line,
+the reference pages and the checks use the same declaration.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Option:
         name: The keyword; on a command line, with dashes for underscores.
         kind: `int`, `float`, `bool`, `str` or `dict`.
         nullable: Whether None may be given.
-        default: What stands when it is not given (`dataclasses.MISSING` when it must be given).
+        default: The default (`dataclasses.MISSING` for a required setting).
         help: One sentence for `--help`.
         group: `model`, `cache`, `scheduler`, `parallel`, `load`, `lora` or `platform`.
-        choices: The permitted texts; empty when any will do.
-        minimum, maximum: Permitted range, ends included, unless `above` excludes the lower end.
-        above: Whether `minimum` itself is not permitted.
-        aliases: Other names under which it is accepted.
+        choices: The permitted texts; empty for any text.
+        minimum, maximum: Permitted range, inclusive, except `minimum` if `above` is set.
+        above: Whether `minimum` itself is excluded.
+        aliases: Other names of the setting.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Option:
     aliases: tuple[str, ...] = ()
 
     def checked(self, value: Any) -> Any:
-        """`value` as this setting keeps it.
+        """`value`, converted to the setting's type and checked.
 
         Raises:
-            ConfigError: Names the setting, the value and what is permitted.
+            ConfigError: It is not permitted; names the setting, the value and what is permitted.
         """
         if value is None:
             if self.nullable:
@@ -78,20 +78,20 @@ class Option:
         return text + (" or None" if self.nullable else "")
 
     def _of_kind(self, value: Any) -> Any:
-        refusal = ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
+        error = ConfigError(f"{self.name} must be {self.permitted()}, found {value!r}.")
         if self.kind in (int, float) and isinstance(value, bool):
-            raise refusal
+            raise error
         if self.kind is int:
             try:
                 return operator.index(value)
             except TypeError:
-                raise refusal from None
+                raise error from None
         if self.kind is float:
             if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-                raise refusal
+                raise error
             return float(value)
         if not isinstance(value, self.kind):
-            raise refusal
+            raise error
         return value
 
     def _in_range(self, value: float) -> bool:
@@ -112,7 +112,7 @@ def option(
     aliases: tuple[str, ...] = (),
     secret: bool = False,
 ) -> Any:
-    """A dataclass field that is a setting; the arguments are those of `Option`. A `secret` stays out of the repr."""
+    """A dataclass field for a setting; the arguments are those of `Option`. A `secret` is not in the repr."""
     facts = {
         "help": help,
         "group": group,

@@ -1,4 +1,4 @@
-"""What a model does with a prompt where a request does not say: its own files, and over these the user's settings."""
+"""PoolerConfig: pooling defaults of a model, from its files and the user's settings."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _ACTIVATIONS = {
     "Softmax": Activation.SOFTMAX,
     "Tanh": Activation.TANH,
 }
-"""Classes of `torch.nn` that models name for their scores."""
+"""Classes of `torch.nn` that models name as activation of their scores."""
 
 
 def check_pooler_config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings.
+    """Checks the setting pooler_config and returns it.
 
     Raises:
-        ConfigError: They are none of `PoolingParams`, or have values that these do not take.
+        ConfigError: A key or a value is not permitted.
     """
     allowed = ("pooling_type", "normalize", "dimensions", "use_activation")
     unknown = [name for name in settings if name not in allowed]
     if unknown:
-        raise ConfigError(f"pooler_config has the settings {', '.join(allowed)}; found {unknown[0]!r:.40}.")
+        raise ConfigError(f"pooler_config permits the keys {', '.join(allowed)}, found {unknown[0]!r:.40}.")
     try:
         params = PoolingParams(**settings)
     except RequestError as e:
@@ -45,18 +45,17 @@ def check_pooler_config(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PoolerConfig:
-    """A model's own way to say something about a prompt.
+    """Pooling defaults and limits of a model.
 
     Attributes:
-        pooling_type: Which hidden states count.
-        normalize: Whether vectors are scaled to length 1.
-        max_dimensions: Components of a whole vector.
-        dimensions: The shorter sizes that vectors may be cut to; empty where the model names none, and then every size
-            may be asked for.
-        default_dimensions: The size where none is asked for; None for whole vectors.
-        num_labels: Scores of a prompt, where the model classifies; else 0.
-        activation: What is done to these.
-        use_activation: Whether it is done where a request does not say.
+        pooling_type: Default pooling type.
+        normalize: Whether vectors are normalised to length 1 by default.
+        max_dimensions: Components of an untruncated vector.
+        dimensions: Permitted truncated sizes (Matryoshka); if empty, every size is permitted.
+        default_dimensions: Default size; None for untruncated vectors.
+        num_labels: Number of class scores; 0 if the model does not classify.
+        activation: Activation of the scores.
+        use_activation: Whether the activation is applied by default.
     """
 
     pooling_type: PoolingType
@@ -70,12 +69,12 @@ class PoolerConfig:
 
     @classmethod
     def from_model(cls, model: ModelConfig) -> PoolerConfig:
-        """Of a model; what its folder does not say is what is usual for models of its kind.
+        """The pooling defaults of a model, from its folder, else the usual ones of its kind.
 
         Raises:
-            ModelError: A file is not what it should be, or names a step that is not known here.
+            ModelError: A file is invalid, or has a module that is not supported.
         """
-        kind, hf, wanted = model.kind, model.hf_config, PoolingParams(**model.pooler_config)
+        kind, hf, settings = model.kind, model.hf_config, PoolingParams(**model.pooler_config)
         pooling_type, normalize = PoolingType.CLS if kind.is_encoder else PoolingType.LAST, True
         if has_sentence_transformers_modules(model.path) and not kind.num_labels:
             pooling_type, normalize = read_sentence_transformers_modules(model.path)
@@ -83,21 +82,21 @@ class PoolerConfig:
         if not isinstance(sizes, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ModelError(f"{hf.source}: 'matryoshka_dimensions' should be a list of sizes, found {sizes!r}.")
         return cls(
-            wanted.pooling_type or pooling_type,
-            normalize if wanted.normalize is None else wanted.normalize,
+            settings.pooling_type or pooling_type,
+            normalize if settings.normalize is None else settings.normalize,
             _output_size(model),
             tuple(sizes),
-            wanted.dimensions,
+            settings.dimensions,
             kind.num_labels,
             _activation(hf, kind.num_labels) if kind.num_labels else Activation.IDENTITY,
-            wanted.use_activation is not False,
+            settings.use_activation is not False,
         )
 
     def resolve_params(self, params: PoolingParams) -> PoolingParams:
-        """`params` with every choice made.
+        """`params` with all defaults filled in.
 
         Raises:
-            RequestError: The model cannot give what they ask for.
+            RequestError: The model does not support them.
         """
         task = params.task or (PoolingTask.CLASSIFY if self.num_labels else PoolingTask.EMBED)
         if task is PoolingTask.CLASSIFY:
@@ -152,16 +151,16 @@ class PoolerConfig:
 
 
 def _output_size(model: ModelConfig) -> int:
-    """Components of the last hidden state, which some models project once more."""
+    """Components of the last hidden state, after an output projection if there is one."""
     size = model.hf_config.get("word_embed_proj_dim", model.hidden_size)
     return size if isinstance(size, int) and size > 0 else model.hidden_size
 
 
 def _activation(hf: HFConfig, num_labels: int) -> Activation:
-    """What makes scores of a head's results: what the model names, else what follows from what it was trained for.
+    """The activation of the scores: the one that the config names, else the default of its `problem_type`.
 
     Raises:
-        ModelError: It names something that is not known here.
+        ModelError: The config names an unsupported activation.
     """
     own = hf.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, Mapping) else None
@@ -170,7 +169,7 @@ def _activation(hf: HFConfig, num_labels: int) -> Activation:
         module, _, name = str(named).rpartition(".")
         if not module.startswith("torch.nn") or name not in _ACTIVATIONS:
             raise ModelError(
-                f"{hf.source} names {named!r:.80} as what makes its scores; known are {', '.join(_ACTIVATIONS)} of "
+                f"{hf.source} names {named!r:.80} as activation of its scores. Supported: {', '.join(_ACTIVATIONS)} of "
                 "torch.nn."
             )
         return _ACTIVATIONS[name]

@@ -1,6 +1,6 @@
-"""Which quantization method a model runs with: the one that its checkpoint names, or the one that was asked for.
+"""Resolves the name of a model's quantization method: the checkpoint's, or the setting `quantization`.
 
-Only names are settled here. What a method's settings mean is the method's own to say (`mvllm.layers.quantization`).
+The methods in `mvllm.layers.quantization` read the settings.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ _KEYS = ("quantization_config", "compression_config")
 
 
 def stored_quantization(hf_config: HFConfig) -> tuple[str, HFConfig] | None:
-    """The method by which a checkpoint's weights are stored, and its settings; None where they are plain numbers.
+    """The method of a quantized checkpoint and its settings; None for an unquantized checkpoint.
 
     Raises:
-        ModelError: The config announces a quantization and does not name its method.
+        ModelError: The config has a quantization without the name of its method.
     """
     key = next((key for key in _KEYS if hf_config.get(key)), None)
     if key is None:
@@ -26,22 +26,22 @@ def stored_quantization(hf_config: HFConfig) -> tuple[str, HFConfig] | None:
     name = values.get("quant_method", "compressed-tensors" if "config_groups" in values else None)
     if not isinstance(name, str) or not name:
         raise ModelError(
-            f"{where} says that the checkpoint is quantized, but its 'quant_method' is {name or 'not named'!r}. Take "
+            f"{where} says that the checkpoint is quantized, but its 'quant_method' is {name or 'not named'!r}. Use "
             "the unquantized checkpoint of the same model; quantization='int8' or 'int4' quantizes it while it loads."
         )
     return method_name(name), HFConfig(values, where)
 
 
 def method_name(text: str) -> str:
-    """A method's name as it is compared: checkpoints write `compressed-tensors` and `compressed_tensors`."""
+    """The normalised name of a method: checkpoints have both `compressed-tensors` and `compressed_tensors`."""
     return text.lower().replace("_", "-")
 
 
 def resolve_quantization(hf_config: HFConfig, asked: str | None) -> str | None:
-    """The name of the method that the model runs with, or None.
+    """The name of the model's quantization method, or None.
 
     Raises:
-        ConfigError: The checkpoint is quantized by another method than the one asked for.
+        ConfigError: The checkpoint is quantized by another method than the setting.
         ModelError: As `stored_quantization`.
     """
     stored = stored_quantization(hf_config)

@@ -1,7 +1,7 @@
-"""Rotary settings of a checkpoint, in the new spelling (`rope_parameters`) or the old (`rope_theta`, `rope_scaling`).
+"""RopeParameters: a checkpoint's RoPE settings, in the new format (`rope_parameters`) or the old (`rope_scaling`).
 
-Both mean the same; `rope_scaling` wins where a checkpoint has both, as it does for the reference implementation.
-Torch-free: the longest sequence and the keys of the prefix cache depend on these settings, too.
+`rope_scaling` takes precedence if a checkpoint has both, as in the reference implementation. Needs no torch: the
+context length and the prefix-cache keys depend on these settings, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
-"""The RoPE scalings that are known."""
+"""Supported RoPE scalings."""
 
 _NEEDED = {
     "linear": ("factor",),
@@ -39,10 +39,10 @@ _DEFAULT_THETA = 10000.0
 
 
 def rope_settings(config: HFConfig) -> dict[str, Any]:
-    """The settings as `config.json` has them: one flat object, or one per type of layer; empty if there are none.
+    """The settings in `config.json`: one flat object, or one per layer type; empty if there are none.
 
     Raises:
-        ModelError: The key holds something other than an object.
+        ModelError: The key is not an object.
     """
     for key in ("rope_scaling", "rope_parameters"):
         settings = config.get(key)
@@ -54,7 +54,7 @@ def rope_settings(config: HFConfig) -> dict[str, Any]:
 
 
 def _canonical_rope_settings(settings: dict[str, Any], model_type: object) -> dict[str, Any]:
-    """LongRoPE was called `su` at first, and in some Phi-3 checkpoints `yarn`."""
+    """Renames LongRoPE's old names: `su`, and `yarn` in some Phi-3 checkpoints."""
     name = rope_type_of(settings)
     if name == "su" or (name == "yarn" and model_type == "phi3"):
         settings["rope_type"] = "longrope"
@@ -62,36 +62,38 @@ def _canonical_rope_settings(settings: dict[str, Any], model_type: object) -> di
 
 
 def rope_type_of(settings: Mapping[str, Any]) -> Any:
-    """The type of scaling that flat settings name, under its new key or its old."""
+    """The scaling type of flat settings, under its new or old key."""
     return settings.get("rope_type") or settings.get("type") or "default"
 
 
 def prompt_cache_key(config: ModelConfig) -> Callable[[int], int]:
-    """For prefix caching: which prompts of a model rotate their keys alike.
+    """For prefix caching: a key that is equal for prompts whose cached keys have equal rotations.
 
     Returns:
-        A function of the prompt's length in tokens. Two requests may share cached keys and values only where it gives
-        the same number; it is 0 for every prompt of a model whose rotation depends on nothing but positions.
+        A function of the prompt's length in tokens. Two requests may share cached blocks only if it returns the same
+        number; it is always 0 for models whose rotary embedding depends on positions only.
     """
     hf = config.hf_config
     if "rope_parameters" not in hf and "rope_scaling" not in hf:
         return lambda prompt_len: 0
     settings = rope_settings(hf)
     if not settings_by_type(settings):
-        return RopeParameters.of(hf, config.head_size).cache_key
-    ropes = [RopeParameters.of(hf, config.head_size, settings=of_type) for of_type in settings.values() if of_type]
+        return RopeParameters.from_config(hf, config.head_size).cache_key
+    ropes = [
+        RopeParameters.from_config(hf, config.head_size, settings=of_type) for of_type in settings.values() if of_type
+    ]
     return lambda prompt_len: max(rope.cache_key(prompt_len) for rope in ropes)
 
 
 def settings_by_type(settings: Mapping[str, Any]) -> bool:
-    """Whether each type of layer has settings of its own: objects by the type's name, null for those without any."""
+    """Whether there are settings per layer type: objects by the type's name, null for types without settings."""
     values = [value for value in settings.values() if value is not None]
     return bool(values) and all(isinstance(value, dict) for value in values)
 
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """Rotary settings of one model.
+    """RoPE settings of one model or layer type.
 
     Attributes:
         rope_type: One of ROPE_TYPES.
@@ -99,9 +101,9 @@ class RopeParameters:
         head_size: Elements per head.
         rotary_dim: Leading elements of a head that are rotated.
         max_position: `max_position_embeddings` of the checkpoint.
-        original_max_position: Longest sequence of the pretraining.
-        values: All other settings of the scaling, as the checkpoint has them.
-        source: The file they came from, for error messages.
+        original_max_position: Context length of the pretraining.
+        values: All settings of the scaling in the checkpoint.
+        source: The file, for error messages.
     """
 
     rope_type: str
@@ -115,21 +117,21 @@ class RopeParameters:
 
     @property
     def native_len(self) -> int:
-        """Sequences up to this length rotate the same whatever the scaling does to longer ones."""
+        """Length up to which the scaling does not depend on the sequence length."""
         return self.original_max_position if self.rope_type == "longrope" else self.max_position
 
     def depends_on_length(self, max_len: int) -> bool:
-        """Whether tokens rotate by more than their position, among sequences of up to `max_len` tokens."""
+        """Whether rotations depend on the sequence length, for sequences of up to `max_len` tokens."""
         return self.rope_type in ("dynamic", "longrope") and max_len > self.native_len
 
     def cache_key(self, prompt_len: int) -> int:
-        """Requests may share cached keys only where this is equal; 0 for all prompts within the original context."""
+        """Requests may share cached keys only if this is equal; 0 for all prompts within the original context."""
         if not self.depends_on_length(prompt_len):
             return 0
         return 1 if self.rope_type == "longrope" else prompt_len
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: HFConfig,
         head_size: int,
@@ -142,13 +144,12 @@ class RopeParameters:
         Args:
             config: The file.
             head_size: Elements per head.
-            settings: Flat settings of one type of layer; None takes the model's own.
-            partial: The share of a head that is rotated where the config says nothing. None for families whose
-                `partial_rotary_factor` counts only together with a scaling: with the type `default` they rotate the
-                whole head, whatever their config says.
+            settings: Flat settings of one layer type; None for the model's settings.
+            partial: Default of `partial_rotary_factor`. None for families that use this key only with a scaling: with
+                the type `default` they rotate the whole head.
 
         Raises:
-            ModelError: The type is unknown, or a setting is missing or of the wrong kind.
+            ModelError: The type is unknown, or a setting is missing or invalid.
         """
         values = rope_settings(config) if settings is None else dict(settings)
         if any(isinstance(value, dict) for value in values.values()):
@@ -194,6 +195,11 @@ class RopeParameters:
         )
         parameters._check_factor_lists()
         return parameters
+
+    @classmethod
+    def of(cls, config: HFConfig, head_size: int, **options: Any) -> RopeParameters:
+        """Deprecated name of `from_config`."""
+        return cls.from_config(config, head_size, **options)
 
     def _check_factor_lists(self) -> None:
         if self.rope_type == "longrope":

@@ -1,4 +1,4 @@
-"""The files that sentence-transformers writes beside a model, as far as they say something about pooling.
+"""Reads pooling settings from the files that sentence-transformers saves with a model.
 
 modules.json                 [{"type": "...Transformer", "path": ""}, {"type": "...Pooling", "path": "1_Pooling"},
                               {"type": "...Normalize", "path": "2_Normalize"}]
@@ -35,15 +35,15 @@ _LENGTH_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json", "s
 
 
 def has_sentence_transformers_modules(folder: Path) -> bool:
-    """Whether a model's folder says how its vectors are made."""
+    """Whether a model folder has sentence-transformers modules."""
     return (folder / "modules.json").is_file()
 
 
 def read_sentence_transformers_modules(folder: Path) -> tuple[PoolingType, bool]:
-    """Which states count, and whether a module scales what comes out.
+    """The pooling type, and whether vectors are normalised.
 
     Raises:
-        ModelError: A file is not what it should be, or names a step that is not known here.
+        ModelError: A file is invalid, or lists a module that is not supported.
     """
     path = folder / "modules.json"
     modules = _read_json(path)
@@ -53,8 +53,8 @@ def read_sentence_transformers_modules(folder: Path) -> tuple[PoolingType, bool]
     unknown = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
     if unknown or kinds.count("Pooling") != 1:
         raise ModelError(
-            f"{path} lists the modules {', '.join(kinds)}; what is known here is a Transformer, one Pooling and "
-            "perhaps a Normalize."
+            f"{path} lists the modules {', '.join(kinds)}. Supported: a Transformer, one Pooling and "
+            "optionally a Normalize."
         )
     where = modules[kinds.index("Pooling")].get("path")
     if not isinstance(where, str) or where in ("", ".", "..") or Path(where).name != where:
@@ -63,10 +63,10 @@ def read_sentence_transformers_modules(folder: Path) -> tuple[PoolingType, bool]
 
 
 def max_seq_length(folder: Path) -> int | None:
-    """The longest prompt that the model's vectors were trained for, where its files say one.
+    """`max_seq_length`, or None if the files have none.
 
     Raises:
-        ModelError: They say something that is no length.
+        ModelError: The value is not a positive integer.
     """
     for name in _LENGTH_FILES:
         path = folder / name

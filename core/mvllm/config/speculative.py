@@ -1,6 +1,6 @@
-"""How tokens are guessed before the model computes them: speculative decoding, as a user sets it.
+"""SpeculativeConfig: the settings of speculative decoding.
 
-The settings come as one JSON object, since each method has its own:
+The setting `speculative_config` is a JSON object whose keys depend on the method:
 
     {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     {"model": "folder or hub name of a small model", "num_speculative_tokens": 4}
@@ -20,19 +20,18 @@ NGRAM, DRAFT_MODEL = "ngram", "draft_model"
 MAX_SPECULATIVE_TOKENS = 64
 _LONGEST_NGRAM = 64
 _LARGEST_DIFFERENCE = 1024
-"""Vocabularies of one tokenizer are filled up to round sizes, and not to the same ones for every size of model."""
+"""Models of one tokenizer may pad their vocabularies to different sizes."""
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Where guesses come from, and how many.
+    """Method and number of draft tokens.
 
     Attributes:
-        method: `ngram` looks for the last tokens earlier in the sequence, `draft_model` asks a smaller model.
-        num_speculative_tokens: Most tokens guessed for a sequence in one step.
-        prompt_lookup_min, prompt_lookup_max: For `ngram`: how many of the last tokens have to be found again, at least,
-            and how many more are compared to choose among the places.
-        model: For `draft_model`.
+        method: `ngram` finds the last tokens earlier in the sequence, `draft_model` runs a smaller model.
+        num_speculative_tokens: Most draft tokens of a sequence per step.
+        prompt_lookup_min, prompt_lookup_max: For `ngram`: shortest and longest n-gram that is matched.
+        model: The draft model, for `draft_model`.
     """
 
     method: str
@@ -43,7 +42,7 @@ class SpeculativeConfig:
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Slots in the KV cache, behind those of a step, that guessing takes for each sequence."""
+        """KV cache slots after those of a step that drafting needs for each sequence."""
         return 0 if self.model is None else self.num_speculative_tokens
 
 
@@ -54,11 +53,11 @@ def read_speculative_config(
 
     Args:
         settings: The JSON object.
-        build_model: Makes the config of a draft model from its folder or name, its revision and its quantization.
-        target: The model whose tokens are guessed.
+        build_model: Builds the config of a draft model from its folder or name, its revision and its quantization.
+        target: The target model.
 
     Raises:
-        ConfigError: A setting is unknown, missing, out of range, or of another method; or the models do not go
+        ConfigError: A setting is unknown, missing, out of range, or of another method; or the models do not fit
             together.
         ModelError: The draft model cannot be found or is not usable.
     """
@@ -75,12 +74,12 @@ def read_speculative_config(
     allowed = ("method", "num_speculative_tokens", *own[method])
     if unknown := [name for name in settings if name not in allowed]:
         raise ConfigError(
-            f"speculative_config: with the method {method!r} there are the settings {', '.join(allowed)}; found "
+            f"speculative_config: the method {method!r} permits the keys {', '.join(allowed)}, found "
             f"{unknown[0]!r:.40}."
         )
     if "num_speculative_tokens" not in settings:
         raise ConfigError(
-            "speculative_config: num_speculative_tokens is missing: how many tokens to guess at a time, for instance 4."
+            "speculative_config: num_speculative_tokens is missing. Set the number of draft tokens, for instance 4."
         )
     count = _integer(settings, "num_speculative_tokens", 1, 1, MAX_SPECULATIVE_TOKENS)
     if method == NGRAM:
@@ -98,11 +97,11 @@ def read_speculative_config(
             raise ConfigError(f"speculative_config: {name} must be a text, found {value!r:.40}.")
     draft = build_model(str(names["model"]), names["revision"], names["quantization"])
     if not draft.kind.generates:
-        raise ConfigError(f"speculative_config: {draft.model} generates no tokens; a draft model has to.")
+        raise ConfigError(f"speculative_config: {draft.model} generates no tokens, so it cannot be a draft model.")
     if abs(draft.vocab_size - target.vocab_size) > _LARGEST_DIFFERENCE:
         raise ConfigError(
             f"speculative_config: the draft model's vocabulary has {draft.vocab_size} tokens, the model's "
-            f"{target.vocab_size}. A draft model guesses token ids, so both must have the same tokenizer."
+            f"{target.vocab_size}. Both must have the same tokenizer."
         )
     return SpeculativeConfig(method, count, model=draft)
 

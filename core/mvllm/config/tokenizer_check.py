@@ -1,4 +1,4 @@
-"""Do tokenizer and model speak of the same tokens?"""
+"""Checks that the tokenizer's vocabulary fits the model's embedding."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from mvllm.errors import ModelError
 
 
 def check_tokenizer(vocab_size: int, tokenizer_len: int, *, tokenizer: str = "the tokenizer") -> None:
-    """Refuses a tokenizer that can produce tokens the model has no embedding for.
+    """Checks that every token of the tokenizer has an embedding.
 
-    Fewer tokens than embeddings are fine: many checkpoints pad their embedding.
+    Fewer tokens than embeddings are permitted: many checkpoints pad their embedding.
 
     Args:
         vocab_size: Rows of the model's embedding.
         tokenizer_len: The tokenizer's largest token id, plus one.
-        tokenizer: Where it came from, for the message.
+        tokenizer: Its source, for the message.
 
     Raises:
         ModelError: The tokenizer has more tokens than the model.

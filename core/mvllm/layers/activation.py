@@ -42,7 +42,7 @@ def _operation(name: str) -> str:
 
 
 def activation(ctx: BuildContext, name: str, size: int) -> Activation:
-    """The function that checkpoints call `name`, over `size` elements.
+    """The activation of that checkpoint name, over `size` elements.
 
     Raises:
         ModelError: It is not supported.
@@ -51,7 +51,7 @@ def activation(ctx: BuildContext, name: str, size: int) -> Activation:
 
 
 def gated_activation(ctx: BuildContext, name: str, size: int) -> Activation:
-    """f(first half) times second half: [..., 2 * size] to [..., size], with the f that checkpoints call `name`.
+    """f(first half) times second half: [..., 2 * size] to [..., size], with the activation f of that checkpoint name.
 
     Raises:
         ModelError: It is not supported.

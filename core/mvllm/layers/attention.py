@@ -1,4 +1,4 @@
-"""The attention of one layer: a spec, the backend that serves it, and this layer's KV cache."""
+"""The attention layer: an AttentionSpec, its platform backend, and this layer's KV cache."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Attention(nn.Module):
 
     Args:
         ctx: Build context.
-        heads: This rank's share of the heads.
+        heads: This rank's heads.
         head_size: Elements per head.
         scale: Factor on query-key products.
         sliding_window, soft_cap: As in AttentionSpec.
-        sinks: [heads on this rank], where each query head has a learned extra logit.
-        latent_size: Values are the first so many elements of the keys and are not stored beside them; None where values
-            are like keys.
+        sinks: [heads on this rank]: the learned extra logit of each query head; None without sinks.
+        latent_size: For MLA: values are the first `latent_size` elements of the keys and are not stored separately;
+            None for other attention.
 
     Attributes:
-        spec: What was asked of the backend.
+        spec: The spec of the backend.
         backend: The platform's backend.
-        metadata_key: Where a step has the backend's metadata: under the spec, unless layers of that spec have several
-            block tables.
-        kv_cache: This layer's cache; whoever allocates it sets it. While it is None (a profiling pass before memory is
-            divided) the layer answers zeros.
+        metadata_key: Key of the backend's metadata in `ForwardStep.metadata`: the spec, unless layers of that spec have
+            several block tables.
+        kv_cache: This layer's cache, set when the KV cache is allocated. While it is None (in the profiling step) the
+            layer returns zeros.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.sinks = sinks
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """Stores keys and values, and attends.
+        """Stores keys and values, and computes attention.
 
         Args:
             query: [T, heads on this rank, head_size].
@@ -85,13 +85,13 @@ class Attention(nn.Module):
 
 
 class Sinks(nn.Module):
-    """A learned extra logit of each query head, for `Attention`.
+    """Attention sinks: a learned extra logit of each query head, for `Attention`.
 
     Args:
         ctx: Build context.
         name: The checkpoint tensor.
         num_heads: Heads of the whole model.
-        heads: This rank's share of them.
+        heads: This rank's heads.
 
     Attributes:
         weight: [heads on this rank].
@@ -105,7 +105,7 @@ class Sinks(nn.Module):
         self.weight = ctx.parameter(heads.num_heads)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """The checkpoint tensor and what this rank takes of it."""
+        """The checkpoint tensor and its target on this rank."""
         size = len(self.weight)
         mine = slice(self._first, self._first + size)
         yield self.name, WeightTarget(self.weight, (self._num_heads,), (mine,), (slice(0, size),))

@@ -1,4 +1,4 @@
-"""What layers are built with, and what they are run with."""
+"""BuildContext, with which layers are built, and ForwardStep, with which they run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """One of the equal parts that layers are cut into.
+    """The index of one tensor-parallel shard.
 
     Attributes:
-        number: Which of them.
-        of: How many there are.
+        index: Its index.
+        count: Number of shards.
     """
 
     index: int
@@ -36,20 +36,20 @@ class ShardIndex:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Everything outside the model that its layers need while they are built.
+    """Dtype, device, operations, parallel groups and settings with which layers are built.
 
     Attributes:
         dtype: Compute dtype.
-        device: Where parameters live.
+        device: Device of the parameters.
         ops: The operations of this worker.
-        attention: The backend for a spec; equal specs get the same backend.
+        attention: Returns the backend of a spec; equal specs have the same backend.
         tp: The ranks that share each layer.
         pp: The ranks that each hold a run of layers.
         kv_dtype: Storage dtype of the KV cache by name.
-        quantization: How the model's matrices are quantized; None for a model of floats.
-        with_adapters: LoRA adapters will add to what linear layers compute.
-        num_devices: Devices that this worker drives, and over which its share of each layer is cut once more.
-        spread: `DeviceRuntime.place`, for tensors of several devices.
+        quantization: Quantization method of the model's matrices; None for an unquantized model.
+        with_adapters: Whether LoRA is enabled.
+        num_devices: Devices that this worker drives, over which its shard of each layer is sharded again.
+        spread: `DeviceRuntime.place`, for workers with several devices.
     """
 
     dtype: torch.dtype
@@ -66,16 +66,16 @@ class BuildContext:
 
     @property
     def shares(self) -> tuple[ShardIndex, ...]:
-        """The share in each layer of each device of this worker. They lie side by side.
+        """The shards of the devices of this worker, which are adjacent.
 
         tensor_parallel_size = 4, 2 workers with 2 devices each      worker   0   |   1
-                                                                     share  0   1 | 2   3
+                                                                     shard  0   1 | 2   3
         """
         first, of = self.tp.rank_in_group * self.num_devices, self.tp.world_size * self.num_devices
         return tuple(ShardIndex(first + i, of) for i in range(self.num_devices))
 
     def place(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """The same tensor, each device of this worker with an equal part along `dim`; all of it with None."""
+        """The tensor sharded along `dim` over the devices of this worker; replicated with None."""
         return tensor if self.num_devices == 1 or self.spread is None else self.spread(tensor, dim)
 
     @property
@@ -88,30 +88,30 @@ class BuildContext:
         return self.ops.get(name, self.dtype, **facts)
 
     def floats(self, dtype: torch.dtype | None = None) -> BuildContext:
-        """The same for a layer that is never quantized; `dtype` to compute it in, where that is another."""
+        """A copy for a layer that is never quantized, with another compute dtype if `dtype` is given."""
         return dataclasses.replace(self, dtype=dtype or self.dtype, quantization=None)
 
     def quantized(self, layout: MatrixLayout, tied_to: nn.Parameter | None = None) -> QuantizedMatrix | None:
-        """How a linear layer's matrix is quantized; None where it is floats. `tied_to` as in QuantizationMethod."""
+        """The quantized matrix of a linear layer; None if it is unquantized. `tied_to` as in QuantizationMethod."""
         return None if self.quantization is None else self.quantization.matrix(self, layout, tied_to)
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """A parameter on the device. It takes no memory where that is handed out on first use: loading fills it."""
+        """An uninitialised parameter on the device. Loading fills it."""
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
 
 @dataclass
 class ForwardStep:
-    """What the layers need to know about the batch of one step.
+    """Attention metadata and per-token inputs of one step, for the layers.
 
     Attributes:
         metadata: The attention metadata of the step, by the `metadata_key` of the layers that read it.
-        prompt_lens: [T], int32, device: for each token the length of its request's prompt. Read only by models whose
-            `uses_prompt_lens` is set (RoPE scalings that depend on the length of the sequence, see RotaryEmbedding);
-            None treats every prompt as no longer than the original context.
-        prompt_starts: Host, for encoders: where each prompt begins among the tokens, and where the last ends.
-        token_types: [T], int32, device: which of two texts each token belongs to; None where all belong to the first.
-            Read only by models whose `uses_token_types` is set.
+        prompt_lens: [T], int32, device: the prompt length of each token's request. Read only by models with
+            `uses_prompt_lens` (RoPE scalings that depend on the sequence length, see RotaryEmbedding); None treats
+            every prompt as no longer than the original context.
+        prompt_starts: Host, for encoders: the first token of each prompt, and the end of the last prompt.
+        token_types: [T], int32, device: token type (first or second text) of each token; None means type 0 for all.
+            Read only by models with `uses_token_types`.
     """
 
     metadata: Mapping[Hashable, AttentionMetadata]

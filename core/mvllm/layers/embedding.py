@@ -1,7 +1,7 @@
-"""Token and position embeddings, and the head that turns hidden states into logits.
+"""Token and position embeddings, and the language-model head.
 
-Tensor parallelism cuts the vocabulary into bands of ceil(vocab_size / ranks) rows; the last ranks may hold fewer real
-rows, the rest of their band is zero:
+Tensor parallelism shards the vocabulary into ceil(vocab_size / ranks) rows per rank; the last ranks may hold fewer real
+rows and zeros after them:
 
     vocab_size = 10, 4 ranks    rank 0: 0 1 2 | rank 1: 3 4 5 | rank 2: 6 7 8 | rank 3: 9 · ·
 """
@@ -23,11 +23,11 @@ from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.registry import ResolvedOp
 
 Lookup = Callable[..., torch.Tensor]
-"""The operation `embedding`, or a provider's on weights of its own form."""
+"""The operation `embedding`, or a provider's lookup in a prepared weight."""
 
 
 class Embedding(nn.Module):
-    """A table that every rank holds whole.
+    """An embedding table that every rank holds whole.
 
     Args:
         ctx: Build context.
@@ -52,12 +52,12 @@ class Embedding(nn.Module):
 
 
 class VocabShard(nn.Module):
-    """This rank's band of a [vocab_size, hidden_size] table.
+    """This rank's rows of a [vocab_size, hidden_size] table.
 
     Attributes:
-        band: Rows on this rank, real ones and others.
+        band: Number of rows on this rank, padding included.
         first: The token id of its first row.
-        layout: The real rows, as a matrix of the checkpoint.
+        layout: The real rows, as parts of the checkpoint matrix.
         partitions: As in Linear.
     """
 
@@ -86,11 +86,11 @@ class VocabShard(nn.Module):
 
 
 class VocabEmbedding(VocabShard):
-    """Token embedding, cut along the vocabulary.
+    """Token embedding, sharded along the vocabulary.
 
     Attributes:
-        weight: [band, hidden_size], or what the op provider of a head that shares it made of it after loading.
-        shared_by: The head that has the one form of the weight there is; in a tuple, as it is no part of this module.
+        weight: [band, hidden_size]; after loading the prepared weight of a tied head that shares it.
+        shared_by: The tied head whose prepared weight is used; in a tuple, so that it is not a submodule.
     """
 
     weight: Any
@@ -112,7 +112,7 @@ class VocabEmbedding(VocabShard):
         return float_targets(self.layout, self.weight)
 
     def prepare_weights(self) -> None:
-        """Where a head shares the weight, it is turned into that one's form at once, and rows are read from that."""
+        """If a tied head shares the weight, prepares the head and looks rows up in its weight."""
         for head in self.shared_by:
             self._lookup = head.adopt_tied_weight()
             del self.weight
@@ -120,18 +120,18 @@ class VocabEmbedding(VocabShard):
 
 
 class LMHead(VocabShard):
-    """Hidden states to logits.
+    """The language-model head: hidden states to logits.
 
     Args:
         ctx: Build context.
-        name: The checkpoint module, of the token embedding where the head is tied to it.
+        name: The checkpoint module; the token embedding's for a tied head.
         vocab_size, hidden_size: Shape of the whole table.
-        tied: The checkpoint has the head under the embedding's name only.
-        tied_to: The token embedding whose weight is used, where this rank has it and the head is tied.
+        tied: The checkpoint stores the head under the embedding's name only.
+        tied_to: The token embedding of this rank whose weight a tied head uses.
 
     Attributes:
-        weight: [band, hidden_size], or what an op provider's `prepare` made of it. Of a quantized head a
-            QuantizedMatrix, and after loading whatever that one's product takes.
+        weight: [band, hidden_size], or the result of an op provider's `prepare`. For a quantized head a
+            QuantizedMatrix, and after loading the weight argument of its linear op.
     """
 
     weight: Any
@@ -168,21 +168,21 @@ class LMHead(VocabShard):
         return logits[:, : self.vocab_size]
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Nothing where the embedding's own weight is used."""
+        """The targets of the head; none if it uses the embedding's weight."""
         if isinstance(self.weight, QuantizedMatrix):
             return self.weight.targets()
         return float_targets(self.layout, self.weight) if self._reads_floats else iter(())
 
     def prepare_weights(self) -> None:
-        """Turns the loaded weight into the form that multiplies, unless the token embedding has seen to that.
+        """Prepares the loaded weight, unless the token embedding has already done so.
 
-        A tied embedding keeps its own form where the provider cannot read rows of the other.
+        A tied embedding keeps its unprepared weight if the provider has no lookup for the prepared one.
         """
         if not self._shares:
             self._prepare()
 
     def adopt_tied_weight(self) -> Lookup:
-        """Turns the token embedding's weight into the form that multiplies; returns what reads rows of that."""
+        """Prepares the token embedding's weight; returns the lookup of its rows."""
         assert self._op is not None and self._op.lookup is not None
         self._prepare()
         return self._op.lookup

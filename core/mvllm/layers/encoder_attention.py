@@ -1,7 +1,7 @@
-"""Attention of encoders: every token sees all tokens of its own prompt, and nothing is kept of any.
+"""Bidirectional attention of encoders within each prompt, without a KV cache.
 
-There is no cache behind it and so no backend of the platform's in front of it: all that a step needs is where each
-prompt begins and ends among its tokens. Prompts of one length that follow each other are computed together.
+Without a cache it needs no platform backend, only the first token of each prompt in the step. Adjacent prompts of equal
+length are computed together.
 
     tokens   a a a a b b b b c c        two prompts of 4, one of 2
              [2, heads, 4, size]  [1, heads, 2, size]
@@ -23,7 +23,7 @@ class EncoderAttention(nn.Module):
     """Attention within each prompt, over this rank's heads.
 
     Args:
-        heads: This rank's share of the heads, of which all have their own keys and values.
+        heads: This rank's heads, each with its own key and value.
         head_size: Elements per head.
         scale: Factor on query-key products.
     """
@@ -35,7 +35,7 @@ class EncoderAttention(nn.Module):
         self._scale = scale
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """Attends.
+        """Computes attention.
 
         Args:
             query, key, value: [T, heads on this rank, head_size].
@@ -44,7 +44,7 @@ class EncoderAttention(nn.Module):
         Returns:
             [T, heads on this rank * head_size]; zeros where a token belongs to no prompt.
         """
-        assert step.prompt_starts is not None, "an encoder needs to know where prompts begin"
+        assert step.prompt_starts is not None, "an encoder needs `prompt_starts`"
         output = query.new_zeros(query.shape[0], self._num_heads * self._head_size)
         for start, stop, count in _equal_runs(step.prompt_starts):
             shape = (count, (stop - start) // count, self._num_heads, self._head_size)
@@ -55,7 +55,7 @@ class EncoderAttention(nn.Module):
 
 
 def _equal_runs(starts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """First token, end and number of prompts, of each run of prompts that have the same length; empty ones left out."""
+    """First token, end and number of prompts of each run of prompts of equal length, without empty prompts."""
     begin, count = starts[0], 0
     for i in range(1, len(starts)):
         count += 1

@@ -1,11 +1,11 @@
-"""The experts of a mixture of experts: many small gated MLPs, each filled from its own tensors of the checkpoint.
+"""FusedMoE: the experts of a mixture of experts with a separate checkpoint tensor for each matrix of each expert.
 
-Tensor parallelism cuts every expert along its inner size, so that ranks stay equally loaded whatever the router picks;
-what `forward` gives is this rank's share of a sum over ranks. The devices of one rank, where it drives several, have
-some of the experts each; all of them where these do not divide evenly.
+Tensor parallelism shards every expert along its inner size, so that the load of the ranks does not depend on the
+routing; `forward` returns this rank's summand of a sum over ranks. The devices of a worker with several devices hold
+some of the experts each, or all of them if the number of experts is not a multiple of the number of devices.
 
-The operation takes floats. Experts that a checkpoint stores quantized are dequantized when they have been read; those
-of a model that is quantized while it loads stay as they are.
+The operation takes floats. Experts that a checkpoint stores quantized are dequantized after loading; online
+quantization does not apply to experts.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class FusedMoE(nn.Module):
         name: The checkpoint module whose children `0`, `1`, ... are the experts.
         hidden_size, intermediate_size: Outer and inner size of one expert.
         num_experts, top_k: Experts in all, and per token.
-        names: Checkpoint names of gate, up and down within an expert.
+        names: Checkpoint names of gate, up and down of an expert.
 
     Attributes:
-        gate_up: [num_experts, 2 · size, hidden_size], size being this rank's share of the inner size; or what the op
-            provider's `prepare` made of it after loading.
+        gate_up: [num_experts, 2 · size, hidden_size], where `size` is this rank's part of the inner size; after loading
+            the result of the op provider's `prepare`.
         down: [num_experts, hidden_size, size], likewise.
     """
 
@@ -55,6 +55,7 @@ class FusedMoE(nn.Module):
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         super().__init__()
+        self.hidden_size, self.num_experts = hidden_size, num_experts
         band = shard_slice(intermediate_size, ctx.shares, f"inner elements of {name}")
         size = band.stop - band.start
         self.partitions: Mapping[str, int] = {} if num_experts % ctx.num_devices else {"gate_up": 0, "down": 0}
@@ -80,13 +81,13 @@ class FusedMoE(nn.Module):
                 stored = quantization_of_layout(ctx, layout)
                 if stored is not None:
                     self.stored[f"{e} {which}"] = stored
-        if len(self.stored) == 2 * num_experts:  # the checkpoint fills nothing of these
+        if len(self.stored) == 2 * num_experts:  # no checkpoint tensor fills these directly
             gate_up, down = self.gate_up.data, self.down.data
             del self.gate_up, self.down
             self.gate_up, self.down = gate_up, down
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the experts' weighted sum.
+        """This rank's summand of the experts' weighted sum.
 
         Args:
             x: [T, hidden_size].
@@ -98,7 +99,7 @@ class FusedMoE(nn.Module):
         return self._moe(x, self.gate_up, self.down, ids, weights)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""
+        """Checkpoint tensor names and their targets on this rank. Before `prepare_weights` only."""
         for e, layouts in enumerate(self._layouts):
             for which, (layout, parameter) in enumerate(zip(layouts, (self.gate_up, self.down), strict=True)):
                 stored = self.stored.get_submodule(f"{e} {which}") if f"{e} {which}" in self.stored else None
@@ -110,14 +111,14 @@ class FusedMoE(nn.Module):
                     yield name, WeightTarget(parameter, target.source_shape, target.source, place)
 
     def prepare_weights(self) -> None:
-        """Turns the loaded experts into the form that the op provider wants."""
+        """Converts the loaded experts to the op provider's form."""
         for key in list(self.stored):
             e, which = map(int, key.split())
             floats, stored = (self.gate_up, self.down)[which].data, self.stored.pop(key)
             assert isinstance(stored, QuantizedMatrix)
             floats[e] = stored.dequantized(floats.shape[-1], floats.dtype, floats.device)
         for name in ("gate_up", "down"):
-            if not isinstance(getattr(self, name), nn.Parameter):  # those are placed as they have been read
+            if not isinstance(getattr(self, name), nn.Parameter):  # parameters are placed when they have been loaded
                 setattr(self, name, self._place(getattr(self, name), self.partitions.get(name)))
         if self._op.prepare is not None:
             prepared = self._op.prepare((self.gate_up.data, self.down.data))
@@ -126,7 +127,7 @@ class FusedMoE(nn.Module):
 
 
 def quantization_of_layout(ctx: BuildContext, layout: MatrixLayout) -> QuantizedMatrix | None:
-    """How a matrix is stored whose layer multiplies floats only; None where the checkpoint has it as floats."""
+    """The quantized matrix of a layer that multiplies floats only; None if the checkpoint stores floats."""
     if ctx.quantization is None or ctx.quantization.quantizes_on_load:
         return None
     return ctx.quantized(layout)

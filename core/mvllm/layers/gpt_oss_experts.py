@@ -1,12 +1,12 @@
-"""Experts with biases and clamped gates, all in one tensor of the checkpoint (GPT-OSS).
+"""GptOssExperts: experts with biases and clamped gates, stacked in one checkpoint tensor.
 
-    gate_up_proj  [experts, hidden_size, 2 · size]    columns of gate and up in turns       (floats)
+    gate_up_proj  [experts, hidden_size, 2 · size]    columns of gate and up alternate      (floats)
     down_proj     [experts, size, hidden_size]
-    gate_up_proj_blocks, _scales    [experts, 2 · size, hidden_size / 32, ...]              (MXFP4, the other way round)
+    gate_up_proj_blocks, _scales    [experts, 2 · size, hidden_size / 32, ...]              (MXFP4, transposed)
     down_proj_blocks, _scales       [experts, hidden_size, size / 32, ...]
 
-Tensor parallelism cuts every expert along its inner size, as in `fused_moe.py`; the biases of what is summed over ranks
-are the first rank's.
+Tensor parallelism shards every expert along its inner size, as in `fused_moe.py`. Only the first rank adds the biases
+of results that are summed over ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mvllm.layers.weight_target import WeightTarget
 
 
 class GptOssExperts(nn.Module):
-    """The experts.
+    """The experts of one layer.
 
     Args:
         ctx: Build context.
@@ -42,7 +42,7 @@ class GptOssExperts(nn.Module):
         down_bias: [num_experts, hidden_size]; zero on all ranks but the first.
 
     Raises:
-        ConfigError: The checkpoint is quantized otherwise than by MXFP4.
+        ConfigError: The checkpoint is quantized by another method than MXFP4.
     """
 
     gate_up: Any
@@ -64,8 +64,8 @@ class GptOssExperts(nn.Module):
         method = ctx.quantization
         if method is not None and not method.quantizes_on_load and not isinstance(method, MXFP4):
             raise ConfigError(
-                f"{name}: experts of this family are read as floats or as MXFP4, not as {type(method).__name__} stores "
-                "them. Take the model's original checkpoint."
+                f"{name}: quantization {type(method).__name__} is not supported for the experts of this family, only "
+                "floats and MXFP4. Use the model's original checkpoint."
             )
         self.name, self.hidden_size, self.intermediate_size = name, hidden_size, intermediate_size
         self.num_experts, self.alpha, self.limit = num_experts, alpha, limit
@@ -79,7 +79,7 @@ class GptOssExperts(nn.Module):
         gate_up, down = ctx.parameter(num_experts, 2 * size, hidden_size), ctx.parameter(num_experts, hidden_size, size)
         self.packed = None
         if isinstance(method, MXFP4):
-            # Groups of 32 columns: those of a rank's share may reach into its neighbours'.
+            # Groups of 32 columns: the first and last group of a shard may overlap the neighbouring shards.
             self._groups = slice(self.band.start // GROUP_SIZE, -(-self.band.stop // GROUP_SIZE))
             self.packed = nn.ParameterDict(
                 {
@@ -87,7 +87,7 @@ class GptOssExperts(nn.Module):
                     for suffix, (_, source) in self._packed_tensors().items()
                 }
             )
-            self.gate_up, self.down = gate_up.data, down.data  # which the checkpoint does not fill
+            self.gate_up, self.down = gate_up.data, down.data  # not parameters: no checkpoint tensor fills them
         else:
             self.gate_up, self.down = gate_up, down
         self._adds_bias = ctx.tp.is_first
@@ -102,7 +102,7 @@ class GptOssExperts(nn.Module):
         return self._moe(x, *up, *down, ids, weights, self.alpha, self.limit)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""
+        """Checkpoint tensor names and their targets on this rank. Before `prepare_weights` only."""
         experts, outer, inner = slice(0, self.num_experts), slice(0, self.hidden_size), 2 * self.intermediate_size
         size = self.band.stop - self.band.start
         yield whole_tensor_target(f"{self.name}.down_proj_bias", self.down_bias)
@@ -134,7 +134,7 @@ class GptOssExperts(nn.Module):
             yield f"{self.name}.{suffix}", WeightTarget(parameter, full, part, everything)
 
     def prepare_weights(self) -> None:
-        """Dequantizes, and turns the experts into the form that the op provider wants."""
+        """Dequantizes the experts and converts them to the op provider's form."""
         if not self._adds_bias:
             self.down_bias.data.zero_()
         if self.packed is not None:
@@ -155,7 +155,7 @@ class GptOssExperts(nn.Module):
             self.gate_up, self.down = prepared
 
     def _packed_tensors(self) -> dict[str, tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """The shape of each tensor of packed experts, and what this rank reads of it, by the end of its name."""
+        """Shape of each tensor of packed experts and the slices that this rank reads, by name suffix."""
         hidden, inner = -(-self.hidden_size // GROUP_SIZE), -(-self.intermediate_size // GROUP_SIZE)
         upper, lower = (
             (self.num_experts, 2 * self.intermediate_size, hidden),

@@ -1,17 +1,17 @@
-"""Linear layers and how tensor parallelism cuts them.
+"""Linear layers with tensor parallelism.
 
-The idea: every linear layer is one matrix [out, in] on this rank, and a list of *parts* that says which rows and
-columns of which checkpoint tensors it is made of. The parallel variants differ only in the parts they list:
+Every linear layer is one matrix [out, in] on this rank, with a list of *parts*: the rows and columns of checkpoint
+tensors that it consists of. The parallel variants differ only in their parts:
 
-    column parallel   each rank holds a band of rows     → results are bands of the output
-    row parallel      each rank holds a band of columns  → results are summed over ranks
-    merged column     bands of several matrices, stacked → one product instead of several
-    QKV               likewise, cut along heads; a key/value head is copied where ranks outnumber them
+    column parallel   each rank holds some of the rows     → results are parts of the output
+    row parallel      each rank holds some of the columns  → results are summed over ranks
+    merged column     rows of several matrices, stacked    → one product instead of several
+    QKV               likewise, sharded by heads; a key/value head is replicated if there are more ranks than heads
 
-A quantized matrix is made of the same parts; how they are read and multiplied is its quantization method's to say.
+A quantized matrix has the same parts; its quantization method reads and multiplies them.
 
-Where a worker drives several devices, its matrix is what as many workers would hold, side by side: cut evenly along
-`MatrixLayout.partition`, each device gets what a worker of its own would have.
+A worker with several devices holds the matrices of as many single-device workers side by side: sharded evenly along
+`MatrixLayout.partition`, each device gets the matrix of a worker of its own.
 
     QKV, two devices    rows   q₀ k₀ v₀ | q₁ k₁ v₁
 """
@@ -35,11 +35,11 @@ from mvllm.ops.registry import ResolvedOp
 
 
 class Linear(nn.Module):
-    """A matrix on this rank, with its product going through the operation `linear`, or whatever a quantized one takes.
+    """A matrix on this rank, multiplied by the operation `linear` or by that of its quantization method.
 
     Args:
         ctx: Build context.
-        parts: What the rows are made of.
+        parts: The parts of the rows.
         in_features: Columns of the whole checkpoint matrices.
         bias: Whether there is a bias.
         columns: The columns that this rank holds; None for all.
@@ -47,12 +47,12 @@ class Linear(nn.Module):
         partition: As in MatrixLayout.
 
     Attributes:
-        weight: [out_features, columns], or what the op provider's `prepare` made of it after loading. Of a quantized
-            layer a QuantizedMatrix, and after loading whatever that one's product takes.
+        weight: [out_features, columns], after loading the result of the op provider's `prepare`. For a quantized layer
+            a QuantizedMatrix, and after loading the weight argument of its linear op.
         bias: [out_features] or None.
         quantized: Whether the matrix is quantized.
-        supports_lora: Whether LoRA adapters may add to its product. Not where a layer uses the matrix in another way.
-        partitions: The dimension along which devices of this worker share each parameter; those not named are whole.
+        supports_lora: Whether LoRA is supported; not if a layer uses the matrix in another way.
+        partitions: The dimension along which the devices of this worker shard each parameter; others are replicated.
     """
 
     weight: Any
@@ -95,15 +95,15 @@ class Linear(nn.Module):
         return self._linear(x, self.weight, self.bias)
 
     def fuse_silu_and_mul(self, ctx: BuildContext) -> bool:
-        """Makes the product and the gated activation behind it one operation, where somebody provides that.
+        """Fuses the product and the following gated activation into one operation, if an op provider has it.
 
-        Once, while the model is built, with the same context.
+        Called once, while the model is built, with the same context.
 
         Returns:
-            Whether `forward` now does both, and gives [..., out_features / 2].
+            Whether `forward` now includes the activation and returns [..., out_features / 2].
         """
         if ctx.with_adapters or ctx.num_devices > 1:
-            return False  # they add to the product before it is gated; each device gates what it has itself
+            return False  # LoRA adds before the activation; with several devices each applies it to its own columns
         size = self.out_features // 2
         activation = ctx.op("silu_and_mul", size=size)
         if isinstance(self.weight, QuantizedMatrix):
@@ -131,22 +131,22 @@ class Linear(nn.Module):
                 )
 
     def prepare_weights(self) -> None:
-        """Turns the loaded weight into the form that multiplies."""
+        """Prepares the loaded weight for the linear op."""
         self._linear, prepared = resolve_linear_op(self.weight, self._op)
         del self.weight
         self.weight = prepared
 
     def wrap_linear_op(self, around: Callable[[Product], Product]) -> None:
-        """Has the layer multiply with what `around` makes of its product. After `prepare_weights`."""
+        """Replaces the linear op by `around(op)`. After `prepare_weights`."""
         self._linear = around(self._linear)
 
 
 class ColumnParallelLinear(Linear):
-    """Each rank computes a band of the outputs.
+    """Each rank computes a part of the outputs.
 
-    `bands` lists the checkpoint matrices, stacked in this order, with their rows. A name that stands there more than
-    once is one matrix of the checkpoint, in which these bands lie one below the other. Of several devices, each has its
-    part of all bands, in this order.
+    `bands` lists the checkpoint matrices, stacked in this order, with their numbers of rows. A repeated name is one
+    checkpoint matrix that contains these row ranges in order. With several devices, each has its part of all bands, in
+    this order.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """Each rank holds a band of the inputs; results are summed over ranks, the bias is added by the first."""
+    """Each rank holds some of the columns; results are summed over ranks, and the first rank adds the bias."""
 
     def __init__(
         self,
@@ -208,9 +208,9 @@ class HeadShard:
     """Attention heads of one rank.
 
     Attributes:
-        num_heads, num_kv_heads: Heads on this rank, copies counted.
-        first_head, first_kv_head: Where they begin among all heads.
-        devices: The heads of each device of this rank, where it drives several.
+        num_heads, num_kv_heads: Heads on this rank, including copies.
+        first_head, first_kv_head: Index of the first one among all heads.
+        devices: The heads of each device of this worker, if it has several.
     """
 
     num_heads: int
@@ -221,9 +221,9 @@ class HeadShard:
 
     @classmethod
     def for_shards(cls, num_heads: int, num_kv_heads: int, shares: Sequence[ShardIndex]) -> HeadShard:
-        """The heads of this rank. With fewer key/value heads than shares, neighbouring ones hold copies of one.
+        """The heads of this rank. With fewer key/value heads than shards, adjacent shards hold copies of one.
 
-            8 heads, 2 key/value heads, 4 shares:  share      0     1     2     3
+            8 heads, 2 key/value heads, 4 shards:  shard      0     1     2     3
                                                    heads     0 1   2 3   4 5   6 7
                                                    kv head    0     0     1     1
 
@@ -251,12 +251,12 @@ class HeadShard:
 
 
 class QKVLinear(Linear):
-    """Queries, keys and values in one product, cut along heads.
+    """Query, key and value projections in one product, sharded by heads.
 
     Args:
         ctx: Build context.
         names: Checkpoint modules of query, key and value; or one module that holds all three, stacked in this order.
-        by_group: The one module holds for each key/value head the queries that share it, then its key, then its value.
+        by_group: The single module stores for each key/value head its query heads, then its key, then its value.
         hidden_size: Input features.
         num_heads, num_kv_heads: Heads of the whole model.
         head_size: Elements per head.
@@ -264,8 +264,8 @@ class QKVLinear(Linear):
         transposed: The checkpoint stores matrices as [in, out].
 
     Attributes:
-        heads: This rank's share.
-        sizes: Output features of query, key and value on one device of this rank.
+        heads: This rank's heads.
+        sizes: Output features of query, key and value on one device of this worker.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class QKVLinear(Linear):
 def _stacked_qkv_parts(
     names: tuple[str, ...], device: HeadShard, num_heads: int, num_kv_heads: int, head_size: int
 ) -> list[Part]:
-    """Queries, keys and values of a device, out of three matrices, or of one in which these lie in this order."""
+    """Parts of a device's queries, keys and values in three matrices, or in one that stacks them in this order."""
     sizes = [count * head_size for count in (device.num_heads, device.num_kv_heads, device.num_kv_heads)]
     firsts = (device.first_head, device.first_kv_head, device.first_kv_head)
     full = [count * head_size for count in (num_heads, num_kv_heads, num_kv_heads)]
@@ -328,7 +328,7 @@ def _stacked_qkv_parts(
 
 
 def _grouped_qkv_parts(name: str, share: HeadShard, num_heads: int, num_kv_heads: int, head_size: int) -> list[Part]:
-    """Queries, keys and values of a device, out of a matrix that holds them group by group.
+    """Parts of a device's queries, keys and values in a matrix that stores them group by group.
 
     6 heads, 2 key/value heads:   q0 q1 q2 k0 v0 q3 q4 q5 k1 v1
     """
@@ -353,16 +353,16 @@ def _grouped_qkv_parts(name: str, share: HeadShard, num_heads: int, num_kv_heads
 
 
 def unloaded_linear_op(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    """Stands for the product of a quantized matrix until its tensors are loaded."""
-    raise AssertionError("prepare_weights comes first")
+    """The linear op of a quantized layer before loading: raises an error."""
+    raise AssertionError("call prepare_weights first")
 
 
 def resolve_linear_op(weight: Any, op: ResolvedOp | None) -> tuple[Product, Any]:
-    """What multiplies, and the weight that it takes, once the tensors are loaded.
+    """The linear op and its weight argument, after loading.
 
     Args:
         weight: A parameter, or a QuantizedMatrix.
-        op: The operation that multiplies with a parameter.
+        op: The operation for a parameter.
     """
     if isinstance(weight, QuantizedMatrix):
         return weight.finish()
@@ -371,16 +371,16 @@ def resolve_linear_op(weight: Any, op: ResolvedOp | None) -> tuple[Product, Any]
 
 
 def shard_slice(size: int, shares: Sequence[ShardIndex], what: str) -> slice:
-    """What neighbouring shares have of `size`, together.
+    """The range of `size` elements that belongs to adjacent shards.
 
     Raises:
-        ConfigError: It does not divide evenly.
+        ConfigError: `size` is not a multiple of the number of shards.
     """
     first, last = shares[0], shares[-1]
     if size % first.count:
         raise ConfigError(
-            f"{size} {what} cannot be shared evenly by {first.count} ranks: choose a "
-            "tensor_parallel_size that divides it."
+            f"{size} {what} cannot be shared evenly by {first.count} ranks. Choose a "
+            "tensor_parallel_size that divides them."
         )
     band = size // first.count
     return slice(band * first.index, band * (last.index + 1))

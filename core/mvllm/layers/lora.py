@@ -1,12 +1,11 @@
-"""LoRA beside the linear layers: slots for adapters, and a product that adds what they say.
+"""LoRA for linear layers: adapter slots, and a wrapper of the linear op that adds the adapters' results.
 
-The idea: a layer's product is a function, so an adapter is another function around it. A model is built and loaded as
-without adapters, whatever its weights are made of; then each linear layer's product is replaced by one that first calls
-the old one, and then adds up · (down · x) for the tokens that have an adapter. In a step without them it just returns.
+A model is built and loaded as without LoRA, quantized or not. Then each layer's linear op is wrapped: the wrapper calls
+it and adds up · (down · x) for the tokens that have an adapter. In a step without adapters it adds nothing.
 
-Adapters are cut as the layer is. Column parallel: `down` whole, `up` by rows. Row parallel: `down` by columns, `up`
-whole, and what is added is a part of the sum over ranks. Several checkpoint matrices in one product (QKV, gate and up):
-each has its own `down`, side by side, and its rows of `up`.
+Adapters are sharded like the layer. Column parallel: `down` is whole, `up` is sharded by rows. Row parallel: `down` is
+sharded by columns, `up` is whole, and the added value is a summand of the sum over ranks. With several checkpoint
+matrices in one layer (QKV, gate and up), each has its own `down` block and its rows of `up`.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from mvllm.layers.quantization.quantized_matrix import Product
 
 @dataclass(frozen=True)
 class LoRAMapping:
-    """Which tokens of a step have which adapter; the fields as the operation `add_lora` takes them."""
+    """The adapter of each token of a step, with the fields of the operation `add_lora`."""
 
     tokens: torch.Tensor | None
     segments: tuple[tuple[int, int, int], ...]
 
 
 class CurrentLoRAMapping:
-    """What the layers are told about the step under way.
+    """The LoRA mapping of the current step, which all layers read.
 
     Attributes:
         batch: None in a step without adapters.
@@ -43,7 +42,7 @@ class CurrentLoRAMapping:
 
     @contextmanager
     def active(self, batch: LoRAMapping) -> Iterator[None]:
-        """Has the layers add what `batch` says, within."""
+        """Sets the mapping inside the context."""
         self.batch = batch
         try:
             yield
@@ -53,11 +52,11 @@ class CurrentLoRAMapping:
 
 @dataclass(frozen=True)
 class LoRALayerWeights:
-    """One adapter's matrices for one checkpoint matrix, whole, on the host, in the compute dtype.
+    """One adapter's matrices for one checkpoint matrix, unsharded, on the host, in the compute dtype.
 
     Attributes:
         down: [r, in_features].
-        up: [out_features, r], with the adapter's scale in it.
+        up: [out_features, r], multiplied by the adapter's scale.
     """
 
     down: torch.Tensor
@@ -65,14 +64,14 @@ class LoRALayerWeights:
 
 
 class StackedLoRAWeights:
-    """The adapters of one linear layer, as many as may be on the device.
+    """The adapter slots of one linear layer on the device.
 
     Args:
-        linear: The layer, with its weights loaded. Its product adds adapters from now on.
+        linear: The layer, with its weights loaded. Its linear op is wrapped.
         ctx: The build context of the model.
-        step: Tells what to add.
-        num_slots: How many adapters there may be.
-        max_rank: Largest rank of one.
+        step: The current LoRA mapping.
+        num_slots: Number of adapter slots.
+        max_rank: Largest rank of an adapter.
 
     Attributes:
         shapes: (out_features, in_features) of the whole checkpoint matrices, by module name.
@@ -103,11 +102,11 @@ class StackedLoRAWeights:
         linear.wrap_linear_op(around)
 
     def set_lora(self, slot: int, adapter: dict[str, LoRALayerWeights]) -> None:
-        """Puts an adapter in a slot.
+        """Copies an adapter to a slot.
 
         Args:
-            slot: Which one; what was in it is forgotten.
-            adapter: Its matrices by module name; modules of other layers, and those that it leaves alone, may differ.
+            slot: The slot; its previous contents are overwritten.
+            adapter: Its matrices by module name. Modules of other layers are ignored; missing ones add nothing.
         """
         self._down[slot].zero_()
         self._up[slot].zero_()

@@ -1,4 +1,4 @@
-"""What the matrix of a linear layer is made of on this rank."""
+"""MatrixLayout: the parts of checkpoint matrices that form a linear layer's matrix on this rank."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Part:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """A matrix [out_features, num_columns] on this rank: bands of rows of checkpoint matrices, one below the other.
+    """A matrix [out_features, num_columns] on this rank: stacked rows of checkpoint matrices.
 
     Attributes:
-        parts: The bands.
+        parts: The stacked row ranges.
         in_features: Columns of the whole checkpoint matrices.
         columns: The columns that this rank holds.
         out_features: Rows on this rank; those that no part fills stay zero.
-        bias: Whether a bias belongs to it.
+        bias: Whether the layer has a bias.
         transposed: The checkpoint stores matrices as [in, out].
-        is_head: Its products are logits.
-        tied: It is the token embedding, which the checkpoint has under the embedding's name only.
-        partition: The dimension along which the devices of this rank share it, where it drives several; None where each
-            holds all of it.
+        is_head: It is the language-model head.
+        tied: The head is tied: the checkpoint stores it under the embedding's name only.
+        partition: The dimension along which the devices of this worker shard it, if it has several; None if each
+            device holds all of it.
     """
 
     parts: tuple[Part, ...]

@@ -1,15 +1,16 @@
-"""Latent attention (MLA): keys and values of all heads are made of one short vector per token, which alone is kept.
+"""Multi-head latent attention (MLA): keys and values of all heads derive from one latent vector per token.
 
     x ─ kv_a ─┬─ norm ─> latent [rank] ──────┐                 key of head h    = [Kₕ · latent | rotated]
               └─ rotate ─> rotated [rope] ───┴─ the cache      value of head h  = Vₕ · latent
     x ─ q ────┬─ Kₕᵀ · plain ─> [rank] ──────┐
               └─ rotate ─> [rope] ───────────┴─ query
 
-A score (plain · Kₕ latent + rotated parts) is the same as (Kₕᵀ plain) · latent + ..., so queries are brought to the
-latent's space (*absorbed*) and attend to the cache as it lies there: one key/value head of rank + rope elements, whose
-first `rank` are the value as well. What comes out is a latent for each head, which Vₕ turns into the head's result.
+Only the latent and the rotated part of the key are cached. A score (plain · Kₕ latent + rotated parts) equals
+(Kₕᵀ plain) · latent + ..., so queries are projected into the latent space (*absorbed*) and attend to the cache
+directly: one key/value head of rank + rope elements, whose first `rank` elements are also the value. The result is a
+latent for each head, which Vₕ projects to the head's output.
 
-Ranks share the heads; each keeps the whole latent.
+Tensor parallelism shards the heads; every rank caches the whole latent.
 
 Sources: DeepSeek-V2, arXiv:2405.04434.
 """
@@ -34,20 +35,20 @@ from mvllm.layers.quantization.rtn_matrix import float_targets
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
 from mvllm.layers.weight_target import WeightTarget
 
-_NORM_EPS = 1e-6  # of the norms on latents, whatever the model's other norms have
+_NORM_EPS = 1e-6  # of the norms on latents; independent of rms_norm_eps
 
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Sizes of latent attention.
+    """Sizes of MLA.
 
     Attributes:
-        hidden_size, num_heads: Of the whole model.
-        q_lora_rank: Size of the vector that queries are made of; None where they are made of the input.
-        rank: Size of the latent.
-        qk_nope_head_dim, qk_rope_head_dim: Elements of a query or key head that are not rotated, and those that are.
-        value_size: Elements of a value head.
-        bias: Whether the products that make latents, and the last one, have biases.
+        hidden_size, num_heads: Sizes of the whole model.
+        q_lora_rank: Size of the query latent; None if queries are projected from the input directly.
+        kv_lora_rank: Size of the key/value latent.
+        qk_nope_head_dim, qk_rope_head_dim: Elements of a query or key head without and with rotary embedding.
+        v_head_dim: Elements of a value head.
+        bias: Whether the projections to latents and the output projection have biases.
     """
 
     hidden_size: int
@@ -67,7 +68,7 @@ class MLAAttention(nn.Module):
         ctx: Build context.
         name: The checkpoint module.
         shape: Its sizes.
-        rotary: Rotates `qk_rope_head_dim` elements.
+        rotary: Rotary embedding of `qk_rope_head_dim` elements.
     """
 
     def __init__(self, ctx: BuildContext, name: str, shape: MLAConfig, rotary: RotaryEmbedding) -> None:
@@ -83,39 +84,39 @@ class MLAAttention(nn.Module):
             self.q_a_proj = ReplicatedLinear(ctx, f"{name}.q_a_proj", hidden_size, shape.q_lora_rank, bias=bias)
             self.q_a_layernorm = RMSNorm(ctx, f"{name}.q_a_layernorm", shape.q_lora_rank, _NORM_EPS)
             query_name, query_input = f"{name}.q_b_proj", shape.q_lora_rank
-        self.query = ColumnParallelLinear(ctx, [(query_name, query_size)], query_input, bias=False)
+        self.q_b_proj = ColumnParallelLinear(ctx, [(query_name, query_size)], query_input, bias=False)
         key_size = shape.kv_lora_rank + shape.qk_rope_head_dim
-        self.latent = ReplicatedLinear(ctx, f"{name}.kv_a_proj_with_mqa", hidden_size, key_size, bias=bias)
+        self.kv_a_proj_with_mqa = ReplicatedLinear(ctx, f"{name}.kv_a_proj_with_mqa", hidden_size, key_size, bias=bias)
         self.kv_a_layernorm = RMSNorm(ctx, f"{name}.kv_a_layernorm", shape.kv_lora_rank, _NORM_EPS)
-        self.heads = _KVBProjection(ctx, f"{name}.kv_b_proj", shape, heads)
+        self.kv_b_proj = _KVBProjection(ctx, f"{name}.kv_b_proj", shape, heads)
         self.attention = Attention(ctx, heads, key_size, _scale(shape, rotary.rope), latent_size=shape.kv_lora_rank)
-        self.output = RowParallelLinear(
+        self.o_proj = RowParallelLinear(
             ctx, f"{name}.o_proj", shape.num_heads * shape.v_head_dim, hidden_size, bias=bias
         )
-        self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
+        self._rotary = [rotary]  # in a list, so that it is not registered as a submodule of every layer
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         shape = self.shape
-        made_of = x
+        query_input = x
         if self.q_a_proj is not None and self.q_a_layernorm is not None:
-            made_of = self.q_a_layernorm(self.q_a_proj(x))
-        query = self.query(made_of).unflatten(-1, (-1, shape.qk_nope_head_dim + shape.qk_rope_head_dim))
+            query_input = self.q_a_layernorm(self.q_a_proj(x))
+        query = self.q_b_proj(query_input).unflatten(-1, (-1, shape.qk_nope_head_dim + shape.qk_rope_head_dim))
         plain, rotated = query.split((shape.qk_nope_head_dim, shape.qk_rope_head_dim), dim=-1)
-        latent, key_rotated = self.latent(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
+        latent, key_rotated = self.kv_a_proj_with_mqa(x).split((shape.kv_lora_rank, shape.qk_rope_head_dim), dim=-1)
         latent, key_rotated = self.kv_a_layernorm(latent).unsqueeze(1), key_rotated.unsqueeze(1)
         rotated, key_rotated = self._rotary[0](angles, rotated, key_rotated)
         key = torch.cat((latent, key_rotated), dim=-1)
-        query = torch.cat((self.heads.absorb(plain), rotated), dim=-1)
+        query = torch.cat((self.kv_b_proj.absorb(plain), rotated), dim=-1)
         found = self.attention(query, key, key[..., : shape.kv_lora_rank], step)
-        return self.output(self.heads.expand(found.unflatten(-1, (-1, shape.kv_lora_rank))))
+        return self.o_proj(self.kv_b_proj.expand(found.unflatten(-1, (-1, shape.kv_lora_rank))))
 
 
 class _KVBProjection(nn.Module):
-    """K and V of this rank's heads: the checkpoint has them as one matrix, whose rows are each head's K, then its V.
+    """K and V of this rank's heads, one checkpoint matrix with the rows of each head's K, then its V.
 
     Attributes:
-        weight: [heads · (qk_nope_head_dim + value_size), rank].
+        weight: [heads · (qk_nope_head_dim + v_head_dim), kv_lora_rank].
     """
 
     partitions: Mapping[str, int] = {"weight": 0}
@@ -136,22 +137,22 @@ class _KVBProjection(nn.Module):
         self._place = ctx.place
 
     def absorb(self, plain: torch.Tensor) -> torch.Tensor:
-        """Query heads [T, heads, qk_nope_head_dim] in the latent's space, [T, heads, rank]."""
+        """Projects query heads [T, heads, qk_nope_head_dim] to the latent space, [T, heads, kv_lora_rank]."""
         return torch.bmm(plain.transpose(0, 1), self._of_heads()[0]).transpose(0, 1)
 
     def expand(self, latents: torch.Tensor) -> torch.Tensor:
-        """Each head's latent [T, heads, rank] as its result, [T, heads · value_size]."""
+        """Projects each head's latent [T, heads, kv_lora_rank] to its output, [T, heads · v_head_dim]."""
         return torch.bmm(latents.transpose(0, 1), self._of_heads()[1].transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""
+        """Checkpoint tensor names and their targets on this rank. Before `prepare_weights` only."""
         if isinstance(self.weight, nn.Parameter):
             yield from float_targets(self._layout, self.weight)
         elif self.stored is not None:
             yield from self.stored.targets()
 
     def prepare_weights(self) -> None:
-        """Dequantizes the matrix, where the checkpoint has it quantized."""
+        """Dequantizes the matrix if the checkpoint stores it quantized."""
         if self.stored is not None:
             self.weight.copy_(self.stored.dequantized(self.weight.shape[1], self.weight.dtype, self.weight.device))
             self.stored = None
@@ -162,7 +163,7 @@ class _KVBProjection(nn.Module):
 
 
 def _scale(shape: MLAConfig, rope: RopeParameters) -> float:
-    """The usual scale of scores, sharpened where the rotation is stretched (`mscale_all_dim`)."""
+    """1 / sqrt(head size), increased for RoPE scalings with `mscale_all_dim`."""
     scale = (shape.qk_nope_head_dim + shape.qk_rope_head_dim) ** -0.5
     weight, factor = rope.values.get("mscale_all_dim"), rope.values.get("factor")
     if rope.rope_type == "default" or not weight or not factor or factor <= 1:

@@ -11,15 +11,15 @@ from mvllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class GatedMLP(nn.Module):
-    """down(f(gate(x)) * up(x)), with gate and up in one product.
+    """down(f(gate(x)) * up(x)), with gate and up in one matrix product.
 
     Args:
         ctx: Build context.
         name: The checkpoint module that holds gate_proj, up_proj and down_proj.
         hidden_size, intermediate_size: Outer and inner size of the whole model.
-        hidden_act: Name of f as checkpoints spell it.
-        bias: Whether the three have biases.
-        fused: The checkpoint has gate and up as one matrix, gate_up_proj.
+        hidden_act: Name of f in checkpoints.
+        bias: Whether the three layers have biases.
+        fused: The checkpoint stores gate and up as one matrix, gate_up_proj.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GatedMLP(nn.Module):
         gated = self.gate_up(x)
         if self._act is None:
             return self.down(gated)
-        if self._num_devices > 1:  # each has its gates and, behind them, what they gate
+        if self._num_devices > 1:  # each device has its gate columns, then its up columns
             return self.down(self._act(gated.unflatten(-1, (self._num_devices, -1))).flatten(-2))
         return self.down(self._act(gated))
 
@@ -61,8 +61,8 @@ class MLP(nn.Module):
         ctx: Build context.
         up, down: The checkpoint modules.
         hidden_size, intermediate_size: Outer and inner size of the whole model.
-        act: Name of f as checkpoints spell it.
-        bias: Whether both have biases.
+        act: Name of f in checkpoints.
+        bias: Whether both layers have biases.
         transposed: The checkpoint stores matrices as [in, out].
     """
 

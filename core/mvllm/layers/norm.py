@@ -1,4 +1,4 @@
-"""Norms. Every rank holds the whole weight."""
+"""RMS norm and layer norm. Every rank holds the whole weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mvllm.layers.weight_target import WeightTarget
 
 
 def whole_tensor_target(name: str, parameter: nn.Parameter) -> tuple[str, WeightTarget]:
-    """The target of a parameter that takes all of one checkpoint tensor."""
+    """The target of a parameter that one whole checkpoint tensor fills."""
     everything = tuple(slice(0, size) for size in parameter.shape)
     return name, WeightTarget(parameter, tuple(parameter.shape), everything, everything)
 
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
         return self._norm(x, self.weight, self.eps)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds `x` to the residual stream (which begins with it when None); returns the normalised sum and the sum.
+        """Adds `x` to the residual stream (None: the stream is `x`); returns the normalised sum and the sum.
 
         The storage of `x` and `residual` may be reused.
         """
@@ -55,20 +55,20 @@ class RMSNorm(nn.Module):
 
 
 class GemmaRMSNorm(RMSNorm):
-    """As RMSNorm, with a checkpoint that holds the weight less one."""
+    """An RMSNorm whose checkpoint stores the weight minus one."""
 
     def prepare_weights(self) -> None:
-        """Adds the one, so that it costs nothing later."""
+        """Adds the one once, after loading."""
         self.weight.add_(1.0)
 
 
 class FullWidthQKNorm(nn.Module):
-    """Root-mean-square norms of queries and of keys, each over all heads together, those of other ranks included.
+    """RMS norms of queries and keys, each over the heads of all ranks together.
 
     Args:
         ctx: Build context.
         names: The checkpoint modules of the queries' norm and of the keys'.
-        heads: This rank's share of the heads.
+        heads: This rank's heads.
         num_heads, num_kv_heads: Heads of the whole model.
         head_size: Elements per head.
         eps: Added to the mean square.
@@ -94,7 +94,7 @@ class FullWidthQKNorm(nn.Module):
         )
         self.q_weight = ctx.parameter(heads.num_heads * head_size)
         self.k_weight = ctx.parameter(heads.num_kv_heads * head_size)
-        # What a sum over ranks counts: a key/value head as often as there are copies of it.
+        # Number of elements in the sum over ranks, which counts a key/value head once per copy.
         self._counted = [weight.numel() * ctx.tp.world_size for weight in (self.q_weight, self.k_weight)]
         self._tp = ctx.tp
         self._q_norm = ctx.op("rms_norm", hidden_size=self.q_weight.numel()).function
@@ -151,7 +151,7 @@ class LayerNorm(nn.Module):
         return self._norm(x, self.weight, self.bias, self.eps)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """As RMSNorm.add_norm; both are kept."""
+        """As RMSNorm.add_norm, without reusing storage."""
         total = x if residual is None else residual + x
         return self.forward(total), total
 
@@ -165,4 +165,4 @@ class LayerNorm(nn.Module):
 Norm = RMSNorm | LayerNorm
 
 NormMaker = Callable[[BuildContext, str, int, float], Norm]
-"""Makes a norm of a context, a checkpoint module, a size and an eps."""
+"""Creates a norm from a context, a checkpoint module, a size and an eps."""

@@ -1,4 +1,4 @@
-"""Which layers a pipeline rank holds."""
+"""PipelineStage: the layers that a pipeline rank holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mvllm.errors import ConfigError
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """A run of layers. The first stage also embeds tokens, the last also makes logits.
+    """A contiguous range of layers. The first stage also embeds tokens, the last computes logits.
 
     Attributes:
         first, stop: Layers [first, stop) are this rank's.
@@ -24,7 +24,7 @@ class PipelineStage:
 
     @classmethod
     def for_rank(cls, num_layers: int, pp: GroupCoordinator) -> PipelineStage:
-        """This rank's stage. What does not divide evenly goes to the stages before the last, which has the head.
+        """This rank's stage. The remainder layers go to the stages before the last, which has the head.
 
             10 layers, 4 stages:   0 1 | 2 3 4 | 5 6 7 | 8 9
 

@@ -1,5 +1,5 @@
-"""Rotary frequencies under each RoPE scaling. Everything in float32 and in the order of operations of the reference
-implementation, so that angles agree to the last bit even at large positions.
+"""Rotary frequencies under each RoPE scaling, in float32 and in the reference implementation's order of operations, so
+that angles agree to the last bit even at large positions.
 
 Sources: rotary embedding, arXiv:2104.09864; linear interpolation, arXiv:2306.15595; YaRN, arXiv:2309.00071; LongRoPE,
 arXiv:2402.13753; dynamic NTK and the Llama 3 scaling, the transformers library.
@@ -44,11 +44,11 @@ def long_frequencies(p: RopeParameters) -> tuple[torch.Tensor, float]:
 
 
 def dynamic_frequencies(p: RopeParameters, lengths: torch.Tensor) -> torch.Tensor:
-    """`dynamic`: frequencies at which a sequence rotates when it is `lengths` tokens long.
+    """`dynamic`: frequencies for sequences of `lengths` tokens.
 
     Args:
         p: The settings.
-        lengths: [n], integers, on the host; those within the original context count as equal to it.
+        lengths: [n], integers, on the host; smaller ones count as the original context length.
 
     Returns:
         [n, rotary_dim / 2] float32.
@@ -103,7 +103,7 @@ _YARN_BETAS = (("beta_fast", 32), ("beta_slow", 1))
 
 
 def _rotations_to_dim(p: RopeParameters, rotations: float) -> float:
-    """The element whose wave turns `rotations` times within the original context."""
+    """The dimension whose wave makes `rotations` full turns within the original context."""
     turns = math.log(p.original_max_position / (rotations * 2 * math.pi))
     return p.rotary_dim * turns / (2 * math.log(p.theta))
 

@@ -1,15 +1,15 @@
-"""Rotary position embedding: a table of cosines and sines, made once, and the row of it that each token uses.
+"""Rotary position embedding: a precomputed table of cosines and sines, and the row of the table for each token.
 
-Most scalings give one angle per position, so a token's row is its position. Two depend on how long the sequence is when
-a token's key is computed, and keys in the cache keep the rotation they were stored with:
+With most scalings a token's row is its position. Two scalings depend on the sequence length when a token's key is
+computed, and cached keys keep the rotation with which they were stored:
 
-    dynamic    tokens beyond the original context widen the base as the sequence grows
+    dynamic    tokens beyond the original context increase the base as the sequence grows
     longrope   sequences beyond the original context use other frequencies
 
-The length that counts for a token at position p of a request with an n-token prompt is max(p + 1, n): a prompt is seen
-at once, then tokens come one by one. That is what generating one sequence from start to end does, and it stays the same
-however the engine cuts a prompt into chunks or recomputes it after a preemption. While n is within the original context
-the length is a function of p alone, and a table still does; `prompt_lens` is needed only for longer prompts.
+The length for a token at position p of a request with an n-token prompt is max(p + 1, n), as when the whole prompt is
+computed at once and then token by token. It does not depend on chunked prefill or on recomputation after a preemption.
+If n is within the original context, the length is a function of p, and the table suffices; `prompt_lens` is needed only
+for longer prompts.
 
 Keys of prompts beyond the original context depend on n as well as on the tokens, so a prefix cache may share their
 blocks only between requests of equal n (dynamic), or among the long ones (longrope): see `prompt_cache_key`.
@@ -29,7 +29,7 @@ from mvllm.layers.rope_scaling import dynamic_frequencies, frequencies, long_fre
 
 @dataclass(frozen=True)
 class CosSinRows:
-    """The angles of one step's tokens.
+    """The rows of cosines and sines of one step's tokens.
 
     Attributes:
         index: [T]: each token's row of `cos_sin`.
@@ -41,17 +41,18 @@ class CosSinRows:
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by their positions. One instance serves all layers of a model.
+    """Applies rotary embedding to queries and keys. All layers of a model share one instance.
 
     Args:
         ctx: Build context.
-        rope: The checkpoint's settings.
-        max_len: Positions are below this.
-        interleaved: The checkpoint's pairs of elements are neighbours, where the operation's lie half of what is
-            rotated apart. Elements are moved in queries and keys alike, which leaves their products as they are.
+        rope: The checkpoint's RoPE parameters.
+        max_len: Upper bound of positions.
+        interleaved: The checkpoint rotates pairs of adjacent elements (GPT-J style), while the operation rotates
+            elements half the rotary size apart (NeoX style). Elements of queries and keys are permuted alike, which
+            does not change their products.
 
     Attributes:
-        uses_prompt_lens: Whether prompts beyond the original context need `prompt_lens`.
+        uses_prompt_lens: Whether `angles` needs `prompt_lens`.
     """
 
     def __init__(self, ctx: BuildContext, rope: RopeParameters, max_len: int, *, interleaved: bool = False) -> None:
@@ -67,7 +68,7 @@ class RotaryEmbedding(nn.Module):
         self._order = _interleaved_order(rope).to(ctx.device) if interleaved else None
 
     def angles(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None = None) -> CosSinRows:
-        """Looks up the angles of a step's tokens, once for all layers.
+        """The rows of a step's tokens, computed once for all layers.
 
         Args:
             positions: [T], integers.
@@ -76,7 +77,7 @@ class RotaryEmbedding(nn.Module):
         if prompt_lens is None or not self.uses_prompt_lens:
             return CosSinRows(positions, self._table)
         if self._by_length is None:
-            # Behind the usual rows stand those of long prompts: the long frequencies at every position.
+            # The second part of the table, for long prompts, has the long frequencies at every position.
             return CosSinRows(positions + self.max_len * (prompt_lens > self.rope.native_len), self._table)
         inv_freq = self._by_length.index_select(0, torch.maximum(positions, prompt_lens - 1))
         rows = _cos_sin(positions.unsqueeze(-1) * inv_freq, 1.0)
@@ -102,7 +103,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def _interleaved_order(rope: RopeParameters) -> torch.Tensor:
-    """Where each element of a head is taken from, so that the first of each pair come first, then the second."""
+    """Permutation of a head's elements that puts the first elements of all pairs before the second ones."""
     order = torch.arange(rope.head_size)
     order[: rope.rotary_dim] = order[: rope.rotary_dim].view(-1, 2).T.flatten()
     return order

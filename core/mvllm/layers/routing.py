@@ -1,9 +1,9 @@
-"""Which experts a token visits, and with what weight.
+"""Routing: selects the experts of each token and their weights.
 
     logits  ──softmax or sigmoid──>  scores  ──(+ correction)──>  choice among the best groups  ──>  ids
                                        └──────────── scores of the chosen, scaled ─────────────────>  weights
 
-Families differ in each of these steps, not in their order; `Routing` says which they take.
+Families differ in the steps, not in their order; the fields of `Routing` select the steps.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from mvllm.errors import ModelError
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router's logits become experts.
+    """Selects experts from a router's logits.
 
     Attributes:
         top_k: Experts per token.
-        scores: `softmax` over all experts, `sigmoid` of each, or `softmax_of_chosen`: the best logits are chosen, and
-            the softmax is over those alone.
-        normalize: Weights are scaled to sum to one.
-        scale: Factor on the weights, after that.
-        num_groups, top_groups: Experts stand in so many equal groups, and a token's are all of the best of these.
-        group_by: How good a group is: its best expert (`best`), or the sum of its best two (`best_two`).
+        scores: `softmax` over all experts, `sigmoid` of each, or `softmax_of_chosen`: softmax over the logits of the
+            selected experts only.
+        normalize: Weights are normalised to a sum of one.
+        scale: Factor on the weights, after normalisation.
+        num_groups, top_groups: Experts form `num_groups` equal groups; a token's experts are in its best `top_groups`.
+        group_by: Score of a group: its best expert (`best`), or the sum of its best two (`best_two`).
     """
 
     top_k: int
@@ -39,10 +39,10 @@ class Routing:
     group_by: Literal["best", "best_two"] = "best"
 
     def check(self, num_experts: int) -> None:
-        """Refuses numbers that do not fit a model of `num_experts`.
+        """Checks the settings for a model of `num_experts` experts.
 
         Raises:
-            ModelError: Says which.
+            ModelError: The numbers of groups or of experts per token do not fit.
         """
         size = num_experts // self.num_groups
         fewest = 2 if self.group_by == "best_two" else 1
@@ -63,7 +63,7 @@ class Routing:
 
         Args:
             logits: [T, num_experts].
-            correction: [num_experts], float32: added to the scores for the choice, not for the weights.
+            correction: [num_experts], float32: added to the scores for the selection, not for the weights.
         """
         logits = logits.float()
         if self.scores == "softmax_of_chosen":
@@ -78,7 +78,7 @@ class Routing:
         return weights * self.scale, ids
 
     def _of_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
-        """The scores, with -inf in all groups but the best."""
+        """The scores, with -inf outside of the best groups."""
         if self.top_groups == self.num_groups:
             return scores
         grouped = scores.unflatten(-1, (self.num_groups, -1))

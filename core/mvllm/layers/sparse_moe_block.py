@@ -1,4 +1,4 @@
-"""Mixture of experts: a router picks a few of many MLPs for each token."""
+"""SparseMoeBlock: the router, the experts and optional shared experts of one mixture-of-experts layer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ class SparseMoeBlock(nn.Module):
 
     Args:
         ctx: Build context.
-        router: The checkpoint module of the router. It stays as the checkpoint has it, however the rest is quantized.
+        router: The checkpoint module of the router, which is never quantized.
         experts: The experts.
-        hidden_size, num_experts: Elements per token, and experts in all.
-        routing: How the router's logits become experts.
+        routing: Selects experts from the router's logits.
         bias: Whether the router has biases.
-        correction: The checkpoint's tensor that corrects the router's choice, where there is one.
-        router_dtype: What the router computes in, if not in the compute dtype.
-        beside: What every token visits as well; its result is added.
+        correction: Checkpoint tensor of the correction bias for the selection; None without.
+        router_dtype: Dtype of the router, if it is not the compute dtype.
+        shared_experts: A module applied to every token; its result is added. None where there is none.
 
     Raises:
         ModelError: The routing does not fit the experts.
@@ -39,23 +38,22 @@ class SparseMoeBlock(nn.Module):
         ctx: BuildContext,
         router: str,
         experts: FusedMoE | GptOssExperts,
-        hidden_size: int,
-        num_experts: int,
         routing: Routing,
         *,
         bias: bool = False,
         correction: str | None = None,
         router_dtype: torch.dtype | None = None,
-        beside: nn.Module | None = None,
+        shared_experts: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        num_experts = experts.num_experts
         routing.check(num_experts)
         floats = ctx.floats(router_dtype)
-        self.router = ReplicatedLinear(floats, router, hidden_size, num_experts, bias=bias)
+        self.router = ReplicatedLinear(floats, router, experts.hidden_size, num_experts, bias=bias)
         self.experts = experts
-        self.beside = beside
+        self.shared_experts = shared_experts
         self.routing = routing
-        # In float32: biases that decide between near neighbours are not to be rounded.
+        # In float32: rounding the biases would change the selection between close scores.
         self.correction = None if correction is None else ctx.floats(torch.float32).parameter(num_experts)
         self._correction_name = correction
         self._router_dtype = floats.dtype
@@ -65,9 +63,9 @@ class SparseMoeBlock(nn.Module):
         """[T, hidden_size] to [T, hidden_size]."""
         weights, ids = self.routing(self.router(x.to(self._router_dtype)), self.correction)
         routed = self._tp.all_reduce(self.experts(x, weights, ids))
-        return routed if self.beside is None else routed + self.beside(x)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """The correction's; router and experts have their own."""
+        """The target of the correction bias; router and experts have their own targets."""
         if self.correction is not None and self._correction_name is not None:
             yield whole_tensor_target(self._correction_name, self.correction)

@@ -1,4 +1,4 @@
-"""Where a tensor of the checkpoint goes on this rank."""
+"""WeightTarget: the parameter slice that a slice of a checkpoint tensor fills."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class WeightTarget:
-    """One rectangle of one checkpoint tensor, and the place in a parameter that it fills.
+    """One rectangle of one checkpoint tensor, and the rectangle of a parameter that it fills.
 
         checkpoint tensor, source_shape            parameter
         ┌──────────────────────────┐               ┌──────────────┐
@@ -19,11 +19,11 @@ class WeightTarget:
         └──────────────────────────┘               └─┴──────────┴─┘
 
     Attributes:
-        parameter: What is filled; it may take parts of several checkpoint tensors.
-        source_shape: Shape that the whole checkpoint tensor must have.
-        source: What this rank reads of it, one slice with start and stop per dimension; one with a step reads what lies
-            between as well.
-        destination: Where that goes in the parameter, likewise; an integer picks a matrix out of a stack.
+        parameter: The parameter; several checkpoint tensors may fill it.
+        source_shape: Required shape of the whole checkpoint tensor.
+        source: The part that this rank uses, one slice with start and stop per dimension. A slice with a step reads the
+            elements in between as well.
+        destination: The part of the parameter that it fills, likewise; an integer selects a matrix of a stack.
         transpose: The checkpoint stores the matrix, or each of a stack, as [in, out]; the parameter is [out, in].
     """
 

@@ -1,7 +1,7 @@
-"""BERT, RoBERTa, XLM-RoBERTa and DistilBERT: encoders with learned positions and a norm behind each block.
+"""BERT, RoBERTa, XLM-RoBERTa and DistilBERT: encoders with learned position embeddings and a norm after each block.
 
-They differ in the names of their tensors and in the head that classifies, which `EncoderFamily` says, in where
-positions begin, and in whether tokens know which of two texts they belong to, which `config.json` says.
+`EncoderFamily` has the tensor names and classification heads in which they differ; `config.json` has the first position
+and the number of token types.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from mvllm.models.pooling_model import PoolingModel
 
 @dataclass(frozen=True)
 class EncoderFamily:
-    """In what the families differ.
+    """Tensor names and classification head of a family.
 
     Attributes:
-        root: What the names of the model's own tensors begin with.
-        layers: Module of the layers, below it.
+        root: Prefix of the names of the model's tensors.
+        layers: Module of the layers, below `root`.
         query, key, value, attention_output, attention_norm, up, down, mlp_norm: Modules of a layer.
-        head: The modules that classify, the last without the activation.
-        head_activation: What is done to what comes out of those before it.
-        intermediate_key, activation_key: What `config.json` calls the MLP's inner size and its function.
+        head: The two modules of the classification head.
+        head_activation: Activation between them.
+        intermediate_key, activation_key: Keys in `config.json` of the MLP's inner size and activation.
     """
 
     root: str
@@ -74,7 +74,7 @@ DISTILBERT = EncoderFamily(
 
 
 class EncoderEmbeddings(nn.Module):
-    """The sum of what a token is, where it stands and which text it belongs to; normalised."""
+    """The normalised sum of token, position and token-type embeddings."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, layout: EncoderFamily) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class EncoderEmbeddings(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and MLP, each added to what it was given and then normalised."""
+    """An encoder layer: attention and MLP, each with a residual sum followed by a norm."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, layout: EncoderFamily, layer: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class EncoderLayer(nn.Module):
 
 
 class EncoderHead(nn.Module):
-    """Scores of the first token's state: two matrices, and a function between them."""
+    """Classification head over the first token's state: two linear layers with an activation between them."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, layout: EncoderFamily) -> None:
         super().__init__()
@@ -142,11 +142,11 @@ class EncoderHead(nn.Module):
 
 
 class Encoder(PoolingModel):
-    """An encoder, with a head where it classifies."""
+    """An encoder, with a classification head if `ModelKind.num_labels` is positive."""
 
     layout: EncoderFamily
     layer_names = re.compile(r"\w+\.(?:encoder|transformer)\.layer\.(\d+)\.")
-    # Heads that fill in masked tokens, and what they share; the state that BERT was trained to compare sentences with.
+    # Masked-LM and question-answering heads, and BERT's pooler for next-sentence prediction.
     ignored_names = re.compile(
         r"(^|\.)(cls|lm_head|pooler|vocab_transform|vocab_layer_norm|vocab_projector|qa_outputs)\."
         r"|(^|\.)embeddings\.(position_ids|token_type_ids)$"
@@ -171,26 +171,26 @@ class Encoder(PoolingModel):
         intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = intermediate if self.embeddings is None else self.embeddings(input_ids, positions, step)
-        assert x is not None, "every stage but the first needs the result of the one before"
+        assert x is not None, "every pipeline stage but the first needs `intermediate`"
         for layer in self.layers:
             x = layer(x, step)
         return x
 
 
 class Bert(Encoder):
-    """BERT, with whatever head."""
+    """BERT with any head."""
 
     layout = BERT
 
 
 class Roberta(Encoder):
-    """RoBERTa and XLM-RoBERTa, with whatever head."""
+    """RoBERTa and XLM-RoBERTa with any head."""
 
     layout = ROBERTA
 
 
 class DistilBert(Encoder):
-    """DistilBERT, with whatever head."""
+    """DistilBERT with any head."""
 
     layout = DISTILBERT
 

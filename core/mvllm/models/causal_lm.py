@@ -1,7 +1,6 @@
-"""What all decoder-only models share: stages, embedding and head, and the map from checkpoint names to parameters.
+"""CausalLM, the base class of models: pipeline stage, embedding, head, and the map from checkpoint names to parameters.
 
-A model class says what its layers are made of. Every shared layer knows the checkpoint tensors it is filled from, so
-the name map of a model is just the sum of its layers' maps.
+Every layer lists the checkpoint tensors that fill it (`weight_targets`); a model's map is the union of these lists.
 """
 
 from __future__ import annotations
@@ -24,19 +23,20 @@ from mvllm.layers.weight_target import WeightTarget
 class CausalLM(nn.Module, ABC):
     """A language model on one rank.
 
-    Subclasses build their layers in `__init__` and name, in class attributes, the parts of a checkpoint that belong to
-    one pipeline stage only.
+    Subclasses build their layers in `__init__`. Class attributes name the checkpoint tensors that belong to one
+    pipeline stage only.
 
     Attributes:
-        config: The checkpoint.
-        stage: The layers that this rank holds.
+        config: The model's configuration.
+        stage: The layers of this rank.
         head_name: The checkpoint module of an untied head.
-        ties_head_by_default: Whether the head is tied where the config does not say.
+        ties_head_by_default: Default of `tie_word_embeddings`.
         layer_names: Matches names of per-layer tensors; group 1 is the layer's number.
-        first_stage_names, last_stage_names: Beginnings of names of tensors that only that stage holds.
-        ignored_names: Matches names that carry no weights.
-        uses_prompt_lens, uses_token_types: Whether `ForwardStep`'s field of that name is read.
-        scores: Of a model that classifies, on the last stage: pooled states [n, hidden_size] to [n, labels].
+        first_stage_names, last_stage_names: Name prefixes of tensors that only that stage holds.
+        ignored_names: Matches names of checkpoint tensors that are not weights.
+        uses_prompt_lens, uses_token_types: Whether the model reads `ForwardStep`'s field of that name.
+        lm_head: The language-model head on the last stage, else None.
+        scores: Classification head on the last stage: pooled states [n, hidden_size] to [n, labels]; else None.
     """
 
     layer_names: re.Pattern[str] = re.compile(r"model\.layers\.(\d+)\.")
@@ -47,6 +47,7 @@ class CausalLM(nn.Module, ABC):
     ties_head_by_default: bool = False
     uses_prompt_lens: bool = False
     uses_token_types: bool = False
+    lm_head: LMHead | None
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class CausalLM(nn.Module, ABC):
         self._quantization = ctx.quantization
         self._place, self._spreads = ctx.place, ctx.num_devices > 1
         self._placed: dict[nn.Parameter, nn.Parameter] = {}
-        # Modules and all the tensors that they wait for, by tensor.
+        # By checkpoint tensor: modules that it fills, with the names of their tensors that are not loaded yet.
         self._waiting: dict[str, list[tuple[nn.Module, set[str]]]] = {}
         self._prepared: set[nn.Module] = set()
 
@@ -74,23 +75,24 @@ class CausalLM(nn.Module, ABC):
             input_ids: [T], int32 or int64. Read by the first stage only.
             positions: [T], int32 or int64: each token's position in its sequence.
             step: Attention metadata.
-            intermediate: [T, hidden_size], compute dtype: what the stage before returned; None on the first stage. Its
+            intermediate: [T, hidden_size], compute dtype: the previous stage's result; None on the first stage. Its
                 storage may be reused.
 
         Returns:
-            [T, hidden_size]: on the last stage what `compute_logits` takes, else the next stage's `intermediate`.
+            [T, hidden_size]: on the last stage the input of `compute_logits`, else the next stage's `intermediate`.
         """
 
-    @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Last stage only: rows of `forward`'s result [n, hidden_size] to logits [n, vocab_size], compute dtype."""
+        assert self.lm_head is not None, "only the last pipeline stage computes logits"
+        return self.lm_head(hidden)
 
     def attention_layers(self) -> list[Attention]:
         """The attention of each layer on this rank, in layer order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     def weight_targets(self) -> dict[str, list[WeightTarget]]:
-        """What this rank takes of the checkpoint, by tensor name. Each of these names has to be there."""
+        """Targets on this rank by checkpoint tensor name. The checkpoint must have each of these tensors."""
         targets: dict[str, list[WeightTarget]] = {}
         self._waiting = {}
         for module in self.modules():
@@ -106,10 +108,10 @@ class CausalLM(nn.Module, ABC):
         return targets
 
     def tensor_loaded(self, name: str) -> None:
-        """Once all tensors of a module are loaded: spreads its weights over the devices, where there are several, and
-        lets op providers turn them into the form they want.
+        """Prepares the modules whose tensors are now all loaded: shards their weights over the worker's devices, and
+        lets op providers convert them.
 
-        That is not left to the end, so that no more than one layer is in memory in two forms.
+        Converting each layer at once keeps at most one layer in memory in two forms.
 
         Args:
             name: A checkpoint tensor all of whose targets are filled, as in `weight_targets`.
@@ -121,7 +123,7 @@ class CausalLM(nn.Module, ABC):
                 self._prepare(module)
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint tensor that no target names is fine to skip.
+        """Whether a checkpoint tensor without target may be skipped.
 
         Args:
             name: As in `weight_targets`.
@@ -141,17 +143,17 @@ class CausalLM(nn.Module, ABC):
         )
 
     def given_name(self, name: str) -> str:
-        """What `weight_targets` calls a tensor that a checkpoint has under this name."""
+        """The name in `weight_targets` of a checkpoint tensor."""
         return name if self._quantization is None else self._quantization.given_name(name)
 
     def after_load(self) -> None:
-        """Prepares what `tensor_loaded` has not: modules that use another one's weight. Once, when all are in place."""
+        """Prepares the remaining modules, which use another module's weight. Called once, after loading."""
         prepared = self._prepared
         for module in list(self.modules()):
             if module not in prepared:
                 self._prepare(module)
         self._placed.clear()
-        prepared.clear()  # the model is among them, and would hold itself
+        prepared.clear()  # contains the model itself: a reference cycle
 
     @property
     def ties_head(self) -> bool:
@@ -181,12 +183,17 @@ class CausalLM(nn.Module, ABC):
             prepare()
 
     def _spread(self, module: nn.Module) -> None:
-        """Has the devices of this worker share the parameters of a module, as it says in `partitions`."""
+        """Shards the parameters of a module over the devices of this worker along the module's `partitions`."""
         partitions: Mapping[str, int] = getattr(module, "partitions", {})
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in self._placed:
-                if not hasattr(module, "weight_targets"):  # belongs to another one, or is not loaded from a checkpoint
+                if not hasattr(module, "weight_targets"):  # another module's parameter, or not loaded from a checkpoint
                     continue
                 placed = self._place(parameter.data, partitions.get(name))
                 self._placed[parameter] = nn.Parameter(placed, requires_grad=False)
             setattr(module, name, self._placed[parameter])
+
+
+def layer_norm_epsilon(config: ModelConfig) -> float:
+    """`layer_norm_epsilon` of GPT-2's and Falcon's config.json."""
+    return config.hf_config.positive_number("layer_norm_epsilon", 1e-5)

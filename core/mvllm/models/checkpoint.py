@@ -1,6 +1,6 @@
-"""Which files of a model folder hold the weights, and which tensors are in them.
+"""Finds the weight files of a model folder and lists their tensors.
 
-Everything here looks at names and headers only, so that a bad checkpoint is refused before any tensor is read.
+Reads names and headers only, so that a bad checkpoint is refused before any tensor is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHER_FORMATS = (".gguf", ".h5", ".msgpack", ".onnx")
-# Copies of the weights in another layout, and weights that are no model's own.
+# Copies of the weights in another layout, and weights that do not belong to the model.
 _NOT_THE_MODEL = ("consolidated", "adapter_model", "optimizer", "scheduler")
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
@@ -93,7 +93,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _permitted_roots(folder: Path) -> list[Path]:
-    """The folder itself; in the hub's cache (models--x/snapshots/revision) also the store that its files link to."""
+    """The folder; in the hub's cache (models--x/snapshots/revision) also the blob store to which its files link."""
     real = folder.resolve()
     roots = [real]
     if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
@@ -148,7 +148,7 @@ def _list(names: list[str], most: int = 5) -> str:
 
 
 def _merge(tensors: dict[str, TensorEntry], path: Path, most_tensors: int) -> dict[str, TensorEntry]:
-    """Adds the tensors of a file, of which all files together may have `most_tensors`."""
+    """Adds the tensors of a file; all files together may have at most `most_tensors`."""
     for entry in read_header(path, most_tensors - len(tensors)):
         if entry.name in tensors:
             raise ModelError(

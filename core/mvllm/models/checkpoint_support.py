@@ -1,4 +1,4 @@
-"""Can this engine run that checkpoint? Asked before any process is started or weight is read; imports no model."""
+"""Checks that the engine supports a checkpoint, before a process is started or weights are read. Imports no model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mvllm.models.transformers_backend.supported_classes import unsupported_reas
 
 
 def check_architecture(config: ModelConfig) -> None:
-    """Refuses a checkpoint that no model class here can run.
+    """Checks that a model class or transformers supports a checkpoint's architecture.
 
-    A folder may bring Python code of its own (`auto_map`). Where the architecture is one of ours, that code is not
-    looked at; where it is not, transformers' own class is the only other way to run it.
+    A folder may contain its own Python code (`auto_map`), which is never used: an architecture runs natively, or
+    through transformers' own class.
 
     Raises:
-        ModelError: Says what was found and what is supported.
-        ConfigError: An installed plugin has it, but is not let in, or several have it.
+        ModelError: It is not supported; the message lists the supported ones.
+        ConfigError: An installed plugin has it, but is not allowed, or several have it.
     """
     if runs_natively(config):
         return
@@ -41,21 +41,21 @@ def check_architecture(config: ModelConfig) -> None:
 
 
 def runs_natively(config: ModelConfig) -> bool:
-    """Whether a class of core or of an installed plugin runs the checkpoint, and not transformers' own.
+    """Whether a class of core or of an installed plugin runs the checkpoint, not transformers' class.
 
     Raises:
-        ConfigError: An installed plugin has it, but is not let in, or several have it.
+        ConfigError: An installed plugin has it, but is not allowed, or several have it.
     """
     return config.model_impl != "transformers" and is_native(config.architecture)
 
 
 def check_quantization(config: ModelConfig, load_format: str = "auto") -> None:
-    """Refuses a quantization that there is none of, or a variant of one that is not supported.
+    """Checks that the quantization method and its variant are supported.
 
     Raises:
-        ConfigError: The setting names no method, or one that is not for this checkpoint, or a plugin's that is not let
-            in; or random weights are wanted in a form that has to be packed.
-        ModelError: The checkpoint's `quantization_config` says what is not supported.
+        ConfigError: The method is unknown, not for this checkpoint, or of a plugin that is not allowed; or
+            load_format='dummy' is set for packed weights.
+        ModelError: The checkpoint's `quantization_config` is not supported.
     """
     method = quantization_method(config)
     if load_format == "dummy" and method is not None and not method.quantizes_on_load:

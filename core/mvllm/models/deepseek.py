@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention, dense layers at first, then routed and shared experts."""
+"""DeepSeek V2 and V3: multi-head latent attention, dense first layers, then routed and shared experts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """Rotated pairs are neighbours unless the config says otherwise."""
+        """The rotary embedding is interleaved unless the config disables it."""
         hf = config.hf_config
         return LlamaOptions(
-            windows=(None,) * config.num_layers,
             mlp_bias=bool(hf.get("mlp_bias", False)),
             interleaved_rotary=bool(hf.get("rope_interleave", True)),
         )
@@ -58,25 +57,23 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
             ctx,
             f"{name}.gate",
             FusedMoE(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=routing.top_k),
-            hidden_size,
-            count,
             routing,
             correction=f"{name}.gate.e_score_correction_bias" if self.has_correction_bias else None,
             router_dtype=torch.float32,
-            beside=shared_mlp(self.config, ctx, f"{name}.shared_experts", size * num_shared, bias=bias)
+            shared_experts=shared_mlp(self.config, ctx, f"{name}.shared_experts", size * num_shared, bias=bias)
             if num_shared
             else None,
         )
 
     dense_layers = 0
-    """Layers without experts, where the config does not say."""
+    """Default of `first_k_dense_replace`: the number of layers without experts."""
     has_correction_bias = False
     """Whether the router has `e_score_correction_bias`."""
 
     def routing(self) -> Routing:
-        """The best by softmax; with `group_limited_greedy` of the groups with the best experts.
+        """Softmax routing; with `group_limited_greedy` limited to the groups with the best experts.
 
-        `norm_topk_prob` is not looked at, as transformers does not.
+        `norm_topk_prob` is ignored, as in transformers.
         """
         hf = self.config.hf_config
         method, top_k = hf.get("topk_method", "greedy"), hf.positive_int("num_experts_per_tok")
@@ -92,13 +89,13 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """`DeepseekV3ForCausalLM` of Hugging Face checkpoints, without the layers that predict further tokens."""
+    """`DeepseekV3ForCausalLM` of Hugging Face checkpoints, without the multi-token-prediction layers."""
 
     dense_layers = 3
     has_correction_bias = True
 
     def routing(self) -> Routing:
-        """The best by sigmoid, corrected for the choice, of the groups whose best two are best."""
+        """Sigmoid routing with a correction bias, limited to the groups with the best two-score sums."""
         hf = self.config.hf_config
         return Routing(
             hf.positive_int("num_experts_per_tok"),
@@ -112,7 +109,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
     def ignores(self, name: str) -> bool:
         layer = self.layer_names.match(name)
-        further = self.config.hf_config.get("num_nextn_predict_layers", 0)
-        if layer is not None and 0 <= int(layer.group(1)) - self.config.num_layers < further:
+        num_mtp_layers = self.config.hf_config.get("num_nextn_predict_layers", 0)
+        if layer is not None and 0 <= int(layer.group(1)) - self.config.num_layers < num_mtp_layers:
             return True
         return super().ignores(name)

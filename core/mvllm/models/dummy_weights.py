@@ -1,7 +1,7 @@
-"""Random weights for trying a model's shape without its checkpoint.
+"""Random weights (`load_format='dummy'`), to run a model's shape without its checkpoint.
 
-Values depend on the seed, the tensor's name and the position in the whole checkpoint tensor, so that any number of
-ranks, each reading its own rectangle, see the same model.
+Values depend on the seed, the tensor's name and the position in the whole checkpoint tensor, so that the model does not
+depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DummyTensors:
     """A checkpoint of random values.
 
     Args:
-        seed: Two with the same seed hold the same values.
+        seed: Seed of the values.
     """
 
     def __init__(self, seed: int) -> None:
@@ -49,5 +49,5 @@ class DummyTensors:
         values -= 0.5
         values *= 2 * _HALF_WIDTH
         if len(shape) == 1 and name.endswith(".weight"):
-            values += 1.0  # the gain of a norm: small gains would make every layer vanish
+            values += 1.0  # the weight of a norm: small values would make every layer's output vanish
         return values

@@ -1,6 +1,6 @@
-"""Falcon: attention and MLP side by side on one residual stream, layer norms, and queries fused with their keys.
+"""Falcon: parallel attention and MLP on one residual stream, layer norms, fused query, key and value.
 
-old architecture    one norm for both blocks; or, without `parallel_attn`, one block after the other
+old architecture    one norm for both blocks; without `parallel_attn`, sequential blocks
 new architecture    two norms, one for each block, or one for both (`num_ln_in_parallel_attn`)
 """
 
@@ -20,11 +20,11 @@ from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import LayerNorm
 from mvllm.layers.rotary import CosSinRows, RotaryEmbedding
-from mvllm.models.causal_lm import CausalLM
+from mvllm.models.causal_lm import CausalLM, layer_norm_epsilon
 
 
 class FalconAttention(nn.Module):
-    """Self-attention with rotary positions."""
+    """Self-attention with rotary position embedding."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, name: str, rotary: RotaryEmbedding) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class FalconAttention(nn.Module):
         self.qkv = QKVLinear(ctx, (f"{name}.query_key_value",), size, *heads, head_size, bias=bias, by_group=True)
         self.output = RowParallelLinear(ctx, f"{name}.dense", size, size, bias=bias)
         self.attention = Attention(ctx, self.qkv.heads, head_size, head_size**-0.5)
-        self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
+        self._rotary = [rotary]  # in a list, so that it is not registered as a submodule of every layer
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
@@ -43,12 +43,12 @@ class FalconAttention(nn.Module):
 
 
 class FalconLayer(nn.Module):
-    """Attention and MLP, side by side or one after the other."""
+    """A decoder layer: attention and MLP, in parallel or in sequence."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, rotary: RotaryEmbedding, layer: int) -> None:
         super().__init__()
         name, hf, size = f"transformer.h.{layer}", config.hf_config, config.hidden_size
-        is_new, eps = bool(hf.get("new_decoder_architecture", False)), _eps(config)
+        is_new, eps = bool(hf.get("new_decoder_architecture", False)), layer_norm_epsilon(config)
         self.parallel = is_new or bool(hf.get("parallel_attn", True))
         own_mlp_norm = hf.positive_int("num_ln_in_parallel_attn", 2) == 2 if is_new else not self.parallel
         first, second = ("ln_attn", "ln_mlp") if is_new else ("input_layernorm", "post_attention_layernorm")
@@ -73,7 +73,7 @@ class FalconForCausalLM(CausalLM):
     """`FalconForCausalLM` of Hugging Face checkpoints.
 
     Raises:
-        ModelError: Positions are told by biases on scores (ALiBi).
+        ModelError: The checkpoint uses ALiBi.
     """
 
     ties_head_by_default = True
@@ -86,14 +86,14 @@ class FalconForCausalLM(CausalLM):
         hf, size = config.hf_config, config.hidden_size
         if hf.get("alibi", False):
             raise ModelError(
-                f"{hf.source}: 'alibi' is true: this checkpoint tells positions by biases on attention scores, which "
-                "no attention backend here computes. Take a checkpoint with rotary positions (alibi: false)."
+                f"{hf.source}: 'alibi' is true: position biases on attention scores (ALiBi) are not supported. Use "
+                "a checkpoint with rotary position embedding (alibi: false)."
             )
-        self.rotary = RotaryEmbedding(ctx, RopeParameters.of(hf, config.head_size), config.max_model_len)
+        self.rotary = RotaryEmbedding(ctx, RopeParameters.from_config(hf, config.head_size), config.max_model_len)
         self.uses_prompt_lens = self.rotary.uses_prompt_lens
         self.word_embeddings = self._build_embedding(ctx, "transformer.word_embeddings", size)
         self.layers = nn.ModuleList(FalconLayer(config, ctx, self.rotary, layer) for layer in self._layer_numbers())
-        self.norm = LayerNorm(ctx, "transformer.ln_f", size, _eps(config)) if self.stage.is_last else None
+        self.norm = LayerNorm(ctx, "transformer.ln_f", size, layer_norm_epsilon(config)) if self.stage.is_last else None
         self.lm_head = self._build_head(ctx, "transformer.word_embeddings", size, self.word_embeddings)
 
     def forward(
@@ -104,20 +104,12 @@ class FalconForCausalLM(CausalLM):
         intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = intermediate if self.word_embeddings is None else self.word_embeddings(input_ids)
-        assert x is not None, "every stage but the first needs the result of the one before"
+        assert x is not None, "every pipeline stage but the first needs `intermediate`"
         angles = self.rotary.angles(positions, step.prompt_lens)
         for layer in self.layers:
             x = layer(x, angles, step)
         return x if self.norm is None else self.norm(x)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        assert self.lm_head is not None, "only the last stage makes logits"
-        return self.lm_head(hidden)
-
 
 def _has_bias(config: ModelConfig) -> bool:
     return bool(config.hf_config.get("bias", False))
-
-
-def _eps(config: ModelConfig) -> float:
-    return config.hf_config.positive_number("layer_norm_epsilon", 1e-5)

@@ -1,6 +1,7 @@
-"""Gemma 2: Llama with norms before and after each block, capped scores and logits, and a window on every other layer.
+"""Gemma 2: Llama with norms before and after each block, soft-capped scores and logits, windows on every other layer.
 
-Norms hold their gain less one, embeddings are scaled by the root of their size, and scores by a number of the config's.
+Checkpoints store the norms' weights minus one. Embeddings are scaled by the square root of their size, and attention
+scores by `query_pre_attn_scalar`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """The first layer of each two has the window."""
+        """Even layers have a window."""
         windows = layer_windows(config, lambda layer: layer % 2 == 1)
         caps = (
             number_or_default(config, "attn_logit_softcapping", 50.0),
@@ -37,16 +38,16 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
 
 def gemma_options(config: ModelConfig) -> dict[str, Any]:
-    """The options that Gemma 2 and 3 have in common.
+    """The options that Gemma 2 and 3 share.
 
     Raises:
-        ModelError: The checkpoint's tokens see those after them.
+        ModelError: The checkpoint uses bidirectional attention.
     """
     hf = config.hf_config
     if hf.get("use_bidirectional_attention", False):
         raise ModelError(
-            f"{hf.source}: use_bidirectional_attention is set, so that tokens attend to those after them. Only models "
-            "that generate from left to right are supported."
+            f"{hf.source}: use_bidirectional_attention is set, which is not supported. Use a checkpoint with causal "
+            "attention."
         )
     bias = bool(hf.get("attention_bias", False))
     return {
@@ -61,7 +62,7 @@ def gemma_options(config: ModelConfig) -> dict[str, Any]:
 
 
 def number_or_default(config: ModelConfig, key: str, absent: float | None) -> float | None:
-    """The number of `key`; None where it is null, `absent` where the key is not there at all."""
+    """The number of `key`; None if it is null, `absent` if the config does not have the key."""
     hf = config.hf_config
     if key not in hf.as_dict():
         return absent

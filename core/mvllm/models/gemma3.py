@@ -1,6 +1,6 @@
-"""Gemma 3, its language model: Gemma 2 with norms on queries and keys in the place of caps, and two rotary bases.
+"""Gemma 3 language model: Gemma 2 with norms on queries and keys instead of soft caps, and two RoPE bases.
 
-Five layers of six have a window, and rotate at the pace of short texts; the sixth sees all, and rotates more slowly.
+Five of six layers have a window and a small RoPE base; the sixth has full attention and a large base.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
 
 
 def _ropes(config: ModelConfig) -> tuple[RopeParameters, RopeParameters]:
-    """Rotary settings of layers without and with a window. A scaling in the old spelling is for those without."""
+    """RoPE parameters of layers without and with a window. A scaling in the old format applies to those without."""
     hf, settings = config.hf_config, rope_settings(config.hf_config)
     by_type = settings if settings_by_type(settings) else {"full_attention": settings}
     thetas = {
@@ -44,7 +44,7 @@ def _ropes(config: ModelConfig) -> tuple[RopeParameters, RopeParameters]:
         "sliding_attention": hf.positive_number("rope_local_base_freq", _LOCAL_THETA),
     }
     full, local = (
-        RopeParameters.of(hf, config.head_size, settings={"rope_theta": theta, **(by_type.get(kind) or {})})
+        RopeParameters.from_config(hf, config.head_size, settings={"rope_theta": theta, **(by_type.get(kind) or {})})
         for kind, theta in thetas.items()
     )
     return full, local

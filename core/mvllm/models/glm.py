@@ -1,4 +1,4 @@
-"""GLM-4, both forms: Llama with half of each head rotated, in pairs of neighbours; the newer has norms after blocks."""
+"""GLM-4 in both versions: Llama with interleaved rotary embedding of half of each head; Glm4 adds output norms."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ class GlmForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """Biases on query, key and value, unless the config says no."""
+        """Query, key and value have biases unless the config disables them."""
         hf = config.hf_config
         return LlamaOptions(
-            windows=(None,) * config.num_layers,
             qkv_bias=bool(hf.get("attention_bias", True)),
             fused_gate_up=True,
             eps=hf.positive_number("rms_norm_eps", 1.5625e-7),
-            rope=RopeParameters.of(hf, config.head_size, partial=0.5),
+            rope=RopeParameters.from_config(hf, config.head_size, partial=0.5),
             interleaved_rotary=True,
         )
 
@@ -31,6 +30,6 @@ class Glm4ForCausalLM(GlmForCausalLM):
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """The older form's, with norms on what blocks give."""
+        """GLM's options, with norms on the blocks' outputs."""
         norms = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
         return replace(super().options(config), norms=norms)

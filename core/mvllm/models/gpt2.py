@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, layer norm before each block, a plain MLP; matrices are stored as [in, out]."""
+"""GPT-2: learned position embeddings, layer norm before each block, an MLP without gate; matrices are [in, out]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mvllm.layers.embedding import Embedding
 from mvllm.layers.linear import QKVLinear, RowParallelLinear
 from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import LayerNorm
-from mvllm.models.causal_lm import CausalLM
+from mvllm.models.causal_lm import CausalLM, layer_norm_epsilon
 
 
 class GPT2Attention(nn.Module):
@@ -41,11 +41,11 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2Layer(nn.Module):
-    """Attention and MLP, each behind a norm."""
+    """A decoder layer: attention and MLP, with a norm before each."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__()
-        name, hf, size, eps = f"transformer.h.{layer}", config.hf_config, config.hidden_size, _eps(config)
+        name, hf, size, eps = f"transformer.h.{layer}", config.hf_config, config.hidden_size, layer_norm_epsilon(config)
         self.attention_norm = LayerNorm(ctx, f"{name}.ln_1", size, eps)
         self.attention = GPT2Attention(config, ctx, f"{name}.attn", layer)
         self.mlp_norm = LayerNorm(ctx, f"{name}.ln_2", size, eps)
@@ -73,7 +73,7 @@ class GPT2LMHeadModel(CausalLM):
     layer_names = re.compile(r"transformer\.h\.(\d+)\.")
     first_stage_names = ("transformer.wte.", "transformer.wpe.")
     last_stage_names = ("transformer.ln_f.",)
-    ignored_names = re.compile(r"\.attn\.(masked_)?bias$")  # causal masks that old checkpoints carry
+    ignored_names = re.compile(r"\.attn\.(masked_)?bias$")  # causal masks in old checkpoints
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
         super().__init__(config, ctx)
@@ -82,7 +82,7 @@ class GPT2LMHeadModel(CausalLM):
         self.wte = self._build_embedding(ctx, "transformer.wte", size)
         self.wpe = Embedding(ctx, "transformer.wpe", num_positions, size) if stage.is_first else None
         self.layers = nn.ModuleList(GPT2Layer(config, ctx, layer) for layer in self._layer_numbers())
-        self.norm = LayerNorm(ctx, "transformer.ln_f", size, _eps(config)) if stage.is_last else None
+        self.norm = LayerNorm(ctx, "transformer.ln_f", size, layer_norm_epsilon(config)) if stage.is_last else None
         self.lm_head = self._build_head(ctx, "transformer.wte", size, self.wte)
 
     def forward(
@@ -95,15 +95,7 @@ class GPT2LMHeadModel(CausalLM):
         x = intermediate
         if self.wte is not None and self.wpe is not None:
             x = self.wte(input_ids) + self.wpe(positions)
-        assert x is not None, "every stage but the first needs the result of the one before"
+        assert x is not None, "every pipeline stage but the first needs `intermediate`"
         for layer in self.layers:
             x = layer(x, step)
         return x if self.norm is None else self.norm(x)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        assert self.lm_head is not None, "only the last stage makes logits"
-        return self.lm_head(hidden)
-
-
-def _eps(config: ModelConfig) -> float:
-    return config.hf_config.positive_number("layer_norm_epsilon", 1e-5)

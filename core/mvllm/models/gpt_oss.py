@@ -1,4 +1,4 @@
-"""GPT-OSS: attention with sinks, over windows on every other layer, and experts with biases and clamped gates."""
+"""GPT-OSS: attention with sinks, windows on every other layer, and experts with biases and clamped gates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """Without `layer_types`, the first of every two layers has a window."""
+        """Without `layer_types`, even layers have a window."""
         windows = layer_windows(config, lambda layer: layer % 2 == 1)
         bias = bool(config.hf_config.get("attention_bias", True))
         return LlamaOptions(windows=windows, qkv_bias=bias, output_bias=bias, sinks=True)
@@ -38,4 +38,4 @@ class GptOssForCausalLM(LlamaForCausalLM):
             limit=hf.positive_number("swiglu_limit", 7.0),
         )
         routing = Routing(top_k, "softmax_of_chosen")
-        return SparseMoeBlock(ctx, f"{name}.router", experts, hidden_size, count, routing, bias=True)
+        return SparseMoeBlock(ctx, f"{name}.router", experts, routing, bias=True)

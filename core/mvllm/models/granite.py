@@ -1,4 +1,4 @@
-"""Granite: Llama with a multiplier at each of four places: embeddings, scores, residual sums, logits."""
+"""Granite: Llama with multipliers on embeddings, attention scores, residual sums and logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """Llama's, with the multipliers; each is one where the config lacks it."""
+        """Llama's options with the multipliers; 1 if the config does not have one."""
         hf = config.hf_config
         return replace(
             super().options(config),

@@ -1,4 +1,4 @@
-"""Which layers have a sliding window, in families that mix layers with and without one."""
+"""The sliding window of each layer, in families that mix layers with and without one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from mvllm.config.model import ModelConfig
 from mvllm.errors import ModelError
 
 
-def layer_windows(config: ModelConfig, is_full: Callable[[int], bool]) -> tuple[int | None, ...]:
+def layer_windows(config: ModelConfig, is_full: Callable[[int], bool] | None = None) -> tuple[int | None, ...]:
     """Sliding window of each layer, or None: `layer_types` names the layers that have one.
 
     Args:
         config: The checkpoint.
-        is_full: Whether a layer attends to everything, where the config has no `layer_types`.
+        is_full: Whether a layer has no window, where the config has no `layer_types`. None: layers below
+            `max_window_layers` have none.
 
     Raises:
         ModelError: `layer_types` does not fit the model.
@@ -21,6 +22,8 @@ def layer_windows(config: ModelConfig, is_full: Callable[[int], bool]) -> tuple[
     hf, window = config.hf_config, config.sliding_window
     types = hf.get("layer_types")
     if types is None:
+        stop = hf.get("max_window_layers", 28)
+        is_full = is_full or (lambda layer: bool(layer < stop))
         return tuple(None if is_full(layer) else window for layer in range(config.num_layers))
     names = {"full_attention": None, "sliding_attention": window, "attention": None}
     listed = isinstance(types, list) and all(isinstance(kind, str) for kind in types)

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and the common ground of the many families that descend from it: each says in what it differs."""
+"""Llama 2 and 3, and the base of the families derived from it, which differ in LlamaOptions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mvllm.models.causal_lm import CausalLM
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """Checkpoint names of a layer's norms; None where it has none.
+    """Checkpoint names of a layer's norms; None for a norm that the layer does not have.
 
     Attributes:
-        before_attention, before_mlp: Of what goes in.
-        after_attention, after_mlp: Of what comes out, before it is added to the residual stream.
+        before_attention, before_mlp: Norms of the block's input.
+        after_attention, after_mlp: Norms of the block's output, before it is added to the residual stream.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -35,29 +35,29 @@ class LayerNorms:
 
 @dataclass(frozen=True)
 class LlamaOptions:
-    """In what the families differ.
+    """The settings in which the families differ.
 
     Attributes:
-        windows: Sliding window of each layer, or None.
+        windows: Sliding window of each layer, None for a layer without one; empty where no layer has one.
         qkv_bias, output_bias, mlp_bias: Which linear layers have biases.
-        qk_norm: Queries and keys are normalised per head before they are rotated.
-        qk_width_norm: They are normalised over all heads together.
-        fused_qkv, fused_gate_up: The checkpoint has these as one matrix, `qkv_proj` and `gate_up_proj`.
+        qk_norm: Queries and keys are normalised per head before the rotary embedding.
+        qk_width_norm: Queries and keys are normalised over all heads together.
+        fused_qkv, fused_gate_up: The checkpoint stores these as one matrix, `qkv_proj` and `gate_up_proj`.
         norms: Which norms a layer has.
-        norm, eps: What kind they are, and what is added under their root; None reads `rms_norm_eps`.
+        norm, eps: Class and epsilon of the norms; None reads `rms_norm_eps`.
         hidden_act: Activation of the MLP; None reads `hidden_act`.
-        rope: Rotary settings; None reads them as the config has them.
-        local_rope: Those of the layers with a window, where they have their own.
+        rope: RoPE parameters; None reads them from the config.
+        local_rope: RoPE parameters of the layers with a window, if they differ.
         interleaved_rotary: As in RotaryEmbedding.
-        attention_scale: Factor on query-key products; None is one over the root of the head's size.
-        soft_cap: Of query-key products, as in AttentionSpec.
+        attention_scale: Factor on query-key products; None means 1 / sqrt(head_size).
+        soft_cap: Soft cap of query-key products, as in AttentionSpec.
         sinks: Each query head has a learned extra logit.
         embedding_scale: Factor on embeddings, rounded to the compute dtype.
-        residual_scale: Factor on what a block adds to the residual stream.
-        logits_scale, logits_soft_cap: Logits are divided by the one, then capped as the products of attention are.
+        residual_scale: Factor on a block's output before it is added to the residual stream.
+        logits_scale, logits_soft_cap: Logits are divided by the first, then soft-capped by the second.
     """
 
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...] = ()
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -80,9 +80,13 @@ class LlamaOptions:
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
 
+    def window(self, layer: int) -> int | None:
+        """Sliding window of one layer, or None."""
+        return self.windows[layer] if self.windows else None
+
 
 class LlamaAttention(nn.Module):
-    """Self-attention with rotary positions."""
+    """Self-attention with rotary position embedding."""
 
     def __init__(
         self,
@@ -121,11 +125,11 @@ class LlamaAttention(nn.Module):
             self.qkv.heads,
             head_size,
             scale,
-            sliding_window=options.windows[layer],
+            sliding_window=options.window(layer),
             soft_cap=options.soft_cap,
             sinks=None if self.sinks is None else self.sinks.weight,
         )
-        self._rotary = [rotary]  # in a list: it belongs to the model, not to every layer
+        self._rotary = [rotary]  # in a list, so that it is not registered as a submodule of every layer
 
     def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
@@ -139,7 +143,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Attention and MLP, with norms before or after them, on a residual stream."""
+    """A decoder layer: attention and MLP with norms before or after them, on a residual stream."""
 
     def __init__(
         self,
@@ -167,7 +171,7 @@ class LlamaLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, angles: CosSinRows, step: ForwardStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes and returns the last block's output and the residual stream before it was added."""
+        """Takes and returns the last block's output and the residual stream without that output."""
         x, residual = _add_norm(self.input_norm, x, residual)
         x = self._result(self.attention_result_norm, self.attention(x, angles, step))
         x, residual = _add_norm(self.mlp_norm, x, residual)
@@ -191,7 +195,7 @@ class LlamaForCausalLM(CausalLM):
         def rotary(rope: RopeParameters) -> RotaryEmbedding:
             return RotaryEmbedding(ctx, rope, config.max_model_len, interleaved=options.interleaved_rotary)
 
-        self.rotary = rotary(options.rope or RopeParameters.of(config.hf_config, config.head_size))
+        self.rotary = rotary(options.rope or RopeParameters.from_config(config.hf_config, config.head_size))
         self.local_rotary = None if options.local_rope is None else rotary(options.local_rope)
         self.uses_prompt_lens = any(r is not None and r.uses_prompt_lens for r in (self.rotary, self.local_rotary))
         self.embed_tokens = self._build_embedding(ctx, "model.embed_tokens", config.hidden_size)
@@ -213,10 +217,9 @@ class LlamaForCausalLM(CausalLM):
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """What this family's layers look like."""
+        """The options of this family."""
         attention_bias = bool(config.hf_config.get("attention_bias", False))
         return LlamaOptions(
-            windows=(None,) * config.num_layers,
             qkv_bias=attention_bias,
             output_bias=attention_bias,
             mlp_bias=bool(config.hf_config.get("mlp_bias", False)),
@@ -225,11 +228,11 @@ class LlamaForCausalLM(CausalLM):
     def build_attention(
         self, ctx: BuildContext, options: LlamaOptions, rotary: RotaryEmbedding, layer: int
     ) -> nn.Module:
-        """The attention of a layer: called as LlamaAttention is."""
+        """The attention of a layer; `forward` as in LlamaAttention."""
         return LlamaAttention(self.config, ctx, options, rotary, layer)
 
     def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
-        """What follows the attention of a layer: [T, hidden_size] to [T, hidden_size]."""
+        """The MLP of a layer: [T, hidden_size] to [T, hidden_size]."""
         hf = self.config.hf_config
         return GatedMLP(
             ctx,
@@ -249,7 +252,7 @@ class LlamaForCausalLM(CausalLM):
         intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x = intermediate if self.embed_tokens is None else self._embed(input_ids)
-        assert x is not None, "every stage but the first needs the result of the one before"
+        assert x is not None, "every pipeline stage but the first needs `intermediate`"
         angles = {r: r.angles(positions, step.prompt_lens) for r in (self.rotary, self.local_rotary) if r is not None}
         residual = None
         for number, layer in zip(self._layer_numbers(), self.layers, strict=True):
@@ -258,30 +261,29 @@ class LlamaForCausalLM(CausalLM):
         return x + residual if self.norm is None else self.norm.add_norm(x, residual)[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        assert self.lm_head is not None, "only the last stage makes logits"
-        logits, cap = self.lm_head(hidden), self.family.logits_soft_cap
+        logits, cap = super().compute_logits(hidden), self.family.logits_soft_cap
         if self.family.logits_scale != 1.0:
             logits = logits / self.family.logits_scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        assert self.embed_tokens is not None, "only the first stage embeds tokens"
+        assert self.embed_tokens is not None, "only the first pipeline stage embeds tokens"
         x = self.embed_tokens(input_ids)
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def _rotary_of(self, layer: int) -> RotaryEmbedding:
-        if self.local_rotary is None or self.family.windows[layer] is None:
+        if self.local_rotary is None or self.family.window(layer) is None:
             return self.rotary
         return self.local_rotary
 
 
 def norm_eps(config: ModelConfig, options: LlamaOptions) -> float:
-    """What a family's norms add under their root."""
+    """Epsilon of the family's norms."""
     return config.hf_config.positive_number("rms_norm_eps", 1e-6) if options.eps is None else options.eps
 
 
 def _add_norm(norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The residual stream with `x` added to it, normalised where there is a norm, and as it is."""
+    """The sum of residual stream and `x`: normalised (if there is a norm), and unchanged."""
     if norm is not None:
         return norm.add_norm(x, residual)
     total = x if residual is None else residual + x

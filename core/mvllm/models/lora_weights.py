@@ -1,4 +1,4 @@
-"""Reads a LoRA adapter for the layers of one rank's model."""
+"""Loads a LoRA adapter's matrices for the layers of one rank."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 def load_lora_weights(
     adapter: PeftAdapter, model: CausalLM, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype
 ) -> dict[str, LoRALayerWeights]:
-    """The adapter's matrices for the layers that this rank has, by checkpoint module; each whole, on the host.
+    """The adapter's matrices for the layers of this rank, by checkpoint module; each unsharded, on the host.
 
-    Everything is compared with the layers before data is read, so that no file makes this rank claim more memory than
-    the layers ask for.
+    Shapes are compared with the layers before data is read, so that no file makes this rank allocate more memory than
+    the layers need.
 
     Args:
         adapter: Its description.
         model: The model on this rank.
-        shapes: (out_features, in_features) of the matrices of all its layers that take adapters, by module.
+        shapes: (out_features, in_features) of the matrices of all its layers that support LoRA, by module.
         dtype: Compute dtype.
 
     Raises:
@@ -49,8 +49,8 @@ def load_lora_weights(
     missing = [name for name in shapes if name not in ours and _is_target(name, adapter.targets)]
     if missing:
         raise ModelError(
-            f"{adapter.path} is incomplete: it has nothing for {missing[0]!r}, which the target_modules of its "
-            f"configuration name ({len(missing)} such in all)."
+            f"{adapter.path} is incomplete: it has no matrices for {missing[0]!r}, which target_modules in its "
+            f"configuration lists ({len(missing)} missing in all). Download or copy it again."
         )
     with SafetensorsReader(adapter.path) as reader:
         return {name: _read(reader, module, dtype) for name, module in ours.items()}
@@ -75,7 +75,7 @@ def _tensor(reader: SafetensorsReader, entry: TensorEntry) -> torch.Tensor:
 
 
 def _model_module_name(name: str, shapes: Mapping[str, tuple[int, int]]) -> str | None:
-    """The name under which the model has a module; adapters of its part below the head leave out a first component."""
+    """The model's name of a module; adapters of the model without head omit its first component."""
     if name in shapes:
         return name
     first_components = {known.split(".", 1)[0] for known in shapes}
@@ -83,7 +83,7 @@ def _model_module_name(name: str, shapes: Mapping[str, tuple[int, int]]) -> str 
 
 
 def _is_on_another_stage(name: str, model: CausalLM, shapes: Iterable[str]) -> bool:
-    """Whether a module belongs to another pipeline stage, which will look at it."""
+    """Whether a module belongs to another pipeline stage, which checks it."""
     if model.stage.is_first and model.stage.is_last:
         return False
     firsts = {known.split(".", 1)[0] + "." for known in shapes}
@@ -98,6 +98,6 @@ def _unknown(name: str, adapter: PeftAdapter, shapes: Mapping[str, tuple[int, in
     nearest = difflib.get_close_matches(name[:200], shapes, n=1, cutoff=0.6)
     hint = f" The nearest that it has is {nearest[0]!r}." if nearest else ""
     return (
-        f"{adapter.path} adapts {name[:200]!r}, which this model does not have as a linear layer that takes adapters "
-        f"(embeddings, heads and fused experts take none).{hint}"
+        f"{adapter.path} adapts {name[:200]!r}, which is not a linear layer of this model that supports LoRA "
+        f"(embeddings, heads and fused experts do not).{hint}"
     )

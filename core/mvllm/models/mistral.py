@@ -11,5 +11,5 @@ class MistralForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """No biases; the window, where there is one, counts on every layer."""
+        """No biases; the window, if any, applies to every layer."""
         return LlamaOptions(windows=(config.sliding_window,) * config.num_layers)

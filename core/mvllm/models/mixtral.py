@@ -1,25 +1,20 @@
-"""Mixtral: Mistral with eight experts in the place of the MLP."""
+"""Mixtral: Mistral with experts instead of the MLP."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from mvllm.config.model import ModelConfig
 from mvllm.layers.context import BuildContext
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.routing import Routing
 from mvllm.layers.sparse_moe_block import SparseMoeBlock
-from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
+from mvllm.models.llama import LlamaOptions
+from mvllm.models.mistral import MistralForCausalLM
 from mvllm.models.moe_config import check_activation
 
 
-class MixtralForCausalLM(LlamaForCausalLM):
+class MixtralForCausalLM(MistralForCausalLM):
     """`MixtralForCausalLM` of Hugging Face checkpoints."""
-
-    @classmethod
-    def options(cls, config: ModelConfig) -> LlamaOptions:
-        """No biases; the window, where there is one, counts on every layer."""
-        return LlamaOptions(windows=(config.sliding_window,) * config.num_layers)
 
     def build_mlp(self, ctx: BuildContext, options: LlamaOptions, layer: int) -> nn.Module:
         hf, name, hidden_size = self.config.hf_config, f"model.layers.{layer}.block_sparse_moe", self.config.hidden_size
@@ -34,4 +29,4 @@ class MixtralForCausalLM(LlamaForCausalLM):
             top_k=top_k,
             names=("w1", "w3", "w2"),
         )
-        return SparseMoeBlock(ctx, f"{name}.gate", experts, hidden_size, num_experts, Routing(top_k, normalize=True))
+        return SparseMoeBlock(ctx, f"{name}.gate", experts, Routing(top_k, normalize=True))

@@ -1,4 +1,4 @@
-"""What families with experts read from their config.json alike."""
+"""Helpers for families with experts: checks of config.json, and the shared-expert MLP."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from mvllm.layers.mlp import GatedMLP
 
 
 def check_activation(hf: HFConfig) -> None:
-    """Refuses experts that are not gated by silu.
+    """Checks that experts use silu.
 
     Raises:
-        ModelError: Says what was found.
+        ModelError: They use another activation.
     """
     name = hf.get("hidden_act", "silu")
     if not isinstance(name, str) or ACTIVATIONS.get(name) != "silu":
-        raise ModelError(f"{hf.source}: experts gated by {name!r} are not supported, those gated by 'silu' are.")
+        raise ModelError(f"{hf.source}: hidden_act is {name!r}, but experts are supported with 'silu' only.")
 
 
 def num_experts(hf: HFConfig, *keys: str) -> int:
-    """Experts of a layer, under the first of `keys` that is there.
+    """Number of experts of a layer, from the first of `keys` that the config has.
 
     Raises:
-        ModelError: None is, or it holds something else.
+        ModelError: The config has none of them, or the value is not a positive integer.
     """
     return hf.positive_int(next((key for key in keys if key in hf), keys[0]))
 
 
 def shared_mlp(config: ModelConfig, ctx: BuildContext, name: str, size: int, *, bias: bool = False) -> GatedMLP:
-    """An MLP beside the experts, which every token passes, of inner size `size`."""
+    """The MLP of the shared experts, with inner size `size`."""
     return GatedMLP(ctx, name, config.hidden_size, size, config.hf_config.get("hidden_act", "silu"), bias=bias)

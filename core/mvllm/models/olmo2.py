@@ -11,10 +11,9 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """Biases are the attention's, and come together or not at all."""
+        """The attention has biases on all its projections or on none."""
         bias = bool(config.hf_config.get("attention_bias", False))
         return LlamaOptions(
-            windows=(None,) * config.num_layers,
             qkv_bias=bias,
             output_bias=bias,
             qk_width_norm=True,

@@ -1,4 +1,4 @@
-"""OPT: learned positions, layer norms before or after each block, a plain MLP."""
+"""OPT: learned position embeddings, layer norms before or after each block, an MLP without gate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mvllm.layers.mlp import MLP
 from mvllm.layers.norm import LayerNorm
 from mvllm.models.causal_lm import CausalLM
 
-_POSITION_OFFSET = 2  # the first two rows of the position table stand for padding
+_POSITION_OFFSET = 2  # the first two rows of the position table are for padding
 _EPS = 1e-5
 
 
@@ -39,7 +39,7 @@ class OPTAttention(nn.Module):
 
 
 class OPTLayer(nn.Module):
-    """Attention and MLP; the norm of each stands before it, or, in some sizes, after its residual sum."""
+    """A decoder layer with a norm before each block, or, in some model sizes, after each residual sum."""
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, layer: int) -> None:
         super().__init__()
@@ -132,10 +132,6 @@ class OPTForCausalLM(CausalLM):
         if self.final_norm is not None:
             x = self.final_norm(x)
         return x if self.project_out is None else self.project_out(x)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        assert self.lm_head is not None, "only the last stage makes logits"
-        return self.lm_head(hidden)
 
     def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert self.embed_tokens is not None and self.embed_positions is not None, "only the first stage embeds tokens"

@@ -1,12 +1,11 @@
-"""A LoRA adapter as PEFT saves it: a folder, believed only after everything in it has been checked.
+"""Reads and checks the description of a LoRA adapter in PEFT format.
 
-    adapter_config.json          r, lora_alpha, ... : what is multiplied with what factor
+    adapter_config.json          r, lora_alpha, ... : rank and scale
     adapter_model.safetensors    base_model.model.<module>.lora_A.weight    [r, in_features]
                                  base_model.model.<module>.lora_B.weight    [out_features, r]
 
-The module's matrix becomes W + scale · B · A. What changes the model in another way (DoRA, biases, whole modules
-trained anew) is refused by name: leaving it out would give other answers than those that the adapter was trained for.
-Reads no tensor data, and needs no torch.
+The module's matrix becomes W + scale · B · A. Other changes of the model (DoRA, biases, fully trained modules) are
+refused, since ignoring them would give wrong results. Reads no tensor data, and needs no torch.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ _REFUSED = {
     "alora_invocation_tokens": "activation at a token",
     "arrow_config": "routing among adapters",
 }
-"""Keys of the config that, unless empty, stand for what is not added to a linear layer."""
+"""Keys of the config that, unless empty, request something unsupported."""
 
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "orthogonal_base")
-"""Ways to begin that take something out of the model's own weights."""
+"""Initialisations that change the base model's weights."""
 
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 100
@@ -57,12 +56,12 @@ _shown.maxstring = _shown.maxother = 100
 
 @dataclass(frozen=True)
 class LoRAModule:
-    """What an adapter adds to one linear layer.
+    """An adapter's matrices for one linear layer.
 
     Attributes:
         name: The checkpoint module.
         down, up: The tensors A [r, in_features] and B [out_features, r].
-        scale: What their product is multiplied with.
+        scale: Factor on their product.
     """
 
     name: str
@@ -78,13 +77,12 @@ class LoRAModule:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter whose description has been checked.
+    """A checked description of an adapter.
 
     Attributes:
-        path: Its weights.
-        modules: What it adds to, by name.
-        targets: Names or ends of names of the modules that it says it adds to, where it has a list of them and means
-            every layer; else empty.
+        path: The file with its weights.
+        modules: Its modules, by name.
+        targets: `target_modules`: names or name suffixes of its modules, if it is a list for all layers; else empty.
     """
 
     path: Path
@@ -96,17 +94,17 @@ def read_peft_adapter(folder: str, max_rank: int) -> PeftAdapter:
     """Reads the description of an adapter.
 
     Args:
-        folder: Where it lies.
-        max_rank: Largest rank that is taken.
+        folder: The adapter's folder.
+        max_rank: Largest supported rank.
 
     Raises:
-        ModelError: It cannot be read, is damaged, or is not of the supported kind; says what was found.
+        ModelError: It cannot be read, is damaged, or is not supported; says what was found.
     """
     path = Path(folder).expanduser()
     try:
         is_folder = path.is_dir()
-    except (OSError, ValueError) as e:  # a name that is none
-        raise ModelError(f"The adapter folder {_shown.repr(folder)} cannot be looked at: {e}") from e
+    except (OSError, ValueError) as e:  # an invalid path
+        raise ModelError(f"The adapter folder {_shown.repr(folder)} cannot be read: {e}") from e
     if not is_folder:
         raise ModelError(
             f"There is no adapter folder {_shown.repr(folder)}. Give the path of a folder with {CONFIG_NAME} and "
@@ -239,18 +237,18 @@ def _scale_of(config: Mapping[str, Any], name: str, rank: int, path: Path) -> fl
 
 
 def _of_pattern(config: Mapping[str, Any], key: str, name: str, path: Path) -> Any:
-    """What a pattern says of a module; the first of its keys that fits counts."""
+    """The value of `rank_pattern` or `alpha_pattern` for a module: that of the first matching key."""
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
         raise ModelError(f"{path / CONFIG_NAME}: {key} should be an object, found {_shown.repr(patterns)}.")
     for pattern, value in patterns.items():
-        if not _LITERAL.fullmatch(pattern):  # an expression of a stranger's could take forever
+        if not _LITERAL.fullmatch(pattern):  # a regular expression of an untrusted file could take forever
             raise ModelError(
                 f"{path / CONFIG_NAME}: {key} has {_shown.repr(pattern)}. Only names and ends of names are supported, "
                 "no regular expressions."
             )
-        wanted = pattern.strip("^$")
-        if name == wanted or (not pattern.startswith("^") and name.endswith(f".{wanted}")):
+        suffix = pattern.strip("^$")
+        if name == suffix or (not pattern.startswith("^") and name.endswith(f".{suffix}")):
             return value
     return None
 
@@ -264,7 +262,7 @@ def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def folder_fingerprint(folder: str) -> tuple[int, ...]:
-    """Changes when somebody writes to an adapter's files. Empty where they cannot be looked at."""
+    """Sizes and modification times of an adapter's files; empty if they cannot be read."""
     try:
         found = [os.stat(Path(folder).expanduser() / name) for name in (CONFIG_NAME, WEIGHTS_NAME)]
     except (OSError, ValueError):

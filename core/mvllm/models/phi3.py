@@ -1,7 +1,7 @@
-"""Phi-3 and Phi-4: Llama with its projections fused in the checkpoint; LongRoPE, part of a head rotated, a window.
+"""Phi-3 and Phi-4: Llama with fused projections in the checkpoint, LongRoPE, partial rotary embedding and a window.
 
-Sequences that begin within the original context keep the short frequencies for what they wrote there when they grow
-beyond it (see RotaryEmbedding); nothing is computed again.
+A sequence that starts within the original context keeps the short frequencies of its cached keys when it grows beyond
+that context (see RotaryEmbedding); keys are not recomputed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class Phi3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """No biases; the window, where there is one, counts on every layer."""
+        """No biases; the window, if any, applies to every layer."""
         return LlamaOptions(
             windows=(config.sliding_window,) * config.num_layers,
             fused_qkv=True,
             fused_gate_up=True,
             eps=config.hf_config.positive_number("rms_norm_eps", 1e-5),
-            rope=RopeParameters.of(config.hf_config, config.head_size, partial=1.0),
+            rope=RopeParameters.from_config(config.hf_config, config.head_size, partial=1.0),
         )

@@ -1,4 +1,4 @@
-"""What models have in common that generate nothing: no head that gives tokens, and perhaps one that gives scores."""
+"""Base classes of models that return embeddings or class scores and have no language-model head."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import torch
 from torch import nn
 
+from mvllm.config.model import ModelConfig
 from mvllm.layers.context import BuildContext
 from mvllm.layers.embedding import LMHead, VocabEmbedding
 from mvllm.layers.linear import ReplicatedLinear
@@ -14,12 +15,15 @@ from mvllm.models.causal_lm import CausalLM
 
 
 class PoolingModel(CausalLM):
-    """A model without its language-model head. Stands before the class of a decoder, whose head is then not built."""
+    """A model without its language-model head.
+
+    As the first base before a decoder's class it keeps that class from building the head.
+    """
 
     ignored_names = re.compile(r"^lm_head\.|(^|\.)rotary_emb\.inv_freq$")
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("requests for tokens are refused at the door")
+        raise AssertionError("a pooling model has no language-model head")
 
     def _build_head(
         self, ctx: BuildContext, embedding_name: str, size: int, embedding: VocabEmbedding | None
@@ -27,13 +31,23 @@ class PoolingModel(CausalLM):
         return None
 
 
+class SequenceClassificationModel(PoolingModel):
+    """A decoder with a linear head (`score`) over the last hidden state of each prompt."""
+
+    def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
+        super().__init__(config, ctx)
+        self.last_stage_names = (*self.last_stage_names, "score.")
+        if self.stage.is_last:
+            self.scores = ScoreHead(ctx, config.hidden_size, config.kind.num_labels)
+
+
 class ScoreHead(nn.Module):
-    """Scores of a decoder's last state: one matrix.
+    """The linear head of a SequenceClassificationModel.
 
     Args:
         ctx: Build context.
-        hidden_size: Of the model.
-        num_labels: Scores.
+        hidden_size: Hidden size of the model.
+        num_labels: Number of classes.
     """
 
     def __init__(self, ctx: BuildContext, hidden_size: int, num_labels: int) -> None:

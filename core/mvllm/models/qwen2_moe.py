@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 with experts, and beside them one that every token visits, weighted by a gate of its own."""
+"""Qwen2-MoE: Qwen2 with experts and one shared expert, which has a gate."""
 
 from __future__ import annotations
 
@@ -36,27 +36,26 @@ class Qwen2MoeForCausalLM(LlamaForCausalLM):
         hidden_size, size = self.config.hidden_size, hf.positive_int("moe_intermediate_size")
         experts = FusedMoE(ctx, f"{name}.experts", hidden_size, size, num_experts=count, top_k=top_k)
         routing = Routing(top_k, normalize=bool(hf.get("norm_topk_prob", False)))
-        beside = self.build_shared(ctx, name)
-        return SparseMoeBlock(ctx, f"{name}.gate", experts, hidden_size, count, routing, beside=beside)
+        return SparseMoeBlock(ctx, f"{name}.gate", experts, routing, shared_experts=self.build_shared(ctx, name))
 
     def build_shared(self, ctx: BuildContext, name: str) -> nn.Module | None:
-        """What stands beside the experts of the block `name`."""
+        """The shared expert of the block `name`; None where the family has none."""
         return SharedExpert(self.config, ctx, name)
 
     def _is_sparse(self, layer: int) -> bool:
         hf = self.config.hf_config
         dense = hf.get("mlp_only_layers", [])
         if not isinstance(dense, list) or not all(isinstance(number, int) for number in dense):
-            raise ModelError(f"{hf.source}: 'mlp_only_layers' should be a list of numbers of layers, found {dense!r}.")
+            raise ModelError(f"{hf.source}: 'mlp_only_layers' should be a list of layer numbers, found {dense!r}.")
         return layer not in dense and (layer + 1) % hf.positive_int("decoder_sparse_step", 1) == 0
 
 
 class SharedExpert(nn.Module):
-    """An MLP for every token, times the sigmoid of a gate.
+    """An MLP that is applied to every token, times the sigmoid of a gate.
 
     Args:
-        config, ctx: As models take them.
-        name: The checkpoint module of the block.
+        config, ctx: As for models.
+        name: The checkpoint module of the MoE block.
     """
 
     def __init__(self, config: ModelConfig, ctx: BuildContext, name: str) -> None:

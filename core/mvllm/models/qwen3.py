@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mvllm.config.model import ModelConfig
+from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
-from mvllm.models.qwen2 import layer_windows
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

@@ -15,11 +15,11 @@ class Qwen3MoeForCausalLM(Qwen2MoeForCausalLM):
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
-        """Queries and keys are normalised; the window, where there is one, counts on every layer."""
+        """Queries and keys are normalised; the window, if any, applies to every layer."""
         bias = bool(config.hf_config.get("attention_bias", False))
         windows = (config.sliding_window,) * config.num_layers
         return LlamaOptions(windows=windows, qkv_bias=bias, output_bias=bias, qk_norm=True)
 
     def build_shared(self, ctx: BuildContext, name: str) -> nn.Module | None:
-        """Nothing."""
+        """None: the family has no shared expert."""
         return None

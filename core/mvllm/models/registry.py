@@ -1,11 +1,12 @@
-"""Architectures by the names that `config.json` uses. A model's module is imported when it is asked for.
+"""Model classes by architecture name in `config.json`. A model's module is imported when it is resolved.
 
-Other packages add architectures through entry points of `mvllm.models`: the name is the architecture's, the value
-`package.module:Class`, a CausalLM. One that core has as well is core's.
+Other packages add architectures through entry points of `mvllm.models`: the name is the architecture, the value
+`package.module:Class`, a CausalLM. Core's class takes precedence over a plugin's of the same name.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING
 
@@ -40,43 +41,42 @@ _MODELS = {
     "Glm4ForCausalLM": "mvllm.models.glm:Glm4ForCausalLM",
     "Starcoder2ForCausalLM": "mvllm.models.starcoder2:Starcoder2ForCausalLM",
     "FalconForCausalLM": "mvllm.models.falcon:FalconForCausalLM",
-    # decoders that generate nothing
-    "LlamaModel": "mvllm.models.decoder_pooling_models:LlamaModel",
-    "LlamaForSequenceClassification": "mvllm.models.decoder_pooling_models:LlamaForSequenceClassification",
-    "MistralModel": "mvllm.models.decoder_pooling_models:MistralModel",
-    "MistralForSequenceClassification": "mvllm.models.decoder_pooling_models:MistralForSequenceClassification",
-    "Qwen2Model": "mvllm.models.decoder_pooling_models:Qwen2Model",
-    "Qwen2ForSequenceClassification": "mvllm.models.decoder_pooling_models:Qwen2ForSequenceClassification",
-    "Qwen3Model": "mvllm.models.decoder_pooling_models:Qwen3Model",
-    "Qwen3ForSequenceClassification": "mvllm.models.decoder_pooling_models:Qwen3ForSequenceClassification",
-    # encoders
-    "BertModel": "mvllm.models.encoder_architectures:BertModel",
-    "BertForMaskedLM": "mvllm.models.encoder_architectures:BertForMaskedLM",
-    "BertForSequenceClassification": "mvllm.models.encoder_architectures:BertForSequenceClassification",
-    "RobertaModel": "mvllm.models.encoder_architectures:RobertaModel",
-    "RobertaForMaskedLM": "mvllm.models.encoder_architectures:RobertaForMaskedLM",
-    "RobertaForSequenceClassification": "mvllm.models.encoder_architectures:RobertaForSequenceClassification",
-    "XLMRobertaModel": "mvllm.models.encoder_architectures:XLMRobertaModel",
-    "XLMRobertaForMaskedLM": "mvllm.models.encoder_architectures:XLMRobertaForMaskedLM",
-    "XLMRobertaForSequenceClassification": "mvllm.models.encoder_architectures:XLMRobertaForSequenceClassification",
-    "DistilBertModel": "mvllm.models.encoder_architectures:DistilBertModel",
-    "DistilBertForMaskedLM": "mvllm.models.encoder_architectures:DistilBertForMaskedLM",
-    "DistilBertForSequenceClassification": "mvllm.models.encoder_architectures:DistilBertForSequenceClassification",
 }
+
+_POOLING = "mvllm.models.pooling_model:PoolingModel"
+_CLASSIFICATION = "mvllm.models.pooling_model:SequenceClassificationModel"
+_POOLING_DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_ENCODERS = {"Bert": "Bert", "Roberta": "Roberta", "XLMRoberta": "Roberta", "DistilBert": "DistilBert"}
+
+_BASES: dict[str, tuple[str, ...]] = {
+    **{name: (path,) for name, path in _MODELS.items()},
+    **{f"{name}Model": (_POOLING, _MODELS[f"{name}ForCausalLM"]) for name in _POOLING_DECODERS},
+    **{
+        f"{name}ForSequenceClassification": (_CLASSIFICATION, _MODELS[f"{name}ForCausalLM"])
+        for name in _POOLING_DECODERS
+    },
+    # `ModelKind` says which head an encoder has, so one class serves all of them.
+    **{
+        f"{name}{head}": (f"mvllm.models.bert:{encoder}",)
+        for name, encoder in _ENCODERS.items()
+        for head in ("Model", "ForMaskedLM", "ForSequenceClassification")
+    },
+}
+"""Base classes of each architecture's class, as `module:class`. A single base of that name is the class itself."""
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """Names that `resolve_model_class` takes, sorted: core's and those of installed plugins."""
-    return tuple(sorted({*_MODELS, *plugin_groups.allowed_names(plugin_groups.MODELS)}))
+    """Native architectures, sorted: core's and those of installed plugins."""
+    return tuple(sorted({*_BASES, *plugin_groups.allowed_names(plugin_groups.MODELS)}))
 
 
 def is_native(architecture: str) -> bool:
     """Whether core or an installed plugin has a class for `architecture`.
 
     Raises:
-        ConfigError: A plugin has it, but is not let in, or several have it.
+        ConfigError: A plugin has it, but is not allowed, or several have it.
     """
-    return architecture in _MODELS or plugin_groups.find(plugin_groups.MODELS, architecture) is not None
+    return architecture in _BASES or plugin_groups.find(plugin_groups.MODELS, architecture) is not None
 
 
 def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[CausalLM]:
@@ -86,18 +86,16 @@ def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[Cau
         model_impl: As in ModelConfig.
 
     Raises:
-        ModelError: There is none, and the message lists those there are; or a plugin's is no model class.
-        ConfigError: The plugin that has it is not let in, or cannot be loaded.
+        ModelError: There is none (the message lists the supported ones), or a plugin's class is not a CausalLM.
+        ConfigError: The plugin that has it is not allowed, or cannot be loaded.
     """
     if model_impl == "transformers" or (model_impl == "auto" and not is_native(architecture)):
         return _fallback(architecture)
-    if architecture in _MODELS:
-        for rival in plugin_groups.list_plugins(plugin_groups.MODELS):
-            if rival.name == architecture:
-                logger.warning("%s offers %s, which core has itself: core's runs.", rival, architecture)
-        module, _, name = _MODELS[architecture].partition(":")
-        model_class: type[CausalLM] = getattr(importlib.import_module(module), name)
-        return model_class
+    if architecture in _BASES:
+        for plugin in plugin_groups.list_plugins(plugin_groups.MODELS):
+            if plugin.name == architecture:
+                logger.warning("%s has a class for %s, but core's own class is used.", plugin, architecture)
+        return _core_class(architecture)
     source = plugin_groups.find(plugin_groups.MODELS, architecture)
     if source is None:
         raise ModelError(
@@ -109,6 +107,15 @@ def resolve_model_class(architecture: str, model_impl: str = "auto") -> type[Cau
     if not (isinstance(found, type) and issubclass(found, CausalLM)):
         raise ModelError(f"{source} must name a subclass of mvllm.extension_api.CausalLM, found {found!r}.")
     return found
+
+
+@functools.cache
+def _core_class(architecture: str) -> type[CausalLM]:
+    paths = (path.partition(":") for path in _BASES[architecture])
+    bases = tuple(getattr(importlib.import_module(module), name) for module, _, name in paths)
+    if len(bases) == 1 and bases[0].__name__ == architecture:
+        return bases[0]
+    return type(architecture, bases, {"__doc__": f"`{architecture}` of Hugging Face checkpoints."})
 
 
 def _fallback(architecture: str) -> type[CausalLM]:

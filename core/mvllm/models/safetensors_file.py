@@ -1,4 +1,4 @@
-"""One safetensors file: its header, believed only after every number in it has been checked, and reads from its data.
+"""Parses and checks the header of a safetensors file, and reads its data.
 
     0         8              8 + n                                   file size
     ┌─────────┬──────────────┬─────────┬─────────┬───────────────────┐
@@ -6,9 +6,9 @@
     │         │ n bytes      │         │         │      overlaps     │
     └─────────┴──────────────┴─────────┴─────────┴───────────────────┘
 
-Data is read, by way of a small buffer or straight into its place, instead of mapped: mapped pages would count as this
-process's memory, so that loading would seem to need the weights twice, and a file cut short under a map kills the
-process instead of raising.
+Data is read through a small buffer or directly into its destination, not memory-mapped: mapped pages count as this
+process's memory, so that loading would seem to need the weights twice, and truncating a mapped file kills the process
+instead of raising an error.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ ITEM_SIZES = {
 }
 
 _SPLIT_FROM = 4 << 20
-"""Bytes from which on two threads read: below, the second one is not worth waking."""
+"""Minimum bytes for reading with two threads: below, a second thread does not pay off."""
 
 MOST_TENSORS = 500_000
-"""Of a checkpoint, where nothing is known of its model. Half a million entries take seconds and hundreds of MB."""
+"""Limit for a checkpoint of an unknown model. Half a million entries take seconds and hundreds of MB."""
 
 _LARGEST_HEADER = 100_000_000
 _BYTES_PER_TENSOR = 512  # of a header: a long name, dtype, shape and offsets have about 200
@@ -62,7 +62,7 @@ _LARGEST_SIZE = 2**63 - 1
 _MOST_DIMENSIONS = 16
 _DOWNLOAD_AGAIN = "The file is damaged: download or copy it again."
 
-# A damaged header may hold anything, of any length: messages show the beginning.
+# A damaged header may contain values of any length: messages show their beginning.
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 200
 _shown.maxlist = _MOST_DIMENSIONS
@@ -70,7 +70,7 @@ _shown.maxlist = _MOST_DIMENSIONS
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor as the header describes it.
+    """A tensor's entry in the header.
 
     Attributes:
         name: Its name in the checkpoint.
@@ -90,12 +90,12 @@ class TensorEntry:
 
 
 def header_limit(most_tensors: int) -> int:
-    """Bytes that a list of so many tensors may have, in a header or in an index."""
+    """Maximum bytes of a header or an index with that many tensors."""
     return min(_LARGEST_HEADER, _METADATA_BYTES + _BYTES_PER_TENSOR * most_tensors)
 
 
 def read_header(path: Path, most_tensors: int = MOST_TENSORS) -> list[TensorEntry]:
-    """The tensors of a file, in the order of their data. Reads no data.
+    """The tensors of a file, in the order of their data. Reads the header only.
 
     Args:
         most_tensors: A header that lists more is refused before it is parsed.
@@ -134,7 +134,7 @@ def _header_text(path: Path, file: BinaryIO, size: int, largest: int) -> bytes:
 
 
 def _check_count(path: Path, text: bytes, most: int) -> None:
-    """Each tensor has an object of its own in the header, so that braces count them, roughly, at no cost."""
+    """Estimates the number of tensors by counting braces: each tensor has its own object in the header."""
     count = text.count(b"{") - 1
     if count > most + _METADATA_BYTES // _BYTES_PER_TENSOR:  # a value of the metadata may be JSON in a string
         raise ModelError(
@@ -195,7 +195,7 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def _check_layout(path: Path, entries: Sequence[TensorEntry], data_start: int, size: int) -> None:
-    """The tensors fill the data part exactly, one after the other."""
+    """Checks that the tensors fill the data part exactly, without gaps."""
     end = data_start
     before = None
     for entry in entries:
@@ -221,7 +221,7 @@ def _check_layout(path: Path, entries: Sequence[TensorEntry], data_start: int, s
 
 
 class SafetensorsReader:
-    """Reads bytes of one file's tensors. A context manager; owns one file descriptor between enter and exit.
+    """Reads tensor data of one file. A context manager; owns a file descriptor between enter and exit.
 
     Raises:
         ModelError: The file cannot be opened, or has become shorter since its header was read.
@@ -246,7 +246,7 @@ class SafetensorsReader:
         self._file.close()
 
     def read_strided(self, target: memoryview, entry: TensorEntry, offset: int, length: int, stride: int) -> None:
-        """Fills `target` with pieces of `entry` of `length` bytes, the first from `offset` on, each a `stride` on."""
+        """Fills `target` with pieces of `entry` of `length` bytes, from `offset` on, `stride` bytes apart."""
         if length == stride:
             self.read_into(target, entry, offset)
             return
@@ -255,8 +255,8 @@ class SafetensorsReader:
             offset += stride
 
     def read_into(self, target: memoryview, entry: TensorEntry, offset: int) -> None:
-        """Fills `target` with the bytes of `entry` from `offset` on; large ones by two threads, where that is quicker:
-        the time goes into copying, and into claiming the memory that is filled.
+        """Fills `target` with the bytes of `entry` from `offset` on. Two threads share large reads, where copying and
+        page faults take most of the time.
         """
         start = entry.start + offset
         if len(target) < _SPLIT_FROM:

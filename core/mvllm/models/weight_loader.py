@@ -1,10 +1,9 @@
 """Fills a model's parameters from a checkpoint.
 
-The model says, for each tensor name of its checkpoint, which rectangle it wants and where that goes (`WeightTarget`);
-the checkpoint says what it has. The two are compared in full before a byte of data is read. Then each rectangle is
-read into its place, by way of a small buffer where it has to be converted or cut. The caller hears of each tensor when
-it is there, so that a layer can take its final form while it is still in the caches: memory peaks at the weights plus
-that buffer plus one layer.
+The model lists, for each tensor of its checkpoint, which rectangle goes where (`WeightTarget`). These lists are
+compared with the checkpoint's header before any data is read. Then each rectangle is read into its destination, through
+a small buffer where it has to be converted or cut. A callback reports each loaded tensor, so that a layer can be
+converted to its final form while it is in the CPU cache. Peak memory is the weights plus that buffer plus one layer.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from mvllm.progress import show_progress
 __all__ = ["LoadableModel", "check_tokenizer", "load_weights"]
 
 BUFFER_BYTES = 1 << 20
-"""Fits a second-level cache, which makes the copy out of it next to free."""
+"""Fits a second-level cache, which makes the second copy cheap."""
 
-# What can be converted to a model's floating-point dtype without knowing scales.
+# Dtypes that are converted to the model's floating-point dtype.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# What is taken as it is, for quantized weights.
+# Dtypes of quantized weights, which are not converted.
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-# Likewise; they mean little without their scales.
+# Likewise; these have scales in other tensors.
 _EIGHT_BIT_FLOATS = {"F8_E4M3": torch.float8_e4m3fn}
 _DTYPES = _FLOATS | _INTEGERS | _EIGHT_BIT_FLOATS
 
 
 class LoadableModel(Protocol):
-    """What the loader needs of a model."""
+    """The methods of a model that the loader uses."""
 
     def weight_targets(self) -> Mapping[str, list[WeightTarget]]:
-        """Where each checkpoint tensor goes on this rank."""
+        """The targets of each checkpoint tensor on this rank."""
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor may be left unread."""
 
     def given_name(self, name: str) -> str:
-        """What `weight_targets` calls a tensor that a checkpoint has under this name."""
+        """The name in `weight_targets` of a checkpoint tensor."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As nn.Module's."""
@@ -68,7 +67,7 @@ def load_weights(
 ) -> None:
     """Fills every parameter of `model`; values are converted to each parameter's dtype and device on the way.
 
-    What no tensor reaches of a parameter, padding, becomes zero. `after_load` is the caller's to call.
+    Padding, which no tensor fills, becomes zero. The caller calls `after_load`.
 
     Args:
         folder: The model folder. `dummy` reads nothing from it.
@@ -79,7 +78,7 @@ def load_weights(
         on_loaded: Called with a checkpoint tensor's name when all its targets are filled.
 
     Raises:
-        ModelError: The checkpoint is not the model's; names file, tensor, what was expected and found.
+        ModelError: The checkpoint does not fit the model; names file, tensor, what was expected and found.
         ConfigError: There is no such load format.
     """
     targets = dict(model.weight_targets())  # what has been filled is dropped from it, so that its memory may be freed
@@ -100,8 +99,8 @@ def load_weights(
 
 
 def _most_tensors(num_targets: int) -> int:
-    """How many tensors a checkpoint may have of which a rank fills so many: other ranks fill others, and some are not
-    used at all. Far too many are a mistake or an attack, and take minutes and gigabytes to list.
+    """Maximum number of tensors of a checkpoint, given the number that this rank uses: other ranks use others, and some
+    are unused. Far more than that is a mistake or an attack, and takes minutes and gigabytes to list.
     """
     return min(MOST_TENSORS, 64 * num_targets + 4096)
 
@@ -109,10 +108,10 @@ def _most_tensors(num_targets: int) -> int:
 def match_names(
     checkpoint: Mapping[str, TensorEntry], model: LoadableModel, targets: Mapping[str, list[WeightTarget]], folder: Path
 ) -> dict[str, TensorEntry]:
-    """Checkpoint entries under the names that the model uses, without those it ignores.
+    """Checkpoint entries by the model's names, without those that the model ignores.
 
-    Some checkpoints were saved from the part below the head and leave out the first component of every name
-    (`h.0.ln_1.weight` for `transformer.h.0.ln_1.weight`); it is added where only then the name is known.
+    Some checkpoints were saved without head and omit the first component of every name (`h.0.ln_1.weight` for
+    `transformer.h.0.ln_1.weight`); it is added if only that makes the name known.
 
     Raises:
         ModelError: A tensor is unknown, missing, or there twice.
@@ -138,7 +137,7 @@ def match_names(
 
 
 def _prefixes(targets: Iterable[str]) -> list[str]:
-    """First components under which modules stand (`model.`), not those that are a module themselves (`lm_head.`)."""
+    """First components that contain modules (`model.`), not those that are a module themselves (`lm_head.`)."""
     return sorted({name.split(".", 1)[0] + "." for name in targets if name.count(".") >= 2})
 
 
@@ -183,12 +182,12 @@ def check_tensors(
 
 
 def _both_scalars(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """One scale for a whole matrix is written as a scalar, as a vector and as a matrix."""
+    """Checkpoints store the scale of a whole matrix as a scalar, a vector or a matrix."""
     return math.prod(found) == math.prod(expected) == 1
 
 
 def _fitting(wanted: torch.dtype) -> list[str]:
-    """The dtypes of a checkpoint that fill a parameter of `wanted`."""
+    """Checkpoint dtypes that can fill a parameter of dtype `wanted`."""
     if wanted in _FLOATS.values():
         return list(_FLOATS)
     return [name for name, dtype in _DTYPES.items() if dtype == wanted]
@@ -221,7 +220,7 @@ def _vocab_size(model: LoadableModel) -> int | None:
 
 
 def _zero_padding(targets: Mapping[str, list[WeightTarget]]) -> None:
-    """Parameters come uninitialised: those that the checkpoint does not fill to the last element begin as zero."""
+    """Sets parameters to zero that the checkpoint does not fill completely, since they are uninitialised."""
     unfilled: dict[int, tuple[nn.Parameter, int]] = {}
     for of_name in targets.values():
         for target in of_name:
@@ -238,7 +237,7 @@ def _copy_all(
     use_tqdm: bool,
     on_loaded: Callable[[str], None],
 ) -> None:
-    """File by file, in the order in which the data lies there."""
+    """Copies all tensors, file by file, in the order of their data."""
     buffer = bytearray(BUFFER_BYTES)
     ordered = sorted(entries.items(), key=lambda item: (item[1].file, item[1].start))
     with ExitStack() as stack:
@@ -259,9 +258,9 @@ def _copy_all(
 
 
 def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, buffer: bytearray) -> bytearray:
-    """Streams one rectangle, a few rows at a time; returns the buffer, which grows if one row needs it.
+    """Copies one rectangle, a few rows at a time; returns the buffer, which grows if one row needs it.
 
-    Of each row only the columns that the rectangle spans are read: a rank reads its share and nothing else.
+    Only the columns of the rectangle are read of each row, so a rank reads only its shard.
     """
     dtype = _DTYPES[entry.dtype]
     shape, source, destination = _rectangle(target)
@@ -275,7 +274,7 @@ def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, b
         shape, source, destination = (*shape, 1), (*source, slice(0, 1)), destination.unsqueeze(1)
     rows, columns = source[:2]
     every_one = slice(None, None, columns.step)
-    column_bytes = math.prod(shape[2:]) * dtype.itemsize  # what lies below the second dimension is read whole
+    column_bytes = math.prod(shape[2:]) * dtype.itemsize  # dimensions after the second are read whole
     row_bytes, part_bytes = shape[1] * column_bytes, (columns.stop - columns.start) * column_bytes
     if part_bytes > len(buffer):
         buffer = bytearray(part_bytes)
@@ -308,7 +307,7 @@ def _draw(tensors: DummyTensors, name: str, target: WeightTarget) -> None:
 
 
 def _rectangle(target: WeightTarget) -> tuple[tuple[int, ...], tuple[slice, ...], torch.Tensor]:
-    """The checkpoint tensor's shape, what is read of it, and the place it goes to, viewed with the same dimensions.
+    """The checkpoint tensor's shape, the slices to read, and a view of the destination with the same dimensions.
 
     A scalar counts as a tensor of one row.
     """
@@ -321,17 +320,17 @@ def _rectangle(target: WeightTarget) -> tuple[tuple[int, ...], tuple[slice, ...]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
-    """The memory of `tensor`, where it lies in one piece of the host's."""
+    """The memory of `tensor` if it is contiguous host memory, else None."""
     if not tensor.is_contiguous():
         return None
     try:
         return tensor.view(-1).view(torch.uint8).numpy().data
-    except (TypeError, RuntimeError):  # it has none that the host could write to
+    except (TypeError, RuntimeError):  # not host memory
         return None
 
 
 def _takes_whole_rows(target: WeightTarget) -> bool:
-    """Whether what is read lies in one piece, in the order in which it is wanted."""
+    """Whether the source is contiguous in the file and in the order of the destination."""
     columns = zip(target.source[1:], target.source_shape[1:], strict=True)
     return not target.transpose and all(part == slice(0, size) for part, size in columns)
 

@@ -1,4 +1,4 @@
-"""Activation functions, alone and as the gate of a gated MLP."""
+"""Activation operations, elementwise and gated."""
 
 from __future__ import annotations
 

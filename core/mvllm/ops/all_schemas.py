@@ -1,4 +1,4 @@
-"""All operations by name."""
+"""The schemas of all operations, by name."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Draws from a discrete distribution given by weights, over vocabularies of any size.
+"""Random draws from a discrete distribution over the vocabulary, given by weights.
 
-Running sums over 128 000 float32 numbers lose the small ones. So the vocabulary is cut into about sqrt(vocab) blocks
-and the draw is made in two steps, each over a few hundred numbers and with a uniform of its own: first the block, by
-its share of the total, then the token, by its share of the block. The product of both is the token's probability.
-Both numbers are hashes of a seed and a position, made on the host: whoever draws, from equal weights and equal blocks,
-draws the same token.
+Running sums over 128 000 float32 numbers lose the small ones. So the vocabulary is divided into about sqrt(vocab)
+blocks and the draw has two steps, each over a few hundred numbers with its own uniform number: first the block, by its
+share of the total, then the token, by its share of the block. The product of both shares is the token's probability.
+Both uniform numbers are hashes of a seed and a position, computed on the host, so equal weights and blocks give the
+same token on every device.
 
     weights   | .1 .0 .3 | .0 .0 .2 | .4 .0 .0 |      coarse = 0.7: blocks sum to .4 .2 .4, so the last block
                                        ^^              fine decides within it
@@ -53,16 +53,16 @@ def filtered_draw(
     fine: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    """Draws one token per row, among those that min_p, top_k and top_p leave.
+    """Draws one token per row after min_p, top_k and top_p filtering.
 
-    A token stays if its logit reaches the peak plus `min_p_gap` and the top_k-th largest logit, and if it is among the
-    most probable of these that hold top_p of their mass. Tokens that tie with the last one kept stay, too. A token that
-    stays weighs exp((logit - peak) · inv_temperature).
+    A token is kept if its logit is at least the peak plus `min_p_gap` and at least the top_k-th largest logit, and if
+    it is among the most probable of these tokens that make up top_p of their mass. Tokens that tie with the last kept
+    one are kept too. The weight of a kept token is exp((logit - peak) · inv_temperature).
 
-    The vocabulary is cut into blocks of `block_size` tokens, in order. The block is the first of positive weight at
-    which the running sum of the blocks' weights exceeds `coarse` of their total, the token likewise by `fine` within
-    the block. Sums are float32; in which order they are made is left open, so that what is drawn may be another token
-    only where a uniform number lies within their rounding of a boundary.
+    The vocabulary is divided into blocks of `block_size` tokens, in order. The selected block is the first of positive
+    weight at which the running sum of the blocks' weights exceeds `coarse` times their total; the token is selected
+    likewise by `fine` within the block. Sums are float32 in any order, so implementations may draw different tokens
+    only if a uniform number is within the rounding error of a boundary.
 
     Args:
         logits: [n, vocab], float32; the last dimension is contiguous.
@@ -90,11 +90,11 @@ def filtered_draw(
 
 
 FILTERED_DRAW = OpSchema(filtered_draw, facts={"size": "tokens in a row of logits"})
-"""Asked for in the compute dtype like the others; logits have been made float32 by then."""
+"""Resolved in the compute dtype like the others, although its logits are float32."""
 
 
 def draw_block(vocab_size: int) -> int:
-    """A power of two near the square root, somewhat smaller where that saves padding, which would be a copy."""
+    """A power of two near the square root, or somewhat smaller if that avoids padding, which needs a copy."""
     size = 1 << (vocab_size.bit_length() + 1) // 2
     return next((s for s in (size, size // 2, size // 4) if s and vocab_size % s == 0), size)
 
@@ -102,8 +102,8 @@ def draw_block(vocab_size: int) -> int:
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Returns the first index of each row with positive weight at which the running sum exceeds `uniform` of the total.
 
-    The total is the largest running sum at a positive weight, so that such an index exists however sums are rounded:
-    some devices compute them in parallel, and then they need not even be monotone.
+    The total is the largest running sum at a positive weight, so that such an index exists for any rounding: devices
+    that compute sums in parallel may give running sums that are not monotone.
     """
     size = weights.shape[1]
     sums = weights.cumsum(dim=1).masked_fill_(weights <= 0, 0.0)

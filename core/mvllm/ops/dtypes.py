@@ -1,4 +1,4 @@
-"""Names of dtypes, as settings and the contract spell them, and the torch dtypes they stand for."""
+"""Conversion between dtype names of settings and contract, and torch dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lookup of rows in a table."""
+"""The operation `embedding`: lookup of rows in a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, first: int | None = None)
     Args:
         ids: [T], int32 or int64, each in [0, num_embeddings), unless `first` is given.
         weight: [num_embeddings, embedding_dim], compute dtype.
-        first: The id of the table's first row. Ids may then be of rows elsewhere, in place of which zeros are returned.
+        first: The id of the table's first row. Rows of ids outside of the table are then zeros.
 
     Returns:
         [T, embedding_dim], compute dtype.

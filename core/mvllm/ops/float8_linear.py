@@ -1,10 +1,10 @@
-"""Matrix product with a weight of 8-bit floats (E4M3), whose inputs may be rounded to 8-bit floats as well.
+"""The operation `float8_linear`: matrix product with an FP8 (E4M3) weight and optionally rounded inputs.
 
-A weight is a byte per element, which says a number of 4 significant bits, and a scale for each block of rows and
-columns. What it is multiplied with is the checkpoint's to say: inputs as they are; inputs rounded with scales that are
-found in each row (*dynamic*); or inputs rounded with one scale that was found when the model was quantized (*static*).
+A weight has one byte per element, with 4 significant bits, and a scale for each block of rows and columns. The
+checkpoint determines the inputs: unchanged; rounded with scales computed for each row (*dynamic*); or rounded with one
+scale from the quantization of the model (*static*).
 
-No layer runs the reference: where nobody provides the operation, `linear` multiplies with what the weight stands for.
+No layer runs the reference: without a provider, `linear` multiplies with the dequantized weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from mvllm.ops.schema import OpSchema
 
 Float8Inputs = Literal["floats", "dynamic", "static"]
-"""What becomes of the inputs of a product."""
+"""Rounding of the inputs of a product."""
 
 LARGEST = 448.0
 """The largest number of E4M3."""
@@ -29,11 +29,11 @@ class Float8Weight:
 
     Attributes:
         codes: [out_features, in_features], uint8: a sign, 4 bits of exponent with the bias 7, 3 bits of mantissa; no
-            infinities; 0x7F and 0xFF are NaN (torch's `float8_e4m3fn`). A device may have no dtype for that.
+            infinities; 0x7F and 0xFF are NaN (torch's `float8_e4m3fn`). uint8, since a device may lack that dtype.
         scales: [ceil(out_features / block_rows), ceil(in_features / block_columns)], float32; w = number · scale.
         block_rows, block_columns: Size of a block, whose elements share a scale.
-        inputs: What becomes of the inputs.
-        input_scale: [1], float32, where they are `static`, else None.
+        inputs: Rounding of the inputs.
+        input_scale: [1], float32, for `static` inputs, else None.
     """
 
     codes: torch.Tensor
@@ -66,12 +66,12 @@ def float8_linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | No
     ±448, times `input_scale`. Rounding is to the nearest, halves to even. The result is the product with the
     dequantized weight in float32, plus the bias, rounded once.
 
-    A device that computes in an 8-bit float of its own, with as many significant bits and another range, rounds the
-    inputs to that one: `s` is then max |run| over its largest number, and what it clamps to may be more than 448.
+    A device with another 8-bit float format of as many significant bits and another range rounds the inputs to that
+    format: `s` is then max |run| divided by its largest number, and the clamp may be larger than 448.
 
     Args:
         x: [..., in_features], compute dtype.
-        weight: The weight [out_features, in_features], or what the provider's `prepare` made of it.
+        weight: The weight [out_features, in_features], or the result of the provider's `prepare`.
         bias: [out_features] or None, compute dtype.
 
     Returns:
@@ -96,7 +96,7 @@ def _rounded_run(run: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
-    """The nearest numbers of E4M3, clamped to the largest; in operations that every device has."""
+    """The nearest numbers of E4M3, clamped to the largest, computed with operations that every device has."""
     magnitude = x.abs()
     step = torch.full_like(x, 2.0**-9)
     for exponent in range(-5, 9):
@@ -121,8 +121,8 @@ FLOAT8_LINEAR = OpSchema(
         "in_features": "columns of the weight on this rank",
         "out_features": "rows of the weight on this rank",
         "bias": "whether a bias is added",
-        "block_rows": "rows that share a scale; out_features where all do",
-        "block_columns": "columns that share a scale; in_features where a row has one",
-        "inputs": "what becomes of the inputs: 'floats' stay, 'dynamic' and 'static' are rounded to 8-bit floats",
+        "block_rows": "rows that share a scale; out_features if all do",
+        "block_columns": "columns that share a scale; in_features if a row has one scale",
+        "inputs": "rounding of the inputs: 'floats' for none, 'dynamic' or 'static' to 8-bit floats",
     },
 )

@@ -1,4 +1,4 @@
-"""Matrix product with a weight, alone and with the gated activation that follows it in an MLP."""
+"""The operations `linear` and `linear_silu_and_mul`: a matrix product, without and with the gated activation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
     Args:
         x: [..., in_features], compute dtype.
-        weight: [out_features, in_features], compute dtype, or what the provider's `prepare` made of it.
+        weight: [out_features, in_features], compute dtype, or the result of the provider's `prepare`.
         bias: [out_features] or None, compute dtype.
 
     Returns:
@@ -26,16 +26,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """silu of the first half of x · weightᵀ + bias, times the second half.
 
-    Asked for where `linear` would be followed by `silu_and_mul`, and used where somebody other than this reference
-    provides it.
+    Replaces `linear` followed by `silu_and_mul` if there is a provider other than this reference.
 
     Args:
         x: [..., in_features], compute dtype.
-        weight: [2 · size, in_features], compute dtype, gate rows first, or what the provider's `prepare` made of it.
+        weight: [2 · size, in_features], compute dtype, gate rows first, or the result of the provider's `prepare`.
         bias: [2 · size] or None, compute dtype.
 
     Returns:
-        [..., size], compute dtype; the product may be rounded to it, or not, before it goes on.
+        [..., size], compute dtype; the product may be rounded to it before the activation, or not.
     """
     return silu_and_mul(linear(x, weight, bias))
 

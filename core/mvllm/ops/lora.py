@@ -1,4 +1,4 @@
-"""What LoRA adapters add to a linear layer, for the tokens of several adapters at once."""
+"""The operation `add_lora`: adds the results of several LoRA adapters to a linear layer's output."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ def add_lora(
     segments: tuple[tuple[int, int, int], ...],
     bands: tuple[tuple[int, int, int], ...],
 ) -> torch.Tensor:
-    """y with up · (down · x) added, for each token the matrices of its adapter.
+    """Adds up · (down · x) to y, for each token with the matrices of its adapter.
 
         x ── down [rank, in] ──> shrunk ── up [out, rank] ──> added to y
 
     Args:
-        y: [T, out_features], compute dtype: what the layer itself makes of `x`.
+        y: [T, out_features], compute dtype: the layer's output without adapters.
         x: [T, in_features], compute dtype.
-        down: [slots, blocks, rank, in_features], compute dtype; an adapter of a lower rank has zeros in the rest.
-        up: [slots, out_features, rank], compute dtype, likewise; the adapter's scale is in it.
-        tokens: [n], int64: places of the tokens that have an adapter, those of one adapter together. None: all of them,
-            in their order.
+        down: [slots, blocks, rank, in_features], compute dtype; adapters of a lower rank are padded with zeros.
+        up: [slots, out_features, rank], compute dtype, likewise; multiplied by the adapter's scale.
+        tokens: [n], int64: indices of the tokens that have an adapter, grouped by adapter. None: all tokens, in order.
         segments: (slot, start, stop): tokens[start:stop] have the adapter of that slot. At least one.
-        bands: (start, stop, block): columns y[:, start:stop] take what that block of `down` has shrunk.
+        bands: (start, stop, block): columns y[:, start:stop] use the results of that block of `down`.
 
     Returns:
         [T, out_features], compute dtype.
@@ -54,7 +53,7 @@ ADD_LORA = OpSchema(
         "in_features": "columns of the layer's weight on this rank",
         "out_features": "rows of the layer's weight on this rank",
         "rank": "the largest rank of an adapter",
-        "blocks": "matrices of the checkpoint that the layer is made of, each with a `down` of its own",
+        "blocks": "checkpoint matrices of the layer, each with its own `down`",
     },
     may_overwrite=("y",),
 )

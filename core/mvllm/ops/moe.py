@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer."""
+"""The operations `moe` and `clamped_moe`: the experts of a mixture-of-experts layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def moe(
         x: [T, hidden_size], compute dtype.
         gate_up: [num_experts, 2 · intermediate_size, hidden_size], compute dtype, gate rows first.
         down: [num_experts, hidden_size, intermediate_size], compute dtype. A provider's `prepare` takes the
-            pair (gate_up, down) and returns what `function` wants in the place of each.
+            pair (gate_up, down) and returns the pair that `function` takes.
         expert_ids: [T, top_k], int64, distinct within a row.
         expert_weights: [T, top_k], float32.
 
@@ -56,12 +56,12 @@ def clamped_moe(
         gate_up: [num_experts, 2 · intermediate_size, hidden_size], compute dtype, gate rows first.
         gate_up_bias: [num_experts, 2 · intermediate_size], compute dtype.
         down: [num_experts, hidden_size, intermediate_size], compute dtype. A provider's `prepare` takes the
-            pair (gate_up, down) and returns what `function` wants in the place of each.
+            pair (gate_up, down) and returns the pair that `function` takes.
         down_bias: [num_experts, hidden_size], compute dtype.
         expert_ids: [T, top_k], int64, distinct within a row.
         expert_weights: [T, top_k], float32.
         alpha: Steepness of the sigmoid.
-        limit: Bound of gates from above, and of what they multiply on both sides; > 0.
+        limit: Upper bound of gates, and bound of the magnitude of up; > 0.
 
     Returns:
         [T, hidden_size], compute dtype; accumulated in float32.
@@ -77,10 +77,10 @@ def clamped_moe(
 
 
 def _shares(num_experts: int, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
-    """The weight of every expert for every token, [T, num_experts]; zero where it was not chosen.
+    """The weight of every expert for every token, [T, num_experts]; zero if it was not selected.
 
-    Which tokens an expert gets is data, and looking at it would make the host wait for the device: in the references
-    every expert sees every token.
+    Reading the routing would make the host wait for the device, so in the references every expert computes every
+    token.
     """
     share = torch.zeros(expert_ids.shape[0], num_experts, dtype=torch.float32, device=expert_ids.device)
     return share.scatter_(1, expert_ids, expert_weights)

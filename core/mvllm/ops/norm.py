@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension, computed in float32 whatever the compute dtype."""
+"""The operations `rms_norm`, `fused_add_rms_norm` and `layer_norm` over the last dimension, computed in float32."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
 
     Args:
         x: [T, hidden_size], compute dtype.
-        weight, bias: [hidden_size], compute dtype, or None where the norm has none.
+        weight, bias: [hidden_size], compute dtype, or None for a norm without them.
         eps: Added to the variance.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Op providers of other packages than the platform's: entry points of `mvllm.op_providers`, used when asked for.
+"""Op providers of packages other than the platform: entry points of `mvllm.op_providers`, selected by name.
 
 The entry point names a function without arguments that returns a sequence of OpProvider, called in each worker.
 """
@@ -13,10 +13,10 @@ from mvllm.platform.op_provider import OpProvider
 
 
 def check_providers(names: Iterable[str]) -> None:
-    """Refuses names that workers could not load, before any is started. Imports nothing.
+    """Checks the names before workers start. Imports nothing.
 
     Raises:
-        ConfigError: A set is not installed or not let in.
+        ConfigError: A set is not installed or not allowed.
     """
     for name in names:
         if plugin_groups.find(plugin_groups.OP_PROVIDERS, name) is None:
@@ -27,10 +27,10 @@ def check_providers(names: Iterable[str]) -> None:
 
 
 def installed_providers(names: Iterable[str]) -> list[OpProvider]:
-    """The providers of every set named, in that order. Phase: worker.
+    """The providers of the named sets, in that order. Phase: worker.
 
     Raises:
-        ConfigError: A set is not installed, not let in, or cannot be had; names the package.
+        ConfigError: A set is not installed, not allowed, or cannot be loaded; names the package.
     """
     found: list[OpProvider] = []
     for name in names:
@@ -40,7 +40,7 @@ def installed_providers(names: Iterable[str]) -> list[OpProvider]:
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # a plugin may raise anything, SystemExit included
-            raise ConfigError(f"The op providers of {source} cannot be had: {type(e).__name__}: {e}") from e
+            raise ConfigError(f"The op providers of {source} cannot be loaded: {type(e).__name__}: {e}") from e
         if not isinstance(providers, Sequence) or not all(isinstance(p, OpProvider) for p in providers):
             raise ConfigError(f"{source} must name a function that returns OpProviders, got {providers!r}.")
         found += providers

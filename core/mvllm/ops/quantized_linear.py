@@ -1,8 +1,8 @@
-"""Matrix product with a weight of small integers.
+"""The operations `quantized_linear` and `quantized_linear_silu_and_mul`: matrix product with an integer weight.
 
-A weight of 8 or 4 bits is integers and, for each row and each run of `group_size` columns, a scale and perhaps a zero
-point: w = (value - zero_point) · scale. What it is multiplied with is a choice of its own. *Weight-only* keeps the
-activations as they are; with *int8 activations* each token's row is rounded to int8 as well, and the sums are integers.
+A weight of 8 or 4 bits has integers and, for each row and each group of `group_size` columns, a scale and optionally a
+zero point: w = (value - zero_point) · scale. *Weight-only* quantization keeps the activations; with *int8 activations*
+each token's row is rounded to int8 as well, and the sums are integers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mvllm.ops.activation import silu_and_mul
 from mvllm.ops.schema import OpSchema
 
 _EXACT_COLUMNS = 1024
-"""The sum of so many products of int8 values is below 2**24: exact in float32, in whatever order it is made."""
+"""The sum of so many products of int8 values is below 2**24, so it is exact in float32 in any order."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class QuantizedWeight:
     Attributes:
         values: [out_features, in_features], int8; with 4 bits from -8 to 7.
         scales: [out_features, groups], float32; groups = ceil(in_features / group_size).
-        zero_points: [out_features, groups], int8, counted like the values; None where all are zero (symmetric).
-        group_size: Columns that share a scale; in_features where a row has one scale.
+        zero_points: [out_features, groups], int8, in the same units as the values; None if all are zero (symmetric).
+        group_size: Columns that share a scale; in_features if a row has one scale.
         bits: 8 or 4.
         int8_activations: The input is rounded to int8, a scale per row (token), before it is multiplied.
     """
@@ -71,7 +71,7 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
 
     Args:
         x: [..., in_features], compute dtype.
-        weight: The weight [out_features, in_features], or what the provider's `prepare` made of it.
+        weight: The weight [out_features, in_features], or the result of the provider's `prepare`.
         bias: [out_features] or None, compute dtype.
 
     Returns:
@@ -105,16 +105,15 @@ def _int8_product(rows: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 def quantized_linear_silu_and_mul(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """silu of the first half of x · weightᵀ + bias, times the second half, where the weight is integers with scales.
 
-    Asked for where `quantized_linear` would be followed by `silu_and_mul`, and used where somebody other than this
-    reference provides it.
+    Replaces `quantized_linear` followed by `silu_and_mul` if there is a provider other than this reference.
 
     Args:
         x: [..., in_features], compute dtype.
-        weight: The weight [2 · size, in_features], gate rows first, or what the provider's `prepare` made of it.
+        weight: The weight [2 · size, in_features], gate rows first, or the result of the provider's `prepare`.
         bias: [2 · size] or None, compute dtype.
 
     Returns:
-        [..., size], compute dtype; the product may be rounded to it, or not, before it goes on.
+        [..., size], compute dtype; the product may be rounded to it before the activation, or not.
     """
     return silu_and_mul(quantized_linear(x, weight, bias))
 
@@ -122,9 +121,9 @@ def quantized_linear_silu_and_mul(x: torch.Tensor, weight: QuantizedWeight, bias
 _FACTS = {
     "bias": "whether a bias is added",
     "bits": "8 or 4",
-    "group_size": "columns that share a scale; in_features where a row has one",
+    "group_size": "columns that share a scale; in_features if a row has one scale",
     "symmetric": "whether the weight has no zero points",
-    "int8_activations": "whether the input is rounded to int8, row by row; otherwise it stays as it is",
+    "int8_activations": "whether the input is rounded to int8, row by row",
 }
 
 QUANTIZED_LINEAR = OpSchema(

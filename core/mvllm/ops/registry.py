@@ -1,7 +1,7 @@
-"""Which implementation of each operation a model runs.
+"""OpTable: selects the implementation of each operation of a model.
 
-The idea: layers ask once, while the model is built, and keep the plain function they get. A step therefore pays nothing
-for the choice, and the table can say afterwards what was chosen and why something else was not.
+Layers resolve an operation once, while the model is built, and keep the function, so the selection costs nothing per
+step. The table records which provider was selected and why others were not.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class ResolvedOp:
-    """The implementation that one case got.
+    """The selected implementation of one case.
 
     Attributes:
-        function: What to call.
+        function: The implementation.
         provider: Its provider's name, or `reference`.
-        prepare: Turns the loaded weight into what `function` wants in its place; None keeps it.
-        lookup: Reads rows of what `prepare` made; None where nobody can.
-        asked_for: The user asked for this provider; nothing else may take its place.
+        prepare: Converts the loaded weight to the argument of `function`; None keeps it.
+        lookup: Reads rows of the prepared weight; None if the provider has no lookup.
+        asked_for: The user selected this provider, so no fused operation may replace it.
     """
 
     function: Callable[..., Any]
@@ -43,9 +43,9 @@ class ResolvedOp:
         return self.function(*args)
 
     def may_replace(self, *parts: ResolvedOp) -> bool:
-        """Whether this one, several operations in one, is to run in their place.
+        """Whether this fused operation replaces its parts.
 
-        Somebody has to provide it, and what the user asked for is not bypassed by what nobody asked for.
+        It needs a provider, and must not replace a provider that the user selected unless the user selected it too.
         """
         return self.provider != REFERENCE and (self.asked_for or not any(part.asked_for for part in parts))
 
@@ -58,9 +58,9 @@ class OpRow:
         op: Name of the operation.
         summary: What it does.
         candidates: Provider names in the order in which they are tried; `reference` is always last.
-        case: The case that was resolved; None where no layer asked for the operation.
-        provider: The provider that got the case; None without a case.
-        declined: Providers that were asked before and their reasons.
+        case: The case that was resolved; None if no layer uses the operation.
+        provider: The selected provider; None without a case.
+        declined: Providers that do not support the case, and their reasons.
     """
 
     op: str
@@ -73,7 +73,7 @@ class OpRow:
 
 @dataclass
 class OpTable:
-    """The operations of one worker. Made by `resolve`."""
+    """The operations of one worker. Created by `resolve`."""
 
     _providers: dict[str, list[OpProvider]] = field(default_factory=dict)
     _asked_for: tuple[OpProvider, ...] = ()
@@ -81,10 +81,10 @@ class OpTable:
 
     @classmethod
     def resolve(cls, providers: Sequence[OpProvider] = (), asked_for: Sequence[OpProvider] = ()) -> OpTable:
-        """A table in which `asked_for`, by the user, then `providers` stand before the references.
+        """A table that tries the user's providers `asked_for`, then `providers`, then the references.
 
         Raises:
-            ContractError: A provider names an operation that there is none of.
+            ContractError: A provider names an unknown operation.
         """
         table = cls(_asked_for=tuple(asked_for))
         for provider in (*asked_for, *providers):
@@ -114,7 +114,7 @@ class OpTable:
         return self._resolved[key][0]
 
     def describe(self) -> list[OpRow]:
-        """One row for each case resolved so far, and one for each operation that nobody asked for."""
+        """One row for each resolved case, and one for each unused operation."""
         rows = [row for _, row in self._resolved.values()]
         asked = {row.op for row in rows}
         rows += [OpRow(op, SCHEMAS[op].summary, self._candidates(op)) for op in SCHEMAS if op not in asked]

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys."""
+"""The operation `rotary_embedding` of queries and keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mvllm.ops.schema import OpSchema
 def rotary_embedding(
     index: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates the first rotary_dim elements of every head by the angles of its token; the rest passes through.
+    """Rotates the first rotary_dim elements of every head by the angles of its token; the rest is unchanged.
 
         head    [ a₀ a₁ … | b₀ b₁ … | untouched ]        aᵢ' = aᵢ cos θᵢ - bᵢ sin θᵢ
                  rotary/2   rotary/2                     bᵢ' = bᵢ cos θᵢ + aᵢ sin θᵢ

@@ -1,4 +1,4 @@
-"""What an operation is: a name, parameters, the facts known when it is resolved, and a plain-torch reference."""
+"""OpSchema: an operation's name, parameters, facts for its resolution, and plain-torch reference."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class OpSchema:
     """One operation that layers use and a platform may replace.
 
     Attributes:
-        reference: The plain-torch implementation. Its name is the operation's name; its signature and docstring are
-            what a replacement has to honour.
-        facts: What layers state when they resolve the operation, by name, each with a description.
-        may_overwrite: Parameters whose storage an implementation may reuse: callers don't read them afterwards.
+        reference: The plain-torch implementation. Its name is the operation's name; its signature and docstring specify
+            replacements.
+        facts: Descriptions, by name, of the facts that layers pass when they resolve the operation.
+        may_overwrite: Parameters whose storage an implementation may reuse; callers do not read them afterwards.
     """
 
     reference: Callable[..., Any]

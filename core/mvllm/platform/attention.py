@@ -1,14 +1,15 @@
-"""Attention over a paged KV cache: what core asks and what a platform's backend answers.
+"""The interface of paged-attention backends: spec, KV layout, batch layout and the methods that core calls.
 
-The KV cache of a layer is a fixed number of blocks of `block_size` tokens. A request's tokens live in the blocks that
-its row of the block table names, in order:
+The KV cache of a layer is a fixed number of blocks of `block_size` tokens. A request's tokens are in the blocks that
+its row of the block table lists, in order:
 
-    block_table[r] = [7, 2, 9]   block_size = 4      token t of request r lives in slot
+    block_table[r] = [7, 2, 9]   block_size = 4      token t of request r is in slot
     seq_lens[r]    = 10                              block_table[r][t // 4] * 4 + t % 4
 
-One step carries, for each request, `query_len` new tokens at the end of its sequence; queries see all earlier tokens of
-the same request (causal), no matter whether those were computed in this step, an earlier one, or for another request
-whose blocks are shared. `write_kv` therefore stores the whole step's keys and values before `forward` reads any.
+One step contains, for each request, `query_len` new tokens at the end of its sequence. Attention is causal: a query
+sees all earlier tokens of its request, whether they were computed in this step, in an earlier one, or for another
+request that shares the blocks. `write_kv` therefore stores the keys and values of the whole step before `forward` reads
+any.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class AttentionSpec:
         num_kv_heads: Key/value heads on this rank, likewise; divides `num_heads`.
         head_size: Elements per head.
         dtype: Compute dtype by name.
-        kv_dtype: Storage dtype of the cache by name. One of 8 bits comes with scales that the backend finds by itself,
-            when it stores.
+        kv_dtype: Storage dtype of the cache by name. For a dtype of 8 bits the backend computes the scales when it
+            stores.
         scale: Factor on query-key products.
         sliding_window: A query at position p sees keys at positions > p - sliding_window; None sees all.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None leaves them.
         sinks: Each query head has a learned extra logit that takes part in the softmax and has no value.
-        value_head_size: Elements of a value head; None stands for `head_size`.
-        values_in_keys: Latent attention (MLA): values are the first `value_size` elements of the keys and are not
-            stored beside them.
+        value_head_size: Elements of a value head; None means `head_size`.
+        values_in_keys: Multi-head latent attention (MLA): values are the first `value_size` elements of the keys and
+            are not stored separately.
     """
 
     num_heads: int
@@ -63,7 +64,7 @@ class AttentionSpec:
         return self.head_size if self.value_head_size is None else self.value_head_size
 
     def contradictions(self) -> list[str]:
-        """Reasons why no backend could serve this spec; empty where one could."""
+        """Reasons why no backend can serve this spec; empty where one can."""
         reasons = []
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             reasons.append(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} key/value heads")
@@ -79,9 +80,9 @@ class KVLayout:
     """How a backend stores one layer's KV cache. Phase: worker, returned by `AttentionBackend.kv_layout`.
 
     Attributes:
-        block_sizes: Tokens per block that it accepts, the preferred one first.
-        bytes_per_token: Bytes one token takes in one layer, all tensors (scales, too) together, and on all devices that
-            the worker drives. These share the key/value heads, if their number divides them.
+        block_sizes: Supported numbers of tokens per block, the preferred one first.
+        bytes_per_token: Bytes of one token in one layer, all tensors (scales included) together, on all devices that
+            the worker drives. The devices share the key/value heads if their number divides them.
     """
 
     block_sizes: tuple[int, ...]
@@ -90,12 +91,14 @@ class KVLayout:
 
 @dataclass
 class BatchLayout:
-    """Where the tokens of one step belong. All arrays are int32. Phase: worker, the argument of `build_metadata`.
+    """Requests, sequence lengths, block table and slots of one step. All arrays are int32.
 
-    With R requests and T tokens in the step, both after padding to the platform's ShapePolicy. A request that is
-    padding has no tokens and a sequence of length 0; tokens that are padding come last, belong to no request
-    (`query_start_loc[R]` is the number of real tokens) and have slot -1. Host arrays are core's buffers: they hold this
-    step's values until `build_metadata` and `forward` have returned, and are written again afterwards.
+    Phase: worker, the argument of `build_metadata`.
+
+    R and T are the numbers of requests and tokens after padding to the platform's ShapePolicy. A padding request has no
+    tokens and a sequence of length 0. Padding tokens come last, belong to no request (`query_start_loc[R]` is the
+    number of real tokens) and have slot -1. Host arrays are core's buffers: they keep this step's values until
+    `build_metadata` and `forward` have returned.
 
     Attributes:
         num_requests: R.
@@ -105,8 +108,8 @@ class BatchLayout:
         block_size: Tokens per block.
         query_start_loc: Host, [R + 1]: tokens of request r are [query_start_loc[r], query_start_loc[r + 1]).
         seq_lens: Host, [R]: tokens of each sequence after this step.
-        block_table: Host, [R, max_blocks]: entries past a request's last block are unspecified. So are, where the spec
-            has a sliding window, entries of blocks that none of the step's queries see; these name some block.
+        block_table: Host, [R, max_blocks]: entries past a request's last block are unspecified. With a sliding window,
+            entries of blocks that no query of the step sees are unspecified too, but are valid block numbers.
         slot_mapping: Host, [T]: slot in which each token's key and value are stored; -1 stores nothing (padding).
         query_start_loc_device, seq_lens_device, block_table_device, slot_mapping_device: The same on the device.
     """
@@ -127,27 +130,27 @@ class BatchLayout:
 
 
 KVCache = Any
-"""One layer's cache as its backend made it: a tensor, a tuple or list of tensors, or an object of the backend's own.
+"""One layer's cache as its backend allocated it: a tensor, a tuple or list of tensors, or another object.
 
-Opaque to core, which keeps it and gives it back. A backend whose caches are no tensors implements `kv_bytes`, `fill`
-and `read_slots`, too.
+Core stores it and passes it back without reading it. A backend whose cache is not made of tensors also implements
+`kv_bytes`, `fill` and `read_slots`.
 """
 
 AttentionMetadata = Any
-"""What `build_metadata` made for one step. Opaque to core."""
+"""The result of `build_metadata` for one step. Core passes it on without reading it."""
 
 
 class AttentionBackend(ABC):
     """Paged attention of one platform for one AttentionSpec.
 
-    Phase: worker. Core makes one backend per distinct spec of the model and calls, in this order: `kv_layout` (before
-    memory is divided), `allocate` once per layer, then in each step `build_metadata` once and, per layer, `write_kv`
-    and `forward`.
+    Phase: worker. Core creates one backend per distinct spec of the model and calls, in this order: `kv_layout` (before
+    it divides the memory), `allocate` once per layer, then in each step `build_metadata` once and, per layer,
+    `write_kv` and `forward`.
 
-    Where layers see different spans, those that see alike share a block table, and the backend gets the table of its
-    layers; layers of equal specs with two tables have two backends. The steps' layouts then differ in block_table and
-    slot_mapping, and share the other arrays. Layers whose specs differ in the sliding window alone are given the
-    same cache, of which each uses blocks of its own, if what `allocate` returns is tensors that are alike in number,
+    Where layers have different sliding windows, the layers of one KV cache group share a block table, and a backend
+    gets the table of its group; layers of equal specs in two groups have two backends. The batch layouts of a step then
+    differ in block_table and slot_mapping and share the other arrays. Layers whose specs differ only in the sliding
+    window get the same cache, in which each group uses its own blocks, if `allocate` returns tensors of equal number,
     shapes, strides and dtypes.
     """
 
@@ -157,11 +160,11 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def validate(cls, spec: AttentionSpec) -> list[str]:
-        """Reasons why `spec` cannot run on this backend; empty when it can."""
+        """Reasons why this backend does not support `spec`; empty when it does."""
 
     @abstractmethod
     def kv_layout(self) -> KVLayout:
-        """Storage needs of one layer; pure."""
+        """Block sizes and bytes per token of one layer's cache. No side effects."""
 
     @abstractmethod
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
@@ -173,17 +176,17 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def build_metadata(self, batch: BatchLayout) -> AttentionMetadata:
-        """Whatever `write_kv` and `forward` need for this step, for all layers. No synchronisation with the device."""
+        """Data that `write_kv` and `forward` need in this step, for all layers. Does not wait for the device."""
 
     @abstractmethod
     def write_kv(self, kv: KVCache, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata) -> None:
-        """Stores the step's keys and values.
+        """Stores the step's keys and values in the cache.
 
         Args:
             kv: The layer's cache.
             key: [T, num_kv_heads, head_size], compute dtype; rows may be strided.
-            value: [T, num_kv_heads, value_size], likewise. With `values_in_keys` it is a view of `key`, and nothing to
-                store.
+            value: [T, num_kv_heads, value_size], likewise. With `values_in_keys` it is a view of `key` and is not
+                stored.
             metadata: From `build_metadata`.
         """
 
@@ -201,30 +204,37 @@ class AttentionBackend(ABC):
             query: [T, num_heads, head_size], compute dtype; rows may be strided.
             kv: The layer's cache, `write_kv` already done for the whole step.
             metadata: From `build_metadata`.
-            sinks: [num_heads], where the spec has sinks.
+            sinks: [num_heads], if the spec has sinks.
 
         Returns:
-            [T, num_heads * value_size], compute dtype. Rows that are padding are unspecified but finite.
+            [T, num_heads * value_size], compute dtype. Padding rows are unspecified but finite.
         """
 
-    @abstractmethod
     def copy_blocks(self, kv: KVCache, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copies whole blocks within one layer's cache: `source[i]` to `destination[i]`, both int64 [n]."""
+        """Copies whole blocks within one layer's cache: `source[i]` to `destination[i]`, both int64 [n].
+
+        Optional since contract 1.1: core does not call it. The default finds the blocks in tensors by their shapes. The
+        conformance suite checks a backend that overrides it.
+
+        Raises:
+            PlatformError: As in `kv_bytes`; or the shapes of the tensors do not show where the blocks are.
+        """
+        tensor_caches.copy_blocks(self, kv, source, destination)
 
     def kv_bytes(self, kv: KVCache) -> int:
-        """Bytes that a layer's cache takes, on all devices that the worker drives.
+        """Bytes of a layer's cache on all devices that the worker drives.
 
         Since contract 1.1. The default adds up tensors. The conformance suite compares it with `kv_layout`.
 
         Raises:
-            PlatformError: The cache is not made of tensors, and the backend has no method of its own.
+            PlatformError: The cache is not made of tensors, and the backend does not override this method.
         """
         return tensor_caches.bytes_of(self, kv)
 
     def fill(self, kv: KVCache, value: float) -> None:
-        """Makes every element of every stored key and value `value`, which may be infinite or NaN.
+        """Sets every element of every stored key and value to `value`, which may be infinite or NaN.
 
-        Since contract 1.1. The default fills tensors. The conformance suite stands in with it for an earlier tenant.
+        Since contract 1.1. The default fills tensors. The conformance suite uses it to simulate a reused cache.
 
         Raises:
             PlatformError: As in `kv_bytes`.
@@ -232,17 +242,17 @@ class AttentionBackend(ABC):
         tensor_caches.fill(self, kv, value)
 
     def read_slots(self, kv: KVCache, slots: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Copies of all that is stored for some slots, in the form in which it is stored.
+        """Copies of the contents of some slots, in their storage format.
 
         Since contract 1.1. The default finds the slots in tensors by their shapes. The conformance suite compares
-        what it read before and after a write.
+        the contents before and after a write.
 
         Args:
             kv: The layer's cache.
             slots: int64 [n], on the device or the host.
 
         Returns:
-            One tensor or several, each [n, ...], on the device: keys and values, and their scales if they have any.
+            One tensor or several, each [n, ...], on the device: keys and values, and scales if there are any.
             Later writes do not change them.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a platform can do: one frozen object, read by the engine and by the conformance suite alike."""
+"""The capability flags of a platform, read by the engine and by the conformance suite."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Abilities of a platform. Whatever is optional defaults to "no"; an unknown name is an error.
+    """Capability flags of a platform. Optional capabilities default to off; an unknown name is an error.
 
-    Phase: any, once the platform object exists. Two reads must give equal values.
+    Phase: any, once the platform object exists. Every read gives equal values.
 
     Attributes:
-        dtypes: Compute dtypes by name, the preferred one first (what `dtype=auto` becomes for a checkpoint whose own
-            dtype is not among them).
+        dtypes: Compute dtypes by name, the preferred one first. `dtype=auto` selects it if the checkpoint's
+            dtype is not among them.
         kv_dtypes: Storage dtypes of the KV cache by name.
         max_head_size: Largest attention head, or None for any.
-        torch_device: Tensors are torch tensors on `DeviceRuntime.device`. A runtime without one brings its own worker.
+        torch_device: Tensors are torch tensors on `DeviceRuntime.device`. A platform without it implements its own
+            worker.
         lazy: Operations are recorded and run at `DeviceRuntime.step_mark`.
         static_shapes: Every new shape costs a compilation, so steps are padded to ShapePolicy's buckets.
-        graphs: GraphBackend is there.
-        compile: CompileBackend is there.
+        graphs: The platform has a GraphBackend.
+        compile: The platform has a CompileBackend.
         pinned_memory: Host buffers may be page-locked for copies.
         async_copies: `to_host` returns before the copy is done, and submitting work does not wait for earlier work.
             With asynchronous scheduling, sampled tokens then stay on the device until the next step has been submitted.
         fork_safe: A process that has probed this platform may still be forked.
-        unified_memory: The device uses the host's memory. `memory_utilization` is then a share of what other programs
-            leave.
-        devices_per_process: Most devices that one worker drives; None for any number.
+        unified_memory: The device uses the host's memory. `memory_utilization` is then a share of the memory that other
+            programs do not use.
+        devices_per_process: Maximum number of devices per worker; None for any number.
         collectives: Names among `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`, `send_recv`, `gather`,
-            `all_to_all`, `barrier` that its communicators offer.
-        prefix_caching, chunked_prefill: Whether attention may start from blocks computed in an earlier step.
-        sliding_window, soft_cap, sinks: Attention features of its backend.
+            `all_to_all`, `barrier` that its communicators implement.
+        prefix_caching, chunked_prefill: Attention may read blocks that an earlier step computed.
+        sliding_window, soft_cap, sinks: The attention backend supports this feature.
         deterministic: Equal inputs give bit-equal outputs, whatever else is in the batch.
-        mla: Its backend takes value heads of another size than the keys', and values that are a part of the keys.
+        mla: The attention backend supports value heads of another size than key heads, and values that are a part of
+            the keys.
     """
 
     dtypes: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""Asks a platform plugin for something, and holds it to what the contract says it returns.
+"""Calls of platform plugins with checks of exceptions and return types.
 
-A plugin is other people's code: whatever it raises, `SystemExit` included, is reported as an error of the platform, by
-name, and an answer of the wrong kind is refused here rather than tripped over far away.
+Any exception of a plugin, `SystemExit` included, becomes a PlatformError that names the platform. A result of the wrong
+type is an error here, where the caller is known.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from mvllm.platform.interface import Platform
 
 
 def call_checked(platform: Platform, what: str, *args: Any, returns: type | tuple[type, ...]) -> Any:
-    """`platform.what(*args)`, or `platform.what` where it is no method.
+    """`platform.what(*args)`, or `platform.what` for a property.
 
     Args:
         what: Name of a method or property of Platform.
-        returns: Permitted types of the answer.
+        returns: Permitted types of the result.
 
     Raises:
-        PlatformError: The platform raised something of its own, or answered something else.
-        MvllmError: What the platform itself said in the contract's terms.
+        PlatformError: The platform raised another exception, or returned another type.
+        MvllmError: The platform raised it.
     """
     name = f"The platform {platform.spec.name!r}"
     try:
@@ -42,10 +42,10 @@ def call_checked(platform: Platform, what: str, *args: Any, returns: type | tupl
 
 
 def checked_attention_backend(platform: Platform, spec: AttentionSpec) -> AttentionBackend:
-    """The platform's backend for `spec`. What the platform does not claim is refused here, whatever its backend takes.
+    """The platform's backend for `spec`, after a check of the capabilities that the spec needs.
 
     Raises:
-        PlatformError: The platform does not claim what the spec needs, or has no backend for it.
+        PlatformError: The platform does not claim a capability that the spec needs, or has no backend for it.
     """
     claimed: Capabilities = call_checked(platform, "capabilities", returns=Capabilities)
     wanted = {

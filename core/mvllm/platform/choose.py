@@ -1,4 +1,4 @@
-"""Picks the platform: the one asked for, or the single available one; otherwise an error that says all it knows."""
+"""Chooses the platform: the one that the user names, or the only available one; otherwise an error lists all."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def choose_platform(name: str | None = None, *, available_only: bool = True) -> 
     """The platform to run on.
 
     Args:
-        name: What the user asked for; the default is the environment variable `MVLLM_PLATFORM`. With a name, only that
+        name: Name from the user; the default is the environment variable `MVLLM_PLATFORM`. With a name, only that
             plugin is imported.
-        available_only: Whether one that is asked for must be available. Without that it can be asked for its plans, and
-            nothing can run on it.
+        available_only: Whether a named platform must be available. An unavailable one can return plans, but nothing
+            can run on it.
 
     Raises:
-        PlatformError: None or several can be used, the one asked for is not there or not usable, or, without a name,
-            an installed plugin is broken: going on without it could mean running on the wrong device unnoticed.
-        ContractError: The plugin asked for speaks another contract.
+        PlatformError: No platform or several are available, the named one is not installed or not usable, or, without a
+            name, an installed plugin is broken: skipping it could select the wrong device unnoticed.
+        ContractError: The named plugin has an incompatible contract version.
     """
     candidates = discover(only=name or os.environ.get(ENVIRONMENT_VARIABLE) or None)
     chosen, reason = choose_candidate(candidates, name, available_only=available_only)
@@ -83,7 +83,7 @@ def choose_candidate(
 
 
 def describe(candidate: Candidate) -> str:
-    """A few lines about one candidate: what it is, and why it cannot be used or what it offers."""
+    """A few lines about one candidate: its source, and why it is not usable or what its probe found."""
     lines = [f"  {candidate.source}"]
     if candidate.failure:
         lines.append(f"    broken at {candidate.failure.stage}: {candidate.failure.message}")
@@ -155,8 +155,8 @@ def _build(candidate: Candidate) -> Platform:
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # a plugin may raise anything, SystemExit included
-            if (telling := needs_another_contract(e, candidate.source)) is not None:
-                raise telling from e
+            if (contract_error := needs_another_contract(e, candidate.source)) is not None:
+                raise contract_error from e
             raise PlatformError(
                 f"The platform {candidate.name!r} ({candidate.source}) failed while it was being built: "
                 f"{type(e).__name__}: {e}"

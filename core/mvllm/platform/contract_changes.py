@@ -1,9 +1,8 @@
-"""What changed between two states of the contract, and how large a step of its version that takes.
+"""Compares two states of the contract and classifies each difference as a minor or a major change.
 
-One question decides: does a plugin that was written for the old state still work with the new one, unchanged? If so the
-step is *minor*, otherwise *major*. What core adds for plugins to use, or to offer if they like, is minor. What a plugin
-would have to be changed for is major: something gone, renamed, of another type, called in another phase, or needed now
-and not before; and a parameter more in a method that plugins write, since core would pass it.
+A change is *minor* if a plugin for the old state works unchanged with the new one, otherwise *major*. Minor changes are
+additions that plugins may use or implement. Major changes are members that were removed, renamed, given another type or
+another phase, or became required, and a new parameter of a method that plugins implement, since core passes it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Change:
 
     Attributes:
         step: MINOR or MAJOR.
-        text: What was changed, by name.
+        text: The change, with the name of the member.
     """
 
     step: str
@@ -35,12 +34,12 @@ class Change:
 
 
 def changes(old: Surface, new: Surface) -> list[Change]:
-    """The differences, in the order of the names; those of the version itself are none."""
+    """The differences, in the order of the names, without the version number."""
     return list(_changes(old, new))
 
 
 def needed_version(old: tuple[int, int], found: list[Change]) -> tuple[int, int]:
-    """The lowest version of the contract that may have `found`, counted from the one that they were found against."""
+    """The lowest contract version that permits the changes `found` since the version `old`."""
     if any(change.step == MAJOR for change in found):
         return (old[0] + 1, 0)
     return (old[0], old[1] + 1) if found else old
@@ -69,7 +68,7 @@ def _changes(old: Surface, new: Surface) -> Iterator[Change]:
 
 
 def _operation(name: str, old: Operation, new: Operation) -> Iterator[Change]:
-    """Core calls what providers wrote, so another parameter is major. Descriptions may be worded anew."""
+    """Core calls the functions of providers, so a new parameter is major. Descriptions may change."""
     if (old.parameters, old.type) != (new.parameters, new.type):
         before, after = (f"({', '.join(one.parameters)}) -> {one.type}" for one in (old, new))
         yield Change(MAJOR, f"{name}: its signature was {before}, is {after}")
@@ -113,7 +112,7 @@ def _members(
 def _member(name: str, old: Member, new: Member, *, written_by_plugins: bool) -> Iterator[Change]:
     for what in ("kind", "type", "default", "phase"):
         before, after = getattr(old, what), getattr(new, what)
-        # A default where there was none asks less; that it is not required any more is said below.
+        # A new default relaxes the contract; that the member is no longer required is reported below.
         if before != after and not (what == "default" and before is None and not new.required and old.required):
             yield Change(MAJOR, f"{name}: its {what} was {_shown(before)}, is {_shown(after)}")
     if old.required != new.required:
@@ -125,20 +124,20 @@ def _member(name: str, old: Member, new: Member, *, written_by_plugins: bool) ->
 
 
 def _adds_only_optional(old: list[str], new: list[str]) -> bool:
-    """Every call that suited the old parameters suits the new ones."""
+    """Whether every call with the old parameters is valid with the new ones."""
     more = [parameter for parameter in new[len(old) :] if parameter != "*"]
     return new[: len(old)] == old and all(" = " in parameter or parameter.startswith("**") for parameter in more)
 
 
 def _order(name: str, old: Name, new: Name) -> Iterator[Change]:
-    """Values are given by position, too: fields keep their order, and new ones come last."""
+    """Fields can be passed by position, so they keep their order and new ones come last."""
     if old.keyword_only:
         return
     before = [member for member, facts in old.members.items() if facts.kind == "field" and member in new.members]
     after = [member for member, facts in new.members.items() if facts.kind == "field"]
     if before != after[: len(before)] and set(before) <= set(after):
         moved = next(member for member, kept in zip(after, before) if member != kept)
-        yield Change(MAJOR, f"{name}: {moved} stands where {before[after.index(moved)]} stood; new fields come last")
+        yield Change(MAJOR, f"{name}: {moved} is at the position of {before[after.index(moved)]}; new fields come last")
 
 
 def _shown(value: object) -> str:

@@ -1,7 +1,7 @@
-"""The operations that a platform may replace, as data: signature, shapes and dtypes, facts, what may be overwritten.
+"""The operations that a platform may replace, as data: signature, shapes and dtypes, facts, overwritable parameters.
 
-Read from the source of `mvllm.ops`, like the rest of the contract: the references import torch, and this answer needs
-none. A test compares it with the schemas that run.
+Read from the source of `mvllm.ops`, like the rest of the contract, since the references import torch and this module
+does not. A test compares the result with the schemas that run.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from mvllm.platform.source_parsing import function_parameters, parse_module
 
 CATALOGUE = "mvllm.ops.all_schemas"
 RETURNS = "returns"
-"""Where `Operation.shapes` describes the result."""
+"""Key of the result in `Operation.shapes`."""
 
 
 @dataclass
 class Operation:
-    """One operation: what a provider's function takes and returns.
+    """Signature, shapes and facts of one operation.
 
     Attributes:
         summary: The first line of the reference's docstring.
-        notes: What else it says before it comes to the parameters, by paragraphs; empty where there is nothing.
+        notes: The paragraphs between the first line and the parameters; may be empty.
         parameters: As written: `name: type = default`.
-        type: Of the result, as written.
-        shapes: By parameter, and under `returns` for the result: shape, dtype, range. Empty where the summary says it.
-        facts: What `OpCase.facts` holds when the operation is resolved, by name.
+        type: Type of the result, as written.
+        shapes: Shape, dtype and range by parameter, and under `returns` for the result. Empty if the summary has them.
+        facts: Descriptions of `OpCase.facts` of the operation, by name.
         may_overwrite: Parameters whose storage the function may reuse.
     """
 
@@ -47,7 +47,7 @@ class Operation:
 
 
 def read_operations() -> dict[str, Operation]:
-    """All operations of this core by name, in the order of their names."""
+    """All operations of this core, sorted by name."""
     catalogue = parse_module(CATALOGUE)
     homes = {
         node.module or ""
@@ -61,7 +61,7 @@ def read_operations() -> dict[str, Operation]:
 
 
 def operation_lines(name: str, operation: Operation) -> list[str]:
-    """The operation for reading."""
+    """The operation as lines of text."""
     lines = [f"operation {operation.signature(name)}", f"    {operation.summary}"]
     lines += [f"    {line}" for line in operation.notes.splitlines() if line]
     lines += [f"    {parameter}: {text}" for parameter, text in operation.shapes.items()]
@@ -72,7 +72,7 @@ def operation_lines(name: str, operation: Operation) -> list[str]:
 
 
 def _operations(module: ast.Module) -> Iterator[tuple[str, Operation]]:
-    """Those of one module: `OpSchema(function, facts=..., may_overwrite=...)`, alone or for each of several."""
+    """The operations of one module: `OpSchema(function, facts=..., may_overwrite=...)`, also in a comprehension."""
     functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
     values = {
         target.id: node.value
@@ -111,7 +111,7 @@ def _operation(function: ast.FunctionDef, given: dict[str, object]) -> Operation
 
 
 def _evaluate(expression: ast.expr, values: dict[str, ast.expr]) -> object:
-    """The value of a literal, in which names stand for other literals of the module."""
+    """The value of a literal that may refer to other literals of the module by name."""
     match expression:
         case ast.Name(id=name):
             return _evaluate(values[name], values)
@@ -141,7 +141,7 @@ def _describe(docstring: str) -> tuple[str, str, dict[str, str]]:
         else:
             shapes.update(_entries(lines))
     paragraphs = (part.strip("\n") for part in notes.split("\n\n") if part.strip())
-    # An indented paragraph is a formula or a picture, and keeps its lines.
+    # An indented paragraph is a formula or a diagram and keeps its line breaks.
     kept = (part if part.startswith(" ") else _one_line(part) for part in paragraphs)
     return summary, "\n\n".join(kept), shapes
 

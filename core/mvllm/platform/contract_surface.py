@@ -1,7 +1,7 @@
-"""The contract as data: every name that a plugin may import, with what a plugin can rely on about it.
+"""The platform contract as data: every name of `mvllm.plugin_api` with its members, types, defaults and phases.
 
-The source is read, not imported. So the answer needs no torch, is the same under every Python, and shows types and
-defaults as they were written. What the result leaves out (bodies, prose, private members) may change freely.
+The source is parsed, not imported, so the result needs no torch, is the same under every Python version, and shows
+types and defaults as written. Function bodies, docstrings and private members are not part of the contract.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PLUGIN_API_MODULE = "mvllm.plugin_api"
 HOOKS = "mvllm.platform.hookspecs"
 
 _OPEN_BASES = {"ABC", "Protocol"}
-"""Classes with one of these bases are written by the plugin; of others core makes the objects, or both do."""
+"""Plugins implement classes with one of these bases; core, or both, create objects of the others."""
 
 
 @dataclass
@@ -30,10 +30,10 @@ class Member:
         kind: `method`, `classmethod`, `staticmethod`, `property`, `field`, `value` (of an enumeration), `attribute`,
             `function` or `constant`.
         parameters: As written, `self` and `cls` left out: `name: type = default`, with `*` before those by keyword.
-        type: The type of a field or property, or what a method returns; empty where none is written.
-        default: Of a field, or the value of a constant or an enumeration's member; None where there is none.
-        required: A plugin's class must have it, or a caller must give it.
-        phase: When core calls it, as its docstring (or that of its class) says; empty where neither does.
+        type: The type of a field or property, or of a method's result; empty if there is no annotation.
+        default: The default of a field, or the value of a constant or an enumeration member; None if there is none.
+        required: A plugin's class must implement it, or a caller must pass it.
+        phase: When core calls it, from its docstring or that of its class; may be empty.
     """
 
     kind: str
@@ -51,9 +51,9 @@ class Name:
     Attributes:
         kind: `class`, `dataclass`, `struct`, `enumeration`, `error`, `function` or `constant`.
         bases: As written.
-        written_by_plugins: Its methods are called by core and implemented by plugins.
-        phase: What the class's docstring says.
-        keyword_only: Fields are given by keyword, so their order means nothing.
+        written_by_plugins: Plugins implement its methods and core calls them.
+        phase: The phase in the class's docstring.
+        keyword_only: Fields are passed by keyword only, so their order does not matter.
         itself: A function's signature, or a constant's type and value.
         members: By name, in the order of the source; fields first come in the order of the constructor.
     """
@@ -74,9 +74,9 @@ class Surface:
     Attributes:
         contract: Its version.
         entry_points: The group in which plugins are found.
-        hooks: What a plugin's hook module implements.
-        names: All of `mvllm.plugin_api`, sorted.
-        operations: What `OpProvider`s replace, sorted; empty in a contract kept by a core that did not list them.
+        hooks: Hooks of a plugin's hook module.
+        names: All names of `mvllm.plugin_api`, sorted.
+        operations: Operations that `OpProvider`s replace, sorted; empty in files of an older core.
     """
 
     contract: tuple[int, int]
@@ -88,20 +88,20 @@ class Surface:
 
 def read_surface() -> Surface:
     """The contract of this core, from its source."""
-    door = parse_module(PLUGIN_API_MODULE)
+    plugin_api = parse_module(PLUGIN_API_MODULE)
     origins = {
         alias.asname or alias.name: (node.module or "", alias.name)
-        for node in ast.walk(door)
+        for node in ast.walk(plugin_api)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     modules: dict[str, ast.Module] = {}
     names = {}
-    for exported in sorted(_exported(door)):
+    for exported in sorted(_exported(plugin_api)):
         module, original = origins[exported]
         tree = modules.setdefault(module, parse_module(module))
         names[exported] = _name(original, tree)
-    # The version is what the rest is measured by; as a part of the rest it would always have changed with it.
+    # Without its value, since a change of the version is not a change of the contract's content.
     names["CONTRACT"] = Name("constant", itself=Member("constant", type="tuple[int, int]"))
     hooks = {
         node.name: _function(node, "function", "")
@@ -112,7 +112,7 @@ def read_surface() -> Surface:
 
 
 def as_text(surface: Surface) -> str:
-    """The contract for reading: a line per member, in the order of the source."""
+    """The contract as text: a line per member, in the order of the source."""
     lines = [f"contract {surface.contract[0]}.{surface.contract[1]}", f"entry points {surface.entry_points}"]
     lines += ["", *(f"hook {name}{_signature(hook)}" for name, hook in surface.hooks.items())]
     for name, entry in surface.names.items():
@@ -133,7 +133,7 @@ def as_text(surface: Surface) -> str:
 
 
 def as_data(surface: Surface) -> dict[str, Any]:
-    """The contract as JSON can carry it; what is empty is left out."""
+    """The contract as JSON data, without empty values."""
     return {
         "contract": f"{surface.contract[0]}.{surface.contract[1]}",
         "entry_points": surface.entry_points,
@@ -144,10 +144,10 @@ def as_data(surface: Surface) -> dict[str, Any]:
 
 
 def from_data(data: dict[str, Any]) -> Surface:
-    """The contract that `as_data` wrote.
+    """The contract from the result of `as_data`.
 
     Raises:
-        KeyError, TypeError, ValueError: The data are something else.
+        KeyError, TypeError, ValueError: The data have another format.
     """
     major, minor = (int(part) for part in data["contract"].split("."))
     names = {}
@@ -187,8 +187,8 @@ def _signature(member: Member) -> str:
 # --- reading the source
 
 
-def _exported(door: ast.Module) -> list[str]:
-    for node in door.body:
+def _exported(plugin_api: ast.Module) -> list[str]:
+    for node in plugin_api.body:
         match node:
             case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
                 names: list[str] = ast.literal_eval(value)
@@ -229,7 +229,8 @@ def _class(node: ast.ClassDef) -> Name:
                 entry.members[name] = Member(member, default=ast.unparse(value))
             case ast.FunctionDef(name=name) if name == "__init__" or not _private(name):
                 entry.members[name] = _function(item, "method", entry.phase)
-                # A protocol gives nobody a default; an abstract base does, where it is not abstract.
+                # Methods of a protocol are required unless their docstring says otherwise; those of an ABC only if
+                # abstract.
                 dispensable = "may leave this method out" in " ".join((ast.get_docstring(item) or "").split())
                 entry.members[name].required |= "Protocol" in bases and not dispensable
             case _:

@@ -1,14 +1,14 @@
-"""Finds platform plugins without letting one of them hide another, or itself.
+"""Discovers platform plugins: loads, checks and probes each one and records its failure.
 
-The loop is our own: pluggy's loader imports everything at once, stops at the first ImportError and drops a second
-distribution that uses a taken name. Here each plugin is loaded on its own, and whatever goes wrong is kept beside its
-name, so that it can be shown to the user.
+pluggy's loader is not used: it imports all plugins at once, stops at the first ImportError and drops a second
+distribution of the same name. Here each plugin is loaded separately, and a failure is stored with the plugin's name, so
+that it can be shown to the user.
 
     entry point ──import──> hook module ──hook──> PlatformSpec ──contract──> probe ──> ProbeResult ──torch──> usable
                  (light)                                        (checked before device code is imported)
 
-A plugin may be so far from this core that it does not get as far as saying its contract: it imports a name, or fills in
-a field, that is not there. That is told as what it is, too, and not as the ImportError that Python makes of it.
+A plugin for a very different contract version may fail before it states its version, because it imports a name or
+passes a field that does not exist. That is reported as a ContractError too, not as Python's ImportError.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PluginSource:
     """Where a plugin was found, known before anything of it is imported.
 
     Attributes:
-        name: The entry point's name: what users type.
+        name: The entry point's name, which users type.
         entry_point: Its value, `package.module`.
         distribution, version: The installed distribution it belongs to.
     """
@@ -54,13 +54,13 @@ class PluginSource:
 
 @dataclass(frozen=True)
 class PluginFailure:
-    """What went wrong with a plugin.
+    """The failure of a plugin.
 
     Attributes:
         stage: `import`, `contract`, `duplicate`, `probe` or `torch`.
         message: One or two lines for the user.
         error: The exception, with its cause, or None.
-        remedy: What to do.
+        remedy: Command or action that fixes it.
     """
 
     stage: str
@@ -69,18 +69,18 @@ class PluginFailure:
     remedy: str
 
     def details(self) -> str:
-        """The traceback as text, or nothing."""
+        """The traceback as text; empty without an exception."""
         return "" if self.error is None else "".join(traceback.format_exception(self.error))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plugin that was looked at.
+    """A discovered plugin with its probe result or failure.
 
     Attributes:
         source: Where it comes from.
-        spec: Its identity card, once loaded and contract-checked.
-        probe: What its probe said.
+        spec: Its PlatformSpec, once loaded.
+        probe: The result of its probe.
         probe_seconds: How long the probe took.
         failure: Why it cannot be used at all, or None.
     """
@@ -101,7 +101,7 @@ class Candidate:
 
 
 def find_sources() -> list[PluginSource]:
-    """Every entry point of the group, by name; imports nothing of the plugins."""
+    """Every entry point of the group, sorted by name. Imports no plugin."""
     found = [
         PluginSource(
             name=ep.name,
@@ -115,10 +115,10 @@ def find_sources() -> list[PluginSource]:
 
 
 def discover(only: str | None = None) -> list[Candidate]:
-    """Loads and probes the plugins found; never raises because of one of them.
+    """Loads and probes the installed plugins. A failing plugin does not raise.
 
     Args:
-        only: Look at the plugin of this name alone; no other is imported.
+        only: Load only the plugin of this name; no other is imported.
     """
     sources = find_sources()
     owners = Counter(source.name for source in sources)
@@ -136,10 +136,10 @@ def load_attribute(path: str) -> Any:
 
 
 def check_contract(spec: PlatformSpec, source: PluginSource) -> None:
-    """Fails unless the plugin's contract version works with this core: same major, minor not greater.
+    """Checks that the plugin's contract version is compatible with this core: same major, minor not greater.
 
     Raises:
-        ContractError: Names both distributions, both versions and the command that mends it.
+        ContractError: It is not; names both distributions, both versions and the command that fixes it.
     """
     if not (isinstance(spec.contract, tuple) and [type(part) for part in spec.contract] == [int, int]):
         raise ContractError(
@@ -159,10 +159,10 @@ def check_contract(spec: PlatformSpec, source: PluginSource) -> None:
 
 
 def check_torch(spec: PlatformSpec, source: PluginSource) -> None:
-    """Fails unless the installed torch is at least the plugin's floor; reads metadata, imports nothing.
+    """Checks that the installed torch is at least the plugin's floor. Reads metadata, imports nothing.
 
     Raises:
-        PlatformError: Names the plugin, both versions of torch and the command that mends it.
+        PlatformError: It is not; names the plugin, both versions of torch and the command that fixes it.
     """
     if spec.torch_floor is None:
         return
@@ -170,7 +170,7 @@ def check_torch(spec: PlatformSpec, source: PluginSource) -> None:
         installed = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         if importlib.util.find_spec("torch") is not None:
-            return  # put there by hand: nobody knows its version without importing it
+            return  # installed without metadata: the version is unknown without importing it
         found = "torch is not installed"
     else:
         if reaches(installed, spec.torch_floor):
@@ -183,16 +183,16 @@ def check_torch(spec: PlatformSpec, source: PluginSource) -> None:
 
 
 def reaches(installed: str, floor: str) -> bool:
-    """Whether a version is at least another. A build before the release of a version counts as that version."""
+    """Whether a version is at least another. A pre-release counts as its release."""
     from packaging.version import Version
 
     return Version(installed).release >= Version(floor).release
 
 
 def needs_another_contract(error: BaseException, source: PluginSource) -> ContractError | None:
-    """What it means when a plugin fails because the contract lacks something that it asks for; None for other errors.
+    """A ContractError for an exception of a plugin that uses something the contract lacks; None for other exceptions.
 
-    The one who has met `error` raises or keeps the answer, whose cause it is.
+    `error` becomes its cause.
     """
     text = str(error)
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "mvllm":
@@ -204,13 +204,13 @@ def needs_another_contract(error: BaseException, source: PluginSource) -> Contra
         lacking = f"it: {text}"
     else:
         return None
-    telling = ContractError(
+    contract_error = ContractError(
         f"{source.distribution} {source.version} was built for another platform contract: it asks for something that "
         f"contract {_dotted(CONTRACT)} of mvllm {__version__} does not have ({lacking}). "
         f"Run: pip install -U mvllm {source.distribution}"
     )
-    telling.__cause__ = error
-    return telling
+    contract_error.__cause__ = error
+    return contract_error
 
 
 def _dotted(contract: tuple[int, int]) -> str:
@@ -232,7 +232,7 @@ def _examine(source: PluginSource, rivals: Sequence[PluginSource]) -> Candidate:
     seconds = time.perf_counter() - start
     if isinstance(probe, PluginFailure):
         return Candidate(source, spec, probe_seconds=seconds, failure=probe)
-    # Where there is no device for it, its torch does not matter: it must not be in the way of another platform.
+    # Without a device the torch version does not matter, and must not keep another platform from being chosen.
     torch = _attempt("torch", source, lambda: check_torch(spec, source)) if probe.available else None
     return Candidate(source, spec, probe, seconds, torch if isinstance(torch, PluginFailure) else None)
 
@@ -240,7 +240,7 @@ def _examine(source: PluginSource, rivals: Sequence[PluginSource]) -> Candidate:
 def _load_spec(source: PluginSource) -> PlatformSpec:
     with enter_phase(Phase.PROBE):
         module = importlib.import_module(source.entry_point.partition(":")[0])
-        # A manager per plugin: hooks of one can neither shadow nor validate against another's.
+        # A manager per plugin, so that hooks of one plugin neither shadow nor validate against those of another.
         manager = pluggy.PluginManager(hookspecs.PROJECT)
         manager.add_hookspecs(hookspecs)
         manager.register(module, name=source.name)
@@ -269,7 +269,7 @@ def _run_probe(spec: PlatformSpec) -> ProbeResult:
 
 
 def _attempt(stage: str, source: PluginSource, action: Callable[[], Any]) -> Any:
-    """The action's result, or what it failed with. A plugin may raise anything, SystemExit included."""
+    """The action's result, or a PluginFailure. A plugin may raise anything, SystemExit included."""
     try:
         return action()
     except KeyboardInterrupt:

@@ -1,7 +1,9 @@
-"""Optional accelerators of whole steps: captured graphs and compilers."""
+"""Optional interfaces for graph capture and compilation of whole steps."""
 
 from __future__ import annotations
 
+import functools
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +12,15 @@ from typing import Any
 class GraphBackend(ABC):
     """Records a step once and replays it. Phase: worker.
 
-    Returned by `Platform.graphs`, where `Capabilities.graphs` is set. Errors are raised as PlatformError.
+    Returned by `Platform.graphs`, where `Capabilities.graphs` is set. Errors are raised as PlatformError. Optional:
+    core does not capture graphs itself; a platform that replays graphs does so in its CompileBackend.
     """
 
     @abstractmethod
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """Runs `step` while recording and returns a replay.
 
-        The replay reads inputs from, and leaves results in, the very tensors that `step` used.
+        The replay reads inputs from, and writes results to, the tensors that `step` used.
         """
 
     @abstractmethod
@@ -26,32 +29,41 @@ class GraphBackend(ABC):
 
 
 class CompileBackend(ABC):
-    """Turns a callable over tensors into a faster one. Phase: worker.
+    """Compiles a function over tensors. Phase: worker.
 
     Returned by `Platform.compiler`, where `Capabilities.compile` is set. Errors are raised as PlatformError.
 
-    Core compiles one function per worker, once the KV cache is allocated and unless `enforce_eager` is set: the model.
-    Its arguments are positional: the step's tensors, or None for those that the model does not read, then what
-    `build_metadata` of each of this platform's attention backends has returned for the step. It returns one tensor,
-    reads the weights, and changes nothing but the KV cache and, where it may reuse it, the storage of its arguments.
+    Core compiles one function per worker, the model's forward pass, after the KV cache is allocated and unless
+    `enforce_eager` is set. Its arguments are positional: the step's tensors, or None for those that the model does not
+    read, then the result of `build_metadata` of each of this platform's attention backends. It returns one tensor,
+    reads the weights, and changes only the KV cache and, where permitted, the storage of its arguments.
     """
 
     @abstractmethod
     def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
-        """A callable with the same results; `dynamic` tells whether shapes may vary without recompilation.
+        """A callable with the same results. With `dynamic`, shapes may vary without recompilation.
 
-        It is called from the thread that called `compile`. Where it cannot make a function faster it calls that.
+        It is called from the thread that called `compile`. It may be `function` itself.
         """
 
-    @abstractmethod
     def cache_key(self) -> str:
-        """Changes whenever compiled results from before must not be reused (compiler, plugin or device changed)."""
+        """Changes whenever compiled results from before must not be reused (compiler, plugin or device changed).
+
+        Optional since contract 1.1: core does not call it. The default differs in each process, so nothing compiled
+        is reused by another one.
+        """
+        return f"{type(self).__module__}.{type(self).__qualname__}-{_process_token()}"
 
     def needs_warm_up(self) -> bool:
-        """Whether the first calls of a compiled function take so long that no request should wait for them.
+        """Whether core calls a compiled function a few times before the first request, since the first calls are slow.
 
-        Since contract 1.1; true by default. Core then makes a few calls before the first request. Where the platform's
-        `shapes` have no buckets these are a decode step of one request, a prompt of one, and prompts of several, so
-        that a compiler for any size has seen that each size varies.
+        Since contract 1.1; true by default. Where the platform's `shapes` have no buckets, these calls are a decode
+        step of one request, a prompt of one request, and prompts of several, so that a compiler with dynamic shapes
+        sees each size vary.
         """
         return True
+
+
+@functools.cache
+def _process_token() -> str:
+    return uuid.uuid4().hex

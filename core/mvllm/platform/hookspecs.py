@@ -1,4 +1,4 @@
-"""The hooks that a platform plugin implements. pluggy finds and checks them; afterwards plain objects run."""
+"""The hooks that a platform plugin implements, found and checked by pluggy."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def mvllm_platform() -> PlatformSpec:  # type: ignore[empty-body]
     """Returns the plugin's PlatformSpec.
 
-    Phase: any process, at discovery. The module that implements it is imported by listing and choosing, so it imports
+    Phase: any process, at discovery. Listing platforms imports the module that implements it, so that module imports
     nothing heavier than `mvllm.plugin_api`.
     """

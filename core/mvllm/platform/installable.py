@@ -1,6 +1,6 @@
-"""Packages that the metadata of mvllm names in its extras, for error messages and for what may be named.
+"""Platform and executor packages that mvllm lists in its extras, read from its metadata.
 
-The extra `executors` lists those that bring an executor; every other package `mvllm-*` of an extra brings a platform.
+The extra `executors` lists packages with an executor; every other package `mvllm-*` of an extra has a platform.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ _EXECUTORS = "executors"
 
 
 def installable_platforms() -> list[str]:
-    """The packages that bring a platform, installed or not, sorted."""
+    """Packages with a platform, installed or not, sorted."""
     return sorted(_packages() - _packages(_EXECUTORS))
 
 
 def installable_executors() -> dict[str, str]:
-    """Names of executors that packages bring, installed or not, and the command that installs each."""
+    """Names of executors of other packages, installed or not, and the command that installs each."""
     names = sorted(package.removeprefix("mvllm-") for package in _packages(_EXECUTORS))
     return {name: f'pip install "mvllm[{name}]"' for name in names}
 
 
 def _packages(extra: str | None = None) -> set[str]:
-    """Packages `mvllm-*` that one extra requires, or that any does."""
+    """Packages `mvllm-*` that one extra requires, or any extra."""
     try:
         requirements = importlib.metadata.requires("mvllm") or []
     except importlib.metadata.PackageNotFoundError:

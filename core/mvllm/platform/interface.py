@@ -1,4 +1,4 @@
-"""The contract's centre: one object per kind of hardware."""
+"""The Platform interface: what a hardware plugin implements."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
 
 
 class Platform(ABC):
-    """One kind of hardware. Made by the plugin's factory; stateless, so that processes pass its name, never the object.
+    """One kind of hardware. Created by the plugin's factory; stateless: processes exchange its name, not the object.
 
-    The factory may import torch; it must not open a device. Each method names the phase in which core calls it.
+    The factory may import torch; it must not open a device. Each method states the phase in which core calls it.
     """
 
     @property
     @abstractmethod
     def spec(self) -> PlatformSpec:
-        """The identity card. Phase: any."""
+        """The plugin's PlatformSpec. Phase: any."""
 
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What it can do. Phase: any."""
+        """The capability flags. Phase: any."""
 
     @abstractmethod
     def plan(self, config: EngineConfig) -> Plan | Refusals:
-        """Accepts a configuration, with changes and their reasons, or declines it with reasons and remedies.
+        """Accepts a configuration, with changes and their reasons, or refuses it with reasons and remedies.
 
-        Phase: frontend. Pure: it neither changes `config` nor opens a device. `model.dtype` may be `auto`, and the plan
-        need not settle it: core then takes the checkpoint's dtype if it is among `capabilities.dtypes`, else the first.
+        Phase: frontend. Pure: it neither changes `config` nor opens a device. `model.dtype` may be `auto`. If the plan
+        leaves it, core selects the checkpoint's dtype if it is among `capabilities.dtypes`, else the first of these.
         """
 
     @abstractmethod
     def topology(self, parallel: ParallelConfig) -> LaunchTopology:
-        """Where workers run. Phase: frontend or engine. Pure.
+        """Number of workers, devices per worker, executors and environment. Phase: frontend or engine. Pure.
 
-        It answers for every world size; that the executors it allows cannot be had here is for core to say.
+        It returns a topology for every world size. Core checks whether the listed executors are available.
         """
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Platform(ABC):
         """Binds this process to its device and seeds it. Phase: worker; once per worker.
 
         Raises:
-            PlatformError: There is no such device, or it cannot be opened; the message says what was found.
+            PlatformError: The device does not exist or cannot be opened; the message says what was found.
         """
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Platform(ABC):
         """Joins a group of at least two ranks. Phase: worker.
 
         Raises:
-            PlatformError: The ranks do not find each other.
+            PlatformError: The ranks cannot connect.
         """
 
     @abstractmethod
@@ -73,29 +73,29 @@ class Platform(ABC):
         """A backend for `spec`. Phase: worker.
 
         Raises:
-            PlatformError: No backend takes the spec; the message lists the reasons.
+            PlatformError: No backend supports the spec; the message lists the reasons.
         """
 
     def ops(self) -> Sequence[OpProvider]:
-        """Operations that it replaces. Phase: worker. Default: none, the references run."""
+        """Operations that the platform replaces. Phase: worker. Default: none; the references run."""
         return ()
 
     def worker_class(self) -> str | None:
-        """`package.module:Class` of its own WorkerProtocol, or None for core's. Phase: engine or worker."""
+        """`package.module:Class` of the platform's WorkerProtocol, or None for core's. Phase: engine or worker."""
         return None
 
     def graphs(self, device: torch.device) -> GraphBackend | None:
-        """Graph capture, where `capabilities.graphs`. Phase: worker."""
+        """Graph capture, if `capabilities.graphs`. Phase: worker. Optional: core does not call it. Default: None."""
         return None
 
     def compiler(self) -> CompileBackend | None:
-        """A compiler, where `capabilities.compile`. Phase: worker."""
+        """A compiler, if `capabilities.compile`. Phase: worker. Default: None."""
         return None
 
     def shapes(self) -> ShapePolicy:
-        """Step sizes. Phase: worker. Default: free."""
+        """Sizes to which steps are padded. Phase: worker. Default: no padding."""
         return ShapePolicy()
 
     def doctor(self) -> Sequence[Check]:
-        """Diagnostics of its own, with ids `platform.<name>.<subject>`. Phase: frontend; opens no device."""
+        """The platform's diagnostics, with ids `platform.<name>.<subject>`. Phase: frontend; opens no device."""
         return ()

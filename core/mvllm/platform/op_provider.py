@@ -1,4 +1,4 @@
-"""How a platform replaces single operations."""
+"""OpProvider: a platform's implementation of one operation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OpCase:
-    """The facts known when an operation is resolved, once, at model load. Phase: worker.
+    """Operation, dtype and sizes for which an implementation is selected, once, at model load. Phase: worker.
 
     Attributes:
         op: Name of the operation.
@@ -31,16 +31,16 @@ class OpProvider:
 
     Attributes:
         op: Name of the operation it replaces.
-        name: Its own name, for `mvllm ops`.
+        name: Name of the provider, for `mvllm ops`.
         function: The implementation.
         supports: Returns the reasons why a case is not supported; empty when it is.
-        priority: Among several that support a case, the highest is taken.
-        prepare: For operations with a weight: turns the loaded weight into the form that `function` wants in its place
-            (packed, say), once, after loading; the original is dropped, so its memory may be reused, but for that of a
-            `linear` without `lookup`: the weight of a tied head stays the token embedding's. Takes and returns a tuple
-            where there are several weights (`moe`). None keeps the weight as it is.
-        lookup: For `linear` with `prepare`: the operation `embedding` on what `prepare` made of the weight, bit for bit
-            what the reference gives for the weight itself. A tied head's weight is then kept in that form alone.
+        priority: The provider with the highest priority that supports a case is selected.
+        prepare: For operations with a weight: converts the loaded weight to the form that `function` takes (for
+            instance packed), once, after loading. Its memory may be reused, since the original is dropped; the
+            exception is `linear` without `lookup`, where the weight of a tied head remains the token embedding. Takes
+            and returns a tuple where there are several weights (`moe`). None keeps the weight as it is.
+        lookup: For `linear` with `prepare`: the operation `embedding` on the prepared weight, with the same bits as the
+            reference on the original weight. A tied head's weight is then stored only in the prepared form.
     """
 
     op: str

@@ -1,4 +1,4 @@
-"""Which part of the engine a process plays, so that a platform can refuse to be called from the wrong one."""
+"""The phases of the platform contract, and checks of the phase that a thread is in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mvllm.errors import ContractError
 
 
 class Phase(Enum):
-    """When, and in which process, a method of the contract may be called. `current_phase` gives the thread's."""
+    """When, and in which process, core calls a method of the contract. `current_phase` returns the thread's phase."""
 
     PROBE = "probe"
     """Any process, before a platform is chosen."""
@@ -28,7 +28,7 @@ _local = threading.local()
 
 @contextmanager
 def enter_phase(phase: Phase) -> Iterator[None]:
-    """Marks the calls made inside as belonging to `phase`. Core only."""
+    """Sets the phase of the thread's calls inside the context. Core only."""
     before = current_phase()
     _local.phase = phase
     try:
@@ -38,15 +38,15 @@ def enter_phase(phase: Phase) -> Iterator[None]:
 
 
 def current_phase() -> Phase | None:
-    """The phase that this thread is in, or None outside the engine (in a vendor's own test, say)."""
+    """The phase of this thread, or None outside the engine (for instance in a vendor's test)."""
     return getattr(_local, "phase", None)
 
 
 def require_phase(*allowed: Phase) -> None:
-    """Fails unless the caller is in one of `allowed`, or outside the engine.
+    """Raises an error unless the thread is in one of the phases `allowed`, or outside the engine.
 
     Raises:
-        ContractError: Core called a platform method in a phase where the contract forbids it.
+        ContractError: Core called a platform method in another phase.
     """
     phase = current_phase()
     if phase is not None and phase not in allowed:

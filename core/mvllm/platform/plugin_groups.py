@@ -1,12 +1,12 @@
-"""The other doors: what may plug in beside platforms, each through an entry point, none of it by being installed.
+"""Plugin groups: the entry points through which packages add models, executors, parsers and more, but not platforms.
 
-The idea: a door opens only to a name that somebody asked for (an architecture in a checkpoint, an executor or a logger
-in the settings, a subcommand on the command line). Looking who stands there reads metadata and imports nothing; whoever
-is let in and stumbles is named, with the distribution, the version and the error. `MVLLM_PLUGINS` narrows all of them.
+A plugin is imported only when its name is requested (an architecture in a checkpoint, an executor or a logger in the
+settings, a subcommand on the command line). Listing plugins reads metadata and imports nothing. The error of a plugin
+that fails names its distribution and version. `MVLLM_PLUGINS` restricts all groups to an allow list.
 
-    installed ──MVLLM_PLUGINS──> allowed ──asked for by name──> imported ──> used, or an error that names it
+    installed ──MVLLM_PLUGINS──> allowed ──requested by name──> imported ──> used, or an error that names it
 
-Platforms have a door of their own (`mvllm.platform.discovery`): one is chosen, and no other matters.
+`mvllm.platform.discovery` finds platforms, of which one is chosen.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ENVIRONMENT_VARIABLE = "MVLLM_PLUGINS"
 
 @dataclass(frozen=True)
 class PluginGroup:
-    """A kind of thing that may plug in.
+    """One kind of plugin.
 
     Attributes:
         group: The group of entry points.
-        noun: What one of them is called in messages.
+        noun: Name of the kind in messages.
     """
 
     group: str
@@ -61,13 +61,13 @@ ALL = (
 
 
 def allow_list() -> frozenset[str] | None:
-    """Distributions and names that `MVLLM_PLUGINS` lets in, lower case; None where it is not set and all may come."""
+    """Distributions and names that `MVLLM_PLUGINS` allows, in lower case; None if it is not set, which allows all."""
     text = os.environ.get(ENVIRONMENT_VARIABLE)
     return None if text is None else frozenset(part.strip().lower() for part in text.split(",") if part.strip())
 
 
-def list_plugins(door: PluginGroup) -> list[PluginSource]:
-    """Everything that stands at a door, allowed or not, by name. Imports nothing of it."""
+def list_plugins(group: PluginGroup) -> list[PluginSource]:
+    """All installed plugins of a group, allowed or not, sorted by name. Imports none of them."""
     found = {
         PluginSource(
             name=ep.name,
@@ -75,82 +75,82 @@ def list_plugins(door: PluginGroup) -> list[PluginSource]:
             distribution=ep.dist.name if ep.dist else "unknown distribution",
             version=ep.dist.version if ep.dist else "unknown version",
         )
-        for ep in importlib.metadata.entry_points(group=door.group)
+        for ep in importlib.metadata.entry_points(group=group.group)
     }
     return sorted(found, key=lambda s: (s.name, s.distribution, s.version))
 
 
 def is_allowed(source: PluginSource) -> bool:
-    """Whether `MVLLM_PLUGINS` lets it in, by its own name or its distribution's."""
+    """Whether `MVLLM_PLUGINS` allows a plugin, by its name or its distribution's."""
     allowed = allow_list()
     return allowed is None or bool({source.name.lower(), source.distribution.lower()} & allowed)
 
 
-def allowed_names(door: PluginGroup) -> tuple[str, ...]:
-    """Names that may be asked for, sorted. Imports nothing."""
-    return tuple(sorted({source.name for source in list_plugins(door) if is_allowed(source)}))
+def allowed_names(group: PluginGroup) -> tuple[str, ...]:
+    """Names of the allowed plugins of a group, sorted. Imports nothing."""
+    return tuple(sorted({source.name for source in list_plugins(group) if is_allowed(source)}))
 
 
-def find(door: PluginGroup, name: str) -> PluginSource | None:
-    """Who offers `name`; None where nobody does. Imports nothing.
+def find(group: PluginGroup, name: str) -> PluginSource | None:
+    """The plugin of that name; None if there is none. Imports nothing.
 
     Raises:
-        ConfigError: Somebody does who is not let in, or several do.
+        ConfigError: The plugin is not allowed, or several have the name.
     """
-    owners = [source for source in list_plugins(door) if source.name == name]
+    owners = [source for source in list_plugins(group) if source.name == name]
     let_in = [source for source in owners if is_allowed(source)]
     if len(let_in) > 1:
         listed = "; ".join(map(str, let_in))
         raise ConfigError(
-            f"The {door.noun} {name!r} is offered by {len(let_in)} installed packages: {listed}. Uninstall all but "
+            f"The {group.noun} {name!r} is offered by {len(let_in)} installed packages: {listed}. Uninstall all but "
             f"one, or name the one that is meant in {ENVIRONMENT_VARIABLE}."
         )
     if owners and not let_in:
         listed = ", ".join(sorted(allow_list() or ())) or "nothing"
         raise ConfigError(
-            f"The {door.noun} {name!r} is offered by {owners[0]}, which {ENVIRONMENT_VARIABLE} does not let in (it lets"
-            f" in: {listed}). Add {owners[0].distribution} if you trust that package."
+            f"The {group.noun} {name!r} is offered by {owners[0]}, which {ENVIRONMENT_VARIABLE} does not let in (it "
+            f"lets in: {listed}). Add {owners[0].distribution} if you trust that package."
         )
     return let_in[0] if let_in else None
 
 
-def load(door: PluginGroup, source: PluginSource) -> Any:
-    """Imports what an entry point names.
+def load(group: PluginGroup, source: PluginSource) -> Any:
+    """Imports the object of an entry point.
 
     Raises:
         ConfigError: It cannot be imported; names the distribution, and keeps the cause.
     """
     try:
-        return importlib.metadata.EntryPoint(source.name, source.entry_point, door.group).load()
+        return importlib.metadata.EntryPoint(source.name, source.entry_point, group.group).load()
     except KeyboardInterrupt:
         raise
     except BaseException as e:  # a plugin may raise anything, SystemExit included
         raise ConfigError(
-            f"The {door.noun} {source.name!r} is {source.entry_point} of {source.distribution} {source.version}, which "
-            f"cannot be loaded: {type(e).__name__}: {e}. Run: pip install -U {source.distribution}"
+            f"The {group.noun} {source.name!r} is {source.entry_point} of {source.distribution} {source.version}, "
+            f"which cannot be loaded: {type(e).__name__}: {e}. Run: pip install -U {source.distribution}"
         ) from e
 
 
-def require(door: PluginGroup, name: str) -> PluginSource:
-    """Who offers `name`. Imports nothing.
+def require(group: PluginGroup, name: str) -> PluginSource:
+    """The plugin of that name. Imports nothing.
 
     Raises:
-        ConfigError: Nobody does, or nobody who is let in.
+        ConfigError: No installed plugin has the name, it is not allowed, or several have the name.
     """
-    source = find(door, name)
+    source = find(group, name)
     if source is None:
         raise ConfigError(
-            f"No installed package offers a {door.noun} {name!r} (entry points of {door.group}). "
-            f"There are: {', '.join(allowed_names(door)) or 'none'}."
+            f"No installed package offers a {group.noun} {name!r} (entry points of {group.group}). "
+            f"There are: {', '.join(allowed_names(group)) or 'none'}."
         )
     return source
 
 
-def load_plugin_by_name(door: PluginGroup, name: str) -> tuple[PluginSource, Any]:
-    """What is offered under a name, and by whom.
+def load_plugin_by_name(group: PluginGroup, name: str) -> tuple[PluginSource, Any]:
+    """The plugin of that name, and its imported object.
 
     Raises:
-        ConfigError: Nobody offers it, it is not let in, or it cannot be imported.
+        ConfigError: As `require` and `load`.
     """
-    source = require(door, name)
-    return source, load(door, source)
+    source = require(group, name)
+    return source, load(group, source)

@@ -1,4 +1,4 @@
-"""One device, as the worker that owns it sees it."""
+"""The interface of a bound device: memory, copies, events and health."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MemoryInfo:
 
     Attributes:
         total: Physical memory.
-        free: What could still be allocated now, other processes considered.
-        used_by_me: What this process holds.
-        peak_by_me: Most that this process held since `reset_peak_memory`.
+        free: Bytes that can be allocated now, given all processes.
+        used_by_me: Bytes that this process holds.
+        peak_by_me: Maximum that this process held since `reset_peak_memory`.
     """
 
     total: int
@@ -35,14 +35,14 @@ class MemoryInfo:
 
 
 class HostCopy(Protocol):
-    """A copy from device to host under way. Phase: worker, from the worker's thread."""
+    """An asynchronous copy from device to host. Phase: worker, from the worker's thread."""
 
     def wait(self) -> torch.Tensor:
         """Blocks until the copy is done and returns the host tensor. May be called again."""
 
 
 class FinishedHostCopy:
-    """A copy that was done when it was asked for. Phase: worker.
+    """A HostCopy that is already complete. Phase: worker.
 
     Args:
         tensor: The host tensor; the copy's result.
@@ -52,15 +52,15 @@ class FinishedHostCopy:
         self._tensor = tensor
 
     def wait(self) -> torch.Tensor:
-        """The host tensor, at once."""
+        """The host tensor, without waiting."""
         return self._tensor
 
 
 class Event(Protocol):
-    """A point in a stream's order of work. Phase: worker, from the worker's thread."""
+    """A point in the order of work of a stream. Phase: worker, from the worker's thread."""
 
     def record(self) -> None:
-        """Sets the point after all work submitted so far to the current stream."""
+        """Records the point after all work submitted so far to the current stream."""
 
     def wait(self) -> None:
         """Makes later work of the current stream start after the point; the host does not wait."""
@@ -70,16 +70,16 @@ class Event(Protocol):
 
 
 class NullEvent:
-    """The event of a device whose work is done when a call returns. Phase: worker."""
+    """The event of a device whose calls are synchronous. Phase: worker."""
 
     def record(self) -> None:
-        """Nothing to mark."""
+        """Does nothing."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
 
 class DeviceRuntime(ABC):
@@ -87,12 +87,12 @@ class DeviceRuntime(ABC):
 
     Phase: worker; every method, from the worker's thread. One instance per worker, returned by `Platform.init_device`.
 
-    Where a worker drives several devices, all of them are one device to core: it computes with whole tensors, and says
-    of each weight how the devices share it (`place`). How the work is divided, and what the devices tell each other for
-    that, is the platform's: its compiler's, for instance, which finds it from where the weights lie.
+    Where a worker drives several devices, core treats them as one device: it computes with whole tensors and states for
+    each weight how the devices share it (`place`). The platform divides the work and communicates between the devices,
+    for instance with a compiler that derives both from the placement of the weights.
 
     Attributes:
-        device: What torch accepts as `device=`; opaque to core.
+        device: A `device=` argument for torch. Core does not interpret it.
     """
 
     device: torch.device
@@ -103,20 +103,20 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryInfo:
-        """Current figures, in bytes."""
+        """Current memory use, in bytes."""
 
     def reset_peak_memory(self) -> None:
-        """Starts `peak_by_me` anew from `used_by_me`."""
+        """Resets `peak_by_me` to `used_by_me`."""
 
     def release_cached_memory(self) -> None:
-        """Gives memory that an allocator holds back to the device."""
+        """Returns memory that an allocator caches to the device."""
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether an error that a step has raised says that there was no memory for it.
+        """Whether an error that a step raised is an out-of-memory error.
 
-        The requests of such a step end with an error, and the engine goes on. By default MemoryError, what torch raises
-        for devices with an allocator of its own, and what it raises where the host has no memory; a device whose
-        allocator has errors of another kind says so.
+        The requests of such a step end with an error, and the engine continues. Default: MemoryError,
+        torch.OutOfMemoryError, and the RuntimeError that torch raises when the host has no memory. A device whose
+        allocator raises other errors overrides this.
         """
         import torch
 
@@ -134,7 +134,7 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A host tensor that `to_device` copies from fast (page-locked where that helps)."""
+        """A host tensor from which `to_device` copies fast (page-locked where that helps)."""
 
     @abstractmethod
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
@@ -158,73 +158,76 @@ class DeviceRuntime(ABC):
         return self.to_device(torch.from_numpy(array))
 
     def place(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """The same tensor, spread over the devices of this worker. Only where `WorkerContext.num_devices` is above 1.
+        """The same tensor, sharded over the devices of this worker. Only where `WorkerContext.num_devices` is above 1.
 
         Args:
-            tensor: On the device. It may be changed in place; core drops it soon.
+            tensor: On the device. It may be changed in place; core does not use it afterwards.
             dim: Each device gets an equal part along this dimension, in order; its size is a multiple of their number.
                 With None each gets all of it.
 
         Raises:
-            PlatformError: The platform cannot spread tensors. This is the default.
+            PlatformError: The platform does not support it. This is the default.
         """
         raise PlatformError(
-            f"This worker drives several devices, but {type(self).__name__} does not implement `place`, which spreads "
+            f"This worker drives several devices, but {type(self).__name__} does not implement `place`, which shards "
             "tensors over them. Set tensor_parallel_size=1, or use a platform version that does."
         )
 
     def parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What each device of this worker holds of a tensor on the device, on the host, in the order of the devices.
+        """Host copies of the shard of a tensor that each device of this worker holds, in the order of the devices.
 
-        For tests and diagnosis; may be slow. Of one device: all of it.
+        For tests and diagnostics; may be slow. With one device: the whole tensor.
         """
         return [self.to_host(tensor).wait()]
 
     def event(self) -> Event:
-        """A new event; the null event where order of work equals order of calls."""
+        """A new event; a NullEvent where work runs in the order of calls."""
         return NullEvent()
 
     def stream(self) -> AbstractContextManager[None]:
-        """A context in which work is submitted to a second stream; a null context where there is only one."""
+        """A context in which work is submitted to a second stream.
+
+        Optional: core does not call it. Default: a null context, for a device with one stream.
+        """
         return nullcontext()
 
     @abstractmethod
     def seed(self, seed: int) -> None:
-        """Seeds the device's generators."""
+        """Seeds the device's random number generators."""
 
     def inference_mode(self) -> AbstractContextManager[object]:
-        """A context in which core runs the model, and nothing is recorded for gradients.
+        """The context in which core runs the model; nothing is recorded for gradients.
 
-        Default: torch's inference mode. Tensors that were made outside of it are used within: the weights and the KV
-        cache. A device whose tensors cannot be used so gives `torch.no_grad()`.
+        Default: torch's inference mode. Tensors created outside of it are used inside: the weights and the KV cache. A
+        device that does not support that returns `torch.no_grad()`.
         """
         import torch
 
         return torch.inference_mode()
 
     def step_mark(self) -> None:
-        """Ends a part of the work: a lazy device runs what it has recorded.
+        """Makes a lazy device run the operations that it has recorded.
 
-        Core calls it behind the model, and at the end of a step; in the warm-up as in steps, so that what lies between
-        two calls is the same there.
+        Core calls it after the model and at the end of a step, in the warm-up as in steps, so that both record the same
+        programs between two calls.
         """
 
     def num_compilations(self) -> int | None:
-        """Programs that the device's compiler has made in this process so far; None where nobody counts them."""
+        """Number of programs that the device's compiler has compiled in this process; None if they are not counted."""
         return None
 
     def end_warm_up(self) -> None:
-        """Says that the warm-up is over; once.
+        """Called once, after the warm-up.
 
-        Where `Capabilities.static_shapes`, its steps had every shape that the engine's limits and ShapePolicy allow: a
-        compilation later on is worth a warning, or an error.
+        With `Capabilities.static_shapes`, the warm-up ran every shape that the engine's limits and ShapePolicy allow,
+        so the platform may report a later compilation as a warning or an error.
         """
 
     def health(self) -> None:
-        """Returns if the device answers.
+        """Checks the device.
 
         Raises:
-            PlatformError: It does not; the message says what was found.
+            PlatformError: The device does not respond; the message says what was found.
         """
 
     def shutdown(self) -> None:
@@ -233,8 +236,9 @@ class DeviceRuntime(ABC):
 
 @functools.cache
 def _host_out_of_memory_message() -> str:
-    """What torch says where the host has no memory for a tensor. The error has no class of its own, and its text is
-    another one on each system, so one is asked for that no host has room for.
+    """The message of torch's error for a host allocation that fails, without numbers.
+
+    The error has no class of its own, and its text depends on the system, so this provokes one with a huge tensor.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Shapes of a step: one notion that serves graph capture and compilers that want static shapes."""
+"""Sizes to which steps are padded, for graph capture and for compilers with static shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mvllm.errors import ContractError
 
 @dataclass(frozen=True)
 class ShapePolicy:
-    """Sizes that a step is padded up to. Core does the padding; None leaves a dimension free.
+    """Sizes to which core pads a step; None leaves a dimension unpadded.
 
     Phase: worker, returned by `Platform.shapes`. The largest bucket of each dimension must hold the largest step that
     the engine's limits allow; otherwise the engine does not start (ConfigError).
@@ -40,7 +40,7 @@ class ShapePolicy:
 
     @staticmethod
     def pad(size: int, buckets: tuple[int, ...] | None) -> int:
-        """The smallest bucket that holds `size`; `size` itself where shapes are free.
+        """The smallest bucket that holds `size`; `size` itself where there are no buckets.
 
         Raises:
             ValueError: No bucket is large enough.

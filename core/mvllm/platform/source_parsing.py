@@ -1,4 +1,4 @@
-"""Source text of this core as trees: how the contract is read without being run."""
+"""Parses core's modules into syntax trees, so that the contract is read without importing it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def parse_module(module: str) -> ast.Module:
-    """The source of a module, which is not imported (its parent packages are)."""
+    """The syntax tree of a module, which is not imported (its parent packages are)."""
     found = importlib.util.find_spec(module)
     assert found is not None and found.origin is not None, module
     return ast.parse(Path(found.origin).read_text("utf-8"))
 
 
 def function_parameters(arguments: ast.arguments) -> list[str]:
-    """As written, `*` before those that are given by keyword."""
+    """Parameters as written, with `*` before keyword-only ones."""
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
     texts = [_parameter(argument, default) for argument, default in zip(positional, defaults)]

@@ -1,4 +1,4 @@
-"""What a plugin says about itself before any of its device code is imported."""
+"""Types that a plugin returns before its device code is imported: spec, probe result, plan and diagnostics."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 CONTRACT: tuple[int, int] = (1, 1)
-"""Version of the contract this core speaks. A plugin works if its major is equal and its minor is not greater."""
+"""Contract version of this core. A plugin is compatible if its major is equal and its minor is not greater."""
 
 ENTRY_POINT_GROUP = "mvllm.platforms"
-"""Entry points of this group are platform plugins: the name is what users type, the value a light hook module."""
+"""Entry points of this group are platform plugins: users type the name; the value is a light hook module."""
 
 
 @dataclass(frozen=True)
 class PlatformSpec:
-    """A plugin's identity card, returned by its `mvllm_platform` hook.
+    """Name, versions and entry functions of a plugin, returned by its `mvllm_platform` hook.
 
     Phase: any process, at discovery. Building it must import neither torch nor a device library.
 
     Attributes:
-        name: What users type, the same as the entry point's name.
-        vendor: Who makes the hardware or software behind it, for listings.
+        name: The name that users type, equal to the entry point's name.
+        vendor: Vendor of the hardware or software, for listings.
         contract: The contract version the plugin was written against, as (major, minor).
         probe: `package.module:function` returning a ProbeResult.
         factory: `package.module:function` returning a Platform.
-        torch_floor: Lowest torch version it works with, or None if it needs no torch.
-        priority: Order in listings, higher first. It never decides a choice.
-        by_name_only: It runs only where a user names it, and is no choice where nobody names one (a device for tests,
-            say, that is installed beside real ones).
-        torch_backend: The name under which its device library registers itself in PrivateUse1, torch's one place for a
-            foreign device; None if it does not. Core tells where two want that place.
+        torch_floor: Lowest supported torch version, or None if the plugin needs no torch.
+        priority: Order in listings, higher first. It does not affect the choice.
+        by_name_only: The platform is never chosen automatically, only by name (for instance a device for tests that is
+            installed beside real ones).
+        torch_backend: The name under which its device library registers in PrivateUse1, torch's only slot for an
+            out-of-tree device; None if it does not. Core reports two libraries that use the slot.
     """
 
     name: str
@@ -46,12 +46,12 @@ class PlatformSpec:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device as a probe sees it. Phase: probe, as part of a ProbeResult.
+    """One device that a probe found. Phase: probe, as part of a ProbeResult.
 
     Attributes:
-        index: Position in the platform's own order.
+        index: Position in the platform's order.
         name: Product name.
-        memory_bytes: Total memory, or None where the probe cannot tell.
+        memory_bytes: Total memory, or None if the probe does not know it.
     """
 
     index: int
@@ -63,12 +63,12 @@ class DeviceInfo:
 class ProbeResult:
     """Whether a platform can be used on this machine.
 
-    Phase: any process, also before a fork. A probe takes under a second, imports no torch, and touches no driver in a
-    way that would spoil a later fork.
+    Phase: any process, also before a fork. A probe takes under a second, imports no torch, and does not initialise
+    a driver in a way that breaks a later fork.
 
     Attributes:
         available: Whether it can be used.
-        reason: Why not, or what was found.
+        reason: Why it is not available, or what was found.
         devices: The devices found.
         remedy: What the user can do when it is not available.
     """
@@ -95,7 +95,7 @@ class Check:
         id: Stable identifier, `area.subject` in lower case.
         status: OK, WARNING (works, but slower or at risk) or BROKEN.
         found: What was found.
-        remedy: What to do about it, when not OK.
+        remedy: How to fix it, when not OK.
     """
 
     id: str
@@ -106,11 +106,11 @@ class Check:
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """A setting that a platform wants otherwise. Phase: frontend, as part of a Plan.
+    """A changed setting. Phase: frontend, as part of a Plan.
 
     Attributes:
         field: Dotted name as in EngineConfig, for instance `cache.block_size`; an unknown one is a ConfigError.
-        value: The value it wants, of the field's type.
+        value: The new value, of the field's type.
         reason: Why, for the log.
     """
 
@@ -124,7 +124,7 @@ class Plan:
     """A platform accepts a configuration. Phase: frontend, returned by `Platform.plan`.
 
     Attributes:
-        changes: What core applies, in this order, and logs with the reasons.
+        changes: Changes that core applies, in this order, and logs with the reasons.
     """
 
     changes: tuple[ConfigChange, ...] = ()
@@ -132,11 +132,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a configuration cannot run here, and what would. Phase: frontend, as part of Refusals.
+    """Why a configuration is not supported, and what to set instead. Phase: frontend, as part of Refusals.
 
     Attributes:
-        field: Dotted name as in EngineConfig of the setting at fault.
-        reason: What is not possible, as a sentence.
+        field: Dotted name in EngineConfig of the unsupported setting.
+        reason: What is not supported, as a sentence.
         remedy: What the user can set instead, as a sentence.
     """
 
@@ -147,7 +147,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Refusals:
-    """A platform declines a configuration. Phase: frontend, returned by `Platform.plan`; core raises a ConfigError.
+    """A platform refuses a configuration. Phase: frontend, returned by `Platform.plan`; core raises a ConfigError.
 
     Attributes:
         reasons: At least one.

@@ -1,7 +1,7 @@
-"""Host buffers that a step copies to the device from, filled again only when the device is done with them.
+"""Staging buffers: host buffers from which a step copies to the device.
 
-Two sets in turn. The host may run ahead of the device: while step N runs, step N + 1 fills the other set. Before step
-N + 2 writes over the buffers of step N, it waits for the end of step N, which by then has nearly always passed.
+Two sets alternate, so that the host can fill the buffers of step N + 1 while step N runs. Before step N + 2 overwrites
+the buffers of step N, it waits for the end of step N, which has nearly always passed by then.
 
     host      fill A   launch 0   fill B   launch 1   (0 done?) fill A   launch 2
     device             [ 0 reads A           ][ 1 reads B               ][ 2 reads A
@@ -39,33 +39,33 @@ class StagingBuffers:
         self._turn = 0
 
     def reserve(self, size: int, dtype: torch.dtype) -> None:
-        """Has buffers of `size` elements ready, for steps of which that is the most."""
+        """Allocates buffers of `size` elements, the maximum of a step."""
         for each in self._sets:
             each.buffers[dtype] = self._runtime.host_buffer((size,), dtype)
 
     def begin_step(self) -> None:
-        """Turns to the other set, once the step that used it last has ended on the device."""
+        """Switches to the other set, after the step that used it last has ended on the device."""
         self._turn ^= 1
         end = self._sets[self._turn].end
         if end is not None:
             end.synchronize()
 
     def end_step(self) -> None:
-        """All work that reads this step's buffers has been submitted."""
+        """Records the event after all work that reads this step's buffers."""
         current = self._sets[self._turn]
         if current.end is None:
             current.end = self._runtime.event()
         current.end.record()
 
     def buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A host tensor of at least `size` elements, to be filled once in a step; `send` takes it on."""
+        """A host tensor of at least `size` elements, filled once per step and passed to `copy_to_device`."""
         buffers = self._sets[self._turn].buffers
         found = buffers.get(dtype)
         if found is None or len(found) < size:
-            # Sizes that grow bit by bit should not cost a new buffer each time.
+            # Powers of two, so that slowly growing sizes do not allocate a new buffer each time.
             found = buffers[dtype] = self._runtime.host_buffer((1 << (size - 1).bit_length(),), dtype)
         return found
 
     def copy_to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """A (leading part of a) buffer of this step on the device."""
+        """Copies a buffer of this step, or its leading part, to the device."""
         return self._runtime.to_device(host)

@@ -1,8 +1,7 @@
-"""What `AttentionBackend` does by default with a KV cache that is made of tensors: measure, fill, read.
+"""Default methods of `AttentionBackend` for a KV cache made of tensors: measure, fill, read slots, copy blocks.
 
-Nothing here knows how a backend arranges its cache. Where the slots lie is found from shapes: the dimension of the
-blocks is the one that is longer in a cache of two blocks than in a cache of one, and the dimension of the tokens within
-a block is the one that is longer where blocks are larger.
+The layout of a cache is derived from shapes: the block dimension is the one that is larger in a cache of two blocks
+than in a cache of one, and the dimension of the tokens within a block is the one that grows with the block size.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ def tensors_of(kv: Any) -> list[torch.Tensor] | None:
 
 
 def bytes_of(backend: AttentionBackend, kv: Any) -> int:
-    """Bytes of the tensors."""
+    """Total bytes of the tensors."""
     return sum(part.numel() * part.element_size() for part in _tensors(backend, kv, "kv_bytes"))
 
 
 def fill(backend: AttentionBackend, kv: Any, value: float) -> None:
-    """Makes every number `value`. Where codes of 8 bits have scales beside them, codes become 1 and scales `value`."""
+    """Sets every number to `value`. Of 8-bit codes with scales in other tensors, codes become 1 and scales `value`."""
     import torch
 
     parts = _tensors(backend, kv, "fill")
@@ -47,10 +46,10 @@ def fill(backend: AttentionBackend, kv: Any, value: float) -> None:
 
 
 def read_slots(backend: AttentionBackend, kv: Any, slots: torch.Tensor) -> list[torch.Tensor]:
-    """Each tensor's share of the slots, [n, ...].
+    """The contents of the slots in each tensor, [n, ...].
 
     Raises:
-        PlatformError: The shapes do not say where the slots lie.
+        PlatformError: The shapes do not show where the slots are.
     """
     parts = _tensors(backend, kv, "read_slots")
     for size in backend.kv_layout().block_sizes:
@@ -58,6 +57,44 @@ def read_slots(backend: AttentionBackend, kv: Any, slots: torch.Tensor) -> list[
         if all(found is not None for found in axes):
             return [_read(part, slots, found, size) for part, found in zip(parts, axes, strict=True) if found]
     raise _unreadable(backend, "read_slots", f"shapes {[tuple(part.shape) for part in parts]} do not show its slots")
+
+
+def copy_blocks(backend: AttentionBackend, kv: Any, source: torch.Tensor, destination: torch.Tensor) -> None:
+    """Copies block `source[i]` to block `destination[i]` in each tensor.
+
+    Raises:
+        PlatformError: The shapes do not show where the blocks are.
+    """
+    parts = _tensors(backend, kv, "copy_blocks")
+    for part, (d, extent) in zip(parts, _block_dimensions(backend, parts), strict=True):
+        blocks = part.unflatten(d, (-1, extent)).movedim(d, 0)
+        blocks[destination.to(part.device)] = blocks[source.to(part.device)]
+
+
+def _block_dimensions(backend: AttentionBackend, parts: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """For each tensor the dimension that grows with the number of blocks, and what one block takes of it."""
+    found: set[tuple[tuple[int, int], ...]] = set()
+    for size in backend.kv_layout().block_sizes:
+        one, two = (tensors_of(backend.allocate(n, size, parts[0].device)) or [] for n in (1, 2))
+        dimensions = []
+        for part, single, double in zip(parts, one, two):
+            grown = _differing(single.shape, double.shape)
+            if len(grown) == 1 and set(_differing(single.shape, part.shape)) <= set(grown):
+                dimensions.append((grown[0], single.shape[grown[0]]))
+        if len(dimensions) == len(parts):
+            found.add(tuple(dimensions))
+    if len(found) != 1:
+        raise _unreadable(
+            backend, "copy_blocks", f"shapes {[tuple(part.shape) for part in parts]} do not show its blocks"
+        )
+    return list(found.pop())
+
+
+def _differing(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """Dimensions in which two shapes differ; all of them where the numbers of dimensions differ."""
+    if len(one) != len(other):
+        return list(range(max(len(one), len(other))))
+    return [d for d, (a, b) in enumerate(zip(one, other)) if a != b]
 
 
 def _axes(
@@ -73,12 +110,9 @@ def _axes(
         tensors = tensors_of(backend.allocate(num_blocks, block_size, parts[index].device))
         return list(tensors[index].shape) if tensors is not None else []
 
-    def differing(one: list[int], other: list[int]) -> list[int]:
-        return [d for d, (a, b) in enumerate(zip(one, other)) if a != b] if len(one) == len(other) else []
-
     one, found = shape(1, size), list(parts[index].shape)
-    blocks = differing(one, shape(2, size))
-    if len(blocks) != 1 or any(d != blocks[0] for d in differing(one, found)) or len(one) != len(found):
+    blocks = _differing(one, shape(2, size))
+    if len(blocks) != 1 or not set(_differing(one, found)) <= set(blocks):
         return None
     d = blocks[0]
     if one[d] == size > 1:
@@ -86,7 +120,7 @@ def _axes(
     tokens = [e for e, extent in enumerate(one) if e != d and extent == size]
     other = next((s for s in backend.kv_layout().block_sizes if s != size), None)
     if other is not None and len(tokens) != 1:
-        tokens = [e for e in differing(one, shape(1, other)) if e != d and one[e] == size]
+        tokens = [e for e in _differing(one, shape(1, other)) if e != d and one[e] == size]
     return (d, tokens[0]) if one[d] == 1 and len(tokens) == 1 else None
 
 
@@ -108,6 +142,6 @@ def _tensors(backend: AttentionBackend, kv: Any, method: str) -> list[torch.Tens
 def _unreadable(backend: AttentionBackend, method: str, why: str) -> PlatformError:
     name = type(backend).__name__
     return PlatformError(
-        f"{name} does not say how its KV cache is arranged, and core cannot see it: {why}. Implement {name}.{method}, "
-        "as AttentionBackend describes it."
+        f"{name} does not describe the layout of its KV cache, and core cannot derive it: {why}. Implement "
+        f"{name}.{method}, as AttentionBackend describes it."
     )

@@ -1,4 +1,4 @@
-"""Whether sampled tokens stay on the device between steps: the engine and its workers ask, and get one answer."""
+"""Decides whether sampled tokens stay on the device between steps; used by the engine core and by its workers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from mvllm.platform.capabilities import Capabilities
 
 
 def keeps_sampled_tokens_on_device(config: EngineConfig, capabilities: Capabilities) -> bool:
-    """Whether a step is launched before the tokens of the step before have been read.
+    """Whether a step is launched before the tokens of the previous step have been read.
 
-    Without asynchronous scheduling nothing would be gained, without asynchronous copies neither; and in a pipeline the
-    tokens go back to the first stage, by way of the host.
+    This needs asynchronous scheduling and asynchronous copies. With pipeline parallelism tokens return to the first
+    stage through the host.
     """
     return (
         config.scheduler.async_scheduling is True

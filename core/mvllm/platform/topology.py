@@ -1,4 +1,4 @@
-"""Where workers run and what each of them is told."""
+"""Launch topology of workers, and the context that each worker gets."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class LaunchTopology:
-    """How a platform wants the workers of one engine to be launched.
+    """Number of workers, devices per worker, permitted executors and environment of each worker.
 
     Phase: frontend or engine; pure.
 
-    How a worker process starts is not the platform's to say: it is always a fresh program, which inherits neither a
-    driver's state nor a lock from its parent, and may have children of its own.
+    A worker process is always a new program: it inherits neither driver state nor locks from its parent, and it may
+    have child processes.
 
     Attributes:
         num_workers: Worker processes. World size need not equal this: one worker may drive several devices.
-        devices_per_worker: Devices each of them drives. Core's worker has those of neighbouring ranks of one
-            tensor-parallel group, and spreads its tensors over them with `DeviceRuntime.place`; so a worker never holds
+        devices_per_worker: Devices per worker. Core's worker drives the devices of adjacent ranks of one
+            tensor-parallel group and shards its tensors over them with `DeviceRuntime.place`, so a worker never holds
             more than one pipeline stage.
-        executors: Executors that may be used, the preferred one first: `uni`, `mp`, `external_launcher`, and names of
-            executors that packages bring, installed or not, such as `ray`.
-        env_per_worker: Variables to set for each worker before it imports anything, one mapping per worker. A worker in
-            the process of its engine core has those that nobody set, and only while the engine starts; none where torch
-            was imported before.
-        ray_resource: Ray's name of the resource that one device is, which the executor `ray` claims for each worker;
-            None where the platform cannot be used with it.
-        device_variable: The variable that limits a process to some devices. Ray gives devices out by id: on its workers
-            this one lists those of the engine's workers on the same machine, in order of local rank, whatever
-            `env_per_worker` says.
+        executors: Permitted executors, the preferred one first: `uni`, `mp`, `external_launcher`, and names of
+            executors of other packages, installed or not, such as `ray`.
+        env_per_worker: Variables to set for each worker before it imports anything, one mapping per worker. For a
+            worker in the process of its engine core, only variables that are not set yet are set, only while the engine
+            starts, and only if torch has not been imported before.
+        ray_resource: Ray's resource name of one device, which the executor `ray` claims for each worker; None if the
+            platform does not support Ray.
+        device_variable: The variable that limits a process to some devices. The executor `ray` sets it on its workers
+            to the devices of the engine's workers on the same machine, in order of local rank, and overrides
+            `env_per_worker`.
     """
 
     num_workers: int
@@ -41,32 +41,36 @@ class LaunchTopology:
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.devices_per_worker < 1 or not self.executors:
-            raise ValueError(f"A topology has workers, devices for them and an executor that may be used: {self}")
+            raise ValueError(
+                f"LaunchTopology must have at least one worker, one device per worker and one executor, found {self}."
+            )
         if len(self.env_per_worker) not in (0, self.num_workers):
             raise ValueError(
                 f"env_per_worker has variables for {len(self.env_per_worker)} workers, the topology has "
-                f"{self.num_workers}; give one mapping for each worker, or none at all."
+                f"{self.num_workers}. Give one mapping per worker, or none."
             )
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Who a worker is. Phase: worker; made by the executor, handed to the worker class and to `Platform.init_device`.
+    """Ranks, seed and rendezvous address of one worker.
+
+    Phase: worker; made by the executor, an argument of the worker class and of `Platform.init_device`.
 
     Attributes:
         rank: Rank in the engine's world.
-        local_rank: Rank among the workers on this machine, those of other replicas of the engine included; a platform
-            binds the device from it.
+        local_rank: Rank among the workers on this machine, including those of other replicas of the engine; a platform
+            binds the device of this number.
         world_size: Ranks of the engine.
         local_world_size: Ranks on this machine.
         seed: Seed for the device's generators.
         in_engine_process: The worker shares its process with the front end or the engine core.
-        init_method: Where the ranks meet, for instance `tcp://127.0.0.1:1234`; None for a rank on its own.
-        every_rank_answers: Each rank belongs to an engine core of its own, which wants the whole result of every step.
-            Otherwise one core drives all ranks, and only the last pipeline stage answers.
+        init_method: Rendezvous address, for instance `tcp://127.0.0.1:1234`; None for a single rank.
+        every_rank_answers: Each rank has its own engine core, which needs the complete result of every step. Otherwise
+            one core drives all ranks, and only the last pipeline stage returns results.
         options: Platform-specific options by name.
-        num_devices: Devices that the worker drives, where `LaunchTopology.devices_per_worker` gives it several. The
-            worker of `local_rank` r has those numbered from r * num_devices on, among the ones that its variables show.
+        num_devices: Devices that the worker drives (`LaunchTopology.devices_per_worker`). The worker of `local_rank` r
+            drives those numbered from r * num_devices on, among the devices that its environment variables show.
     """
 
     rank: int = 0
@@ -90,7 +94,7 @@ class GroupSpec:
         ranks: Global ranks, in group order.
         rank: The caller's global rank, one of `ranks`.
         init_method: Rendezvous address, for instance `tcp://127.0.0.1:1234`.
-        world_size: Ranks of the whole engine, all of which meet at `init_method`; None when the group meets alone.
+        world_size: Ranks of the whole engine, all of which connect at `init_method`; None if only this group does.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Whatever stands in a model folder's JSON files, the answer is a ModelConfig or an error for the user."""
+"""Any contents of a model folder's JSON files give a ModelConfig or an error for the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The longest sequence: from the config, stretched by the rotary scaling, cut by the user's wish."""
+"""max_model_len: from the config, the RoPE scaling and the user's setting."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_some_rotary_scalings_stretch_it(key, rope, expected):
     assert length(max_position_embeddings=1000, **{key: rope}) == expected
 
 
-def test_a_gemma_3_is_as_long_as_it_says_scaled_or_not():
+def test_the_context_length_of_gemma_3_does_not_depend_on_its_scaling():
     rope = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
     assert length(model_type="gemma3_text", max_position_embeddings=1000, rope_parameters=rope) == 1000
 
@@ -50,7 +50,7 @@ def test_a_falcon_may_leave_it_out():
         length(2049, model_type="falcon")
 
 
-def test_a_wish_up_to_the_limit_is_granted_and_beyond_it_refused():
+def test_max_model_len_up_to_the_context_length_is_permitted_and_beyond_it_refused():
     assert length(1000, max_position_embeddings=1000) == 1000
     assert length(1, max_position_embeddings=1000) == 1
     with pytest.raises(

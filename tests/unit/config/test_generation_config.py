@@ -1,4 +1,4 @@
-"""Sampling defaults and end-of-sequence tokens as checkpoints state them."""
+"""Sampling defaults and end-of-sequence tokens of checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def config(**values) -> HFConfig:
     return HFConfig(values, "generation_config.json")
 
 
-def test_the_known_keys_are_taken_under_their_names_here():
+def test_the_known_keys_become_sampling_parameters():
     defaults = sampling_defaults(
         config(
             temperature=0.6,
@@ -87,7 +87,7 @@ def test_end_tokens_of_another_kind_are_refused(value):
         end_token_ids(config(eos_token_id=value), config(), 10)
 
 
-def test_a_folder_without_the_file_has_no_wishes(tmp_path):
+def test_a_folder_without_the_file_has_no_defaults(tmp_path):
     assert sampling_defaults(load_generation_config(tmp_path)) == {}
 
 

@@ -1,4 +1,4 @@
-"""Where a model is looked for: folders, the demo, the hub's cache, the hub; and what is said when it is nowhere."""
+"""Lookup of models in folders, the demo, the hub's cache and the hub, and the errors for missing ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def download(monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- folders
 
 
-def test_a_folder_is_taken_as_it_is_and_nothing_is_asked_of_the_hub(tmp_path, download):
+def test_a_local_folder_causes_no_request_to_the_hub(tmp_path, download):
     assert hub.find_model(str(tmp_path), revision="v2") == tmp_path
     assert download.calls == []
 

@@ -1,4 +1,4 @@
-"""From config.json to ModelConfig: the families' ways of writing the same facts, and everything that can be wrong."""
+"""From config.json to ModelConfig: the families' different keys, and invalid configs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_a_file_leaves_out_is_what_transformers_assumes(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def test_a_llama_never_slides_whatever_its_config_says(tmp_path):
+def test_a_llama_never_has_a_sliding_window(tmp_path):
     assert build(tmp_path, sliding_window=16).sliding_window is None
 
 

@@ -1,4 +1,4 @@
-"""What model folders say about pooling, in sentence-transformers' files, old and new."""
+"""Pooling settings from sentence-transformers' files, in the old and the new format."""
 
 from __future__ import annotations
 

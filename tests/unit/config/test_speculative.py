@@ -1,4 +1,4 @@
-"""Settings of guessing, as users write them, and what they are told about those that cannot be."""
+"""The setting speculative_config, and the errors for invalid values."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_draft_model_is_read_by_its_own_files(target: Path, small: Path) -> No
             {"num_speculative_tokens": 2, "prompt_lookup_min": 5},
             ["prompt_lookup_min is 5", "prompt_lookup_max (4)", "Lower the one or raise the other"],
         ),
-        ({"num_speculative_tokens": 2, "tokens": 3}, ["there are the settings method, num_sp", "found 'tokens'"]),
+        ({"num_speculative_tokens": 2, "tokens": 3}, ["permits the keys method, num_sp", "found 'tokens'"]),
         ({"num_speculative_tokens": 2, 3: 3}, ["found 3"]),
         ({"method": "draft_model", "num_speculative_tokens": 2}, ["model must be a text, found None"]),
         ({"model": 7, "num_speculative_tokens": 2}, ["model must be a text, found 7"]),
@@ -140,7 +140,7 @@ def test_models_of_two_tokenizers_do_not_go_together(target: Path, tmp_path: Pat
 def test_models_that_generate_nothing_neither_guess_nor_are_guessed_for(target: Path, tmp_path: Path) -> None:
     encoder = write(tmp_path / "encoder", architectures=["BertModel"], model_type="bert")
     message = refusal(target, {"model": str(encoder), "num_speculative_tokens": 2})
-    assert f"{encoder} generates no tokens; a draft model has to" in message
+    assert f"{encoder} generates no tokens, so it cannot be a draft model" in message
     message = refusal(encoder, {"num_speculative_tokens": 2})
     assert "the model generates no tokens. Leave it out" in message
 

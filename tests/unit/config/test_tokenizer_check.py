@@ -1,3 +1,5 @@
+"""The check of the tokenizer's vocabulary against the model's."""
+
 from __future__ import annotations
 
 import pytest

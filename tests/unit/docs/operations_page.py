@@ -1,4 +1,4 @@
-"""docs/reference/operations.md: what a provider of each operation is given and has to return.
+"""docs/reference/operations.md: signature, shapes and facts of each operation.
 
 python -m tests.unit.docs.operations_page    writes the page from the source of the operations
 """
@@ -14,13 +14,13 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "operations.md"
 HEAD = """\
 # Operations
 
-Models are made of these operations. A platform replaces one by an `OpProvider`, whose function has the
-signature below; the reference in plain torch runs where nobody does. `mvllm ops --platform NAME` prints
-the same with the providers of a platform, `mvllm contract` the same without one.
+Models consist of these operations. A platform replaces one by an `OpProvider`, whose function has
+the signature below; without a provider the plain-torch reference runs. `mvllm ops --platform NAME`
+prints the operations with the providers of a platform, `mvllm contract` without them.
 
-*Facts* are what `OpCase.facts` holds when a provider's `supports` is asked, once, at model load. A
-parameter that *may be overwritten* is not read by the caller afterwards. `T` is the number of tokens of
-the step; the compute dtype is `OpCase.dtype`.
+*Facts* are the contents of `OpCase.facts` in a provider's `supports`, which core calls once, at
+model load. The caller does not read a parameter that *may be overwritten* afterwards. `T` is the
+number of tokens of the step; the compute dtype is `OpCase.dtype`.
 
 Made from the source: `python -m tests.unit.docs.operations_page`.
 """
@@ -43,7 +43,7 @@ def section(name: str, operation: Operation) -> str:
         names = {key: "*result*" if key == RETURNS else f"`{key}`" for key in operation.shapes}
         lines += [f"| {names[key]} | {cell(text)} |" for key, text in operation.shapes.items()]
         lines.append("")
-    lines += ["| fact | what it says |", "|---|---|"]
+    lines += ["| fact | description |", "|---|---|"]
     lines += [f"| `{key}` | {cell(text)} |" for key, text in operation.facts.items()]
     if operation.may_overwrite:
         lines += ["", f"May be overwritten: {', '.join(f'`{one}`' for one in operation.may_overwrite)}."]

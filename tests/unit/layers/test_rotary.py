@@ -1,4 +1,4 @@
-"""Rotary embedding equals transformers' under every scaling; settings that make no sense are refused."""
+"""Rotary embedding equals transformers' under every scaling; invalid settings are refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def make_config(name: str = "default", theta: float = 10000.0, **settings: objec
 
 
 def make_rotary(config: dict, head_size: int = HEAD_SIZE, max_len: int = LENGTH) -> RotaryEmbedding:
-    return RotaryEmbedding(make_context(), RopeParameters.of(HFConfig(config, "config.json"), head_size), max_len)
+    return RotaryEmbedding(
+        make_context(), RopeParameters.from_config(HFConfig(config, "config.json"), head_size), max_len
+    )
 
 
 def draw(num_tokens: int, head_size: int = HEAD_SIZE) -> tuple[torch.Tensor, torch.Tensor]:

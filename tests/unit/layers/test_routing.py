@@ -1,4 +1,4 @@
-"""Routing, beside a loop over tokens in plain Python."""
+"""Routing equals a loop over tokens in plain Python."""
 
 from __future__ import annotations
 

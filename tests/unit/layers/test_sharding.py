@@ -1,4 +1,4 @@
-"""Shards of 1, 2 and 4 ranks recombine: layer by layer, against one matrix held whole."""
+"""Layers sharded over 1, 2 and 4 ranks compute what the unsharded layer computes."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_moe_equals_a_loop_over_tokens_and_experts(size: int, normalize: bool) -
 
     def body(ctx: BuildContext) -> torch.Tensor:
         experts = FusedMoE(ctx, "experts", 8, 12, num_experts=5, top_k=2)
-        layer = SparseMoeBlock(ctx, "gate", experts, 8, 5, Routing(2, normalize=normalize))
+        layer = SparseMoeBlock(ctx, "gate", experts, Routing(2, normalize=normalize))
         return fill(layer, weights)(x)
 
     outputs = on_ranks(size, body)

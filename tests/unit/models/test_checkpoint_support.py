@@ -1,4 +1,4 @@
-"""Which checkpoints can be run, asked before anything is started."""
+"""Checks of architecture and quantization support, before any process starts."""
 
 from __future__ import annotations
 

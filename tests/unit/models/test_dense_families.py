@@ -1,4 +1,4 @@
-"""The dense families that came after the first six: cut over ranks, quantized, in bfloat16, and misconfigured."""
+"""Gemma, Phi-3, Granite, OLMo 2, GLM, StarCoder2 and Falcon: sharded, quantized, in bfloat16, and misconfigured."""
 
 from __future__ import annotations
 
@@ -183,15 +183,15 @@ def read_architecture(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("falcon", {"alibi": True}, "'alibi' is true.*rotary positions"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is set.*left to right"),
+        ("falcon", {"alibi": True}, "'alibi' is true.*rotary position embedding"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is set, which is not supported"),
         ("gemma3", {"layer_types": ["full_attention", "linear"]}, "layer_types should name full_attention or sliding"),
         ("gemma2", {"layer_types": 3}, "layer_types should name.*2 layers, found 3"),
         ("gemma2", {"final_logit_softcapping": -1}, "'final_logit_softcapping' should be a number > 0"),
         ("gemma2", {"query_pre_attn_scalar": "a"}, "'query_pre_attn_scalar' should be a number > 0"),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_key_that_says_so(
+def test_unsupported_settings_are_refused_with_their_key(
     name: str, changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     config_of(name, tmp_path, **changes)
@@ -206,7 +206,7 @@ def test_what_cannot_run_is_refused_with_the_key_that_says_so(
 def test_longrope_is_known_by_its_old_names(model_type: str, spelling: str, known_as: str) -> None:
     scaling = {"type": spelling, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
     config = HFConfig({"model_type": model_type, "rope_scaling": scaling, "max_position_embeddings": 64}, "config.json")
-    assert RopeParameters.of(config, 8).rope_type == known_as
+    assert RopeParameters.from_config(config, 8).rope_type == known_as
 
 
 def test_keys_are_shared_by_what_any_type_of_layer_rotates_them_by(tmp_path: Path) -> None:

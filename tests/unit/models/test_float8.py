@@ -1,4 +1,4 @@
-"""FP8 checkpoints beside transformers, which runs the same weights dequantized."""
+"""FP8 checkpoints give the logits of transformers with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_is_multiplied_with_has_the_compute_dtype(tmp_path: Path) -> None:
 DOWN = "model.layers.0.mlp.down_proj"
 
 
-def test_missing_scales_and_weights_of_another_form_are_told(tmp_path: Path) -> None:
+def test_missing_scales_and_weights_of_another_format_are_reported(tmp_path: Path) -> None:
     folder = make_float8("fp8-blocks", tmp_path).quantized
     tensors = load_file(folder / "model.safetensors")
     scales = tensors.pop(f"{DOWN}.weight_scale_inv")
@@ -79,7 +79,7 @@ def test_missing_scales_and_weights_of_another_form_are_told(tmp_path: Path) -> 
         load_model(folder)
 
 
-def test_fp8_where_the_config_says_nothing_of_it_is_refused(tmp_path: Path) -> None:
+def test_fp8_weights_without_quantization_config_are_refused(tmp_path: Path) -> None:
     folder = make_checkpoint("llama-gqa", tmp_path, tokenizer=False)
     tensors = load_file(folder / "model.safetensors")
     tensors[f"{DOWN}.weight"] = tensors[f"{DOWN}.weight"].to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""A forward pass never asks the device for a value: such a question stalls the host and breaks recorded steps.
+"""A forward pass never reads a value from the device, which would stall the host and break captured graphs.
 
 A whole step of the runner is watched with the same guards in tests/engine/test_tokens_on_device.py.
 """
@@ -76,6 +76,6 @@ def test_models_ask_nothing(name: str, tmp_path: Path) -> None:
 def test_mixture_of_experts_asks_nothing() -> None:
     ctx = make_context()
     experts = FusedMoE(ctx, "experts", 8, 12, num_experts=5, top_k=2)
-    layer = SparseMoeBlock(ctx, "gate", experts, 8, 5, Routing(2))
+    layer = SparseMoeBlock(ctx, "gate", experts, Routing(2))
     with torch.inference_mode(), ForbidSynchronizingOps():
         layer(torch.randn(7, 8))

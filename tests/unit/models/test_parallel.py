@@ -1,4 +1,4 @@
-"""Models cut over ranks compute what one rank computes, and every element of a checkpoint goes somewhere."""
+"""Sharded models compute what one rank computes, and every checkpoint element has a target."""
 
 from __future__ import annotations
 

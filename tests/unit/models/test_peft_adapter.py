@@ -1,4 +1,4 @@
-"""Adapter folders: what is believed, and with what words the rest is refused."""
+"""Parsing of PEFT adapter folders, and the errors for unsupported or damaged ones."""
 
 from __future__ import annotations
 

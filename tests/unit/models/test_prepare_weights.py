@@ -1,4 +1,4 @@
-"""Layers take their final form while a checkpoint is read: once each, and as soon as they are complete."""
+"""Layers are prepared while a checkpoint is loaded: once each, as soon as their tensors are complete."""
 
 from __future__ import annotations
 

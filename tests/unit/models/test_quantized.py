@@ -1,4 +1,4 @@
-"""Quantized checkpoints beside transformers, which runs the same weights dequantized; and floats quantized on load."""
+"""Quantized checkpoints and online quantization give the logits of transformers with the dequantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models through transformers' modules beside transformers itself: logits of chunks, batches and single tokens."""
+"""The transformers backend gives transformers' logits for chunks, batches and single tokens."""
 
 from __future__ import annotations
 

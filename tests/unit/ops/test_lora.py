@@ -1,4 +1,4 @@
-"""`add_lora` beside its definition, token by token."""
+"""`add_lora` equals its definition, token by token."""
 
 from __future__ import annotations
 

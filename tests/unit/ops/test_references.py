@@ -51,7 +51,7 @@ def test_embedding_takes_both_kinds_of_integers(ids_dtype: torch.dtype) -> None:
     torch.testing.assert_close(reference("embedding")(ids, table), table[[6, 0, 6, 3]])
 
 
-def test_embedding_gives_zeros_for_rows_elsewhere_whatever_its_own_are() -> None:
+def test_embedding_gives_zeros_for_rows_of_other_ranks() -> None:
     table = torch.full((2, 3), float("nan"))
     found = reference("embedding")(torch.tensor([3, 4, 6]), table, 4)
     assert found.isnan().any(dim=1).tolist() == [False, True, False]

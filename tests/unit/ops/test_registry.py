@@ -1,4 +1,4 @@
-"""Which provider gets an operation, what is said about it, and what becomes of prepared weights."""
+"""OpTable: selection of providers, its description, and prepared weights."""
 
 from __future__ import annotations
 

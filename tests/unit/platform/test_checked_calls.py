@@ -1,4 +1,4 @@
-"""Whatever a plugin does when it is asked, the user reads which platform it was and what it did."""
+"""Errors and wrong results of plugin calls name the platform and the call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_what_it_raises_becomes_an_error_of_the_platform_by_name(error):
 
 
 @pytest.mark.parametrize("error", [PlatformError("no kernel"), ConfigError("no room"), KeyboardInterrupt()])
-def test_what_it_says_in_the_contracts_terms_is_left_alone(error):
+def test_a_platforms_own_mvllm_error_is_not_wrapped(error):
     with pytest.raises(type(error)) as caught:
         call_checked(platform_that(raises(error)), "shapes", returns=ShapePolicy)
     assert caught.value is error

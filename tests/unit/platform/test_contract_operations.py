@@ -1,4 +1,4 @@
-"""What the contract says about operations is what the schemas that run say."""
+"""The operations of the contract equal the schemas that run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract changes only on purpose, and by a step of its version that fits the change.
+"""The contract changes only with a recorded file and a version step that fits the change.
 
 `contracts/current.json` is the contract as it stands in the source: whoever changes it writes that file anew, so that
 the change is seen. `contracts/released-MAJOR.MINOR.json` is the contract of a release: a copy of `current.json`, made
@@ -75,7 +75,7 @@ def missing_step(released, surface):
     )
 
 
-def test_the_contract_is_the_one_that_was_looked_at():
+def test_the_contract_is_the_recorded_one():
     message = unseen_changes(read(CURRENT), SURFACE)
     assert not message, message
 
@@ -139,7 +139,7 @@ def test_a_field_without_a_default_is_major(new):
 def test_a_field_before_others_is_major_because_it_takes_their_position(new):
     entry = new.names["ProbeResult"]
     entry.members = {"since": Member("field", [], "str", "''"), **entry.members}
-    assert "major: ProbeResult: since stands where available stood; new fields come last" in found(new)
+    assert "major: ProbeResult: since is at the position of available; new fields come last" in found(new)
 
 
 @pytest.mark.parametrize("what", ["type", "default", "phase"])
@@ -196,7 +196,7 @@ def test_another_base_group_or_hook_is_major(new):
 # --------------------------------------------------------------------------------------------------- which version
 
 
-def test_a_change_that_was_not_looked_at_is_told_with_the_command(new):
+def test_an_unrecorded_change_is_reported_with_the_command(new):
     new.names["Profiler"] = Name("class")
     message = unseen_changes(SURFACE, new)
     assert "minor: Profiler was added" in message and message.endswith(f"run: {WRITE}")

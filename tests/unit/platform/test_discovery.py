@@ -1,4 +1,4 @@
-"""Discovery: each plugin is examined alone, and whatever goes wrong is kept beside its name."""
+"""Discovery: each plugin is loaded separately, and its failure is stored with its name."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class TestContractVersion:
         assert isinstance(failure.error, ContractError)
 
     @pytest.mark.parametrize("contract", ["1.0", (1,), (1, 0, 0), None, (1, "0"), 1.0])
-    def test_what_is_no_version_at_all_is_told_as_such(self, contract):
+    def test_an_invalid_contract_version_is_refused(self, contract):
         with pytest.raises(ContractError, match=r"a contract is \(major, minor\).*Run: pip install -U mvllm-acme"):
             check_contract(replace(SPEC, contract=contract), SOURCE)
 
@@ -126,7 +126,7 @@ class TestTorch:
         check_torch(replace(SPEC, torch_floor=floor), SOURCE)
 
     @pytest.mark.parametrize("floor", ["2.10", "3", "2.9.2"])
-    def test_one_that_is_too_old_is_told_with_both_versions_and_the_command(self, floor):
+    def test_a_torch_that_is_too_old_is_reported_with_both_versions_and_the_command(self, floor):
         with pytest.raises(PlatformError) as caught:
             check_torch(replace(SPEC, torch_floor=floor), SOURCE)
         assert f"needs torch {floor} or newer, but torch 2.9.1+cpu is installed" in str(caught.value)
@@ -167,7 +167,7 @@ class TestAnotherContract:
             lambda: ProbeResult(True),  # type: ignore[call-arg]
         ],
     )
-    def test_it_is_told_with_both_distributions_and_the_cause(self, installed, act):
+    def test_it_is_reported_with_both_distributions_and_the_cause(self, installed, act):
         installed.add(hook=act)
         failure = failure_of()
         assert failure.stage == "contract" and isinstance(failure.error, ContractError)
@@ -317,12 +317,12 @@ class TestByNameOnly:
         assert real.reason == "the only available one of real, test; test would have to be named"
         assert test.reason == "named by the settings"
 
-    def test_alone_it_is_mentioned_but_not_taken(self, add):
+    def test_alone_it_is_listed_but_not_chosen(self, add):
         add("test", by_name_only=True)
         with pytest.raises(PlatformError, match="Only if you name it: --platform test"):
             choose.choose_platform()
 
-    def test_broken_it_stops_nobody(self, add):
+    def test_a_broken_one_does_not_block_other_platforms(self, add):
         add("real", by_name_only=False)
         add("test", by_name_only=True, probe=raising(OSError("no such device")))
         assert choose.choose_platform().source.name == "real"

@@ -1,4 +1,4 @@
-"""Phases: a thread is in one, a platform may insist on it, and a vendor's own test is outside of all."""
+"""Phases: a thread has one, a platform may require one, and a vendor's test has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may plug in beside platforms: found by metadata, let in by name, imported when asked for, named when broken."""
+"""Plugin groups: found by metadata, allowed by name, imported on request, named in errors."""
 
 from __future__ import annotations
 
@@ -57,56 +57,56 @@ def point_at(site, group, value, text):
     info.write_text(f"[{group}]\nacme = acme_extras:{value}\n")
 
 
-@pytest.mark.parametrize("door", plugin_groups.ALL, ids=lambda door: door.group)
-class TestEveryDoor:
-    def test_listing_what_is_offered_imports_nothing(self, door, site):
+@pytest.mark.parametrize("group", plugin_groups.ALL, ids=lambda group: group.group)
+class TestEveryGroup:
+    def test_listing_what_is_offered_imports_nothing(self, group, site):
         site("raise AssertionError('imported')")
-        name = GROUPS[door.group]
-        assert name in plugin_groups.allowed_names(door)
-        assert plugin_groups.find(door, name).distribution == "acme-extras"
+        name = GROUPS[group.group]
+        assert name in plugin_groups.allowed_names(group)
+        assert plugin_groups.find(group, name).distribution == "acme-extras"
         assert "acme_extras" not in sys.modules
 
-    def test_who_is_broken_is_named_with_distribution_version_and_error(self, door, site):
+    def test_who_is_broken_is_named_with_distribution_version_and_error(self, group, site):
         site("import there_is_no_such_driver")
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*there_is_no_such_driver.*pip install") as caught:
-            plugin_groups.load_plugin_by_name(door, GROUPS[door.group])
+            plugin_groups.load_plugin_by_name(group, GROUPS[group.group])
         assert isinstance(caught.value.__cause__, ImportError)
 
-    def test_even_one_that_tries_to_end_the_process_is_named(self, door, site):
+    def test_even_one_that_tries_to_end_the_process_is_named(self, group, site):
         site("raise SystemExit('no licence')")
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*no licence"):
-            plugin_groups.load_plugin_by_name(door, GROUPS[door.group])
+            plugin_groups.load_plugin_by_name(group, GROUPS[group.group])
 
     @pytest.mark.parametrize("listed", ["", "somebody-else", "somebody-else, other"])
-    def test_who_is_not_on_the_list_is_refused_unimported(self, door, site, monkeypatch, listed):
+    def test_who_is_not_on_the_list_is_refused_unimported(self, group, site, monkeypatch, listed):
         site("raise AssertionError('imported')")
         monkeypatch.setenv("MVLLM_PLUGINS", listed)
-        name = GROUPS[door.group]
-        assert name not in plugin_groups.allowed_names(door)
+        name = GROUPS[group.group]
+        assert name not in plugin_groups.allowed_names(group)
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*MVLLM_PLUGINS.*Add acme-extras"):
-            plugin_groups.load_plugin_by_name(door, name)
+            plugin_groups.load_plugin_by_name(group, name)
         assert "acme_extras" not in sys.modules
 
     @pytest.mark.parametrize("listed", ["acme-extras", "x, ACME-Extras", "own name"])
-    def test_who_is_on_the_list_by_package_or_by_name_comes_in(self, door, site, monkeypatch, listed):
+    def test_who_is_on_the_list_by_package_or_by_name_comes_in(self, group, site, monkeypatch, listed):
         site("")
-        name = GROUPS[door.group]
+        name = GROUPS[group.group]
         monkeypatch.setenv("MVLLM_PLUGINS", listed.replace("own name", name))
-        assert plugin_groups.load_plugin_by_name(door, name)[1].__name__ == "acme_extras"
+        assert plugin_groups.load_plugin_by_name(group, name)[1].__name__ == "acme_extras"
 
-    def test_two_packages_with_one_name_are_both_named_and_the_list_decides(self, door, site, monkeypatch):
+    def test_two_packages_with_one_name_are_both_named_and_the_list_decides(self, group, site, monkeypatch):
         site("")
         site("", distribution="acme-fork", module="acme_extras_fork")
-        name = GROUPS[door.group]
+        name = GROUPS[group.group]
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*acme-fork 0\.1\.0.*MVLLM_PLUGINS"):
-            plugin_groups.find(door, name)
+            plugin_groups.find(group, name)
         monkeypatch.setenv("MVLLM_PLUGINS", "acme-fork")
-        assert plugin_groups.load_plugin_by_name(door, name)[1].__name__ == "acme_extras_fork"
+        assert plugin_groups.load_plugin_by_name(group, name)[1].__name__ == "acme_extras_fork"
 
-    def test_a_name_that_nobody_offers_lists_those_that_are_offered(self, door, site):
+    def test_an_unknown_name_is_refused_with_the_installed_ones(self, group, site):
         site("")
-        with pytest.raises(ConfigError, match=f"'nobody'.*{door.group}.*{GROUPS[door.group]}"):
-            plugin_groups.load_plugin_by_name(door, "nobody")
+        with pytest.raises(ConfigError, match=f"'nobody'.*{group.group}.*{GROUPS[group.group]}"):
+            plugin_groups.load_plugin_by_name(group, "nobody")
 
 
 class TestModels:
@@ -202,7 +202,7 @@ class TestCommands:
             main(["--help"])
         assert "acme-extras 0.1.0" in capsys.readouterr().out
 
-    def test_cores_own_commands_are_nobody_elses(self, site, capsys):
+    def test_plugins_cannot_replace_cores_commands(self, site, capsys):
         site("raise AssertionError('imported')", groups={"mvllm.cli": "platforms"})
         assert "platforms" in COMMANDS
         assert main(["platforms"]) == 0

@@ -1,4 +1,4 @@
-"""Buffers that the device may still be reading are not written to."""
+"""Buffers that the device may still be reading are not overwritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed tensors: any band of rows and columns is what the same band of the whole is; damage is told."""
+"""Packed tensors: any range of rows and columns equals that range of the whole matrix; damage is an error."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_parts_with_different_orders_are_refused() -> None:
         fill(matrix, tensors).read()
 
 
-def test_zero_points_where_the_config_says_that_there_are_none_are_told() -> None:
+def test_zero_points_in_a_symmetric_quantization_are_refused() -> None:
     rounded = round_matrix(torch.randn(OUT, IN), 4, 16, symmetric=False)
     matrix = build(PACKINGS["gptq"][0], PackedFormat(4, 16, symmetric=True), *WHOLE)
     with pytest.raises(ModelError, match=r"m: config.json says that the quantization is symmetric"):

@@ -1,4 +1,4 @@
-"""What quantization settings mean, and what is refused, before any weight is read and without torch."""
+"""Quantization settings and their errors, before any weight is read and without torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_quantized(method: QuantizationMethod, *names: str, **facts: Any) -> bool:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(scheme: str, folder: Path) -> None:
+def test_every_test_scheme_is_a_supported_method(scheme: str, folder: Path) -> None:
     settings = SCHEMES[scheme].config
     config = config_of(folder, settings, quantization=settings["quant_method"])
     check_quantization(config)
@@ -90,7 +90,7 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
         ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": {"x": 1}}, r"should be a list of texts"),
         ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [["x", 1]]}, r"should be a list of texts"),
         ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": nested(500)}, r"list of texts"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, r"no regular expression"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, r"not a valid regular expression"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:x": {"bits": 2}}}, r"dynamic '\+:x': 'bits' is 2"),
         (compressed(CHANNEL, "float-quantized"), r"weights: 'type' is 'int', but only 'float'"),
         (compressed({**FLOAT8, "strategy": "block"}, "float-quantized"), r"lacks the key 'block_structure'"),
@@ -109,7 +109,7 @@ def test_what_the_tests_write_is_supported_and_may_be_asked_for_by_its_name(sche
         (compressed(GROUP, kv_cache_scheme={"num_bits": 8}), r"'kv_cache_scheme' asks for a quantized KV cache"),
         (compressed(GROUP, sparsity_config={"format": "sparse-24-bitmask"}), r"asks for sparse weights"),
         (compressed(GROUP, sparsity_config="dense"), r"asks for sparse weights"),
-        (compressed(GROUP, ignore=["re:("]), r"no regular expression"),
+        (compressed(GROUP, ignore=["re:("]), r"not a valid regular expression"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"lacks the key 'config_groups'"),
     ],
 )
@@ -130,14 +130,14 @@ def test_a_plugins_method_is_found_however_its_name_is_spelled(
 
 
 @pytest.mark.parametrize("error", [KeyError("bits"), SystemExit(3)])
+@pytest.mark.parametrize("name", ["from_config", "of"])  # `of` is the deprecated name
 def test_a_plugins_method_that_fails_over_its_settings_is_named(
-    error: BaseException, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Broken(awq.AWQ):
-        @classmethod
-        def of(cls, settings: HFConfig) -> awq.AWQ:
-            raise error
+    def fail(cls: type[awq.AWQ], settings: HFConfig) -> awq.AWQ:
+        raise error
 
+    Broken = type("Broken", (awq.AWQ,), {name: classmethod(fail)})
     path = write_metadata(tmp_path, "acme-extras", "[mvllm.quantization]\nacme = tests.helpers.acme_bits:AWQ\n")
     prepend(monkeypatch, [str(path)])
     monkeypatch.setitem(sys.modules, "tests.helpers.acme_bits", SimpleNamespace(AWQ=Broken))
@@ -164,7 +164,7 @@ def test_names_that_do_not_fit_are_refused_with_the_remedy(folder: Path) -> None
     assert {"awq", "compressed-tensors", "gptq", "int4", "int8"} <= set(supported_methods())
 
 
-def test_random_weights_cannot_be_had_packed_but_can_be_quantized(folder: Path) -> None:
+def test_random_weights_are_refused_for_packed_formats_and_can_be_quantized(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"'dummy' makes random floats.*hf_overrides={'quantization_config': {}}"):
         check_quantization(config_of(folder, SCHEMES["awq"].config), "dummy")
     check_quantization(config_of(folder, {}, quantization="int8"), "dummy")
@@ -179,7 +179,7 @@ def test_the_front_end_checks_settings_without_torch(folder: Path, tmp_path: Pat
         "from mvllm.config.quantization import resolve_quantization\n"
         f"for settings in json.loads({json.dumps([s.config for s in (SCHEMES | FLOAT8_SCHEMES).values()])!r}):\n"
         "    name = resolve_quantization(HFConfig({'quantization_config': settings}, 'config.json'), None)\n"
-        "    registry._resolve(name, 'config.json').of(HFConfig(settings, 'config.json'))\n"
+        "    registry._resolve(name, 'config.json').from_config(HFConfig(settings, 'config.json'))\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )
     assert config["model_type"] == "llama"
@@ -234,7 +234,7 @@ class TestWhichMatrices:
         with pytest.raises(ModelError, match=r"gate_proj: 4 bits in groups of 32, symmetric; .*up_proj: floats"):
             is_quantized(method, "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
 
-    def test_no_parts_differ_where_all_are_alike(self) -> None:
+    def test_equal_parts_have_one_format(self) -> None:
         four = PackedFormat(4, 32)
         assert format_of_all(layout("a", "b"), [four, four]) is four
         assert format_of_all(layout("a", "b"), [None, None]) is None

@@ -13,7 +13,9 @@ from mvllm import testing
 from mvllm.plugin_api import CONTRACT, Capabilities
 from mvllm.testing.clauses import CLAUSES, FAMILIES, claims
 
-PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "contract.md").read_text(encoding="utf-8")
+PAGE = re.sub(  # with list items on one line each
+    r"\n  (?=\S)", " ", (Path(__file__).parents[3] / "docs" / "reference" / "contract.md").read_text(encoding="utf-8")
+)
 SUITE = Path(testing.__file__).parent / "suite"
 
 # Core never requests these of a platform, so there is nothing to refuse.

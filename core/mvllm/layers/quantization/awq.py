@@ -26,15 +26,15 @@ class AWQ(QuantizationMethod):
     """`quant_method: awq`.
 
     Args:
-        format: How every quantized matrix is stored.
-        floats: A module whose name holds one of these is not quantized.
+        format: Storage format of the quantized matrices.
+        floats: A module whose name contains one of these is not quantized.
     """
 
     def __init__(self, format: PackedFormat, floats: tuple[str, ...]) -> None:
         self.format, self.floats = format, floats
 
     @classmethod
-    def of(cls, settings: HFConfig) -> AWQ:
+    def from_config(cls, settings: HFConfig) -> AWQ:
         one_of(settings, ("bits", "w_bit"), (4,))
         one_of(settings, ("version",), ("gemm",), default="gemm", fold=True)
         if settings.get("zero_point", True) is not True:

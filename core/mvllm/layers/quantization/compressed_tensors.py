@@ -40,16 +40,16 @@ _SCALE_TENSOR = "weight_scale"
 _ORDER_TENSOR = "weight_g_idx"
 
 Matcher = Callable[[str, str], bool]
-"""Whether a module is meant: (name, class)."""
+"""Whether a target matches a module: (name, class)."""
 
 
 @dataclass(frozen=True)
 class ConfigGroup:
-    """Modules that are stored alike.
+    """Modules with a common storage format (`config_groups`).
 
     Attributes:
-        targets: Which ones.
-        format: How.
+        targets: Matches the modules.
+        format: Their storage format.
     """
 
     targets: Matcher
@@ -60,15 +60,15 @@ class CompressedTensors(QuantizationMethod):
     """`quant_method: compressed-tensors`.
 
     Args:
-        groups: The first that a module belongs to says how it is stored.
-        ignore: Modules that are not quantized.
+        groups: The first group that matches a module has its storage format.
+        ignore: Matches modules that are not quantized.
     """
 
     def __init__(self, groups: tuple[ConfigGroup, ...], ignore: Matcher) -> None:
         self.groups, self.ignore = groups, ignore
 
     @classmethod
-    def of(cls, settings: HFConfig) -> CompressedTensors:
+    def from_config(cls, settings: HFConfig) -> CompressedTensors:
         for key, what in (
             ("kv_cache_scheme", "a quantized KV cache"),
             ("sparsity_config", "sparse weights"),
@@ -108,7 +108,7 @@ class CompressedTensors(QuantizationMethod):
         )
 
     def ignores(self, name: str) -> bool:
-        """The shapes, which are known, groups that are as expected, and scales of inputs of FP8."""
+        """Shape tensors, trivial group indices, and scales of FP8 inputs."""
         return name.endswith((".weight_shape", f".{_ORDER_TENSOR}")) or is_activation_scale(name)
 
     def _format_of(self, name: str, kind: str) -> PackedFormat | Float8Format | None:
@@ -140,7 +140,7 @@ def _group(group: HFConfig, settings: HFConfig) -> ConfigGroup:
 
 
 def _float8(group: HFConfig, weights: HFConfig) -> Float8Format:
-    """FP8. Its inputs may be meant to be FP8 as well, with scales that are found in each row or one that is stored."""
+    """The FP8 format. Inputs may be rounded to FP8 as well, with dynamic scales per row or one static scale."""
     one_of(weights, ("num_bits",), (8,))
     one_of(weights, ("symmetric",), (True,), default=True)
     inputs: Float8Inputs = "floats"

@@ -1,4 +1,4 @@
-"""Reading a `quantization_config`: what is not supported is refused by its key, with what is."""
+"""Helpers that read fields of a `quantization_config`; errors name the key and the supported values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
 
-REMEDY = "Take a checkpoint of this model in a form that is supported, or the unquantized one with quantization='int8'."
+REMEDY = "Use a checkpoint in a supported format, or the unquantized one with quantization='int8'."
 
 
 def one_of(
@@ -20,15 +20,15 @@ def one_of(
     default: Any = None,
     fold: bool = False,
 ) -> Any:
-    """The value of the first of `keys` that is there.
+    """The value of the first of `keys` that is present.
 
     Args:
-        permitted: The values that are supported.
-        default: What an absent key means; None where it must be there.
-        fold: A text may have capital letters.
+        permitted: The supported values.
+        default: Value of an absent key; None if a key is required.
+        fold: Ignore the case of a text.
 
     Raises:
-        ModelError: It is another value; names the key, the value and those that are supported.
+        ModelError: It has another value; names the key, the value and the supported ones.
     """
     key = next((key for key in keys if key in settings), keys[0])
     value = settings.require(key) if default is None else settings.get(key, default)
@@ -40,7 +40,7 @@ def one_of(
 
 
 def group_size(settings: HFConfig, keys: Sequence[str]) -> int | None:
-    """Columns that share a scale; None (stored as -1) where a row has one.
+    """Columns that share a scale; None (stored as -1) for one scale per row.
 
     Raises:
         ModelError: It is neither -1 nor a positive integer.
@@ -50,10 +50,10 @@ def group_size(settings: HFConfig, keys: Sequence[str]) -> int | None:
 
 
 def names(settings: HFConfig, key: str) -> tuple[str, ...]:
-    """A list of texts; empty where the key is absent.
+    """A list of texts; empty if the key is absent.
 
     Raises:
-        ModelError: It is something else.
+        ModelError: It is not a list of texts.
     """
     value = settings.get(key, [])
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -62,12 +62,12 @@ def names(settings: HFConfig, key: str) -> tuple[str, ...]:
 
 
 def pattern(text: str, settings: HFConfig) -> re.Pattern[str]:
-    """A regular expression out of a config.
+    """Compiles a regular expression of a config.
 
     Raises:
-        ModelError: It is none.
+        ModelError: It is not a valid regular expression.
     """
     try:
         return re.compile(text)
     except (re.error, RecursionError, OverflowError) as e:
-        raise ModelError(f"{settings.source}: {text!r} is no regular expression: {e}") from e
+        raise ModelError(f"{settings.source}: {text!r} is not a valid regular expression: {e}") from e

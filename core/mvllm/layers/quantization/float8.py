@@ -1,11 +1,11 @@
-"""Checkpoints of FP8 (E4M3): a byte per weight, and scales by which they are multiplied.
+"""FP8 (E4M3) checkpoints: one byte per weight, multiplied by scales.
 
 fp8          weight            F8_E4M3 [out, in]
              weight_scale_inv  float [out / b0, in / b1]     with a `weight_block_size` of [b0, b1] (DeepSeek, Qwen3)
              weight_scale      float []                      without: one for the matrix (or as weight_scale_inv)
 fbgemm_fp8   weight_scale      float [out, 1]
 
-That a weight is multiplied by what is called the inverse of a scale is as the field has it.
+Weights are multiplied by `weight_scale_inv`, in spite of its name.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Float8(QuantizationMethod):
     """`quant_method: fp8`.
 
     Args:
-        format: How every quantized matrix is stored.
-        floats: Modules that are not quantized, and those below them.
+        format: Storage format of the quantized matrices.
+        floats: Modules that are not quantized, with their submodules.
     """
 
     def __init__(self, format: Float8Format, floats: tuple[str, ...]) -> None:
         self.format, self.floats = format, floats
 
     @classmethod
-    def of(cls, settings: HFConfig) -> Float8:
+    def from_config(cls, settings: HFConfig) -> Float8:
         one_of(settings, ("fmt",), ("e4m3",), default="e4m3", fold=True)
         inputs = one_of(settings, ("activation_scheme",), ("dynamic", "static"), default="dynamic", fold=True)
         one_of(settings, ("expert_dtype",), ("fp8",), default="fp8", fold=True)
@@ -57,11 +57,11 @@ class Float8(QuantizationMethod):
         return float8_matrix(ctx, layout, format)
 
     def ignores(self, name: str) -> bool:
-        """Scales of activations, where they are not rounded."""
+        """Scales of activations that are not used."""
         return is_activation_scale(name)
 
     def given_name(self, name: str) -> str:
-        """One scale for the matrix goes by two names."""
+        """Maps both names of a scale for the whole matrix to one."""
         if self.format.is_whole and name.endswith(f".{_SCALE_OF_BLOCKS}"):
             return name.removesuffix(_SCALE_OF_BLOCKS) + _SCALE_OF_ALL
         return name
@@ -71,20 +71,20 @@ class Float8(QuantizationMethod):
 
 
 class RowwiseFloat8(Float8):
-    """`quant_method: fbgemm_fp8`: a scale per row. Rows of inputs are not bounded by its `activation_scale_ub`."""
+    """`quant_method: fbgemm_fp8`: a scale per row. `activation_scale_ub` is ignored."""
 
     format_of_rows: ClassVar[Float8Format] = Float8Format(_SCALE_OF_ALL, block_rows=1, inputs="dynamic")
 
     @classmethod
-    def of(cls, settings: HFConfig) -> RowwiseFloat8:
+    def from_config(cls, settings: HFConfig) -> RowwiseFloat8:
         return cls(cls.format_of_rows, names(settings, "modules_to_not_convert"))
 
 
 def float8_matrix(ctx: BuildContext, layout: MatrixLayout, format: Float8Format) -> QuantizedMatrix:
-    """The matrix of a layer that is stored as FP8.
+    """The Float8Matrix of a layer.
 
     Raises:
-        ModelError: It is stored as [in, out], which no format of FP8 has.
+        ModelError: The checkpoint stores it as [in, out], which is not supported.
     """
     if layout.transposed:
         raise ModelError(
@@ -97,7 +97,7 @@ def float8_matrix(ctx: BuildContext, layout: MatrixLayout, format: Float8Format)
 
 
 def is_activation_scale(name: str) -> bool:
-    """Whether a tensor scales inputs or outputs of a layer."""
+    """Whether a tensor is a scale of a layer's inputs or outputs."""
     return name.endswith(_ACTIVATIONS)
 
 

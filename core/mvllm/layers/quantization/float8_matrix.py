@@ -1,4 +1,4 @@
-"""A matrix of FP8 with scales: kept as it is where somebody multiplies with it, else made floats once it is loaded.
+"""Float8Matrix: an FP8 matrix with scales, kept as FP8 if an op provider supports it, else dequantized after loading.
 
     checkpoint, FP8              scales, one per block            this rank's matrix
     ┌──────┬──────┬──────┐       ┌───┬───┬───┐
@@ -7,12 +7,12 @@
     │   └──┼──────┼──┘   │       │   │   │   │   touches         └──────────────┘
     └──────┴──────┴──────┘       └───┴───┴───┘
 
-A platform that provides the operation `float8_linear` gets a byte per weight, and rounds the inputs if the checkpoint
-says so. On every other the operation `linear` multiplies with floats of the compute dtype, and inputs are not rounded:
-what comes out is nearer to the model before it was quantized, for twice the memory.
+With a provider of the operation `float8_linear`, weights stay one byte each, and inputs are rounded if the checkpoint
+requests it. Otherwise the operation `linear` multiplies with dequantized weights in the compute dtype without rounding
+inputs, which takes twice the memory and is closer to the unquantized model.
 
-A share may begin within a block: both ranks read its scale. A matrix that is kept has the largest blocks that begin
-where its parts and its columns do.
+A shard may begin within a block; both ranks then read its scale. A matrix that is kept has the largest blocks that are
+aligned with its parts and columns.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from mvllm.layers.quantization.quantized_matrix import Product, QuantizedMatrix,
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.float8_linear import Float8Weight
 
-_ELEMENTS_AT_ONCE = 1 << 20  # multiplied at one time: their float32 copies are all the memory that it takes beside
+_ELEMENTS_AT_ONCE = 1 << 20  # dequantized at a time, which bounds the memory for float32 copies
 _INPUT_SCALE = "input_scale"
 
 
 @dataclass(frozen=True)
 class _BlockRange:
-    """One dimension of a part: what a rank takes of it, and the scales for that.
+    """One dimension of a part: this rank's range, and the range of its scales.
 
     Attributes:
-        size, block: Of the whole dimension, and of a block.
-        taken: What the rank takes.
+        size, block: Size of the whole dimension, and of a block.
+        taken: This rank's range.
     """
 
     size: int
@@ -55,16 +55,16 @@ class _BlockRange:
 
     @property
     def scales(self) -> slice:
-        """Those of the blocks that the rank's share touches."""
+        """Range of the blocks that overlap this rank's range."""
         return slice(self.taken.start // self.block, -(-self.taken.stop // self.block))
 
     @property
     def divisors(self) -> tuple[int, ...]:
-        """Numbers that the size of a block has to divide, counted from the share's beginning; none where one serves."""
+        """Numbers that the block size of the kept matrix must divide; empty if one block covers the range."""
         return (self.block, self.taken.start) if _length(self.scales) > 1 else ()
 
     def spread(self, scales: torch.Tensor, dim: int, step: int = 1) -> torch.Tensor:
-        """One scale per block to one for every `step` of the elements that are taken."""
+        """Expands the scales of blocks to one scale for every `step` elements of the range."""
         elements = torch.arange(self.taken.start, self.taken.stop, step) // self.block - self.scales.start
         return scales.index_select(dim, elements)
 
@@ -74,8 +74,8 @@ class Float8Matrix(QuantizedMatrix):
 
     Args:
         ctx: Build context.
-        layout: What the matrix is made of.
-        format: How the scales lie.
+        layout: The parts of the matrix.
+        format: Block sizes and name of the scales.
     """
 
     def __init__(self, ctx: BuildContext, layout: MatrixLayout, format: Float8Format) -> None:
@@ -136,7 +136,7 @@ class Float8Matrix(QuantizedMatrix):
         return weight
 
     def _read(self) -> Float8Weight:
-        """The weight as it is stored, on the device; rows that no part fills are zero."""
+        """The weight in FP8, on the device; rows that no part fills are zero."""
         shape = self.layout.out_features, self.layout.num_columns
         codes = torch.zeros(shape, dtype=torch.uint8)
         scales = torch.ones(-(-shape[0] // self._rows), -(-shape[1] // self._columns))
@@ -147,7 +147,7 @@ class Float8Matrix(QuantizedMatrix):
             first = part.destination.start // self._rows
             scales[first : first + len(of_rows)] = columns.spread(of_rows, 1, self._columns)
         input_scale = None
-        if self._has_input_scale:  # one input has one scale: the one that clamps nothing which another would keep
+        if self._has_input_scale:  # one input has one scale: the largest, so that no part's inputs are clamped
             stored = [staged.get_parameter(_INPUT_SCALE).detach() for staged in self.stored]
             input_scale = torch.stack(stored).amax(dim=0).to(self._device)
         partition = self.layout.partition
@@ -162,7 +162,7 @@ class Float8Matrix(QuantizedMatrix):
         )
 
     def _kept_block(self) -> tuple[int, int]:
-        """Rows and columns of the largest blocks that begin where this rank's parts and columns do."""
+        """Rows and columns of the largest blocks that are aligned with this rank's parts and columns."""
         blocks = [self._blocks(part) for part in self.layout.parts]
         starts = [part.destination.start for part in self.layout.parts]
         rows = math.gcd(*starts, *(n for of_rows, _ in blocks for n in of_rows.divisors))

@@ -29,11 +29,11 @@ class GPTQ(QuantizationMethod):
     """`quant_method: gptq`.
 
     Args:
-        format: How a quantized matrix is stored unless `dynamic` says otherwise.
-        head: Whether the head is quantized as well.
-        only: Where not empty, the ends of the names of the modules that are quantized.
-        floats: A module whose name holds one of these is not quantized.
-        dynamic: For names that a pattern matches, the first one: another format, or None for floats.
+        format: Default storage format of quantized matrices.
+        head: Whether the language-model head is quantized as well.
+        only: If not empty, name suffixes of the quantized modules.
+        floats: A module whose name contains one of these is not quantized.
+        dynamic: Other formats, or None for floats, by pattern; the first matching pattern applies.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class GPTQ(QuantizationMethod):
         self.format, self.head, self.only, self.floats, self.dynamic = format, head, only, floats, dynamic
 
     @classmethod
-    def of(cls, settings: HFConfig) -> GPTQ:
+    def from_config(cls, settings: HFConfig) -> GPTQ:
         packing = one_of(settings, ("checkpoint_format",), ("gptq", "gptq_v2"), default="gptq")
         format = PackedFormat(
             bits=one_of(settings, ("bits",), (4, 8)),
@@ -79,7 +79,7 @@ class GPTQ(QuantizationMethod):
         return PackedMatrix(ctx, layout, GPTQPacking(zeros_less_one=format.packing == "gptq"), format)
 
     def ignores(self, name: str) -> bool:
-        """Groups that are as expected, and biases: packers write zeros where the layer has none."""
+        """Trivial group indices, and biases: quantizers write zeros for layers without bias."""
         return name.endswith((".g_idx", ".bias"))
 
     def _format_of(self, name: str, *, is_head: bool) -> PackedFormat | None:
@@ -92,7 +92,7 @@ class GPTQ(QuantizationMethod):
 
 
 def _drop_irrelevant_act_order(format: PackedFormat) -> PackedFormat:
-    """One scale per row does not care in which order the columns were quantized."""
+    """With one scale per row the activation order does not matter."""
     return format if format.group_size is not None else dataclasses.replace(format, order_tensor=None)
 
 
@@ -125,7 +125,7 @@ def _changed(changes: HFConfig, format: PackedFormat) -> PackedFormat:
 
 
 def _names_in_blocks(settings: HFConfig, key: str) -> tuple[str, ...]:
-    """`[["self_attn.q_proj"], ["mlp.up_proj"]]` as one list; a text alone stands for itself."""
+    """`[["self_attn.q_proj"], ["mlp.up_proj"]]` as one tuple; a single text is a list of one."""
     blocks = settings.get(key, [])
     listed = [blocks] if isinstance(blocks, str) else blocks
     if isinstance(listed, list):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
@@ -27,63 +27,76 @@ if TYPE_CHECKING:
 
 
 class QuantizationMethod(ABC):
-    """One method with its settings.
+    """One quantization method with its settings.
 
     Attributes:
-        quantizes_on_load: It makes quantized matrices out of a checkpoint of floats, for users who ask for it by the
-            setting `quantization`; otherwise it reads checkpoints that name it as their `quant_method`.
+        quantizes_on_load: The method quantizes an unquantized checkpoint while loading, selected by the setting
+            `quantization`. Otherwise it reads checkpoints that name it as their `quant_method`.
     """
 
     quantizes_on_load: ClassVar[bool] = False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass may implement `from_config` under its deprecated name `of`."""
+        super().__init_subclass__(**kwargs)
+        if "of" in vars(cls) and "from_config" not in vars(cls):
+            cls.from_config = vars(cls)["of"]  # type: ignore[method-assign]
+
     @classmethod
     @abstractmethod
-    def of(cls, settings: HFConfig) -> QuantizationMethod:
-        """The method as a checkpoint wants it. Called in the front end as well: without torch, without reading files.
+    def from_config(cls, settings: HFConfig) -> QuantizationMethod:
+        """The method with a checkpoint's settings.
+
+        The front end calls it too, so it neither needs torch nor reads files.
 
         Args:
             settings: `quantization_config` of config.json; empty for a method that quantizes on load.
 
         Raises:
-            ModelError: The settings are wrong, or of a variant that is not supported; says which are.
+            ModelError: A setting is wrong or not supported; the message lists what is.
         """
+
+    @classmethod
+    def of(cls, settings: HFConfig) -> QuantizationMethod:
+        """Deprecated name of `from_config`."""
+        return cls.from_config(settings)
 
     @abstractmethod
     def matrix(
         self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
     ) -> QuantizedMatrix | None:
-        """How one matrix is stored, and what will multiply with it. Phase: worker.
+        """The quantized form of one matrix, which stages its tensors and provides its linear op. Phase: worker.
 
         Args:
             ctx: Build context.
-            layout: What the matrix is made of.
-            tied_to: [out_features, num_columns]: where the layout is tied, the token embedding of this rank if it has
-                it. The matrix is this one then.
+            layout: The parts of the matrix.
+            tied_to: [out_features, num_columns]: for a tied layout, the token embedding of this rank if it has it,
+                which is then the matrix.
 
         Returns:
-            None where the checkpoint stores it as floats, and it is to stay so.
+            None if the matrix is not quantized.
 
         Raises:
-            ConfigError: The matrix cannot be cut along the ranks as it is stored.
-            ModelError: Its parts are stored differently, or in a way that is not supported.
+            ConfigError: The stored matrix cannot be sharded over the ranks.
+            ModelError: Its parts are stored in different formats, or in one that is not supported.
         """
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint that no matrix asks for carries nothing that is needed."""
+        """Whether a checkpoint tensor without target may be skipped."""
         return False
 
     def given_name(self, name: str) -> str:
-        """What the matrices' targets call a tensor that a checkpoint has under this name."""
+        """The name in the matrices' targets of a checkpoint tensor."""
         return name
 
 
 @dataclass(frozen=True)
 class IntegerFormat:
-    """What a matrix of integers holds, and what it is multiplied with.
+    """Bits, group size and activation format of an integer-quantized matrix.
 
     Attributes:
         bits: 8 or 4.
-        group_size: Columns that share a scale; None where a row has one.
+        group_size: Columns that share a scale; None for one scale per row.
         symmetric: There are no zero points.
         int8_activations: Inputs are rounded to int8, row by row.
     """
@@ -102,11 +115,11 @@ class IntegerFormat:
 
 @dataclass(frozen=True)
 class PackedFormat(IntegerFormat):
-    """How a checkpoint stores one matrix of integers.
+    """Storage format of one integer-quantized matrix in a checkpoint.
 
     Attributes:
-        order_tensor: Name of the tensor that gives each column's group, where columns were ordered by importance.
-        packing: Which of its method's ways to pack.
+        order_tensor: Name of the tensor with each column's group (activation order); None without.
+        packing: The packing format, one of its method's.
     """
 
     order_tensor: str | None = None
@@ -115,12 +128,12 @@ class PackedFormat(IntegerFormat):
 
 @dataclass(frozen=True)
 class Float8Format:
-    """How a checkpoint stores one matrix of FP8.
+    """Storage format of one FP8 matrix in a checkpoint.
 
     Attributes:
         scale_tensor: Name of the tensor of scales.
-        block_rows, block_columns: Size of a block, whose elements share a scale; None for all rows, or columns.
-        inputs: What the model was meant to be multiplied with: see the operation `float8_linear`.
+        block_rows, block_columns: Size of a block that shares a scale; None for all rows, or columns.
+        inputs: Rounding of the inputs, as in the operation `float8_linear`.
     """
 
     scale_tensor: str
@@ -142,17 +155,17 @@ Format = TypeVar("Format", bound=PackedFormat | Float8Format)
 
 
 def format_of_all(layout: MatrixLayout, quantized: Sequence[Format | None]) -> Format | None:
-    """How a matrix is stored, from one entry per part; None for floats.
+    """The common format of a matrix's parts; None for floats.
 
     Raises:
-        ModelError: The parts are not all stored in the same way.
+        ModelError: The parts have different formats.
     """
     if any(other != quantized[0] for other in quantized):
         how = "; ".join(
             f"{name}: {'floats' if q is None else q}" for name, q in zip(layout.names, quantized, strict=True)
         )
         raise ModelError(
-            f"{layout} are one matrix in this engine, but the checkpoint stores them in different ways ({how}). "
+            f"{layout} are one matrix in this engine, but the checkpoint stores them in different formats ({how}). "
             "Quantize the model again with the same settings for all of them, or take its unquantized checkpoint."
         )
     return quantized[0]

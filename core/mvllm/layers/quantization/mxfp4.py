@@ -1,9 +1,9 @@
-"""MXFP4 checkpoints (GPT-OSS): the experts in floats of 4 bits, 32 of which share a power of two; all else in floats.
+"""MXFP4 checkpoints (GPT-OSS): experts in 4-bit floats, groups of 32 with a power-of-two scale; the rest in floats.
 
 blocks  uint8 [..., groups, 16]    two values in a byte, the first in the lower bits: sign, 2 bits of exponent, 1 more
-scales  uint8 [..., groups]        the exponent of two that the group is multiplied with, plus 127
+scales  uint8 [..., groups]        the exponent of the group's power of two, plus 127
 
-Experts are dequantized when they have been read, exactly: two significant bits fit every compute dtype.
+Experts are dequantized after loading, exactly: two significant bits fit every compute dtype.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _BIAS = 127
 
 
 class MXFP4(QuantizationMethod):
-    """`quant_method: mxfp4`. It concerns layers of experts alone, which ask for `dequantize` themselves."""
+    """`quant_method: mxfp4`. It applies to expert layers only, which call `dequantize` themselves."""
 
     @classmethod
-    def of(cls, settings: HFConfig) -> MXFP4:
+    def from_config(cls, settings: HFConfig) -> MXFP4:
         return cls()
 
     def matrix(
@@ -42,7 +42,7 @@ class MXFP4(QuantizationMethod):
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The floats that packed ones stand for.
+    """Dequantizes packed MXFP4 values.
 
     Args:
         blocks: [rows, groups, 16], uint8.

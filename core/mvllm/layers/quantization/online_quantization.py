@@ -1,8 +1,8 @@
-"""Quantizing a checkpoint of floats while it is loaded, layer by layer, by rounding to the nearest.
+"""Online quantization: quantizes an unquantized checkpoint while loading, layer by layer, by rounding to nearest.
 
-`int8`: weights of 8 bits, a scale per row; inputs are rounded to int8, a scale per token. `int4`: weights of 4 bits in
-groups of 32 columns, each with a scale and a zero point; inputs likewise. Every linear layer is quantized, and the head
-with 8 bits, also where it is tied; the token embedding stays as it is: a step reads a few of its rows only.
+`int8`: 8-bit weights with a scale per row; inputs are rounded to int8 with a scale per token. `int4`: 4-bit weights in
+groups of 32 columns, each with a scale and a zero point; inputs likewise. Every linear layer is quantized, the head
+with 8 bits even if it is tied. The token embedding is not quantized, since a step reads only a few of its rows.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class OnlineQuantization(QuantizationMethod):
     """Rounds weights to the nearest integers.
 
     Attributes:
-        format: Of all matrices but the head, which has 8 bits and a scale per row.
+        format: Format of all matrices except the head, which has 8 bits and a scale per row.
     """
 
     quantizes_on_load = True
     format: ClassVar[IntegerFormat]
 
     @classmethod
-    def of(cls, settings: HFConfig) -> OnlineQuantization:
+    def from_config(cls, settings: HFConfig) -> OnlineQuantization:
         return cls()
 
     def matrix(self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None) -> RTNMatrix | None:

@@ -1,13 +1,13 @@
-"""A matrix that the checkpoint stores as integers, packed in one of the usual ways.
+"""PackedMatrix: a matrix that the checkpoint stores as packed integers.
 
     checkpoint words (int32, 8 or 4 values each)      this rank's matrix (int8)
     ┌───────────────────────┐                         ┌──────────────┐
-    │  ┌─────────────┐      │   read: whole words,    │  part 1      │   the words of a rank's share may hold values
-    │  │ covering    │      │   then unpacked and     ├──────────────┤   of its neighbours: those are unpacked, too,
-    │  └─────────────┘      │   trimmed               │  part 2      │   and cut off
+    │  ┌─────────────┐      │   read: whole words,    │  part 1      │   the words of a rank's shard may contain values
+    │  │ covering    │      │   then unpacked and     ├──────────────┤   of adjacent shards, which are unpacked, too,
+    │  └─────────────┘      │   trimmed               │  part 2      │   and dropped
     └───────────────────────┘                         └──────────────┘
 
-A `Packing` says which tensors a part has and how they are unpacked; everything else is the same for all of them.
+A `Packing` defines which tensors a part has and how they are unpacked.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from mvllm.ops.quantized_linear import QuantizedWeight
 
 @dataclass(frozen=True)
 class MatrixShard:
-    """What a rank takes of one checkpoint matrix.
+    """This rank's rows and columns of one checkpoint matrix.
 
     Attributes:
-        num_rows, num_columns, num_groups: Sizes of the whole matrix, and the scales in a row of it.
-        rows, columns, groups: What is taken.
-        bits: Of a value.
+        num_rows, num_columns, num_groups: Sizes of the whole matrix, and its scales per row.
+        rows, columns, groups: This rank's ranges.
+        bits: Bits of a value.
     """
 
     num_rows: int
@@ -53,7 +53,7 @@ class MatrixShard:
 
     @property
     def middle(self) -> int:
-        """What is subtracted from stored values, which have no sign."""
+        """The offset of stored values, which are unsigned."""
         return 1 << (self.bits - 1)
 
     def words(self, size: int) -> int:
@@ -61,11 +61,11 @@ class MatrixShard:
         return -(-size // self.per_word)
 
     def covering(self, band: slice) -> slice:
-        """The words that hold a band of values."""
+        """The range of words that contain a range of values."""
         return slice(band.start // self.per_word, self.words(band.stop))
 
     def trim(self, values: torch.Tensor, band: slice, dim: int) -> torch.Tensor:
-        """The band's own values out of those of the words that cover it."""
+        """The range's values out of the values of the words that cover it."""
         return values.narrow(dim, band.start % self.per_word, band.stop - band.start)
 
 
@@ -74,9 +74,9 @@ class CheckpointTensor:
     """One tensor of a checkpoint module.
 
     Attributes:
-        shape: Of the whole tensor.
-        source: What this rank reads.
-        dtype: As it is stored; float tensors are converted to this.
+        shape: Shape of the whole tensor.
+        source: The slices that this rank reads.
+        dtype: Its dtype; float tensors are converted to it.
     """
 
     shape: tuple[int, ...]
@@ -85,15 +85,15 @@ class CheckpointTensor:
 
 
 class Packing(ABC):
-    """One way to store a quantized matrix."""
+    """A packing format of quantized matrices."""
 
     @abstractmethod
     def tensors(self, share: MatrixShard, *, symmetric: bool) -> Mapping[str, CheckpointTensor]:
-        """The tensors of a module, by what is appended to its name."""
+        """The tensors of a module, by name suffix."""
 
     @abstractmethod
     def values(self, share: MatrixShard, read: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """[rows, columns], int8, from what was read of `tensors`."""
+        """[rows, columns], int8, from the read parts of `tensors`."""
 
     @abstractmethod
     def scales(self, share: MatrixShard, read: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -101,16 +101,16 @@ class Packing(ABC):
 
     @abstractmethod
     def zero_points(self, share: MatrixShard, read: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """[rows, groups], int8; None where none are stored."""
+        """[rows, groups], int8; None if there are none."""
 
 
 class PackedMatrix(IntegerMatrix):
-    """Stages the checkpoint's tensors as they are, on the host.
+    """Stages the checkpoint's packed tensors on the host.
 
     Args:
         ctx, layout: As in IntegerMatrix.
-        packing: How the tensors are packed.
-        how: What they hold.
+        packing: The packing of the tensors.
+        how: Their format.
     """
 
     def __init__(self, ctx: BuildContext, layout: MatrixLayout, packing: Packing, how: PackedFormat) -> None:
@@ -159,8 +159,7 @@ class PackedMatrix(IntegerMatrix):
         elif zeros is not None and bool(zeros.any()):
             raise ModelError(
                 f"{part.name}: config.json says that the quantization is symmetric, but its zero points are not in the "
-                "middle. One of the two is wrong: pass hf_overrides with a quantization_config that says sym=false if "
-                "it is the config."
+                "middle. If config.json is wrong, pass hf_overrides with a quantization_config that has sym=false."
             )
 
     def _tensors(self, share: MatrixShard) -> dict[str, CheckpointTensor]:
@@ -179,13 +178,13 @@ class PackedMatrix(IntegerMatrix):
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Words of 32 bits as values without sign, less the middle of their range.
+    """Unpacks 32-bit words of unsigned values and subtracts the middle of their range.
 
     Args:
         words: [a, b], int32.
-        bits: Of a value.
-        dim: Along which words hold neighbours.
-        order: Which neighbour stands at each place of a word, the lowest bits first; None where they stand in order.
+        bits: Bits of a value.
+        dim: The dimension along which values are packed.
+        order: Index of the value at each position of a word, the lowest bits first; None for ascending order.
 
     Returns:
         int8, `32 // bits` times as long along `dim`.
@@ -201,10 +200,10 @@ def unpack(words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | No
 
 
 def _groups(layout: MatrixLayout, how: PackedFormat, ctx: BuildContext) -> slice:
-    """The scales in a row that belong to this rank's columns.
+    """Range of the groups of this rank's columns.
 
     Raises:
-        ConfigError: A group would be cut, or the columns are ordered by group.
+        ConfigError: A shard boundary is within a group, or the checkpoint has an activation order.
     """
     if how.group_size is None:
         return slice(0, 1)
@@ -229,10 +228,10 @@ def _groups(layout: MatrixLayout, how: PackedFormat, ctx: BuildContext) -> slice
 
 
 def _order(part: Part, groups: torch.Tensor, group_size: int) -> torch.Tensor:
-    """The columns sorted by their group, [num_columns], int64.
+    """The columns sorted by group, [num_columns], int64.
 
     Raises:
-        ModelError: A group has more or fewer columns than it should.
+        ModelError: A group has the wrong number of columns.
     """
     order = torch.argsort(groups, stable=True)
     if not torch.equal(groups[order], torch.arange(len(order), dtype=groups.dtype) // group_size):

@@ -1,4 +1,4 @@
-"""The ways in which checkpoints pack integers; the pictures are in the modules of the methods."""
+"""The packing formats of AWQ, GPTQ and compressed-tensors; the methods' modules show their layouts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GPTQPacking(Packing):
     """`qweight` [in, out] packed along the inputs, `qzeros` [groups, out] along the outputs, `scales` [groups, out].
 
     Args:
-        zeros_less_one: Zero points are stored less one, and a zero as the largest value.
+        zeros_less_one: Zero points are stored minus one; zero wraps around to the largest value.
     """
 
     def __init__(self, *, zeros_less_one: bool) -> None:

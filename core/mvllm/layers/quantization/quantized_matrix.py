@@ -1,4 +1,4 @@
-"""The matrix of one linear layer that is not floats: filled from the checkpoint, then turned into what multiplies."""
+"""QuantizedMatrix: stages a layer's quantized tensors, then provides its linear op and weight."""
 
 from __future__ import annotations
 
@@ -21,50 +21,49 @@ Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 
 
 class QuantizedMatrix(nn.Module, ABC):
-    """Stands in a layer as its `weight` until the layer's tensors are loaded."""
+    """The `weight` of a quantized layer until its tensors are loaded."""
 
     @abstractmethod
     def targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them."""
+        """Checkpoint tensor names and their targets on this rank."""
 
     @abstractmethod
     def finish(self) -> tuple[Product, Any]:
-        """Once, when every target is filled: what multiplies, and the weight that it takes. This object is dropped."""
+        """Called once, when every target is filled: the linear op and its weight. This object is dropped."""
 
     def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """In the place of `finish`: the floats that the matrix stands for, [out_features, num_columns].
+        """Called instead of `finish`: the dequantized matrix, [out_features, num_columns].
 
-        For layers that multiply in a way of their own. By default what the product makes of the unit vectors; a matrix
-        that can say it directly should.
+        For layers with their own multiplication. The default multiplies unit vectors; subclasses should override it if
+        they can dequantize directly.
         """
         product, weight = self.finish()
         return product(torch.eye(num_columns, dtype=dtype, device=device), weight, None).T.contiguous()
 
     def fuse_silu_and_mul(self, ctx: BuildContext, activation: ResolvedOp) -> bool:
-        """Has the product gate its second half by its first, as the operation `silu_and_mul`, if one operation can.
+        """Fuses the product and the following `silu_and_mul` into one operation, if an op provider has it.
 
         Args:
-            ctx: The build context that the matrix was made with.
-            activation: What would follow the product otherwise.
+            ctx: The build context of the matrix.
+            activation: The operation that follows the product otherwise.
 
         Returns:
-            Whether what `finish` gives does so; by default it does not.
+            Whether the linear op of `finish` includes it; False by default.
         """
         return False
 
 
 class IntegerMatrix(QuantizedMatrix):
-    """A matrix that the operation `quantized_linear` multiplies with.
+    """An integer matrix for the operation `quantized_linear`.
 
     Args:
         ctx: Build context.
-        layout: What the matrix is made of.
-        format: What it holds.
+        layout: The parts of the matrix.
+        format: Its format.
 
     Attributes:
-        layout: As given.
-        group_size: Columns of this rank's that share a scale.
-        format: As given.
+        layout, format: As given.
+        group_size: Columns on this rank that share a scale.
     """
 
     def __init__(self, ctx: BuildContext, layout: MatrixLayout, format: IntegerFormat) -> None:
@@ -90,9 +89,9 @@ class IntegerMatrix(QuantizedMatrix):
 
     @abstractmethod
     def read(self) -> tuple[QuantizedWeight, torch.Tensor | None]:
-        """The weight, on the host, and the order of its columns: column i stands at `order[i]` of the input.
+        """The weight, on the host, and its column order: column i belongs to input element `order[i]`.
 
-        None where they stand as in the input.
+        The order is None if columns are in input order.
         """
 
     def fuse_silu_and_mul(self, ctx: BuildContext, activation: ResolvedOp) -> bool:
@@ -126,7 +125,7 @@ class IntegerMatrix(QuantizedMatrix):
         return floats.to(device, dtype)
 
     def empty_weight(self) -> QuantizedWeight:
-        """Room for the weight, on the host; zero."""
+        """A zero weight on the host."""
         shape = (self.layout.out_features, self.num_groups)
         return QuantizedWeight(
             torch.zeros(self.layout.out_features, self.layout.num_columns, dtype=torch.int8),
@@ -139,7 +138,7 @@ class IntegerMatrix(QuantizedMatrix):
 
 
 def staging(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """Room on the host for a tensor as the checkpoint has it. Takes no memory before it is written to."""
+    """A host parameter for a checkpoint tensor. Its memory is allocated on first write."""
     return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
 
 

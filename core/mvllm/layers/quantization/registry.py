@@ -1,8 +1,8 @@
-"""Quantization methods by name. A method's module is imported when it is asked for.
+"""Quantization methods by name. A method's module is imported when it is resolved.
 
-Other packages add methods through entry points of `mvllm.quantization`: the name is what config.json has as
-`quant_method` or what users give as `quantization`, the value `package.module:Class`, a QuantizationMethod. A name that
-core has as well is core's.
+Other packages add methods through entry points of `mvllm.quantization`: the name is the `quant_method` in config.json
+or the setting `quantization`, the value `package.module:Class`, a QuantizationMethod. Core's method takes precedence
+over a plugin's of the same name.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _METHODS = {
 
 
 def supported_methods() -> tuple[str, ...]:
-    """Names that `quantization_method` takes, sorted: core's and those of installed plugins."""
+    """Names of the supported methods, sorted: core's and those of installed plugins."""
     return tuple(sorted({*_METHODS, *plugin_groups.allowed_names(plugin_groups.QUANTIZATION)}))
 
 
 def quantization_method(config: ModelConfig) -> QuantizationMethod | None:
-    """The method that a model runs with, with its settings; None for a model of floats.
+    """The quantization method of a model, with its settings; None for an unquantized model.
 
     Raises:
-        ConfigError: There is no such method, it cannot be had, or it is not one for this checkpoint.
+        ConfigError: The method does not exist, cannot be loaded, or does not fit this checkpoint.
         ModelError: The checkpoint's settings are wrong or not supported.
     """
     if config.quantization is None:
@@ -60,7 +60,7 @@ def quantization_method(config: ModelConfig) -> QuantizationMethod | None:
 
 def _made(method: type[QuantizationMethod], settings: HFConfig) -> QuantizationMethod:
     try:
-        return method.of(settings)
+        return method.from_config(settings)
     except (MvllmError, KeyboardInterrupt):
         raise
     except BaseException as e:  # a plugin may raise anything, SystemExit included
@@ -72,9 +72,9 @@ def _made(method: type[QuantizationMethod], settings: HFConfig) -> QuantizationM
 
 def _resolve(name: str, stored_as: str | None) -> type[QuantizationMethod]:
     if name in _METHODS:
-        for rival in plugin_groups.list_plugins(plugin_groups.QUANTIZATION):
-            if method_name(rival.name) == name:
-                logger.warning("%s offers %s, which core has itself: core's runs.", rival, name)
+        for plugin in plugin_groups.list_plugins(plugin_groups.QUANTIZATION):
+            if method_name(plugin.name) == name:
+                logger.warning("%s has a method %s, but core's own method is used.", plugin, name)
         module, _, attribute = _METHODS[name].partition(":")
         method: type[QuantizationMethod] = getattr(importlib.import_module(module), attribute)
         return method

@@ -1,4 +1,4 @@
-"""Floats of a checkpoint, rounded to integers once they are loaded."""
+"""RTNMatrix: quantizes floats of a checkpoint to integers after loading, by rounding to nearest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.quantized_linear import QuantizedWeight
 
 _BLOCK, _LARGEST_FACTOR = 256, 8
-_ELEMENTS_AT_ONCE = 1 << 20  # rounded at one time: the float32 copies of these are all the memory that rounding takes
+_ELEMENTS_AT_ONCE = 1 << 20  # rounded at a time, which bounds the memory for float32 copies
 
 
 class RTNMatrix(IntegerMatrix):
@@ -23,14 +23,14 @@ class RTNMatrix(IntegerMatrix):
 
     Args:
         ctx, layout, format: As in IntegerMatrix.
-        tied_to: Take this matrix instead of reading one.
+        tied_to: Quantize this parameter instead of a checkpoint tensor.
     """
 
     def __init__(
         self, ctx: BuildContext, layout: MatrixLayout, format: IntegerFormat, tied_to: nn.Parameter | None = None
     ) -> None:
         super().__init__(ctx, layout, format)
-        self._tied_to = [tied_to]  # in a list: it belongs to the embedding
+        self._tied_to = [tied_to]  # in a list, so that it is not registered as a parameter
         self.floats = staging(layout.out_features, layout.num_columns, dtype=ctx.dtype) if tied_to is None else None
 
     def targets(self) -> Iterator[tuple[str, WeightTarget]]:
@@ -50,7 +50,7 @@ class RTNMatrix(IntegerMatrix):
 
 
 def float_targets(layout: MatrixLayout, parameter: nn.Parameter) -> Iterator[tuple[str, WeightTarget]]:
-    """The floats of a layout's parts, and where they go in a parameter [out_features, num_columns]."""
+    """Targets of a layout's unquantized parts in a parameter [out_features, num_columns]."""
     for part in layout.parts:
         shape = (part.num_rows, layout.in_features)
         source = (part.source, layout.columns)
@@ -61,15 +61,15 @@ def float_targets(layout: MatrixLayout, parameter: nn.Parameter) -> Iterator[tup
 
 
 def round_rows(floats: torch.Tensor, weight: QuantizedWeight, rows: slice) -> None:
-    """Fills rows of `weight` with the nearest that it can hold to `floats` [rows, in_features], float32.
+    """Quantizes `floats` [rows, in_features], float32, to rows of `weight`, rounding to nearest.
 
-    Without zero points a group's scale is its largest magnitude over the largest integer, with them the span from its
-    smallest to its largest value (zero between them, so that it stays exact) over the number of steps. The scale of a
-    group with a NaN is NaN, so that a damaged checkpoint is told by its logits, as without rounding.
+    Without zero points a group's scale is its largest magnitude divided by the largest integer. With zero points it is
+    the range of its values (extended to include zero, which stays exact) divided by the number of steps. The scale of a
+    group with a NaN is NaN, so that a damaged checkpoint shows in its logits, as without quantization.
 
-    Scales of groups of 4 bits are made larger, by at most an eighth of the largest of their neighbours, so that those
-    of every 256 columns are 1 to 8 times one number in bfloat16: they can be kept in a few bits, and multiplied with
-    as integers.
+    Scales of 4-bit groups are increased by at most an eighth of the largest scale of 256 columns, so that those of
+    every 256 columns are 1 to 8 times one bfloat16 number: a kernel can store them in a few bits and use integer
+    multiplication.
     """
     largest = 2 ** (weight.bits - 1) - 1
     groups = [slice(start, start + weight.group_size) for start in range(0, floats.shape[1], weight.group_size)]
@@ -96,7 +96,7 @@ def round_rows(floats: torch.Tensor, weight: QuantizedWeight, rows: slice) -> No
 
 
 def _kept(scales: torch.Tensor, group_size: int) -> torch.Tensor:
-    """The scales made larger until those of every 256 columns are 1 to 8 times one number in bfloat16."""
+    """The scales rounded up so that those of every 256 columns are 1 to 8 times one bfloat16 number."""
     if _BLOCK % group_size:
         return scales
     kept = torch.empty_like(scales)

@@ -1,10 +1,11 @@
-"""Models that have no file of their own here: transformers' modules, with our attention and linear layers in them.
+"""The transformers backend: runs a transformers model with core's attention, linear and embedding layers in it.
 
-    transformers' class ──on the meta device──> skeleton ──dry run──> what its attention asks for, and what it does that
-                                                   │                  a paged cache cannot serve: refused
-                                                   └──assemble──> our Linear, VocabEmbedding, LMHead and Attention in
-                                                                  place of its own; the rest as it is
+    transformers' class ──on the meta device──> MetaModel ──dry run──> parameters of each attention call; operations
+    that a
+                                                    │                  paged KV cache does not support: refused
+                                                    └──replace──> core's Linear, VocabEmbedding, LMHead and Attention
+                                                                  replace transformers' modules; others stay
 
-The dry run knows nothing of families. It asks the model itself: the model runs once without data, and tells at each
-attention which heads, scale, mask, cap and sinks it wants.
+The dry run is independent of model families: the model runs once without data, and each attention call is recorded with
+its heads, scale, mask, soft cap and sinks.
 """

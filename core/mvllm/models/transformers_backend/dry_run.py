@@ -1,8 +1,8 @@
-"""One run of a model without data, in which it says what its attention needs and shows what else it does with tokens.
+"""Dry run of a transformers model: records its attention calls and detects other operations across tokens.
 
-Everything lies on the meta device, which knows shapes and no numbers. Masks are not computed: where the model asks for
-one it is handed a blank that remembers the rule by which it would have been made, and the attention that gets the blank
-is asked what that rule lets a token see. So a mask that the model makes or changes by itself has no rule, and shows.
+The model runs on the meta device, which has shapes and no data. Masks are not computed: a requested mask is an empty
+tensor with a recorded mask function, from which the attention call derives the window. A mask that the model creates or
+changes itself has no recorded function and is detected.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MaskRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(batch, head, query position, key position) to whether the one sees the other."""
+"""(batch, head, query position, key position) to whether the query attends to the key."""
 
 NAME, DRY_NAME = "mvllm", "mvllm-dry-run"
-"""Names of our attention among transformers' own: as it serves, and with masks that are blanks."""
+"""Names of core's attention in transformers' registry: for serving, and for the dry run with empty masks."""
 
 _current: ContextVar[DryRun | None] = ContextVar("mvllm_dry_run", default=None)
 
-# What attention is told and need not know: it is in the query, in the mask, or about what to return.
+# Arguments of attention that are ignored: contained in the query or the mask, or about return values.
 _NEUTRAL = {
     "cache_position",
     "is_causal",
@@ -35,7 +35,7 @@ _NEUTRAL = {
     "position_embeddings",
     "position_ids",
     "return_dict",
-    "sliding_window",  # stands in the mask
+    "sliding_window",  # contained in the mask
     "use_cache",
 }
 _MATRIX_PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.bmm.default: 0, torch.ops.aten.addmm.default: 1}
@@ -44,20 +44,20 @@ _VIEWS = {"alias", "detach", "expand", "select", "slice", "squeeze", "unsqueeze"
 
 
 class UnsupportedModelError(Exception):
-    """The model does something that a paged KV cache cannot serve; the message says what."""
+    """The model uses an operation that a paged KV cache does not support; the message says which."""
 
 
 @dataclass(frozen=True)
 class AttentionParameters:
-    """What one attention module asks for, on this rank.
+    """Parameters of one attention module, on this rank.
 
     Attributes:
         num_heads, num_kv_heads: Heads of query, and of key and value.
         head_size, value_size: Elements of a head of query and key, and of one of the value.
         scale: Factor on query-key products.
-        window: A token sees so many tokens, itself included; None for all before it.
+        window: Sliding window in tokens, the query's token included; None for full causal attention.
         soft_cap: As in AttentionSpec.
-        sinks: The module's parameter that holds the sinks, or None.
+        sinks: Name of the module's parameter with the sinks, or None.
     """
 
     num_heads: int
@@ -71,14 +71,14 @@ class AttentionParameters:
 
 
 class DryRun:
-    """A run of one model.
+    """A dry run of one model.
 
     Args:
-        num_tokens: Tokens of the run: a number that is no size of the model's, so that it is known where it turns up.
-        max_len: Longest sequence that the masks have to be right for.
+        num_tokens: Tokens of the run: a number that is no size of the model, so that token dimensions are recognisable.
+        max_len: Longest sequence for which the windows must be correct.
 
     Attributes:
-        attention: What each module asked for, in the order in which they were called.
+        attention: Parameters of each attention module, in the order of calls.
     """
 
     def __init__(self, num_tokens: int, max_len: int) -> None:
@@ -90,12 +90,12 @@ class DryRun:
 
     @contextlib.contextmanager
     def active(self, config: Any) -> Iterator[None]:
-        """While the model of `config` runs."""
+        """Makes this the active dry run of the model of `config` inside the context."""
         token = _current.set(self)
         experts = getattr(config, "_experts_implementation", None)
         config._attn_implementation = DRY_NAME
         if experts is not None:
-            config._experts_implementation = "batched_mm"  # others look where tokens go, which is nowhere
+            config._experts_implementation = "batched_mm"  # other implementations read the routing, which has no data
         try:
             yield
         finally:
@@ -105,7 +105,7 @@ class DryRun:
             _current.reset(token)
 
     def blank_mask(self, rule: MaskRule) -> torch.Tensor:
-        """Stands for the mask that `rule` makes. A model may ask for some that none of its layers takes."""
+        """An empty mask with the mask function `rule`. Unused masks are permitted."""
         blank = torch.empty((1, 1, self.num_tokens, self.num_tokens), dtype=torch.bool, device="meta")
         self._masks.append(blank)
         self._rules[id(blank)] = rule
@@ -121,7 +121,7 @@ class DryRun:
         scaling: float | None,
         extras: dict[str, Any],
     ) -> torch.Tensor:
-        """Writes down one call of attention; gives a result of the right shape [1, T, heads, value_size]."""
+        """Records one attention call; returns an empty result [1, T, heads, value_size]."""
         if module in self.attention:
             raise UnsupportedModelError("it calls the attention of a layer more than once")
         if not query.shape[2] == key.shape[2] == value.shape[2] == self.num_tokens or query.shape[0] != 1:
@@ -130,13 +130,13 @@ class DryRun:
             raise UnsupportedModelError("it has attention without a mask, over tokens that come later as well")
         if id(mask) not in self._rules:
             raise UnsupportedModelError("it makes attention masks of its own")
-        strange = sorted(
+        unknown = sorted(
             name
             for name, given in extras.items()
             if name not in _NEUTRAL | {"softcap", "s_aux"} and given is not None and given is not False
         )
-        if strange:
-            raise UnsupportedModelError(f"it gives its attention what is not understood here ({', '.join(strange)})")
+        if unknown:
+            raise UnsupportedModelError(f"it passes unknown arguments to its attention ({', '.join(unknown)})")
         cap = extras.get("softcap")
         if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
             raise UnsupportedModelError("its heads of query, key and value do not fit together")
@@ -159,14 +159,14 @@ class DryRun:
 
 
 class CrossTokenOpDetector(TorchDispatchMode):
-    """Finds what a model does across tokens besides attention.
+    """Detects operations across tokens outside of attention.
 
     Args:
         num_tokens: As in DryRun.
-        positions: [1, T]: the positions that the model is given.
+        positions: [1, T]: the model's `position_ids`.
 
     Attributes:
-        reads_positions: Whether a computation took them.
+        reads_positions: Whether an operation read them.
     """
 
     def __init__(self, num_tokens: int, positions: torch.Tensor) -> None:
@@ -194,10 +194,10 @@ class CrossTokenOpDetector(TorchDispatchMode):
 
 
 def window_of(rule: MaskRule, max_len: int) -> int | None:
-    """How many tokens a token sees, itself included, by a rule for masks; None for all before it.
+    """The sliding window of a mask function in tokens, the query's token included; None for full causal attention.
 
     Raises:
-        UnsupportedModelError: It is neither causal attention nor that within a sliding window.
+        UnsupportedModelError: The mask is neither causal nor that of a sliding window.
     """
     keys, none = torch.arange(max_len), torch.zeros((), dtype=torch.long)
 
@@ -218,7 +218,7 @@ def window_of(rule: MaskRule, max_len: int) -> int | None:
 
 
 def register_attention() -> None:
-    """Makes our attention known to transformers under both of its names. Again does nothing."""
+    """Registers core's attention in transformers under both names. Idempotent."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -247,7 +247,7 @@ def _attend(
 
 def _blank_mask(*args: Any, mask_function: MaskRule, **kwargs: Any) -> torch.Tensor:
     dry_run = _current.get()
-    assert dry_run is not None, "nobody else uses the name"
+    assert dry_run is not None, "only a dry run uses this name"
     return dry_run.blank_mask(mask_function)
 
 

@@ -1,4 +1,4 @@
-"""transformers' model on the meta device, looked at before anything of it is read."""
+"""MetaModel: a transformers model on the meta device, checked before any weight is read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mvllm.models.transformers_backend.supported_classes import model_class
 from mvllm.models.transformers_backend.tp_plan import ParallelStyle, TPPlan
 from mvllm.models.transformers_backend.weight_conversion import CheckpointNameMap
 
-# What says nothing about the model: how it is stored, which code runs it, and what calls of it return.
+# Settings that do not describe the model: storage, implementation, and return values.
 _NOT_MODEL_SETTINGS = (
     "architectures",
     "auto_map",
@@ -56,11 +56,11 @@ _NUMBERS_OF_TOKENS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061
 logger = get_logger(__name__)
 
 _building = threading.Lock()
-"""transformers sets defaults of the whole process while it builds."""
+"""Held while transformers builds a model, since it changes process-wide defaults."""
 
 
 class MetaModel:
-    """A model of transformers without weights, in two parts, with dry linear layers in it.
+    """A transformers model without weights, split into layers and head, with recording linear layers.
 
     Args:
         config: The checkpoint.
@@ -68,18 +68,18 @@ class MetaModel:
         tp: The ranks that share each layer.
 
     Attributes:
-        causal: The language model; in the place of its layers stands a Given.
-        layers: What was there: everything up to the last hidden state.
-        layers_name: Under which name.
-        cuts: How ranks share it.
-        head_name, embedding_name: Modules that make logits, and that embed tokens.
+        causal: The language model, with PrecomputedHiddenStates in place of its layers.
+        layers: The removed layers: everything up to the last hidden state.
+        layers_name: Their module name.
+        cuts: The tensor-parallel plan.
+        head_name, embedding_name: Names of the language-model head and of the token embedding.
         is_tied: Whether the two share their weight.
-        renaming: What the checkpoint's names are here.
-        attention: What its attention modules ask for.
+        renaming: Maps checkpoint names to the model's names.
+        attention: Parameters of the attention modules.
 
     Raises:
-        ModelError: It cannot be built, or does what a paged KV cache cannot serve.
-        ConfigError: It cannot be shared by so many ranks, or be run with such long sequences.
+        ModelError: It cannot be built, or uses an operation that a paged KV cache does not support.
+        ConfigError: It does not support this tensor_parallel_size, or this max_model_len.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, tp: GroupCoordinator) -> None:
@@ -99,7 +99,7 @@ class MetaModel:
             self.attention = self._run_dry()
 
     def refusal(self, reason: str) -> ModelError:
-        """A model that cannot be served."""
+        """The error for an unsupported model."""
         return ModelError(f"{self._where} is not supported: {reason}. Take an architecture that is supported natively.")
 
     def _built(self, chosen: Any, dtype: torch.dtype) -> Any:
@@ -155,9 +155,9 @@ class MetaModel:
         self.is_tied = head.weight is embedding.weight
 
     def _find_layers(self) -> str:
-        """The part of the model that makes the hidden states, by name: the one that its head calls.
+        """Name of the module that computes the hidden states: the one that the language model's forward calls.
 
-        Most call all but the head; some reach into that for a part of it, `model.decoder` for instance.
+        Usually it is the base model; some models call a part of it, for instance `model.decoder`.
         """
         causal, prefix = self.causal, self.causal.base_model_prefix
         base = causal._modules.get(prefix)
@@ -169,14 +169,14 @@ class MetaModel:
                 causal(input_ids=torch.zeros((1, 1), dtype=torch.int32, device="meta"), use_cache=False)
         except ModuleCalled as called:
             return called.name
-        except Exception as e:  # noqa: BLE001  (told by the run without data, which meets it again)
+        except Exception as e:  # noqa: BLE001  (the dry run reports it)
             logger.debug("%s: the head does not call its layers: %s: %s", self._where, type(e).__name__, e)
         finally:
             causal._modules[prefix] = base
         return str(prefix)
 
     def _cuts(self) -> TPPlan:
-        """The plan for the layers; how the head is shared, our own head knows."""
+        """The tensor-parallel plan of the layers; core's own head shards itself."""
         plan = getattr(self.causal, "_tp_plan", None) or {}
         layers = {name: style for name, style in plan.items() if name.startswith(f"{self.layers_name}.")}
         return TPPlan(layers, self._tp.world_size, self._config.architecture)
@@ -230,7 +230,7 @@ class MetaModel:
         except MvllmError:
             raise
         except Exception as e:
-            if "meta tensor" in str(e):  # of torch's: somebody wanted to know a number
+            if "meta tensor" in str(e):  # torch's message for reading data of a meta tensor
                 raise self._unsupported(
                     "what it computes depends on the values of its tensors, not shapes alone"
                 ) from e
@@ -256,13 +256,13 @@ class MetaModel:
 
 
 def set_module(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Puts `module` in the place of the one of that name."""
+    """Replaces the submodule of that name."""
     parent, _, attribute = name.rpartition(".")
     root.get_submodule(parent)._modules[attribute] = module
 
 
 def _scaled_ropes(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Modules that rotate all tokens of a call by its longest sequence, where that exceeds a length, and how."""
+    """Modules whose RoPE scaling depends on the longest sequence of a call, and the scaling."""
     for module in root.modules():
         types = getattr(module, "rope_type", None)
         for rope_type in types.values() if isinstance(types, dict) else (types,):
@@ -271,7 +271,7 @@ def _scaled_ropes(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _native_len(config: Any, rope_type: str) -> int:
-    """The length up to which sequences rotate alike."""
+    """The length up to which the scaling does not depend on the sequence length."""
     if rope_type == "longrope":
         settings = getattr(config, "rope_parameters", None) or {}
         nested = [value for value in settings.values() if isinstance(value, dict)]
@@ -284,7 +284,7 @@ def _native_len(config: Any, rope_type: str) -> int:
 
 @contextmanager
 def _plain_rope(layers: nn.Module) -> Iterator[None]:
-    """While nobody looks whether positions, which have no values here, exceed what a RoPE scaling was made for."""
+    """Disables length-dependent RoPE scalings inside the context, since they read positions, which have no data."""
     scaled = {module: module.rope_type for module, _ in _scaled_ropes(layers)}
     for module, types in scaled.items():
         plain = dict.fromkeys(types, "default") if isinstance(types, dict) else "default"

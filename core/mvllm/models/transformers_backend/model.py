@@ -1,4 +1,4 @@
-"""A language model made of transformers' modules, with our embedding, linear layers, attention and head in them."""
+"""TransformersForCausalLM: a transformers model with core's embedding, linear layers, attention and head."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TransformersForCausalLM(CausalLM):
         ctx: Build context.
 
     Raises:
-        ModelError, ConfigError: The model does not qualify, see `Skeleton`.
+        ModelError, ConfigError: The model is not supported, see `MetaModel`.
     """
 
     def __init__(self, config: ModelConfig, ctx: BuildContext) -> None:
@@ -66,7 +66,7 @@ class TransformersForCausalLM(CausalLM):
         skeleton = MetaModel(config, ctx.dtype, ctx.tp)
         given = skeleton.causal.get_submodule(skeleton.layers_name)
         assert isinstance(given, PrecomputedHiddenStates), "the dry run leaves it there"
-        self._given = [given]  # in a list: it belongs to the head
+        self._given = [given]  # in a list: it is a submodule of the head
         self._now = CurrentStep()
         self._renaming = skeleton.renaming
         self._unexpected = [re.compile(p) for p in skeleton.causal._keys_to_ignore_on_load_unexpected or ()]
@@ -98,7 +98,7 @@ class TransformersForCausalLM(CausalLM):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         given = self._given[0]
         given.hidden = hidden[None]
-        ids = torch.zeros((1, len(hidden)), dtype=torch.int32, device=hidden.device)  # nobody reads them
+        ids = torch.zeros((1, len(hidden)), dtype=torch.int32, device=hidden.device)  # not read
         logits: torch.Tensor = self.head(input_ids=ids, use_cache=False).logits[0]
         given.hidden = None
         return logits
@@ -120,7 +120,7 @@ class TransformersForCausalLM(CausalLM):
     def _make_weights(
         self, skeleton: MetaModel, ctx: BuildContext, prefix: str, root: nn.Module, made: dict[int, nn.Parameter]
     ) -> None:
-        """Gives memory to what transformers' own modules hold: weights, and buffers that checkpoints store."""
+        """Allocates the weights and persistent buffers of transformers' own modules."""
         for module_name, module in root.named_modules():
             stored = {**module._parameters, **_stored_buffers(module)}
             for name, tensor in stored.items():
@@ -153,11 +153,11 @@ class TransformersForCausalLM(CausalLM):
 
 
 def _replace_embedding_and_head(skeleton: MetaModel, ctx: BuildContext) -> None:
-    """Puts our token embedding and head where transformers' are plain ones."""
+    """Replaces the token embedding and the head, if they are plain modules, by core's."""
     causal, prefix = skeleton.causal, f"{skeleton.layers_name}."
     head: Any = causal.get_submodule(skeleton.head_name)  # its bias may be None
     name = skeleton.embedding_name
-    assert name.startswith(prefix), "what embeds is a part of the layers"
+    assert name.startswith(prefix), "the token embedding is a submodule of the layers"
     original: nn.Embedding = skeleton.layers.get_submodule(name.removeprefix(prefix))  # type: ignore[assignment]
     table = None
     if type(original) is nn.Embedding and not (skeleton.is_tied and head.bias is not None):
@@ -180,7 +180,7 @@ def _replace_embedding_and_head(skeleton: MetaModel, ctx: BuildContext) -> None:
 
 
 def _replace_linear_layers(skeleton: MetaModel, ctx: BuildContext, prefix: str, root: nn.Module) -> None:
-    """Puts our linear layers in the places of transformers', where these are called and nothing else."""
+    """Replaces linear layers that are only called by core's linear layers."""
     for local, dry in [(name, m) for name, m in root.named_modules() if isinstance(m, RecordingLinear)]:
         name, original, cut = prefix + local, dry.original, skeleton.cuts.style_of(prefix + local)
         if dry.is_called and not dry.is_read and original.weight.dtype == ctx.dtype:
@@ -189,8 +189,8 @@ def _replace_linear_layers(skeleton: MetaModel, ctx: BuildContext, prefix: str, 
             set_module(root, local, original)
         else:
             raise ConfigError(
-                f"{skeleton.causal.__class__.__name__} runs through transformers, which does more with the weight of "
-                f"{name} than multiply by it: it cannot be shared by ranks. Use tensor_parallel_size=1."
+                f"{skeleton.causal.__class__.__name__} runs through transformers, which reads the weight of {name} "
+                "directly, so it cannot be sharded. Use tensor_parallel_size=1."
             )
 
 
@@ -214,7 +214,7 @@ def _linear(ctx: BuildContext, name: str, original: nn.Linear, cut: ParallelStyl
 def _targets(
     name: str, parameter: nn.Parameter, skeleton: MetaModel, ctx: BuildContext
 ) -> list[tuple[str, WeightTarget]]:
-    """Where the checkpoint has a parameter of transformers' own, in one piece or in several."""
+    """Targets of a parameter of transformers' own modules: one checkpoint tensor or several."""
     pieces = skeleton.renaming.pieces(name, tuple(parameter.shape))
     if pieces is not None:
         return [
@@ -224,7 +224,7 @@ def _targets(
     everything = tuple(slice(0, size) for size in parameter.shape)
     if skeleton.cuts.style_of(name) is ParallelStyle.REPLICATED:
         return [(name, WeightTarget(parameter, tuple(parameter.shape), everything, everything))]
-    size = parameter.shape[0] * ctx.tp.world_size  # a vector with an element per output, see Skeleton
+    size = parameter.shape[0] * ctx.tp.world_size  # a vector with an element per output, see MetaModel
     return [(name, WeightTarget(parameter, (size,), (shard_slice(size, ctx.shares, "elements"),), everything))]
 
 
@@ -234,17 +234,17 @@ def _stored_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def _make_buffers(skeleton: MetaModel, root: nn.Module, device: torch.device) -> None:
-    """Has transformers compute the buffers that checkpoints do not store, angles for instance.
+    """Lets transformers compute non-persistent buffers, for instance rotary frequencies.
 
     Raises:
-        ModelError: It does not know how.
+        ModelError: transformers does not initialise a buffer.
     """
     for module_name, module in root.named_modules():
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if not names:
             continue
         for parameter in module.parameters(recurse=False):
-            parameter._is_hf_initialized = True  # the checkpoint's to fill
+            parameter._is_hf_initialized = True  # the checkpoint fills it
         for name in names:
             buffer = module._buffers[name]
             assert buffer is not None
@@ -256,4 +256,4 @@ def _make_buffers(skeleton: MetaModel, root: nn.Module, device: torch.device) ->
             buffer = module._buffers[name]
             assert buffer is not None
             if bool((buffer.isnan() if buffer.is_floating_point() else buffer == _UNSET).any()):
-                raise skeleton.refusal(f"nothing tells what the buffer {module_name}.{name} holds")
+                raise skeleton.refusal(f"the contents of the buffer {module_name}.{name} are unknown")

@@ -1,4 +1,4 @@
-"""What takes the places of transformers' modules: in the dry run, and in the model that serves."""
+"""Modules that replace transformers' modules, in the dry run and in the served model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mvllm.models.transformers_backend.dry_run import AttentionParameters, Unsup
 
 
 class RecordingLinear(nn.Module):
-    """A linear layer in the dry run: widths, and who looks at it.
+    """A linear layer of the dry run that records calls and reads of its weight.
 
     Args:
-        original: transformers' own, on the meta device.
-        in_width, out_width: Of what it is given and gives on this rank.
+        original: transformers' layer, on the meta device.
+        in_width, out_width: Input and output features on this rank.
 
     Attributes:
         original: As given.
-        is_called: Whether it has been run.
-        is_read: Whether somebody read its weight, rather than calling it.
+        is_called: Whether it was called.
+        is_read: Whether its weight or bias was read.
     """
 
     def __init__(self, original: nn.Linear, in_width: int, out_width: int) -> None:
         super().__init__()
-        self._original = [original]  # in a list: not a part of the model
+        self._original = [original]  # in a list, so that it is not registered as a submodule
         self.in_features, self.out_features = original.in_features, original.out_features
         self._widths = (in_width, out_width)
         self.is_called = self.is_read = False
@@ -43,18 +43,18 @@ class RecordingLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Reading it is noted."""
+        """The original's weight; records the read."""
         self.is_read = True
         return self.original.weight
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Reading it is noted."""
+        """The original's bias; records the read."""
         self.is_read = True
         return self.original.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A result of the right shape."""
+        """An empty result of the right shape."""
         in_width, out_width = self._widths
         if x.shape[-1] != in_width:
             raise UnsupportedModelError(f"a linear layer of {in_width} inputs on this rank is given {x.shape[-1]}")
@@ -63,14 +63,14 @@ class RecordingLinear(nn.Module):
 
 
 class LinearReplacement(nn.Module):
-    """A linear layer of ours where transformers had one of its own.
+    """A linear layer of core in place of transformers' layer.
 
     Args:
-        linear: The layer.
-        original: What it stands for.
-        tp: The ranks that share it.
-        columns: The columns of the input that this rank takes, where the input is whole and the layer holds a band.
-        gathers: Whether the ranks' bands of outputs are put together.
+        linear: Core's layer.
+        original: transformers' layer.
+        tp: The tensor-parallel group.
+        columns: This rank's columns of the input, if the input is whole and the layer is row parallel.
+        gathers: Whether the outputs of the ranks are gathered.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LinearReplacement(nn.Module):
 
 
 class EmbeddingReplacement(nn.Module):
-    """Our token embedding where transformers had one of its own."""
+    """Core's token embedding in place of transformers'."""
 
     def __init__(self, embedding: VocabEmbedding) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class EmbeddingReplacement(nn.Module):
 
 
 class LMHeadReplacement(nn.Module):
-    """Our head where transformers had one of its own."""
+    """Core's language-model head in place of transformers'."""
 
     def __init__(self, head: LMHead) -> None:
         super().__init__()
@@ -126,19 +126,19 @@ class LMHeadReplacement(nn.Module):
 
 @dataclass
 class CurrentStep:
-    """The step that runs, for all attention layers of one model."""
+    """The current step, for all attention layers of one model."""
 
     step: ForwardStep | None = None
 
 
 class PagedAttention(nn.Module):
-    """Our attention, as transformers' attention modules call it.
+    """Core's attention with the interface of transformers' attention functions.
 
     Args:
-        attention: The layer. Its head size is the larger of those of keys and values; the smaller are filled up with
-            zeros, which change neither products nor results.
-        facts: What was asked for.
-        now: Where the step is found.
+        attention: The layer. Its head size is the larger of those of keys and values; the smaller heads are padded with
+            zeros, which do not change the result.
+        facts: Parameters from the dry run.
+        now: The current step.
     """
 
     def __init__(self, attention: Attention, facts: AttentionParameters, now: CurrentStep) -> None:
@@ -150,7 +150,7 @@ class PagedAttention(nn.Module):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[1, heads, T, size] each, to [1, T, heads, value_size]."""
-        assert self._now.step is not None, "the model's forward tells the step"
+        assert self._now.step is not None, "the model's forward sets the step"
         query, key = _rows(query, self._key_fill), _rows(key, self._key_fill)
         found = self.attention(query, key, _rows(value, self._value_fill), self._now.step)
         found = found.view(1, query.shape[0], query.shape[1], -1)
@@ -158,22 +158,22 @@ class PagedAttention(nn.Module):
 
 
 class PrecomputedHiddenStates(nn.Module):
-    """Stands for the layers while the rest of a language model makes logits: gives the hidden states it was given."""
+    """Replaces the layers in `compute_logits`: returns the hidden states set before the call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden: torch.Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> LastHiddenStateOutput:
-        """Stands for what transformers' models give."""
+        """An output object with the hidden states."""
         return LastHiddenStateOutput(self.hidden)
 
 
 class ModuleCalled(Exception):
-    """The part of a model that was called.
+    """Raised by CallDetector when its module is called.
 
     Args:
-        name: Its name.
+        name: The module's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -182,16 +182,16 @@ class ModuleCalled(Exception):
 
 
 class CallDetector(nn.Module):
-    """Stands for a part of a model to find out whether it, or which part of it, is called.
+    """Replaces a module to detect whether it, or which of its submodules, is called.
 
     Args:
-        original: What it stands for; attributes that are no modules are those of it.
-        name: For ModuleCalled.
+        original: The replaced module, which provides the attributes.
+        name: Its name, for ModuleCalled.
     """
 
     def __init__(self, original: nn.Module, name: str) -> None:
         super().__init__()
-        self._original, self._name = [original], name  # in a list: not a part of the model
+        self._original, self._name = [original], name  # in a list, so that it is not registered as a submodule
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__.get("_original")
@@ -201,12 +201,12 @@ class CallDetector(nn.Module):
         return CallDetector(found, f"{self._name}.{name}") if isinstance(found, nn.Module) else found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Ends the run."""
+        """Raises ModuleCalled."""
         raise ModuleCalled(self._name)
 
 
 class LastHiddenStateOutput:
-    """What transformers' models give, as far as making logits goes: there is nothing but the last hidden states.
+    """The output of transformers' base models, with the last hidden states only; other attributes are None.
 
     Args:
         last_hidden_state: [1, n, hidden_size].

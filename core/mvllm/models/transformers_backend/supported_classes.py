@@ -1,4 +1,4 @@
-"""Which of transformers' classes qualify. Asked in the front end as well: imports them only where a name is theirs."""
+"""Checks which transformers classes are supported. Used in the front end too: imports only classes of known names."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mvllm.errors import ModelError
 
 
 def unsupported_reason(architecture: str) -> str | None:
-    """Why transformers' class of that name cannot be run here, as a sentence; None where nothing is known against it.
+    """Why transformers' class of that name is not supported, as a sentence; None if no reason is known.
 
-    What only shows when the model is built is found by the dry run, before any weight is read.
+    The dry run finds reasons that show only when the model is built, before any weight is read.
     """
     if importlib.util.find_spec("torch") is None:
         return "transformers cannot run it either without torch."
@@ -20,7 +20,7 @@ def unsupported_reason(architecture: str) -> str | None:
         return "transformers has no causal language model of that name."
     try:
         found = _class(architecture)
-    except (ImportError, RuntimeError) as e:  # it needs something that is not installed, for instance
+    except (ImportError, RuntimeError) as e:  # for instance a missing dependency
         return f"transformers' class cannot be imported: {type(e).__name__}: {e}"
     if getattr(found, "_is_stateful", False):
         return "transformers' class keeps a state between tokens that is not keys and values, which is not supported."
@@ -39,7 +39,7 @@ def model_class(architecture: str) -> Any:
     """transformers' class of that name.
 
     Raises:
-        ModelError: There is none, or it does not qualify.
+        ModelError: It does not exist, or is not supported.
     """
     reason = unsupported_reason(architecture)
     if reason is not None:
@@ -49,7 +49,7 @@ def model_class(architecture: str) -> Any:
 
 @functools.cache
 def _is_offered(architecture: str) -> bool:
-    """Nothing of torch is imported for a name that is unknown."""
+    """Whether transformers has a causal language model of that name. Imports no torch for unknown names."""
     import transformers
 
     if architecture not in dir(transformers):

@@ -1,8 +1,8 @@
-"""How ranks share transformers' modules: its tensor parallel plan, in the terms of our layers.
+"""transformers' tensor-parallel plan, mapped to core's layers.
 
-colwise, colwise_gather_output     ColumnParallelLinear, and its bands gathered
-rowwise, rowwise_split_input       RowParallelLinear, and its band of the input cut out first
-replicate and its like             every rank has it whole
+colwise, colwise_gather_output     ColumnParallelLinear, without and with a gather of the outputs
+rowwise, rowwise_split_input       RowParallelLinear, with sharded and with whole input
+replicate and similar              replicated
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mvllm.errors import ConfigError
 
 
 class ParallelStyle(Enum):
-    """How one module is shared."""
+    """Parallel style of one module."""
 
     REPLICATED = "whole"
     COLWISE = "outputs"
@@ -35,20 +35,20 @@ _STYLES = {
     "replicated_with_grad_allreduce": ParallelStyle.REPLICATED,
     "mla_kv_a_proj": ParallelStyle.REPLICATED,
     "local_params": ParallelStyle.REPLICATED,
-    "embedding_rowwise": ParallelStyle.REPLICATED,  # embeddings are cut by our own layers, or not at all
+    "embedding_rowwise": ParallelStyle.REPLICATED,  # core's own layers shard embeddings, or they stay whole
 }
 
 
 class TPPlan:
-    """Cuts by the names of modules and parameters.
+    """Parallel styles by the names of modules and parameters.
 
     Args:
-        styles: transformers' plan; `*` stands for a number in a name.
-        num_ranks: How many share the model. One shares nothing.
-        model: For messages.
+        styles: transformers' plan; `*` matches a number in a name.
+        num_ranks: Tensor-parallel size; with 1 everything is replicated.
+        model: Name of the model, for messages.
 
     Raises:
-        ConfigError: Several ranks are to share a model that has no plan, or one with parts that cannot be shared here.
+        ConfigError: With several ranks, the model has no plan or one with unsupported styles.
     """
 
     def __init__(self, styles: Mapping[str, str], num_ranks: int, model: str) -> None:
@@ -67,5 +67,5 @@ class TPPlan:
             raise ConfigError(f"{asked} its plan has parts that cannot be shared here ({', '.join(unknown)}). {remedy}")
 
     def style_of(self, name: str) -> ParallelStyle:
-        """How a module or parameter is shared."""
+        """The parallel style of a module or parameter."""
         return _STYLES[self._styles.get(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), "replicate")]

@@ -1,6 +1,6 @@
-"""How checkpoints store what transformers computes with, by transformers' own lists.
+"""Maps checkpoint tensors to transformers' parameters, by transformers' own conversion lists.
 
-Tensors may have other names in a checkpoint, and experts lie there one by one, while transformers has them in stacks:
+Tensors may have other names in a checkpoint, and a checkpoint stores experts separately while transformers stacks them:
 
     experts.0.gate_proj.weight  ┐ rows of the    gate_up_proj [experts, 2 * size, hidden_size]
     experts.0.up_proj.weight    ┘ first matrix
@@ -17,12 +17,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StackedTensorSlice:
-    """A matrix of a stack as the checkpoint has it.
+    """A checkpoint tensor that fills a slice of a stacked parameter.
 
     Attributes:
-        name: Of the tensor.
+        name: Name of the checkpoint tensor.
         shape: Its shape.
-        place: Where it goes in the stack.
+        place: The slice of the stack.
     """
 
     name: str
@@ -31,11 +31,11 @@ class StackedTensorSlice:
 
 
 class CheckpointNameMap:
-    """The lists of one model.
+    """The conversion lists of one model.
 
     Args:
-        renamings: Applied one after the other.
-        conversions: Those that change tensors as well.
+        renamings: Renamings, applied in order.
+        conversions: Conversions that also change tensors.
     """
 
     def __init__(self, renamings: Sequence[Any], conversions: Sequence[Any]) -> None:
@@ -43,7 +43,7 @@ class CheckpointNameMap:
 
     @classmethod
     def from_model(cls, causal: Any) -> CheckpointNameMap:
-        """The lists for a model of transformers."""
+        """The conversion lists of a transformers model."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
 
@@ -52,16 +52,16 @@ class CheckpointNameMap:
         return cls(renamings, [one for one in transforms if not isinstance(one, WeightRenaming)])
 
     def new_name(self, name: str) -> str:
-        """What a tensor of the checkpoint is called in transformers' model, or would be if it were not in a stack."""
+        """transformers' name of a checkpoint tensor, before stacking."""
         for renaming in self._renamings:
             name = renaming.rename_source_key(name)[0]
         return name
 
     def pieces(self, name: str, shape: tuple[int, ...]) -> list[StackedTensorSlice] | None:
-        """What a parameter is put together from; None where the checkpoint has it as it is.
+        """The checkpoint tensors that form a parameter; None if one tensor of the same shape does.
 
         Raises:
-            ValueError: It is made in a way that is not known here.
+            ValueError: The conversion is not supported.
         """
         for one in self._conversions:
             for target in one.target_patterns:

@@ -252,10 +252,6 @@ class PagedAttention(AttentionBackend):
         )
         return out
 
-    def copy_blocks(self, kv: PagedCache, source: torch.Tensor, destination: torch.Tensor) -> None:
-        for part in kv:
-            part[destination] = part[source]
-
     def fill(self, kv: PagedCache, value: float) -> None:
         keys, values, scales = self._parts(kv)
         cache_views.fill(cache_views.key_views(keys, self.spec.head_size), value)

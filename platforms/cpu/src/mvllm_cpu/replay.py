@@ -141,10 +141,6 @@ class Replay(CompileBackend):
         """A callable that replays `function` where that can be done. Each shape is recorded on its own anyway."""
         return function if self._run is None else _Compiled(self, function)
 
-    def cache_key(self) -> str:
-        """Nothing is kept from one process to the next."""
-        return "replay-1"
-
     def needs_warm_up(self) -> bool:
         """No: a recording takes as long as two runs, is of one shape, and most shapes of a warm-up never come."""
         return False

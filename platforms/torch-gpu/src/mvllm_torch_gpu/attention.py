@@ -142,10 +142,6 @@ class TritonAttention(AttentionBackend):
             )
         return found.flatten(1)
 
-    def copy_blocks(self, kv: Cache, source: torch.Tensor, destination: torch.Tensor) -> None:
-        for part in kv:
-            part[destination] = part[source]
-
     @property
     def _scaled(self) -> bool:
         return self.spec.kv_dtype in SCALED_DTYPES

@@ -23,10 +23,6 @@ class NoCompileBackend(CompileBackend):
         """The function."""
         return function
 
-    def cache_key(self) -> str:
-        """There is nothing to keep."""
-        return "none-1"
-
 
 def make_compiler(mode: str, module: DeviceModule = CUDA, *, table_tokens: int = TABLE_TOKENS) -> CompileBackend:
     """The compiler of a mode of `settings.COMPILE_MODES`, for the current device of a module.

@@ -67,9 +67,6 @@ class HostCommunicator(Communicator):
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return self._back(self._inner.all_gather(_host(tensor), dim), tensor)
 
-    def reduce_scatter(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return self._back(self._inner.reduce_scatter(_host(tensor), dim), tensor)
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         if tensor.device.type == "cpu":
             return self._inner.broadcast(tensor, source)
@@ -80,17 +77,6 @@ class HostCommunicator(Communicator):
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         return self._inner.recv(shape, dtype, source).to(self._device)
-
-    def gather(self, tensor: torch.Tensor, destination: int = 0, dim: int = -1) -> torch.Tensor | None:
-        found = self._inner.gather(_host(tensor), destination, dim)
-        return None if found is None else self._back(found, tensor)
-
-    def all_to_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        found = self._inner.all_to_all([_host(tensor) for tensor in tensors])
-        return [self._back(each, tensors[0]) for each in found]
-
-    def barrier(self) -> None:
-        self._inner.barrier()
 
     def close(self) -> None:
         self._inner.close()
@@ -150,10 +136,6 @@ class XlaCommunicator(Communicator):
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         return self._host_group.recv(shape, dtype, source)
-
-    def gather(self, tensor: torch.Tensor, destination: int = 0, dim: int = -1) -> torch.Tensor | None:
-        found = self.all_gather(tensor, dim)
-        return found if self.rank == destination else None
 
     def all_to_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         size = self.world_size

@@ -130,10 +130,6 @@ class SdpaAttention(AttentionBackend):
             output.index_copy_(0, piece.tokens, found)
         return output.flatten(1)
 
-    def copy_blocks(self, kv: Cache, source: torch.Tensor, destination: torch.Tensor) -> None:
-        for part in kv:
-            part[destination] = part[source]
-
     def _sizes(self) -> tuple[int, ...]:
         """Elements of a head, of each that is stored: keys, and values where they are not the keys'."""
         spec = self.spec

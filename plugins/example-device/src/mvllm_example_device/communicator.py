@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 import mvllm.plugin_api as api
@@ -30,9 +28,6 @@ class ExampleCommunicator(Strict, api.Communicator):
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return self._host.all_gather(self._out(tensor), dim).to(self._device)
 
-    def reduce_scatter(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return self._host.reduce_scatter(self._out(tensor), dim).to(self._device)
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         return tensor.copy_(self._host.broadcast(self._out(tensor).contiguous(), source))
 
@@ -42,14 +37,6 @@ class ExampleCommunicator(Strict, api.Communicator):
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         in_worker()
         return self._host.recv(shape, dtype, source).to(self._device)
-
-    def gather(self, tensor: torch.Tensor, destination: int = 0, dim: int = -1) -> torch.Tensor | None:
-        gathered = self._host.gather(self._out(tensor), destination, dim)
-        return None if gathered is None else gathered.to(self._device)
-
-    def all_to_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        received = self._host.all_to_all([self._out(tensor) for tensor in tensors])
-        return [tensor.to(self._device) for tensor in received]
 
     def barrier(self) -> None:
         in_worker()

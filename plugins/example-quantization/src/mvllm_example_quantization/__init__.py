@@ -34,7 +34,7 @@ class Ternary(QuantizationMethod):
         self.ignore = ignore
 
     @classmethod
-    def of(cls, settings: HFConfig) -> Ternary:
+    def from_config(cls, settings: HFConfig) -> Ternary:
         ignore = settings.get("ignore", [])
         if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
             raise ModelError(f"{settings.source}: 'ignore' should be a list of module names, found {ignore!r}.")
