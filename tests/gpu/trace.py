@@ -1,4 +1,4 @@
-"""What the host and the device do in decode steps, by torch's profiler.
+"""Traces host and device in decode steps with torch's profiler.
 
     host     ──submit step N──│──submit N + 1──│─ ─ waits ─ ─│
     device      │▆▆▆▆▆▆▆▆▆▆▆▆▆│ gap │▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆│

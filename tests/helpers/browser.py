@@ -1,4 +1,4 @@
-"""Chromium without a window, told what to do over its debugging pipe: JSON, ended by a zero byte, both ways."""
+"""Headless Chromium, controlled through its debugging pipe (JSON messages that end with a zero byte)."""
 
 from __future__ import annotations
 

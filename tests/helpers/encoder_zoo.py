@@ -1,4 +1,4 @@
-"""Tiny random encoders and classifiers, made with transformers, and what transformers makes of prompts."""
+"""Tiny random encoders and classifiers, made with transformers, and transformers' outputs for prompts."""
 
 from __future__ import annotations
 

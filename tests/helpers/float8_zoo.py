@@ -1,4 +1,4 @@
-"""Checkpoints of the zoo in FP8, written here by code that shares nothing with the engine's.
+"""FP8 checkpoints of the zoo, written by code independent of the engine's.
 
     folder/quantized    what the engine reads: FP8 with scales, under the names that the format gives them
     folder/plain        what transformers reads: the same weights as floats

@@ -1,4 +1,4 @@
-"""Ranks as processes that start at once: forked off a server that has imported torch, and in which nothing ever ran.
+"""Rank processes that start quickly, as forks of a server that has imported torch.
 
     start_ranks(body, 2, "args")      body(rank, "args") in two processes
 

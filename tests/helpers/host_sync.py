@@ -1,4 +1,4 @@
-"""Catches questions to the device: operations and calls for which the host would have to wait."""
+"""Detects operations for which the host would wait for the device."""
 
 from __future__ import annotations
 

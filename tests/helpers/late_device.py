@@ -1,4 +1,4 @@
-"""A device that gives its results late: what was computed can be read only from copies that somebody has waited for.
+"""A device with late results: computed values are readable only from copies that the caller has waited for.
 
 Built on the platform that fails on demand, so faults may be asked for, too. Tensors are really the host's; but between
 the start and the end of `execute_model`, whoever reads one that is not a host buffer fails. Workers note in a file what
@@ -32,7 +32,7 @@ from mvllm.plugin_api import (
     WorkerContext,
 )
 from mvllm.worker.worker import Worker
-from mvllm_fault_injection.faults import FaultPlan
+from mvllm_example_device.faults import FaultPlan
 from mvllm_fault_injection.platform import FaultyPlatform, FaultyRuntime
 from tests.helpers.host_sync import ForbidHostReads, ForbidSynchronizingOps
 from tests.helpers.late_plugin import LOG, SPEC

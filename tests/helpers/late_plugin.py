@@ -1,4 +1,4 @@
-"""The light module of the platform `late`; see tests.helpers.late_device."""
+"""Plugin module of the platform `late`; see tests.helpers.late_device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests show of models: marks that say it, and notes of the marked tests that have passed.
+"""Marks for what a test shows of a model family, and records of the marked tests that passed.
 
     @pytest.mark.shows("tokens")                     of the family that the parameter `checkpoint` or `name` is of
     @pytest.mark.shows("layout")                     shards, stages: whichever the test's parameters have several of

@@ -1,4 +1,4 @@
-"""A platform whose worker drives several devices: the host's memory, dealt out in parts that nobody puts together.
+"""A platform whose worker drives several devices: separate parts of the host's memory.
 
 A weight that core has placed is a `Spread`: a tensor that is nothing but its devices' parts. Products and lookups work
 part by part, as devices would, with what they would send each other in between; whatever else asks for a tensor that is

@@ -1,4 +1,4 @@
-"""A packer for MXFP4 that shares nothing with the engine's unpacking: value by value, as the format is described."""
+"""MXFP4 packer, value by value from the format's description, independent of the engine's unpacking."""
 
 from __future__ import annotations
 

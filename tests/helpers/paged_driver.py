@@ -1,4 +1,4 @@
-"""Drives one model's `forward` as the engine would: paged KV, batches of any mix, one or several ranks."""
+"""Drives one model's `forward` like the engine: paged KV cache, mixed batches, one or several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine beside transformers: same prompts, greedy, float32; tokens must be equal and log-probabilities close.
+"""Compares the engine with transformers: same prompts, greedy, float32; equal tokens and close log-probabilities.
 
 transformers computes each prompt alone. The engine must give the same whatever it does meanwhile: batch the prompts,
 cut them into chunks, find their prefixes in the cache, preempt and recompute them.

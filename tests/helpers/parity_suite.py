@@ -1,4 +1,4 @@
-"""The parity tests of one family; each has a file of its own, so that families can be tested side by side.
+"""Parity tests of one model family; each family has a file of its own, so that they run in parallel.
 
 class TestLlama(ParitySuite):
     names = names_of("llama")

@@ -1,4 +1,4 @@
-"""Distributions that exist for a test: a folder with code and metadata, put on the module search path.
+"""Plugin distributions for tests: folders with code and metadata, put on the module search path.
 
 Processes that the engine starts have the search path of their parent, so they find the same plugins.
 """
@@ -29,7 +29,7 @@ def fault_platform_path(folder: Path) -> list[str]:
     metadata = write_metadata(
         folder, "mvllm-fault-injection", "[mvllm.platforms]\nfaulty = mvllm_fault_injection.plugin\n"
     )
-    return [str(metadata), str(FAULT_SOURCE)]
+    return [str(metadata), str(FAULT_SOURCE), str(EXAMPLE_SOURCE)]
 
 
 def example_platform_path(folder: Path) -> list[str]:
@@ -59,7 +59,7 @@ def scripted_platform_path(folder: Path) -> list[str]:
 def late_platform_path(folder: Path) -> list[str]:
     """The same for the platform whose device gives its results late."""
     metadata = write_metadata(folder, "mvllm-late-device", "[mvllm.platforms]\nlate = tests.helpers.late_plugin\n")
-    return [str(metadata), str(FAULT_SOURCE), str(ROOT)]
+    return [str(metadata), str(FAULT_SOURCE), str(EXAMPLE_SOURCE), str(ROOT)]
 
 
 def prepend(monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:

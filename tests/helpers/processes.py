@@ -1,4 +1,4 @@
-"""Finds what a test's engine has left behind: processes carry a tag in their environment, which children inherit."""
+"""Finds processes that a test's engine has left behind, by a tag in their environment that children inherit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python programs of tests as forks of a process that has imported torch and in which nothing ever ran.
+"""Runs Python programs of tests as forks of a process that has imported torch.
 
 A program that imports torch takes two seconds of a core before it does anything, and the tests start hundreds. While
 `programs` is open, `subprocess` starts some of them, workers, engine cores and `mvllm` commands, as forks of a server:

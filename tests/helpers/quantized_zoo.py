@@ -1,4 +1,4 @@
-"""Checkpoints of the zoo in quantized formats, packed here by code that shares nothing with the engine's.
+"""Quantized checkpoints of the zoo, packed by code independent of the engine's.
 
     folder/quantized    what the engine reads: integers, packed element by element as the format's description says
     folder/plain        what transformers reads: the same weights as floats

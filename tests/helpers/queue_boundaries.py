@@ -1,4 +1,4 @@
-"""Kills one end of a queue at every instruction boundary of one operation, one death after the other.
+"""Kills one side of a message queue at every instruction boundary of an operation, one kill per run.
 
     python -m tests.helpers.queue_boundaries reader 100
 

@@ -1,4 +1,4 @@
-"""A platform whose worker has no model and no torch: its methods do what their arguments say.
+"""A platform whose worker has no model and no torch: the arguments of its methods say what they do.
 
 `allocate_kv_cache(code, value)` is the string that the tests pull; the environment variable PUPPET says where a worker
 fails or hangs before anybody can pull: `fail-<rank>`, `hang-<rank>`, `hang-starting`, `hang-loading`, or `slow` steps.

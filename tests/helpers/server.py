@@ -1,4 +1,4 @@
-"""A server in a process of its own, and the ways that tests talk to it."""
+"""Starts a server in a process of its own, and sends requests to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that find /dev/shm as small as in a container: in a mount namespace of their own, on a tmpfs."""
+"""Runs programs with a small /dev/shm, as in a container: a tmpfs in a mount namespace of their own."""
 
 from __future__ import annotations
 

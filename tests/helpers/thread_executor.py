@@ -1,4 +1,4 @@
-"""An executor with one core for many workers, each in a thread of this process: the semantics of processes, quickly.
+"""An executor with several workers as threads of this process, on one core, with the semantics of processes.
 
 LLM(..., distributed_executor_backend="tests.helpers.thread_executor.ThreadExecutor")
 """

@@ -1,4 +1,4 @@
-"""Train the demo model from nothing: ``python -m tools.demo_model.train --out DIR``.
+"""Trains the demo model from scratch: ``python -m tools.demo_model.train --out DIR``.
 
 The idea: the corpus is endless and free, so there are no epochs. Every step writes new documents, packs them into
 rows, and takes one AdamW step under a cosine schedule. Documents and initial weights come from fixed seeds; a run that

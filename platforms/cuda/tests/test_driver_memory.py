@@ -1,4 +1,4 @@
-"""What NVML tells about a device's memory, and what it does not."""
+"""Device memory as NVML reports it, and what is unknown where NVML does not report it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver's management library says arrives as it was said, and its errors say what to do."""
+"""Reading NVML: devices and memory arrive unchanged, and errors carry a remedy."""
 
 from __future__ import annotations
 

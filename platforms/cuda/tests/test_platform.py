@@ -1,5 +1,4 @@
-"""The CUDA platform as core meets it, where there is no device: plans, topology, settings, diagnosis, and what workers
-say that find none."""
+"""The CUDA platform through the contract, without a device: plans, topology, settings, doctor, worker errors."""
 
 from __future__ import annotations
 

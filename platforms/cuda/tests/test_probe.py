@@ -1,4 +1,4 @@
-"""The probe says whether the platform can be used, and touches neither torch nor a driver's CUDA for it."""
+"""The CUDA probe: availability with reasons, without loading torch or CUDA."""
 
 from __future__ import annotations
 

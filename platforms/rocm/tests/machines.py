@@ -1,4 +1,4 @@
-"""Machines with ROCm devices, as far as the driver's files show them: a folder that stands for `/`."""
+"""Builds folders with the driver's files of machines with ROCm devices, used in place of `/`."""
 
 from __future__ import annotations
 

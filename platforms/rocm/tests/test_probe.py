@@ -1,4 +1,4 @@
-"""The probe says whether the platform can be used, and touches neither torch nor HIP for it."""
+"""The ROCm probe: availability with reasons, without loading torch or HIP."""
 
 from __future__ import annotations
 

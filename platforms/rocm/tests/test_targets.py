@@ -1,4 +1,4 @@
-"""Names of targets, and what follows from them."""
+"""Names of targets and their properties."""
 
 from __future__ import annotations
 

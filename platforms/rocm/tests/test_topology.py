@@ -1,4 +1,4 @@
-"""What the driver's files say arrives as it was said; what cannot be used is named with the reason."""
+"""Reading the driver's files: devices arrive unchanged; unusable devices are named with the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from platforms.rocm.tests.machines import GIB, HALO, MI210, MI300A, MI300X, MI35
 
 from mvllm_rocm import topology
 from mvllm_rocm.driver_memory import SysfsDriverMemory, driver_shares_pid_namespace
-from mvllm_rocm.topology import TopologyError, read_inventory
+from mvllm_rocm.topology import read_inventory
+from mvllm_torch_gpu.device_discovery import TopologyError
 
 
 def test_devices_come_with_all_that_is_read_of_them(machine):

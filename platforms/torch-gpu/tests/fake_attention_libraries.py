@@ -1,4 +1,4 @@
-"""Stand-ins for the packages flash_attn and flashinfer: their documented signatures and rules, in dense attention.
+"""Replacements of flash_attn and flashinfer with their documented signatures and rules, computed as dense attention.
 
 Each call is checked as the packages' own pages have it, and noted in `calls`.
 """

@@ -73,7 +73,7 @@ def test_a_platform_chooses_the_format_of_float8(fields):
     found = run(backend, runtime(), case)
     assert (found.double() - expected(case)).abs().max() <= tolerance(spec.dtype, spec.kv_dtype)
     bench = CacheHarness(backend, runtime(), 1, 16)
-    plan = bench.begin(make_layout([(0, 1)], np.array([[0]], dtype=np.int32), 16))
+    plan = bench.begin_step(make_layout([(0, 1)], np.array([[0]], dtype=np.int32), 16))
     key = torch.ones(1, spec.num_kv_heads, spec.head_size)
     backend.write_kv(bench.kv, key, key[..., : spec.value_size], plan)
     stored, scales = bench.kv[0][0, 0], bench.kv[len(bench.kv) // 2][0, 0]
@@ -87,9 +87,9 @@ def test_the_tables_of_a_graph_give_what_the_steps_own_give():
     case = make_case(spec, [(37, 1), (15, 1), (0, 1)], block_size=16, padding=1, padding_requests=1)
     bench = CacheHarness(backend, runtime(), case.num_blocks, 16)
     bench.fill(0.5)
-    plan = bench.begin(case.layout)
+    plan = bench.begin_step(case.layout)
     assert plan.is_decode(4)
-    room = plan.room(torch.empty(4, 64, dtype=torch.int32))
+    room = plan.static_buffers(torch.empty(4, 64, dtype=torch.int32))
     assert room.max_seq_len == 64 * 16 and room.block_table.shape == (4, 64)
     room.block_table.fill_(10**6)  # what an earlier step has left beyond this one's tables is not followed
     for part, given in room.parts_to_fill(plan):

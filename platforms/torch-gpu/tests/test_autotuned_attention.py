@@ -1,4 +1,4 @@
-"""Libraries of attention where they are installed: what they are asked, when they are chosen, and by whom.
+"""Installed attention libraries: which layers they support, and when they are chosen.
 
 The libraries are stand-ins, and in place of the Triton kernels there are functions of torch operations.
 """

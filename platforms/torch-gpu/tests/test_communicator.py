@@ -1,4 +1,4 @@
-"""Collectives of the platform over gloo in place of NCCL: small sums take the other way only where all ranks agree."""
+"""Communicators over gloo in place of NCCL: direct sums are used only if all ranks agree."""
 
 from __future__ import annotations
 

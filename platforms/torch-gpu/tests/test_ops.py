@@ -1,4 +1,4 @@
-"""The platform's operations: those of the shared kernels, under core's names and with core's parameters."""
+"""Op providers of the shared kernels, with core's operation names and parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels on Triton's interpreter (interpreter.py), and behind core's contract. Skips where there is no Triton."""
+"""The kernels on Triton's interpreter (interpreter.py), as an attention backend of the contract; skips without Triton."""
 
 from __future__ import annotations
 

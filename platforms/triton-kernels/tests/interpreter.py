@@ -1,4 +1,4 @@
-"""Imports Triton with its interpreter: numpy on the host in place of a device.
+"""Imports Triton with its interpreter, which computes with numpy on the host instead of a device.
 
 Triton decides when it decorates a function, so its own library and every kernel here are imported while the variable
 is set, and it is unset afterwards: programs that are started from here don't inherit it. Whoever imports this first

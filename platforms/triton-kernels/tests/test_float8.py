@@ -1,4 +1,4 @@
-"""Float8: codes bit by bit against torch's, and products against what the codes say in float64."""
+"""Float8: codes bit by bit against torch's, and products against the decoded values in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts: core's cases against exact results, and the order that tokens are brought into."""
+"""Experts: core's cases against exact results, and the order of sorted tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probe says whether the platform can be used, and touches neither torch nor Level Zero for it."""
+"""The XPU probe: availability with reasons, without loading torch or Level Zero."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_whether_torch_has_graphs_is_told_by_its_files(monkeypatch, tmp_path, fi
 LOOK = """
 import importlib, json, os, sys
 sys.path[:0] = {sources!r}
-modules = ["plugin", "probe", "platform", "doctor", "settings", "device_module", "books"]
+modules = ["plugin", "probe", "platform", "doctor", "settings", "device_module", "driver_memory"]
 for name in modules:
     importlib.import_module(f"mvllm_xpu.{{name}}")
 from pathlib import Path

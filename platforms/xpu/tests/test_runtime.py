@@ -1,4 +1,4 @@
-"""The platform's runtime over a module like torch.xpu: what it does where that module lacks something, or fails."""
+"""The runtime over a module like torch.xpu, where that module lacks functions or fails."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_where_free_bytes_are_not_told_the_host_says_what_it_has(runtime):
 
 
 def test_a_card_that_does_not_tell_has_free_what_we_do_not_hold():
-    figures = DeviceMemory(fake_device.HOST, FdinfoDriverMemory(None), 1 << 20, unified=False, module=HOSTED).figures()
-    assert figures.driver_free == figures.total - figures.reserved - (1 << 20) and figures.others <= 1 << 20
+    stats = DeviceMemory(fake_device.HOST, FdinfoDriverMemory(None), 1 << 20, unified=False, module=HOSTED).stats()
+    assert stats.driver_free == stats.total - stats.reserved - (1 << 20) and stats.used_by_others <= 1 << 20
 
 
 def test_another_failure_is_none_of_memory(runtime, monkeypatch):

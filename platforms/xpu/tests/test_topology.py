@@ -1,4 +1,4 @@
-"""What the kernel's files say arrives as it was said; what cannot be used is named with the reason."""
+"""Reading the kernel's files: devices arrive unchanged; unusable devices are named with the reason."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from platforms.xpu.tests.machines import (
     write,
 )
 
+from mvllm_torch_gpu.device_discovery import TopologyError
 from mvllm_xpu import chips, topology
 from mvllm_xpu.driver_memory import FdinfoDriverMemory
-from mvllm_xpu.topology import TopologyError, read_inventory
+from mvllm_xpu.topology import read_inventory
 
 
 def test_devices_come_with_all_that_is_read_of_them(machine):
@@ -165,5 +166,5 @@ def test_without_an_account_nothing_is_made_up(tmp_path, machine):
     [device] = read_inventory().devices
     assert device.integrated and device.memory_bytes is None
     assert topology.held_by_process(device.address, tmp_path / "nothing") is None
-    for books in (FdinfoDriverMemory(None), FdinfoDriverMemory(device)):
-        assert books.free() is None and books.held_by_this_process() is None
+    for driver in (FdinfoDriverMemory(None), FdinfoDriverMemory(device)):
+        assert driver.free() is None and driver.held_by_this_process() is None

@@ -1,4 +1,4 @@
-"""What the example device must do and refuse, each as a function; run in a process that may own PrivateUse1.
+"""Rules of the example device, each a test function; run in a process of its own, because PrivateUse1 has one owner.
 
 Prints one JSON object: the name of each rule to what went wrong, or null.
 """

@@ -1,4 +1,4 @@
-"""A session: engines of one precision alive side by side, taking turns, each run between two looks at the machine."""
+"""A benchmark session: engines of one precision run alternately, with the machine's state checked around each run."""
 
 from __future__ import annotations
 

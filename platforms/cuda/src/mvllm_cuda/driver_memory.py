@@ -1,4 +1,4 @@
-"""What NVML says about the memory of one device."""
+"""Memory of one device as NVML reports it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from mvllm.plugin_api import get_logger
 from mvllm_cuda.nvml import NvmlError, opened
 
-logger = get_logger("mvllm.cuda.books")
+logger = get_logger("mvllm.cuda.driver_memory")
 
 
 class NvmlDriverMemory:

@@ -1,4 +1,4 @@
-"""What the driver's management library (NVML) says about this machine's devices.
+"""Reads devices and their memory from NVML, the driver's management library.
 
 NVML answers without making a CUDA context: a process that has asked may still be forked, and no memory is taken on any
 device. It is a C library that comes with the driver, called here by ctypes: one library and one way to it, whatever

@@ -1,4 +1,4 @@
-"""One CUDA device, bound to a worker: what NVML and CUDA's versions add to the runtime of every such device."""
+"""Runtime of one CUDA device: the shared GPU runtime with NVML's memory statistics and CUDA's version checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver says about the memory of one device."""
+"""Memory of one device as the kernel driver reports it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from mvllm.plugin_api import Check, DeviceRuntime, Platform, PlatformSpec, Worke
 from mvllm_rocm import targets, visible
 from mvllm_rocm.plugin import SPEC
 from mvllm_rocm.settings import SETTINGS
-from mvllm_rocm.topology import RocmDevice, TopologyError, read_inventory
+from mvllm_rocm.topology import RocmDevice, read_inventory
+from mvllm_torch_gpu.device_discovery import TopologyError
 from mvllm_torch_gpu.platform import TorchGpuPlatform
 
 logger = get_logger("mvllm.rocm.platform")

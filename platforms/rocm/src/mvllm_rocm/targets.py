@@ -1,4 +1,4 @@
-"""Targets: the names of instruction sets (gfx942), and what follows from them.
+"""Targets (names of instruction sets such as gfx942): which are supported, and their properties.
 
 The kernel's driver gives a number of which the last two pairs of digits are the minor version and the stepping; the
 name has these in hexadecimal:

@@ -1,4 +1,4 @@
-"""What the kernel's driver says about this machine's devices, read from files.
+"""Lists this machine's ROCm devices from the files of the kernel driver.
 
 HIP and the library below it learn of devices from the same place, and count them in the same order:
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mvllm_rocm import targets
+from mvllm_torch_gpu.device_discovery import Inventory, TopologyError, read_int, read_text
 
 ROOT = Path("/")
 """Where the files are, unless a function is told otherwise."""
@@ -31,18 +32,6 @@ _DEVICE_MEMORY = (1, 2)  # kinds of memory banks: the device's own, visible to t
 
 _IN_CONTAINER = "in a container, start it with --device=/dev/kfd --device=/dev/dri"
 _GROUPS = "Add this user to the groups render and video, and log in again"
-
-
-class TopologyError(Exception):
-    """There is no driver, or this process may not use it.
-
-    Attributes:
-        remedy: What the user can do.
-    """
-
-    def __init__(self, message: str, remedy: str) -> None:
-        super().__init__(message)
-        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -70,22 +59,7 @@ class RocmDevice:
     folder: Path | None = None
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """What there is.
-
-    Attributes:
-        driver_version: Of amdgpu, for people; None for the one that came with the kernel.
-        devices: Those that this process may open, in the driver's order.
-        failures: What there is beside them, and why it cannot be used.
-    """
-
-    driver_version: str | None
-    devices: tuple[RocmDevice, ...]
-    failures: tuple[str, ...] = ()
-
-
-def read_inventory(root: Path | None = None) -> Inventory:
+def read_inventory(root: Path | None = None) -> Inventory[RocmDevice]:
     """What there is on this machine.
 
     Args:
@@ -118,12 +92,12 @@ def read_inventory(root: Path | None = None) -> Inventory:
         devices.append(_device(len(devices), node, properties, root))
     if devices or failures:  # only now: without a device, there need not be a file
         _check_device_file(root)
-    return Inventory(_text(root / "sys/module/amdgpu/version"), tuple(devices), tuple(failures))
+    return Inventory(tuple(devices), tuple(failures), read_text(root / "sys/module/amdgpu/version"))
 
 
 def used_bytes(device: RocmDevice) -> int | None:
     """Bytes of a device's memory that anybody holds, as of now; None where the driver does not tell."""
-    return None if device.folder is None else _number(device.folder / "mem_info_vram_used")
+    return None if device.folder is None else read_int(device.folder / "mem_info_vram_used")
 
 
 def bytes_of_process(device: RocmDevice, pid: int, root: Path | None = None) -> int | None:
@@ -132,7 +106,7 @@ def bytes_of_process(device: RocmDevice, pid: int, root: Path | None = None) -> 
     Args:
         pid: As the driver numbers processes: outside of containers.
     """
-    return _number((ROOT if root is None else root) / _KFD / "proc" / str(pid) / f"vram_{device.gpu_id}")
+    return read_int((ROOT if root is None else root) / _KFD / "proc" / str(pid) / f"vram_{device.gpu_id}")
 
 
 def _device(index: int, node: Path, properties: dict[str, int], root: Path) -> RocmDevice:
@@ -146,7 +120,7 @@ def _device(index: int, node: Path, properties: dict[str, int], root: Path) -> R
         uuid=f"GPU-{identity:016x}" if identity else None,
         memory_bytes=None if targets.is_integrated(target, chip) else _memory(node) or None,
         free_bytes=None,
-        gpu_id=_number(node / "gpu_id") or 0,
+        gpu_id=read_int(node / "gpu_id") or 0,
         folder=folder if folder.is_dir() else None,
     )
     if device.memory_bytes is None or (used := used_bytes(device)) is None:
@@ -161,9 +135,9 @@ def _memory(node: Path) -> int:
 
 def _name(folder: Path, chip: int, root: Path) -> str | None:
     """A device's name: what its board says, or what the list of names has for the chip and its revision."""
-    if product := _text(folder / "product_name"):
+    if product := read_text(folder / "product_name"):
         return product
-    revision = int(_text(folder / "revision") or "0", 16)
+    revision = int(read_text(folder / "revision") or "0", 16)
     for path in _NAMES:
         for known_chip, known_revision, name in _known_names(root / path):
             if (known_chip, known_revision) == (chip, revision):
@@ -173,7 +147,7 @@ def _name(folder: Path, chip: int, root: Path) -> str | None:
 
 def _known_names(path: Path) -> Iterator[tuple[int, int, str]]:
     """Entries of a list of names: chip, revision, name, with commas between them."""
-    for line in (_text(path) or "").splitlines():
+    for line in (read_text(path) or "").splitlines():
         fields = [field.strip() for field in line.split(",", 2)]
         if len(fields) == 3 and not line.startswith("#"):
             yield int(fields[0], 16), int(fields[1], 16), fields[2]
@@ -203,16 +177,3 @@ def _properties(path: Path) -> dict[str, int]:
     """Lines `name number` of a file."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) == 2}
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path)
-    return int(text) if text and text.isdigit() else None
-
-
-def _text(path: Path) -> str | None:
-    """What a file says; None where it is empty, absent, or not for this process to read."""
-    try:
-        return path.read_text(errors="replace").strip() or None
-    except OSError:
-        return None

@@ -1,4 +1,4 @@
-"""Paged attention through the Triton kernels that this platform shares with others of its kind.
+"""Attention backend with paged attention by the shared Triton kernels.
 
 The kernels walk the block table on the device: a step's metadata is the tables that core has copied there, and a few
 numbers from the host. Nothing here waits for the device, so a step may be captured in a graph.

@@ -1,4 +1,4 @@
-"""Attention of other packages, where they are installed: FlashAttention and FlashInfer. None is required.
+"""Attention by FlashAttention and FlashInfer where these packages are installed; neither is required.
 
 Each reads the cache that the Triton kernels write, so that a step may go either way. What a package can do is asked of
 it: by its functions' parameters, and by what its pages say of sizes and dtypes.

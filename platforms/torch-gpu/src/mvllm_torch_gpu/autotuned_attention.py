@@ -1,4 +1,4 @@
-"""Attention that goes by whichever is fastest: the Triton kernels, or a library that is installed.
+"""Attention backend that measures the Triton kernels and an installed library, and uses the faster one.
 
 Steps are told apart by what decides about speed: decode or not, and the sizes of the step and of its longest sequence
 to a power of two. The first step of a kind is computed by all that take it, and timed; from then on that kind goes one

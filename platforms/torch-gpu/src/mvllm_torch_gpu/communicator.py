@@ -1,5 +1,5 @@
-"""Collectives between devices through torch.distributed: over any maker's library, and over NCCL with a shorter way for
-small sums.
+"""Communicators over torch.distributed: for any vendor's library, and for NCCL with a faster all-reduce of small
+tensors.
 
 In torch's build for ROCm the backend of that name, with its variables, is RCCL.
 

@@ -1,4 +1,4 @@
-"""What becomes of the model's step: graphs of decode steps, on request of a function that torch.compile has fused.
+"""Chooses the compile backend of a step: decode graphs, optionally of a function fused by torch.compile.
 
 Not run on hardware.
 """

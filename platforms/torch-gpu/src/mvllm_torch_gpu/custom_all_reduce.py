@@ -1,4 +1,4 @@
-"""Small sums without NCCL: ranks of one machine map each other's memory and read it directly.
+"""All-reduce of small tensors without NCCL: ranks of one machine map each other's memory and read it directly.
 
 Every rank puts its part into a buffer that the others have mapped. One shot: each rank reads all parts and adds them
 up, which takes one exchange and (ranks - 1) × size bytes. Two shots: each rank adds up its share, then all read the

@@ -1,4 +1,4 @@
-"""Decode steps as graphs: the model's work is captured once for each size, and later steps replay it.
+"""Decode graphs: the model's work for a decode step is captured once for each size, and later steps replay it.
 
 A graph reads its inputs where they were when it was captured. So each size has tensors of its own; a step's inputs are
 copied there, the graph is replayed, and the result is copied out, since the next replay writes over it.

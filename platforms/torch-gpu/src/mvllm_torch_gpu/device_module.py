@@ -1,4 +1,4 @@
-"""How torch drives a kind of device: the module it has for that (`torch.cuda`), and in what such modules differ.
+"""DeviceModule: torch's module for a type of device (`torch.cuda`), and how such modules differ.
 
 Torch's modules for devices are made after one pattern: streams, events, the allocator's figures and seeds have the same
 names in all of them. What is written against one `DeviceModule` runs on each. What differs is said here, in methods

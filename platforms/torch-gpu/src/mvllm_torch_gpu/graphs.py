@@ -1,4 +1,4 @@
-"""Graphs of a device's work: what a step submits, recorded once and submitted again as one piece.
+"""DeviceGraphs: captures the work that a step submits to a device, and replays it.
 
 All graphs share one pool of memory. That is right because they run one after the other on one stream: what lies in the
 pool between two of them is nobody's, except for tensors that somebody still holds, which the pool does not reuse.

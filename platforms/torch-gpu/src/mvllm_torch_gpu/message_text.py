@@ -1,4 +1,4 @@
-"""Pieces of the sentences that probes say."""
+"""Text helpers for the messages of probes."""
 
 from __future__ import annotations
 

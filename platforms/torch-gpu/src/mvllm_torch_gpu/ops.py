@@ -1,4 +1,4 @@
-"""Operations that the Triton kernels replace: each is one launch, or a few, where torch needs many.
+"""Op providers of the shared Triton kernels: one or a few launches where torch needs many.
 
 Products with plain weights are torch's: its library has the fastest ones there are.
 """

@@ -1,4 +1,4 @@
-"""A step's tables for attention kernels that walk them on the device, and the tables that a captured graph reads."""
+"""PagedMetadata: a step's block tables and lengths on the device, for the attention kernels and for captured graphs."""
 
 from __future__ import annotations
 

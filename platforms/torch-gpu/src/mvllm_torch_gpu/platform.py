@@ -1,4 +1,4 @@
-"""The part of a platform that is the same for every device behind a module of torch like `torch.cuda`.
+"""TorchGpuPlatform: the part of a platform that is the same for every device with a torch module like `torch.cuda`.
 
 A maker's package derives from `TorchGpuPlatform` and adds what torch does not know: which devices there are and which
 of them are visible, whose memory is whose, and what to tell its users.

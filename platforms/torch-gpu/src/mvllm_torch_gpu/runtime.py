@@ -1,4 +1,4 @@
-"""One device, bound to a worker.
+"""TorchGpuRuntime: one device, bound to a worker.
 
 Everything is submitted to the current stream and runs in that order. Copies use page-locked memory on the host's side,
 so that neither direction keeps the host waiting: a copy to the host is done when the event behind it is reached, and
@@ -92,8 +92,8 @@ class TorchGpuRuntime(DeviceRuntime):
         count = self.module.device_count()
         if ctx.local_rank >= count:
             raise PlatformError(too_few_devices(ctx, count, self.library, self.visibility_variables()))
-        books = self.driver_memory(ctx.local_rank)
-        free_before = books.free()
+        driver = self.driver_memory(ctx.local_rank)
+        free_before = driver.free()
         self.device = self.module.device(ctx.local_rank)
         try:
             self.module.api.set_device(self.device)
@@ -109,7 +109,7 @@ class TorchGpuRuntime(DeviceRuntime):
         bound_bytes = 0 if free_before is None or free_after is None else max(0, free_before - free_after)
         self._memory = memory.DeviceMemory(
             self.device,
-            books,
+            driver,
             bound_bytes,
             unified=unified,
             others_counted=self.others_counted,

@@ -1,4 +1,4 @@
-"""What can be set for one platform alone, by variables of the environment whose names begin with the platform's.
+"""Environment variables of one platform, with a common prefix (MVLLM_CUDA_*).
 
 ..._COMPILE   graphs (the default of most platforms): decode steps are captured in graphs
               inductor: torch.compile fuses the model's operations first, then as above

@@ -1,4 +1,4 @@
-"""Sizes that steps are padded up to, so that few captured graphs serve all of them.
+"""Sizes to which decode steps are padded, so that a few captured graphs serve all of them.
 
 A decode step has as many tokens as requests. Its cost is that of reading the weights and the cache, so a few rows of
 padding are free; small sizes are dense where padding would show most. A step with prompt tokens computes for each of

@@ -1,4 +1,4 @@
-"""What the installed torch was built for, read from its files: importing it takes seconds, and a probe has none."""
+"""Reads from the installed torch's files what it was built for; importing torch would take a probe seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Attention without kernels of our own: torch's `scaled_dot_product_attention` over what the cache holds.
+"""Attention backend without Triton: torch's `scaled_dot_product_attention` over keys and values gathered from the
+cache.
 
 For what Triton does not take, or where there is none. The blocks of a sequence are gathered into one piece, and torch's
 library does the rest. Requests with one query each, decodes, go together, as many as fit in one piece:

@@ -1,4 +1,4 @@
-"""Chips: the names of GPUs by their PCI ids, and what follows from a chip.
+"""Intel GPU models by PCI id: names and properties.
 
 Only what the probe must know without a driver is here: whether torch computes on a chip, whether that has memory of its
 own, and how many tiles a card has where the kernel's driver does not say.

@@ -1,4 +1,4 @@
-"""Whether the compute runtime is installed: Level Zero's loader, and the driver that it loads.
+"""Checks that the compute runtime is installed: Level Zero's loader and the driver that it loads.
 
 They are looked for, not loaded: loading the driver starts it. Where the system's linker looks is in its cache, a file
 that has each library's name; beside that there are the folders of LD_LIBRARY_PATH and of Python's environment.

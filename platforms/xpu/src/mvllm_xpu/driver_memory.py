@@ -1,4 +1,4 @@
-"""What the kernel says about the memory of one device."""
+"""Memory of one device as the kernel reports it."""
 
 from __future__ import annotations
 

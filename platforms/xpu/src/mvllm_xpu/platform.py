@@ -26,13 +26,14 @@ from mvllm.plugin_api import (
     WorkerContext,
     get_logger,
 )
+from mvllm_torch_gpu.device_discovery import TopologyError
 from mvllm_torch_gpu.platform import TorchGpuPlatform
 from mvllm_xpu import visible
 from mvllm_xpu.device_module import XPU
 from mvllm_xpu.plugin import SPEC
 from mvllm_xpu.probe import torch_has_graphs
 from mvllm_xpu.settings import SETTINGS
-from mvllm_xpu.topology import TopologyError, read_inventory
+from mvllm_xpu.topology import read_inventory
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""What the kernel says about this machine's GPUs, read from files: nothing is opened, and Level Zero is not started.
+"""Lists this machine's Intel GPUs from the kernel's files, without opening a device or starting Level Zero.
 
     /sys/bus/pci/devices/0000:03:00.0/
         vendor, device, class    who made it, the chip, and that it is for displays
@@ -16,6 +16,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mvllm_torch_gpu.device_discovery import Inventory, TopologyError, read_int, read_text
 from mvllm_xpu import chips
 from mvllm_xpu.chips import Chip
 
@@ -34,18 +35,6 @@ _OF_PROCESSORS = "0000:00:02.0"
 
 _IN_CONTAINER = "in a container, start it with --device=/dev/dri"
 _GROUPS = "Add this user to the group render (sudo usermod -aG render $USER) and log in again"
-
-
-class TopologyError(Exception):
-    """There is no GPU, no driver for it, or this process may not use it.
-
-    Attributes:
-        remedy: What the user can do.
-    """
-
-    def __init__(self, message: str, remedy: str) -> None:
-        super().__init__(message)
-        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -76,20 +65,7 @@ class XpuDevice:
         return self.chip.integrated
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """What there is.
-
-    Attributes:
-        devices: Those that this process may open, in Level Zero's order.
-        failures: What there is beside them, and why it cannot be used.
-    """
-
-    devices: tuple[XpuDevice, ...]
-    failures: tuple[str, ...] = ()
-
-
-def read_inventory(root: Path | None = None) -> Inventory:
+def read_inventory(root: Path | None = None) -> Inventory[XpuDevice]:
     """What there is on this machine.
 
     Args:
@@ -148,12 +124,12 @@ def held_by_process(address: str, fdinfo: Path = Path("/proc/self/fdinfo")) -> i
 
 
 def _is_gpu(folder: Path) -> bool:
-    return _number(folder / "vendor") == _VENDOR and (_number(folder / "class") or 0) >> 16 == _DISPLAY
+    return read_int(folder / "vendor") == _VENDOR and (read_int(folder / "class") or 0) >> 16 == _DISPLAY
 
 
 def _device(folder: Path, root: Path) -> XpuDevice | tuple[str, str]:
     """A device of the bus, or why it cannot be used and what to do."""
-    chip_id = _number(folder / "device") or 0
+    chip_id = read_int(folder / "device") or 0
     chip = chips.of_id(chip_id)
     name = (chip.name if chip else None) or f"Intel GPU [{chip_id:04x}]"
     driver = _link(folder / "driver")
@@ -191,15 +167,15 @@ def _unopenable(root: Path, node: str) -> tuple[str, str] | None:
 
 def _memory(folder: Path) -> int | None:
     """Bytes of a card's memory: of its tiles, or of the card; the drivers of most kernels tell neither."""
-    tiles = [_number(path) for path in sorted(folder.glob("tile[0-9]*/physical_vram_size_bytes"))]
+    tiles = [read_int(path) for path in sorted(folder.glob("tile[0-9]*/physical_vram_size_bytes"))]
     if tiles and all(tiles):
         return sum(size for size in tiles if size)
-    return next((_number(path) for path in sorted(folder.glob("drm/card*/lmem_total_bytes"))), None)
+    return next((read_int(path) for path in sorted(folder.glob("drm/card*/lmem_total_bytes"))), None)
 
 
 def _facts(file: Path) -> dict[str, str]:
     """Lines `name: value` of a file."""
-    lines = ((_text(file) or "").splitlines()) if file.is_file() else []
+    lines = ((read_text(file) or "").splitlines()) if file.is_file() else []
     return {name.strip(): value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 
@@ -215,22 +191,5 @@ def _link(path: Path) -> str | None:
     """The last part of what a link points to; None where there is none."""
     try:
         return Path(os.readlink(path)).name
-    except OSError:
-        return None
-
-
-def _number(path: Path) -> int | None:
-    """A number, as the kernel writes it: `0x56a0` or `17179869184`."""
-    text = _text(path)
-    try:
-        return None if text is None else int(text, 0)
-    except ValueError:
-        return None
-
-
-def _text(path: Path) -> str | None:
-    """What a file says; None where it is empty, absent, or not for this process to read."""
-    try:
-        return path.read_text(errors="replace").strip() or None
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""Which fault happens where, read from the environment variable FAULT_INJECTION.
+"""Fault injection: parses the environment variable FAULT_INJECTION and triggers its faults.
 
     FAULT_INJECTION="raise@execute:rank=1,step=3"     one fault; several are separated by semicolons
     FAULT_INJECTION="none"                            the platform is there, and nothing goes wrong

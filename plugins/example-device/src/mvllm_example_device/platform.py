@@ -1,4 +1,4 @@
-"""The platform: every method in its phase, each answer from the contract."""
+"""ExamplePlatform: the platform's methods, each restricted to the phase that the contract states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Found by mvllm through the entry point: who the platform is, and whether it can be used. Imports no torch."""
+"""Entry point of the example platform: its PlatformSpec and probe. Imports no torch."""
 
 from __future__ import annotations
 

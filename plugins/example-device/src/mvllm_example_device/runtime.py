@@ -1,4 +1,4 @@
-"""One device, bound to this process: memory, copies, and the rules that core has to keep."""
+"""ExampleRuntime: one device bound to this process, with memory, copies and checks of the contract's rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the environment says about the devices.
+"""Settings of the example devices from environment variables.
 
 MVLLM_EXAMPLE_DEVICES   how many there are (default 8)
 MVLLM_EXAMPLE_MEMORY    bytes that each has (default 2 GiB)

@@ -1,4 +1,4 @@
-"""What makes this platform strict: it offers the contract's names and no others, in the contract's phases only."""
+"""Checks that core uses only the contract's names, and only in the contract's phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An executor that comes with a package of its own: the one worker in this process, and a record of every step.
+"""Example executor plugin: one worker in this process, and a record of every step.
 
     mvllm generate --model demo --prompt "Once" --distributed-executor-backend recording
 

@@ -1,4 +1,4 @@
-"""Routes that come with a package of their own: `mvllm serve MODEL --http-plugins answers`.
+"""Example plugin of server routes: `mvllm serve MODEL --http-plugins answers`.
 
 POST /plugins/answers/rank      {"question": "...", "answers": ["...", ...]}: the answers, the likeliest first
 POST /plugins/answers/lines     {"question": "..."}: how the model goes on, a server-sent event for each line

@@ -1,4 +1,4 @@
-"""No run of n tokens comes twice in a sequence, prompt included.
+"""Example logits processor: forbids repeated n-grams in a sequence, prompt included.
 
 LLM(..., logits_processors="no-repeat-ngram")                  lets requests ask for it:
 SamplingParams(extra_args={"no_repeat_ngram_size": 3})         this one does

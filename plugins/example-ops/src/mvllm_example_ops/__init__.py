@@ -1,4 +1,4 @@
-"""Operations that come with a package of their own, for any platform whose tensors torch knows.
+"""Example op providers, for any platform with torch tensors.
 
 mvllm ops --op-providers torch-norms                       shows where they would run
 mvllm generate --op-providers torch-norms ...              runs them

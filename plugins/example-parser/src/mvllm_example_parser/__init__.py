@@ -1,4 +1,4 @@
-"""Two parsers that come with a package of their own.
+"""Example tool-call parser and reasoning parser.
 
 function_tag    <function=get_weather>{"city": "Paris"}</function>      calls, as some models are prompted to write them
 thought_tag     <thought>It is in France.</thought>                     thoughts before the answer

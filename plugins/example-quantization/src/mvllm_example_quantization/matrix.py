@@ -1,4 +1,4 @@
-"""Reads ternary matrices. Multiplying is left to the engine's operation for 4-bit weights and its kernels."""
+"""Reads ternary matrices; the engine's operation for 4-bit weights multiplies with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mvllm stats FILE`: what a file of the CSV logger says, in three lines."""
+"""Command `mvllm stats FILE`: summarizes a file of the CSV stat logger in three lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line of CSV per step."""
+"""Stat logger that writes one line of CSV per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host through plain torch, with places where it can fail."""
+"""FaultyPlatform: the host through plain torch, with injected faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mvllm.plugin_api import (
     TorchCommunicator,
     WorkerContext,
 )
-from mvllm_fault_injection.faults import FaultPlan
+from mvllm_example_device.faults import FaultPlan
 from mvllm_fault_injection.plugin import SPEC
 
 MEMORY_BYTES = 4 << 30

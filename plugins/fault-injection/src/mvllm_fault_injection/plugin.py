@@ -1,11 +1,11 @@
-"""Found by mvllm through the entry point. Available only where faults were asked for, so that it is in nobody's way."""
+"""Entry point of the platform `faulty`, which is available only if FAULT_INJECTION is set."""
 
 from __future__ import annotations
 
 import os
 
 from mvllm.plugin_api import DeviceInfo, PlatformSpec, ProbeResult, hookimpl
-from mvllm_fault_injection.faults import VARIABLE
+from mvllm_example_device.faults import VARIABLE
 
 SPEC = PlatformSpec(
     name="faulty",

@@ -1,4 +1,4 @@
-"""The whole plugin: a platform without a device, and the worker that answers for it."""
+"""The whole plugin: a platform without a device, and a worker that returns arbitrary tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer: tokens are ordered by expert, and each expert multiplies its own.
+"""Kernels of mixture of experts: tokens are sorted by expert, and each expert multiplies its own tokens.
 
     entry    a token and one of its experts: token * TOP_K + which of them
     order    entries of expert 0, then of expert 1, ...; each expert's run is filled up to whole tiles of BLOCK_M rows
