@@ -93,7 +93,7 @@ class SdpaAttention(AttentionBackend):
         except RuntimeError as e:
             size = math.prod(slots) * sum(self._sizes()) * dtype.itemsize
             raise MemoryError(
-                f"{size / 2**30:.2f} GiB for one layer do not fit on the device beside what is there. Lower "
+                f"The KV cache of one layer needs {size / 2**30:.2f} GiB, which are not free on the device. Lower "
                 "--memory-utilization, or name fewer blocks."
             ) from e
 
