@@ -61,7 +61,7 @@ struct Batch {
     const int32_t* slot_mapping;
 };
 
-// A tile of rows of one request and one key/value head, over a range of keys. With `leaves`, of several requests that
+// A tile of rows of one request and one key/value head, over a range of keys. With `save_state`, of several requests that
 // follow each other, each with one new token, over keys in blocks that all of them have: what the rows have come to is left
 // for items that take it up.
 struct Item {
@@ -69,7 +69,7 @@ struct Item {
     int32_t query_begin, query_end;  // tokens, counted within the request's new ones
     int32_t key_begin, key_end;
     int32_t partial;                 // index of its partial result, or -1 when it has all the keys its rows see
-    int32_t leaves = -1, takes = -1;  // index of a token's state, or -1
+    int32_t save_state = -1, load_state = -1;  // index of a token's state, or -1
 };
 
 // A tile whose keys were split: its items' partial results are contiguous.

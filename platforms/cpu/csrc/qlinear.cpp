@@ -251,10 +251,10 @@ Product recorded(const int64_t* s) {
 }
 
 template <bool GATED>
-Way way_of(const int64_t* s) {
+ThreadMode mode_of(const int64_t* s) {
     const Product p = recorded<GATED>(s);
-    if (p.rows > CONVERTED_ROWS || !converts_alone(Converted(current(), p), p)) return Way::APART;
-    return p.work() < SERIAL_WORK ? Way::BY_ONE : Way::TOGETHER;
+    if (p.rows > CONVERTED_ROWS || !converts_alone(Converted(current(), p), p)) return ThreadMode::OWN_REGION;
+    return p.work() < SERIAL_WORK ? ThreadMode::ONE_THREAD : ThreadMode::SHARED;
 }
 
 template <bool GATED>
@@ -300,8 +300,8 @@ void pack_tile(const int8_t* values, int64_t stride, uint32_t* packed, int64_t c
 
 }  // namespace
 
-const Sharing qlinear_sharing{way_of<false>, part_of<false>, ahead_of<false>, recorded_pieces<false>};
-const Sharing qlinear_silu_sharing{way_of<true>, part_of<true>, ahead_of<true>, recorded_pieces<true>};
+const WorkSharing qlinear_sharing{mode_of<false>, part_of<false>, ahead_of<false>, recorded_pieces<false>};
+const WorkSharing qlinear_silu_sharing{mode_of<true>, part_of<true>, ahead_of<true>, recorded_pieces<true>};
 
 }  // namespace mvllm
 

@@ -278,7 +278,7 @@ def test_a_fresh_cache_is_touched_before_it_is_used():
     """By a thread of its own, which lets go of what is dropped, and changes nothing."""
     backend = PagedAttention(make_spec(8, 8, 64, "bfloat16"))
     library = kernels.load().library
-    touched = library.mvllm_cpu_touched
+    touched = library.mvllm_cpu_prefaulted_bytes
     touched.argtypes, touched.restype = (ctypes.c_void_p,), ctypes.c_int64
     cache = backend.allocate(512, 16, torch.device("cpu"))
     cache[1][300] = 3

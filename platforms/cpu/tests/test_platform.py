@@ -1,4 +1,4 @@
-"""The CPU platform as core meets it: choice, plan, topology, device, fallback, diagnosis."""
+"""The CPU platform through the contract: choice, plan, topology, device, fallback without kernels, doctor."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ class TestDevice:
     def test_worker_of_its_own_process_is_bound_to_its_share(self):
         code = (
             "import os, torch; from mvllm.plugin_api import WorkerContext\n"
-            "from mvllm_cpu import machine; from mvllm_cpu.platform import make_platform\n"
+            "from mvllm_cpu import host_resources; from mvllm_cpu.platform import make_platform\n"
             "share = host_resources.core_share(1, 2)\n"
             "make_platform().init_device(WorkerContext(1, 1, 2, 2, in_engine_process=False))\n"
             "print(os.sched_getaffinity(0) == set(share.cpus), torch.get_num_threads() == share.threads)"

@@ -1,4 +1,4 @@
-"""Recorded steps: the same results as without recording, for other inputs and other plans; and what is not recorded."""
+"""Replayed steps give the results of unrecorded ones, for other inputs and plans; which steps are not recorded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.model_zoo import make_checkpoint
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
 needs_shared_memory = pytest.mark.skipif(
-    not hasattr(LOADED.library, "mvllm_cpu_shared_meet"), reason="ranks share no memory on this system"
+    not hasattr(LOADED.library, "mvllm_cpu_shared_exchange"), reason="ranks share no memory on this system"
 )
 
 HIDDEN, HEADS, HEAD_SIZE, VOCAB = 64, 2, 32, 50

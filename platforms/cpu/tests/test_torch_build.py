@@ -1,4 +1,4 @@
-"""A torch that carries libraries for accelerators is told with its size, unless a platform uses them."""
+"""A torch with accelerator libraries is reported with its size, unless a platform uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of intermediate tensors: places are used again, and never two tensors' at once."""
+"""The workspace reuses memory of freed tensors and never gives the same memory to two live tensors."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def test_a_place_is_used_again_when_its_tensor_is_gone():
     del view
     third = space.empty((2, MIB), torch.uint8)
     assert third.data_ptr() == at and third.is_contiguous() and third.shape == (2, MIB)
-    assert space.taken() == second.nbytes + third.nbytes
+    assert space.bytes_in_use() == second.nbytes + third.nbytes
     del second, third
-    assert space.taken() == 0
+    assert space.bytes_in_use() == 0
 
 
 def test_neighbouring_places_become_one():
     space = Workspace()
     parts = [space.empty((8 * MIB,), torch.uint8) for _ in range(8)]
-    at, reserved = parts[0].data_ptr(), space.reserved()
+    at, reserved = parts[0].data_ptr(), space.bytes_reserved()
     for i in (1, 0, 3, 2, 7, 5, 6, 4):
         parts[i] = None
     whole = space.empty((64 * MIB,), torch.uint8)
-    assert (whole.data_ptr(), space.reserved()) == (at, reserved)
+    assert (whole.data_ptr(), space.bytes_reserved()) == (at, reserved)
 
 
 def test_what_no_hole_holds_gets_a_region_of_its_own():
@@ -50,7 +50,7 @@ def test_what_no_hole_holds_gets_a_region_of_its_own():
     for i, tensor in enumerate(tensors):
         tensor[:: 1 << 20] = i
     assert [int(tensor[-(1 << 20)]) for tensor in tensors] == [0, 1, 2]
-    assert space.taken() == 380 * MIB
+    assert space.bytes_in_use() == 380 * MIB
 
 
 def test_tensors_that_are_alive_never_overlap():
@@ -59,7 +59,7 @@ def test_tensors_that_are_alive_never_overlap():
     def check():
         spans = sorted((t.data_ptr(), t.data_ptr() + max(1, t.nbytes)) for t in alive.values())
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
-        assert space.taken() == sum(-(-t.nbytes // PAGE) * PAGE for t in alive.values())
+        assert space.bytes_in_use() == sum(-(-t.nbytes // PAGE) * PAGE for t in alive.values())
 
     for step in range(400):
         if alive and rng.random() < 0.5:
@@ -69,7 +69,7 @@ def test_tensors_that_are_alive_never_overlap():
         check()
     assert all(t.data_ptr() % 64 == 0 for t in alive.values())
     alive.clear()
-    assert space.taken() == 0
+    assert space.bytes_in_use() == 0
 
 
 def test_many_threads_share_one():
@@ -85,7 +85,7 @@ def test_many_threads_share_one():
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
-    assert space.taken() == 0
+    assert space.bytes_in_use() == 0
 
 
 def test_free_places_are_given_back():
@@ -100,12 +100,12 @@ def test_free_places_are_given_back():
 
 
 def test_small_tensors_and_recorded_ones_are_torchs():
-    before = workspace.process_workspace.taken()
+    before = workspace.process_workspace.bytes_in_use()
     small = workspace.empty((SMALLEST - 1,), torch.uint8)
     recorded, _, _ = recording.record(lambda: workspace.empty((SMALLEST,), torch.uint8))
-    assert workspace.process_workspace.taken() == before
+    assert workspace.process_workspace.bytes_in_use() == before
     large = workspace.empty((SMALLEST,), torch.uint8)
-    assert workspace.process_workspace.taken() - before == SMALLEST
+    assert workspace.process_workspace.bytes_in_use() - before == SMALLEST
     assert small.nbytes < recorded.nbytes == large.nbytes
 
 
@@ -114,7 +114,7 @@ def test_addresses_that_cannot_be_had_are_a_memory_error(monkeypatch):
         raise OSError("no")
 
     monkeypatch.setattr(memory.mmap, "mmap", refuse)
-    with pytest.raises(MemoryError, match="cannot be had"):
+    with pytest.raises(MemoryError, match="cannot be mapped"):
         Workspace().empty((MIB,), torch.uint8)
 
 
@@ -124,7 +124,7 @@ def test_a_cycle_that_is_collected_within_a_call_gives_its_place_back():
     cycle.append(cycle)
     del cycle
     gc.collect()
-    assert space.taken() == 0
+    assert space.bytes_in_use() == 0
 
 
 def test_more_addresses_than_are_needed_are_no_condition():
@@ -138,6 +138,6 @@ resource.setrlimit(resource.RLIMIT_AS, (taken + (600 << 20),) * 2)
 space = Workspace()
 tensor = space.empty((300 << 20,), torch.uint8)
 tensor[-1] = 7
-assert space.taken() == tensor.nbytes and int(tensor[-1]) == 7
+assert space.bytes_in_use() == tensor.nbytes and int(tensor[-1]) == 7
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -52,7 +52,7 @@ def test_not_every_target_multiplies_float8(name, multiplied):
 
 
 def test_a_name_that_is_none_is_said_to_be_none():
-    with pytest.raises(ValueError, match="'sm_90' is no name of a target, such as gfx942"):
+    with pytest.raises(ValueError, match="'sm_90' is not a target name such as gfx942"):
         targets.parts("sm_90")
 
 

@@ -69,7 +69,7 @@ def test_devices_that_cannot_be_opened_do_not_count(machine):
     assert [(device.index, device.uuid) for device in found.devices] == [(0, uuid_of(0)), (1, uuid_of(3))]
     assert found.failures == (
         "node 2: /dev/dri/renderD136 is not there",
-        "node 3 is not for this process to read",
+        "node 3 is not readable for this process",
     )
 
 

@@ -72,7 +72,7 @@ def rule_phases_are_asserted():
         refused(platform.doctor, ContractError, "phase frontend")
     with enter_phase(Phase.WORKER):
         refused(lambda: platform.topology(config.parallel), ContractError, "phase frontend, engine")
-        refused(lambda: platform.attention_backend(SPEC), PlatformError, "init_device comes first")
+        refused(lambda: platform.attention_backend(SPEC), PlatformError, "call init_device first")
 
 
 def rule_nothing_is_offered_beside_the_contract():

@@ -68,7 +68,7 @@ def test_another_owner_of_the_place_and_a_library_for_another_torch_are_said_to_
     assert done.returncode == 0, done.stderr[-2000:]
     other_torch, other_owner = done.stdout.splitlines()
     assert "does not load into torch" in other_torch and "reinstall mvllm-example-device" in other_torch
-    assert "'acme' has taken it" in other_owner
+    assert "'acme' uses it" in other_owner
 
 
 @pytest.fixture

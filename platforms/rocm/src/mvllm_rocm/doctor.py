@@ -20,7 +20,7 @@ def checks(root: Path | None = None) -> list[Check]:
     """Driver, devices, targets, torch, kernels and memory, in this order; the first alone where it is broken.
 
     Args:
-        root: The folder that stands for `/`.
+        root: Root folder of the files.
     """
     try:
         inventory = read_inventory(root)

@@ -20,7 +20,7 @@ def probe(root: Path | None = None) -> ProbeResult:
     """Looks for the driver, for devices that a process would see, and for a torch that can use them.
 
     Args:
-        root: The folder that stands for `/`.
+        root: Root folder of the files.
     """
     try:
         inventory = read_inventory(root)

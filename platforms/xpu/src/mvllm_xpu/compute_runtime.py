@@ -24,11 +24,11 @@ _REMEDY = (
 
 
 def missing(root: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """What is not installed, and what to do; None where nothing is missing.
+    """The missing part and the remedy; None if nothing is missing.
 
     Args:
-        root: The folder that stands for `/`.
-        environ: Variables of the process.
+        root: Root folder of the files.
+        environ: Environment variables of the process.
     """
     for name, what in ((LOADER, "Level Zero's loader"), (DRIVER, "Level Zero's driver for GPUs")):
         if not _is_installed(name, root, environ):

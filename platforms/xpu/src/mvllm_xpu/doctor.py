@@ -19,7 +19,7 @@ def checks(root: Path | None = None) -> list[Check]:
     """Driver, devices, chips, runtime, torch, kernels and memory, in this order; the first alone where it is broken.
 
     Args:
-        root: The folder that stands for `/`.
+        root: Root folder of the files.
     """
     root = topology.ROOT if root is None else root
     try:

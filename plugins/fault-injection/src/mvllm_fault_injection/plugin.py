@@ -19,12 +19,12 @@ SPEC = PlatformSpec(
 
 @hookimpl
 def mvllm_platform() -> PlatformSpec:
-    """The identity card."""
+    """The platform's PlatformSpec."""
     return SPEC
 
 
 def probe() -> ProbeResult:
-    """Whether this process was told of faults."""
+    """Available if the variable is set."""
     if VARIABLE in os.environ:
         return ProbeResult(True, f"{VARIABLE} is set", devices=(DeviceInfo(0, "the host"),))
     return ProbeResult(False, f"{VARIABLE} is not set", remedy=f"set {VARIABLE}=none, or to a fault")
