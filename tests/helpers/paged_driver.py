@@ -94,7 +94,7 @@ def make_layout(
 
 @dataclass
 class Sequence_:
-    """One request: how far it is, where its KV lies, how long its prompt is."""
+    """A request: its progress, its blocks and the length of its prompt."""
 
     prompt_len: int
     num_computed: int = 0
@@ -122,7 +122,7 @@ class PagedDriver:
                 self._backends[layer.spec] = layer.backend
 
     def add(self, prompt_len: int) -> Sequence_:
-        """A new request."""
+        """Adds a request."""
         return Sequence_(prompt_len)
 
     @torch.inference_mode()

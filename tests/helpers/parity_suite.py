@@ -16,7 +16,7 @@ from tests.helpers.parity import BLOCK_SIZE, Oracle
 
 @pytest.mark.shows("tokens")
 class ParitySuite:
-    """`checkpoint` runs through `names`. However the engine treats a prompt, it gives what transformers gives."""
+    """`checkpoint` iterates over `names`. In every mode of the engine the outputs are those of transformers."""
 
     names: ClassVar[list[str]] = []
 

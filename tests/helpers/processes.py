@@ -32,7 +32,7 @@ def tagged(tag: str) -> list[psutil.Process]:
 
 
 def named(tag: str, name: str) -> list[psutil.Process]:
-    """Those whose command line says that they are the worker `name`."""
+    """Processes whose command line names the worker `name`."""
     found = []
     for process in tagged(tag):
         try:
@@ -44,7 +44,7 @@ def named(tag: str, name: str) -> list[psutil.Process]:
 
 
 def sleeps(pid: int) -> bool:
-    """Whether its main thread sleeps for a time, as Python's own sleep does."""
+    """Whether its main thread is in a timed sleep, such as time.sleep."""
     return _system_call(pid)[0] in ("35", "230", "115", "101")  # nanosleep and clock_nanosleep, on x86-64 and arm64
 
 
@@ -54,7 +54,7 @@ def reads_input(pid: int) -> bool:
 
 
 def _system_call(pid: int) -> list[str]:
-    """Number and arguments; something else while it computes, or where it is gone."""
+    """System call of its main thread, with arguments; another text while it computes or after its end."""
     try:
         return Path(f"/proc/{pid}/syscall").read_text().split()
     except OSError:
@@ -62,7 +62,7 @@ def _system_call(pid: int) -> list[str]:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
-    """Fails with `what`, which may be made then, unless `condition` holds in time."""
+    """Waits for `condition`; after the timeout raises with `what`, a text or a function that makes it."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what if isinstance(what, str) else what()}"

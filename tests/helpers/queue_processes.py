@@ -65,7 +65,7 @@ def start(target, *args):
 
 
 def read_until_death(handle, point, call) -> None:
-    """A reader that would read for ever, and dies at a point."""
+    """A reader in an endless loop that is killed at a point."""
     reader = MessageReader.attach(handle, dict)
     reader.set_activity("execute_model step 17")
     die_at(point, call)
@@ -74,7 +74,7 @@ def read_until_death(handle, point, call) -> None:
 
 
 def write_until_death(handle, point, call) -> None:
-    """A writer that would write for ever."""
+    """A writer in an endless loop."""
     writer = MessageWriter.attach(handle)
     writer.set_activity("schedule")
     die_at(point, call)
@@ -85,7 +85,7 @@ def write_until_death(handle, point, call) -> None:
 
 
 def idle_reader(handle, activity: str, ready) -> None:
-    """Attaches, says what it does, and never reads."""
+    """A reader that attaches, reports it, and never reads."""
     reader = MessageReader.attach(handle, dict)
     reader.set_activity(activity)
     ready.send(os.getpid())
@@ -106,7 +106,7 @@ def echo(requests, replies, message_type) -> None:
 
 
 def count_cpu_seconds(handle, seconds: float, result) -> None:
-    """CPU seconds of a reader that gets nothing: its thread's, since libraries may keep threads of their own busy."""
+    """CPU seconds of the thread of a reader without messages; other threads may belong to libraries."""
     reader = MessageReader.attach(handle, dict)
     reader.dequeue(60)
     before = time.thread_time()
@@ -116,7 +116,7 @@ def count_cpu_seconds(handle, seconds: float, result) -> None:
 
 
 def size_of(number: int, slot_bytes: int) -> int:
-    """Bytes beside message `number`: anything around nothing, around the slot's limit, and beyond it."""
+    """Payload of message `number`: sizes around zero, around the slot's limit, and beyond it."""
     draw = zlib.crc32(number.to_bytes(8, "little"))
     kind, size = draw % 100, draw // 100
     if kind < 90:
@@ -132,7 +132,7 @@ def content_of(number: int, size: int) -> bytes:
 
 
 def checking_reader(handle, slot_bytes: int, num_messages: int, seed: int, result) -> None:
-    """Reads all messages and compares each with what it has to be; pauses at random."""
+    """Reads all messages and compares each with the expected one; pauses at random."""
     reader = MessageReader.attach(handle, list)
     reader.watch_writer(pid=os.getppid())
     draw = random.Random(seed)

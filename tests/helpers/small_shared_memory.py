@@ -10,11 +10,11 @@ import pytest
 
 MIB = 1 << 20
 WAYS = (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"])
-"""As root, and as a user who may have a namespace in which he is root."""
+"""Commands for root, and for users who may create a user namespace."""
 
 
 def mount(size: int) -> list[str]:
-    """What to put before a command, so that /dev/shm has `size` bytes for it."""
+    """Prefix of a command that gives it a /dev/shm of `size` bytes."""
     way = way_to_mount()
     assert way is not None, "see needs_mount"
     return _command(way, size)

@@ -326,7 +326,7 @@ static void attend_rows(const Geometry& g, const Item& item, const Chunk<typenam
     value_rows<KV, DOT_VALUES, MR>(probabilities, chunk, first, last, g.dv, acc, ahead ? ahead + CHUNK / STRIP : nullptr);
 }
 
-// The rows of the tile's token `t`, from what another item has left, or for another to take up.
+// Loads the saved state of the rows of the tile's token `t`, or saves it.
 template <bool TAKE>
 static void copy_state(const Geometry& g, float* state, const Scratch& scratch, int t) {
     const int first = t * g.group;

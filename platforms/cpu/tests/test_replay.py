@@ -298,7 +298,7 @@ def test_quantized_products_are_replayed_by_any_number_of_threads(block, backend
         torch.set_num_threads(before)
 
 
-def test_what_nobody_sees_is_not_replayed(block, backend):
+def test_unrecorded_work_prevents_replay(block, backend):
     """Work outside torch and outside the kernels, in another library say, shows by the result."""
 
     def function(*args):

@@ -92,7 +92,7 @@ def many_rounds(rank: int, world_size: int, address: str) -> None:
     comm.close()
 
 
-def test_rounds_do_not_mix_whoever_is_late() -> None:
+def test_rounds_do_not_mix_whichever_rank_is_late() -> None:
     spawn(many_rounds, 2)
 
 
@@ -135,7 +135,7 @@ def test_where_memory_cannot_be_had_all_ranks_use_sockets(body: Callable[..., No
     spawn(body, 2)
 
 
-def test_every_page_is_claimed_and_nobody_can_take_one_back() -> None:
+def test_every_page_is_allocated_and_the_memory_cannot_shrink() -> None:
     fd = module._claim(64 << 10, bytes(16))
     try:
         assert os.fstat(fd).st_blocks * 512 >= 64 << 10

@@ -12,7 +12,7 @@ from mvllm_cuda.driver_memory import NvmlDriverMemory
 UUID = uuid_of(A100.format(n=0))
 
 
-def test_nvml_tells_what_this_process_holds(machine):
+def test_memory_of_this_process_comes_from_nvml(machine):
     machine(A100.format(n=0), f"process|{os.getpid()}|{3 * GIB}", f"process|1|{5 * GIB}")
     assert NvmlDriverMemory(UUID).held_by_this_process() == 3 * GIB
     assert NvmlDriverMemory(UUID).free() == 85000000000

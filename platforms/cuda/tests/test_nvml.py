@@ -30,7 +30,7 @@ def test_the_library_is_found_where_a_container_has_it_mounted(machine, monkeypa
     assert len(read_inventory().devices) == 1
 
 
-def test_a_device_without_memory_of_its_own_tells_none(machine):
+def test_a_device_that_uses_the_hosts_memory_reports_none(machine):
     machine(SPARK.format(n=0))
     [device] = read_inventory().devices
     assert device.memory_bytes is None and device.free_bytes is None
@@ -71,7 +71,7 @@ def test_a_driver_that_does_not_start_says_why(machine, code, says, remedy):
     assert remedy in raised.value.remedy
 
 
-def test_no_library_is_told_with_what_to_do(monkeypatch):
+def test_a_missing_library_is_an_error_with_a_remedy(monkeypatch):
     monkeypatch.setattr(nvml, "LIBRARY", "libnvidia-ml-that-nobody-has.so.1")
     with pytest.raises(NvmlError, match="libnvidia-ml-that-nobody-has") as raised:
         read_inventory()

@@ -39,7 +39,7 @@ def test_more_than_nine_devices_keep_the_drivers_order(machine):
 
 
 @pytest.mark.parametrize("device", [HALO, MI300A])
-def test_a_device_that_uses_the_hosts_memory_tells_none(machine, device):
+def test_a_device_that_uses_the_hosts_memory_reports_none(machine, device):
     machine(device)
     [found] = read_inventory().devices
     assert found.memory_bytes is None and found.free_bytes is None
@@ -73,7 +73,7 @@ def test_devices_that_cannot_be_opened_do_not_count(machine):
     )
 
 
-def test_a_machine_without_the_driver_says_so(tmp_path):
+def test_a_machine_without_the_driver_is_an_error_with_a_remedy(tmp_path):
     with pytest.raises(TopologyError, match="no driver for ROCm devices") as raised:
         read_inventory(tmp_path)
     assert "modprobe amdgpu" in raised.value.remedy and "--platform" in raised.value.remedy
@@ -86,7 +86,7 @@ def test_a_container_that_was_not_given_the_driver_says_how(machine):
     assert "--device=/dev/kfd --device=/dev/dri" in raised.value.remedy
 
 
-def test_a_user_who_may_not_open_the_driver_is_told_the_groups(machine, monkeypatch):
+def test_a_user_without_permission_gets_the_groups_as_remedy(machine, monkeypatch):
     root = machine(MI300X)
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != root / "dev/kfd" and real(path, mode))
@@ -105,7 +105,7 @@ def test_a_driver_without_devices_is_no_error(machine):
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-def test_free_bytes_are_those_of_now_and_other_tenants_are_counted(machine):
+def test_free_bytes_are_current_and_exclude_other_processes(machine):
     root = machine(MI300X)
     [device] = read_inventory().devices
     write(root / "sys/class/drm/renderD128/device/mem_info_vram_used", f"{100 * GIB}\n")
@@ -129,7 +129,7 @@ def test_in_a_container_another_process_may_have_our_number(machine, monkeypatch
     assert SysfsDriverMemory(device).held_by_this_process() is None
 
 
-def test_the_drivers_numbers_of_processes_are_told_by_their_namespace(tmp_path):
+def test_the_pid_namespace_decides_whether_the_drivers_pids_apply(tmp_path):
     assert driver_shares_pid_namespace(tmp_path) is False and driver_shares_pid_namespace(tmp_path / "absent") is False
 
 

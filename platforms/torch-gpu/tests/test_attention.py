@@ -122,7 +122,7 @@ def test_what_is_not_supported_is_refused_with_the_reason(fields, reason):
     assert any(reason in problem for problem in TritonAttention.validate(make_spec(**fields)))
 
 
-def test_a_layer_that_the_kernels_do_not_take_runs_in_plain_torch():
+def test_a_layer_that_the_kernels_do_not_support_runs_in_plain_torch():
     platform = SomePlatform()
     assert isinstance(platform.attention_backend(make_spec()), TritonAttention)
     assert not isinstance(platform.attention_backend(make_spec(head_size=512)), TritonAttention)

@@ -206,7 +206,7 @@ def test_the_kernels_may_be_named_and_other_names_mean_nothing(calls, monkeypatc
         SomePlatform.settings.attention()
 
 
-def test_a_library_that_is_named_and_cannot_be_had_is_told(calls, monkeypatch):
+def test_a_named_library_that_cannot_be_imported_is_an_error(calls, monkeypatch):
     monkeypatch.setenv(VARIABLE, "flash_attn")
     with pytest.raises(PlatformError, match=rf"{VARIABLE}=flash_attn: flash_attn has no sinks.*Unset {VARIABLE}"):
         SomePlatform().attention_backend(make_spec(dtype="bfloat16", sinks=True))

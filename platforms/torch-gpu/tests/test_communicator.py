@@ -124,7 +124,7 @@ def test_what_fits_direct_sums(shape, dtype, expected):
     assert custom_all_reduce.fits(torch.empty(shape, dtype=dtype)) is expected
 
 
-def test_ranks_reach_each_other_or_it_is_said_whom_they_do_not():
+def test_devices_without_peer_access_are_named():
     custom_all_reduce.check_reach(4, 4, 1, lambda mine, other: True)
     with pytest.raises(PlatformError, match=r"device 1 cannot read the memory of \[3\]"):
         custom_all_reduce.check_reach(4, 4, 1, lambda mine, other: other != 3)

@@ -24,14 +24,14 @@ def stats(**changed):
     return MemoryStats(**{**facts, **changed})
 
 
-def test_cached_memory_is_free_to_us_and_other_tenants_are_not_ours():
+def test_cached_memory_counts_as_free_and_other_processes_are_separate():
     info = stats().as_info()
     assert (info.total, info.free) == (80 * GIB, (49 + 4) * GIB)
     assert (info.used_by_me, info.peak_by_me) == (17 * GIB, 19 * GIB)
     assert stats().used_by_others == 10 * GIB
 
 
-def test_another_tenant_that_comes_takes_from_what_is_free_and_not_from_ours():
+def test_memory_of_a_new_process_reduces_free_and_not_own_memory():
     before, after = stats(), stats(driver_free=9 * GIB)
     assert after.as_info().free == before.as_info().free - 40 * GIB
     assert after.as_info().used_by_me == before.as_info().used_by_me
@@ -49,7 +49,7 @@ def test_on_a_device_that_uses_the_hosts_memory_the_host_says_what_is_free():
     assert stats(driver_free=2 * GIB, host_free=200 * GIB).as_info().free == 80 * GIB
 
 
-def test_the_message_has_all_stats_and_the_flag():
+def test_the_message_has_all_statistics_and_the_flag():
     text = memory.not_enough("A tensor of 60.00 GiB", stats(), "Lower --memory-utilization.")
     assert text == (
         "A tensor of 60.00 GiB does not fit on the device: 53.00 of 80.00 GiB are free; this process holds 17.00 GiB, "
@@ -103,7 +103,7 @@ class FreeBytes:
     ("others_counted", "told", "expected"),
     [(True, 10, 40), (False, 10, 10), (False, 60, 40), (False, None, 40)],
 )
-def test_where_torch_does_not_count_other_tenants_the_driver_is_asked(monkeypatch, others_counted, told, expected):
+def test_the_driver_is_asked_if_torch_does_not_count_other_processes(monkeypatch, others_counted, told, expected):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
     for name in ("memory_reserved", "memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)

@@ -99,14 +99,14 @@ def test_chips_of_other_ranges_are_not_known():
         (OLDER, "is older than what Level Zero knows", "Arc or Data Center GPU"),
     ],
 )
-def test_each_trouble_has_its_own_reason_and_remedy(machine, device, says, remedy):
+def test_each_problem_has_a_reason_and_a_remedy(machine, device, says, remedy):
     machine(device)
     with pytest.raises(TopologyError, match=says) as raised:
         read_inventory()
     assert remedy in raised.value.remedy
 
 
-def test_a_user_who_may_not_open_the_device_is_told_the_group(machine, monkeypatch):
+def test_a_user_without_permission_gets_the_group_as_remedy(machine, monkeypatch):
     machine(B580)
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: "renderD" not in str(path) and real(path, mode))
@@ -115,7 +115,7 @@ def test_a_user_who_may_not_open_the_device_is_told_the_group(machine, monkeypat
     assert "group render" in raised.value.remedy and "--group-add" in raised.value.remedy
 
 
-def test_a_machine_without_such_a_device_says_so(tmp_path):
+def test_a_machine_without_a_device_is_an_error_with_a_remedy(tmp_path):
     with pytest.raises(TopologyError, match="the PCI bus has no Intel GPU") as raised:
         read_inventory(tmp_path)
     assert "--platform" in raised.value.remedy and "virtual machine" in raised.value.remedy

@@ -203,8 +203,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         self._lent.clear()
 
     def _end_step(self) -> None:
-        # Resets the memory limit, which a fault may have lowered.
-        torch.ops.mvllm_example_device.open(self._settings.devices, self._settings.memory)
+        torch.ops.mvllm_example_device.open(self._settings.devices, self._settings.memory)  # ends the fault `oom`
         self._batch = None
         self.finish_lent_buffers()
 
