@@ -237,7 +237,7 @@ def prefill_steps(batch: int, context: int) -> int:
 def decoding_steps(llm: LLM, batch: int, context: int, count: int, vocab: int) -> Generator[None, None, None]:
     """Runs `count` steps in each of which all of `batch` requests get a token; gives way after each.
 
-    Nobody looks at tokens before the end, as in offline use, so that steps cost what they must.
+    Tokens are read at the end only, as in offline use, so that reading adds nothing to the steps.
     """
     from mvllm import SamplingParams
     from mvllm.messages.sampling_params import RequestOutputKind

@@ -1,6 +1,6 @@
 """Runs items of one part in this process: `python -m tests.gpu.child PART SETTINGS DONE ITEM ...`. See runner.py.
 
-Exit status 0 when every item is done, with or without failures among its rows; 3 when an error that nobody foresaw has
+Exit status 0 when every item is done, with or without failures among its rows; 3 when an unexpected error has
 left the process in a state that the rest had better not inherit.
 """
 

@@ -26,5 +26,5 @@ class Part(Protocol):
 
 
 def load(name: str) -> Part:
-    """The module of one of PARTS, or of a part of somebody else's by its dotted path."""
+    """The module of one of PARTS, or of another part by its dotted path."""
     return cast("Part", importlib.import_module(name if "." in name else f"tests.gpu.{name}"))

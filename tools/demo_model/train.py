@@ -329,7 +329,7 @@ def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fold
         bos_token_id=tokenizer.bos_token_id, eos_token_id=end_ids, do_sample=True, temperature=0.7, top_k=50
     )
     model.to(torch.bfloat16).save_pretrained(folder)
-    for key in ("is_local", "local_files_only"):  # how it was loaded is nobody's business
+    for key in ("is_local", "local_files_only"):  # not properties of the model
         tokenizer.init_kwargs.pop(key, None)
     tokenizer.save_pretrained(folder)
 

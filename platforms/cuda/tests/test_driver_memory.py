@@ -18,7 +18,7 @@ def test_memory_of_this_process_comes_from_nvml(machine):
     assert NvmlDriverMemory(UUID).free() == 85000000000
 
 
-@pytest.mark.parametrize("uuid", [None, "GPU-of-nobody"])
+@pytest.mark.parametrize("uuid", [None, "GPU-unknown"])
 def test_what_nvml_cannot_tell_is_not_made_up(machine, uuid):
     machine(A100.format(n=0), "process|1|77")
     assert NvmlDriverMemory(uuid).held_by_this_process() is None and NvmlDriverMemory(uuid).free() is None

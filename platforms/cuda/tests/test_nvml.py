@@ -72,8 +72,8 @@ def test_a_driver_that_does_not_start_says_why(machine, code, says, remedy):
 
 
 def test_a_missing_library_is_an_error_with_a_remedy(monkeypatch):
-    monkeypatch.setattr(nvml, "LIBRARY", "libnvidia-ml-that-nobody-has.so.1")
-    with pytest.raises(NvmlError, match="libnvidia-ml-that-nobody-has") as raised:
+    monkeypatch.setattr(nvml, "LIBRARY", "libnvidia-ml-not-installed.so.1")
+    with pytest.raises(NvmlError, match="libnvidia-ml-not-installed") as raised:
         read_inventory()
     assert raised.value.code is None and "Install" in raised.value.remedy
 

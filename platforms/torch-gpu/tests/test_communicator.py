@@ -105,7 +105,7 @@ def test_small_sums_go_another_way_only_where_that_is_right_on_all_ranks(kind):
 def test_ranks_that_do_not_find_each_other_say_so_and_what_to_look_at():
     alone = GroupSpec("tp", (0, 1), 0, init_method="tcp://127.0.0.1:1")
     with pytest.raises(PlatformError, match=r"ranks \[0, 1\] of group 'tp' do not find each other.*NCCL_DEBUG=INFO"):
-        NcclCommunicator(alone, HOST, backend="a-backend-that-nobody-has", timeout=0.2)
+        NcclCommunicator(alone, HOST, backend="an-unknown-backend", timeout=0.2)
 
 
 @pytest.mark.parametrize(

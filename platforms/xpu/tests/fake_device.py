@@ -57,7 +57,7 @@ class Event:
         assert self.recorded
 
     def synchronize(self) -> None:
-        assert self.recorded, "nobody has set this point"
+        assert self.recorded, "the event was not recorded"
 
 
 class XPUGraph:

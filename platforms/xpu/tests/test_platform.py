@@ -59,7 +59,7 @@ def test_unsupported_dtypes_are_refused_with_the_supported_ones(platform):
 
 def test_an_invalid_setting_raises_in_plan(platform, monkeypatch):
     monkeypatch.setenv("MVLLM_XPU_COMPILE", "fast")
-    assert platform.capabilities == platform.capabilities, "which fails nobody"
+    assert platform.capabilities == platform.capabilities, "reading them must not fail"
     with pytest.raises(ConfigError, match="='fast' is not supported; set it to one of none, graphs, inductor"):
         platform.plan(engine_config())
 

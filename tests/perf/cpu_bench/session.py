@@ -30,7 +30,7 @@ class Session:
         keep: Called with each record as it is made.
         seed: Of the prompts.
         idle_limit: Seconds to wait for an idle machine before each run.
-        turn: Entered around each round of runs, for whoever shares the machine by agreement.
+        turn: Entered around each round of runs, to take turns with other users of the machine.
     """
 
     def __init__(
