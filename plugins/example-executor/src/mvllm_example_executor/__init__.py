@@ -23,7 +23,7 @@ VARIABLE = "EXAMPLE_EXECUTOR_RECORD"
 
 
 class RecordingExecutor(UniProcExecutor):
-    """Core's own executor for one worker, watched."""
+    """Core's executor for one worker, with a record of the steps."""
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         super().__init__(config, platform)

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the sums."""
+    """Prints the totals."""
     try:
         with args.file.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))

@@ -14,7 +14,7 @@ COLUMNS = ("seconds", "new_tokens", "running", "waiting", "kv_cache_usage")
 
 
 class CsvLogger(StatLogger):
-    """Writes as it goes, so that what was written before a crash is there."""
+    """Writes each line at once, so that a crash loses none."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
