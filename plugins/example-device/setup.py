@@ -1,4 +1,4 @@
-"""Compiles the device (operations, no Python module) against the installed torch: without it there is no platform."""
+"""Compiles the device (torch operations, not a Python module) against the installed torch, which is required."""
 
 from __future__ import annotations
 

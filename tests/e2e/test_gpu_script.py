@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.ledger import OK, Ledger, Row
+from tests.gpu.result_log import OK, ResultLog, Row
 from tests.gpu.settings import ROOT
 
 
@@ -22,7 +22,7 @@ def run(folder: Path, parts: list[str], items: list[str]) -> dict[str, Row]:
     logs = "".join(log.read_text() for log in (folder / "logs").glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     assert (folder / "table.md").read_text() in done.stdout
-    return {row.name: row for row in Ledger(folder).rows()}
+    return {row.name: row for row in ResultLog(folder).rows()}
 
 
 def test_figures_stand_beside_ceilings_of_the_same_run(tmp_path: Path) -> None:

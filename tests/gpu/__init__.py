@@ -1,4 +1,4 @@
-"""Everything that a machine with a device is needed for, in one command and one table: docs/how-to/gpu-runs.md.
+"""Runs everything that needs a device with one command and writes one table: docs/how-to/gpu-runs.md.
 
 python -m tests.gpu [environment|conformance|parity|graphs|oom|bench ...] [--platform NAME] [--quick]
                     [--out FOLDER] [--budget SECONDS]

@@ -1,4 +1,4 @@
-"""`python -m tests.gpu`: runs the parts in order, within a budget, and prints one table."""
+"""`python -m tests.gpu`: runs the parts in order, within a time limit, and prints one table."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from tests.gpu.installed import EVERYTHING, install, missing
-from tests.gpu.ledger import FAILED, NOT_RUN, Ledger, Row, table
 from tests.gpu.parts import PARTS, Part, load
+from tests.gpu.result_log import FAILED, NOT_RUN, ResultLog, Row, table
 from tests.gpu.runner import run_items
 from tests.gpu.settings import Settings
 
@@ -50,15 +50,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs what was asked for. 0 when nothing failed."""
     args = parse(sys.argv[1:] if arguments is None else arguments)
     begin = time.time()
-    ledger = Ledger(args.out.absolute())
+    result_log = ResultLog(args.out.absolute())
     if not args.keep:
-        ledger.start_anew()
+        result_log.start_anew()
     scratch = Path(tempfile.mkdtemp(prefix="mvllm-gpu-", dir=args.scratch or roomiest()))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     settings = Settings(
         platform=args.platform,
-        out=ledger.folder,
+        out=result_log.folder,
         scratch=scratch,
         deadline=begin + args.budget,
         quick=args.quick,
@@ -70,14 +70,14 @@ def main(arguments: list[str] | None = None) -> int:
         obstacle = what_is_in_the_way(settings.platform)
         for name in args.parts or PARTS:
             if obstacle and name != "environment":
-                ledger.add(Row(name, name, name, NOT_RUN, note=obstacle))
+                result_log.add(Row(name, name, name, NOT_RUN, note=obstacle))
             else:
                 part = load(name)
-                run_items(name, part.items(settings), settings, ledger, side_by_side(part, settings))
+                run_items(name, part.items(settings), settings, result_log, side_by_side(part, settings))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        ledger.write()
-        rows = ledger.rows()
+        result_log.write()
+        rows = result_log.rows()
         print("\n" + table(rows), flush=True)
     return int(any(row.status == FAILED and row.at >= begin for row in rows))
 

@@ -1,4 +1,4 @@
-"""Figures beside ceilings that are measured in the same run.
+"""Benchmarks of the engine beside the device's limits, measured in the same run.
 
     ceilings       bytes per second of a copy on the device, operations per second of a product in bfloat16
     MODEL:engine   decode steps, prompts, gaps on the device, offline throughput: one engine, one start
@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.gpu.ledger import FAILED, MEASURED, Ledger, Row
 from tests.gpu.models import CONFIGS, Size, prepare_model
+from tests.gpu.result_log import FAILED, MEASURED, ResultLog, Row
 from tests.gpu.settings import Item, Settings
 
 if TYPE_CHECKING:
@@ -98,26 +98,26 @@ def items(settings: Settings) -> list[Item]:
     return found
 
 
-def run(item: str, settings: Settings, ledger: Ledger) -> None:
+def run(item: str, settings: Settings, result_log: ResultLog) -> None:
     """See the module."""
     if item == "ceilings":
-        measure_ceilings(settings, ledger)
+        measure_ceilings(settings, result_log)
         return
     name, _, what = item.partition(":")
     folder, load_format = prepare_model(name, settings.scratch / "models")
     if what == "engine":
-        _engine(name, folder, load_format, item, settings, ledger)
+        _engine(name, folder, load_format, item, settings, result_log)
     elif what == "serving":
         from tests.gpu.serving import measure_serving
 
-        measure_serving(name, folder, item, plan_of(settings), settings, ledger)
+        measure_serving(name, folder, item, plan_of(settings), settings, result_log)
     else:
         from tests.gpu.peer import measure_peer
 
-        measure_peer(name, folder, item, plan_of(settings), settings, ledger)
+        measure_peer(name, folder, item, plan_of(settings), settings, result_log)
 
 
-def measure_ceilings(settings: Settings, ledger: Ledger) -> tuple[float, float]:
+def measure_ceilings(settings: Settings, result_log: ResultLog) -> tuple[float, float]:
     """Bytes per second of a copy, and operations per second of a product, measured now."""
     from tests.gpu.device import copy_bandwidth, matmul_rate, open_device
 
@@ -126,16 +126,16 @@ def measure_ceilings(settings: Settings, ledger: Ledger) -> tuple[float, float]:
         copied, multiplied = copy_bandwidth(runtime, num_bytes), matmul_rate(runtime, size)
     figures = {"copy_gb_s": copied / 1e9, "matmul_tflop_s": multiplied / 1e12}
     note = f"copies of {num_bytes >> 20} MiB, read and written bytes; bfloat16 products of {size} x {size}"
-    ledger.add(Row("bench", "ceilings", "ceilings", MEASURED, figures, note))
+    result_log.add(Row("bench", "ceilings", "ceilings", MEASURED, figures, note))
     return copied, multiplied
 
 
-def ceilings(settings: Settings, ledger: Ledger) -> tuple[float, float]:
+def ceilings(settings: Settings, result_log: ResultLog) -> tuple[float, float]:
     """Those of this run."""
-    known = ledger.figures("bench", "ceilings")
+    known = result_log.figures("bench", "ceilings")
     if known:
         return float(known["copy_gb_s"] or 0) * 1e9, float(known["matmul_tflop_s"] or 0) * 1e12
-    return measure_ceilings(settings, ledger)
+    return measure_ceilings(settings, result_log)
 
 
 def engine_arguments(name: str, settings: Settings, plan: Plan) -> dict[str, Any]:
@@ -152,11 +152,11 @@ def engine_arguments(name: str, settings: Settings, plan: Plan) -> dict[str, Any
     return found | ({"kv_cache_memory_bytes": 64 << 20} if settings.quick else {})
 
 
-def _engine(name: str, folder: Path, load_format: str, item: str, settings: Settings, ledger: Ledger) -> None:
+def _engine(name: str, folder: Path, load_format: str, item: str, settings: Settings, result_log: ResultLog) -> None:
     from mvllm import LLM
     from tests.gpu.trace import measure_trace
 
-    copied, multiplied = ceilings(settings, ledger)
+    copied, multiplied = ceilings(settings, result_log)
     plan, size = plan_of(settings), Size.of(CONFIGS[name])
     begin = time.perf_counter()
     with LLM(
@@ -168,7 +168,7 @@ def _engine(name: str, folder: Path, load_format: str, item: str, settings: Sett
         **engine_arguments(name, settings, plan),
     ) as llm:
         start = {"start_s": time.perf_counter() - begin}
-        ledger.add(Row("bench", item, f"{name}: start", MEASURED, start, str(llm.llm_engine.cache_summary)))
+        result_log.add(Row("bench", item, f"{name}: start", MEASURED, start, str(llm.llm_engine.cache_summary)))
         measures: list[tuple[str, Callable[[], tuple[dict[str, float], str]]]] = [
             *((f"decode, batch {batch}", partial(_decode, llm, batch, plan, size, copied)) for batch in plan.batches),
             *((f"prompt of {length}", partial(_prompt, llm, length, size, multiplied)) for length in plan.prompts),
@@ -182,9 +182,9 @@ def _engine(name: str, folder: Path, load_format: str, item: str, settings: Sett
                 figures, note = measure()
             except Exception as e:  # costs no other figure
                 traceback.print_exc()
-                ledger.add(Row("bench", item, f"{name}: {title}", FAILED, note=f"{type(e).__name__}: {e}"))
+                result_log.add(Row("bench", item, f"{name}: {title}", FAILED, note=f"{type(e).__name__}: {e}"))
             else:
-                ledger.add(Row("bench", item, f"{name}: {title}", MEASURED, figures, note))
+                result_log.add(Row("bench", item, f"{name}: {title}", MEASURED, figures, note))
 
 
 def _decode(llm: LLM, batch: int, plan: Plan, size: Size, copied: float) -> tuple[dict[str, float], str]:
@@ -237,7 +237,7 @@ def prefill_steps(batch: int, context: int) -> int:
 def decoding_steps(llm: LLM, batch: int, context: int, count: int, vocab: int) -> Generator[None, None, None]:
     """Runs `count` steps in each of which all of `batch` requests get a token; gives way after each.
 
-    Nobody looks at tokens before the end, as in offline use, so that steps cost what they must.
+    Tokens are read at the end only, as in offline use, so that reading adds nothing to the steps.
     """
     from mvllm import SamplingParams
     from mvllm.messages.sampling_params import RequestOutputKind

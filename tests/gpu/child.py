@@ -1,6 +1,6 @@
 """Runs items of one part in this process: `python -m tests.gpu.child PART SETTINGS DONE ITEM ...`. See runner.py.
 
-Exit status 0 when every item is done, with or without failures among its rows; 3 when an error that nobody foresaw has
+Exit status 0 when every item is done, with or without failures among its rows; 3 when an unexpected error has
 left the process in a state that the rest had better not inherit.
 """
 
@@ -13,8 +13,8 @@ import signal
 import sys
 import traceback
 
-from tests.gpu.ledger import FAILED, Ledger, Row
 from tests.gpu.parts import load
+from tests.gpu.result_log import FAILED, ResultLog, Row
 from tests.gpu.runner import FRESH_PROCESS_NEEDED
 from tests.gpu.settings import Settings
 
@@ -32,16 +32,16 @@ def main() -> int:
     """See the module."""
     end_with_parent()
     name, settings = sys.argv[1], Settings.from_json(sys.argv[2])
-    part, ledger = load(name), Ledger(settings.out)
+    part, result_log = load(name), ResultLog(settings.out)
     for item in sys.argv[4:]:
         unforeseen = False
         try:
-            part.run(item, settings, ledger)
+            part.run(item, settings, result_log)
         except AssertionError as e:
-            ledger.add(Row(name, item, item, FAILED, note=str(e) or "an assertion failed, see the log"))
+            result_log.add(Row(name, item, item, FAILED, note=str(e) or "an assertion failed, see the log"))
             traceback.print_exc()
         except Exception as e:
-            ledger.add(Row(name, item, item, FAILED, note=f"{type(e).__name__}: {e}"))
+            result_log.add(Row(name, item, item, FAILED, note=f"{type(e).__name__}: {e}"))
             traceback.print_exc()
             unforeseen = True
         with open(sys.argv[3], "a") as done:

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.gpu.ledger import FAILED, OK, Ledger, Row
+from tests.gpu.result_log import FAILED, OK, ResultLog, Row
 from tests.gpu.settings import Item, Settings
 
 QUICK_ONLY = "PLG,PRB,DEV,KVL"
@@ -23,7 +23,7 @@ def items(settings: Settings) -> list[Item]:
     return [Item("suite", 30, 60 if settings.quick else 420)]
 
 
-def run(item: str, settings: Settings, ledger: Ledger) -> None:
+def run(item: str, settings: Settings, result_log: ResultLog) -> None:
     """See the module."""
     from mvllm.testing.run import Settings as Run
     from mvllm.testing.run import arguments
@@ -44,12 +44,12 @@ def run(item: str, settings: Settings, ledger: Ledger) -> None:
         except subprocess.TimeoutExpired:
             stopped = f"stopped after {limit:.0f} s; see {log.name}"
     if report.exists():
-        _add_rows(report, settings, ledger)
+        _add_rows(report, settings, result_log)
     else:
         counts = counts_in(log)
         name = "stopped suite" if stopped else "suite"
         note = stopped or f"it wrote no report; see {log.name}"
-        ledger.add(Row("conformance", item, name, FAILED, counts, note))
+        result_log.add(Row("conformance", item, name, FAILED, counts, note))
 
 
 def counts_in(log: Path) -> dict[str, int]:
@@ -64,7 +64,7 @@ def _side_by_side(settings: Settings) -> list[str]:
     return ["-n", str(SIDE_BY_SIDE)]
 
 
-def _add_rows(path: Path, settings: Settings, ledger: Ledger) -> None:
+def _add_rows(path: Path, settings: Settings, result_log: ResultLog) -> None:
     from mvllm.testing.report import Status, from_json
 
     report = from_json(path)
@@ -73,11 +73,11 @@ def _add_rows(path: Path, settings: Settings, ledger: Ledger) -> None:
     verdict = "conformant" if report.conformant else report.verdict()
     status = FAILED if report.failures else OK
     tests = {"tests": len(report.outcomes)}
-    ledger.add(Row("conformance", "suite", "suite", status, {**tests, **counts}, verdict))
+    result_log.add(Row("conformance", "suite", "suite", status, {**tests, **counts}, verdict))
     seen = set()
     for outcome in report.outcomes:
         for clause in outcome.clauses:
             if outcome.status is Status.FAILED and clause not in seen:
                 seen.add(clause)
                 note = f"{outcome.test}: {outcome.reason}"
-                ledger.add(Row("conformance", "suite", clause, FAILED, {}, note))
+                result_log.add(Row("conformance", "suite", clause, FAILED, {}, note))

@@ -1,4 +1,4 @@
-"""The device, asked through its platform; and how long work on it takes."""
+"""Opens the device through its platform, and times work on it."""
 
 from __future__ import annotations
 

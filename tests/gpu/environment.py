@@ -1,4 +1,4 @@
-"""What the machine is, what is installed on it, and what is missing."""
+"""Describes the machine and its software, and lists missing packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import subprocess
 
 from tests.gpu.installed import missing, version
-from tests.gpu.ledger import FAILED, MEASURED, OK, Ledger, Row
+from tests.gpu.result_log import FAILED, MEASURED, OK, ResultLog, Row
 from tests.gpu.settings import Item, Settings
 
 PACKAGES = (
@@ -30,14 +30,14 @@ def items(settings: Settings) -> list[Item]:
     return [Item("packages", 1, 60), Item("platform", 5, 60), Item("device", 5, 120)]
 
 
-def run(item: str, settings: Settings, ledger: Ledger) -> None:
+def run(item: str, settings: Settings, result_log: ResultLog) -> None:
     """See the module."""
-    {"packages": _packages, "platform": _platform, "device": _device}[item](settings, ledger)
+    {"packages": _packages, "platform": _platform, "device": _device}[item](settings, result_log)
 
 
-def _packages(settings: Settings, ledger: Ledger) -> None:
+def _packages(settings: Settings, result_log: ResultLog) -> None:
     def add(name: str, status: str, note: str = "", **figures: str | int | float | None) -> None:
-        ledger.add(Row("environment", "packages", name, status, figures, note))
+        result_log.add(Row("environment", "packages", name, status, figures, note))
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     disk = shutil.disk_usage(settings.scratch).free
@@ -55,7 +55,7 @@ def _packages(settings: Settings, ledger: Ledger) -> None:
         add(f"missing package {name}", FAILED, f"needed for {what}; bring its wheel with --wheels FOLDER")
 
 
-def _platform(settings: Settings, ledger: Ledger) -> None:
+def _platform(settings: Settings, result_log: ResultLog) -> None:
     from mvllm.platform.choose import choose_platform, describe
     from mvllm.platform.discovery import discover
     from mvllm.plugin_api import CheckStatus
@@ -65,16 +65,16 @@ def _platform(settings: Settings, ledger: Ledger) -> None:
     [candidate] = candidates
     text = describe(candidate)
     status = OK if candidate.available else FAILED
-    ledger.add(Row("environment", "platform", f"platform {settings.platform}", status, note=text))
+    result_log.add(Row("environment", "platform", f"platform {settings.platform}", status, note=text))
     if not candidate.available:
         return
     for check in choose_platform(settings.platform).platform.doctor():
         status = FAILED if check.status is CheckStatus.BROKEN else OK
         note = f"{check.status.value}: {check.found} {check.remedy or ''}"
-        ledger.add(Row("environment", "platform", f"doctor {check.id}", status, note=note))
+        result_log.add(Row("environment", "platform", f"doctor {check.id}", status, note=note))
 
 
-def _device(settings: Settings, ledger: Ledger) -> None:
+def _device(settings: Settings, result_log: ResultLog) -> None:
     import torch
 
     from tests.gpu.device import open_device
@@ -86,4 +86,4 @@ def _device(settings: Settings, ledger: Ledger) -> None:
         built_for = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
         build = ", ".join(f"{name} {value}" for name, value in built_for.items() if value) or "the host alone"
         note = f"torch {torch.__version__} was built for {build}"
-        ledger.add(Row("environment", "device", f"device {runtime.device}", MEASURED, figures, note))
+        result_log.add(Row("environment", "device", f"device {runtime.device}", MEASURED, figures, note))

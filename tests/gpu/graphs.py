@@ -1,4 +1,4 @@
-"""One model run in different ways: the same greedy tokens, whichever is chosen.
+"""Runs one model with different settings of graphs and scheduling and compares the greedy tokens.
 
 Steps replayed or not, planned ahead or not, the platform's attention or core's in plain torch, and what `--also` names.
 In float32 tokens must be equal. In bfloat16 another way may round otherwise: there the row says how many of the
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.ledger import FAILED, OK, Ledger, Row
+from tests.gpu.result_log import FAILED, OK, ResultLog, Row
 from tests.gpu.settings import Item, Settings
 
 MODELS = ("llama-gqa", "qwen3moe", "mistral-window")
@@ -37,7 +37,7 @@ def items(settings: Settings) -> list[Item]:
     return [Item(f"{model}:{dtype}", 15, 240) for model in models for dtype in ("float32", "bfloat16")]
 
 
-def run(item: str, settings: Settings, ledger: Ledger) -> None:
+def run(item: str, settings: Settings, result_log: ResultLog) -> None:
     """One model in one dtype."""
     from tests.gpu import parity
     from tests.gpu.zoo import zoo_checkpoint
@@ -52,7 +52,7 @@ def run(item: str, settings: Settings, ledger: Ledger) -> None:
         try:
             outputs = _generate(way, folder, dtype, prompts, settings)
         except Exception as e:
-            ledger.add(Row("graphs", item, f"{item}, {way}", FAILED, note=f"{type(e).__name__}: {e}"))
+            result_log.add(Row("graphs", item, f"{item}, {way}", FAILED, note=f"{type(e).__name__}: {e}"))
             continue
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         baseline = tokens if baseline is None else baseline
@@ -64,7 +64,7 @@ def run(item: str, settings: Settings, ledger: Ledger) -> None:
             figures["within"] = sum(b <= parity.TOLERANCES[dtype][0] for b in below) / len(below)
             fine = figures["within"] >= (parity.WITH_EXPERTS if name in SPARSE else 1.0)
         note = "what others are compared with" if tokens is baseline else ""
-        ledger.add(Row("graphs", item, f"{item}, {way}", OK if fine else FAILED, figures, note))
+        result_log.add(Row("graphs", item, f"{item}, {way}", OK if fine else FAILED, figures, note))
 
 
 def _generate(way: str, folder: Path, dtype: str, prompts: list[list[int]], settings: Settings) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The CUDA platform with the host in the place of a device: what can be tried of it, and of this script, without one.
+"""The CUDA platform with the host as its device, to test the script and parts of the platform without one.
 
     interpreted   its own attention and operations: Triton's interpreter runs their kernels; no step is captured
     replayed      its captured steps and their shapes: torch operations run in place of the kernels

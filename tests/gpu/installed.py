@@ -1,4 +1,4 @@
-"""Makes a working tree usable where nothing of it is installed, and nothing can be fetched.
+"""Makes a working tree importable on a machine where nothing is installed and nothing can be downloaded.
 
 Platform plugins are found by their metadata. Here it is written from their pyproject.toml into a folder, which is put
 on the module search path together with the sources; processes that an engine starts inherit both.

@@ -1,4 +1,4 @@
-"""The light module of the platform `interpreted`: see host_platforms.py."""
+"""Plugin module of the platform `interpreted`: see host_platforms.py."""
 
 from __future__ import annotations
 

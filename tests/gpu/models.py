@@ -1,4 +1,4 @@
-"""Models of public sizes with random weights, written where they are measured.
+"""Writes models of public sizes with random weights.
 
 Configurations are those that the models' makers published; weights are random, repeated from one block, and of the
 usual spread. So speed is that of the model, and what it says means nothing.

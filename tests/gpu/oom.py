@@ -1,4 +1,4 @@
-"""Memory that does not suffice: while loading, while a step is tried out, and while serving.
+"""Out-of-memory handling: while loading, in the profiling step, and while serving.
 
 Each must be one message that says which setting helps; after the last one the engine must go on as before.
 
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.ledger import FAILED, OK, Ledger, Row
+from tests.gpu.result_log import FAILED, OK, ResultLog, Row
 from tests.gpu.settings import ROOT, Item, Settings
 
 HOST_ROOM = 1 << 30  # bytes that an engine on the host may take
@@ -50,31 +50,31 @@ def items(settings: Settings) -> list[Item]:
     return [Item("load", 10, 180), Item("profile", 10, 180), Item("serve", 20, 240)]
 
 
-def run(item: str, settings: Settings, ledger: Ledger) -> None:
+def run(item: str, settings: Settings, result_log: ResultLog) -> None:
     """See the module."""
-    {"load": _load, "profile": _profile, "serve": _serve}[item](settings, ledger)
+    {"load": _load, "profile": _profile, "serve": _serve}[item](settings, result_log)
 
 
-def _load(settings: Settings, ledger: Ledger) -> None:
+def _load(settings: Settings, result_log: ResultLog) -> None:
     room, own = _room(settings)
     hidden, inner = (4096, 14336) if own else (512, 2048)
     layer_bytes = 2 * (3 * hidden * inner + int(2.5 * hidden**2))
     layers = 3 * room // (2 * layer_bytes)
     folder = _model(settings, "too-large", hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers)
-    _expect_refusal("load", folder, {"max_model_len": 512}, settings, ledger)
+    _expect_refusal("load", folder, {"max_model_len": 512}, settings, result_log)
 
 
-def _profile(settings: Settings, ledger: Ledger) -> None:
+def _profile(settings: Settings, result_log: ResultLog) -> None:
     room, own = _room(settings)
     tokens = 1 << 16 if own else 1 << 13
     # What the gate and the other half make of a step's tokens, in 16 bits, is twice what there is.
     inner = 2 * room // (2 * 2 * tokens) // 64 * 64
     folder = _model(settings, "wide", hidden_size=64, intermediate_size=inner, num_hidden_layers=1)
     sizes = {"max_model_len": 4096, "max_num_batched_tokens": tokens}
-    _expect_refusal("profile", folder, sizes, settings, ledger)
+    _expect_refusal("profile", folder, sizes, settings, result_log)
 
 
-def _serve(settings: Settings, ledger: Ledger) -> None:
+def _serve(settings: Settings, result_log: ResultLog) -> None:
     from mvllm import LLM, SamplingParams
     from mvllm.messages.inputs import TokensPrompt
 
@@ -103,45 +103,47 @@ def _serve(settings: Settings, ledger: Ledger) -> None:
                 output = llm.generate([long], params, use_tqdm=False)[0].outputs[0]
                 message = str(output.error or "")
                 if not message:
-                    ledger.add(Row("oom", "serve", "serve: error", FAILED, note="memory sufficed: nothing was tried"))
+                    result_log.add(
+                        Row("oom", "serve", "serve: error", FAILED, note="memory sufficed: nothing was tried")
+                    )
             except Exception as e:
                 traceback.print_exc()
                 message = f"{type(e).__name__}: {e}"
         if message:
-            _judge("serve: error", "serve", message, ledger)
+            _judge("serve: error", "serve", message, result_log)
         try:
             after = tokens()
         except Exception as e:
             note = f"the engine did not survive: {type(e).__name__}: {e}"
-            ledger.add(Row("oom", "serve", "serve: afterwards", FAILED, note=note))
+            result_log.add(Row("oom", "serve", "serve: afterwards", FAILED, note=note))
             return
     same = after == before
     note = "the next request is answered as before" if same else f"other tokens: {before}, then {after}"
-    ledger.add(Row("oom", "serve", "serve: afterwards", OK if same else FAILED, note=note))
+    result_log.add(Row("oom", "serve", "serve: afterwards", OK if same else FAILED, note=note))
 
 
-def _expect_refusal(name: str, folder: Path, sizes: dict[str, Any], settings: Settings, ledger: Ledger) -> None:
+def _expect_refusal(name: str, folder: Path, sizes: dict[str, Any], settings: Settings, result_log: ResultLog) -> None:
     from mvllm import LLM
     from mvllm.errors import MvllmError
 
     with contextlib.nullcontext() if _room(settings)[1] else _address_space(HOST_ROOM):
         try:
             with LLM(**_arguments(folder, settings), **sizes):
-                ledger.add(Row("oom", name, name, FAILED, note="it started: what was asked for fits after all"))
+                result_log.add(Row("oom", name, name, FAILED, note="it started: what was asked for fits after all"))
         except MvllmError as e:
-            _judge(name, name, str(e), ledger)
+            _judge(name, name, str(e), result_log)
         except Exception as e:
             traceback.print_exc()
             note = f"not in the user's terms: {type(e).__name__}: {e}"
-            ledger.add(Row("oom", name, name, FAILED, note=note))
+            result_log.add(Row("oom", name, name, FAILED, note=note))
 
 
-def _judge(name: str, item: str, message: str, ledger: Ledger) -> None:
+def _judge(name: str, item: str, message: str, result_log: ResultLog) -> None:
     """A message must speak of memory, and name a setting."""
     speaks = re.search(r"memory|fit|allocat", message) is not None
     found = SETTING.search(message)
     missing = "" if speaks and found else "no word of memory: " if not speaks else "no setting that helps: "
-    ledger.add(Row("oom", item, name, FAILED if missing else OK, note=missing + message))
+    result_log.add(Row("oom", item, name, FAILED if missing else OK, note=missing + message))
 
 
 def _arguments(folder: Path, settings: Settings) -> dict[str, Any]:
@@ -194,13 +196,13 @@ def _scarcity(settings: Settings, own: bool) -> Iterator[None]:
         with _address_space(SPARE):
             yield
         return
-    command = [sys.executable, "-m", "tests.gpu.tenant", settings.platform, str(SPARE)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as tenant:
-        assert tenant.stdin is not None and tenant.stdout is not None
-        said = tenant.stdout.readline()
+    command = [sys.executable, "-m", "tests.gpu.memory_holder", settings.platform, str(SPARE)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        said = holder.stdout.readline()
         try:
-            assert said.startswith("holds"), f"The other tenant has failed: {said!r}"
+            assert said.startswith("holds"), f"The memory holder failed: {said!r}"
             yield
         finally:
-            tenant.stdin.close()
-            tenant.wait(60)
+            holder.stdin.close()
+            holder.wait(60)

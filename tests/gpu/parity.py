@@ -1,4 +1,4 @@
-"""The families of models beside transformers.
+"""Compares every model family with transformers.
 
 float32: the same greedy tokens, log-probabilities within 1e-4; the comparison of `tests.helpers.parity`.
 bfloat16, float16: the engine's own greedy tokens are given to transformers, which computes in float32 with weights
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.gpu.ledger import FAILED, OK, Ledger, Row
+from tests.gpu.result_log import FAILED, OK, ResultLog, Row
 from tests.gpu.settings import Item, Settings
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def items(settings: Settings) -> list[Item]:
     return [Item(f"{name}:{dtype}", 5, 180) for name in ordered for dtype in dtypes]
 
 
-def run(item: str, settings: Settings, ledger: Ledger) -> None:
+def run(item: str, settings: Settings, result_log: ResultLog) -> None:
     """One checkpoint in one dtype."""
     from tests.gpu.zoo import zoo_checkpoint
 
@@ -49,9 +49,9 @@ def run(item: str, settings: Settings, ledger: Ledger) -> None:
     which = QUICK_WHICH if settings.quick else WHICH
     if dtype == "float32":
         note = _exact(name, folder, which, settings)
-        ledger.add(Row("parity", item, item, OK, {"prompts": len(which), "tokens_each": NUM_TOKENS}, note))
+        result_log.add(Row("parity", item, item, OK, {"prompts": len(which), "tokens_each": NUM_TOKENS}, note))
     else:
-        _within_tolerance(item, name, folder, dtype, which, settings, ledger)
+        _within_tolerance(item, name, folder, dtype, which, settings, result_log)
 
 
 def _exact(name: str, folder: Path, which: tuple[int, ...], settings: Settings) -> str:
@@ -68,7 +68,7 @@ def _exact(name: str, folder: Path, which: tuple[int, ...], settings: Settings) 
 
 
 def _within_tolerance(
-    item: str, name: str, folder: Path, dtype: str, which: tuple[int, ...], settings: Settings, ledger: Ledger
+    item: str, name: str, folder: Path, dtype: str, which: tuple[int, ...], settings: Settings, result_log: ResultLog
 ) -> None:
     from tests.helpers import parity
     from tests.helpers.zoo_moe import SPARSE
@@ -82,7 +82,7 @@ def _within_tolerance(
     needed = WITH_EXPERTS if name in SPARSE else 1.0
     figures = {"logit_below_largest": max(below), "logprob_off": max(off), "within": within, "tokens": len(below)}
     note = f"permitted: {most_below:g} and {most_off:g}, for {needed:.0%} of the tokens"
-    ledger.add(Row("parity", item, item, OK if within >= needed else FAILED, figures, note))
+    result_log.add(Row("parity", item, item, OK if within >= needed else FAILED, figures, note))
 
 
 def distances(

@@ -1,11 +1,11 @@
-"""The parts of a run, in the order of what matters most when a machine is soon to be given back."""
+"""The parts of a run, most important first."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Protocol, cast
 
-from tests.gpu.ledger import Ledger
+from tests.gpu.result_log import ResultLog
 from tests.gpu.settings import Item, Settings
 
 PARTS = ("environment", "conformance", "parity", "graphs", "oom", "bench")
@@ -17,7 +17,7 @@ class Part(Protocol):
     def items(self, settings: Settings) -> list[Item]:
         """What there is to run, in order. Imports neither torch nor a platform."""
 
-    def run(self, item: str, settings: Settings, ledger: Ledger) -> None:
+    def run(self, item: str, settings: Settings, result_log: ResultLog) -> None:
         """Runs one item in this process and adds its rows.
 
         Raises:
@@ -26,5 +26,5 @@ class Part(Protocol):
 
 
 def load(name: str) -> Part:
-    """The module of one of PARTS, or of a part of somebody else's by its dotted path."""
+    """The module of one of PARTS, or of another part by its dotted path."""
     return cast("Part", importlib.import_module(name if "." in name else f"tests.gpu.{name}"))

@@ -1,4 +1,4 @@
-"""transformers' continuous batching, on requests that the engine has had, too."""
+"""Runs transformers' continuous batching on the engine's requests."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.gpu.ledger import FAILED, MEASURED, Ledger, Row
+from tests.gpu.result_log import FAILED, MEASURED, ResultLog, Row
 from tests.gpu.settings import Settings
 
 if TYPE_CHECKING:
     from tests.gpu.bench import Plan
 
 
-def measure_peer(name: str, folder: Path, item: str, plan: Plan, settings: Settings, ledger: Ledger) -> None:
+def measure_peer(name: str, folder: Path, item: str, plan: Plan, settings: Settings, result_log: ResultLog) -> None:
     """Output tokens per second. It takes one number of output tokens for all requests: the mean.
 
     The requests run twice, and the second time counts: in the first it claims its cache and captures its graphs.
@@ -53,14 +53,14 @@ def measure_peer(name: str, folder: Path, item: str, plan: Plan, settings: Setti
     title = f"{name}: transformers, continuous batching"
     if tokens < len(prompts) * length:
         note = f"{tokens} tokens were made, {len(prompts) * length} asked for"
-        ledger.add(Row("bench", item, title, FAILED, {"elapsed_time": seconds}, note))
+        result_log.add(Row("bench", item, title, FAILED, {"elapsed_time": seconds}, note))
         return
     figures: dict[str, float | int] = {
         "num_requests": len(prompts),
         "elapsed_time": seconds,
         "output_tokens_per_second": tokens / seconds,
     }
-    ours = ledger.figures("bench", f"{name}: the same as transformers").get("output_tokens_per_second")
+    ours = result_log.figures("bench", f"{name}: the same as transformers").get("output_tokens_per_second")
     if isinstance(ours, float):
         figures["ours_to_it"] = ours / figures["output_tokens_per_second"]
-    ledger.add(Row("bench", item, title, MEASURED, figures, f"{length} output tokens each; attention: sdpa"))
+    result_log.add(Row("bench", item, title, MEASURED, figures, f"{length} output tokens each; attention: sdpa"))

@@ -1,4 +1,4 @@
-"""Runs items in processes of their own, under a budget, and never loses what they found.
+"""Runs items in processes of their own, within a time limit, and records every result.
 
     parent ── python -m tests.gpu.child PART SETTINGS DONE ITEM ITEM ... ──> rows.jsonl, DONE, logs/PART.log
 
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gpu.ledger import FAILED, NOT_RUN, Ledger, Row, one_line
+from tests.gpu.result_log import FAILED, NOT_RUN, ResultLog, Row, one_line
 from tests.gpu.settings import ROOT, Item, Settings
 
 FRESH_PROCESS_NEEDED = 3  # exit status of a child whose last item is done, and that no other should follow in it
@@ -54,16 +54,20 @@ class Lane:
         return {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.among))}
 
 
-def run_items(part: str, items: Sequence[Item], settings: Settings, ledger: Ledger, side_by_side: int = 1) -> None:
+def run_items(
+    part: str, items: Sequence[Item], settings: Settings, result_log: ResultLog, side_by_side: int = 1
+) -> None:
     """Runs what the budget allows; the rest gets rows that say so."""
     wanted = [item for item in items if settings.wants(item.name)]
     lanes = [Lane(number, side_by_side) for number in range(side_by_side)]
     if side_by_side == 1:
-        _run_in_turn(part, wanted, settings, ledger, lanes[0])
+        _run_in_turn(part, wanted, settings, result_log, lanes[0])
         return
     threads = [
         threading.Thread(
-            target=_run_in_turn, args=(part, wanted[lane.number :: side_by_side], settings, ledger, lane), daemon=True
+            target=_run_in_turn,
+            args=(part, wanted[lane.number :: side_by_side], settings, result_log, lane),
+            daemon=True,
         )
         for lane in lanes
     ]
@@ -73,12 +77,12 @@ def run_items(part: str, items: Sequence[Item], settings: Settings, ledger: Ledg
         thread.join()
 
 
-def _run_in_turn(part: str, items: Sequence[Item], settings: Settings, ledger: Ledger, lane: Lane) -> None:
+def _run_in_turn(part: str, items: Sequence[Item], settings: Settings, result_log: ResultLog, lane: Lane) -> None:
     done_file = lane.file(settings.out, "done.txt")
     left = list(items)
     while left:
         if settings.seconds_left() < left[0].needs:
-            ledger.add(_not_run(part, left.pop(0), settings))
+            result_log.add(_not_run(part, left.pop(0), settings))
             continue
         batch = _batch(left, settings.seconds_left())
         done_file.write_text("")
@@ -86,7 +90,7 @@ def _run_in_turn(part: str, items: Sequence[Item], settings: Settings, ledger: L
         done = set(done_file.read_text().splitlines())
         left = [item for item in left if item.name not in done]
         if problem and left and left[0] in batch:
-            ledger.add(Row(part, left[0].name, left[0].name, status, note=problem))
+            result_log.add(Row(part, left[0].name, left[0].name, status, note=problem))
             left.pop(0)
 
 

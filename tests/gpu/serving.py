@@ -1,4 +1,4 @@
-"""Latencies through the HTTP server, as a client sees them: `mvllm serve`, and `mvllm bench serve` beside it."""
+"""Latencies through the HTTP server: `mvllm bench serve` against `mvllm serve`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.gpu.ledger import FAILED, MEASURED, Ledger, Row, one_line
+from tests.gpu.result_log import FAILED, MEASURED, ResultLog, Row, one_line
 from tests.gpu.settings import Settings
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ FIGURES = ("output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_itl_ms", "p
 MOST_SECONDS = 120.0
 
 
-def measure_serving(name: str, folder: Path, item: str, plan: Plan, settings: Settings, ledger: Ledger) -> None:
+def measure_serving(name: str, folder: Path, item: str, plan: Plan, settings: Settings, result_log: ResultLog) -> None:
     """A row for each rate at which requests come, by a Poisson process."""
     from tests.gpu.bench import engine_arguments
     from tests.helpers.server import ServerProcess
@@ -30,11 +30,11 @@ def measure_serving(name: str, folder: Path, item: str, plan: Plan, settings: Se
     with ServerProcess(settings.out / "logs", str(folder), "--port", "0", *arguments) as server:
         server.wait_ready()
         for rate in plan.rates:
-            _measure(name, folder, item, rate, server.url, plan, settings, ledger)
+            _measure(name, folder, item, rate, server.url, plan, settings, result_log)
 
 
 def _measure(
-    name: str, folder: Path, item: str, rate: float, url: str, plan: Plan, settings: Settings, ledger: Ledger
+    name: str, folder: Path, item: str, rate: float, url: str, plan: Plan, settings: Settings, result_log: ResultLog
 ) -> None:
     result = settings.out / f"serving-{name}-{rate:g}.json"
     input_len, output_len = plan.served_lengths
@@ -56,10 +56,10 @@ def _measure(
     done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS)
     if done.returncode or not result.exists():
         note = one_line(done.stderr[-400:])
-        ledger.add(Row("bench", item, title, FAILED, note=note))
+        result_log.add(Row("bench", item, title, FAILED, note=note))
         return
     found = json.loads(result.read_text().splitlines()[-1])
     figures = {"completed": found["completed"], **{figure: found[figure] for figure in FIGURES}}
     status = FAILED if found["failed"] else MEASURED
     note = f"{input_len} tokens in, {output_len} out" + (f"; {found['failed']} requests failed" * (found["failed"] > 0))
-    ledger.add(Row("bench", item, title, status, figures, note))
+    result_log.add(Row("bench", item, title, status, figures, note))

@@ -1,4 +1,4 @@
-"""What a run was asked for, as the parent and its children know it."""
+"""Settings of a run, shared by the parent and its child processes."""
 
 from __future__ import annotations
 

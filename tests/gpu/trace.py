@@ -1,4 +1,4 @@
-"""What the host and the device do in decode steps, by torch's profiler.
+"""Traces host and device in decode steps with torch's profiler.
 
     host     ──submit step N──│──submit N + 1──│─ ─ waits ─ ─│
     device      │▆▆▆▆▆▆▆▆▆▆▆▆▆│ gap │▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆▆│
@@ -82,7 +82,7 @@ def measure_trace(llm: LLM, name: str, plan: Plan, size: Size, settings: Setting
 
     batch = plan.trace_batch
     count = plan.steps if settings.quick else TRACED_STEPS
-    # First what steps cost the calling thread where nobody looks.
+    # First the cost of steps for the calling thread without the profiler.
     walls, own = [], []
     wall, used = 0.0, 0.0
     for _ in decoding_steps(llm, batch, plan.context, count + 1, size.vocab):

@@ -43,7 +43,7 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 async def joined(outputs: AsyncIterator[RequestOutput]) -> tuple[list[int], str]:
-    """The pieces of a request of one sequence, put together."""
+    """The complete text and tokens of a single-sequence request, from its deltas."""
     ids: list[int] = []
     text = ""
     async for output in outputs:

@@ -1,4 +1,4 @@
-"""Chromium without a window, told what to do over its debugging pipe: JSON, ended by a zero byte, both ways."""
+"""Headless Chromium, controlled through its debugging pipe (JSON messages that end with a zero byte)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 120
 
 
 class Browser:
-    """One page in a browser of its own."""
+    """A page in a browser process of its own."""
 
     def __init__(self) -> None:
         assert PROGRAM
@@ -64,7 +64,7 @@ class Browser:
         self._profile.cleanup()
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Calls a method of the protocol; events that come meanwhile are kept in `events`."""
+        """Calls a method of the protocol; events received in the meantime are appended to `events`."""
         number = next(self._ids)
         message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
         if self._session is not None:
@@ -98,12 +98,12 @@ class Browser:
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def problems(self) -> list[str]:
-        """Exceptions of the page, and what the browser has refused it."""
+        """Exceptions of the page, and requests that the browser has blocked."""
         kinds = ("Runtime.exceptionThrown", "Log.entryAdded")
         return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
 
     def requested(self) -> set[str]:
-        """All addresses that the page has asked for."""
+        """All URLs that the page has requested."""
         kind = "Network.requestWillBeSent"
         return {event["params"]["request"]["url"] for event in self.events if event.get("method") == kind}
 

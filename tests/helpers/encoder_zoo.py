@@ -1,4 +1,4 @@
-"""Tiny random encoders and classifiers, made with transformers, and what transformers makes of prompts."""
+"""Tiny random encoders and classifiers, made with transformers, and transformers' outputs for prompts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _HEADS = ("ForSequenceClassification", "ForMaskedLM", "Model")
 
 @functools.cache
 def checkpoint(architecture: str, *, labels: int = 2, tokenizer: bool = False, **settings: Any) -> Path:
-    """A folder with a model of random weights, which is made once.
+    """A folder with a model with random weights, created once.
 
     Args:
         labels: Of a classifier.
@@ -104,7 +104,7 @@ def states(folder: Path, prompts: Sequence[list[int]]) -> list[np.ndarray]:
 
 @torch.inference_mode()
 def logits(folder: Path, prompts: Sequence[list[int]], **inputs: Any) -> np.ndarray:
-    """What the head of a classifier makes of each prompt: float64 [prompts, labels]."""
+    """Logits of a classifier for each prompt: float64 [prompts, labels]."""
     found = [reference(folder)(torch.tensor([prompt]), **inputs).logits[0].double().numpy() for prompt in prompts]
     return np.stack(found)
 
@@ -116,7 +116,7 @@ def prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer that has a token per character of ASCII, and marks texts as BERT's does."""
+    """A tokenizer with a token per ASCII character and BERT's special tokens."""
     vocabulary = {token: i for i, token in enumerate(SPECIAL)}
     for code in range(33, 127):
         vocabulary[chr(code)] = len(vocabulary)

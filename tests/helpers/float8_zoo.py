@@ -1,4 +1,4 @@
-"""Checkpoints of the zoo in FP8, written here by code that shares nothing with the engine's.
+"""FP8 checkpoints of the zoo, written by code independent of the engine's.
 
     folder/quantized    what the engine reads: FP8 with scales, under the names that the format gives them
     folder/plain        what transformers reads: the same weights as floats
@@ -121,7 +121,7 @@ def make_float8(scheme: str, folder: Path, name: str = "llama-gqa") -> Quantized
 def _rounded(
     weight: torch.Tensor, block: tuple[int | None, int | None]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """FP8, scales, and the floats that both stand for."""
+    """FP8 codes, scales, and the floats that they represent."""
     height, width = (size or whole for size, whole in zip(block, weight.shape, strict=True))
     shape = tuple(math.ceil(whole / size) for whole, size in zip(weight.shape, (height, width), strict=True))
     codes, scales = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn), torch.zeros(shape)

@@ -1,4 +1,4 @@
-"""Ranks as processes that start at once: forked off a server that has imported torch, and in which nothing ever ran.
+"""Rank processes that start quickly, as forks of a server that has imported torch.
 
     start_ranks(body, 2, "args")      body(rank, "args") in two processes
 
@@ -21,11 +21,11 @@ PRELOADED = [
     "mvllm.distributed.torch_communicator",
     "mvllm_cpu.shared_memory_communicator",
 ]
-"""What is not there is left out."""
+"""Modules that are not installed are skipped."""
 
 
 def start_ranks(body: Callable[..., None], world_size: int, *args: object) -> None:
-    """Runs `body(rank, *args)` in `world_size` processes; fails if one fails.
+    """Runs `body(rank, *args)` in `world_size` processes; raises if one fails.
 
     Their environment variables are those of the first call.
     """

@@ -1,4 +1,4 @@
-"""Catches questions to the device: operations and calls for which the host would have to wait."""
+"""Detects operations for which the host would wait for the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _READ_HERE = (
 
 
 class ForbidSynchronizingOps(TorchDispatchMode):
-    """Fails on operations whose result, or its shape, the host has to read from the device."""
+    """Raises on operations whose result or shape the host has to read from the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func.overloadpacket.__name__
@@ -38,7 +38,7 @@ class ForbidSynchronizingOps(TorchDispatchMode):
 
 
 class ForbidHostReads(TorchFunctionMode):
-    """Fails on calls that read a tensor's values here, but for tensors of the host.
+    """Raises on calls that read values of device tensors on the host.
 
     Needed beside ForbidSynchronizingOps where device tensors are really host tensors: `tolist` of those is no
     operation.

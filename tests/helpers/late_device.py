@@ -1,13 +1,12 @@
-"""A device that gives its results late: what was computed can be read only from copies that somebody has waited for.
+"""A device with late results: computed values are readable only from copies that the caller has waited for.
 
-Built on the platform that fails on demand, so faults may be asked for, too. Tensors are really the host's; but between
-the start and the end of `execute_model`, whoever reads one that is not a host buffer fails. Workers note in a file what
-they do:
+It derives from the fault-injection platform, so faults can be injected. Tensors are host tensors, but between the start
+and the end of `execute_model`, a read of a tensor that is not a host buffer raises. Workers log their steps to a file:
 
-    0 began 3         rank 0, step 3: a plan has come
-    0 submitted 3     its model has been run (what an accelerator would do later)
+    0 began 3         rank 0, step 3: execute_model was called
+    0 submitted 3     the model has run (an accelerator would run it later)
     0 launched 3      execute_model has returned
-    0 waited 3        somebody has waited for a copy of step 3
+    0 waited 3        a copy of step 3 was waited for
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from mvllm.plugin_api import (
     WorkerContext,
 )
 from mvllm.worker.worker import Worker
-from mvllm_fault_injection.faults import FaultPlan
+from mvllm_example_device.faults import FaultPlan
 from mvllm_fault_injection.platform import FaultyPlatform, FaultyRuntime
 from tests.helpers.host_sync import ForbidHostReads, ForbidSynchronizingOps
 from tests.helpers.late_plugin import LOG, SPEC
 
 
 class LateCopy:
-    """A copy whose values nobody has before `wait`; what it was made from may change meanwhile."""
+    """A copy whose values are readable only after `wait`; its source may change before that."""
 
     def __init__(self, tensor: torch.Tensor, runtime: LateRuntime) -> None:
         self._values = tensor.clone()
@@ -52,7 +51,7 @@ class LateCopy:
 
 
 class LateEvent:
-    """Fails when it is waited for without having been recorded: nothing would be waited for."""
+    """An event that raises if it is waited for before it was recorded."""
 
     def __init__(self) -> None:
         self._is_recorded = False
@@ -68,7 +67,7 @@ class LateEvent:
 
 
 class LateRuntime(FaultyRuntime):
-    """The device.
+    """Runtime of the late device.
 
     Attributes:
         step: The step under way.
@@ -106,7 +105,7 @@ class LateRuntime(FaultyRuntime):
 
     @contextmanager
     def guarded(self, step: int) -> Iterator[None]:
-        """Nothing of the device is read within."""
+        """Context in which reads of device tensors raise."""
         self.step = step
         self.note("began", step)
         with (
@@ -118,7 +117,7 @@ class LateRuntime(FaultyRuntime):
 
 
 class LatePlatform(FaultyPlatform):
-    """The platform."""
+    """The platform `late`."""
 
     @property
     def spec(self) -> PlatformSpec:
@@ -137,7 +136,7 @@ class LatePlatform(FaultyPlatform):
 
 
 class LateWorker(Worker):
-    """Core's worker, watched."""
+    """Core's worker, with a log of its steps."""
 
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         super().__init__(config, platform, ctx)

@@ -1,4 +1,4 @@
-"""The light module of the platform `late`; see tests.helpers.late_device."""
+"""Plugin module of the platform `late`; see tests.helpers.late_device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from mvllm.plugin_api import PlatformSpec, ProbeResult, hookimpl
 
 LOG = "LATE_DEVICE_LOG"
-"""The environment variable with the file in which workers note what they do, and when."""
+"""Environment variable with the file in which workers log their steps."""
 
 SPEC = PlatformSpec(
     name="late",
@@ -29,7 +29,7 @@ def probe() -> ProbeResult:
 
 
 def read_log(path: Path) -> dict[int, list[tuple[str, int]]]:
-    """What each rank has noted: (event, step), in order."""
+    """The log of each rank: (event, step), in order."""
     found: dict[int, list[tuple[str, int]]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         rank, event, step = line.split()

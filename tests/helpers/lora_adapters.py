@@ -96,7 +96,7 @@ def edit_config(folder: Path, **settings: Any) -> None:
 
 
 def merged(checkpoint: Path, adapter: Path | None) -> PreTrainedModel:
-    """The checkpoint's model with the adapter in its weights, by the definition: W + scale · B · A."""
+    """The checkpoint's model with the adapter merged into its weights: W + scale · B · A."""
     model = load_reference(checkpoint)
     if adapter is None:
         return model
@@ -116,7 +116,7 @@ def merged(checkpoint: Path, adapter: Path | None) -> PreTrainedModel:
 
 @torch.inference_mode()
 def check_against(model: PreTrainedModel, outputs: Sequence[RequestOutput], where: str = "") -> None:
-    """Fails unless greedy outputs, with log-probabilities, are what the model says."""
+    """Asserts that greedy outputs and log-probabilities are those of the model."""
     for output in outputs:
         found = output.outputs[0]
         prompt, tokens = output.prompt_token_ids, list(found.token_ids)

@@ -1,4 +1,4 @@
-"""What tests show of models: marks that say it, and notes of the marked tests that have passed.
+"""Marks for what a test shows of a model family, and records of the marked tests that passed.
 
     @pytest.mark.shows("tokens")                     of the family that the parameter `checkpoint` or `name` is of
     @pytest.mark.shows("layout")                     shards, stages: whichever the test's parameters have several of
@@ -30,14 +30,14 @@ _NAMES = ("checkpoint", "name")
 Claim = tuple[str, str, str, str]
 """Family, implementation, feature, how."""
 Coverage = dict[Claim, set[str]]
-"""With the tests that show it, each without its parameters."""
+"""Claims with their tests, without the tests' parameters."""
 
 
 def coverage_of(item: pytest.Item) -> Iterator[Claim]:
-    """What `item` shows if it passes.
+    """The claims that `item` supports if it passes.
 
     Raises:
-        pytest.UsageError: A mark says something that nobody knows, or leaves the family open.
+        pytest.UsageError: A mark has an unknown value, or names no family.
     """
     for mark in item.iter_markers("shows"):
         params: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
@@ -69,7 +69,7 @@ def function_of(item: pytest.Item) -> str:
 
 
 class CoverageRecorder:
-    """The plugin: here, or, where xdist hands tests out, in its workers.
+    """The pytest plugin, in this process or in the workers of xdist.
 
     Attributes:
         collected: What the collected tests could show, whatever is chosen of them.
@@ -106,9 +106,9 @@ class CoverageRecorder:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        told = (getattr(node, "workeroutput", None) or {}).get("shown") or {}
+        shown = (getattr(node, "workeroutput", None) or {}).get("shown") or {}
         for kind, mine in (("collected", self.collected), ("passed", self.passed)):
-            for claim, tests in from_json(told.get(kind, [])).items():
+            for claim, tests in from_json(shown.get(kind, [])).items():
                 mine.setdefault(claim, set()).update(tests)
 
 

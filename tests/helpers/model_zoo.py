@@ -240,12 +240,12 @@ ZOO: dict[str, ZooEntry] = {
 
 
 def marked(names: Iterable[str]) -> list[Any]:
-    """Checkpoints as parameters of a test, those for the long run marked."""
+    """Checkpoints as test parameters, the exhaustive ones marked."""
     return [pytest.param(name, marks=[pytest.mark.exhaustive] * ZOO[name].exhaustive) for name in names]
 
 
 def make_checkpoint(name: str, folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Path:
-    """Writes checkpoint `name` of the zoo into `folder`, with a tokenizer unless told otherwise.
+    """Writes checkpoint `name` of the zoo into `folder`, with a tokenizer by default.
 
     Args:
         name: A key of ZOO.

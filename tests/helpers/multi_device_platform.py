@@ -1,4 +1,4 @@
-"""A platform whose worker drives several devices: the host's memory, dealt out in parts that nobody puts together.
+"""A platform whose worker drives several devices: separate parts of the host's memory.
 
 A weight that core has placed is a `Spread`: a tensor that is nothing but its devices' parts. Products and lookups work
 part by part, as devices would, with what they would send each other in between; whatever else asks for a tensor that is
@@ -44,13 +44,13 @@ from mvllm.plugin_api import (
 from tests.helpers.multi_device_plugin import FAULT, SPEC, VARIABLE
 
 MEMORY_BYTES = 16 << 20
-"""Of one device."""
+"""Memory of one device."""
 
 GATHERED: list[str] = []
-"""Operations that wanted a cut tensor whole."""
+"""Operations that needed a sharded tensor as a whole."""
 
 HELD: dict[int, int] = {}
-"""Bytes of each part that is alive, by a number of its own."""
+"""Bytes of each live shard, by its number."""
 
 
 def fault() -> str:
@@ -58,7 +58,7 @@ def fault() -> str:
 
 
 class ShardedTensor(torch.Tensor):
-    """A tensor that lies on several devices.
+    """A tensor sharded over several devices.
 
     Attributes:
         parts: What each device has.
@@ -170,11 +170,11 @@ _OF_PARTS: dict[Any, Callable[..., Any]] = {
 
 
 _OF_SHAPE = {"__get__", "__set__", "requires_grad_", "__hash__", "dim", "size", "stride", "numel", "element_size"}
-"""What may be asked of a tensor without its values."""
+"""Attributes of a tensor that need no values."""
 
 
 def count_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Counts a part as long as it is alive."""
+    """Counts a shard while it is alive."""
     number = id(tensor)
     HELD[number] = tensor.numel() * tensor.element_size()
     weakref.finalize(tensor, HELD.pop, number, None)
@@ -182,7 +182,7 @@ def count_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class MultiDeviceRuntime(DeviceRuntime):
-    """All devices of one worker."""
+    """Runtime of all devices of one worker."""
 
     def __init__(self, num_devices: int) -> None:
         self.device = torch.device("cpu")
@@ -229,7 +229,7 @@ class MultiDeviceRuntime(DeviceRuntime):
 
 
 class MultiDeviceAttention(AttentionBackend):
-    """The reference, once on each device, for its share of the heads."""
+    """Reference attention, on each device for its shard of the heads."""
 
     def __init__(self, spec: AttentionSpec, num_devices: int) -> None:
         super().__init__(spec)
@@ -247,7 +247,7 @@ class MultiDeviceAttention(AttentionBackend):
         return KVLayout(layouts[0].block_sizes, sum(layout.bytes_per_token for layout in layouts))
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Any:
-        """As the reference's, each tensor spread over the devices along the heads."""
+        """The reference's cache, with each tensor sharded by heads."""
         made = [each.allocate(num_blocks, block_size, device) for each in self._devices]
         tensors = [[cache] if isinstance(cache, torch.Tensor) else list(cache) for cache in made]
         size = self.spec.kv_dtype in ("int8", "fp8")
@@ -292,7 +292,7 @@ class MultiDeviceAttention(AttentionBackend):
 
 
 class MultiDevicePlatform(Platform):
-    """See the module."""
+    """The platform `several`; see the module."""
 
     _num_devices = 1
 
@@ -332,6 +332,6 @@ class MultiDevicePlatform(Platform):
         return TorchCommunicator(group, device=device, backend="gloo")
 
     def attention_backend(self, spec: AttentionSpec) -> AttentionBackend:
-        # One of several sees all heads where it is told to forget the others.
+        # A device sees all heads if it is configured to ignore the others.
         count = 1 if fault() == "cache" else self._num_devices
         return ReferenceAttention(spec) if count == 1 else MultiDeviceAttention(spec, count)

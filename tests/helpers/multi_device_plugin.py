@@ -1,4 +1,4 @@
-"""The light module of the platform `several`; see tests.helpers.multi_device_platform."""
+"""Plugin module of the platform `several`; see tests.helpers.multi_device_platform."""
 
 from __future__ import annotations
 

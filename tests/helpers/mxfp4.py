@@ -1,4 +1,4 @@
-"""A packer for MXFP4 that shares nothing with the engine's unpacking: value by value, as the format is described."""
+"""MXFP4 packer, value by value from the format's description, independent of the engine's unpacking."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GROUP = 32
 
 
 def pack_row(row: np.ndarray) -> tuple[list[list[int]], list[int], list[float]]:
-    """The blocks and scales of a row, and the floats that they stand for."""
+    """The blocks and scales of a row, and the floats that they represent."""
     blocks, scales, floats = [], [], []
     for start in range(0, len(row), _GROUP):
         group = row[start : start + _GROUP]

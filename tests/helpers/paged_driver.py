@@ -1,4 +1,4 @@
-"""Drives one model's `forward` as the engine would: paged KV, batches of any mix, one or several ranks."""
+"""Drives one model's `forward` like the engine: paged KV cache, mixed batches, one or several ranks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def make_layout(
 
 @dataclass
 class Sequence_:
-    """One request: how far it is, where its KV lies, how long its prompt is."""
+    """A request: its progress, its blocks and the length of its prompt."""
 
     prompt_len: int
     num_computed: int = 0
@@ -122,7 +122,7 @@ class PagedDriver:
                 self._backends[layer.spec] = layer.backend
 
     def add(self, prompt_len: int) -> Sequence_:
-        """A new request."""
+        """Adds a request."""
         return Sequence_(prompt_len)
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The engine beside transformers: same prompts, greedy, float32; tokens must be equal and log-probabilities close.
+"""Compares the engine with transformers: same prompts, greedy, float32; equal tokens and close log-probabilities.
 
 transformers computes each prompt alone. The engine must give the same whatever it does meanwhile: batch the prompts,
 cut them into chunks, find their prefixes in the cache, preempt and recompute them.
@@ -30,7 +30,7 @@ PROMPT_LENGTHS = (1, 2, 7, 15, 16, 17, 31, 33, 48, 5, 64, 97, 3, 20, 40, 48)
 
 @dataclass(frozen=True)
 class Oracle:
-    """What transformers makes of the prompts of one checkpoint.
+    """Outputs of transformers for the prompts of one checkpoint.
 
     Attributes:
         folder: The checkpoint.
@@ -54,7 +54,7 @@ def names_of(*families: str) -> list[str]:
 
 @functools.cache
 def oracle(name: str, which: tuple[int, ...] | None = None, num_tokens: int = NUM_TOKENS) -> Oracle:
-    """Runs transformers on checkpoint `name`; kept for the life of the process.
+    """Runs transformers on checkpoint `name`; cached for the life of the process.
 
     Args:
         name: A key of ZOO.
@@ -99,7 +99,7 @@ def oracle_of(folder: Path, prompts: list[list[int]], num_tokens: int, *, rememb
 
 
 def _generate_batch(model: PreTrainedModel, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Greedy continuations of all prompts, padded to one length; what padding did to them is for the caller to see."""
+    """Greedy continuations of all prompts, padded to one length; the caller checks the effect of padding."""
     length = max(map(len, prompts))
     ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -154,7 +154,7 @@ def generate(llm: LLM, prompts: list[list[int]], **settings: object) -> list[Req
 
 
 def check(expected: Oracle, outputs: list[RequestOutput], which: list[int] | None = None) -> None:
-    """Fails unless the outputs are the oracle's, tokens exactly and log-probabilities within tolerance."""
+    """Asserts that the outputs are the oracle's: equal tokens, log-probabilities within tolerance."""
     for i, output in zip(which or range(len(outputs)), outputs, strict=True):
         where = f"prompt {i} of {len(expected.prompts[i])} tokens"
         found = output.outputs[0]
@@ -169,7 +169,7 @@ def check(expected: Oracle, outputs: list[RequestOutput], which: list[int] | Non
 
 
 def check_prompt_logprobs(expected: Oracle, outputs: list[RequestOutput]) -> None:
-    """Fails unless the log-probabilities of the prompts' tokens are the oracle's."""
+    """Asserts that the log-probabilities of the prompts' tokens are the oracle's."""
     for i, output in enumerate(outputs):
         prompt, found = expected.prompts[i], output.prompt_logprobs
         assert found is not None and len(found) == len(prompt) and found[0] is None
@@ -185,7 +185,7 @@ def check_prompt_logprobs(expected: Oracle, outputs: list[RequestOutput]) -> Non
 
 
 def bytes_of_blocks(llm: LLM, num_blocks: int) -> int:
-    """What `num_blocks` blocks of the cache of `llm` take."""
+    """Bytes of `num_blocks` blocks of the cache of `llm`."""
     summary = llm.llm_engine.cache_summary
     return summary.total_bytes // summary.num_blocks * num_blocks
 

@@ -1,4 +1,4 @@
-"""The parity tests of one family; each has a file of its own, so that families can be tested side by side.
+"""Parity tests of one model family; each family has a file of its own, so that they run in parallel.
 
 class TestLlama(ParitySuite):
     names = names_of("llama")
@@ -16,7 +16,7 @@ from tests.helpers.parity import BLOCK_SIZE, Oracle
 
 @pytest.mark.shows("tokens")
 class ParitySuite:
-    """`checkpoint` runs through `names`. However the engine treats a prompt, it gives what transformers gives."""
+    """`checkpoint` iterates over `names`. In every mode of the engine the outputs are those of transformers."""
 
     names: ClassVar[list[str]] = []
 

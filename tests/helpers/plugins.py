@@ -1,4 +1,4 @@
-"""Distributions that exist for a test: a folder with code and metadata, put on the module search path.
+"""Plugin distributions for tests: folders with code and metadata, put on the module search path.
 
 Processes that the engine starts have the search path of their parent, so they find the same plugins.
 """
@@ -16,7 +16,7 @@ NULL_SOURCE = ROOT / "plugins" / "null-device" / "src"
 
 
 def write_metadata(folder: Path, name: str, entry_points: str) -> Path:
-    """Makes `folder` the home of an installed distribution `name`."""
+    """Writes the metadata of an installed distribution `name` to `folder`."""
     info = folder / f"{name.replace('-', '_')}-0.1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
@@ -25,15 +25,15 @@ def write_metadata(folder: Path, name: str, entry_points: str) -> Path:
 
 
 def fault_platform_path(folder: Path) -> list[str]:
-    """What to put on the search path so that mvllm-fault-injection is installed."""
+    """Search path entries with which mvllm-fault-injection is installed."""
     metadata = write_metadata(
         folder, "mvllm-fault-injection", "[mvllm.platforms]\nfaulty = mvllm_fault_injection.plugin\n"
     )
-    return [str(metadata), str(FAULT_SOURCE)]
+    return [str(metadata), str(FAULT_SOURCE), str(EXAMPLE_SOURCE)]
 
 
 def example_platform_path(folder: Path) -> list[str]:
-    """The same for mvllm-example-device, which must have been compiled where its sources are (an editable install)."""
+    """The same for mvllm-example-device, which must be compiled in its source folder (an editable install)."""
     library = EXAMPLE_SOURCE / "mvllm_example_device" / "_device.so"
     assert library.exists(), f"{library} is not there: `python3 ci/dev.py setup` compiles it"
     metadata = write_metadata(
@@ -55,9 +55,9 @@ def scripted_platform_path(folder: Path) -> list[str]:
 
 
 def late_platform_path(folder: Path) -> list[str]:
-    """The same for the platform whose device gives its results late."""
+    """The same for the platform of late_device.py."""
     metadata = write_metadata(folder, "mvllm-late-device", "[mvllm.platforms]\nlate = tests.helpers.late_plugin\n")
-    return [str(metadata), str(FAULT_SOURCE), str(ROOT)]
+    return [str(metadata), str(FAULT_SOURCE), str(EXAMPLE_SOURCE), str(ROOT)]
 
 
 def prepend(monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
@@ -66,7 +66,7 @@ def prepend(monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
 
 
 def multi_device_platform_path(folder: Path) -> list[str]:
-    """The same for the platform whose workers drive several devices."""
+    """The same for the platform of multi_device_platform.py."""
     metadata = write_metadata(
         folder, "mvllm-several", "[mvllm.platforms]\nseveral = tests.helpers.multi_device_plugin\n"
     )

@@ -1,4 +1,4 @@
-"""Python programs of tests as forks of a process that has imported torch and in which nothing ever ran.
+"""Runs Python programs of tests as forks of a process that has imported torch.
 
 A program that imports torch takes two seconds of a core before it does anything, and the tests start hundreds. While
 `programs` is open, `subprocess` starts some of them, workers, engine cores and `mvllm` commands, as forks of a server:
@@ -35,12 +35,12 @@ from typing import Any
 
 FRESH = "TESTS_FRESH_PROGRAMS"
 FORKED_MODULES = ("mvllm.executor.process.child_program", "mvllm.entrypoints.cli.main", "tests.")
-"""Beginnings of what `python -m` names, of programs that are forked."""
+"""Prefixes of the modules of `python -m` that are forked."""
 READ_WHEN_LOADED = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "ATEN_", "TORCH", "PYTORCH", "LD_", "MALLOC_"),
     *("GLIBC_", "PYTHON", "LANG", "LC_", "TRITON_", "CUDA_", "ROCR_", "HIP_", "ZE_"),
 )
-"""Beginnings of variables that must have the values that the program server was started with."""
+"""Prefixes of environment variables that must have the values of the program server's start."""
 SET_ANEW = ("PYTHONPATH",)
 PADDING = "PROGRAM_SERVER_PADDING"
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -89,7 +89,7 @@ class Job:
 
 @dataclass
 class ProgramServer:
-    """The asking end.
+    """The client of the program server.
 
     Attributes:
         owner: The process that may ask: a fork of it may not.
@@ -141,7 +141,7 @@ _server: ProgramServer | None = None
 
 @contextlib.contextmanager
 def programs(*, fresh: bool) -> Iterator[None]:
-    """While it is open, `subprocess` starts programs afresh, or forks those that can be forked."""
+    """Context in which `subprocess` forks the programs that can be forked, or starts all as new processes."""
     if _server is None and not fresh and is_possible():
         _install(ProgramServer(os.getpid(), dict(os.environ)))
     if _server is None:
@@ -155,13 +155,13 @@ def programs(*, fresh: bool) -> Iterator[None]:
 
 
 def is_possible() -> bool:
-    """Whether this process may have a program server: libraries that it loads start no threads with one for OpenMP."""
+    """Whether a program server is possible: with OMP_NUM_THREADS=1, so that libraries start no threads."""
     suits = sys.platform == "linux" and sys.version_info >= (3, 11) and os.environ.get("OMP_NUM_THREADS") == "1"
     return suits and FRESH not in os.environ
 
 
 def start() -> None:
-    """Starts the program server now, not with the first program."""
+    """Starts the program server now instead of with the first program."""
     if _server is not None and _server.is_enabled:
         _server.start()
 
@@ -198,7 +198,7 @@ def _execute_child(
     start_new_session: bool,
     process_group: int = -1,
 ) -> None:
-    """In place of `Popen._execute_child`: forks the program where that can be done, else starts it afresh."""
+    """Replacement of `Popen._execute_child`: forks the program if possible, else starts a new process."""
     pipes = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
     arguments = [os.fspath(one) for one in args] if isinstance(args, (list, tuple)) else []
     variables = dict(os.environ if env is None else env)
@@ -257,7 +257,7 @@ def start_server(variables: Mapping[str, str]) -> socket.socket:
         padded = {**variables, PADDING: "x" * _SPACE_FOR_VARIABLES}
         null = subprocess.DEVNULL
         popen = subprocess.Popen(command, env=padded, cwd=ROOT, stdin=null, pass_fds=[theirs.fileno()], process_group=0)
-    popen.returncode = 0  # it ends with this process; nobody waits for it
+    popen.returncode = 0  # it ends with this process and is not waited for
     return ours
 
 
@@ -273,7 +273,7 @@ def _is_open(fd: int) -> bool:
 
 
 def serve(end: socket.socket, parent: int) -> Job:
-    """Answers jobs until the asking end is closed. Returns in the programs, with what each is to run."""
+    """Handles jobs until the client closes its socket. Returns in the forked programs, with the job of each."""
     _die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it may share the group of the process that asks
         signal.signal(number, signal.SIG_IGN)
@@ -311,7 +311,7 @@ def _die_with(parent: int) -> None:
 
 
 def _become(job: Job, descriptors: Sequence[int]) -> None:
-    """Gives this fork what a program has from the one that starts it."""
+    """Sets up this fork's arguments, variables, descriptors and folder as its parent gave them."""
     if job.new_session:
         os.setsid()
     else:
@@ -330,7 +330,7 @@ def _become(job: Job, descriptors: Sequence[int]) -> None:
 
 
 def _take_descriptors(targets: Mapping[int, int]) -> None:
-    """Has `targets` alone open: number there → descriptor here."""
+    """Leaves only `targets` open: number in the program → descriptor here."""
     import fcntl
 
     spare = max(_FIRST_SPARE_FD, *targets) + 1
@@ -373,7 +373,7 @@ def _start_own_server(job: Job) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Python's own look at descriptors 0 to 2, of which it has found out at its start whether they can seek."""
+    """Reopens sys.stdin, stdout and stderr for descriptors 0 to 2, as at the start of Python."""
     for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         errors = "backslashreplace" if name == "stderr" else "strict"
         buffering = 1 if name == "stderr" or os.isatty(fd) else -1
@@ -384,7 +384,7 @@ def _open_standard_streams() -> None:
 
 
 def _rewrite_process_table(job: Job) -> None:
-    """What /proc shows of the program: its own name, arguments and variables."""
+    """Sets the name, arguments and variables that /proc shows of the program."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     argument_start, argument_end, variable_start, variable_end = map(int, fields[45:49])
     arguments = b"".join(one.encode() + b"\0" for one in job.arguments)

@@ -1,4 +1,4 @@
-"""Checkpoints of the zoo in quantized formats, packed here by code that shares nothing with the engine's.
+"""Quantized checkpoints of the zoo, packed by code independent of the engine's.
 
     folder/quantized    what the engine reads: integers, packed element by element as the format's description says
     folder/plain        what transformers reads: the same weights as floats
@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.model_zoo import make_checkpoint
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the eight neighbours of a word stand in it, counted from its lowest bits."""
+"""Positions of the eight values in a word, from its lowest bits."""
 
 
 _MATRICES = re.compile(r"(_proj|lm_head|c_attn|c_proj|c_fc|query_key_value|dense|dense_h_to_4h|dense_4h_to_h)\.weight$")
@@ -48,7 +48,7 @@ class Rounded:
     bits: int
 
     def floats(self) -> torch.Tensor:
-        """The matrix that it stands for, float32."""
+        """The dequantized matrix, float32."""
         centred = self.values.astype(np.float64) - self.zeros[:, self.groups]
         return torch.from_numpy((centred * self.scales[:, self.groups]).astype(np.float32))
 

@@ -1,4 +1,4 @@
-"""Kills one end of a queue at every instruction boundary of one operation, one death after the other.
+"""Kills one side of a message queue at every instruction boundary of an operation, one kill per run.
 
     python -m tests.helpers.queue_boundaries reader 100
 
@@ -33,7 +33,7 @@ FOLDER = os.path.dirname(message_queue.__file__)
 SETTINGS = QueueSettings(num_slots=3, slot_bytes=1024, spin_seconds=0)
 SPARE = 10
 BEFORE_IT_WAITS = 0.01
-"""Seconds until an end that has to wait surely does, or nearly: at whichever boundary it is, what follows must hold."""
+"""Seconds after which a side that has to wait is almost certainly waiting; tests must hold in either case."""
 
 
 class Boundaries:
@@ -76,7 +76,7 @@ def is_whole(message: dict[str, int], buffers: list[memoryview], number: int, si
 
 
 def fork(body: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
-    """Runs `body(connection)` in a child that then kills itself; returns its pid and the connection's other end."""
+    """Runs `body(connection)` in a child that then kills itself; returns its pid and our side of the connection."""
     mine, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -89,7 +89,7 @@ def fork(body: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
 
 
 def count_of(pid: int, connection: socket.socket) -> int:
-    """Waits for the child's end; how many boundaries it said there were, 0 if it died before."""
+    """Waits for the end of the child; returns the number of boundaries that it reported, 0 if it died before."""
     os.waitpid(pid, 0)
     said = connection.recv(8)
     connection.close()
@@ -101,7 +101,7 @@ def kill_reader(boundaries: Boundaries, size: int, *, wait: bool) -> dict[str, i
 
     Returns:
         boundaries: How many there were, where none was fatal.
-        sent: Messages that the writer could send before it was told.
+        sent: Messages that the writer could send before the kill was reported.
         after: Messages that it sent, and reader 0 got, after that.
     """
     queue = MessageQueue.create("q", ["survivor", "victim"], settings=SETTINGS)
@@ -151,7 +151,7 @@ def kill_writer(boundaries: Boundaries, size: int, *, wait: bool) -> dict[str, i
 
     Returns:
         boundaries: As `kill_reader`.
-        first, second: Messages that the two readers got before they were told.
+        first, second: Messages that the two readers got before the kill was reported.
     """
     queue = MessageQueue.create("q", ["first", "second"], settings=SETTINGS)
     before = SETTINGS.num_slots if wait else 1

@@ -1,4 +1,4 @@
-"""Processes at the ends of message queues, and ways to make them die at a chosen instruction."""
+"""Writer and reader processes of message queues that can be killed at a chosen instruction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON schemas and regular expressions at random, from a seed."""
+"""Random JSON schemas and regular expressions, from a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A platform whose worker has no model and no torch: its methods do what their arguments say.
+"""A platform whose worker has no model and no torch: the arguments of its methods say what they do.
 
 `allocate_kv_cache(code, value)` runs an action that a test sends. The environment variable SCRIPTED_WORKER names an
 earlier failure: `fail-<rank>`, `hang-<rank>`, `hang-starting`, `hang-loading`, or `slow` for slow steps.

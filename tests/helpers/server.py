@@ -1,4 +1,4 @@
-"""A server in a process of its own, and the ways that tests talk to it."""
+"""Starts a server in a process of its own, and sends requests to it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Where it listens, as soon as it does."""
+        """Waits until it listens; its address."""
         self.wait_for_log(r"Listening at (http\S+);")
         found = re.search(r"Listening at (http\S+);", self.log)
         assert found
@@ -69,7 +69,7 @@ class ServerProcess:
         return host, int(port)
 
     def wait_for_log(self, pattern: str, seconds: float = START_SECONDS) -> None:
-        """Returns when the log has the pattern; fails when the server ends before."""
+        """Waits until the log matches the pattern; raises if the server ends before."""
 
         def there() -> bool:
             if re.search(pattern, self.log):
@@ -87,11 +87,11 @@ class ServerProcess:
         return httpx.Client(base_url=self.url, timeout=settings.pop("timeout", 120), trust_env=False, **settings)
 
     def pids(self) -> set[int]:
-        """Of it and all that it has started except `sandbox_pids`, which come with requests and are replaced."""
+        """Process ids of the server and its children, except `sandbox_pids`, which are replaced on demand."""
         return {process.pid for process in tagged(self.tag)} - self.sandbox_pids()
 
     def sandbox_pids(self) -> set[int]:
-        """Of processes in which forms of outputs are tried out, and chat templates run."""
+        """Process ids of the sandboxes for grammars and chat templates."""
         found = set()
         for process in tagged(self.tag):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -156,7 +156,7 @@ class ServerProcess:
 
 
 def wait_idle(client: httpx.Client, seconds: float = 30) -> None:
-    """Returns when the engine has nothing to do."""
+    """Waits until the engine is idle."""
 
     def idle() -> bool:
         load = client.get("/load").json()
@@ -167,7 +167,7 @@ def wait_idle(client: httpx.Client, seconds: float = 30) -> None:
 
 @contextlib.contextmanager
 def as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
-    """Whatever is done meanwhile, an ordinary request is answered afterwards, by the processes that were there."""
+    """Context after which an ordinary request must be answered by the same processes."""
     before = server.pids()
     yield
     ask = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 4, "ignore_eos": True}
@@ -177,7 +177,7 @@ def as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
 
 
 def assert_idle(server: ServerProcess, share: float = 0.01) -> None:
-    """All of its processes together take less than a share of one processor's time.
+    """Asserts that all processes together use less than a share of one processor's time.
 
     Read from the kernel's own account of each thread, in nanoseconds. The best of a few looks: a machine may have
     something left to do for it after the last request.
@@ -193,7 +193,7 @@ def assert_idle(server: ServerProcess, share: float = 0.01) -> None:
 
 
 def processor_seconds(server: ServerProcess) -> float:
-    """What all threads of a server have used of processors, since each began."""
+    """Processor time of all threads of a server since each one's start."""
     total, found = 0, 0
     for pid in server.pids():
         for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
@@ -205,10 +205,10 @@ def processor_seconds(server: ServerProcess) -> float:
 
 
 def head_of(method: str, path: str, *headers: str) -> bytes:
-    """The head of a request by hand; the connection ends with its answer."""
+    """The headers of a raw request with `Connection: close`."""
     return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", *headers, "", ""]).encode()
 
 
 def raw_post(path: str, body: bytes, *headers: str) -> bytes:
-    """A whole request by hand."""
+    """A whole raw request."""
     return head_of("POST", path, "Content-Type: application/json", f"Content-Length: {len(body)}", *headers) + body

@@ -1,4 +1,4 @@
-"""Programs that find /dev/shm as small as in a container: in a mount namespace of their own, on a tmpfs."""
+"""Runs programs with a small /dev/shm, as in a container: a tmpfs in a mount namespace of their own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 MIB = 1 << 20
 WAYS = (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"])
-"""As root, and as a user who may have a namespace in which he is root."""
+"""Commands for root, and for users who may create a user namespace."""
 
 
 def mount(size: int) -> list[str]:
-    """What to put before a command, so that /dev/shm has `size` bytes for it."""
+    """Prefix of a command that gives it a /dev/shm of `size` bytes."""
     way = way_to_mount()
     assert way is not None, "see needs_mount"
     return _command(way, size)

@@ -1,4 +1,4 @@
-"""An executor with one core for many workers, each in a thread of this process: the semantics of processes, quickly.
+"""An executor with several workers as threads of this process, on one core, with the semantics of processes.
 
 LLM(..., distributed_executor_backend="tests.helpers.thread_executor.ThreadExecutor")
 """
@@ -18,7 +18,7 @@ from tests.helpers.thread_ranks import ThreadCommunicator, _ThreadRendezvous
 
 
 class ThreadGroupPlatform:
-    """A platform whose ranks meet in this process."""
+    """A platform whose ranks are threads of this process."""
 
     def __init__(self, platform: Any) -> None:
         self._platform = platform
@@ -40,7 +40,7 @@ class ThreadExecutor(Executor):
     """Calls reach every worker in order; only the first rank of the last stage answers a step."""
 
     max_in_flight = 0
-    """Most steps that any executor of this class has had under way at once."""
+    """Most steps in flight at once, over all executors of this class."""
 
     def __init__(self, config: Any, platform: Any) -> None:
         super().__init__(config, platform)

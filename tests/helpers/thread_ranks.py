@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _ThreadRendezvous:
-    """Where the ranks of a group hand each other what they have."""
+    """Exchange of values between the ranks of a group."""
 
     def __init__(self, world_size: int) -> None:
         self._barrier = threading.Barrier(world_size, timeout=60)
@@ -38,25 +38,25 @@ class _ThreadRendezvous:
 
 
 class ThreadCommunicator(Communicator):
-    """One rank's end of a meeting."""
+    """Communicator of one rank."""
 
     on_host = True
 
-    def __init__(self, meeting: _ThreadRendezvous, rank: int, world_size: int) -> None:
-        self._meeting, self.rank, self.world_size = meeting, rank, world_size
+    def __init__(self, rendezvous: _ThreadRendezvous, rank: int, world_size: int) -> None:
+        self._rendezvous, self.rank, self.world_size = rendezvous, rank, world_size
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._meeting.exchange(self.rank, tensor.clone())).sum(dim=0)
+        return torch.stack(self._rendezvous.exchange(self.rank, tensor.clone())).sum(dim=0)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return torch.cat(self._meeting.exchange(self.rank, tensor.clone()), dim=dim)
+        return torch.cat(self._rendezvous.exchange(self.rank, tensor.clone()), dim=dim)
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
-        self._meeting.mail[self.rank, destination].put(tensor.clone())
+        self._rendezvous.mail[self.rank, destination].put(tensor.clone())
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         try:
-            tensor = self._meeting.mail[source, self.rank].get(timeout=60)
+            tensor = self._rendezvous.mail[source, self.rank].get(timeout=60)
         except Empty as e:
             raise RuntimeError(f"Rank {source} sent rank {self.rank} nothing in 60 s.") from e
         assert (tuple(tensor.shape), tensor.dtype) == (tuple(shape), dtype)
@@ -64,22 +64,22 @@ class ThreadCommunicator(Communicator):
 
 
 def fake_group(name: str, rank: int, world_size: int) -> GroupCoordinator:
-    """A rank of a group whose collectives nobody will call."""
-    meeting = _ThreadRendezvous(world_size)
+    """A rank of a group whose collectives are not called."""
+    rendezvous = _ThreadRendezvous(world_size)
     spec = GroupSpec(name, tuple(range(world_size)), rank)
-    return GroupCoordinator(spec, ThreadCommunicator(meeting, rank, world_size))
+    return GroupCoordinator(spec, ThreadCommunicator(rendezvous, rank, world_size))
 
 
 def run_ranks(world_size: int, body: Callable[[GroupCoordinator], T], name: str = "tp") -> list[T]:
     """Runs `body` once per rank, in threads, and returns the results in rank order."""
-    meeting = _ThreadRendezvous(world_size)
+    rendezvous = _ThreadRendezvous(world_size)
 
     def run(rank: int) -> T:
         spec = GroupSpec(name, tuple(range(world_size)), rank)
         try:
-            return body(GroupCoordinator(spec, ThreadCommunicator(meeting, rank, world_size)))
+            return body(GroupCoordinator(spec, ThreadCommunicator(rendezvous, rank, world_size)))
         except BaseException:
-            meeting.abort()
+            rendezvous.abort()
             raise
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -88,7 +88,8 @@ def run_ranks(world_size: int, body: Callable[[GroupCoordinator], T], name: str 
 
 def make_groups(name: str, world_size: int) -> list[GroupCoordinator]:
     """All ranks of one group, to be used from one thread: they may send and receive."""
-    meeting, ranks = _ThreadRendezvous(world_size), tuple(range(world_size))
+    rendezvous, ranks = _ThreadRendezvous(world_size), tuple(range(world_size))
     return [
-        GroupCoordinator(GroupSpec(name, ranks, rank), ThreadCommunicator(meeting, rank, world_size)) for rank in ranks
+        GroupCoordinator(GroupSpec(name, ranks, rank), ThreadCommunicator(rendezvous, rank, world_size))
+        for rank in ranks
     ]

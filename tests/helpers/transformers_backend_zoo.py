@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of families whose layers differ in what the way through transformers has to get right."""
+"""Tiny random checkpoints of families that cover the cases of the transformers backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the dense families that came after the first six, for `model_zoo.ZOO`.
+"""Checkpoints of further dense families, for `model_zoo.ZOO`.
 
 One or two of each family are for every run, the others for the long one. `as_published` spells a config the way it
 stands on the hub, so that transformers and the engine both read the old keys.

@@ -1,4 +1,4 @@
-"""Checkpoints with experts, for `model_zoo.ZOO`.
+"""Checkpoints of mixture-of-experts families, for `model_zoo.ZOO`.
 
 Two of each family are for every run, the others for the long one.
 """

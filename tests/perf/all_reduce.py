@@ -1,4 +1,4 @@
-"""How long a sum over the ranks of this machine takes, through shared memory and through sockets.
+"""Time of an all-reduce over the ranks of this machine, through shared memory and through sockets.
 
     python tests/perf/all_reduce.py [--ranks 2] [--seconds 1]
 

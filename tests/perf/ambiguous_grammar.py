@@ -1,4 +1,4 @@
-"""How long others wait while the n sequences of one request follow an ambiguous grammar.
+"""Delay of other requests while the n sequences of one request follow an ambiguous grammar.
 
     python tests/perf/ambiguous_grammar.py [--n 128] [--seconds 60]
 

@@ -1,4 +1,4 @@
-"""What AsyncLLM sustains around a platform that computes nothing: requests and tokens per second at some concurrency.
+"""Throughput of AsyncLLM on a platform that computes nothing: requests and tokens per second per concurrency.
 
     python tests/perf/async_llm.py [--streams 1 64 256] [--seconds 4] [--kind delta|cumulative|final] [--profile]
 

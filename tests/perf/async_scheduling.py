@@ -1,4 +1,4 @@
-"""What planning a step while the one before runs gives, and what a process of its own costs the engine core.
+"""Gain of asynchronous scheduling, and cost of an engine core in a process of its own.
 
     python tests/perf/async_scheduling.py [--runs 3] [--model tiny small]
 

@@ -1,4 +1,4 @@
-"""How near the CPU's attention comes to what the machine can give: decode to its bandwidth, prefill to its GEMM rate.
+"""CPU attention beside the machine's limits: decode against memory bandwidth, prefill against the GEMM rate.
 
     python tests/perf/attention.py [--models S,M] [--kv-dtypes bfloat16,int8] [--decode 64,512,4096] [--prefill 2048]
 

@@ -1,4 +1,4 @@
-"""What the client of `mvllm bench serve` costs per chunk of a stream, beside the other client that people would take.
+"""Cost of the client of `mvllm bench serve` per stream chunk, beside a common HTTP client.
 
 python tests/perf/bench_client.py [--streams 256] [--tokens 200]
 

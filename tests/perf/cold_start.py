@@ -1,4 +1,4 @@
-"""A start from nothing to the first token, phase by phase, and the peak memory of it: python tests/perf/cold_start.py
+"""Time of a cold start to the first token, by phase, and its peak memory: python tests/perf/cold_start.py
 
 Each start is a program of its own; the forms take turns, and the one with the median total is shown. `interpreter` is
 what passes between the launch of the program and its first line, `import` the import of mvllm's front end; the phases

@@ -1,4 +1,4 @@
-"""Milliseconds of a decode step with and without replay, beside the time that reading the weights takes.
+"""Milliseconds of a decode step with and without replay, beside the time to read the weights.
 
     python tests/perf/decode_step.py [--batch 1 16 32] [--rounds 3]
 

@@ -1,4 +1,4 @@
-"""The engine around the model: output tokens per second with a model that computes next to nothing.
+"""Overhead of the engine around the model: output tokens per second with a model that computes almost nothing.
 
     python tests/perf/engine_overhead.py [--runs 5] [--platform null]
 

@@ -1,4 +1,4 @@
-"""What a worker process costs per step, beside a worker in the engine's own: `python -m tests.perf.executor_overhead`.
+"""Overhead per step of a worker process, beside a worker in the engine's: `python -m tests.perf.executor_overhead`.
 
 Both run the worker of mvllm-null-device, which computes nothing, on a plan of 64 generating requests, a fourth of which
 get a block. Figures are microseconds from `execute_model` to the result.

@@ -1,4 +1,4 @@
-"""What a KV cache of fewer bits costs: perplexity of the demo model on held-out text, per storage dtype.
+"""Accuracy of 8-bit KV caches: perplexity of the demo model on held-out text, per storage dtype.
 
 python -m tests.perf.kv_cache_accuracy [--documents 200] [--kernels 1|0]
 """

@@ -1,4 +1,4 @@
-"""How long `/health/live` takes while a prompt of 50 MB is tokenized.
+"""Response time of `/health/live` while a prompt of 50 MB is tokenized.
 
     python tests/perf/liveness.py [--megabytes 50] [--api-servers 1]
 

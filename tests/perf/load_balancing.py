@@ -1,4 +1,4 @@
-"""How well requests are dealt out to replicas: hits in their caches, and how evenly they work. A simulation.
+"""Simulation of data-parallel load balancing: prefix-cache hits of the replicas and their balance.
 
 Conversations with one system prompt of 8k tokens, over four replicas whose caches hold some of the conversations each.
 A replica computes prompts one after the other and generates for all its sequences at once. Run:

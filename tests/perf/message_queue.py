@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How fast a message gets from one process to others, and what waiting costs.
+"""Latency of messages between processes, and the cost of waiting.
 
     python tests/perf/message_queue.py [--sizes 100 10000] [--readers 1 2 4] [--messages 2000]
 

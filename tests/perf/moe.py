@@ -1,4 +1,4 @@
-"""The op `moe` on the CPU beside its reference and the limit: python tests/perf/moe.py [--dtype bfloat16]
+"""The op `moe` on the CPU beside its reference and the machine's limit: python tests/perf/moe.py [--dtype bfloat16]
 
 Few tokens are bound by reading the weights of the experts that were chosen, many by arithmetic. Both limits are
 measured in the same run: the bandwidth by summing a buffer beyond the caches, the rate by torch's product of large

@@ -1,4 +1,4 @@
-"""What penalised rows cost the host in a step: python tests/perf/penalties.py
+"""Host time of penalties in a step: python tests/perf/penalties.py
 
 Rows with a repetition penalty, as every default request of some models has, beside the same rows without one: CPU time
 of the host's part of a step, which is deciding, listing, and copying to a device that is the host; the work on logits

@@ -1,4 +1,4 @@
-"""Random-weight checkpoints for the benchmarks, written once by transformers into a folder that is kept.
+"""Random-weight checkpoints for the benchmarks, written once with transformers and kept in a folder.
 
 small   Llama, 162 M parameters: 12 layers of width 768 (the shape of the public llama-160m)
 tiny    one layer of width 64: next to no arithmetic, so that what is measured is the engine around the model

@@ -1,4 +1,4 @@
-"""What quantization costs in accuracy: the demo model's perplexity on held-out text, in one table.
+"""Accuracy of quantization methods: the demo model's perplexity on held-out text, in one table.
 
     python -m tests.perf.quantization_accuracy [--documents 100] [--dtype bfloat16] [--only int8 int4]
 

@@ -1,4 +1,4 @@
-"""The products of a whole model with integer weights, beside bf16 and the machine's limits.
+"""Quantized products of a whole model beside bf16 and the machine's limits.
 
     OMP_NUM_THREADS=2 python tests/perf/quantized_linear.py [--rows 1 16 32 256 2048] [--only int8 int4]
 

@@ -1,4 +1,4 @@
-"""What planning a step and taking in its results cost, in microseconds: python tests/perf/scheduler_cost.py
+"""Microseconds to plan a step and to process its results: python tests/perf/scheduler_cost.py
 
 Steady decode: every request is past its prompt and none ends. No torch, no worker; tokens are made up beforehand. Each
 figure is the median of several runs of whole multiples of the block size in steps, so that block allocation is in it.

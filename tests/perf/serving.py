@@ -1,4 +1,4 @@
-"""What the server sustains around a platform that computes nothing: streams over HTTP, beside LLM offline.
+"""Throughput of the server on a platform that computes nothing: streams over HTTP, beside LLM offline.
 
     python tests/perf/serving.py [--streams 1 64 256] [--seconds 4] [--whole]
 

@@ -1,4 +1,4 @@
-"""What guessing tokens ahead gives: acceptance and tokens per second, beside the engine that guesses nothing.
+"""Speculative decoding: acceptance and tokens per second, beside the engine without it.
 
     python -m tests.perf.speculative [--padded] [--model demo] [--draft FOLDER] [--runs 3] [--threads 1]
 

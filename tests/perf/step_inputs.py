@@ -1,4 +1,4 @@
-"""What building a step's inputs costs: python tests/perf/step_inputs.py
+"""Time to build a step's inputs: python tests/perf/step_inputs.py
 
 A table of 1,024 rows and 2,048 blocks each (32,768 tokens in blocks of 16), of which a step has a few rows, each with
 one token behind a sequence of some length. Prints CPU time per step and the most bytes that Python and NumPy held at

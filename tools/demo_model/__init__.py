@@ -1,4 +1,4 @@
-"""How the demo model is made: the corpus that it learns, and its training. Not part of any distribution.
+"""Generates the demo model's corpus and trains it. Not part of any distribution.
 
 The trained model is `mvllm.demo`.
 """

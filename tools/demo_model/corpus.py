@@ -1,7 +1,7 @@
 """The text the demo model is trained on: an endless, deterministic stream of small documents.
 
 One generator state per document, seeded with its split and index, so document 1,000 of the training split is the same
-text on every machine, whoever asks and in whatever order::
+text on every machine, for every reader and in any order::
 
     corpus.document("train", 1000)
     list(corpus.documents("heldout", 200))

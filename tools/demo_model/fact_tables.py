@@ -1,4 +1,4 @@
-"""The tables behind ``facts.py``: plain data, one row per fact."""
+"""Data tables of ``facts.py``, one row per fact."""
 
 # ruff: noqa: E501
 

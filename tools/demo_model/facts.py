@@ -1,4 +1,4 @@
-"""Questions with one right answer, and the sentences that state the same thing.
+"""Questions with one right answer, and sentences that state the same facts.
 
 The idea: a fact is a table row run through the phrasings of its topic. Every phrasing of a question leads to the
 same answer sentence, so that the model learns the fact and not the wording.

@@ -1,4 +1,4 @@
-"""Small stories: a cast, a thing, a place, and one of a dozen plots.
+"""Generator of small stories: characters, an object, a place, and one of a dozen plots.
 
 The cast is drawn once per story and every sentence refers to it through slots, so a fox named Nia stays a fox named
 Nia from the first line to the last, and the red kite that was lost is the red kite that is found.

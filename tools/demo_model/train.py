@@ -1,4 +1,4 @@
-"""Train the demo model from nothing: ``python -m tools.demo_model.train --out DIR``.
+"""Trains the demo model from scratch: ``python -m tools.demo_model.train --out DIR``.
 
 The idea: the corpus is endless and free, so there are no epochs. Every step writes new documents, packs them into
 rows, and takes one AdamW step under a cosine schedule. Documents and initial weights come from fixed seeds; a run that
@@ -329,7 +329,7 @@ def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fold
         bos_token_id=tokenizer.bos_token_id, eos_token_id=end_ids, do_sample=True, temperature=0.7, top_k=50
     )
     model.to(torch.bfloat16).save_pretrained(folder)
-    for key in ("is_local", "local_files_only"):  # how it was loaded is nobody's business
+    for key in ("is_local", "local_files_only"):  # not properties of the model
         tokenizer.init_kwargs.pop(key, None)
     tokenizer.save_pretrained(folder)
 

@@ -100,7 +100,7 @@ void find_common(Step& step, std::vector<Item>& tiles) {
         for (Item& tile : tiles)
             if (tile.request >= first && tile.request < end) {
                 tile.key_begin = keys;
-                tile.takes = num_states + tile.kv_head * count + tile.request - first;
+                tile.load_state = num_states + tile.kv_head * count + tile.request - first;
             }
         num_states += heads * count;
     }
@@ -138,7 +138,7 @@ void divide(Step& step) {
     for (Item tile : tiles) {
         const int first = tile.key_begin / STRIP * STRIP, keys = tile.key_end - first;
         int64_t parts = std::min<int64_t>((cost_of(g, tile) + fair - 1) / fair, keys / SMALLEST_SPLIT);
-        if (parts <= 1 || tile.takes >= 0) {
+        if (parts <= 1 || tile.load_state >= 0) {
             step.items.push_back(tile);
             continue;
         }
@@ -203,7 +203,7 @@ extern "C" {
 
 // Plans a step. The batch's arrays stay in use until the step is freed.
 void* mvllm_cpu_step_new(const Spec* spec, const Batch* batch) {
-    note_use();
+    record_kernel_use();
     auto* step = new Step;
     Geometry& g = step->geometry;
     g.spec = *spec;
@@ -255,7 +255,7 @@ void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_st
     const Step& step = *static_cast<const Step*>(handle);
     const Geometry& g = step.geometry;
     const Layer layer{query, query_stride, *cache, sinks, out};
-    note_use();
+    record_kernel_use();
     const Isa& isa = current_isa();
     // Heads of one request lie side by side in each block. A thread takes some that follow each other, so that what the
     // processor reads ahead by itself is the thread's own.

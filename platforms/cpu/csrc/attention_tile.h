@@ -315,7 +315,7 @@ static void attend_rows(const Geometry& g, const Item& item, const Chunk<typenam
     const int end = round_up(last, STRIP);
     const float* query = scratch.query + row * (DOT ? g.dk / 2 : g.dk);
     float* acc = scratch.acc + row * g.dv;
-    // While keys are read, values are on their way; while values are read, the next keys.
+    // While keys are read, values are being fetched; while values are read, the next keys.
     const Strip* ahead = row || Bytes::scaled ? nullptr : chunk.ahead;
     score_rows<KV, DOT, MR>(query, g.dk, chunk, first, end, scratch.scores, ahead);
     for (int m = 0; m < MR; ++m)
@@ -326,7 +326,7 @@ static void attend_rows(const Geometry& g, const Item& item, const Chunk<typenam
     value_rows<KV, DOT_VALUES, MR>(probabilities, chunk, first, last, g.dv, acc, ahead ? ahead + CHUNK / STRIP : nullptr);
 }
 
-// The rows of the tile's token `t`, from what another item has left, or for another to take up.
+// Loads the saved state of the rows of the tile's token `t`, or saves it.
 template <bool TAKE>
 static void copy_state(const Geometry& g, float* state, const Scratch& scratch, int t) {
     const int first = t * g.group;
@@ -349,8 +349,8 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
     const int first_position = g.batch.seq_lens[item.request] - new_tokens + item.query_begin;
 
     read_rows<DOT>(g, layer, item, rows, scratch.query);
-    if (item.takes >= 0) {
-        copy_state<true>(g, g.states + int64_t(item.takes) * g.state_size, scratch, 0);
+    if (item.load_state >= 0) {
+        copy_state<true>(g, g.states + int64_t(item.load_state) * g.state_size, scratch, 0);
     } else {
         for (int m = 0; m < rows; ++m) scratch.row_max[m] = -__builtin_inff();
         for (int i = 0; i < rows * STRIP; ++i) scratch.row_sum[i] = 0;
@@ -387,9 +387,9 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
         }
     }
 
-    if (item.leaves >= 0) {
+    if (item.save_state >= 0) {
         for (int t = 0; t < item.query_end - item.query_begin; ++t)
-            copy_state<false>(g, g.states + int64_t(item.leaves + t) * g.state_size, scratch, t);
+            copy_state<false>(g, g.states + int64_t(item.save_state + t) * g.state_size, scratch, t);
         return;
     }
     if (item.partial < 0) {
@@ -411,7 +411,7 @@ static void attend_paired(const Geometry& g, const Layer& layer, const Item& ite
     // arithmetic, not memory, sets the pace: in tiles of several tokens, of very many heads, and with keys and values that
     // have lost as many already.
     if (g.spec.dtype == BF16) {
-        const bool is_prompt = item.leaves < 0 && item.query_end - item.query_begin > 1;
+        const bool is_prompt = item.save_state < 0 && item.query_end - item.query_begin > 1;
         if (Bytes::scaled || is_prompt || g.group >= 16)
             return attend_tile<Paired, Bytes, true, true>(g, layer, item, next, scratch, partials);
         return attend_tile<Paired, Bytes, true, false>(g, layer, item, next, scratch, partials);

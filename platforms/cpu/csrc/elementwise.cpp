@@ -68,13 +68,13 @@ constexpr int64_t SILU_COST = 4;
 const void* pointer(int64_t slot) { return reinterpret_cast<const void*>(slot); }
 void* target(int64_t slot) { return reinterpret_cast<void*>(slot); }
 
-Way way_of(int64_t rows, int64_t elements_per_row) {
-    return is_small(rows, elements_per_row) ? Way::BY_ONE : Way::TOGETHER;
+ThreadMode mode_of(int64_t rows, int64_t elements_per_row) {
+    return is_small(rows, elements_per_row) ? ThreadMode::ONE_THREAD : ThreadMode::SHARED;
 }
 
-Way rms_norm_way(const int64_t* s) { return way_of(s[7], s[8]); }
-Way silu_and_mul_way(const int64_t* s) { return way_of(s[3], SILU_COST * s[4]); }
-Way rotary_way(const int64_t* s) { return way_of(s[12], (s[7] + s[11]) * s[3]); }
+ThreadMode rms_norm_mode(const int64_t* s) { return mode_of(s[7], s[8]); }
+ThreadMode silu_and_mul_mode(const int64_t* s) { return mode_of(s[3], SILU_COST * s[4]); }
+ThreadMode rotary_mode(const int64_t* s) { return mode_of(s[12], (s[7] + s[11]) * s[3]); }
 
 void rms_norm_part(const int64_t* s, Part part) {
     const int32_t bits = int32_t(s[10]);
@@ -96,15 +96,15 @@ void rotary_part(const int64_t* s, Part part) {
     current_isa().rotary(op, s[12] * part.index / part.count, s[12] * (part.index + 1) / part.count);
 }
 
-Way always_by_one(const int64_t*) { return Way::BY_ONE; }
-Way always_apart(const int64_t*) { return Way::APART; }
+ThreadMode always_one_thread(const int64_t*) { return ThreadMode::ONE_THREAD; }
+ThreadMode always_own_region(const int64_t*) { return ThreadMode::OWN_REGION; }
 
 }  // namespace
 
-const Sharing by_one{always_by_one, nullptr, nullptr, nullptr}, apart{always_apart, nullptr, nullptr, nullptr};
-const Sharing rms_norm_sharing{rms_norm_way, rms_norm_part, nullptr, nullptr};
-const Sharing silu_and_mul_sharing{silu_and_mul_way, silu_and_mul_part, nullptr, nullptr};
-const Sharing rotary_sharing{rotary_way, rotary_part, nullptr, nullptr};
+const WorkSharing one_thread{always_one_thread, nullptr, nullptr, nullptr}, own_region{always_own_region, nullptr, nullptr, nullptr};
+const WorkSharing rms_norm_sharing{rms_norm_mode, rms_norm_part, nullptr, nullptr};
+const WorkSharing silu_and_mul_sharing{silu_and_mul_mode, silu_and_mul_part, nullptr, nullptr};
+const WorkSharing rotary_sharing{rotary_mode, rotary_part, nullptr, nullptr};
 
 }  // namespace mvllm
 
@@ -112,7 +112,7 @@ using namespace mvllm;
 
 extern "C" {
 
-int mvllm_cpu_abi_version() { return 8; }
+int mvllm_cpu_abi_version() { return 9; }
 
 const char* mvllm_cpu_isa() { return current_isa().name; }
 

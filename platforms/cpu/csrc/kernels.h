@@ -1,5 +1,5 @@
-// What the files of this library share: the layout of the cache, the plan of a step, and the table of kernels that each
-// instruction set fills in. `isa_*.cpp` compile the same inner loops (simd.h, attention_tile.h, ...) for one instruction
+// Declarations shared by the files of this library: the layout of the cache, the plan of a step, and the table of kernels
+// that each instruction set fills in. `isa_*.cpp` compile the same inner loops (simd.h, attention_tile.h, ...) for one instruction
 // set each; `dispatch.cpp` picks the best one that the processor has; everything else is compiled for any processor.
 //
 // Cache of one layer, for each block and key/value head (Dk = head size rounded up to 4, Dv = rounded up to 16):
@@ -33,8 +33,8 @@ enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, FP8 = 4 };
 
 inline bool is_byte(int32_t dtype) { return dtype == INT8 || dtype == FP8; }
 
-constexpr int STRIP = 16;        // tokens handled together; every block is a whole number of strips
-constexpr int CHUNK = 128;       // tokens whose scores are kept at a time
+constexpr int STRIP = 16;        // tokens computed together; every block is a whole number of strips
+constexpr int CHUNK = 128;       // tokens whose scores are in memory at a time
 constexpr int TILE_ROWS = 96;    // rows (query tokens x heads of a group) that share one walk over the keys
 #ifndef MVLLM_SMALL_TILES        // the same kernels with less to compile, for the sanitizers' test
 #define MVLLM_SMALL_TILES 0
@@ -61,15 +61,15 @@ struct Batch {
     const int32_t* slot_mapping;
 };
 
-// A tile of rows of one request and one key/value head, over a range of keys. With `leaves`, of several requests that
-// follow each other, each with one new token, over keys in blocks that all of them have: what the rows have come to is left
-// for items that take it up.
+// Work item: a tile of rows of one request and one key/value head, over a range of keys. With `save_state`, rows of several
+// consecutive requests with one new token each, over keys in blocks that they share; the rows' partial states are saved for
+// the requests' own items, which load them.
 struct Item {
     int32_t request, kv_head;
     int32_t query_begin, query_end;  // tokens, counted within the request's new ones
     int32_t key_begin, key_end;
     int32_t partial;                 // index of its partial result, or -1 when it has all the keys its rows see
-    int32_t leaves = -1, takes = -1;  // index of a token's state, or -1
+    int32_t save_state = -1, load_state = -1;  // index of a token's state, or -1
 };
 
 // A tile whose keys were split: its items' partial results are contiguous.
@@ -112,9 +112,9 @@ struct Scratch {
     float* scores;     // [MAX_MR, CHUNK]
     uint32_t* pairs;   // [MAX_MR, CHUNK / 2]: probabilities as bfloat16 pairs
     float* acc;        // [rows, dv]
-    float* row_max;    // [rows]: what powers of 2 are relative to
+    float* row_max;    // [rows]: maximum that the powers of 2 are relative to
     float* row_sum;    // [rows, STRIP]: in lanes
-    void* keys;        // a chunk's keys and values, where the cache's own are not what the products take
+    void* keys;        // a chunk's keys and values, converted if the products need another form than the cache's
     void* values;
 };
 

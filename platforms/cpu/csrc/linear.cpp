@@ -75,9 +75,9 @@ Linear linear_of(const int64_t* s) {
             int32_t(s[8])};
 }
 
-Way linear_way(const int64_t* s) {
-    if (!takes_x(current_isa(), linear_of(s))) return Way::APART;
-    return s[5] * s[6] * s[7] < SERIAL_WORK ? Way::BY_ONE : Way::TOGETHER;
+ThreadMode linear_mode(const int64_t* s) {
+    if (!takes_x(current_isa(), linear_of(s))) return ThreadMode::OWN_REGION;
+    return s[5] * s[6] * s[7] < SERIAL_WORK ? ThreadMode::ONE_THREAD : ThreadMode::SHARED;
 }
 
 void linear_part(const int64_t* s, Part part) {
@@ -142,7 +142,7 @@ Linear both_of(const int64_t* s) {
     return op;
 }
 
-Way linear_way_of_both(const int64_t* s) { return s[5] * s[6] * s[7] * 2 < SERIAL_WORK ? Way::BY_ONE : Way::TOGETHER; }
+ThreadMode linear_mode_of_both(const int64_t* s) { return s[5] * s[6] * s[7] * 2 < SERIAL_WORK ? ThreadMode::ONE_THREAD : ThreadMode::SHARED; }
 
 void linear_silu_part(const int64_t* s, Part part) {
     const Linear op = both_of(s);
@@ -151,8 +151,8 @@ void linear_silu_part(const int64_t* s, Part part) {
 
 }  // namespace
 
-const Sharing linear_sharing{linear_way, linear_part, linear_ahead, linear_pieces};
-const Sharing linear_silu_sharing{linear_way_of_both, linear_silu_part, linear_ahead, linear_pieces};
+const WorkSharing linear_sharing{linear_mode, linear_part, linear_ahead, linear_pieces};
+const WorkSharing linear_silu_sharing{linear_mode_of_both, linear_silu_part, linear_ahead, linear_pieces};
 
 }  // namespace mvllm
 

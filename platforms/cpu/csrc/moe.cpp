@@ -1,5 +1,5 @@
 // The experts of a mixture-of-experts layer. A token visits top_k of them; each visit is a *pair*. Pairs are sorted by
-// expert, so that an expert's weights meet all their rows together, and experts nobody chose are not read at all:
+// expert, so that an expert's weights are multiplied with all their rows together, and unused experts are not read:
 //
 //     tokens       t0 t1 t2 ...                          x, as it came
 //     pairs        [ t0 t7 | t1 | t0 t2 t5 t9 | ... ]    rows gathered by expert          (gather)

@@ -97,7 +97,7 @@ struct Converted {
         const QLinear& op = p.op;
         const bool bf16 = op.dtype == BF16 && isa.bf16_dot, in_place = op.dtype == F32 || bf16;
         wanted = int8 || !in_place || op.in_features % lane_depth(op.bits);
-        // Rows a whole number of pages apart would meet in the same few places of the caches.
+        // Rows at distances of whole pages would map to the same few cache sets.
         stride = round_up(op.in_features, 64) + 64;
         const int64_t values = p.rows * stride * (int8 ? 1 : bf16 ? 2 : 4);
         sums = values + p.rows * 4;
@@ -176,12 +176,12 @@ void compute(const QIsa& isa, const Product& p, int64_t thread, int64_t threads)
     }
 }
 
-// Whether every thread converts all rows for itself, rather than wait for the others to do their share.
+// Whether every thread converts all rows itself instead of waiting for the other threads' shares.
 bool converts_alone(const Converted& converted, const Product& p) {
     return !converted.wanted || p.rows * p.op.in_features <= REPEATED_ELEMENTS;
 }
 
-// A thread converts the rows for the first of its parts, and finds them for the others.
+// A thread converts the rows for its first part and reuses them for the others.
 void compute_alone(const QIsa& isa, const Product& p, const Converted& converted, Part part) {
     Product own = p;
     converted.place(converted_rows.at_least(size_t(converted.bytes)), own);
@@ -251,10 +251,10 @@ Product recorded(const int64_t* s) {
 }
 
 template <bool GATED>
-Way way_of(const int64_t* s) {
+ThreadMode mode_of(const int64_t* s) {
     const Product p = recorded<GATED>(s);
-    if (p.rows > CONVERTED_ROWS || !converts_alone(Converted(current(), p), p)) return Way::APART;
-    return p.work() < SERIAL_WORK ? Way::BY_ONE : Way::TOGETHER;
+    if (p.rows > CONVERTED_ROWS || !converts_alone(Converted(current(), p), p)) return ThreadMode::OWN_REGION;
+    return p.work() < SERIAL_WORK ? ThreadMode::ONE_THREAD : ThreadMode::SHARED;
 }
 
 template <bool GATED>
@@ -300,8 +300,8 @@ void pack_tile(const int8_t* values, int64_t stride, uint32_t* packed, int64_t c
 
 }  // namespace
 
-const Sharing qlinear_sharing{way_of<false>, part_of<false>, ahead_of<false>, recorded_pieces<false>};
-const Sharing qlinear_silu_sharing{way_of<true>, part_of<true>, ahead_of<true>, recorded_pieces<true>};
+const WorkSharing qlinear_sharing{mode_of<false>, part_of<false>, ahead_of<false>, recorded_pieces<false>};
+const WorkSharing qlinear_silu_sharing{mode_of<true>, part_of<true>, ahead_of<true>, recorded_pieces<true>};
 
 }  // namespace mvllm
 

@@ -28,7 +28,7 @@ INLINE vu load_lanes(const uint32_t* p) { return *reinterpret_cast<const vu_mem*
 INLINE void store_lanes(uint32_t* p, vu v) { *reinterpret_cast<vu_mem*>(p) = v; }
 INLINE vi load_ints(const int32_t* p) { return *reinterpret_cast<const vi_mem*>(p); }
 
-// Some compilers widen bytes one by one unless told the instruction.
+// Some compilers widen bytes one by one without the intrinsic.
 INLINE vi widen_bytes(const int8_t* p) {
 #if LANES == 16
     return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

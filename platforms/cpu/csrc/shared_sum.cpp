@@ -1,16 +1,17 @@
-// Sums over the ranks of one machine, through memory that all of them have mapped.
+// All-reduce over the ranks of one machine, through memory that all ranks have mapped.
 //
-//     | word of rank 0 | word of rank 1 | ...    64 bytes each: rounds that the rank has posted, ranks that sleep on it
+//     | word of rank 0 | word of rank 1 | ...    64 bytes each: rounds that the rank has posted, number of sleeping waiters
 //     | rank 0: slot A | slot B | rank 1: slot A | slot B | ...
 //
-// A round: every rank copies its numbers into its own slot, raises its word, waits until all words are as high, and adds
-// up all slots in rank order. All ranks add the same numbers in the same order, so all get the same bits.
+// In a round every rank copies its numbers into its own slot, increments its word, waits until all words have the same
+// count, and adds up all slots in rank order. All ranks add the same numbers in the same order, so the results are
+// bit-identical.
 //
-// Rounds alternate between the two slots. A rank overwrites the slot of round k in round k + 2, for which it must have
-// seen all words of round k + 1; whoever has posted that is done reading round k. So nobody waits for readers.
+// Rounds alternate between the two slots. A rank overwrites the slot of round k in round k + 2, after it has seen all words
+// of round k + 1. A rank that has posted round k + 1 has finished reading round k, so a writer never waits for readers.
 //
-// A wait has an end: the caller looks after the ranks that have not come, and calls again. How far a sum has come is kept
-// beside the count of rounds, so that the second call goes on where the first one stopped.
+// A wait has a timeout: the caller checks the ranks that are late and calls again. The progress of a sum is stored beside
+// the count of rounds, so that the second call continues where the first one stopped.
 
 #include <cstdint>
 #include <cstring>
@@ -33,10 +34,10 @@
 namespace {
 
 constexpr int64_t WORD_BYTES = 64;
-constexpr int64_t AHEAD = 256 << 10;  // bytes that a waiting rank fetches into its second cache
+constexpr int64_t AHEAD = 256 << 10;  // bytes that a waiting rank prefetches into its L2 cache
 constexpr int64_t LINE = 64;
-constexpr int LOOKS = 64;        // at another rank's word between two looks at the clock
-constexpr int64_t BLOCK = 1024;  // elements added up at a time: their sum stays in the first cache
+constexpr int POLLS = 64;        // of another rank's word between two readings of the clock
+constexpr int64_t BLOCK = 1024;  // elements added up at a time: their sum stays in the L1 cache
 
 struct Word {
     std::atomic<uint32_t> rounds;
@@ -50,12 +51,12 @@ static_assert(sizeof(Word) <= WORD_BYTES && std::atomic<uint32_t>::is_always_loc
 struct mvllm::SharedGroup {
     char* base;
     int64_t world_size, slot_bytes, rank;
-    int64_t spin_ns;       // how long a wait looks before it sleeps
-    int64_t patience_ms;   // how long it takes before the caller is asked
-    int64_t done;          // elements of the sum under way that are added up
-    int64_t late;          // who had not come when a wait was given up
-    uint32_t round;        // rounds that are over; may wrap
-    int32_t is_posted;     // whether this rank's part of the next round lies there already
+    int64_t spin_ns;       // how long a wait spins before it sleeps
+    int64_t timeout_ms;    // of a wait
+    int64_t done;          // elements of the current sum that are complete
+    int64_t late;          // the first rank that had not posted when a wait timed out
+    uint32_t round;        // number of finished rounds; may wrap
+    int32_t is_posted;     // whether this rank has posted its part of the next round
 
     Word& word(int64_t rank) const { return *reinterpret_cast<Word*>(base + rank * WORD_BYTES); }
     char* slot(int64_t rank) const { return base + world_size * WORD_BYTES + (2 * rank + (round & 1)) * slot_bytes; }
@@ -136,12 +137,12 @@ void post(SharedGroup& group, const void* data, int64_t bytes) {
     group.is_posted = 1;
 }
 
-// Looks for the rank's part for as long as spinning is allowed. Meanwhile it fetches what lies at `ahead`.
+// Polls the rank's word for at most `spin_ns`. Meanwhile it prefetches from `ahead`.
 void spin(const SharedGroup& group, const Word& word, const char*& ahead, int64_t& to_fetch) {
     if (group.spin_ns <= 0) return;
     const int64_t end = now_ns() + group.spin_ns;
     do {
-        for (int i = 0; i < LOOKS; ++i) {
+        for (int i = 0; i < POLLS; ++i) {
             if (posted(word, group.round)) return;
             if (to_fetch > 0) {
                 for (int line = 0; line < 4; ++line, ahead += LINE) __builtin_prefetch(ahead, 0, 2);
@@ -155,7 +156,7 @@ void spin(const SharedGroup& group, const Word& word, const char*& ahead, int64_
     } while (now_ns() < end);
 }
 
-// Whether every rank has posted the round; after `patience_ms`, `late` is the first that has not.
+// Waits until every rank has posted the round. False after `timeout_ms`; `late` is then the first that has not.
 bool wait(SharedGroup& group, const char* ahead) {
     int64_t to_fetch = ahead ? AHEAD : 0;
     int64_t deadline = 0;  // set when it is first needed: most waits end while they spin
@@ -165,7 +166,7 @@ bool wait(SharedGroup& group, const char* ahead) {
         spin(group, word, ahead, to_fetch);
         while (!posted(word, group.round)) {
             const int64_t now = now_ns();
-            if (!deadline) deadline = now + group.patience_ms * 1000000;
+            if (!deadline) deadline = now + group.timeout_ms * 1000000;
             if (now >= deadline) {
                 group.late = rank;
                 return false;
@@ -176,7 +177,7 @@ bool wait(SharedGroup& group, const char* ahead) {
     return true;
 }
 
-bool meet(SharedGroup& group, const void* data, int64_t bytes, const char* ahead) {
+bool exchange(SharedGroup& group, const void* data, int64_t bytes, const char* ahead) {
     if (!group.is_posted) post(group, data, bytes);
     return wait(group, ahead);
 }
@@ -192,7 +193,7 @@ bool all_reduce(SharedGroup& group, T* data, int64_t count, const char* ahead) {
     while (group.done < count) {
         T* part = data + group.done;
         const int64_t length = std::min(at_once, count - group.done);
-        if (!meet(group, part, length * int64_t(sizeof(T)), ahead)) return false;
+        if (!exchange(group, part, length * int64_t(sizeof(T)), ahead)) return false;
         add_up(group, part, length);
         end_round(group);
         group.done += length;
@@ -205,22 +206,22 @@ bool all_reduce(SharedGroup& group, T* data, int64_t count, const char* ahead) {
 
 extern "C" {
 
-// Replaces `data` by the sum of all ranks', in as many rounds as it takes. Meanwhile it fetches what lies at `ahead`, which
-// is read next, unless that is null. Returns 1; or 0 where a rank was late: call again with the same arguments.
+// Replaces `data` by the sum over all ranks, in as many rounds as needed. While it waits it prefetches from `ahead`, the
+// memory that is read next, unless that is null. Returns 1, or 0 on a timeout: call again with the same arguments.
 int mvllm_cpu_shared_all_reduce(SharedGroup* group, void* data, int64_t count, int dtype, const char* ahead) {
     return dtype == mvllm::F32 ? all_reduce(*group, static_cast<float*>(data), count, ahead)
                                : all_reduce(*group, static_cast<uint16_t*>(data), count, ahead);
 }
 
-// Shows this rank's bytes to the others and waits for theirs, which lie in the round's slots until `end_round`. Returns 1;
-// or 0 where a rank was late: call again.
-int mvllm_cpu_shared_meet(SharedGroup* group, const void* data, int64_t bytes) {
-    return meet(*group, data, bytes, nullptr);
+// Posts this rank's bytes and waits for those of the others, which stay in the round's slots until `end_round`. Returns 1,
+// or 0 on a timeout: call again.
+int mvllm_cpu_shared_exchange(SharedGroup* group, const void* data, int64_t bytes) {
+    return exchange(*group, data, bytes, nullptr);
 }
 
-// Whoever has read the slots goes on to the next round.
+// Ends the round, after the slots have been read.
 void mvllm_cpu_shared_end_round(SharedGroup* group) { end_round(*group); }
 
 }  // extern "C"
 
-#endif  // elsewhere the symbols are missing, and ranks talk through sockets
+#endif  // on other systems the symbols are missing, and ranks communicate through sockets

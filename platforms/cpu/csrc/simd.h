@@ -275,7 +275,7 @@ INLINE bool any_greater(vf a, vf b) {
 // For reading soon: into the second-level cache.
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// How far ahead of its place whoever reads memory once, from end to end, prefetches. Far enough for a line to arrive, and
+// Prefetch distance of code that reads memory once, from end to end. Far enough for a line to arrive, and
 // near enough to be within what the processor's own prefetcher reads: a second stream, further on, takes from the first.
 constexpr int NEAR = 4096;
 

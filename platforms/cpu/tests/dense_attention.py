@@ -1,5 +1,4 @@
-"""Attention on the processor: the conformance suite's cases, and what attention is: dense, in float64, one query at a
-time, written from the definition."""
+"""Attention cases of the conformance suite for the CPU, and dense float64 attention as the oracle."""
 
 from __future__ import annotations
 

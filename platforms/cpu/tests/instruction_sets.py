@@ -1,4 +1,4 @@
-"""Which instruction sets this processor has."""
+"""Instruction sets of the processor that runs the tests."""
 
 from __future__ import annotations
 

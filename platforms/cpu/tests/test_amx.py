@@ -1,4 +1,4 @@
-"""Products on AMX tiles, over tiles emulated in C++: no machine that these tests have run on has the extension."""
+"""AMX matrix products, on tiles emulated in C++: no test machine so far has the extension."""
 
 from __future__ import annotations
 

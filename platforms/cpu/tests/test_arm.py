@@ -1,4 +1,4 @@
-"""The kernels on 64-bit Arm: cross-compiled, and run by an emulator with and without bfloat16 dot products."""
+"""The kernels on 64-bit Arm: cross-compiled, and run in an emulator with and without bfloat16 dot products."""
 
 from __future__ import annotations
 

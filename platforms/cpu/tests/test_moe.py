@@ -149,8 +149,8 @@ def test_clamped_experts_are_those_of_the_reference_and_others_are_not_read(dtyp
         gate_up[e], down[e] = float("nan"), float("nan")
     found = clamped_moe(x, gate_up, biases[0], down, biases[1], *settings)
     assert_close(found, wanted, dtype)
-    nobody = (x[:0], gate_up, biases[0], down, biases[1], *(part[:0] for part in chosen), 1.702, 1.5)
-    assert clamped_moe(*nobody).shape == (0, 64)
+    no_tokens = (x[:0], gate_up, biases[0], down, biases[1], *(part[:0] for part in chosen), 1.702, 1.5)
+    assert clamped_moe(*no_tokens).shape == (0, 64)
 
 
 def test_packing_takes_the_memory_of_the_loaded_weights_over(op):

@@ -1,4 +1,4 @@
-"""The files that test kernels again, in a process for each instruction set that they have not run with here."""
+"""Runs the kernel tests again, in a process for each instruction set that they have not run with here."""
 
 from __future__ import annotations
 

@@ -278,14 +278,14 @@ def test_a_fresh_cache_is_touched_before_it_is_used():
     """By a thread of its own, which lets go of what is dropped, and changes nothing."""
     backend = PagedAttention(make_spec(8, 8, 64, "bfloat16"))
     library = kernels.load().library
-    touched = library.mvllm_cpu_touched
+    touched = library.mvllm_cpu_prefaulted_bytes
     touched.argtypes, touched.restype = (ctypes.c_void_p,), ctypes.c_int64
     cache = backend.allocate(512, 16, torch.device("cpu"))
     cache[1][300] = 3
     assert min(part.nbytes for part in cache) >= 4 * HUGE_PAGE
     addresses, deadline = [part.data_ptr() for part in cache], time.monotonic() + 120
     while any(touched(part.data_ptr()) < part.nbytes for part in cache):
-        assert time.monotonic() < deadline, "nobody touches the cache"
+        assert time.monotonic() < deadline, "the cache is not prefaulted"
         time.sleep(0.02)
     assert not cache[0].any() and (cache[1] == 3).sum() == cache[1][300].numel()
     dropped = backend.allocate(512, 16, torch.device("cpu"))

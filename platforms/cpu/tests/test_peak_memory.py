@@ -1,4 +1,4 @@
-"""What loading and serving a model takes beside its weights and its KV cache."""
+"""Memory that loading and serving a model takes beside its weights and its KV cache."""
 
 from __future__ import annotations
 

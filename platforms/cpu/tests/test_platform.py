@@ -1,4 +1,4 @@
-"""The CPU platform as core meets it: choice, plan, topology, device, fallback, diagnosis."""
+"""The CPU platform through the contract: choice, plan, topology, device, fallback without kernels, doctor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled products with integer weights beside the reference and float64, on every instruction set that runs."""
+"""Compiled int8 and int4 products against the reference and float64, on every instruction set that runs here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded steps: the same results as without recording, for other inputs and other plans; and what is not recorded."""
+"""Replayed steps give the results of unrecorded ones, for other inputs and plans; which steps are not recorded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.model_zoo import make_checkpoint
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
 needs_shared_memory = pytest.mark.skipif(
-    not hasattr(LOADED.library, "mvllm_cpu_shared_meet"), reason="ranks share no memory on this system"
+    not hasattr(LOADED.library, "mvllm_cpu_shared_exchange"), reason="ranks share no memory on this system"
 )
 
 HIDDEN, HEADS, HEAD_SIZE, VOCAB = 64, 2, 32, 50
@@ -198,7 +198,7 @@ def same_with_every_plan(block, function, compiled, rows):
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_norms_per_head_are_recorded(block, backend, rows):
-    """Their rows lie apart, in groups: nobody copies them."""
+    """Rows of strided heads are used without a copy."""
     norm = random(HEAD_SIZE, seed=9)
 
     def function(ids, positions, plan):
@@ -298,7 +298,7 @@ def test_quantized_products_are_replayed_by_any_number_of_threads(block, backend
         torch.set_num_threads(before)
 
 
-def test_what_nobody_sees_is_not_replayed(block, backend):
+def test_unrecorded_work_prevents_replay(block, backend):
     """Work outside torch and outside the kernels, in another library say, shows by the result."""
 
     def function(*args):
@@ -310,7 +310,7 @@ def test_what_nobody_sees_is_not_replayed(block, backend):
 
 
 def test_a_recording_that_fails_leaves_no_keys_and_values(block, backend):
-    """Trying it has stored what it makes without the work that nobody has seen."""
+    """The trial replay has stored results without the unrecorded work."""
 
     def function(ids, positions, plan):
         x = block.ops.embedding(ids, block.table)
@@ -512,7 +512,7 @@ def test_an_argument_may_be_written_to(block, backend):
 
 
 def test_work_that_no_recording_sees_leaves_the_cache_as_it_should_be(block, backend):
-    """A library of somebody else's: torch does not know of it, and its kernels are not ours."""
+    """Work of a third-party library, which torch does not report and which is not one of our kernels."""
 
     def run(ids, positions, plan):
         x = block.ops.embedding(ids, block.table)

@@ -1,4 +1,4 @@
-"""Ranks that share memory: what sockets would give, the same bits on every rank, and no wait for the dead."""
+"""Shared-memory collectives: results as with sockets, bit-identical on all ranks, and errors for dead ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mvllm_cpu.shared_memory_communicator import SharedMemoryCommunicator
 from tests.helpers.forked_ranks import start_ranks
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(kernels.load().library, "mvllm_cpu_shared_meet"), reason="the kernels are not built for this system"
+    not hasattr(kernels.load().library, "mvllm_cpu_shared_exchange"), reason="the kernels are not built for this system"
 )
 HOST = torch.device("cpu")
 WIDTH = 64
@@ -92,7 +92,7 @@ def many_rounds(rank: int, world_size: int, address: str) -> None:
     comm.close()
 
 
-def test_rounds_do_not_mix_whoever_is_late() -> None:
+def test_rounds_do_not_mix_whichever_rank_is_late() -> None:
     spawn(many_rounds, 2)
 
 
@@ -135,7 +135,7 @@ def test_where_memory_cannot_be_had_all_ranks_use_sockets(body: Callable[..., No
     spawn(body, 2)
 
 
-def test_every_page_is_claimed_and_nobody_can_take_one_back() -> None:
+def test_every_page_is_allocated_and_the_memory_cannot_shrink() -> None:
     fd = module._claim(64 << 10, bytes(16))
     try:
         assert os.fstat(fd).st_blocks * 512 >= 64 << 10
@@ -226,7 +226,7 @@ def test_replays_and_calls_of_a_step_give_the_same_bits_in_any_order(slot_bytes:
 
 
 def deserted_in_a_replay(rank: int, world_size: int, address: str) -> None:
-    module._PATIENCE_MS = 50
+    module._TIMEOUT_MS = 50
     comm = join(rank, world_size, address)
     step = Step(rank, comm)
     comm.barrier()
@@ -244,7 +244,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_replay_is_named() -> None:
 
 
 def stuck_in_a_replay(rank: int, world_size: int, address: str) -> None:
-    module._PATIENCE_MS = 50
+    module._TIMEOUT_MS = 50
     comm = join(rank, world_size, address)
     step = Step(rank, comm)
     comm.barrier()
@@ -264,7 +264,7 @@ def test_a_rank_that_is_stuck_in_the_middle_of_a_replay_is_named_after_the_timeo
 
 
 def late_in_a_replay(rank: int, world_size: int, address: str) -> None:
-    module._PATIENCE_MS = 20
+    module._TIMEOUT_MS = 20
     comm = join(rank, world_size, address)
     step = Step(rank, comm)
     expected = step.written(step.inputs)

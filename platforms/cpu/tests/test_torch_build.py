@@ -1,4 +1,4 @@
-"""A torch that carries libraries for accelerators is told with its size, unless a platform uses them."""
+"""A torch with accelerator libraries is reported with its size, unless a platform uses them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_not_used_is_counted_over_all_libraries(installed):
     assert check.status is CheckStatus.WARNING and "--torch-backend=cpu" in check.remedy
 
 
-def test_it_is_said_once_at_first_use(installed, caplog, monkeypatch):
+def test_it_is_logged_once_at_first_use(installed, caplog, monkeypatch):
     with_accelerators(installed)
     monkeypatch.setattr(logging.getLogger("mvllm"), "propagate", True)
     torch_build.warn_once.cache_clear()
@@ -82,5 +82,5 @@ def test_a_build_for_processors_is_well(installed, version):
     assert check.status is CheckStatus.OK and check.found == f"torch {version} carries no accelerator libraries."
 
 
-def test_no_torch_is_said_elsewhere(installed):
+def test_a_missing_torch_is_no_warning_here(installed):
     assert doctor._torch_build().status is CheckStatus.OK

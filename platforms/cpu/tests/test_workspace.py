@@ -1,4 +1,4 @@
-"""Memory of intermediate tensors: places are used again, and never two tensors' at once."""
+"""The workspace reuses memory of freed tensors and never gives the same memory to two live tensors."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_addresses_that_cannot_be_had_are_a_memory_error(monkeypatch):
         raise OSError("no")
 
     monkeypatch.setattr(memory.mmap, "mmap", refuse)
-    with pytest.raises(MemoryError, match="cannot be had"):
+    with pytest.raises(MemoryError, match="cannot be mapped"):
         Workspace().empty((MIB,), torch.uint8)
 
 

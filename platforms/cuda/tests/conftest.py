@@ -1,4 +1,4 @@
-"""Fixtures: this process sees a machine that the test describes."""
+"""Fixture `machine`: makes this process see a machine with the given NVIDIA devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mvllm_cuda import nvml
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Describes the machine: `machine(line, ...)`, see stand_in. Nothing hides its devices."""
+    """Describes the machine: `machine(line, ...)`, see fake_nvml. No variable hides its devices."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
 

@@ -1,4 +1,4 @@
-"""Machines with NVIDIA devices, as far as the driver's management library shows them: see nvml_library.c."""
+"""Compiles a replacement of NVML (nvml_library.c) and describes machines with NVIDIA devices to it."""
 
 from __future__ import annotations
 

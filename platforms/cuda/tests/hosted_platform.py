@@ -1,4 +1,4 @@
-"""The CUDA platform on the host: its plans, shapes, tables and captured steps are the real ones.
+"""The CUDA platform with the host as its device: its plans, shapes, tables and decode graphs are the real ones.
 
 In place of the device: the host's memory; in place of CUDA graphs, graphs of torch's operations (host_graphs.py among
 torch-gpu's tests); in place of the Triton kernels, functions with their signatures made of torch operations that can be

@@ -1,4 +1,4 @@
-"""The light module of the platform `hosted`: the CUDA platform with the host in the place of its devices."""
+"""Plugin module of the platform `hosted`: the CUDA platform with the host as its device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Imports what stands on Triton with its interpreter; skips the tests of whoever imports this where there is none."""
+"""Imports the Triton kernels with Triton's interpreter; skips the tests of the importing module without Triton.
+
+An importable name for torch-gpu's module of the same name, whose folder has a hyphen.
+"""
 
 from __future__ import annotations
 

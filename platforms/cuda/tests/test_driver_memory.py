@@ -1,4 +1,4 @@
-"""What NVML tells about a device's memory, and what it does not."""
+"""Device memory as NVML reports it, and what is unknown where NVML does not report it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mvllm_cuda.driver_memory import NvmlDriverMemory
 UUID = uuid_of(A100.format(n=0))
 
 
-def test_nvml_tells_what_this_process_holds(machine):
+def test_memory_of_this_process_comes_from_nvml(machine):
     machine(A100.format(n=0), f"process|{os.getpid()}|{3 * GIB}", f"process|1|{5 * GIB}")
     assert NvmlDriverMemory(UUID).held_by_this_process() == 3 * GIB
     assert NvmlDriverMemory(UUID).free() == 85000000000
 
 
-@pytest.mark.parametrize("uuid", [None, "GPU-of-nobody"])
+@pytest.mark.parametrize("uuid", [None, "GPU-unknown"])
 def test_what_nvml_cannot_tell_is_not_made_up(machine, uuid):
     machine(A100.format(n=0), "process|1|77")
     assert NvmlDriverMemory(uuid).held_by_this_process() is None and NvmlDriverMemory(uuid).free() is None

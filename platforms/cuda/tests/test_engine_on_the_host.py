@@ -1,11 +1,11 @@
-"""The whole engine on the CUDA platform, the host in place of its devices: graphs or none, the tokens are the same."""
+"""The whole engine on the CUDA platform with the host as its device: the same tokens with graphs and without."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 
-import platforms.cuda.tests.interpreted  # noqa: F401  # skips where there is no Triton; the kernels come after it
+import platforms.cuda.tests.interpreted  # noqa: F401  # skips without Triton; must precede imports of kernels
 import pytest
 import torch
 from platforms.cuda.tests import hosted_plugin

@@ -1,4 +1,4 @@
-"""What the driver's management library says arrives as it was said, and its errors say what to do."""
+"""Reading NVML: devices and memory arrive unchanged, and errors carry a remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_library_is_found_where_a_container_has_it_mounted(machine, monkeypa
     assert len(read_inventory().devices) == 1
 
 
-def test_a_device_without_memory_of_its_own_tells_none(machine):
+def test_a_device_that_uses_the_hosts_memory_reports_none(machine):
     machine(SPARK.format(n=0))
     [device] = read_inventory().devices
     assert device.memory_bytes is None and device.free_bytes is None
@@ -71,9 +71,9 @@ def test_a_driver_that_does_not_start_says_why(machine, code, says, remedy):
     assert remedy in raised.value.remedy
 
 
-def test_no_library_is_told_with_what_to_do(monkeypatch):
-    monkeypatch.setattr(nvml, "LIBRARY", "libnvidia-ml-that-nobody-has.so.1")
-    with pytest.raises(NvmlError, match="libnvidia-ml-that-nobody-has") as raised:
+def test_a_missing_library_is_an_error_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(nvml, "LIBRARY", "libnvidia-ml-not-installed.so.1")
+    with pytest.raises(NvmlError, match="libnvidia-ml-not-installed") as raised:
         read_inventory()
     assert raised.value.code is None and "Install" in raised.value.remedy
 

@@ -1,5 +1,4 @@
-"""The CUDA platform as core meets it, where there is no device: plans, topology, settings, diagnosis, and what workers
-say that find none."""
+"""The CUDA platform through the contract, without a device: plans, topology, settings, doctor, worker errors."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def test_what_it_computes_in_is_accepted(platform, dtype, kv_dtype):
     assert platform.plan(engine_config(dtype, kv_dtype)) == Plan()
 
 
-def test_other_dtypes_are_refused_with_those_that_there_are(platform):
+def test_unsupported_dtypes_are_refused_with_the_supported_ones(platform):
     answer = platform.plan(engine_config("float64", "float8_e5m2"))
     assert isinstance(answer, Refusals)
     assert [refusal.field for refusal in answer.reasons] == ["model.dtype", "cache.dtype"]
@@ -61,9 +60,9 @@ def test_other_dtypes_are_refused_with_those_that_there_are(platform):
 
 
 @pytest.mark.parametrize("variable", ["MVLLM_CUDA_COMPILE", "MVLLM_CUDA_SUMS"])
-def test_a_setting_that_means_nothing_is_told_at_once(platform, monkeypatch, variable):
+def test_an_invalid_setting_raises_in_plan(platform, monkeypatch, variable):
     monkeypatch.setenv(variable, "fast")
-    with pytest.raises(ConfigError, match=f"{variable}='fast' means nothing"):
+    with pytest.raises(ConfigError, match=f"{variable}='fast' is not supported"):
         platform.plan(engine_config())
 
 
@@ -84,7 +83,7 @@ def test_an_order_of_devices_that_the_user_has_set_stays(platform, monkeypatch):
 @pytest.mark.parametrize(
     ("lines", "unified"), [((SPARK.format(n=0),), True), ((A100.format(n=0),), False), ((), False)]
 )
-def test_a_device_that_tells_no_memory_uses_the_hosts(platform, machine, lines, unified):
+def test_a_device_that_reports_no_memory_uses_the_hosts(platform, machine, lines, unified):
     machine(*lines)
     assert platform.capabilities.unified_memory is unified
     assert platform.capabilities == platform.capabilities
@@ -179,7 +178,7 @@ def test_a_sound_machine_has_a_clean_bill(checks):
     assert list(found) == ["driver", "devices", "order", "torch", "kernels", "memory"]
 
 
-def test_other_tenants_are_noticed(checks):
+def test_memory_of_other_processes_is_reported(checks):
     full = "device|NVIDIA A100|GPU-1|85899345920|1073741824|8.0"
     check = checks(full)["memory"]
     assert check.status is CheckStatus.WARNING and "1.0 GiB free of 80.0 GiB" in check.found
@@ -204,7 +203,7 @@ def test_a_torch_that_is_too_new_for_the_driver_is_broken(checks):
     assert check.status is CheckStatus.BROKEN and "Update the driver" in check.remedy
 
 
-def test_without_a_driver_the_doctor_says_so_and_stops(monkeypatch):
+def test_without_a_driver_the_doctor_reports_only_that(monkeypatch):
     def absent():
         raise NvmlError("there is no driver", remedy="Install it.")
 

@@ -1,4 +1,4 @@
-"""The probe says whether the platform can be used, and touches neither torch nor a driver's CUDA for it."""
+"""The CUDA probe: availability with reasons, without loading torch or CUDA."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def mvllm(arguments: list[str], tmp_path: Path, **variables: str) -> str:
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a device here")
-def test_without_a_driver_the_listing_says_so_and_what_to_do(tmp_path):
+def test_without_a_driver_the_listing_names_reason_and_remedy(tmp_path):
     text = mvllm(["platforms"], tmp_path)
     assert "cuda: not available" in text
     assert "There is no NVIDIA driver: libnvidia-ml.so.1 cannot be loaded" in text

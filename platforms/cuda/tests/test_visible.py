@@ -1,4 +1,4 @@
-"""The devices that CUDA would show for a list of visible ones, worked out as CUDA does."""
+"""CUDA_VISIBLE_DEVICES is resolved as CUDA resolves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures: this process sees a machine that the test describes."""
+"""Fixture `machine`: makes this process see a machine with the given AMD devices."""
 
 from __future__ import annotations
 

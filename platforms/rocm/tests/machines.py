@@ -1,4 +1,4 @@
-"""Machines with ROCm devices, as far as the driver's files show them: a folder that stands for `/`."""
+"""Builds folders with the driver's files of machines with ROCm devices, used in place of `/`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Device:
         target: The driver's number of it.
         chip, revision: PCI ids.
         memory, used: Bytes of its own, and of these in use; None where there is no such file.
-        product: What its board says.
+        product: Product name of the board.
         identity: What its UUID is made of; None for one of its own.
         held: Bytes that processes hold, by their number.
         opens: Whether there is a file to open it by.

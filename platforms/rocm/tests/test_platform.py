@@ -1,5 +1,4 @@
-"""The ROCm platform as core meets it, where there is no device: plans, topology, settings, diagnosis, and what workers
-say that find none."""
+"""The ROCm platform through the contract, without a device: plans, topology, settings, doctor, worker errors."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def test_what_it_computes_in_is_accepted(platform, dtype, kv_dtype):
     assert platform.plan(engine_config(dtype, kv_dtype)) == Plan()
 
 
-def test_other_dtypes_are_refused_with_those_that_there_are(platform):
+def test_unsupported_dtypes_are_refused_with_the_supported_ones(platform):
     answer = platform.plan(engine_config("float64", "float8_e5m2"))
     assert isinstance(answer, Refusals)
     assert [refusal.field for refusal in answer.reasons] == ["model.dtype", "cache.dtype"]
@@ -58,9 +57,9 @@ def test_other_dtypes_are_refused_with_those_that_there_are(platform):
 @pytest.mark.parametrize(
     ("variable", "known"), [("MVLLM_ROCM_COMPILE", "graphs, inductor, none"), ("MVLLM_ROCM_SUMS", "rccl, direct")]
 )
-def test_a_setting_that_means_nothing_is_told_at_once(platform, monkeypatch, variable, known):
+def test_an_invalid_setting_raises_in_plan(platform, monkeypatch, variable, known):
     monkeypatch.setenv(variable, "fast")
-    with pytest.raises(ConfigError, match=f"{variable}='fast' means nothing; set it to one of {known}"):
+    with pytest.raises(ConfigError, match=f"{variable}='fast' is not supported; set it to one of {known}"):
         platform.plan(engine_config())
 
 
@@ -124,7 +123,7 @@ def test_a_worker_finds_its_device_among_the_visible_ones(machine, monkeypatch):
     assert runtime.device_at(2) is None
 
 
-def test_a_worker_without_the_drivers_files_has_no_books(machine, tmp_path, monkeypatch):
+def test_a_worker_without_the_drivers_files_has_no_driver_memory(machine, tmp_path, monkeypatch):
     monkeypatch.setattr("mvllm_rocm.topology.ROOT", tmp_path / "nothing")
     assert runtime.device_at(0) is None
 
@@ -164,13 +163,13 @@ def test_a_sound_machine_has_a_clean_bill(checks):
     assert list(found) == ["driver", "devices", "targets", "torch", "kernels", "memory"]
 
 
-def test_other_tenants_are_noticed(checks):
+def test_memory_of_other_processes_is_reported(checks):
     check = checks(dataclasses.replace(MI300X, used=180 * GIB))["memory"]
     assert check.status is CheckStatus.WARNING and "12.0 GiB free of 192.0 GiB" in check.found
     assert "--memory-utilization" in check.remedy
 
 
-def test_memory_that_nobody_tells_is_not_made_up(checks):
+def test_unknown_memory_is_reported_as_unknown(checks):
     found = checks(HALO, dataclasses.replace(MI300X, used=None))["memory"]
     assert found.status is CheckStatus.OK
     assert found.found == "Radeon 8060S uses the host's memory; 192.0 GiB, free ones unknown."
@@ -200,7 +199,7 @@ def test_a_torch_for_something_else_is_broken(checks):
     assert check.status is CheckStatus.BROKEN and "build for ROCm" in check.remedy
 
 
-def test_without_a_driver_the_doctor_says_so_and_stops(tmp_path):
+def test_without_a_driver_the_doctor_reports_only_that(tmp_path):
     [check] = doctor.checks(tmp_path)
     assert check.status is CheckStatus.BROKEN
     assert check.found == "There is no driver for ROCm devices: /sys/class/kfd is not there."

@@ -1,4 +1,4 @@
-"""The probe says whether the platform can be used, and touches neither torch nor HIP for it."""
+"""The ROCm probe: availability with reasons, without loading torch or HIP."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def mvllm(arguments: list[str], tmp_path: Path, root: Path) -> str:
     return done.stdout + done.stderr
 
 
-def test_without_a_driver_the_listing_says_so_and_what_to_do(tmp_path):
+def test_without_a_driver_the_listing_names_reason_and_remedy(tmp_path):
     text = mvllm(["platforms"], tmp_path, tmp_path / "nothing")
     assert "rocm: not available" in text
     assert "There is no driver for ROCm devices: /sys/class/kfd is not there" in text

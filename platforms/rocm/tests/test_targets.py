@@ -1,4 +1,4 @@
-"""Names of targets, and what follows from them."""
+"""Names of targets and their properties."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_not_every_target_multiplies_float8(name, multiplied):
     assert targets.multiplies_float8(name) is multiplied
 
 
-def test_a_name_that_is_none_is_said_to_be_none():
-    with pytest.raises(ValueError, match="'sm_90' is no name of a target, such as gfx942"):
+def test_an_invalid_target_name_raises():
+    with pytest.raises(ValueError, match="'sm_90' is not a target name such as gfx942"):
         targets.parts("sm_90")
 
 

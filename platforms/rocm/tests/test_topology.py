@@ -1,4 +1,4 @@
-"""What the driver's files say arrives as it was said; what cannot be used is named with the reason."""
+"""Reading the driver's files: devices arrive unchanged; unusable devices are named with the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from platforms.rocm.tests.machines import GIB, HALO, MI210, MI300A, MI300X, MI35
 
 from mvllm_rocm import topology
 from mvllm_rocm.driver_memory import SysfsDriverMemory, driver_shares_pid_namespace
-from mvllm_rocm.topology import TopologyError, read_inventory
+from mvllm_rocm.topology import read_inventory
+from mvllm_torch_gpu.device_discovery import TopologyError
 
 
 def test_devices_come_with_all_that_is_read_of_them(machine):
@@ -38,7 +39,7 @@ def test_more_than_nine_devices_keep_the_drivers_order(machine):
 
 
 @pytest.mark.parametrize("device", [HALO, MI300A])
-def test_a_device_that_uses_the_hosts_memory_tells_none(machine, device):
+def test_a_device_that_uses_the_hosts_memory_reports_none(machine, device):
     machine(device)
     [found] = read_inventory().devices
     assert found.memory_bytes is None and found.free_bytes is None
@@ -68,11 +69,11 @@ def test_devices_that_cannot_be_opened_do_not_count(machine):
     assert [(device.index, device.uuid) for device in found.devices] == [(0, uuid_of(0)), (1, uuid_of(3))]
     assert found.failures == (
         "node 2: /dev/dri/renderD136 is not there",
-        "node 3 is not for this process to read",
+        "node 3 is not readable for this process",
     )
 
 
-def test_a_machine_without_the_driver_says_so(tmp_path):
+def test_a_machine_without_the_driver_is_an_error_with_a_remedy(tmp_path):
     with pytest.raises(TopologyError, match="no driver for ROCm devices") as raised:
         read_inventory(tmp_path)
     assert "modprobe amdgpu" in raised.value.remedy and "--platform" in raised.value.remedy
@@ -85,7 +86,7 @@ def test_a_container_that_was_not_given_the_driver_says_how(machine):
     assert "--device=/dev/kfd --device=/dev/dri" in raised.value.remedy
 
 
-def test_a_user_who_may_not_open_the_driver_is_told_the_groups(machine, monkeypatch):
+def test_a_user_without_permission_gets_the_groups_as_remedy(machine, monkeypatch):
     root = machine(MI300X)
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != root / "dev/kfd" and real(path, mode))
@@ -104,7 +105,7 @@ def test_a_driver_without_devices_is_no_error(machine):
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-def test_free_bytes_are_those_of_now_and_other_tenants_are_counted(machine):
+def test_free_bytes_are_current_and_exclude_other_processes(machine):
     root = machine(MI300X)
     [device] = read_inventory().devices
     write(root / "sys/class/drm/renderD128/device/mem_info_vram_used", f"{100 * GIB}\n")
@@ -128,7 +129,7 @@ def test_in_a_container_another_process_may_have_our_number(machine, monkeypatch
     assert SysfsDriverMemory(device).held_by_this_process() is None
 
 
-def test_the_drivers_numbers_of_processes_are_told_by_their_namespace(tmp_path):
+def test_the_pid_namespace_decides_whether_the_drivers_pids_apply(tmp_path):
     assert driver_shares_pid_namespace(tmp_path) is False and driver_shares_pid_namespace(tmp_path / "absent") is False
 
 

@@ -1,4 +1,4 @@
-"""The devices that HIP would show for lists of visible ones, worked out as it and the library below it do."""
+"""ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES are resolved as ROCm, HIP and torch do."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_lists_that_are_cut_short(see, lists, expected, says):
         # Torch counts no device where one is named twice, and fails where there are more names than devices left.
         ({"hip": "1,1"}, [], "names a device twice: torch then counts none"),
         ({"cuda": "0,1,0"}, [], "names a device twice"),
-        ({"rocr": "2", "hip": "0,1"}, [], "torch refuses a list for HIP that is longer"),
+        ({"rocr": "2", "hip": "0,1"}, [], "torch rejects a list for HIP that is longer"),
         # Torch does not read the third list where the first is set, HIP does.
         ({"rocr": "2,3", "cuda": "1"}, [3], "torch counts the entries of ROCR_VISIBLE_DEVICES, HIP shows 1"),
     ],

@@ -1,4 +1,4 @@
-"""Stand-ins for the packages flash_attn and flashinfer: their documented signatures and rules, in dense attention.
+"""Replacements of flash_attn and flashinfer with their documented signatures and rules, computed as dense attention.
 
 Each call is checked as the packages' own pages have it, and noted in `calls`.
 """
@@ -52,7 +52,7 @@ def make_flash_attn(calls: list[str], *, soft_cap: bool = True) -> types.ModuleT
         _check_flash(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k)
         starts, key_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
         assert causal and window_size[1] == (-1 if window_size[0] == -1 else 0)
-        out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)  # what nobody asked for is anything
+        out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)  # unrequested output is undefined
         for r, (a, b) in enumerate(itertools.pairwise(starts)):
             length = key_starts[r + 1] - key_starts[r]
             assert b - a <= max_seqlen_q and length <= max_seqlen_k

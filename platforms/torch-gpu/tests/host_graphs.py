@@ -1,4 +1,4 @@
-"""Graphs of work on the host, with the habits of CUDA's: what is captured is torch's operations, not Python's doings.
+"""Graphs of torch operations on the host, with the rules of CUDA graphs.
 
 A replay runs the recorded operations again on the tensors that they had, so whatever the step's Python read while it
 was captured stays as it was. Capturing leaves no results: they are spoilt until the first replay.

@@ -1,13 +1,13 @@
-"""Imports what stands on Triton with its interpreter: numpy on the host in place of a device.
+"""Imports the shared GPU modules with their kernels on Triton's interpreter, which computes with numpy on the host.
 
-Skips the tests of whoever imports this where there is no Triton.
+Skips the tests of the importing module if Triton is not installed.
 """
 
 from __future__ import annotations
 
 import importlib
 
-kernels = importlib.import_module("platforms.triton-kernels.tests.interpreted")  # decides how kernels are made
+kernels = importlib.import_module("platforms.triton-kernels.tests.interpreted")  # must come first: see interpreter.py
 
 importlib.import_module("mvllm_torch_gpu.attention")
 importlib.import_module("mvllm_torch_gpu.ops")

@@ -89,7 +89,7 @@ def test_the_tables_of_a_graph_give_what_the_steps_own_give():
     bench.fill(0.5)
     plan = bench.begin_step(case.layout)
     assert plan.is_decode(4)
-    room = plan.room(torch.empty(4, 64, dtype=torch.int32))
+    room = plan.static_buffers(torch.empty(4, 64, dtype=torch.int32))
     assert room.max_seq_len == 64 * 16 and room.block_table.shape == (4, 64)
     room.block_table.fill_(10**6)  # what an earlier step has left beyond this one's tables is not followed
     for part, given in room.parts_to_fill(plan):
@@ -122,7 +122,7 @@ def test_what_is_not_supported_is_refused_with_the_reason(fields, reason):
     assert any(reason in problem for problem in TritonAttention.validate(make_spec(**fields)))
 
 
-def test_a_layer_that_the_kernels_do_not_take_runs_in_plain_torch():
+def test_a_layer_that_the_kernels_do_not_support_runs_in_plain_torch():
     platform = SomePlatform()
     assert isinstance(platform.attention_backend(make_spec()), TritonAttention)
     assert not isinstance(platform.attention_backend(make_spec(head_size=512)), TritonAttention)

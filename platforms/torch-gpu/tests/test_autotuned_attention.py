@@ -1,4 +1,4 @@
-"""Libraries of attention where they are installed: what they are asked, when they are chosen, and by whom.
+"""Installed attention libraries: which layers they support, and when they are chosen.
 
 The libraries are stand-ins, and in place of the Triton kernels there are functions of torch operations.
 """
@@ -163,11 +163,11 @@ def test_a_call_is_timed():
         ({"sinks": True}, "no sinks"),
         ({"dtype": "float32"}, "not in float32"),
         ({"kv_dtype": "int8"}, "not of int8"),
-        ({"head_size": 64, "value_head_size": 32}, "as long as their keys"),
+        ({"head_size": 64, "value_head_size": 32}, "values of the keys' size"),
         ({"head_size": 36}, "36"),
     ],
 )
-def test_layers_that_no_library_takes_are_the_kernels(fields, reason, calls):
+def test_layers_that_no_library_supports_use_the_triton_kernels(fields, reason, calls):
     spec = make_spec(**{"dtype": "bfloat16", **fields})
     found, reasons = attention_libraries.libraries_for(spec, ("flash_attn", "flashinfer"))
     assert found == [] and all(any(reason in text for text in (r,)) for r in reasons), reasons
@@ -202,11 +202,11 @@ def test_the_kernels_may_be_named_and_other_names_mean_nothing(calls, monkeypatc
     monkeypatch.setenv(VARIABLE, TRITON)
     assert type(SomePlatform().attention_backend(make_spec(dtype="bfloat16"))) is TritonAttention
     monkeypatch.setenv(VARIABLE, "xformers")
-    with pytest.raises(ConfigError, match=f"{VARIABLE}='xformers' means nothing"):
+    with pytest.raises(ConfigError, match=f"{VARIABLE}='xformers' is not supported"):
         SomePlatform.settings.attention()
 
 
-def test_a_library_that_is_named_and_cannot_be_had_is_told(calls, monkeypatch):
+def test_a_named_library_that_cannot_be_imported_is_an_error(calls, monkeypatch):
     monkeypatch.setenv(VARIABLE, "flash_attn")
     with pytest.raises(PlatformError, match=rf"{VARIABLE}=flash_attn: flash_attn has no sinks.*Unset {VARIABLE}"):
         SomePlatform().attention_backend(make_spec(dtype="bfloat16", sinks=True))

@@ -1,4 +1,4 @@
-"""Collectives of the platform over gloo in place of NCCL: small sums take the other way only where all ranks agree."""
+"""Communicators over gloo in place of NCCL: direct sums are used only if all ranks agree."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_small_sums_go_another_way_only_where_that_is_right_on_all_ranks(kind):
 def test_ranks_that_do_not_find_each_other_say_so_and_what_to_look_at():
     alone = GroupSpec("tp", (0, 1), 0, init_method="tcp://127.0.0.1:1")
     with pytest.raises(PlatformError, match=r"ranks \[0, 1\] of group 'tp' do not find each other.*NCCL_DEBUG=INFO"):
-        NcclCommunicator(alone, HOST, backend="a-backend-that-nobody-has", timeout=0.2)
+        NcclCommunicator(alone, HOST, backend="an-unknown-backend", timeout=0.2)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_fits_direct_sums(shape, dtype, expected):
     assert custom_all_reduce.fits(torch.empty(shape, dtype=dtype)) is expected
 
 
-def test_ranks_reach_each_other_or_it_is_said_whom_they_do_not():
+def test_devices_without_peer_access_are_named():
     custom_all_reduce.check_reach(4, 4, 1, lambda mine, other: True)
     with pytest.raises(PlatformError, match=r"device 1 cannot read the memory of \[3\]"):
         custom_all_reduce.check_reach(4, 4, 1, lambda mine, other: other != 3)

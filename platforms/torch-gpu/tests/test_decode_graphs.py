@@ -1,4 +1,4 @@
-"""Steps that are replayed give what the function gives; everything else runs as it is."""
+"""Replayed decode steps give the function's results; all other steps run eagerly."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ def test_sequences_of_any_usual_length_have_one_graph():
 
 def test_graphs_share_a_table_and_one_for_more_requests_leaves_the_others_theirs(graphs):
     tables = GraphBlockTables(TABLE * BLOCK)
-    large, small, larger = (tables.of(4, plan(rows)) for rows in (8, 4, 16))
+    large, small, larger = (tables.buffer_for(4, plan(rows)) for rows in (8, 4, 16))
     assert small.data_ptr() == large.data_ptr() != larger.data_ptr()
-    assert tables.of(5, plan(4)).data_ptr() != small.data_ptr(), "each of a step's tables has its own"
+    assert tables.buffer_for(5, plan(4)).data_ptr() != small.data_ptr(), "each of a step's tables has its own"
     function = compiled(Model(), graphs)
     for number, rows in enumerate((4, 8, 4, 2, 16, 8, 4)):
         given = step_arguments(rows, pages=1 + 5 * number, shift=number)

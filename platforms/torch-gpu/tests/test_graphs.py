@@ -1,4 +1,4 @@
-"""What a capture leaves behind, with functions in the place of torch's for devices; capturing itself needs a device."""
+"""State after a capture, with replacements of torch's device functions; capturing itself needs a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose bytes are whose: ours, other tenants', the host's; and one message where there are not enough."""
+"""Memory accounting: own memory, other processes' memory, the host's memory, and the out-of-memory message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mvllm_torch_gpu.memory import MemoryStats
 GIB = 1 << 30
 
 
-def figures(**changed):
+def stats(**changed):
     """80 GiB: others hold 10, this process 1 outside torch's allocator and 20 in it, 4 of these cached."""
     facts = {
         "total": 80 * GIB,
@@ -24,36 +24,36 @@ def figures(**changed):
     return MemoryStats(**{**facts, **changed})
 
 
-def test_cached_memory_is_free_to_us_and_other_tenants_are_not_ours():
-    info = figures().as_info()
+def test_cached_memory_counts_as_free_and_other_processes_are_separate():
+    info = stats().as_info()
     assert (info.total, info.free) == (80 * GIB, (49 + 4) * GIB)
     assert (info.used_by_me, info.peak_by_me) == (17 * GIB, 19 * GIB)
-    assert figures().others == 10 * GIB
+    assert stats().used_by_others == 10 * GIB
 
 
-def test_another_tenant_that_comes_takes_from_what_is_free_and_not_from_ours():
-    before, after = figures(), figures(driver_free=9 * GIB)
+def test_memory_of_a_new_process_reduces_free_and_not_own_memory():
+    before, after = stats(), stats(driver_free=9 * GIB)
     assert after.as_info().free == before.as_info().free - 40 * GIB
     assert after.as_info().used_by_me == before.as_info().used_by_me
-    assert after.others == before.others + 40 * GIB
+    assert after.used_by_others == before.used_by_others + 40 * GIB
 
 
 def test_the_peak_never_lies_below_what_is_used():
-    info = figures(peak_allocated=0).as_info()
+    info = stats(peak_allocated=0).as_info()
     assert info.peak_by_me == info.used_by_me
 
 
 def test_on_a_device_that_uses_the_hosts_memory_the_host_says_what_is_free():
-    unified = figures(driver_free=2 * GIB, host_free=30 * GIB)
+    unified = stats(driver_free=2 * GIB, host_free=30 * GIB)
     assert unified.as_info().free == 34 * GIB  # file caches that the driver does not count can be given up
-    assert figures(driver_free=2 * GIB, host_free=200 * GIB).as_info().free == 80 * GIB
+    assert stats(driver_free=2 * GIB, host_free=200 * GIB).as_info().free == 80 * GIB
 
 
-def test_the_message_has_all_figures_and_the_flag():
-    text = memory.not_enough("A tensor of 60.00 GiB", figures(), "Lower --memory-utilization.")
+def test_the_message_has_all_statistics_and_the_flag():
+    text = memory.not_enough("A tensor of 60.00 GiB", stats(), "Lower --memory-utilization.")
     assert text == (
         "A tensor of 60.00 GiB does not fit on the device: 53.00 of 80.00 GiB are free; this process holds 17.00 GiB, "
-        "others 10.00 GiB. Lower --memory-utilization."
+        "other processes hold 10.00 GiB. Lower --memory-utilization."
     )
 
 
@@ -83,14 +83,14 @@ def test_a_figure_of_another_process_with_our_number_is_not_ours(monkeypatch, he
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
     for name in ("memory_reserved", "memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 68 * GIB)
-    books = FreeBytes(None)
-    books.held_by_this_process = lambda: None if held is None else held * GIB
-    found = memory.DeviceMemory(torch.device("cuda", 0), books, 1 * GIB, unified=False).figures()
+    driver = FreeBytes(None)
+    driver.held_by_this_process = lambda: None if held is None else held * GIB
+    found = memory.DeviceMemory(torch.device("cuda", 0), driver, 1 * GIB, unified=False).stats()
     assert found.outside == outside * GIB
 
 
 class FreeBytes:
-    """Books that know how many bytes are free."""
+    """DriverMemory with a given number of free bytes."""
 
     def __init__(self, free):
         self.free = lambda: free
@@ -103,13 +103,13 @@ class FreeBytes:
     ("others_counted", "told", "expected"),
     [(True, 10, 40), (False, 10, 10), (False, 60, 40), (False, None, 40)],
 )
-def test_where_torch_does_not_count_other_tenants_the_driver_is_asked(monkeypatch, others_counted, told, expected):
+def test_the_driver_is_asked_if_torch_does_not_count_other_processes(monkeypatch, others_counted, told, expected):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
     for name in ("memory_reserved", "memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    books = FreeBytes(None if told is None else told * GIB)
+    driver = FreeBytes(None if told is None else told * GIB)
     mine = memory.DeviceMemory(
-        torch.device("cuda", 0), books, 1 * GIB, unified=False, others_counted=others_counted
-    ).figures()
+        torch.device("cuda", 0), driver, 1 * GIB, unified=False, others_counted=others_counted
+    ).stats()
     assert mine.as_info().free == expected * GIB
-    assert mine.outside == 1 * GIB and mine.others == (80 - expected - 1) * GIB
+    assert mine.outside == 1 * GIB and mine.used_by_others == (80 - expected - 1) * GIB

@@ -1,4 +1,4 @@
-"""The platform's operations: those of the shared kernels, under core's names and with core's parameters."""
+"""Op providers of the shared kernels, with core's operation names and parameters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_weights_that_cannot_be_packed_are_declined():
     assert "multiple of 32 columns" in reason
 
 
-def test_blocks_of_8_bit_floats_that_the_kernel_cannot_take_are_declined():
+def test_unsupported_blocks_of_8_bit_floats_are_declined():
     facts = {"in_features": 128, "block_columns": 24}
     [reason] = PROVIDERS["float8_linear"].supports(OpCase("float8_linear", "bfloat16", facts))
     assert "power of two" in reason

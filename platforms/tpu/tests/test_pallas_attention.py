@@ -71,7 +71,7 @@ def test_it_gives_what_exact_attention_gives(monkeypatch, kernel, step, dtype, f
 
 
 @pytest.mark.parametrize("features", [{}, {"sliding_window": 33}, {"soft_cap": 20.0}], ids=str)
-def test_a_table_that_the_chip_has_no_room_for_is_read_by_xlas_operations(monkeypatch, features):
+def test_a_table_too_large_for_the_chip_is_read_by_xlas_operations(monkeypatch, features):
     monkeypatch.setattr(pallas_attention, "_LARGEST_TABLE", 0)
     for dtype in ("float32", "bfloat16"):
         case = make_case(make_spec(8, 2, 128, dtype, **features), STEPS["everything"], block_size=16)
@@ -98,7 +98,7 @@ def test_a_backend_reads_the_cache_that_anothers_layers_share(monkeypatch):
     assert seen == [case.layout.block_table_device.clamp(0, case.num_blocks - 1).tolist()]
 
 
-def test_a_token_takes_the_memory_that_the_layout_says():
+def test_memory_per_token_is_that_of_the_layout():
     spec = make_spec(8, 2, 128, "bfloat16")
     backend = PallasAttention(spec)
     [cache] = backend.allocate(3, 64, torch.device("cpu"))
@@ -151,12 +151,12 @@ def test_it_is_chosen_on_chips_for_what_it_takes(chips):
 
 
 @pytest.mark.parametrize("names", [("TPU v2 or v3",), ("TPU v7x",), ("TPU",)])
-def test_chips_that_the_kernel_does_not_know_go_without(chips, names):
+def test_unsupported_chips_do_not_use_the_kernel(chips, names):
     chips.setattr(xla_devices, "find", lambda: xla_devices.Devices("TPU", names))
     assert not kernel_chosen(make_spec(8, 2, 128))
 
 
-def test_what_the_worker_is_speaks_against_it_too(chips):
+def test_the_workers_devices_can_exclude_the_kernel(chips):
     assert not kernel_chosen(make_spec(8, 2, 128), ["it drives several devices"])
     chips.setenv(VARIABLE, "pallas")
     with pytest.raises(PlatformError, match="it drives several devices"):

@@ -11,7 +11,7 @@ from mvllm_tpu.platform import DEVICES_VARIABLE, make_platform
 from mvllm_tpu.runtimes.torch_xla import TorchXla
 
 
-def test_every_worker_is_told_which_device_xla_opens(host, installed, monkeypatch):
+def test_every_worker_gets_pjrt_device(host, installed, monkeypatch):
     installed("torch_xla")
     monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     topology = make_platform().topology(ParallelConfig(pipeline_parallel_size=2))
@@ -83,7 +83,7 @@ def test_programs_are_kept_by_version(monkeypatch, tmp_path):
     assert one is not None and one.parent == tmp_path and compile_cache.folder() != one
 
 
-def test_doctor_tells_of_devices_and_of_the_runtime(host, installed):
+def test_doctor_checks_devices_and_runtime(host, installed):
     installed()
     found = {check.id: check for check in make_platform().doctor()}
     assert set(found) == {"platform.tpu.devices", "platform.tpu.runtime"}

@@ -11,7 +11,7 @@ from mvllm_tpu import xla_devices
 from mvllm_tpu.probe import probe
 
 
-def test_without_a_tpu_it_says_so_and_offers_xlas_cpu_device(host, installed):
+def test_without_a_tpu_the_remedy_is_xlas_cpu_device(host, installed):
     installed("torch_xla")
     found = probe()
     assert not found.available and "There is no TPU" in found.reason
@@ -38,7 +38,7 @@ def test_xlas_cpu_device_is_taken_where_it_is_asked_for(host, installed, monkeyp
 
 
 @pytest.mark.parametrize("text", ["0", "two", "-1", ""])
-def test_a_number_of_devices_that_is_none_is_told(host, installed, monkeypatch, text):
+def test_an_invalid_number_of_devices_is_an_error(host, installed, monkeypatch, text):
     installed("torch_xla")
     monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     monkeypatch.setenv(xla_devices.NUM_CPUS_VARIABLE, text)
@@ -67,7 +67,7 @@ def test_vfio_groups_of_other_devices_are_no_chips(host, installed):
     assert not probe().available
 
 
-def test_chips_that_a_container_does_not_get_are_told(host, installed):
+def test_chips_without_device_files_are_reported(host, installed):
     installed("torch_xla")
     host.add("0x0063")
     found = probe()
@@ -93,7 +93,7 @@ def test_another_device_is_not_guessed_at(host, installed, monkeypatch):
 
 
 @pytest.mark.parametrize("asked", ["nonsense", "torch_xla"])
-def test_a_runtime_that_cannot_be_had_is_told(host, installed, monkeypatch, asked):
+def test_an_unavailable_runtime_is_an_error(host, installed, monkeypatch, asked):
     installed()
     monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     monkeypatch.setenv("MVLLM_TPU_RUNTIME", asked)

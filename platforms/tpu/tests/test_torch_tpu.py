@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_a_memory_error_that_says_how_much(accelerator):
     assert runtime.empty((2, 3), torch.int32).shape == (2, 3)
 
 
-def test_a_device_that_does_not_answer_is_told_in_one_line_and_shut_down_all_the_same(accelerator):
+def test_a_failed_device_gives_a_one_line_error_and_still_shuts_down(accelerator):
     runtime = eager_runtime.EagerRuntime(CONTEXT)
     runtime.health()
     accelerator.broken = True

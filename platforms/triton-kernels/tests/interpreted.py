@@ -1,4 +1,4 @@
-"""The kernels on Triton's interpreter (interpreter.py), and behind core's contract. Skips where there is no Triton."""
+"""The kernels on Triton's interpreter, as an attention backend of the contract. Skips without Triton."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ import mvllm_triton.kv_write  # noqa: E402
 runtime = functools.cache(lambda: CPURuntime(WorkerContext()))
 
 PLAIN_TOKENS = 12
-"""The interpreter takes milliseconds for a token that is stored: of steps with more than so many, torch stores it."""
+"""The interpreter takes milliseconds to store a token: torch stores those of steps with more tokens than this."""
 
 _STORED = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 class TritonAttention(AttentionBackend):
-    """The functions behind core's contract, as a platform puts them there.
+    """AttentionBackend over the kernels, as a platform implements it.
 
     Args:
         spec: The layer.
         splits: As `paged_attention` has it.
-        codes: Whether float8 is kept as codes in uint8.
+        codes: Whether float8 is stored as codes in uint8.
     """
 
     def __init__(self, spec: AttentionSpec, splits: int | None = None, codes: bool = False) -> None:
@@ -66,16 +66,16 @@ class TritonAttention(AttentionBackend):
     def write_kv(self, kv, key, value, metadata):
         slots = metadata.slot_mapping_device
         if len(slots) > PLAIN_TOKENS:
-            self._store_plainly(kv, [key] if self.spec.values_in_keys else [key, value], slots)
+            self._store_with_torch(kv, [key] if self.spec.values_in_keys else [key, value], slots)
             return
         if self.spec.values_in_keys:
             mvllm_triton.kv_write.write_latent(key, kv[0], slots, kv_scale=kv[1])
         else:
             mvllm_triton.kv_write.write_kv(key, value, kv[0], kv[1], slots, k_scale=kv[2], v_scale=kv[3])
 
-    def _store_plainly(self, kv, news, slots):
+    def _store_with_torch(self, kv, new_entries, slots):
         kept = slots >= 0
-        for cache, scales, new in zip(kv, kv[len(news) :], news):
+        for cache, scales, new in zip(kv, kv[len(new_entries) :], new_entries):
             codes = new[kept].to(cache.dtype) if scales is None else None
             if codes is None:
                 codes, found = kv_quantization.encode(new[kept], self.spec.kv_dtype)
@@ -112,7 +112,7 @@ class TritonAttention(AttentionBackend):
 
 
 def _garbage(shape, dtype):
-    """What an earlier tenant may have left: no numbers, where the dtype has such."""
+    """Undefined content of a fresh cache: NaN if the dtype has it."""
     if dtype.itemsize == 1:
         return torch.full(shape, 0x7F, dtype=torch.uint8).view(dtype)
     return torch.full(shape, torch.nan, dtype=dtype)

@@ -1,10 +1,10 @@
-"""Imports Triton with its interpreter: numpy on the host in place of a device.
+"""Imports Triton with its interpreter, which computes with numpy on the host instead of a device.
 
-Triton decides when it decorates a function, so its own library and every kernel here are imported while the variable
-is set, and it is unset afterwards: programs that are started from here don't inherit it. Whoever imports this first
-decides for the process, which holds no other user of Triton.
+Triton reads TRITON_INTERPRET when it decorates a function. So Triton's own library and every kernel here are imported
+while the variable is set; it is unset afterwards, so that child processes do not inherit it. The first import decides
+for the whole process, which must not use Triton otherwise.
 
-ImportError: There is no Triton.
+Raises ImportError without Triton.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if not isinstance(tl.sum, interpreter.InterpretedFunction):
         "pytest platforms/triton-kernels/tests platforms/torch-gpu/tests platforms/cuda/tests platforms/xpu/tests"
     )
 
-# Triton 3.7's interpreter keeps bfloat16 and float8 as integers. It multiplies matrices of these integers, and rounds
-# to these dtypes by dropping bits. Devices round to the nearest; so does it with these two methods in place.
+# Triton 3.7's interpreter stores bfloat16 and float8 as integers. It multiplies matrices of these integers, and rounds
+# to these dtypes by dropping bits. Devices round to nearest, as these replacement methods do.
 _ROUNDED = {
     tl.bfloat16: (np.int16, torch.bfloat16),
     tl.float8e4nv: (np.uint8, torch.float8_e4m3fn),
@@ -64,7 +64,7 @@ def _cast(builder, source, dtype, rounding=None):
 
 
 def _numbers(handle):
-    """What a handle holds, as numpy can compute with it."""
+    """Values of a handle in a dtype that numpy computes with."""
     if handle.dtype.scalar not in _ROUNDED:
         return handle.data
     bits, rounded = _ROUNDED[handle.dtype.scalar]

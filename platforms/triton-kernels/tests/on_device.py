@@ -1,4 +1,4 @@
-"""The kernels on a device: are they right, do graphs capture them, and how fast are they beside the device's limits?
+"""Checks the kernels on a device: correct results, graph capture, and speed beside the device's limits.
 
     python -m platforms.triton-kernels.tests.on_device [numerics] [graphs] [speed] [tiles]
 

@@ -82,7 +82,7 @@ def test_every_dtype_with_and_without_splits(dtype, splits):
     assert_right(make_spec(head_size=32, dtype=dtype), MIXED, splits=splits)
 
 
-def test_lengths_that_the_host_gives_may_be_more_than_there_are_and_the_longest_sequence_a_guess():
+def test_the_hosts_lengths_may_be_upper_bounds():
     spec = make_spec(head_size=16)
     case = make_case(spec, [(0, 3), (9, 1), (3, 2)], block_size=16)
     layout = dataclasses.replace(case.layout, max_query_len=100, max_seq_len=1)

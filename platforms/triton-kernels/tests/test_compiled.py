@@ -1,4 +1,4 @@
-"""Every kernel compiles to machine code of devices that are not there, and fits their shared memory.
+"""Every kernel compiles to machine code of absent devices, and fits their shared memory.
 
 In a program of its own: this one has Triton with its interpreter, which compiles nothing.
 """

@@ -1,4 +1,4 @@
-"""Float8: codes bit by bit against torch's, and products against what the codes say in float64."""
+"""Float8: codes bit by bit against torch's, and products against the decoded values in float64."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_every_code_keeps_its_number_and_a_nan_is_no_number(format_):
     assert pack(Float8Weight(halves, torch.ones(1, 2), 1, 32), format_).scale.isnan().tolist() == [[False, True]]
 
 
-def test_weights_in_blocks_that_the_kernel_cannot_take_are_refused():
+def test_weights_in_unsupported_blocks_are_refused():
     assert refusals(128, 24) and refusals(128, 16) and not refusals(24, 24)
     with pytest.raises(ValueError, match="power of two from 32 on"):
         pack(Float8Weight(torch.zeros(4, 128, dtype=torch.uint8), torch.ones(1, 6), 4, 24))

@@ -1,4 +1,4 @@
-"""Experts: core's cases against exact results, and the order that tokens are brought into."""
+"""Experts: core's cases against exact results, and the order of sorted tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_case_of_core(op, dtype):
 
 
 @pytest.mark.parametrize("hidden_size, inner_size", [(40, 24), pytest.param(72, 100, marks=pytest.mark.exhaustive)])
-def test_sizes_that_fill_no_tile_and_experts_that_nobody_chose(hidden_size, inner_size):
+def test_partial_tiles_and_unused_experts(hidden_size, inner_size):
     torch.manual_seed(0)
     x, gate_up = torch.randn(5, hidden_size), torch.randn(9, 2 * inner_size, hidden_size) * 0.1
     down = torch.randn(9, hidden_size, inner_size) * 0.1

@@ -1,4 +1,4 @@
-"""The program for devices, as far as it goes without one: numerics on the interpreter, the rest without computing."""
+"""on_device.py as far as it runs without a device: numerics on the interpreter, the rest without computing."""
 
 from __future__ import annotations
 

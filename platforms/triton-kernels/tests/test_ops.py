@@ -1,4 +1,4 @@
-"""The kernels that replace operations of core: core's cases against exact results, and what they promise beyond."""
+"""The kernels that implement core's operations: core's cases against exact results, and their additional guarantees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of small integers: core's cases against exact results, and what is refused."""
+"""Int8 and int4 weights: core's cases against exact results, and rejected arguments."""
 
 from __future__ import annotations
 

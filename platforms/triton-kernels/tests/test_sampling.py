@@ -1,4 +1,4 @@
-"""Draws under filters: the tokens that stay are those that a sort would keep, and draws are core's."""
+"""Filtered sampling: the kept tokens are those that a sort would keep, and the sampled tokens are core's."""
 
 from __future__ import annotations
 

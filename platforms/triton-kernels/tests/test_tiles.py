@@ -1,4 +1,4 @@
-"""Sizes of tiles: what kernels take for granted of them, for all shapes that models have."""
+"""Tile sizes: the kernels' assumptions hold for all shapes that models have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts how often attention would be compiled while a server runs.
+"""Counts how many variants of attention would be compiled while a server runs.
 
 A program: `python -m platforms.triton-kernels.tests.variants`.
 

@@ -1,4 +1,4 @@
-"""Fixtures: this process sees a machine that the test describes."""
+"""Fixture `machine`: makes this process see a machine with the given Intel GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mvllm_xpu.visible import VARIABLES
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Describes the machine: `machine(device, ...)`, see machines. Nothing hides its devices. Returns its root."""
+    """Describes the machine: `machine(device, ...)`, see machines. No variable hides its devices. Returns its root."""
     for variable in (*VARIABLES, topology.BUS_ORDER, "LD_LIBRARY_PATH"):
         monkeypatch.delenv(variable, raising=False)
 

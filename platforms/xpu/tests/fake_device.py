@@ -1,4 +1,4 @@
-"""A module like `torch.xpu` whose devices are the host: the same names and habits, and what that lacks is missing.
+"""A module like `torch.xpu` whose devices are the host: the same names, behaviour and missing functions.
 
     counting     before `init` it tells another number, as a library does that knows no selector
     memory       the process's; how much is free is not told, as processors' GPUs do not, unless a test asks for it
@@ -57,7 +57,7 @@ class Event:
         assert self.recorded
 
     def synchronize(self) -> None:
-        assert self.recorded, "nobody has set this point"
+        assert self.recorded, "the event was not recorded"
 
 
 class XPUGraph:

@@ -1,4 +1,4 @@
-"""The XPU platform on the host: everything of it but the device, for which stand_in.py stands.
+"""The XPU platform with the host as its device, through fake_device.py.
 
 Its plans, its runtime, its arithmetic of memory, its graphs and its communicator (over gloo) are the real ones. In
 place of the Triton kernels, functions with their signatures made of torch operations; or its attention without any.

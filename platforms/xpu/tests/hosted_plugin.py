@@ -1,5 +1,6 @@
-"""The light modules of the platforms `hosted-xpu` and `hosted-xpu-sdpa`: the XPU platform, the host in the place of its
-devices; the second without kernels."""
+"""Plugin modules of `hosted-xpu` and `hosted-xpu-sdpa`: the XPU platform with the host as its device, with kernels and
+without.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines with Intel GPUs, as far as the kernel's files show them: a folder that stands for `/`."""
+"""Builds folders with the kernel's files of machines with Intel GPUs, used in place of `/`."""
 
 from __future__ import annotations
 

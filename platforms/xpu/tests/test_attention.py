@@ -1,4 +1,4 @@
-"""Attention without kernels against exact attention: every kind of layer that it takes, mixed steps, refusals."""
+"""Attention without kernels against exact attention: every supported kind of layer, mixed steps, rejected specs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clauses of the conformance suite on the platform's own runtime and graphs, the host in place of its devices.
+"""Clauses of the conformance suite on the platform's own runtime and graphs, with the host as its device.
 
 The whole suite runs there, too, in minutes: `mvllm conformance --platform hosted-xpu-sdpa` with what
 `hosted_plugin.path` gives on PYTHONPATH.

@@ -1,10 +1,10 @@
-"""The whole engine on the XPU platform, the host in place of its devices: the tokens are those of another platform."""
+"""The whole engine on the XPU platform with the host as its device: the same tokens as on another platform."""
 
 from __future__ import annotations
 
 import importlib
 
-import platforms.xpu.tests.interpreted  # noqa: F401  # skips where there is no Triton; the kernels come after it
+import platforms.cuda.tests.interpreted  # noqa: F401  # skips without Triton; must precede imports of kernels
 import pytest
 import torch
 from platforms.xpu.tests import hosted_plugin

@@ -1,5 +1,4 @@
-"""The XPU platform as core meets it, where there is no device: plans, topology, settings, diagnosis, and what workers
-say that find none."""
+"""The XPU platform through the contract, without a device: plans, topology, settings, doctor, worker errors."""
 
 from __future__ import annotations
 
@@ -52,16 +51,16 @@ def test_what_it_computes_in_is_accepted(platform, dtype, kv_dtype):
     assert platform.plan(engine_config(dtype, kv_dtype)) == Plan()
 
 
-def test_other_dtypes_are_refused_with_those_that_there_are(platform):
+def test_unsupported_dtypes_are_refused_with_the_supported_ones(platform):
     answer = platform.plan(engine_config("float64", "float8_e5m2"))
     assert isinstance(answer, Refusals)
     assert [refusal.field for refusal in answer.reasons] == ["model.dtype", "cache.dtype"]
 
 
-def test_a_setting_that_means_nothing_is_told_at_once(platform, monkeypatch):
+def test_an_invalid_setting_raises_in_plan(platform, monkeypatch):
     monkeypatch.setenv("MVLLM_XPU_COMPILE", "fast")
-    assert platform.capabilities == platform.capabilities, "which fails nobody"
-    with pytest.raises(ConfigError, match="='fast' means nothing; set it to one of none, graphs, inductor"):
+    assert platform.capabilities == platform.capabilities, "reading them must not fail"
+    with pytest.raises(ConfigError, match="='fast' is not supported; set it to one of none, graphs, inductor"):
         platform.plan(engine_config())
 
 
@@ -119,7 +118,7 @@ def test_a_worker_finds_its_device_among_the_visible_ones(machine, monkeypatch):
     assert runtime.device_at(0).name == "Arc B580" and runtime.device_at(1) is None
 
 
-def test_a_worker_without_the_kernels_files_has_no_books(monkeypatch, tmp_path):
+def test_a_worker_without_the_kernels_files_has_no_driver_memory(monkeypatch, tmp_path):
     monkeypatch.setattr("mvllm_xpu.topology.ROOT", tmp_path / "nothing")
     assert runtime.device_at(0) is None
 
@@ -151,7 +150,7 @@ def test_the_backend_of_torch_is_found_by_what_there_is(monkeypatch, tmp_path, h
         sys.modules.pop(collective_backend.OLDER, None)
 
 
-def test_without_collectives_several_ranks_are_told_what_to_install(monkeypatch, platform):
+def test_several_ranks_without_collectives_get_an_install_remedy(monkeypatch, platform):
     monkeypatch.setattr(torch.distributed.distributed_c10d, "is_xccl_available", lambda: False, raising=False)
     with pytest.raises(PlatformError, match=r"no collectives between XPU devices \(XCCL\).*torch 2.8 or newer"):
         platform.communicator(GroupSpec("tp", (0, 1), 0, init_method="tcp://127.0.0.1:1"), torch.device("cpu"))
@@ -184,12 +183,12 @@ def test_a_sound_machine_has_a_clean_bill(checks):
     assert list(found) == ["driver", "devices", "chips", "runtime", "torch", "kernels", "memory"]
 
 
-def test_memory_that_nobody_tells_is_not_made_up(checks):
+def test_unknown_memory_is_reported_as_unknown(checks):
     assert checks(LUNAR_LAKE)["memory"].found == "Core Ultra graphics uses the host's memory."
     assert checks(B580)["memory"].found == "Arc B580: the kernel does not tell how much it has."
 
 
-def test_a_processors_gpu_beside_a_card_is_said_to_be_left_out(checks):
+def test_an_integrated_gpu_beside_a_card_is_reported_as_left_out(checks):
     found = checks(UHD_770, B580)["devices"]
     assert found.status is CheckStatus.OK
     assert (
@@ -221,7 +220,7 @@ def test_a_missing_runtime_and_a_torch_for_something_else_are_broken(checks):
     assert found["torch"].status is CheckStatus.BROKEN and "build for XPU" in found["torch"].remedy
 
 
-def test_without_a_device_the_doctor_says_so_and_stops(tmp_path):
+def test_without_a_device_the_doctor_reports_only_that(tmp_path):
     [check] = doctor.checks(tmp_path)
     assert check.status is CheckStatus.BROKEN and check.found == "The PCI bus has no Intel GPU."
 

@@ -1,4 +1,4 @@
-"""The probe says whether the platform can be used, and touches neither torch nor Level Zero for it."""
+"""The XPU probe: availability with reasons, without loading torch or Level Zero."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_what_torch_was_built_for_is_read_from_its_file():
 
 
 @pytest.mark.parametrize("file", [None, "xpu/graphs.py"])
-def test_whether_torch_has_graphs_is_told_by_its_files(monkeypatch, tmp_path, file):
+def test_torchs_files_show_whether_it_has_graphs(monkeypatch, tmp_path, file):
     if file is not None:
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).touch()
@@ -155,7 +155,7 @@ def test_whether_torch_has_graphs_is_told_by_its_files(monkeypatch, tmp_path, fi
 LOOK = """
 import importlib, json, os, sys
 sys.path[:0] = {sources!r}
-modules = ["plugin", "probe", "platform", "doctor", "settings", "device_module", "books"]
+modules = ["plugin", "probe", "platform", "doctor", "settings", "device_module", "driver_memory"]
 for name in modules:
     importlib.import_module(f"mvllm_xpu.{{name}}")
 from pathlib import Path
@@ -221,7 +221,7 @@ def mvllm(arguments: list[str], tmp_path: Path, root: Path) -> str:
     return done.stdout + done.stderr
 
 
-def test_without_a_device_the_listing_says_so_and_what_to_do(tmp_path):
+def test_without_a_device_the_listing_names_reason_and_remedy(tmp_path):
     text = mvllm(["platforms"], tmp_path, tmp_path / "nothing")
     assert "xpu: not available" in text
     assert "The PCI bus has no Intel GPU" in text and "name another platform with --platform" in text

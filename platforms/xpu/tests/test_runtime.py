@@ -1,4 +1,4 @@
-"""The platform's runtime over a module like torch.xpu: what it does where that module lacks something, or fails."""
+"""The runtime over a module like torch.xpu, where that module lacks functions or fails."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_values_go_there_and_back_and_events_are_of_the_modules_own_kind(runtime
         XPU.Event(blocking=True)
 
 
-def test_a_second_stream_waits_for_what_the_first_was_given(runtime):
+def test_a_second_stream_waits_for_earlier_work_of_the_first(runtime):
     first = XPU.current_stream()
     with runtime.stream():
         second = XPU.current_stream()
@@ -65,7 +65,7 @@ def test_a_second_stream_waits_for_what_the_first_was_given(runtime):
     assert XPU.current_stream() is first
 
 
-def test_where_free_bytes_are_not_told_the_host_says_what_it_has(runtime):
+def test_unreported_free_bytes_are_taken_from_the_host(runtime):
     with pytest.raises(RuntimeError, match="doesn't support querying"):
         XPU.mem_get_info()
     info = runtime.memory()
@@ -73,9 +73,9 @@ def test_where_free_bytes_are_not_told_the_host_says_what_it_has(runtime):
     runtime.health()
 
 
-def test_a_card_that_does_not_tell_has_free_what_we_do_not_hold():
-    figures = DeviceMemory(fake_device.HOST, FdinfoDriverMemory(None), 1 << 20, unified=False, module=HOSTED).figures()
-    assert figures.driver_free == figures.total - figures.reserved - (1 << 20) and figures.others <= 1 << 20
+def test_a_card_without_free_bytes_has_its_total_less_our_own():
+    stats = DeviceMemory(fake_device.HOST, FdinfoDriverMemory(None), 1 << 20, unified=False, module=HOSTED).stats()
+    assert stats.driver_free == stats.total - stats.reserved - (1 << 20) and stats.used_by_others <= 1 << 20
 
 
 def test_another_failure_is_none_of_memory(runtime, monkeypatch):
@@ -87,13 +87,13 @@ def test_another_failure_is_none_of_memory(runtime, monkeypatch):
         HOSTED.free_and_total(fake_device.HOST)
 
 
-def test_a_device_that_does_not_answer_is_told_with_what_to_look_at(runtime):
+def test_a_failed_device_is_an_error_with_a_remedy(runtime):
     XPU.broken = True
     with pytest.raises(PlatformError, match=r"does not answer: level_zero backend.*See the kernel's log \(dmesg"):
         runtime.health()
 
 
-def test_graphs_compute_what_was_captured_from_what_their_inputs_hold_by_then():
+def test_graphs_read_the_current_values_of_their_inputs():
     graphs, x = DeviceGraphs(fake_device.HOST, HOSTED), torch.tensor([1.0, 2.0])
     results = []
     replay = graphs.capture(lambda: results.append(x * 3))

@@ -1,4 +1,4 @@
-"""What the kernel's files say arrives as it was said; what cannot be used is named with the reason."""
+"""Reading the kernel's files: devices arrive unchanged; unusable devices are named with the reason."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from platforms.xpu.tests.machines import (
     write,
 )
 
+from mvllm_torch_gpu.device_discovery import TopologyError
 from mvllm_xpu import chips, topology
 from mvllm_xpu.driver_memory import FdinfoDriverMemory
-from mvllm_xpu.topology import TopologyError, read_inventory
+from mvllm_xpu.topology import read_inventory
 
 
 def test_devices_come_with_all_that_is_read_of_them(machine):
@@ -98,14 +99,14 @@ def test_chips_of_other_ranges_are_not_known():
         (OLDER, "is older than what Level Zero knows", "Arc or Data Center GPU"),
     ],
 )
-def test_each_trouble_has_its_own_reason_and_remedy(machine, device, says, remedy):
+def test_each_problem_has_a_reason_and_a_remedy(machine, device, says, remedy):
     machine(device)
     with pytest.raises(TopologyError, match=says) as raised:
         read_inventory()
     assert remedy in raised.value.remedy
 
 
-def test_a_user_who_may_not_open_the_device_is_told_the_group(machine, monkeypatch):
+def test_a_user_without_permission_gets_the_group_as_remedy(machine, monkeypatch):
     machine(B580)
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: "renderD" not in str(path) and real(path, mode))
@@ -114,7 +115,7 @@ def test_a_user_who_may_not_open_the_device_is_told_the_group(machine, monkeypat
     assert "group render" in raised.value.remedy and "--group-add" in raised.value.remedy
 
 
-def test_a_machine_without_such_a_device_says_so(tmp_path):
+def test_a_machine_without_a_device_is_an_error_with_a_remedy(tmp_path):
     with pytest.raises(TopologyError, match="the PCI bus has no Intel GPU") as raised:
         read_inventory(tmp_path)
     assert "--platform" in raised.value.remedy and "virtual machine" in raised.value.remedy
@@ -165,5 +166,5 @@ def test_without_an_account_nothing_is_made_up(tmp_path, machine):
     [device] = read_inventory().devices
     assert device.integrated and device.memory_bytes is None
     assert topology.held_by_process(device.address, tmp_path / "nothing") is None
-    for books in (FdinfoDriverMemory(None), FdinfoDriverMemory(device)):
-        assert books.free() is None and books.held_by_this_process() is None
+    for driver in (FdinfoDriverMemory(None), FdinfoDriverMemory(device)):
+        assert driver.free() is None and driver.held_by_this_process() is None

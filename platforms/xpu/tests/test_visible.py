@@ -1,10 +1,11 @@
-"""The devices that torch would count for lists of visible ones, worked out as the driver, SYCL and torch do."""
+"""ZE_AFFINITY_MASK and ONEAPI_DEVICE_SELECTOR are resolved as the driver, SYCL and torch do."""
 
 from __future__ import annotations
 
 import pytest
 from platforms.xpu.tests.machines import B580, GIB, LUNAR_LAKE, MAX_1550, UHD_770
 
+from mvllm_torch_gpu.device_discovery import describe_variables
 from mvllm_xpu import visible
 from mvllm_xpu.topology import read_inventory
 
@@ -93,15 +94,15 @@ def test_cards_of_several_tiles(see, lists, expected):
     ("lists", "expected", "says"),
     [
         ({"mask": "7"}, [], "there is no device 7, of 4; ZE_AFFINITY_MASK='7' hides every device"),
-        ({"mask": "0,7,1"}, [0, 1], "there is no device 7, of 4"),  # passed over, and not the end of the list
+        ({"mask": "0,7,1"}, [0, 1], "there is no device 7, of 4"),  # skipped, and not the end of the list
         ({"mask": "-1"}, [], "there is no device -1, of 4"),
-        ({"mask": "gpu"}, [], "'gpu' is no number of a device, at which the driver fails"),
-        ({"mask": "0,,1"}, [], "'' is no number"),
+        ({"mask": "gpu"}, [], "'gpu' is not a device number, and the driver fails there"),
+        ({"mask": "0,,1"}, [], "'' is not a device number"),
         ({"mask": "1.4"}, [], "the device 1 has no tile 4"),
-        ({"mask": "0.0.0"}, [], "'0.0.0' is no number"),
+        ({"mask": "0.0.0"}, [], "'0.0.0' is not a device number"),
         ({"mask": "3,1"}, [1, 3], "ZE_AFFINITY_MASK='3,1' does not change the order of devices"),
         ({"hierarchy": "flat"}, [0, 1, 2, 3], "is not one of FLAT, COMPOSITE, COMBINED; the driver takes COMPOSITE"),
-        ({"hierarchy": "FLAT", "mask": "0.0,1"}, [1], "'0.0' is passed over: with ZE_FLAT_DEVICE_HIERARCHY=FLAT, each"),
+        ({"hierarchy": "FLAT", "mask": "0.0,1"}, [1], "'0.0' is skipped: with ZE_FLAT_DEVICE_HIERARCHY=FLAT, each"),
         ({"selector": "level_zero"}, [], "'level_zero' is not of the form backend:device"),
         ({"selector": "level_zero:"}, [], "is not of the form"),
         ({"selector": "0,1"}, [], "is not of the form backend:device, such as level_zero:0; SYCL fails there"),
@@ -151,5 +152,7 @@ def test_tiles_have_names_and_their_share_of_the_memory(see):
 
 def test_the_variables_are_shown_as_they_are():
     environ = {"ZE_AFFINITY_MASK": "1", "ONEAPI_DEVICE_SELECTOR": "level_zero:0", "OTHER": "x"}
-    assert visible.describe_variables(environ) == "ZE_AFFINITY_MASK='1', ONEAPI_DEVICE_SELECTOR='level_zero:0'"
-    assert visible.describe_variables({}) == ""
+    assert (
+        describe_variables(visible.VARIABLES, environ) == "ZE_AFFINITY_MASK='1', ONEAPI_DEVICE_SELECTOR='level_zero:0'"
+    )
+    assert describe_variables(visible.VARIABLES, {}) == ""

@@ -1,4 +1,4 @@
-"""What the example device must do and refuse, each as a function; run in a process that may own PrivateUse1.
+"""Rules of the example device, each a test function; run in a process of its own, because PrivateUse1 has one owner.
 
 Prints one JSON object: the name of each rule to what went wrong, or null.
 """
@@ -72,7 +72,7 @@ def rule_phases_are_asserted():
         refused(platform.doctor, ContractError, "phase frontend")
     with enter_phase(Phase.WORKER):
         refused(lambda: platform.topology(config.parallel), ContractError, "phase frontend, engine")
-        refused(lambda: platform.attention_backend(SPEC), PlatformError, "init_device comes first")
+        refused(lambda: platform.attention_backend(SPEC), PlatformError, "call init_device first")
 
 
 def rule_nothing_is_offered_beside_the_contract():

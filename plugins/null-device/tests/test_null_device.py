@@ -1,4 +1,4 @@
-"""The engine goes through all its motions on a device that computes nothing, and no torch is loaded for it."""
+"""The engine runs on the null device, without loading torch."""
 
 from __future__ import annotations
 

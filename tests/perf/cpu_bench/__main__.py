@@ -1,4 +1,4 @@
-"""mvllm on this machine's processor, beside every engine that is installed for it and beside the machine's limits.
+"""Benchmarks mvllm on this machine's processor beside other installed engines and the machine's limits.
 
     python3 ci/dev.py bench cpu --peers FOLDER [--models FOLDER] [--workload offline,single] [--precision bf16,int8]
 

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, kept alive through a session so that engines can take turns run by run."""
+"""An engine in a process of its own, kept alive through a session so that engines can alternate run by run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines of the table: ours, and each peer that is installed in a virtual environment under one folder.
+"""The benchmarked engines: mvllm, and each peer installed in a virtual environment under one folder.
 
 A peer is known by the packages of an environment, not by its name. Nothing of a peer is imported here: its runner is a
 program for its own Python.

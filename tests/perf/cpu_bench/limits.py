@@ -1,4 +1,4 @@
-"""What the machine permits: how much a workload must read and compute at least, and how fast that can go.
+"""The machine's limits: the least a workload must read and compute, and the highest possible rates.
 
 The bound is drawn in two phases, prompts and then tokens one by one; in each the slower of two things counts: bytes
 over the read bandwidth, operations over the rate of matrix products. Both rates are measured around every run.

@@ -1,4 +1,4 @@
-"""The machine while it is measured: whether it is idle, and what it can do right now."""
+"""State of the machine during a measurement: whether it is idle, and its current rates."""
 
 from __future__ import annotations
 

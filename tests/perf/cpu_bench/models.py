@@ -1,4 +1,4 @@
-"""The models, in each engine's format, under one folder: made when they are not there.
+"""The benchmark's models in each engine's format, created in one folder if missing.
 
 <models>/hf/S, hf/M     config.json and safetensors in bf16, random weights of a fixed seed, written by transformers
 <models>/hf/S-w8a8      the same as compressed-tensors: int8 weights per output row, activations per token

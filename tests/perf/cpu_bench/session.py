@@ -1,4 +1,4 @@
-"""A session: engines of one precision alive side by side, taking turns, each run between two looks at the machine."""
+"""A benchmark session: engines of one precision run alternately, with the machine's state checked around each run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Session:
         keep: Called with each record as it is made.
         seed: Of the prompts.
         idle_limit: Seconds to wait for an idle machine before each run.
-        turn: Entered around each round of runs, for whoever shares the machine by agreement.
+        turn: Entered around each round of runs, to take turns with other users of the machine.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The table: medians of the runs, beside the best peer and beside what the machine permits.
+"""The result table: medians of the runs, beside the best peer and the machine's limits.
 
 Each run's bound is made from the rates that were measured around that very run, since a shared machine's bandwidth
 moves; what is shown is the median over the runs of bound / seconds.

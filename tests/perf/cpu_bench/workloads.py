@@ -1,4 +1,4 @@
-"""The work that every engine is given: greedy, end-of-text ignored, random token ids, new ones in each run.
+"""The workloads of every engine: greedy, end of text ignored, random token ids, new ones in each run.
 
 offline   many requests at once: throughput
 single    one request: what a token costs

@@ -49,7 +49,7 @@ def test_the_ids_of_all_checks_are_listed(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("cls", [RequestOutput, CompletionOutput, RequestMetrics, Logprob])
 def test_every_attribute_of_an_output_is_named(cls):
-    named = set(re.findall(r"`(\w+)`", OFFLINE.partition("## What comes back")[2].partition("\n## ")[0]))
+    named = set(re.findall(r"`(\w+)`", OFFLINE.partition("## Outputs")[2].partition("\n## ")[0]))
     assert {field.name for field in dataclasses.fields(cls)} <= named
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from tests.gpu.ledger import OK, Ledger, Row
+from tests.gpu.result_log import OK, ResultLog, Row
 from tests.gpu.settings import Item, Settings
 
 
@@ -18,7 +18,7 @@ def items(settings: Settings) -> list[Item]:
     return [*(Item(name, 0.1, 120) for name in patient), Item("hangs", 0.1, 6.0), Item("too long", 1e9, 1e9)]
 
 
-def run(item: str, settings: Settings, ledger: Ledger) -> None:
+def run(item: str, settings: Settings, result_log: ResultLog) -> None:
     if item == "asserts":
         raise AssertionError("seven is not eight")
     if item == "raises":
@@ -26,7 +26,7 @@ def run(item: str, settings: Settings, ledger: Ledger) -> None:
     figures = {"pid": os.getpid()}
     if item == "leaves a process":
         figures["other"] = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
-    ledger.add(Row("gpu_part", item, item, OK, figures))
+    result_log.add(Row("gpu_part", item, item, OK, figures))
     if item == "dies":
         os._exit(7)
     if item in ("hangs", "leaves a process"):

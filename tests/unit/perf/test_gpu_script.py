@@ -18,8 +18,8 @@ import pytest
 
 from tests.gpu import installed
 from tests.gpu.bench import FULL, alike_requests, chat_requests
-from tests.gpu.ledger import FAILED, MEASURED, NOT_RUN, OK, Ledger, Row
 from tests.gpu.models import CONFIGS, Size, prepare_model, tensors
+from tests.gpu.result_log import FAILED, MEASURED, NOT_RUN, OK, ResultLog, Row
 from tests.gpu.runner import run_items
 from tests.gpu.settings import ROOT, Settings
 from tests.gpu.trace import read_events
@@ -36,34 +36,36 @@ def settings_for(folder: Path, *, budget: float = 300.0, only: tuple[str, ...] =
 
 
 def test_every_row_is_in_the_files_as_soon_as_it_is_added(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    ledger.add(Row("bench", "ceilings", "ceilings", MEASURED, {"copy_gb_s": 4321.0}, "copies\nof 4 GiB | both ways"))
-    ledger.add(Row("parity", "a:b", "a:b", FAILED, {"off": 0.5}))
+    result_log = ResultLog(tmp_path)
+    result_log.add(
+        Row("bench", "ceilings", "ceilings", MEASURED, {"copy_gb_s": 4321.0}, "copies\nof 4 GiB | both ways")
+    )
+    result_log.add(Row("parity", "a:b", "a:b", FAILED, {"off": 0.5}))
     table = (tmp_path / "table.md").read_text()
     assert "| bench | ceilings | measured | copy_gb_s 4,321 | copies of 4 GiB \\| both ways |" in table
     assert "0 ok, 1 measured, 1 failed, 0 not run." in table
     assert [row["name"] for row in json.loads((tmp_path / "parity.json").read_text())] == ["a:b"]
-    assert Ledger(tmp_path).figures("bench", "ceilings") == {"copy_gb_s": 4321.0}
+    assert ResultLog(tmp_path).figures("bench", "ceilings") == {"copy_gb_s": 4321.0}
 
 
 def test_a_line_that_was_not_written_to_its_end_spoils_no_other(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    ledger.add(Row("oom", "load", "load", OK))
+    result_log = ResultLog(tmp_path)
+    result_log.add(Row("oom", "load", "load", OK))
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"part": "oom", "it')
-    assert [row.name for row in ledger.rows()] == ["load"]
-    ledger.add(Row("oom", "serve", "serve", OK))
-    assert [row.name for row in ledger.rows()] == ["load", "serve"]
-    ledger.start_anew()
-    assert ledger.rows() == [] and not (tmp_path / "oom.json").exists()
+    assert [row.name for row in result_log.rows()] == ["load"]
+    result_log.add(Row("oom", "serve", "serve", OK))
+    assert [row.name for row in result_log.rows()] == ["load", "serve"]
+    result_log.start_anew()
+    assert result_log.rows() == [] and not (tmp_path / "oom.json").exists()
 
 
 def test_items_that_fail_die_or_hang_cost_only_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     settings = settings_for(tmp_path)
-    ledger = Ledger(settings.out)
-    run_items("tests.unit.perf.gpu_part", gpu_part.items(settings), settings, ledger)
-    rows = {(row.name, row.status): row for row in ledger.rows()}
+    result_log = ResultLog(settings.out)
+    run_items("tests.unit.perf.gpu_part", gpu_part.items(settings), settings, result_log)
+    rows = {(row.name, row.status): row for row in result_log.rows()}
     assert list(rows) == [
         ("passes", OK),
         ("asserts", FAILED),
@@ -90,10 +92,10 @@ def test_items_that_fail_die_or_hang_cost_only_themselves(tmp_path: Path, monkey
 def test_items_side_by_side_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     settings = settings_for(tmp_path)
-    ledger = Ledger(settings.out)
+    result_log = ResultLog(settings.out)
     items = [item for item in gpu_part.items(settings) if item.name != "hangs"]
-    run_items("tests.unit.perf.gpu_part", items, settings, ledger, side_by_side=3)
-    rows = ledger.rows()
+    run_items("tests.unit.perf.gpu_part", items, settings, result_log, side_by_side=3)
+    rows = result_log.rows()
     assert {row.name for row in rows} == {item.name for item in items}
     assert sorted(row.status for row in rows) == sorted([OK] * 5 + [FAILED] * 3 + [NOT_RUN])
     pid = {row.name: row.figures["pid"] for row in rows if row.status == OK}
@@ -113,20 +115,20 @@ def test_processes_that_want_one_checkpoint_of_the_zoo_get_a_whole_one(tmp_path:
 def test_a_run_that_is_killed_keeps_its_rows_and_leaves_no_process(tmp_path: Path) -> None:
     settings = settings_for(tmp_path, only=("leaves",))
     code = (
-        "import sys; from tests.gpu.ledger import Ledger; from tests.gpu.runner import run_items\n"
+        "import sys; from tests.gpu.result_log import ResultLog; from tests.gpu.runner import run_items\n"
         "from tests.gpu.settings import Settings; from tests.unit.perf import gpu_part\n"
         "settings = Settings.from_json(sys.argv[1])\n"
-        "run_items(gpu_part.__name__, gpu_part.items(settings), settings, Ledger(settings.out))"
+        "run_items(gpu_part.__name__, gpu_part.items(settings), settings, ResultLog(settings.out))"
     )
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", code, settings.to_json()]
     run = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
-    ledger = Ledger(settings.out)
+    result_log = ResultLog(settings.out)
     written = settings.out / "table.md"  # comes after its row
     wait_until(written.exists, 60, "no table")
     run.kill()
     run.wait()
-    [row] = ledger.rows()
+    [row] = result_log.rows()
     wait_until(lambda: not any(map(is_alive, row.figures.values())), 30, f"of {row.figures} one lives")
     assert row.status == OK and "leaves a process" in written.read_text()
 
@@ -140,9 +142,9 @@ def is_alive(pid: int) -> bool:
 
 def test_without_budget_nothing_is_started_and_everything_is_said_to_be_missing(tmp_path: Path) -> None:
     settings = settings_for(tmp_path, budget=-1, only=("asserts", "dies"))
-    ledger = Ledger(settings.out)
-    run_items("tests.unit.perf.gpu_part", gpu_part.items(settings), settings, ledger)
-    assert [(row.name, row.status) for row in ledger.rows()] == [("asserts", NOT_RUN), ("dies", NOT_RUN)]
+    result_log = ResultLog(settings.out)
+    run_items("tests.unit.perf.gpu_part", gpu_part.items(settings), settings, result_log)
+    assert [(row.name, row.status) for row in result_log.rows()] == [("asserts", NOT_RUN), ("dies", NOT_RUN)]
 
 
 # -------------------------------------------------------------------------------------------- what it is measured by

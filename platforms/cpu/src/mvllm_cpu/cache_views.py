@@ -1,4 +1,4 @@
-"""Views of a layer's KV cache by block, token and head, for whoever measures or compares it; steps do not use them.
+"""Views of a layer's KV cache by block, token and head, for the conformance suite; steps do not use them.
 
 The arrangement is that of `csrc/kernels.h`: keys with tokens side by side, values with dimensions side by side, and
 both in pairs where the storage dtype is bfloat16 or has 8 bits.

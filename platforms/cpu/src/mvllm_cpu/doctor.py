@@ -1,4 +1,4 @@
-"""What `mvllm doctor` asks the CPU platform."""
+"""Checks of the CPU platform for `mvllm doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores, memory nodes, memory. Read from /proc and /sys, never changed here.
+"""Cores, memory nodes and memory that this process may use. Read from /proc and /sys, never changed here.
 
 Three things narrow what the hardware offers: the affinity mask that the process was started with, the CPU quota of its
 control group, and the memory limit of its control group. All three are respected; a container sees its own share.

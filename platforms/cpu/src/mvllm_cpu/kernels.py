@@ -1,4 +1,4 @@
-"""The compiled kernels: finding and opening their library, and saying why they are not there.
+"""Loads the library of compiled kernels, or explains why it is not available.
 
 The library is plain C called through ctypes: pointers in, nothing out, neither Python nor torch inside. It shares
 torch's OpenMP runtime, which is why torch is imported before it is opened.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 LIBRARY = Path(__file__).parent / "_kernels.so"
 NO_COMPILER_REMEDY = (
     "Install a C++ compiler (g++) and reinstall mvllm-cpu: pip install --force-reinstall --no-deps mvllm-cpu"

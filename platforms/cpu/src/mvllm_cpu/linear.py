@@ -1,4 +1,4 @@
-"""Matrix products by the compiled kernels, with weights packed once, after loading, for the instruction set that runs.
+"""Linear layers with the compiled kernels; weights are packed once after loading, for the current instruction set.
 
 One packing serves any number of rows: with few (decode) the product is bound by reading the weight, and takes it as one
 stream; with many it is bound by arithmetic. A row's result depends neither on the other rows nor on their number.

@@ -1,4 +1,4 @@
-"""Where the bytes of KV caches and packed weights come from."""
+"""Memory allocation for KV caches and packed weights (huge pages), and release of unused pages."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from mvllm_cpu import host_resources
 
 HUGE_PAGE = 2 << 20
-"""What one translation of an address may cover, where the kernel plays along: 512 times the usual page."""
+"""Size of a huge page, 512 times the usual page, if the kernel grants them."""
 
 POOL_BYTES = 8 << 20
 
 LARGE_CODE = 1 << 20
-"""Bytes of a library's code below which letting go of it gains nothing."""
+"""Bytes of a library's code below which releasing its pages gains nothing."""
 
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)")
 
 
 class Pool:
-    """Zeroed memory for many tensors that are smaller than a huge page, side by side in some."""
+    """Zeroed memory for many tensors smaller than a huge page, several per huge page."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
@@ -45,12 +45,12 @@ class Pool:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros whose pages the kernel hands out on first touch, in huge pages where it can.
+    """A tensor of zeros whose pages the kernel allocates on first touch, as huge pages where possible.
 
-    A cache is large and filled little by little; claiming it this way takes no time, and puts each page on the memory
-    node of the core that first writes it. What is read as one stream, weights above all, comes faster from huge pages:
-    prefetching is cut short wherever an address has to be translated first. Only whole ones are asked for, so nothing
-    is taken beyond the tensor's size.
+    A cache is large and fills slowly; allocating it this way takes no time, and puts each page on the memory node of
+    the core that first writes it. Memory that is read as one stream, weights above all, is faster in huge pages,
+    because prefetching stops where an address has to be translated. Only whole huge pages are requested, so no memory
+    is used beyond the tensor's size.
 
     Raises:
         MemoryError: The machine does not have that much memory free now.
@@ -68,15 +68,15 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def map_pages(size: int) -> tuple[mmap.mmap, int]:
-    """Zeroed memory for `size` bytes, in huge pages where the kernel can, and the offset in it where they begin.
+    """Maps `size` zeroed bytes, in huge pages where possible; returns the mapping and the offset of the bytes.
 
     Raises:
-        MemoryError: The addresses cannot be had.
+        MemoryError: The system has no addresses left.
     """
     try:
         region = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as e:
-        raise MemoryError(f"{size:,} bytes of memory cannot be had: {e}.") from e
+        raise MemoryError(f"{size:,} bytes of memory cannot be mapped: {e}.") from e
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(region)) % HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
@@ -85,13 +85,13 @@ def map_pages(size: int) -> tuple[mmap.mmap, int]:
 
 
 def trim_heap() -> None:
-    """Returns what the C library's allocator holds and nobody uses to the system, where it knows how to."""
+    """Returns unused memory of the C library's allocator to the system (malloc_trim), where it exists."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def release_pages(tensor: torch.Tensor) -> None:
-    """Returns the whole pages of a tensor's memory to the system; nobody may read it any more, or its neighbours in it.
+    """Returns the whole pages of a tensor's memory to the system; the tensor's values must not be read afterwards.
 
     Args:
         tensor: Without gaps.
@@ -105,10 +105,10 @@ def release_pages(tensor: torch.Tensor) -> None:
 
 
 def release_code_pages() -> None:
-    """Lets go of libraries' code: of what importing them has run, little is ever run again.
+    """Releases the pages of libraries' code: little of what their import has run is run again.
 
-    What is run again comes back from the page cache. Only code that lies in memory as it lies in its file is let go:
-    what a debugger or a linker has changed stays.
+    Pages that run again come back from the page cache. Only unmodified code is released, not pages that a debugger or
+    a linker has changed.
     """
     with contextlib.suppress(OSError, AttributeError):
         advise = ctypes.CDLL(None).madvise

@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer by the compiled kernels: one call, without a loop over experts in Python.
+"""Mixture-of-experts layers with the compiled kernels: one call, without a loop over experts in Python.
 
 Weights are packed once, after loading, expert by expert and in place: there is never a second copy of them. A token's
 result depends neither on the other tokens nor on their number.

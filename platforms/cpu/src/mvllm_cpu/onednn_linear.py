@@ -1,4 +1,4 @@
-"""Matrix products in bfloat16 with weights packed once, after loading, into the blocks that oneDNN's kernels read.
+"""Linear layers in bfloat16 with oneDNN; weights are packed once after loading, into oneDNN's blocks.
 
 torch's own linear leaves the weight as it is and pays for that on every call; with few rows (decode) the difference is
 about a factor of two. This serves where the compiled kernels' own product (linear.py) is not there or not the fastest.

@@ -1,4 +1,4 @@
-"""Operations that the compiled kernels replace: each is one call where torch needs several passes over the data.
+"""Op providers of the compiled kernels: each operation is one call where torch needs several passes over the data.
 
 They round to the compute dtype where the references do, so a model's results do not depend on which of the two ran, up
 to the order of a sum.

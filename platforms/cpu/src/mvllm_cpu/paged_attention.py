@@ -1,7 +1,7 @@
-"""Paged attention through the compiled kernels: a call to store a layer's keys and values, a call to attend, per step.
+"""Paged attention with the compiled kernels: per layer and step, one call stores keys and values and one attends.
 
-The kernels walk the block table themselves; nothing is gathered or padded. How a layer's cache is laid out is drawn in
-`csrc/kernels.h`; only the kernels read it.
+The kernels read the block table themselves; nothing is gathered or padded. `csrc/kernels.h` draws the layout of a
+layer's cache, which only the kernels read.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mvllm_cpu.recording import Kernel
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALED_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.uint8}
-"""Storage dtypes of 8 bits, by what holds them; each token's key and value of each head has a float32 scale."""
+"""8-bit storage dtypes and the torch dtypes that hold them; each token's key and value of each head has a scale."""
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 KV_DTYPE_CODES = {name: code for code, name in enumerate((*DTYPES, *SCALED_DTYPES))}
 SCALE_BYTES = 4
 
-TOUCHED_BYTES = 1 << 30
-TOUCHED_TOKENS = 1 << 14
-"""How much of a worker's KV cache is touched before it is used, at most: bytes, and tokens in each part of it. A cache
-may be as large as half of the memory, and an idle server should not take that.
+PREFAULTED_BYTES = 1 << 30
+PREFAULTED_TOKENS = 1 << 14
+"""Limits of the KV cache memory that is prefaulted: bytes per worker, and tokens in each part. A cache may be as large
+as half of the memory, which an idle server should not occupy.
 """
 
 
@@ -86,24 +86,24 @@ class PagedCache(tuple[torch.Tensor, ...]):
 
     address: int
     _pointers: _Cache
-    _stop_touching: Callable[[int], None] | None = None
+    _cancel_prefault: Callable[[int], None] | None = None
 
-    def touch_in_background(self, library: ctypes.CDLL) -> None:
-        """Has the library touch the memory while nobody computes: first use may take long (csrc/first_touch.cpp)."""
-        self._stop_touching = library.mvllm_cpu_touch_no_more
+    def prefault_in_background(self, library: ctypes.CDLL) -> None:
+        """Prefaults the memory while no kernel runs, because first use may take long (csrc/page_prefault.cpp)."""
+        self._cancel_prefault = library.mvllm_cpu_prefault_cancel
         for part in self:
-            if part.nbytes >= HUGE_PAGE:  # anything smaller is there
-                front = part[: TOUCHED_TOKENS // part.shape[-1]]
-                library.mvllm_cpu_touch_later(part.data_ptr(), front.nbytes, TOUCHED_BYTES)
+            if part.nbytes >= HUGE_PAGE:  # smaller parts are allocated already
+                front = part[: PREFAULTED_TOKENS // part.shape[-1]]
+                library.mvllm_cpu_prefault(part.data_ptr(), front.nbytes, PREFAULTED_BYTES)
 
     def __del__(self) -> None:
-        if self._stop_touching is not None:
+        if self._cancel_prefault is not None:
             for part in self:
-                self._stop_touching(part.data_ptr())
+                self._cancel_prefault(part.data_ptr())
 
     @classmethod
     def of(cls, stored: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> PagedCache:
-        """Of keys and values, or keys alone, and the scales of each or none."""
+        """Cache of keys and values, or keys only, with the scales of each or none."""
         cache = cls((*stored, *scales))
         fields = zip(("keys", "values"), stored), zip(("key_scales", "value_scales"), scales)
         cache._pointers = _Cache(**{name: part.data_ptr() for pairs in fields for name, part in pairs})
@@ -149,12 +149,12 @@ def declare(library: ctypes.CDLL) -> None:
     library.mvllm_cpu_step_new.restype = pointer
     library.mvllm_cpu_step_free.argtypes = [pointer]
     library.mvllm_cpu_step_free.restype = None
-    library.mvllm_cpu_touch_later.argtypes = [pointer, ctypes.c_int64, ctypes.c_int64]
-    library.mvllm_cpu_touch_later.restype = None
-    library.mvllm_cpu_touch_no_more.argtypes = [pointer]
-    library.mvllm_cpu_touch_no_more.restype = None
-    atexit.unregister(library.mvllm_cpu_touch_stop)
-    atexit.register(library.mvllm_cpu_touch_stop)
+    library.mvllm_cpu_prefault.argtypes = [pointer, ctypes.c_int64, ctypes.c_int64]
+    library.mvllm_cpu_prefault.restype = None
+    library.mvllm_cpu_prefault_cancel.argtypes = [pointer]
+    library.mvllm_cpu_prefault_cancel.restype = None
+    atexit.unregister(library.mvllm_cpu_prefault_stop)
+    atexit.register(library.mvllm_cpu_prefault_stop)
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -216,7 +216,7 @@ class PagedAttention(AttentionBackend):
         stored = [zeros((*heads, size, block_size), self._kv_dtype) for size in self._sizes]
         scales = [zeros((*heads, block_size), torch.float32) for _ in self._sizes if self._scaled]
         cache = PagedCache.of(stored, scales)
-        cache.touch_in_background(self._library)
+        cache.prefault_in_background(self._library)
         return cache
 
     def build_metadata(self, batch: BatchLayout) -> PagedMetadata:

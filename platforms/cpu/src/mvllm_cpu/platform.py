@@ -1,4 +1,4 @@
-"""The CPU platform: hosts without an accelerator, and every developer's first machine."""
+"""The CPU platform, for hosts without an accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this machine can run the CPU platform. It can if torch is installed; torch itself is not imported here."""
+"""Probe of the CPU platform: it is available if torch is installed. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products with integer weights by the compiled kernels, packed once, after loading.
+"""Linear layers with int8 and int4 weights and the compiled kernels; weights are packed once after loading.
 
 There are two kinds of product (csrc/qlinear.h). With *int8 activations* each row of x is rounded to int8 as the
 reference does it, and sums over a row, or over a group of columns, are exact integers; those of groups are scaled and

@@ -1,7 +1,7 @@
-"""Calls of the compiled kernels, and the recording of them.
+"""Calls of the compiled kernels through ctypes, and the recording of these calls for replay.
 
-Every kernel that works on a step's tensors is called through a `Kernel`. That is an ordinary call; where this thread is
-recording, it is written down as well, and `replay.py` makes it again later without Python.
+Every kernel that works on a step's tensors is called through a `Kernel`. If this thread is recording, the call is also
+appended to the record, which `replay.py` executes later without Python.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Kernel:
         library: The kernels.
         name: The function's name.
         argtypes: Its parameters.
-        weight: Which of them is the weight that it reads, if any.
+        weight: Index of the parameter that is the weight, if any.
 
     Attributes:
         name, argtypes, weight: As given.
-        entry: Its number for programs; -1 where they cannot call it.
+        entry: Its index in the library's table of replayable functions; -1 if it is not there.
     """
 
     _restype: Any = None
@@ -60,12 +60,12 @@ class Kernel:
 
 
 class BlockingKernel(Kernel):
-    """A kernel that waits for other processes, and not for ever: it returns 1, or 0 where it wants to be called again.
+    """A kernel that waits for other processes with a timeout. It returns 1, or 0 if it has to be called again.
 
     Args:
         library, name, argtypes: As Kernel's.
-        ahead: Which parameter says where the weights lie that are read next; 0 there where nobody knows.
-        check_peers: Called before each further call. Ends the matter with an exception where the others will not come.
+        ahead: Index of the parameter for the address of the weights that are read next; 0 if unknown.
+        check_peers: Called before each further call. Raises if the other processes will not arrive.
 
     Attributes:
         ahead, check_peers: As given.
@@ -87,16 +87,17 @@ class BlockingKernel(Kernel):
         self.check_peers = check_peers
 
     def __call__(self, *args: Any) -> None:
-        """Calls the function until it is through."""
+        """Calls the function until it is done."""
         while not self._function(*args):
             self.check_peers()
         self._record(args)
 
 
 def record(run: Callable[[], Any]) -> tuple[Any, list[Call], str | None]:
-    """Runs `run` on this thread; its result, the kernels that it called in order, and why they are not all of its work.
+    """Runs `run` on this thread and records its kernel calls.
 
-    The reason is None where nobody has called `refuse`.
+    Returns:
+        The result, the calls in order, and why the record is incomplete (None if `refuse` was not called).
     """
     assert _here.calls is None, "recordings do not nest"
     _here.calls, _here.refusal = [], None
@@ -108,11 +109,11 @@ def record(run: Callable[[], Any]) -> tuple[Any, list[Call], str | None]:
 
 
 def is_recording() -> bool:
-    """Whether this thread's calls are being written down."""
+    """Whether this thread's calls are recorded."""
     return _here.calls is not None
 
 
 def refuse(reason: str) -> None:
-    """Says, while a recording is under way, that something happens which it does not see."""
+    """Marks the current recording, if any, as incomplete: work happens that it does not record."""
     if _here.calls is not None and _here.refusal is None:
         _here.refusal = reason

@@ -1,23 +1,23 @@
-"""Steps without Python: a function over tensors is run once while its kernels are recorded, and from then on replayed.
+"""Step replay: a function over tensors runs once while its kernel calls are recorded; later calls replay the record.
 
-A decode step is some hundred calls of kernels, and each costs Python microseconds to find its arguments; with one row
-the whole step is some milliseconds of reading weights. So the first step of a shape writes down its calls, and later
-steps of that shape are one call into the library that makes them all:
+A decode step is some hundred kernel calls, and Python spends microseconds on the arguments of each; with one row the
+whole step takes a few milliseconds. So the first step of a shape records its calls, and later steps of that shape
+execute them all with one call into the library:
 
     function(ids, positions, plan)      norm(x, w, y)  linear(y, w, z)  attention(plan, z, keys, values, y)  ...
                                               │             │                    │
     where the pointers lie              intermediates   weights (fixed)     argument 2: this step's plan
 
-Intermediate tensors are laid out anew in one arena that all recordings share, each place used again as soon as its
-last reader is done. Arguments and the result are put in for each run.
+Intermediate tensors are placed in one arena that all recordings share; memory is reused after a tensor's last reader.
+Addresses of arguments and of the result are patched for each run.
 
-Nobody has to promise that a function can be replayed. While it is recorded torch says which operations it runs: one
-that computes, and is no kernel of ours, ends the matter. Then the recording is run over an arena filled with NaN
-patterns and has to give the recorded result to the last bit, or is not used: work that nobody has seen would be missing
-from it. What cannot be replayed is called as it is.
+Whether a function can be replayed is detected. While it is recorded, torch reports its operations; an operation that
+computes and is not one of our kernels makes the record incomplete. Then the record is executed over an arena filled
+with NaN patterns, and has to reproduce the recorded result to the last bit; otherwise work is missing from it and it is
+not used. Functions that cannot be replayed are called directly.
 
-Ranks add up their parts within the library, too. Where a rank does not come, the replay stops at that call and comes
-back to Python, which sees whether the rank is alive, and goes on with the same call.
+All-reduces over ranks are kernels, too. If a rank is late, the replay stops at that call and returns to Python, which
+checks whether the rank is alive, and resumes with the same call.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mvllm_cpu.recording import BlockingKernel, Call
 logger = get_logger("mvllm.cpu.replay")
 
 MOST_ROWS = 64
-"""Steps of more rows compute for so long that what Python takes does not matter; they are not recorded."""
+"""Steps with more rows are not recorded: they compute so long that Python's share does not matter."""
 
 ALIGNMENT = 64
 ARENA, RESULT, FIRST_ARGUMENT = 0, 1, 2
@@ -56,7 +56,7 @@ class _Patch(ctypes.Structure):
 
 @dataclass
 class _Buffer:
-    """An intermediate tensor's memory, and the calls between which it is in use."""
+    """Memory of an intermediate tensor, and the first and last call that use it."""
 
     address: int
     size: int
@@ -67,14 +67,14 @@ class _Buffer:
 
 @dataclass
 class _Program:
-    """Recorded calls as the library takes them.
+    """Recorded calls in the library's format.
 
     Attributes:
         calls, slots, patches: As in csrc/program.cpp.
-        waits: What to do where a call stops the program, by the calls' numbers.
-        arena_bytes: Memory of its intermediate tensors.
+        waits: By index of a call that may time out: the function to call before it is resumed.
+        arena_bytes: Size of its intermediate tensors.
         shape, dtype: Of its result.
-        held: Whatever its fixed pointers point into.
+        held: Objects that its fixed pointers point into.
     """
 
     calls: Any
@@ -87,8 +87,8 @@ class _Program:
     held: list[Any] = field(default_factory=list)
 
 
-class _Watch(TorchDispatchMode):
-    """Sees torch's operations: keeps what they allocate, and says which of them compute."""
+class _OperationRecorder(TorchDispatchMode):
+    """Collects the tensors that torch's operations allocate, and reports operations that compute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler, for a second, to keep it from looking at us."""
+        """Avoids that torch imports its compiler, which takes a second."""
         return False
 
     def __torch_dispatch__(
@@ -109,23 +109,23 @@ class _Watch(TorchDispatchMode):
         elif not (func.is_view or name in ("aten::detach", "aten::_unsafe_view")):
             recording.refuse(f"torch computes {name}")
         elif name == "aten::lift_fresh" or not _is_within(result, args):
-            # Where no gradients are wanted, torch shows `contiguous`, `reshape` and `to` whole, copies or not.
+            # Without gradients, torch reports `contiguous`, `reshape` and `to` as one operation, copy or not.
             recording.refuse(f"torch makes a tensor with {name}")
         return result
 
 
 def _is_within(result: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation's results lie in the memory of the tensors that it was given."""
+    """Whether an operation's results share the memory of its arguments."""
     results = result if isinstance(result, list | tuple) else (result,)
     given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
     return all(r.untyped_storage().data_ptr() in given for r in results if isinstance(r, torch.Tensor))
 
 
 class Replay(CompileBackend):
-    """Records functions whose work is done by this package's kernels.
+    """Compile backend that records and replays functions whose work is done by this package's kernels.
 
     Args:
-        library: The kernels; without them, functions stay as they are.
+        library: The kernels; without them, functions are returned unchanged.
     """
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
@@ -138,15 +138,15 @@ class Replay(CompileBackend):
         self._arena = torch.empty(0, dtype=torch.uint8)
 
     def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
-        """A callable that replays `function` where that can be done. Each shape is recorded on its own anyway."""
+        """A callable that replays `function` if possible. Each shape is recorded separately, dynamic or not."""
         return function if self._run is None else _Compiled(self, function)
 
     def needs_warm_up(self) -> bool:
-        """No: a recording takes as long as two runs, is of one shape, and most shapes of a warm-up never come."""
+        """False: recording costs two runs per shape, and most shapes of a warm-up never occur."""
         return False
 
     def arena(self, size: int) -> int:
-        """Where `size` bytes for intermediate tensors begin; their contents are anyone's."""
+        """Address of `size` bytes for intermediate tensors, with undefined contents."""
         if self._arena.numel() < size + ALIGNMENT:
             self._arena = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
         return -(-self._arena.data_ptr() // ALIGNMENT) * ALIGNMENT
@@ -156,7 +156,7 @@ class Replay(CompileBackend):
         self._arena.fill_(0xFF)
 
     def run(self, program: _Program, arguments: tuple[Any, ...]) -> torch.Tensor:
-        """Makes a program's calls for these arguments."""
+        """Executes a program's calls for these arguments."""
         result = torch.empty(program.shape, dtype=program.dtype)
         bases = (ctypes.c_int64 * (FIRST_ARGUMENT + len(arguments)))(
             self.arena(program.arena_bytes), result.data_ptr(), *map(_base_of, arguments)
@@ -167,7 +167,7 @@ class Replay(CompileBackend):
             if done == count:
                 return result
             program.waits[done]()
-            num_patches = 0  # the first run has put everything in its place
+            num_patches = 0  # the first run has applied all patches
 
 
 class _Compiled:
@@ -179,7 +179,7 @@ class _Compiled:
         self._programs: dict[Hashable, _Program | None] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns for `args`: tensors, None, or plans that this platform's attention has made."""
+        """Calls or replays the function. `args`: tensors, None, or metadata of this platform's attention."""
         rows = next((arg.shape[0] for arg in args if isinstance(arg, torch.Tensor) and arg.dim()), MOST_ROWS + 1)
         if rows > MOST_ROWS:
             return self._function(*args)
@@ -192,8 +192,8 @@ class _Compiled:
         return self._backend.run(program, args)
 
     def _record(self, key: Hashable, args: tuple[Any, ...]) -> Any:
-        before = _copies(args)  # the function may work in place
-        with _Watch() as watch:
+        before = _copies(args)  # the function may modify its arguments
+        with _OperationRecorder() as watch:
             result, calls, refusal = recording.record(lambda: self._function(*args))
         self._programs[key] = None
         try:
@@ -204,8 +204,8 @@ class _Compiled:
             self._backend.poison_arena()
             again = self._backend.run(program, _copies(before))
             if not torch.equal(result.view(torch.uint8), again.view(torch.uint8)):
-                self._function(*before)  # the keys and values that the recording has stored may be wrong too
-                raise _NotReplayable("its kernels are not all of its work: the recording gives another result")
+                self._function(*before)  # the replay may have stored wrong keys and values
+                raise _NotReplayable("its kernels are not all of its work: the replay gives another result")
         except _NotReplayable as e:
             logger.debug("Steps of %s are not replayed: %s", key, e)
         else:
@@ -214,7 +214,7 @@ class _Compiled:
 
 
 def _copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, of tensors a copy with the same strides."""
+    """The arguments, with tensors copied (same strides)."""
     return tuple(
         torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a) if isinstance(a, torch.Tensor) else a
         for a in arguments
@@ -224,19 +224,19 @@ def _copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 def _key_of(argument: Any) -> Hashable:
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.dtype
-    # Rows behind a plan's tokens are padding, which attention treats apart.
+    # Rows after the metadata's tokens are padding, which attention treats differently.
     return type(argument), cast(Hashable, getattr(argument, "num_tokens", None))
 
 
 def _base_of(argument: Any) -> int:
-    """What pointers into an argument count from: where a tensor begins, or an attention plan's handle."""
+    """Base address of an argument: a tensor's data, or the handle of attention metadata."""
     if argument is None:
         return 0
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else int(argument.handle)
 
 
 def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, arguments: tuple[Any, ...]) -> _Program:
-    """Lays out the intermediate tensors of recorded calls, and names what changes from run to run.
+    """Builds a program: places the intermediate tensors of recorded calls and lists the addresses to patch.
 
     Raises:
         _NotReplayable: With the reason.
@@ -256,7 +256,7 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
     held: list[Any] = []
     numbers: list[int] = []
     waits: dict[int, Callable[[], None]] = {}
-    unknown: list[int] = []  # slots that want to know which weights are read next
+    unknown: list[int] = []  # slots for the address of the next weight that is read
     for number, (called, args) in enumerate(calls):
         if called.entry < 0:
             raise _NotReplayable(f"programs cannot call {called.name}")
@@ -276,7 +276,7 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
 
     own = next((b for b in buffers if b.address == result.data_ptr()), None)
     if own is None or own.last < 0 or own.size != result.nbytes:
-        raise _NotReplayable("its result is not what one of its kernels has written")
+        raise _NotReplayable("its result was not written by one of its kernels")
     arena_bytes = _lay_out([b for b in buffers if b is not own and b.last >= 0])
     patches = [
         (at, RESULT, offset)
@@ -306,7 +306,7 @@ def _place(
     inputs: list[tuple[int, int, int]],
     found: list[tuple[int, _Buffer | None, int, int]],
 ) -> None:
-    """Adds to `found` what the pointer in slot `at`, an argument of call `number`, points into unless that is fixed."""
+    """Appends to `found` the argument or buffer that the pointer in slot `at` of call `number` points into, if any."""
     for begin, size, slot in inputs:
         if begin <= address < begin + size:
             found.append((at, None, slot, address - begin))
@@ -319,7 +319,7 @@ def _place(
 
 
 def _lay_out(buffers: list[_Buffer]) -> int:
-    """Gives each buffer the lowest place that is free while it is in use; returns the bytes that all of them take."""
+    """Places each buffer at the lowest offset that is free during its use; returns the total size in bytes."""
     placed: list[_Buffer] = []
     end = 0
     for buffer in sorted(buffers, key=lambda b: b.first):
@@ -335,7 +335,7 @@ def _lay_out(buffers: list[_Buffer]) -> int:
 
 
 def _bits(kind: Any, value: Any) -> int:
-    """An argument as a program's slot holds it."""
+    """An argument as the 64 bits of a slot."""
     if kind is ctypes.c_float:
         return int(struct.unpack("<i", struct.pack("<f", value))[0])
     if hasattr(value, "_obj"):  # byref

@@ -1,4 +1,4 @@
-"""The processor as a device: its memory is the host's, and work is done when a call returns."""
+"""DeviceRuntime of the processor: device memory is host memory, and work is done when a call returns."""
 
 from __future__ import annotations
 

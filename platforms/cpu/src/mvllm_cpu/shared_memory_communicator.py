@@ -1,10 +1,10 @@
-"""Collectives between ranks of one machine through shared memory, where sockets would take most of the time.
+"""Collectives between ranks of one machine through shared memory, which is faster than sockets.
 
-Sums and gathers, which every layer needs, go through memory; everything else is torch's. The memory has no name: rank
-0 makes it, the others open it through rank 0's process, and it is gone with the last of them, however they end. Where
-that does not work (other machines, other process namespaces) all ranks notice together and stay with sockets.
+All-reduces and all-gathers, which every layer needs, use shared memory; all other collectives are torch's. The memory
+has no name: rank 0 creates it, the others open it through rank 0's process, and the system frees it when the last of
+them ends. If that is not possible (other machines, other process namespaces), all ranks agree to use sockets.
 
-The compiled half, `csrc/shared_sum.cpp`, says how a round works.
+`csrc/shared_sum.cpp` implements a round.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ SLOT_BYTES = 1 << 20
 _WORD_BYTES = 64
 _TOKEN_BYTES = 16
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
-_PATIENCE_MS = 1000
-"""How long a wait goes on without a look at whether the others are alive."""
+_TIMEOUT_MS = 1000
+"""Timeout of a wait, after which the process of the late rank is checked."""
 
 _SPIN_NS = 100_000
-"""How long a wait looks before it sleeps: waking takes tens of microseconds, about what most waits take in all."""
+"""How long a wait spins before it sleeps: waking takes tens of microseconds, about as long as most waits."""
 
 
 class SharedGroup(ctypes.Structure):
-    """`SharedGroup` of csrc/shared_sum.cpp. The count of rounds is kept there alone: replays go on with it, too.
+    """`SharedGroup` of csrc/shared_sum.cpp. It holds the only count of rounds, which replays advance as well.
 
     Attributes:
-        memory: What `base` points to, for whoever holds this.
+        memory: The memory that `base` points to, kept alive by this object.
     """
 
     memory: ctypes.c_char
     _fields_ = [
         ("base", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("world_size", "slot_bytes", "rank", "spin_ns", "patience_ms", "done")),
+        *((name, ctypes.c_int64) for name in ("world_size", "slot_bytes", "rank", "spin_ns", "timeout_ms", "done")),
         ("late", ctypes.c_int64),
         ("round", ctypes.c_uint32),
         ("is_posted", ctypes.c_int32),
@@ -59,7 +59,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
 
     Args:
         spec, device, timeout: As TorchCommunicator's.
-        slot_bytes: Room for one rank in one round.
+        slot_bytes: Bytes of one rank in one round.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
 
     @property
     def uses_shared_memory(self) -> bool:
-        """Whether the ranks have found a common memory."""
+        """Whether the ranks share memory."""
         return self._memory is not None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -106,20 +106,20 @@ class SharedMemoryCommunicator(TorchCommunicator):
         return gathered
 
     def close(self) -> None:
-        # The mapping goes with its last view (a recording's, say), at the latest with the process.
+        # The mapping is freed with its last view (of a recording, for example), at the latest with the process.
         self._memory = None
         super().close()
 
     def _check_late_rank(self) -> None:
-        """Returns where the rank that has not come may still come.
+        """Returns if the late rank may still arrive.
 
         Raises:
-            PlatformError: It has died, or has not come within the timeout.
+            PlatformError: It has died, or has not arrived within the timeout.
         """
         group = self._shared
         now = time.monotonic()
         if self._late_round != group.round:
-            self._late_round, self._deadline = group.round, now - group.patience_ms / 1000 + self._timeout
+            self._late_round, self._deadline = group.round, now - group.timeout_ms / 1000 + self._timeout
         pid, me = self._pids[group.late], self._ranks[self.rank]
         who = f"rank {self._ranks[group.late]} (pid {pid})"
         problem = ""
@@ -138,11 +138,11 @@ class SharedMemoryCommunicator(TorchCommunicator):
         library = kernels.load().library
         assert library is not None
         begin = ctypes.c_char.from_buffer(memory)
-        # A rank that spins for a core that the others need keeps them from arriving. Workers are bound to cores before
-        # they meet: what counts is what all of them have.
+        # A rank that spins on a core that another rank needs delays that rank. Workers are bound to cores before they
+        # connect, so the cores of all ranks together count.
         spin_ns = _SPIN_NS if host_resources.num_cores_of_processes(self._pids) >= self.world_size else 0
         self._shared = SharedGroup(
-            *(ctypes.addressof(begin), self.world_size, self._slot_bytes, self.rank), spin_ns, _PATIENCE_MS
+            *(ctypes.addressof(begin), self.world_size, self._slot_bytes, self.rank), spin_ns, _TIMEOUT_MS
         )
         self._shared.memory = begin
         self._here = ctypes.byref(self._shared)
@@ -154,7 +154,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
             ahead=4,
             check_peers=self._check_late_rank,
         )
-        self._meet = library.mvllm_cpu_shared_meet
+        self._meet = library.mvllm_cpu_shared_exchange
         self._meet.argtypes, self._meet.restype = (pointer, pointer, number), ctypes.c_int
         self._end_round = library.mvllm_cpu_shared_end_round
         self._end_round.argtypes, self._end_round.restype = (pointer,), None
@@ -162,7 +162,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
     def _share(self) -> tuple[mmap.mmap | None, list[int]]:
         """The memory, if every rank has it, and the ranks' process ids. All ranks call it together."""
         size = self.world_size * (_WORD_BYTES + 2 * self._slot_bytes) + _TOKEN_BYTES
-        able = hasattr(os, "memfd_create") and hasattr(kernels.load().library, "mvllm_cpu_shared_meet")
+        able = hasattr(os, "memfd_create") and hasattr(kernels.load().library, "mvllm_cpu_shared_exchange")
         fd, token = -1, secrets.token_bytes(_TOKEN_BYTES)
         if self.rank == 0 and able:
             fd = _claim(size, token)
@@ -185,12 +185,12 @@ class SharedMemoryCommunicator(TorchCommunicator):
 
 
 def _claim(size: int, token: bytes) -> int:
-    """A descriptor of `size` bytes of memory that end with `token`, or -1 where they cannot be had.
+    """Allocates `size` bytes of memory that end with `token`; returns the descriptor, or -1 without enough memory.
 
-    Every page is claimed now: a rank that runs out of memory later, in the middle of a sum, would be killed for it.
+    Every page is allocated now: without memory for a page in the middle of a sum, a rank would be killed.
     """
     free = host_resources.memory_free()
-    if size > free // 2:  # a control group does not refuse memory beyond its limit: it kills
+    if size > free // 2:  # a control group kills processes that exceed its limit
         logger.warning("Ranks talk through sockets: shared memory takes %d bytes, and %d are free.", size, free)
         return -1
     fd = -1
@@ -203,13 +203,13 @@ def _claim(size: int, token: bytes) -> int:
         if fd >= 0:
             os.close(fd)
         return -1
-    with contextlib.suppress(OSError):  # nobody can take back pages that others have mapped
+    with contextlib.suppress(OSError):  # no process can shrink memory that others have mapped
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd
 
 
 def _open(own: int, pid: int, fd: int, size: int, token: bytes) -> mmap.mmap | None:
-    """Maps rank 0's memory; None where it cannot be reached, or is not the one (another machine's process `pid`)."""
+    """Maps rank 0's memory; None if it is not reachable, or process `pid` here is not rank 0 (other machines)."""
     opened = -1
     try:
         opened = os.dup(own) if own >= 0 else os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)

@@ -1,7 +1,7 @@
-"""Whether the torch that is installed carries libraries for accelerators, which the CPU platform never loads.
+"""Detects accelerator libraries in the installed torch, which the CPU platform never loads.
 
-A package index may answer `torch` with such a build: gigabytes that were fetched for nothing. The answer is read from
-the metadata of installed distributions; torch is not imported.
+The default `torch` of a package index may be such a build, with gigabytes of unused libraries. It is detected from the
+metadata of installed distributions; torch is not imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mvllm.plugin_api import get_logger
 
 _LIBRARIES = re.compile(r"(nvidia|cuda|pytorch-triton|triton|rocm|intel|onemkl|oneccl|dpcpp|impi|tbb|umf|tcmlib)\b")
-"""Distributions of this kind that torch requires serve its accelerator backends."""
+"""Requirements of torch with these names serve its accelerator backends."""
 _OWN_FILES = re.compile(r"lib(torch|c10)_(cuda|hip|xpu|nvshmem)")
 _THEIR_PLATFORMS = ("mvllm-cuda", "mvllm-rocm", "mvllm-xpu")
 REMEDY = (
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What is installed.
+    """The installed torch.
 
     Attributes:
         version: Of torch; None where it is not installed.
@@ -44,7 +44,7 @@ class TorchBuild:
 
     @property
     def is_for_accelerators(self) -> bool:
-        """Whether it carries what nobody here uses."""
+        """Whether it has accelerator libraries that no installed platform uses."""
         return bool(self.unused_bytes) and self.wanted is None
 
     def describe(self) -> str:
@@ -61,11 +61,11 @@ class TorchBuild:
 
 
 def find_build() -> TorchBuild:
-    """Looks at the installed distributions."""
+    """Reads the installed distributions."""
     torch = _distribution("torch")
     if torch is None:
         return TorchBuild(None)
-    if torch.version.endswith("+cpu"):  # lists of files are long: they are read only where there is something to find
+    if torch.version.endswith("+cpu"):  # skips reading the long lists of files
         return TorchBuild(torch.version)
     libraries = _required_libraries(torch)
     own = sum(file.size or 0 for file in torch.files or () if _OWN_FILES.match(file.name))
@@ -76,7 +76,7 @@ def find_build() -> TorchBuild:
 
 @functools.cache
 def warn_once() -> None:
-    """Logs, once in a process, that torch carries what is not used."""
+    """Logs, once per process, that torch has unused accelerator libraries."""
     build = find_build()
     if build.is_for_accelerators:
         logger.warning("%s %s", build.describe(), REMEDY)

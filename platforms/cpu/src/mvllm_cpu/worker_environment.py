@@ -1,4 +1,4 @@
-"""Variables that a worker's libraries read when they are loaded. What the user has set is left as it is.
+"""Environment variables that a worker's libraries read when they are loaded. Variables set by the user stay.
 
 THP_MEM_ALLOC_ENABLE has torch ask for huge pages: tensors of two megabytes and more then come in pages of that size.
 Claiming memory in small pages takes longer than filling it, and a weight in huge pages is read with fewer translations.

@@ -1,13 +1,13 @@
-"""Memory of a long step's intermediate tensors, each place used again as soon as its tensor is gone.
+"""Memory arena for the intermediate tensors of a long step; a tensor's memory is reused as soon as it is freed.
 
-A prompt's step makes some large tensors per layer and drops them again. Through the C library's allocator, which finds
-room for an aligned block only in a larger hole, that takes two to three times what is alive at any moment. Here the
-lowest hole that is large enough is taken, so that a step touches little more than it needs:
+A step with a long prompt allocates and frees some large tensors per layer. The C library's allocator places an aligned
+block only in a larger hole, and then needs two to three times the memory of the live tensors. This arena allocates the
+lowest hole that is large enough, so that a step touches little more than it needs:
 
-    | residual | queries, keys, values |  attention  | ...          one region, claimed page by page
-    | residual | normalised | gate and up                 |         the same, a moment later
+    | residual | queries, keys, values |  attention  | ...          one region; its pages are allocated on first use
+    | residual | normalised | gate and up                 |         the same region a moment later
 
-Nothing has to be given back by hand: a place is free when the last tensor over it has been collected.
+Memory is freed when the last tensor over it has been garbage-collected.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from mvllm_cpu import recording
 from mvllm_cpu.memory import HUGE_PAGE, map_pages
 
 SMALLEST = 1 << 18
-"""Bytes below which a tensor is the usual allocator's."""
+"""Bytes below which torch's allocator is used."""
 
 REGION_BYTES = 64 << 20
-"""Addresses that are reserved at a time. What is never used takes no memory."""
+"""Bytes of addresses reserved at a time. Unused addresses take no memory."""
 
 PAGE = mmap.PAGESIZE
 
 
 @dataclass
 class _Region:
-    """Contiguous addresses, and which of them are free: pairs of begin and end, rising, never touching.
+    """Contiguous addresses and their free ranges.
 
     Attributes:
-        pages: What they are part of.
-        begin, size: All of them.
-        holes: The free ones.
+        pages: The memory mapping.
+        begin, size: Range of the region.
+        holes: Free ranges (begin, end), ascending and not adjacent.
     """
 
     pages: mmap.mmap
@@ -50,7 +50,7 @@ class _Region:
     holes: list[tuple[int, int]] = field(default_factory=list)
 
     def allocate(self, size: int) -> int | None:
-        """The lowest place of `size` bytes, no longer free; None where there is none."""
+        """Allocates the lowest `size` free bytes; None if there is no hole of that size."""
         for i, (begin, end) in enumerate(self.holes):
             if end - begin >= size:
                 self.holes[i : i + 1] = [(begin + size, end)] if end - begin > size else []
@@ -58,7 +58,7 @@ class _Region:
         return None
 
     def free(self, begin: int, end: int) -> None:
-        """Makes a place free."""
+        """Frees a range."""
         i = 0
         while i < len(self.holes) and self.holes[i][0] < begin:
             i += 1
@@ -71,34 +71,34 @@ class _Region:
 
 
 class Workspace:
-    """Tensors in memory that is kept. Safe to use from several threads."""
+    """Allocates tensors in reserved regions. Thread-safe."""
 
     def __init__(self) -> None:
         self._regions: list[_Region] = []
         self._lock = threading.Lock()
         self._owners: dict[int, weakref.ref[ctypes.Array[ctypes.c_char]]] = {}
-        # A tensor may be collected at any point, also while the lock is held: its place waits here.
+        # A tensor may be collected at any point, also while the lock is held: its range is queued here.
         self._returned: deque[tuple[int, int]] = deque()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of undefined contents.
 
         Raises:
-            MemoryError: The addresses cannot be had.
+            MemoryError: The system has no addresses left.
         """
         size = math.prod(shape) * dtype.itemsize
         pages = max(1, -(-size // PAGE)) * PAGE
         with self._lock:
             self._collect()
             begin = self._allocate(pages)
-            # The tensor keeps its buffer alive, and the buffer's end is the place's.
+            # The tensor keeps its buffer alive; when the buffer is collected, the range is free.
             buffer = (ctypes.c_char * max(1, size)).from_address(begin)
             place = (begin, begin + pages)
             self._owners[begin] = weakref.ref(buffer, lambda _: self._returned.append(place))
         return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape)).view(shape)
 
     def release(self) -> None:
-        """Gives the memory of all free places back to the system."""
+        """Returns the memory of all free ranges to the system."""
         with self._lock:
             self._collect()
             for region in self._regions:
@@ -107,21 +107,21 @@ class Workspace:
                     region.pages.madvise(mmap.MADV_DONTNEED, begin - first, end - begin)
 
     def bytes_in_use(self) -> int:
-        """Bytes under tensors that are alive."""
+        """Bytes of live tensors."""
         with self._lock:
             self._collect()
             return sum(r.size - sum(end - begin for begin, end in r.holes) for r in self._regions)
 
     def bytes_reserved(self) -> int:
-        """Bytes of addresses."""
+        """Bytes of reserved addresses."""
         return sum(region.size for region in self._regions)
 
     def _allocate(self, size: int) -> int:
         for region in self._regions:
             if (begin := region.allocate(size)) is not None:
                 return begin
-        # Later ones are larger, so that a large model's tensors do not end up in one each. That many addresses may be
-        # refused, where they are limited or more than the machine has memory, and what is needed be had all the same.
+        # Later regions are larger, so that a large model's tensors do not need a region each. The system may refuse so
+        # many addresses (a limit, or more than its memory) and still grant the needed ones.
         room = _whole_pages(max(REGION_BYTES, 4 * size, self.bytes_reserved()))
         try:
             pages, first = map_pages(room)
@@ -149,9 +149,9 @@ process_workspace = Workspace()
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An intermediate tensor of undefined contents: as `torch.empty`, in less memory where it is large.
+    """An intermediate tensor with undefined contents, like `torch.empty`; large ones are in the workspace.
 
-    While a step is recorded its intermediates are torch's: recordings know whose they are.
+    While a step is recorded torch allocates its intermediates, so that the recording sees them.
     """
     if math.prod(shape) * dtype.itemsize < SMALLEST or recording.is_recording():
         return torch.empty(shape, dtype=dtype)

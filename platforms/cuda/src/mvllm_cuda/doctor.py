@@ -1,14 +1,14 @@
-"""What `mvllm doctor` asks the CUDA platform. NVML is read; no device is opened."""
+"""Checks of the CUDA platform for `mvllm doctor`. They read NVML and open no device."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 from mvllm.plugin_api import Check, CheckStatus
 from mvllm_cuda import visible
 from mvllm_cuda.nvml import Inventory, NvmlError, read_inventory
 from mvllm_cuda.probe import MIN_CAPABILITY, dotted, torch_problem
+from mvllm_torch_gpu.doctor_checks import kernels_check, torch_check
 
 _LOW_MEMORY_SHARE = 0.5
 
@@ -23,8 +23,8 @@ def checks() -> list[Check]:
         _driver(inventory),
         _devices(inventory),
         _order(inventory),
-        _torch(inventory),
-        _kernels(),
+        torch_check("cuda", torch_problem(inventory.cuda_version), "The installed torch can use this driver."),
+        kernels_check("cuda"),
         _memory(inventory),
     ]
 
@@ -60,22 +60,6 @@ def _order(inventory: Inventory) -> Check:
         remedy = f"Unset {visible.ORDER_VARIABLE}, or set it to {visible.PCI_ORDER}."
         return Check("platform.cuda.order", CheckStatus.WARNING, found, remedy)
     return Check("platform.cuda.order", CheckStatus.OK, found)
-
-
-def _torch(inventory: Inventory) -> Check:
-    problem = torch_problem(inventory.cuda_version)
-    if problem is not None:
-        return Check("platform.cuda.torch", CheckStatus.BROKEN, *problem)
-    return Check("platform.cuda.torch", CheckStatus.OK, "The installed torch can use this driver.")
-
-
-def _kernels() -> Check:
-    missing = [name for name in ("triton", "mvllm_triton") if importlib.util.find_spec(name) is None]
-    if missing:
-        found = f"Attention runs in plain torch, which is many times slower: {', '.join(missing)} not installed."
-        remedy = "Run: pip install --force-reinstall mvllm-cuda"
-        return Check("platform.cuda.kernels", CheckStatus.WARNING, found, remedy)
-    return Check("platform.cuda.kernels", CheckStatus.OK, "Triton and the kernels are installed.")
 
 
 def _memory(inventory: Inventory) -> Check:

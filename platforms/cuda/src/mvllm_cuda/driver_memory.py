@@ -1,4 +1,4 @@
-"""What NVML says about the memory of one device."""
+"""Memory of one device as NVML reports it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import os
 from mvllm.plugin_api import get_logger
 from mvllm_cuda.nvml import NvmlError, opened
 
-logger = get_logger("mvllm.cuda.books")
+logger = get_logger("mvllm.cuda.driver_memory")
 
 
 class NvmlDriverMemory:
-    """A device's.
+    """DriverMemory of one CUDA device, from NVML.
 
     Args:
-        uuid: As NVML knows the device; None where it does not.
+        uuid: The device's UUID in NVML; None if NVML does not list it.
     """
 
     def __init__(self, uuid: str | None) -> None:
         self._uuid = uuid
 
     def held_by_this_process(self) -> int | None:
-        """What NVML says that this process holds on the device; None where it cannot tell."""
+        """Bytes that this process holds on the device; None if NVML cannot tell."""
         if self._uuid is None:
             return None
         try:
@@ -32,7 +32,7 @@ class NvmlDriverMemory:
             return None
 
     def free(self) -> int | None:
-        """The free bytes of the device, without a context on it; None where NVML cannot tell."""
+        """Free bytes of the device, without a context on it; None if NVML cannot tell."""
         if self._uuid is None:
             return None
         try:

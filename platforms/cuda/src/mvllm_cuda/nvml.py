@@ -1,8 +1,8 @@
-"""What the driver's management library (NVML) says about this machine's devices.
+"""Reads devices and their memory from NVML, the driver's management library.
 
-NVML answers without making a CUDA context: a process that has asked may still be forked, and no memory is taken on any
-device. It is a C library that comes with the driver, called here by ctypes: one library and one way to it, whatever
-else is installed. Each look opens it, reads and closes it again.
+NVML answers without creating a CUDA context: a process that has used it may still be forked, and no device memory is
+allocated. It is a C library that comes with the driver and is called here by ctypes, so no other package is needed.
+Each read opens the library and closes it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
 FOLDERS = ("/usr/local/nvidia/lib64", "/usr/lib/wsl/lib", "/run/opengl-driver/lib")
-"""Where it is, too, unknown to the loader: where containers and virtual machines get the driver's libraries mounted."""
+"""Further folders of the library, outside of the loader's path: mounts in containers and virtual machines."""
 
 _NOT_SUPPORTED = 3
 _NO_PERMISSION = 4
@@ -33,14 +33,14 @@ _REMEDIES = {
     _DRIVER_NOT_LOADED: "Load the driver (modprobe nvidia), or restart the machine after its installation.",
     _MISMATCH: "Restart the machine: its driver was updated, and the old kernel module is still loaded.",
 }
-_SEE_SMI = "Run nvidia-smi, which fails in the same way, and mend what it says."
+_SEE_SMI = "Run nvidia-smi, which fails in the same way, and fix what it reports."
 
 
 class NvmlError(Exception):
-    """NVML has not answered.
+    """NVML returned an error or is not available.
 
     Attributes:
-        code: NVML's, or None where there is no library.
+        code: NVML's error code, or None without a library.
         remedy: What the user can do.
     """
 
@@ -52,13 +52,13 @@ class NvmlError(Exception):
 
 @dataclass(frozen=True)
 class MigDevice:
-    """A compute instance of a device that is partitioned.
+    """A compute instance of a partitioned (MIG) device.
 
     Attributes:
-        uuid: `MIG-` and what follows.
-        name: As NVML shows it.
-        memory_bytes: Of its instance; None where NVML does not tell.
-        old_id: How older drivers name it: `MIG-GPU-<uuid of the device>/<instance>/<compute instance>`.
+        uuid: `MIG-...`.
+        name: From NVML.
+        memory_bytes: Of its instance; None if NVML does not report it.
+        old_id: Its name in older drivers: `MIG-GPU-<uuid of the device>/<instance>/<compute instance>`.
     """
 
     uuid: str
@@ -72,11 +72,11 @@ class NvmlDevice:
     """A physical device.
 
     Attributes:
-        index: NVML's, in the order of the PCI bus.
-        name, uuid: As NVML shows them.
-        memory_bytes, free_bytes: None where NVML does not tell: the device uses the host's memory.
+        index: NVML's index, in the order of the PCI bus.
+        name, uuid: From NVML.
+        memory_bytes, free_bytes: None if NVML reports none: the device uses the host's memory.
         compute_capability: (major, minor).
-        mig_enabled: It is partitioned, and cannot be used as a whole.
+        mig_enabled: It is partitioned and cannot be used as a whole.
         mig_devices: Its compute instances.
     """
 
@@ -92,13 +92,13 @@ class NvmlDevice:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What there is.
+    """Installed NVIDIA devices.
 
     Attributes:
-        driver_version: Of the driver, for people.
+        driver_version: For messages.
         cuda_version: Newest CUDA that the driver supports, (major, minor).
         devices: Those that answer, in the order of the PCI bus.
-        failures: What NVML says of those that do not.
+        failures: NVML's errors for the other devices.
     """
 
     driver_version: str
@@ -121,7 +121,7 @@ class _Process(ctypes.Structure):
 
 
 class Nvml:
-    """The opened library. Made by `opened`."""
+    """The opened library. Created by `opened`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -143,7 +143,7 @@ class Nvml:
             raise NvmlError(f"{name}: {text}", code, _REMEDIES.get(code, _SEE_SMI))
 
     def inventory(self) -> Inventory:
-        """Everything that there is; a device that does not answer does not hide the others."""
+        """All devices; one that does not answer becomes an entry of `failures`."""
         cuda, count = ctypes.c_int(), ctypes.c_uint()
         driver = self._text("nvmlSystemGetDriverVersion")
         self.call("nvmlSystemGetCudaDriverVersion_v2", ctypes.byref(cuda))
@@ -158,13 +158,13 @@ class Nvml:
         return Inventory(driver, version, tuple(devices), tuple(failures))
 
     def memory(self, uuid: str) -> tuple[int, int] | None:
-        """(total, free) bytes of a device; None where NVML does not tell."""
+        """(total, free) bytes of a device; None if NVML does not report them."""
         handle = ctypes.c_void_p()
         self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
         return self._memory(handle)
 
     def bytes_of_process(self, uuid: str, pid: int) -> int | None:
-        """What a process holds on a device; None where NVML does not see it (from within a container, say)."""
+        """Bytes that a process holds on a device; None if NVML does not see it (inside a container, for example)."""
         handle = ctypes.c_void_p()
         self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
         count, found = ctypes.c_uint(_MOST_PROCESSES), (_Process * _MOST_PROCESSES)()
@@ -245,7 +245,7 @@ class Nvml:
 
 @contextmanager
 def opened() -> Iterator[Nvml]:
-    """NVML, for the time of the block.
+    """Context with NVML opened.
 
     Raises:
         NvmlError: There is no driver, or it does not answer.
@@ -260,7 +260,7 @@ def opened() -> Iterator[Nvml]:
 
 
 def read_inventory() -> Inventory:
-    """What there is on this machine.
+    """The devices of this machine.
 
     Raises:
         NvmlError: There is no driver, or it does not answer.
@@ -275,12 +275,12 @@ def _load() -> ctypes.CDLL:
         try:
             return ctypes.CDLL(os.path.join(folder, LIBRARY))
         except OSError as e:
-            reason = reason or e  # of what is tried first
+            reason = reason or e  # of the first attempt
     raise NvmlError(*_no_library()) from reason
 
 
 def _no_library() -> tuple[str, None, str]:
-    """What is said where the library cannot be loaded."""
+    """Error text and remedy if the library cannot be loaded."""
     if os.path.exists("/dev/nvidia0"):
         return (
             f"there is a device, but the driver's library {LIBRARY} cannot be loaded",

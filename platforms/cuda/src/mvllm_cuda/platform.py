@@ -25,7 +25,7 @@ def make_platform() -> Platform:
 
 
 class CUDAPlatform(TorchGpuPlatform):
-    """Workers that own one CUDA device each."""
+    """Platform whose workers have one CUDA device each."""
 
     title = "CUDA"
     package = "mvllm-cuda"
@@ -37,7 +37,7 @@ class CUDAPlatform(TorchGpuPlatform):
         return SPEC
 
     def worker_variables(self) -> Mapping[str, str]:
-        """The order of devices: so that "device 0" is the same one for nvidia-smi, for the probe and for a worker."""
+        """Sets the order of devices, so that nvidia-smi, the probe and workers number them alike."""
         return {} if visible.ORDER_VARIABLE in os.environ else {visible.ORDER_VARIABLE: visible.PCI_ORDER}
 
     def init_device(self, ctx: WorkerContext) -> DeviceRuntime:
@@ -52,7 +52,7 @@ class CUDAPlatform(TorchGpuPlatform):
 
     @cached_property
     def uses_host_memory(self) -> bool:
-        """Whether the devices have no memory of their own: then NVML tells none."""
+        """Whether the devices use the host's memory: NVML then reports none."""
         inventory = self._inventory
         if inventory is None:
             return False

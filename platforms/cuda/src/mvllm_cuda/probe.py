@@ -1,4 +1,4 @@
-"""Whether this machine can run the CUDA platform. Neither torch nor CUDA is loaded here; NVML is asked."""
+"""Probe of the CUDA platform: reads NVML and torch's files; loads neither torch nor CUDA."""
 
 from __future__ import annotations
 

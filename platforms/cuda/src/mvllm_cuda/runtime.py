@@ -1,4 +1,4 @@
-"""One CUDA device, bound to a worker: what NVML and CUDA's versions add to the runtime of every such device."""
+"""Runtime of one CUDA device: the shared GPU runtime with NVML's memory statistics and CUDA's version checks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CudaRuntime(TorchGpuRuntime):
 
 
 def check_build() -> None:
-    """Fails where the torch that is loaded cannot know CUDA devices.
+    """Checks that the loaded torch supports CUDA devices.
 
     Raises:
         PlatformError: It was built for something else.
@@ -57,7 +57,7 @@ def check_build() -> None:
 
 
 def nvml_uuid(index: int) -> str | None:
-    """NVML's name of the device that CUDA calls `index`; None where it cannot be worked out."""
+    """NVML's UUID of the device that CUDA numbers `index`; None if it is unknown."""
     try:
         inventory = read_inventory()
     except NvmlError as e:

@@ -1,4 +1,4 @@
-"""What can be set for this platform alone, by variables of the environment.
+"""The CUDA platform's own environment variables (MVLLM_CUDA_*).
 
 MVLLM_CUDA_COMPILE   graphs (default): decode steps are captured in CUDA graphs
                      inductor: torch.compile fuses the model's operations first, then as above

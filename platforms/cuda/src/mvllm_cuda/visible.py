@@ -1,17 +1,17 @@
-"""Which devices CUDA will show to a process, and in which order, worked out without CUDA.
+"""The devices that CUDA shows to a process, in CUDA's order, computed from environment variables without loading CUDA.
 
-CUDA_VISIBLE_DEVICES lists them: by number, or by UUID, of which a beginning that fits one device alone is enough. CUDA
-reads the list from the left and stops at the first entry that names no device; what follows is not seen, and nobody is
-told. A device that is named twice leaves none at all. An empty list hides everything, and no list shows everything.
+CUDA_VISIBLE_DEVICES lists devices by number or by UUID; a unique prefix of a UUID is enough. CUDA reads the list from
+the left and stops without a message at the first entry that names no device. If a device is named twice, CUDA shows
+none at all. An empty list hides every device; without the variable, every device is visible.
 
     installed   0 A100   1 A100   2 T4   3 T4
     list        "2,0"  ->  2 0        "0,7,1"  ->  0        "0,0"  ->  none        "GPU-5c"  ->  the one that begins so
 
-A partitioned (MIG) device is not seen as a whole. CUDA shows one compute instance to a process: the one that the list
-names first, or the first that there is; where it shows one, it shows no whole device.
+A partitioned (MIG) device is not visible as a whole. CUDA shows one compute instance to a process: the first that the
+list names, or the first that exists; where it shows one, it shows no whole device.
 
-Numbers count in the order of CUDA_DEVICE_ORDER. The platform has its workers count along the PCI bus, as nvidia-smi
-does, unless the user has set that variable; by speed, CUDA's own default, cannot be worked out from outside.
+CUDA_DEVICE_ORDER says how devices are numbered. The platform sets it to the order of the PCI bus for its workers, as
+nvidia-smi has it, unless the user has set it; CUDA's default, by speed, cannot be computed without CUDA.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mvllm_cuda.nvml import Inventory, NvmlDevice
+from mvllm_torch_gpu.device_discovery import VisibleDevices, device_list_remedy
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
@@ -32,7 +33,7 @@ class VisibleDevice:
     """A device, or a compute instance of one, as a process sees it.
 
     Attributes:
-        name, uuid: As NVML shows them.
+        name, uuid: From NVML.
         memory_bytes: None where it uses the host's memory.
         compute_capability: (major, minor).
         parent: NVML's index of the physical device.
@@ -45,74 +46,60 @@ class VisibleDevice:
     parent: int
 
 
-@dataclass(frozen=True)
-class Visible:
-    """What a process sees.
-
-    Attributes:
-        devices: In CUDA's order.
-        problem: What is wrong with the list, or why nothing is seen although there is something; None if all is well.
-        remedy: What to do about it.
-    """
-
-    devices: tuple[VisibleDevice, ...]
-    problem: str | None = None
-    remedy: str | None = None
-
-
-def resolve(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
-    """The devices that a process with these variables sees."""
+def resolve(inventory: Inventory, environ: Mapping[str, str]) -> VisibleDevices[VisibleDevice]:
+    """The devices that a process with these environment variables sees."""
     text = environ.get(VARIABLE)
     if text is None:
         return _everything(inventory)
     shown = f"{VARIABLE}={text!r}"
+    remedy = device_list_remedy(VARIABLE, len(inventory.devices), uuids_from="nvidia-smi -L")
     entries = [entry.strip() for entry in text.split(",")]
     if not text.strip():
-        return Visible((), f"{shown} hides every device", f"Unset {VARIABLE}, or list the devices to use.")
+        return VisibleDevices((), f"{shown} hides every device", f"Unset {VARIABLE}, or list the devices to use.")
     found: list[VisibleDevice] = []
     for position, entry in enumerate(entries):
         named = _named(entry, inventory)
         if isinstance(named, str):
             hidden = ", ".join(repr(other) for other in entries[position:])
             problem = f"{shown}: {named}; CUDA stops there and does not show {hidden}"
-            return Visible(_shown(found), problem, _remedy(inventory))
+            return VisibleDevices(_shown(found), problem, remedy)
         if any(named.uuid == other.uuid for other in found):
             problem = f"{shown} names {named.uuid} twice, and CUDA then shows no device at all"
-            return Visible((), problem, "Name each device once.")
+            return VisibleDevices((), problem, "Name each device once.")
         found.append(named)
     devices = _shown(found)
     if len(devices) < len(found):
         problem = (
             f"{shown} names {len(found)} devices; with an instance of a partitioned (MIG) one, CUDA shows it alone"
         )
-        return Visible(devices, problem, "Give each process one MIG device, or only whole devices.")
-    return Visible(devices)
+        return VisibleDevices(devices, problem, "Give each process one MIG device, or only whole devices.")
+    return VisibleDevices(devices)
 
 
 def order_is_uncertain(inventory: Inventory, environ: Mapping[str, str]) -> bool:
-    """Whether CUDA may count in another order than this module: by speed, among devices that are not alike."""
+    """Whether CUDA may number devices differently than this module: by speed, among devices of several kinds."""
     by_speed = environ.get(ORDER_VARIABLE, PCI_ORDER) != PCI_ORDER
     return by_speed and len({(device.name, device.compute_capability) for device in inventory.devices}) > 1
 
 
-def _everything(inventory: Inventory) -> Visible:
+def _everything(inventory: Inventory) -> VisibleDevices[VisibleDevice]:
     every = [seen for device in inventory.devices if (seen := _as_seen(device)) is not None]
     if not every and inventory.devices:
-        return Visible((), "every device is partitioned (MIG) and has no compute instance", _MIG_REMEDY)
-    return Visible(_shown(every))
+        return VisibleDevices((), "every device is partitioned (MIG) and has no compute instance", _MIG_REMEDY)
+    return VisibleDevices(_shown(every))
 
 
 _MIG_REMEDY = "Create one (nvidia-smi mig -cgi ... -C), or switch MIG off (nvidia-smi -mig 0)."
 
 
 def _shown(found: list[VisibleDevice]) -> tuple[VisibleDevice, ...]:
-    """What CUDA shows of devices: where there is a compute instance among them, the first one alone."""
+    """The listed devices that CUDA shows: the first compute instance alone if there is one among them."""
     instance = next((device for device in found if device.uuid.startswith("MIG-")), None)
     return tuple(found) if instance is None else (instance,)
 
 
 def _as_seen(device: NvmlDevice) -> VisibleDevice | None:
-    """The device; of a partitioned one its first compute instance, or None without any."""
+    """The device, or the first compute instance of a partitioned one (None if it has none)."""
     if not device.mig_enabled:
         return VisibleDevice(
             device.name, device.uuid, device.memory_bytes, device.compute_capability, parent=device.index
@@ -124,7 +111,7 @@ def _as_seen(device: NvmlDevice) -> VisibleDevice | None:
 
 
 def _named(entry: str, inventory: Inventory) -> VisibleDevice | str:
-    """What an entry of the list names, or what is wrong with it."""
+    """The device that an entry of the list names, or what is wrong with the entry."""
     if entry.startswith("MIG-"):
         return _mig(entry, inventory)
     if entry.startswith("GPU-"):
@@ -154,9 +141,3 @@ def _mig(entry: str, inventory: Inventory) -> VisibleDevice | str:
     if len(fitting) == 1:
         return fitting[0]
     return f"{entry!r} names {len(fitting) or 'no'} MIG {'devices' if fitting else 'device'}"
-
-
-def _remedy(inventory: Inventory) -> str:
-    last = len(inventory.devices) - 1
-    numbers = "0" if last == 0 else f"0 to {last}"
-    return f"List devices by number ({numbers}) or by UUID as nvidia-smi -L shows them, or unset {VARIABLE}."

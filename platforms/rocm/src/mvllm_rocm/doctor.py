@@ -1,15 +1,16 @@
-"""What `mvllm doctor` asks the ROCm platform. Files are read; no device is opened."""
+"""Checks of the ROCm platform for `mvllm doctor`. They read files and open no device."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
 from mvllm.plugin_api import Check, CheckStatus
 from mvllm_rocm import targets, visible
 from mvllm_rocm.probe import torch_problem
-from mvllm_rocm.topology import Inventory, TopologyError, read_inventory
+from mvllm_rocm.topology import RocmDevice, read_inventory
+from mvllm_torch_gpu.device_discovery import Inventory, TopologyError
+from mvllm_torch_gpu.doctor_checks import kernels_check, torch_check
 from mvllm_torch_gpu.message_text import sentence
 
 _LOW_MEMORY_SHARE = 0.5
@@ -19,7 +20,7 @@ def checks(root: Path | None = None) -> list[Check]:
     """Driver, devices, targets, torch, kernels and memory, in this order; the first alone where it is broken.
 
     Args:
-        root: The folder that stands for `/`.
+        root: Root folder of the files.
     """
     try:
         inventory = read_inventory(root)
@@ -29,13 +30,13 @@ def checks(root: Path | None = None) -> list[Check]:
         _driver(inventory),
         _devices(inventory),
         _targets(inventory),
-        _torch(),
-        _kernels(),
+        torch_check("rocm", torch_problem(), "The installed torch was built for ROCm."),
+        kernels_check("rocm"),
         _memory(inventory),
     ]
 
 
-def _driver(inventory: Inventory) -> Check:
+def _driver(inventory: Inventory[RocmDevice]) -> Check:
     found = f"Driver amdgpu, {inventory.driver_version or 'the one of the kernel'}."
     if inventory.failures:
         found += f" Not all devices can be used: {'; '.join(inventory.failures)}."
@@ -44,7 +45,7 @@ def _driver(inventory: Inventory) -> Check:
     return Check("platform.rocm.driver", CheckStatus.OK, found)
 
 
-def _devices(inventory: Inventory) -> Check:
+def _devices(inventory: Inventory[RocmDevice]) -> Check:
     seen = visible.resolve(inventory, os.environ)
     listed = ", ".join(f"{i}: {device.name}" for i, device in enumerate(seen.devices)) or "none"
     found = f"Visible devices: {listed}."
@@ -53,7 +54,7 @@ def _devices(inventory: Inventory) -> Check:
     return Check("platform.rocm.devices", CheckStatus.OK, found)
 
 
-def _targets(inventory: Inventory) -> Check:
+def _targets(inventory: Inventory[RocmDevice]) -> Check:
     devices = visible.resolve(inventory, os.environ).devices
     names = list(dict.fromkeys(device.target for device in devices))
     found = f"Targets: {', '.join(names) or 'none'}."
@@ -69,23 +70,7 @@ def _targets(inventory: Inventory) -> Check:
     return Check("platform.rocm.targets", CheckStatus.OK, found)
 
 
-def _torch() -> Check:
-    problem = torch_problem()
-    if problem is not None:
-        return Check("platform.rocm.torch", CheckStatus.BROKEN, *problem)
-    return Check("platform.rocm.torch", CheckStatus.OK, "The installed torch was built for ROCm.")
-
-
-def _kernels() -> Check:
-    missing = [name for name in ("triton", "mvllm_triton") if importlib.util.find_spec(name) is None]
-    if missing:
-        found = f"Attention runs in plain torch, which is many times slower: {', '.join(missing)} not installed."
-        remedy = "Run: pip install --force-reinstall mvllm-rocm"
-        return Check("platform.rocm.kernels", CheckStatus.WARNING, found, remedy)
-    return Check("platform.rocm.kernels", CheckStatus.OK, "Triton and the kernels are installed.")
-
-
-def _memory(inventory: Inventory) -> Check:
+def _memory(inventory: Inventory[RocmDevice]) -> Check:
     texts, low = [], False
     for device in visible.resolve(inventory, os.environ).devices:
         if device.memory_bytes is None:

@@ -10,7 +10,8 @@ from mvllm.plugin_api import Check, DeviceRuntime, Platform, PlatformSpec, Worke
 from mvllm_rocm import targets, visible
 from mvllm_rocm.plugin import SPEC
 from mvllm_rocm.settings import SETTINGS
-from mvllm_rocm.topology import RocmDevice, TopologyError, read_inventory
+from mvllm_rocm.topology import RocmDevice, read_inventory
+from mvllm_torch_gpu.device_discovery import TopologyError
 from mvllm_torch_gpu.platform import TorchGpuPlatform
 
 logger = get_logger("mvllm.rocm.platform")
@@ -22,7 +23,7 @@ def make_platform() -> Platform:
 
 
 class ROCmPlatform(TorchGpuPlatform):
-    """Workers that own one ROCm device each."""
+    """Platform whose workers have one ROCm device each."""
 
     title = "ROCm"
     package = "mvllm-rocm"
@@ -45,12 +46,12 @@ class ROCmPlatform(TorchGpuPlatform):
 
     @cached_property
     def uses_host_memory(self) -> bool:
-        """Whether the devices have no memory of their own."""
+        """Whether the devices use the host's memory."""
         return bool(self._devices) and all(device.memory_bytes is None for device in self._devices)
 
     @cached_property
     def float8(self) -> str:
-        """The format of a cache in float8, for all workers: the one without a minus zero, if any device computes in it.
+        """The format of float8 caches of all workers: the one without a minus zero, if any device computes in it.
 
         The kernels read the codes of either format on every device.
         """
@@ -59,7 +60,7 @@ class ROCmPlatform(TorchGpuPlatform):
 
     @cached_property
     def multiplies_float8(self) -> bool:
-        """Whether every visible device does, and they do it in the same format."""
+        """Whether every visible device multiplies float8, all in the same format."""
         devices = self._devices
         return bool(devices) and all(
             targets.multiplies_float8(device.target) and targets.float8(device.target) == self.float8

@@ -1,4 +1,4 @@
-"""Whether this machine can run the ROCm platform. Neither torch nor HIP is loaded here; the driver's files are read."""
+"""Probe of the ROCm platform: reads the driver's and torch's files; loads neither torch nor HIP."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 from mvllm.plugin_api import DeviceInfo, ProbeResult
 from mvllm_rocm import targets, visible
-from mvllm_rocm.topology import TopologyError, read_inventory
+from mvllm_rocm.topology import read_inventory
 from mvllm_torch_gpu import torch_build
+from mvllm_torch_gpu.device_discovery import TopologyError
 from mvllm_torch_gpu.message_text import counted, sentence
 
 _SEE = ", see torch's installation page"
@@ -19,7 +20,7 @@ def probe(root: Path | None = None) -> ProbeResult:
     """Looks for the driver, for devices that a process would see, and for a torch that can use them.
 
     Args:
-        root: The folder that stands for `/`.
+        root: Root folder of the files.
     """
     try:
         inventory = read_inventory(root)

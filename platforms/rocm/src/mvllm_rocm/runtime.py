@@ -1,4 +1,4 @@
-"""One ROCm device, bound to a worker: what the driver's files and targets add to the runtime of every such device.
+"""Runtime of one ROCm device: the shared GPU runtime with the driver's memory statistics and target checks.
 
 Not run on hardware.
 """
@@ -13,7 +13,8 @@ import torch
 from mvllm.plugin_api import PlatformError, get_logger
 from mvllm_rocm import targets, visible
 from mvllm_rocm.driver_memory import SysfsDriverMemory
-from mvllm_rocm.topology import RocmDevice, TopologyError, read_inventory
+from mvllm_rocm.topology import RocmDevice, read_inventory
+from mvllm_torch_gpu.device_discovery import TopologyError, describe_variables
 from mvllm_torch_gpu.runtime import TorchGpuRuntime
 
 logger = get_logger("mvllm.rocm.runtime")
@@ -30,7 +31,7 @@ class RocmRuntime(TorchGpuRuntime):
         check_build()
 
     def visibility_variables(self) -> str:
-        return visible.describe_variables(os.environ)
+        return describe_variables(visible.VARIABLES, os.environ)
 
     def driver_memory(self, index: int) -> SysfsDriverMemory:
         return SysfsDriverMemory(device_at(index))

@@ -1,4 +1,4 @@
-"""What can be set for this platform alone, by variables of the environment.
+"""The ROCm platform's own environment variables (MVLLM_ROCM_*).
 
 MVLLM_ROCM_COMPILE   graphs (default): decode steps are captured in HIP graphs
                      inductor: torch.compile fuses the model's operations first, then as above

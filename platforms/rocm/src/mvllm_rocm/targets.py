@@ -1,4 +1,4 @@
-"""Targets: the names of instruction sets (gfx942), and what follows from them.
+"""Targets (names of instruction sets such as gfx942): which are supported, and their properties.
 
 The kernel's driver gives a number of which the last two pairs of digits are the minor version and the stepping; the
 name has these in hexadecimal:
@@ -11,35 +11,35 @@ from __future__ import annotations
 import re
 
 NEEDED = "gfx90a, gfx942, gfx950 or another of the gfx94x and gfx95x, or gfx11 and newer"
-"""Targets that are taken, for people."""
+"""Supported targets, for messages."""
 
 _INTEGRATED = frozenset(
-    f"gfx{name}"  # parts of processors
+    f"gfx{name}"  # integrated GPUs
     for name in ("902", "909", "90c", "1013", "1033", "1035", "1036", "1037", "1103", "1150", "1151", "1152", "1153")
 )
 _INTEGRATED_CHIPS = frozenset({0x74A0})
-"""Chips of a target that has cards, too: this one is MI300A."""
+"""Integrated chips of a target that also has cards: MI300A."""
 
 
 def name_of(version: int) -> str:
-    """The name of the driver's number of a target."""
+    """The target with the driver's number `version`."""
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
 
 
 def parts(name: str) -> tuple[int, int, int]:
-    """(major, minor, stepping) of a name; what follows a colon says how a device is set up, and is left out.
+    """(major, minor, stepping) of a target; device features after a colon are ignored.
 
     Raises:
         ValueError: It is no such name.
     """
     found = re.fullmatch(r"gfx(\d+)([0-9a-f])([0-9a-f])", name.partition(":")[0])
     if found is None:
-        raise ValueError(f"{name!r} is no name of a target, such as gfx942.")
+        raise ValueError(f"{name!r} is not a target name such as gfx942.")
     return int(found[1]), int(found[2], 16), int(found[3], 16)
 
 
 def is_supported(name: str) -> bool:
-    """Whether the kernels can be compiled for a target: matrix units that take bfloat16."""
+    """Whether the kernels can be compiled for a target: it needs matrix units for bfloat16."""
     try:
         major, *rest = parts(name)
     except ValueError:
@@ -53,7 +53,7 @@ def float8(name: str) -> str:
 
 
 def multiplies_float8(name: str) -> bool:
-    """Whether a target has products of that format."""
+    """Whether a target multiplies in that format."""
     major, minor, _ = parts(name)
     return major >= 12 or (major == 9 and minor in (4, 5))
 

@@ -1,15 +1,15 @@
-"""What the kernel's driver says about this machine's devices, read from files.
+"""Lists this machine's ROCm devices from the files of the kernel driver.
 
-HIP and the library below it learn of devices from the same place, and count them in the same order:
+HIP and the library below it read the devices from the same files, and number them in the same order:
 
     /sys/class/kfd/kfd/topology/nodes/N/   processors and devices, one folder each; a device has SIMD units
         properties      lines `name number`: target, identity, PCI ids, number of its file /dev/dri/renderD...
         gpu_id          the driver's own number of a device
         mem_banks/*/    its memory
     /sys/class/kfd/kfd/proc/PID/vram_ID    bytes that a process holds on the device with that gpu_id
-    /sys/class/drm/renderD.../device/      of the same device: bytes in use by everybody, names
+    /sys/class/drm/renderD.../device/      of the same device: bytes in use by all processes, names
 
-Reading files opens no device and starts no thread: a process that has looked may still be forked.
+Reading files opens no device and starts no thread: a process that has read them may still be forked.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mvllm_rocm import targets
+from mvllm_torch_gpu.device_discovery import Inventory, TopologyError, read_int, read_text
 
 ROOT = Path("/")
-"""Where the files are, unless a function is told otherwise."""
+"""Default root folder of the files."""
 
 _KFD = Path("sys/class/kfd/kfd")
 _DEVICE_FILE = Path("dev/kfd")
@@ -33,31 +34,19 @@ _IN_CONTAINER = "in a container, start it with --device=/dev/kfd --device=/dev/d
 _GROUPS = "Add this user to the groups render and video, and log in again"
 
 
-class TopologyError(Exception):
-    """There is no driver, or this process may not use it.
-
-    Attributes:
-        remedy: What the user can do.
-    """
-
-    def __init__(self, message: str, remedy: str) -> None:
-        super().__init__(message)
-        self.remedy = remedy
-
-
 @dataclass(frozen=True)
 class RocmDevice:
     """A device, or a partition of one, that this process may open.
 
     Attributes:
         index: Among these, in the driver's order.
-        name: For people.
-        target: For instance `gfx942`.
+        name: For messages.
+        target: For example `gfx942`.
         uuid: `GPU-` and 16 hexadecimal digits; None where the device has none.
         memory_bytes: None where it uses the host's memory.
-        free_bytes: What nobody holds; None where the driver does not tell.
-        gpu_id: The driver's own number.
-        folder: Of the device in sysfs; None where it has none.
+        free_bytes: Free memory; None if the driver does not report it.
+        gpu_id: The driver's number of the device.
+        folder: Its folder in sysfs; None if it has none.
     """
 
     index: int
@@ -70,26 +59,11 @@ class RocmDevice:
     folder: Path | None = None
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """What there is.
-
-    Attributes:
-        driver_version: Of amdgpu, for people; None for the one that came with the kernel.
-        devices: Those that this process may open, in the driver's order.
-        failures: What there is beside them, and why it cannot be used.
-    """
-
-    driver_version: str | None
-    devices: tuple[RocmDevice, ...]
-    failures: tuple[str, ...] = ()
-
-
-def read_inventory(root: Path | None = None) -> Inventory:
-    """What there is on this machine.
+def read_inventory(root: Path | None = None) -> Inventory[RocmDevice]:
+    """The ROCm devices of this machine.
 
     Args:
-        root: The folder that stands for `/`; None for ROOT.
+        root: Root folder of the files; None for ROOT.
 
     Raises:
         TopologyError: There is no driver, or this process may not use it.
@@ -107,8 +81,8 @@ def read_inventory(root: Path | None = None) -> Inventory:
     for node in sorted(nodes.glob("[0-9]*"), key=lambda folder: int(folder.name)):
         try:
             properties = _properties(node / "properties")
-        except OSError:  # the driver lets a container read about its own devices only
-            failures.append(f"node {node.name} is not for this process to read")
+        except OSError:  # a container may read only its own devices
+            failures.append(f"node {node.name} is not readable for this process")
             continue
         if not properties.get("simd_count"):
             continue  # a processor
@@ -116,23 +90,23 @@ def read_inventory(root: Path | None = None) -> Inventory:
             failures.append(f"node {node.name}: {problem}")
             continue
         devices.append(_device(len(devices), node, properties, root))
-    if devices or failures:  # only now: without a device, there need not be a file
+    if devices or failures:  # without a device the file need not exist
         _check_device_file(root)
-    return Inventory(_text(root / "sys/module/amdgpu/version"), tuple(devices), tuple(failures))
+    return Inventory(tuple(devices), tuple(failures), read_text(root / "sys/module/amdgpu/version"))
 
 
 def used_bytes(device: RocmDevice) -> int | None:
-    """Bytes of a device's memory that anybody holds, as of now; None where the driver does not tell."""
-    return None if device.folder is None else _number(device.folder / "mem_info_vram_used")
+    """Bytes of a device's memory in use by all processes; None if the driver does not report them."""
+    return None if device.folder is None else read_int(device.folder / "mem_info_vram_used")
 
 
 def bytes_of_process(device: RocmDevice, pid: int, root: Path | None = None) -> int | None:
-    """Bytes that a process holds on a device; None where the driver does not know it.
+    """Bytes that a process holds on a device; None if the driver does not know the process.
 
     Args:
-        pid: As the driver numbers processes: outside of containers.
+        pid: The process id outside of containers, which the driver uses.
     """
-    return _number((ROOT if root is None else root) / _KFD / "proc" / str(pid) / f"vram_{device.gpu_id}")
+    return read_int((ROOT if root is None else root) / _KFD / "proc" / str(pid) / f"vram_{device.gpu_id}")
 
 
 def _device(index: int, node: Path, properties: dict[str, int], root: Path) -> RocmDevice:
@@ -146,7 +120,7 @@ def _device(index: int, node: Path, properties: dict[str, int], root: Path) -> R
         uuid=f"GPU-{identity:016x}" if identity else None,
         memory_bytes=None if targets.is_integrated(target, chip) else _memory(node) or None,
         free_bytes=None,
-        gpu_id=_number(node / "gpu_id") or 0,
+        gpu_id=read_int(node / "gpu_id") or 0,
         folder=folder if folder.is_dir() else None,
     )
     if device.memory_bytes is None or (used := used_bytes(device)) is None:
@@ -160,10 +134,10 @@ def _memory(node: Path) -> int:
 
 
 def _name(folder: Path, chip: int, root: Path) -> str | None:
-    """A device's name: what its board says, or what the list of names has for the chip and its revision."""
-    if product := _text(folder / "product_name"):
+    """A device's name: the board's product name, or the entry of the name list for its chip and revision."""
+    if product := read_text(folder / "product_name"):
         return product
-    revision = int(_text(folder / "revision") or "0", 16)
+    revision = int(read_text(folder / "revision") or "0", 16)
     for path in _NAMES:
         for known_chip, known_revision, name in _known_names(root / path):
             if (known_chip, known_revision) == (chip, revision):
@@ -172,8 +146,8 @@ def _name(folder: Path, chip: int, root: Path) -> str | None:
 
 
 def _known_names(path: Path) -> Iterator[tuple[int, int, str]]:
-    """Entries of a list of names: chip, revision, name, with commas between them."""
-    for line in (_text(path) or "").splitlines():
+    """Entries of a name list: chip, revision, name, separated by commas."""
+    for line in (read_text(path) or "").splitlines():
         fields = [field.strip() for field in line.split(",", 2)]
         if len(fields) == 3 and not line.startswith("#"):
             yield int(fields[0], 16), int(fields[1], 16), fields[2]
@@ -192,7 +166,7 @@ def _unopenable(root: Path, properties: dict[str, int]) -> str | None:
 def _check_device_file(root: Path) -> None:
     path = root / _DEVICE_FILE
     if not path.exists():
-        remedy = f"{_IN_CONTAINER[:1].upper()}{_IN_CONTAINER[1:]}; elsewhere, load the driver anew (modprobe amdgpu)."
+        remedy = f"{_IN_CONTAINER[:1].upper()}{_IN_CONTAINER[1:]}; elsewhere, reload the driver (modprobe amdgpu)."
         raise TopologyError("the driver has devices, but /dev/kfd is not there", remedy)
     if not os.access(path, os.R_OK | os.W_OK):
         remedy = f"{_GROUPS}; {_IN_CONTAINER} --group-add video --group-add render."
@@ -203,16 +177,3 @@ def _properties(path: Path) -> dict[str, int]:
     """Lines `name number` of a file."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) == 2}
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path)
-    return int(text) if text and text.isdigit() else None
-
-
-def _text(path: Path) -> str | None:
-    """What a file says; None where it is empty, absent, or not for this process to read."""
-    try:
-        return path.read_text(errors="replace").strip() or None
-    except OSError:
-        return None

@@ -1,1 +1,1 @@
-"""What platforms share whose devices torch drives through a module like `torch.cuda`."""
+"""Code shared by the platforms whose devices torch drives through a module like `torch.cuda`."""

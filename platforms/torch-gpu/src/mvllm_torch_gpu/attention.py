@@ -1,7 +1,7 @@
-"""Paged attention through the Triton kernels that this platform shares with others of its kind.
+"""Attention backend with paged attention by the shared Triton kernels.
 
-The kernels walk the block table on the device: a step's metadata is the tables that core has copied there, and a few
-numbers from the host. Nothing here waits for the device, so a step may be captured in a graph.
+The kernels read the block table on the device. A step's metadata is the tables that core has copied there and a few
+numbers from the host. Nothing here waits for the device, so a step can be captured in a graph.
 
     cache of a layer   keys, values   [num_blocks, block_size, num_kv_heads, head_size or value_size]
                        scales of each [num_blocks, block_size, num_kv_heads] float32, in 8 bits
@@ -24,19 +24,19 @@ MAX_HEAD_SIZE = 256
 MAX_LATENT_SIZE = 576
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SCALED_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.uint8}
-"""Storage dtypes of 8 bits by what holds them; float8 is kept as codes, which every device can read."""
+"""8-bit storage dtypes and the torch dtypes that hold them; float8 is stored as codes, which every device can read."""
 
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e4m3fnuz": torch.float8_e4m3fnuz}
-"""Formats of such codes: both have three bits of mantissa, and scales make up for their ranges."""
+"""Formats of float8 codes: both have three bits of mantissa; scales compensate their different ranges."""
 
 _SCALE_BYTES = 4
 
 Cache = tuple[torch.Tensor, ...]
-"""One layer's keys, values unless they are parts of the keys, then the scales of each in 8 bits."""
+"""One layer's keys, values unless they are part of the keys, then the scales of each for 8-bit caches."""
 
 
 class TritonAttention(AttentionBackend):
-    """Attention by the kernels of mvllm_triton.
+    """Attention backend over the kernels of mvllm_triton.
 
     Args:
         spec: The layer.
@@ -78,8 +78,8 @@ class TritonAttention(AttentionBackend):
         except RuntimeError as e:
             size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
             raise MemoryError(
-                f"{size / 2**30:.2f} GiB for one layer do not fit on the device beside what is there. Lower "
-                "--memory-utilization, or name fewer blocks."
+                f"The KV cache of one layer needs {size / 2**30:.2f} GiB, which are not free on the device. Lower "
+                "--memory-utilization, or set fewer blocks."
             ) from e
 
     def build_metadata(self, batch: BatchLayout) -> PagedMetadata:
@@ -151,11 +151,11 @@ class TritonAttention(AttentionBackend):
         return (DTYPES | SCALED_DTYPES)[self.spec.kv_dtype]
 
     def _sizes(self) -> tuple[int, ...]:
-        """Elements of a head, of each that is stored: keys, and values where they are not the keys'."""
+        """Head sizes of the stored parts: keys, and values unless they are part of the keys."""
         spec = self.spec
         return (spec.head_size,) if spec.values_in_keys else (spec.head_size, spec.value_size)
 
 
 def _with_plain_rows(x: torch.Tensor) -> torch.Tensor:
-    """`x`, whose heads' elements lie side by side; tokens and heads may stay strided."""
+    """`x` with contiguous elements in each head; tokens and heads may stay strided."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,10 +1,10 @@
-"""Attention of other packages, where they are installed: FlashAttention and FlashInfer. None is required.
+"""Attention by FlashAttention and FlashInfer where these packages are installed; neither is required.
 
-Each reads the cache that the Triton kernels write, so that a step may go either way. What a package can do is asked of
-it: by its functions' parameters, and by what its pages say of sizes and dtypes.
+Both read the cache that the Triton kernels write, so each step may use either. What a package supports is derived from
+the parameters of its functions and from its documentation of sizes and dtypes.
 
-    flash_attn   walks the block table on the device; blocks are multiples of 256 tokens
-    flashinfer   wants a plan, made on the host from the host's tables: not for steps that a graph replays
+    flash_attn   reads the block table on the device; blocks are multiples of 256 tokens
+    flashinfer   needs a plan made on the host from the host's tables; not for steps that a graph replays
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ logger = get_logger("mvllm.torch_gpu.attention_libraries")
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 WORKSPACE_BYTES = 128 << 20
-"""For what FlashInfer's splits have summed, as its pages advise; shared by all layers."""
+"""Size of FlashInfer's workspace for split sums, as its documentation recommends; shared by all layers."""
 
 
 class AttentionLibrary(ABC):
-    """Attention of one package for one layer's spec.
+    """Attention of one layer by one package.
 
     Args:
         module: The package.
-        spec: One that `refusals` has nothing against.
+        spec: The layer; `refusals` must be empty for it.
     """
 
     name: str
@@ -45,7 +45,7 @@ class AttentionLibrary(ABC):
 
     @classmethod
     def refusals(cls, module: ModuleType, spec: AttentionSpec) -> list[str]:
-        """Reasons why it does not take a layer; empty where it does."""
+        """Reasons why the package does not support a layer; empty if it does."""
         reasons = []
         if spec.dtype not in DTYPES:
             reasons.append(f"{cls.name} computes in {' and '.join(DTYPES)}, not in {spec.dtype}")
@@ -54,22 +54,22 @@ class AttentionLibrary(ABC):
         if spec.sinks:
             reasons.append(f"{cls.name} has no sinks")
         if spec.values_in_keys or spec.value_size != spec.head_size:
-            reasons.append(f"{cls.name} takes values as long as their keys, stored beside them")
+            reasons.append(f"{cls.name} needs values of the keys' size, stored separately")
         return reasons + spec.contradictions()
 
     @abstractmethod
     def takes(self, metadata: PagedMetadata) -> bool:
-        """Whether it takes such steps."""
+        """Whether the package supports such steps."""
 
     def plan(self, batch: BatchLayout, device: torch.device) -> Any:
-        """What `attend` needs of a step beside its tables; from the host's arrays, without waiting for the device."""
+        """Prepares a step for `attend` from the host's arrays, without waiting for the device."""
         return None
 
     @abstractmethod
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: PagedMetadata, plan: Any
     ) -> torch.Tensor:
-        """[T, heads, size] from a query [T, heads, size]; finite where tokens are padding.
+        """Attention output [T, heads, size] for a query [T, heads, size]; finite for padding tokens.
 
         Args:
             query: The step's.
@@ -87,7 +87,7 @@ class FlashAttention(AttentionLibrary):
     def refusals(cls, module: ModuleType, spec: AttentionSpec) -> list[str]:
         reasons = super().refusals(module, spec)
         if spec.head_size > 256 or spec.head_size % 8:
-            reasons.append(f"{cls.name} takes heads of up to 256 elements in multiples of 8, not {spec.head_size}")
+            reasons.append(f"{cls.name} supports head sizes up to 256 in multiples of 8, not {spec.head_size}")
         needed = {"block_table", "window_size"} | ({"softcap"} if spec.soft_cap is not None else set())
         for function in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
             lacking = needed - _parameters(getattr(module, function, None))
@@ -122,7 +122,7 @@ class FlashAttention(AttentionLibrary):
                 query, keys, values, starts, key_starts, metadata.max_query_len, metadata.max_seq_len, **options
             )
             is_real = torch.arange(len(query), device=query.device) < starts[-1]
-        return found.masked_fill(~is_real[:, None, None], 0.0)  # nobody promises what stands behind the last token
+        return found.masked_fill(~is_real[:, None, None], 0.0)  # output behind the last token is undefined
 
 
 class FlashInfer(AttentionLibrary):
@@ -139,12 +139,12 @@ class FlashInfer(AttentionLibrary):
     def refusals(cls, module: ModuleType, spec: AttentionSpec) -> list[str]:
         reasons = super().refusals(module, spec)
         if spec.head_size not in (64, 128, 256):
-            reasons.append(f"{cls.name} takes heads of 64, 128 or 256 elements, not {spec.head_size}")
+            reasons.append(f"{cls.name} supports head sizes 64, 128 and 256, not {spec.head_size}")
         wrapper = getattr(module, "BatchPrefillWithPagedKVCacheWrapper", None)
         needed = {"sm_scale", "window_left", "logits_soft_cap", "q_data_type", "causal"}
         lacking = needed - _parameters(getattr(wrapper, "plan", None))
         if lacking or "out" not in _parameters(getattr(wrapper, "run", None)):
-            reasons.append(f"the installed {cls.name} plans and runs in another way than is known here")
+            reasons.append(f"the installed {cls.name} has other parameters of plan and run than this version supports")
         return reasons
 
     def takes(self, metadata: PagedMetadata) -> bool:
@@ -184,7 +184,7 @@ class FlashInfer(AttentionLibrary):
         return found
 
     def _wrapper(self, device: torch.device) -> Any:
-        """Two in turns: the device may still copy what the plan before has written."""
+        """Alternates between two wrappers: the device may still read the previous plan."""
         if len(self._wrappers) < 2:
             if device not in FlashInfer._workspaces:
                 room = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -1,8 +1,9 @@
-"""Attention that goes by whichever is fastest: the Triton kernels, or a library that is installed.
+"""Attention backend that measures the Triton kernels and an installed library, and uses the faster one.
 
-Steps are told apart by what decides about speed: decode or not, and the sizes of the step and of its longest sequence
-to a power of two. The first step of a kind is computed by all that take it, and timed; from then on that kind goes one
-way. Kinds that the warm-up has seen cost nothing later; any other waits for the device once.
+The kind of a step is what decides its speed: decode or not, and the sizes of the step and of its longest sequence to a
+power of two. The first step of a kind is computed and timed with every implementation that supports it; later steps of
+the kind use the fastest one. Kinds that the warm-up has run cost nothing later; each other kind waits for the device
+once.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from mvllm_torch_gpu.attention import Cache, TritonAttention
 from mvllm_torch_gpu.attention_libraries import AttentionLibrary
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 
-logger = get_logger("mvllm.torch_gpu.chosen_attention")
+logger = get_logger("mvllm.torch_gpu.autotuned_attention")
 
 TRITON = "triton"
 _ROUNDS = 5
 
 Clock = Callable[[Callable[[], Any]], float | None]
-"""Seconds that a call takes on the device; None where it cannot be timed now."""
+"""Seconds that a call takes on the device; None if it cannot be timed now."""
 
 
 @dataclass(frozen=True)
 class AutotunedMetadata(PagedMetadata):
-    """A step's tables, and the plans of libraries that may compute it.
+    """A step's tables, and the plans of the libraries that may compute it.
 
     Attributes:
-        plans: By the library's name.
+        plans: By name of the library.
     """
 
     plans: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -44,10 +45,10 @@ class AutotunedAttention(TritonAttention):
     """See the module.
 
     Args:
-        spec: The layer; every library takes it.
-        libraries: Those to choose among, beside the Triton kernels.
-        forced: The user has named the one library: it computes every step that it takes.
-        float8: As in TritonAttention.
+        spec: The layer; every library supports it.
+        libraries: Candidates beside the Triton kernels.
+        forced: The user has named the only library: it computes every step that it supports.
+        float8: See TritonAttention.
         clock: Times a call.
     """
 
@@ -70,7 +71,7 @@ class AutotunedAttention(TritonAttention):
         layout = super().kv_layout()
         if not (self._forced and "flash_attn" in self._libraries):
             return layout
-        # Blocks that it takes come first: the user wants it to compute.
+        # Block sizes that flash_attn supports come first, because the user has named it.
         return replace(layout, block_sizes=tuple(sorted(layout.block_sizes, key=lambda size: size % 256 != 0)))
 
     def build_metadata(self, batch: BatchLayout) -> AutotunedMetadata:
@@ -115,7 +116,7 @@ class AutotunedAttention(TritonAttention):
         ways: dict[str, Callable[[], torch.Tensor]],
         kind: Hashable,
     ) -> str:
-        """The way that took least, noted for steps of this kind; the Triton kernels where nothing can be timed."""
+        """Name of the fastest implementation, stored for this kind; the Triton kernels if nothing can be timed."""
         clock = self._given_clock or partial(device_seconds, query.device)
         own = clock(partial(super().forward, query, kv, metadata))
         if own is None:
@@ -124,8 +125,8 @@ class AutotunedAttention(TritonAttention):
         for name, way in ways.items():
             try:
                 found = clock(way)
-            except (RuntimeError, ValueError, TypeError) as e:  # what it said of itself was not all
-                logger.warning("%s fails, and is left out: %s", name, e)
+            except (RuntimeError, ValueError, TypeError) as e:  # it does not support all that its signature promises
+                logger.warning("%s failed and is not used: %s", name, e)
                 self._libraries.pop(name, None)
             else:
                 seconds[name] = float("inf") if found is None else found
@@ -136,7 +137,7 @@ class AutotunedAttention(TritonAttention):
 
 
 def device_seconds(device: torch.device, call: Callable[[], Any]) -> float | None:
-    """The best of a few runs of a call, after one that does not count; None while a graph is captured."""
+    """The best of a few runs of a call, after a warm-up run; None while a graph is captured."""
     if device.type == "cpu":
         return _best(call, lambda: None)
     module = torch.get_device_module(device)

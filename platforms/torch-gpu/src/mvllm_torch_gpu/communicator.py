@@ -1,11 +1,11 @@
-"""Collectives between devices through torch.distributed: over any maker's library, and over NCCL with a shorter way for
-small sums.
+"""Communicators over torch.distributed: for any vendor's library, and for NCCL with a faster all-reduce of small
+tensors.
 
-In torch's build for ROCm the backend of that name, with its variables, is RCCL.
+In torch's build for ROCm the backend `nccl`, with its variables, is RCCL.
 
-A decode step adds up a few kilobytes per layer, twice, and NCCL's ring or tree spends more time on its own steps than
-on the bytes. Devices that can map each other's memory do without: `custom_all_reduce.py`. Whoever computes a sum
-there is a `SmallAllReduce`; what it does not take goes to NCCL.
+A decode step adds a few kilobytes twice per layer, and NCCL's ring or tree spends more time on its own steps than on
+the bytes. Devices that can map each other's memory use `custom_all_reduce.py`, a `SmallAllReduce`, instead; tensors
+that it does not support are added by NCCL.
 
 Not run on hardware.
 """
@@ -26,30 +26,30 @@ _ADVICE = "Set NCCL_DEBUG=INFO to see what NCCL tries; between machines, NCCL_SO
 
 
 class SmallAllReduce(Protocol):
-    """Another way to add up small tensors over the ranks of a group. All ranks call it alike."""
+    """All-reduce of small tensors over the ranks of a group. All ranks make the same calls."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether it adds up tensors like this one: the same answer on all ranks."""
+        """Whether it supports a tensor; the answer is the same on all ranks."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, equal on all of them."""
 
     def close(self) -> None:
-        """Gives its memory back."""
+        """Frees its memory."""
 
 
 class DeviceCommunicator(TorchCommunicator):
-    """A group of ranks with a device each, over the library of their maker.
+    """A group of ranks with a device each, over the vendor's library of collectives.
 
     Args:
         spec: The group.
         device: This rank's device, current in this process.
         backend: Torch's.
-        advice: What to try where ranks do not find each other.
+        advice: What to try if ranks cannot connect.
         timeout: Seconds after which a collective that some rank has not joined fails.
 
     Raises:
-        PlatformError: The ranks do not find each other.
+        PlatformError: The ranks cannot connect.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DeviceCommunicator(TorchCommunicator):
     ) -> None:
         try:
             super().__init__(spec, backend=backend, device=device, timeout=timeout)
-            # Such libraries connect at the first collective: now, where a failure can be told as what it is.
+            # Such libraries connect at the first collective. Doing it here gives failures a clear error.
             super().all_reduce(torch.zeros(1, device=device))
         except RuntimeError as e:
             raise PlatformError(
@@ -92,12 +92,12 @@ class DeviceCommunicator(TorchCommunicator):
 
 
 class NcclCommunicator(DeviceCommunicator):
-    """The same over NCCL, with a shorter way for small sums.
+    """Communicator over NCCL, with an optional faster all-reduce of small tensors.
 
     Args:
         spec, device, timeout: As above.
-        custom_all_reduce: Add small tensors without NCCL, where that works.
-        backend: Torch's; another than NCCL is for tests.
+        custom_all_reduce: Add small tensors without NCCL, if that works.
+        backend: Torch's backend; tests use another than NCCL.
     """
 
     def __init__(
@@ -126,24 +126,24 @@ class NcclCommunicator(DeviceCommunicator):
         super().close()
 
     def _create_if_all_ranks_can(self, make: Callable[[], SmallAllReduce]) -> SmallAllReduce | None:
-        """What `make` makes, if it does so on every rank and adds up right on every rank; else None on all of them."""
+        """The object from `make` if it works with correct sums on every rank; else None on all ranks."""
         found: SmallAllReduce | None = None
         try:
             found = make()
         except (RuntimeError, ImportError, PlatformError) as e:
-            logger.warning("Small sums go through NCCL: %s", str(e).partition("\n")[0])
+            logger.warning("NCCL adds small tensors, too: %s", str(e).partition("\n")[0])
         everywhere = self._all(found is not None)
         if found is None:
             return None
         if everywhere and self._sums_are_correct(found):
             return found
         if everywhere:
-            logger.warning("Small sums go through NCCL: without it they come out another way.")
+            logger.warning("NCCL adds small tensors, too: without it a test gave other results.")
         found.close()
         return None
 
     def _sums_are_correct(self, sums: SmallAllReduce) -> bool:
-        """Whether `sums` gives what NCCL gives, and the same bits on all ranks. All ranks call it together."""
+        """Whether the results of `sums` are NCCL's, with equal bits on all ranks. All ranks call it together."""
         own = torch.Generator(device="cpu").manual_seed(self.rank)
         for size in (8, 4096, 100_000):
             given = torch.randn(size, generator=own).to(self._device, torch.bfloat16)
@@ -162,7 +162,7 @@ class NcclCommunicator(DeviceCommunicator):
         return True
 
     def _all(self, mine: bool) -> bool:
-        """Whether every rank says yes."""
+        """Whether `mine` is true on every rank."""
         votes = super().all_reduce(torch.tensor([int(mine)], dtype=torch.int32, device=self._device))
         return int(votes) == self.world_size
 

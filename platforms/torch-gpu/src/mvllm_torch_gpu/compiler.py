@@ -1,4 +1,4 @@
-"""What becomes of the model's step: graphs of decode steps, on request of a function that torch.compile has fused.
+"""Chooses the compile backend of a step: decode graphs, optionally of a function fused by torch.compile.
 
 Not run on hardware.
 """
@@ -17,10 +17,10 @@ from mvllm_torch_gpu.graphs import DeviceGraphs
 
 
 class NoCompileBackend(CompileBackend):
-    """Leaves functions as they are."""
+    """Compile backend that returns functions unchanged."""
 
     def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
-        """The function."""
+        """Returns the function."""
         return function
 
 
@@ -29,8 +29,8 @@ def make_compiler(mode: str, module: DeviceModule = CUDA, *, table_tokens: int =
 
     Args:
         mode: The mode.
-        module: What drives the device.
-        table_tokens: As DecodeGraphBackend has it.
+        module: Torch's module for the device.
+        table_tokens: See DecodeGraphBackend.
     """
     if mode == "none":
         return NoCompileBackend()
@@ -39,17 +39,17 @@ def make_compiler(mode: str, module: DeviceModule = CUDA, *, table_tokens: int =
         lambda: DeviceGraphs(module.device(module.api.current_device()), module),
         version,
         fuse=fuse if mode == "inductor" else None,
-        out_of_memory=lambda: _lack(module),
+        out_of_memory=lambda: _describe_free_memory(module),
         table_tokens=table_tokens,
     )
 
 
 def fuse(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
-    """The function, its operations fused by torch's compiler as far as that understands it."""
+    """The function with operations fused by torch.compile where it supports them."""
     return torch.compile(function, dynamic=dynamic)
 
 
-def _lack(module: DeviceModule) -> str:
+def _describe_free_memory(module: DeviceModule) -> str:
     free, total = module.free_and_total(module.device(module.api.current_device()))
     there = f"{total / 2**30:.2f} GiB"
     return f"the device has {there}" if free is None else f"{free / 2**30:.2f} of {there} are free"

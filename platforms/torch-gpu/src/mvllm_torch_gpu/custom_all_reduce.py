@@ -1,16 +1,16 @@
-"""Small sums without NCCL: ranks of one machine map each other's memory and read it directly.
+"""All-reduce of small tensors without NCCL: ranks of one machine map each other's memory and read it directly.
 
-Every rank puts its part into a buffer that the others have mapped. One shot: each rank reads all parts and adds them
-up, which takes one exchange and (ranks - 1) × size bytes. Two shots: each rank adds up its share, then all read the
-shares, which takes two exchanges and fewer bytes: for longer sums.
+Every rank copies its part into a buffer that the others have mapped. One-shot: each rank reads all parts and adds them
+up, with one exchange and (ranks - 1) × size bytes. Two-shot, for longer sums: each rank adds up its shard, then all
+ranks read the shards, with two exchanges and fewer bytes.
 
-    rank 0   buffer [ a ]      one shot: reads a b c d, keeps a + b + c + d
-    rank 1   buffer [ b ]      ... so does every rank
+    rank 0   buffer [ a ]      one-shot: reads a b c d, stores a + b + c + d
+    rank 1   buffer [ b ]      ... and so does every rank
 
 Mapping, signals and both kernels are torch's symmetric memory. They work within captured graphs.
 
-Not run on hardware; chosen by `direct` in the platform's settings. `NcclCommunicator` tries it on random numbers first,
-and does without where any rank has another result than NCCL, or other bits than the others.
+Not run on hardware; enabled by `direct` in the platform's settings. `NcclCommunicator` first tests it on random numbers
+and does not use it if any rank's result differs from NCCL's or, in any bit, from another rank's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch.distributed as dist
 from mvllm.plugin_api import PlatformError
 
 ONE_SHOT_BYTES = 256 << 10
-"""Longest sum in one shot."""
+"""Largest tensor for one-shot."""
 
 MOST_BYTES = 2 << 20
-"""Longest sum in two; NCCL has the longer ones."""
+"""Largest tensor for two-shot; NCCL adds larger ones."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
@@ -32,7 +32,7 @@ _MOST_RANKS = 8
 
 
 class CustomAllReduce:
-    """Sums of one group. All its ranks make one together.
+    """All-reduce of one group. All its ranks create it together.
 
     Args:
         group: Torch's group, of ranks on one machine.
@@ -51,7 +51,7 @@ class CustomAllReduce:
         symmetric_memory.rendezvous(self._buffer, self._name)
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is short enough, of a dtype that the kernels add, and of whole words."""
+        """Whether the kernels support a tensor's size, dtype and alignment."""
         return fits(tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -66,17 +66,17 @@ class CustomAllReduce:
         return part.clone()
 
     def close(self) -> None:
-        """Gives the buffer back."""
+        """Frees the buffer."""
         self._buffer = None
 
 
 def fits(tensor: torch.Tensor) -> bool:
-    """Whether the kernels take a tensor; all ranks give tensors of one shape and dtype, so all say the same."""
+    """Whether the kernels support a tensor; shapes and dtypes are equal on all ranks, so all ranks decide alike."""
     return tensor.dtype in _DTYPES and 0 < tensor.nbytes <= MOST_BYTES and tensor.nbytes % _ALIGNMENT == 0
 
 
 def check_reach(num_ranks: int, num_devices: int, mine: int, reaches: object) -> None:
-    """Fails where this rank's device cannot read those of the other ranks.
+    """Checks that this rank's device can read those of the other ranks.
 
     Args:
         num_ranks: Of the group.

@@ -1,16 +1,16 @@
-"""Decode steps as graphs: the model's work is captured once for each size, and later steps replay it.
+"""Decode graphs: the model's work for a decode step is captured once for each size, and later steps replay it.
 
-A graph reads its inputs where they were when it was captured. So each size has tensors of its own; a step's inputs are
-copied there, the graph is replayed, and the result is copied out, since the next replay writes over it.
+A graph reads its inputs at the addresses of the capture. So each size has input tensors of its own; a step's inputs are
+copied there, the graph is replayed, and the result is copied out, because the next replay overwrites it.
 
     step's inputs ──copy──> inputs of size 8 ──graph──> result of size 8 ──copy──> the step's result
                             (tokens, positions, slots, lengths, block table)
 
-Core has padded the step to one of the platform's sizes. Block tables grow with the sequences, and a graph captured for
-each width would mean that dozens are captured anew, each in the time of many steps, whenever the longest sequence
-grows beyond one. So a graph's table has room for sequences of any usual length from the start, and graphs share it.
-Kernels launch for sequences as long as that; they read only as far as each sequence goes. Steps with prompt tokens run
-as they are; so does everything that cannot be captured.
+Core pads the step to one of the platform's sizes. Block tables grow with the sequences; with a graph per table width,
+dozens of graphs would be captured again whenever the longest sequence exceeds a width, each in the time of many steps.
+So a graph's table has a width for sequences of any usual length from the start, and graphs share it. Kernels launch for
+that length and read only as far as each sequence goes. Steps with prompt tokens, and functions that cannot be captured,
+run eagerly.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from mvllm.plugin_api import CompileBackend, PlatformError, get_logger
 from mvllm_torch_gpu.paged_metadata import PagedMetadata
 from mvllm_torch_gpu.shapes import LARGEST_CAPTURE
 
-logger = get_logger("mvllm.torch_gpu.captured_steps")
+logger = get_logger("mvllm.torch_gpu.decode_graphs")
 
 TABLE_TOKENS = 1 << 17
-"""Tokens of a sequence that a graph's block table has room for. Longer ones have graphs of their own."""
+"""Tokens of a sequence that fit a graph's block table. Longer sequences have graphs of their own."""
 
 
 class GraphCapturer(Protocol):
-    """What captures. `DeviceGraphs` is one."""
+    """Captures graphs. `DeviceGraphs` implements it."""
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """As in GraphBackend."""
 
     def forbid_synchronization(self) -> AbstractContextManager[None]:
-        """A context in which a step is run before it is captured; fails if it waits for the device."""
+        """Context for the run of a step before its capture; fails if the step waits for the device."""
 
 
 class DecodeGraphBackend(CompileBackend):
-    """Graphs of decode steps.
+    """Compile backend that captures and replays decode steps.
 
     Args:
-        graphs: Makes them; called when the first function is compiled.
+        graphs: Creates the capturer; called when the first function is compiled.
         version: Goes into `cache_key`.
-        fuse: Turns the function into a faster one beforehand, `torch.compile` say; None leaves it.
-        out_of_memory: Words the error of a step that found no memory; core adds what to do.
-        table_tokens: As TABLE_TOKENS.
+        fuse: Compiles the function before it is captured, for example by `torch.compile`; None for no compilation.
+        out_of_memory: Text for the error of a step without memory; core adds what to do.
+        table_tokens: See TABLE_TOKENS.
     """
 
     def __init__(
@@ -68,21 +68,21 @@ class DecodeGraphBackend(CompileBackend):
         self._table_tokens = table_tokens
 
     def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
-        """A callable that replays decode steps. Each size is captured when the first step of it comes."""
+        """A callable that replays decode steps. Each size is captured when its first step runs."""
         if self._fuse is not None:
             function = self._fuse(function, dynamic)
         return _Function(function, self._graphs(), self._out_of_memory, GraphBlockTables(self._table_tokens))
 
     def cache_key(self) -> str:
-        """Graphs live as long as their process; the version says what made them."""
+        """Graphs exist within one process; the key names the version that captured them."""
         return f"graphs-1-{self._version}"
 
 
 class GraphBlockTables:
-    """The block tables that graphs read: one of each width for all of them, since one graph runs at a time.
+    """Block tables that graphs read: graphs share one per width, because one graph runs at a time.
 
     Args:
-        tokens: Of the longest sequence that the narrowest has room for.
+        tokens: Length of the longest sequence that fits the narrowest table.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -90,7 +90,7 @@ class GraphBlockTables:
         self._made: dict[tuple[int, int], torch.Tensor] = {}
 
     def width(self, pages: int, block_size: int) -> int:
-        """Blocks that a table has room for where a step's has `pages`: TABLE_TOKENS' worth, or 8, 64, ... times it."""
+        """Width of the graph table for a step with `pages` blocks: `tokens` of blocks, or 8, 64, ... times as many."""
         width = max(1, self._tokens // block_size)
         while width < pages:
             width *= 8
@@ -100,21 +100,21 @@ class GraphBlockTables:
         """The table of a graph for steps like this one.
 
         Args:
-            place: Of the metadata among a step's arguments: each has a table of its own.
+            place: Index of the metadata among a step's arguments; each has a table of its own.
 
         Returns:
-            int32 [requests, width], the first rows of what graphs for more requests have.
+            int32 [requests, width], the first rows of the table that graphs for more requests use.
         """
         rows, width = len(step.seq_lens), self.width(step.pages, step.block_size)
         table = self._made.get((place, width))
         if table is None or len(table) < rows:
             table = torch.zeros((rows, width), dtype=torch.int32, device=step.block_table.device)
-            self._made[place, width] = table  # graphs that were captured before keep the other one
+            self._made[place, width] = table  # earlier graphs keep the previous one
         return table[:rows]
 
 
 class _Function:
-    """One function and its graphs, by the sizes of its arguments."""
+    """A function and its captured graphs, by the sizes of its arguments."""
 
     def __init__(
         self,
@@ -145,17 +145,17 @@ class _Function:
         return self._function(*args) if captured is None else captured.run(args)
 
     def _capture(self, args: tuple[Any, ...]) -> _Captured | None:
-        """A graph for steps like this one; None where there can be none."""
+        """Captures a graph for steps like this one; None if that fails."""
         try:
             return _Captured(self._function, self._graphs, self._tables, args)
         except (PlatformError, torch.OutOfMemoryError) as e:
-            # The step itself is not lost: its own arguments have not been touched, and it is run without a graph.
+            # The step's own arguments are unmodified, so it runs without a graph.
             logger.warning("Decode steps of %d requests run without a graph: %s", len(args[0]), e)
             return None
 
 
 class _Captured:
-    """A graph, and the tensors that it reads and writes.
+    """A captured graph with its input and output tensors.
 
     Raises:
         PlatformError: The function cannot be captured.
@@ -164,14 +164,14 @@ class _Captured:
     def __init__(
         self, function: Callable[..., Any], graphs: GraphCapturer, tables: GraphBlockTables, args: tuple[Any, ...]
     ) -> None:
-        self._inputs = tuple(_room_for(arg, place, tables) for place, arg in enumerate(args))
+        self._inputs = tuple(_input_buffer(arg, place, tables) for place, arg in enumerate(args))
         self._load(args)
         with graphs.forbid_synchronization():
-            rehearsed = function(*self._inputs)
-        if not isinstance(rehearsed, torch.Tensor):
-            raise PlatformError(f"The step gives a {type(rehearsed).__name__}, not a tensor.")
-        del rehearsed
-        self._load(args)  # the function may write to its arguments
+            trial = function(*self._inputs)
+        if not isinstance(trial, torch.Tensor):
+            raise PlatformError(f"The step returns a {type(trial).__name__}, not a tensor.")
+        del trial
+        self._load(args)  # the function may modify its arguments
         self._result: torch.Tensor | None = None
 
         def step() -> None:
@@ -187,38 +187,38 @@ class _Captured:
         return self._result.clone()
 
     def _load(self, args: tuple[Any, ...]) -> None:
-        room: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
         given: list[torch.Tensor] = []
         for own, arg in zip(self._inputs, args, strict=True):
             if isinstance(arg, torch.Tensor):
-                room.append(own)
+                targets.append(own)
                 given.append(arg)
             elif isinstance(arg, PagedMetadata):
                 for part, other in own.parts_to_fill(arg):
-                    room.append(part)
+                    targets.append(part)
                     given.append(other)
-        _copy(room, given)
+        _copy(targets, given)
 
 
-def _copy(room: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-    """Copies tensors, those of one dtype together: small copies cost their launch.
+def _copy(targets: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    """Copies tensors, those of one dtype in one launch.
 
-    Those whose elements lie otherwise are copied alone: one of them among the others would have torch launch for each.
+    Tensors with other strides are copied alone: with one of them in a group, torch launches once per tensor.
     """
     by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for own, other in zip(room, given, strict=True):
+    for own, other in zip(targets, given, strict=True):
         if own.stride() != other.stride():
             own.copy_(other)
             continue
-        targets, sources = by_dtype.setdefault(own.dtype, ([], []))
-        targets.append(own)
+        own_tensors, sources = by_dtype.setdefault(own.dtype, ([], []))
+        own_tensors.append(own)
         sources.append(other)
-    for targets, sources in by_dtype.values():
-        torch._foreach_copy_(targets, sources)
+    for own_tensors, sources in by_dtype.values():
+        torch._foreach_copy_(own_tensors, sources)
 
 
 def _key_of(args: tuple[Any, ...], tables: GraphBlockTables) -> Hashable | None:
-    """What has to be equal for steps to share a graph; None for steps that have none."""
+    """Key under which steps share a graph; None for steps without a graph."""
     plans = [arg for arg in args if isinstance(arg, PagedMetadata)]
     rows = len(args[0]) if args and isinstance(args[0], torch.Tensor) else 0
     if not plans or not 0 < rows <= LARGEST_CAPTURE or not all(plan.is_decode(rows) for plan in plans):
@@ -236,8 +236,8 @@ def _key_of(args: tuple[Any, ...], tables: GraphBlockTables) -> Hashable | None:
     return tuple(key)
 
 
-def _room_for(arg: Any, place: int, tables: GraphBlockTables) -> Any:
-    """A place for what is like `arg`, at a place among the arguments."""
+def _input_buffer(arg: Any, place: int, tables: GraphBlockTables) -> Any:
+    """An input buffer like `arg`, the argument at index `place`."""
     if isinstance(arg, torch.Tensor):
         return torch.empty_like(arg, memory_format=torch.contiguous_format)
     if isinstance(arg, PagedMetadata):

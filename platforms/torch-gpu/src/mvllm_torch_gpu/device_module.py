@@ -1,10 +1,10 @@
-"""How torch drives a kind of device: the module it has for that (`torch.cuda`), and in what such modules differ.
+"""DeviceModule: torch's module for a type of device (`torch.cuda`), and how such modules differ.
 
-Torch's modules for devices are made after one pattern: streams, events, the allocator's figures and seeds have the same
-names in all of them. What is written against one `DeviceModule` runs on each. What differs is said here, in methods
-that a maker's package overrides: the class of graphs, whether waits can be forbidden, who knows how much is free.
+Torch's modules for devices have one structure: streams, events, memory statistics and seeds have the same names in all
+of them, so code written against a `DeviceModule` runs on each. Differences are methods that a vendor's package
+overrides: the class of graphs, whether synchronization can be forbidden, how free memory is read.
 
-Making one imports no torch and asks nobody anything.
+Creating a DeviceModule neither imports torch nor accesses a device.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class DeviceModule:
-    """The module of one type of device; by default the one that has CUDA's and HIP's devices.
+    """Torch's module for one type of device; by default `torch.cuda`, for CUDA and HIP.
 
     Attributes:
-        type: Of torch's device, and the module's name in torch.
+        type: Torch's device type, which is also the module's name in torch.
     """
 
     type = "cuda"
@@ -34,7 +34,7 @@ class DeviceModule:
         return getattr(torch, self.type)
 
     def device(self, index: int) -> torch.device:
-        """Torch's name of the device that the module counts as `index`."""
+        """The torch.device with number `index`."""
         import torch
 
         return torch.device(self.type, index)
@@ -44,7 +44,7 @@ class DeviceModule:
         return int(self.api.device_count())
 
     def free_and_total(self, device: torch.device) -> tuple[int | None, int]:
-        """Bytes that nobody holds, None where the driver does not tell, and those that there are.
+        """Free bytes (None if the driver does not report them) and total bytes.
 
         Raises:
             RuntimeError: The device does not answer.
@@ -63,17 +63,17 @@ class DeviceModule:
         return self.api.CUDAGraph()
 
     def captures(self, graph: Any, pool: Any) -> AbstractContextManager[Any]:
-        """A context whose work is recorded in a graph, which takes its memory from `pool`."""
-        # Other threads (NCCL's watchdog is one) may ask the driver for things that a capture must not.
+        """A context whose work is captured in a graph, with memory from `pool`."""
+        # Other threads (NCCL's watchdog, for example) may make driver calls that a capture must not.
         context: AbstractContextManager[Any] = self.api.graph(graph, pool=pool, capture_error_mode="thread_local")
         return context
 
     @contextmanager
     def forbids_waiting(self) -> Iterator[None]:
-        """A context in which work that makes the host wait for the device fails.
+        """A context in which operations that wait for the device fail.
 
         Raises:
-            RuntimeError: It has waited; the message has "synchroniz" in it.
+            RuntimeError: An operation has waited; the message contains "synchroniz".
         """
         before = self.api.get_sync_debug_mode()
         self.api.set_sync_debug_mode("error")
@@ -84,4 +84,4 @@ class DeviceModule:
 
 
 CUDA = DeviceModule()
-"""Torch's own name for it serves HIP, too."""
+"""torch.cuda, which torch's build for ROCm uses for HIP as well."""

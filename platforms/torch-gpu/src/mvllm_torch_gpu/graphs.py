@@ -1,7 +1,7 @@
-"""Graphs of a device's work: what a step submits, recorded once and submitted again as one piece.
+"""DeviceGraphs: captures the work that a step submits to a device, and replays it.
 
-All graphs share one pool of memory. That is right because they run one after the other on one stream: what lies in the
-pool between two of them is nobody's, except for tensors that somebody still holds, which the pool does not reuse.
+All graphs share one memory pool. This is correct because they run one after the other on one stream: between two graphs
+the pool's memory is unused, except for tensors that are still referenced, which the pool does not reuse.
 
 Not run on hardware.
 """
@@ -21,11 +21,11 @@ logger = get_logger("mvllm.torch_gpu.graphs")
 
 
 class DeviceGraphs(GraphBackend):
-    """The graphs of one device.
+    """Captured graphs of one device.
 
     Args:
-        device: It.
-        module: What drives it.
+        device: The device.
+        module: Torch's module for it.
     """
 
     def __init__(self, device: torch.device, module: DeviceModule = CUDA) -> None:
@@ -37,7 +37,7 @@ class DeviceGraphs(GraphBackend):
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         api = self._module.api
         api.synchronize(self._device)
-        api.empty_cache()  # so that what the allocator holds more afterwards is the graph's
+        api.empty_cache()  # so that the growth of the allocator's reserve is the graph's memory
         before = api.memory_reserved(self._device)
         if self._pool is None:
             self._pool = api.graph_pool_handle()
@@ -49,7 +49,7 @@ class DeviceGraphs(GraphBackend):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as e:
-            # What is said of the end of a capture that was broken off is not why.
+            # The error at the end of an aborted capture hides the cause, which is its context.
             reason = str(e.__context__ or e).partition("\n")[0]
             raise PlatformError(f"The step cannot be captured in a graph: {reason}") from e
         finally:
@@ -62,12 +62,12 @@ class DeviceGraphs(GraphBackend):
 
     @contextmanager
     def forbid_synchronization(self) -> Iterator[None]:
-        """Work done in here fails if it waits for the device: that could not be captured.
+        """Context in which work that waits for the device fails, because it could not be captured.
 
-        What it needs once (compiled kernels, libraries' workspaces) is there afterwards.
+        Afterwards one-time resources (compiled kernels, libraries' workspaces) are allocated.
 
         Raises:
-            PlatformError: It has waited.
+            PlatformError: The work has waited.
         """
         try:
             with self._module.forbids_waiting():
@@ -81,7 +81,7 @@ class DeviceGraphs(GraphBackend):
 
 
 class _Replay:
-    """Submits a graph again, and keeps what it reads and writes."""
+    """Replays a graph, and keeps the step's tensors alive."""
 
     def __init__(self, graph: Any, step: Callable[[], Any]) -> None:
         self._graph = graph

@@ -1,14 +1,15 @@
-"""Whose bytes are whose on a device that others may use too, and what is said when there are not enough.
+"""Memory accounting of one device that other processes may use too, and the error text when memory is short.
 
     total ├─ others ─┤├─ outside ─┤├──── reserved by torch's allocator ────┤├──── free in the driver ────┤
                                     ├─ allocated ─┤├─ cached: free to us ─┤
 
-*Outside* is what this process holds beside torch's allocator: its context, loaded kernels, buffers of collectives. The
-driver's `Books` know it where they see the process; from within a container they may not, and then it is what binding
-the device has cost. Other tenants are told apart by that: the driver's free bytes alone would count theirs as ours.
+*Outside* is what this process holds beside torch's allocator: its context, loaded kernels, buffers of collectives.
+`DriverMemory` reports it where the driver can identify the process. Inside a container it may not be able to, and then
+the memory that binding the device has used is taken instead. This separates our memory from that of other processes,
+which the driver's free bytes alone cannot do.
 
-A device that uses the host's memory has no figure of its own: its driver calls free what nobody has touched, though
-the system would give up its file caches for us. There the host's available memory counts.
+The driver of a device that uses the host's memory reports only untouched memory as free, although the system would
+drop its file caches for us. There the host's available memory is used.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """What driver, allocator and host say at one moment, in bytes.
+    """Memory of a device at one moment, in bytes, from the driver, torch's allocator and the host.
 
     Attributes:
         total, driver_free: Of the device.
         allocated, peak_allocated, reserved: Of torch's allocator.
-        outside: What this process holds beside it.
-        host_free: Of the host, where the device uses its memory; else None.
+        outside: Held by this process outside of torch's allocator.
+        host_free: Available memory of the host if the device uses it; else None.
     """
 
     total: int
@@ -48,69 +49,69 @@ class MemoryStats:
 
     @property
     def cached(self) -> int:
-        """What torch's allocator holds and nobody uses."""
+        """Reserved by torch's allocator and not allocated."""
         return max(0, self.reserved - self.allocated)
 
     @property
     def free(self) -> int:
-        """What can still be allocated."""
+        """Bytes that this process can still allocate."""
         untouched = self.driver_free if self.host_free is None else max(self.driver_free, self.host_free)
         return min(self.total, untouched + self.cached)
 
     @property
     def used_by_others(self) -> int:
-        """What is held by others; on a device that uses the host's memory, by the whole system."""
+        """Held by other processes; on a device that uses the host's memory, by the whole system."""
         return max(0, self.total - self.free - self.allocated - self.outside)
 
     def as_info(self) -> MemoryInfo:
-        """The same in the contract's terms."""
+        """Converted to the contract's MemoryInfo."""
         used, peak = self.allocated + self.outside, max(self.allocated, self.peak_allocated) + self.outside
         return MemoryInfo(total=self.total, free=self.free, used_by_me=used, peak_by_me=peak)
 
     def explain(self) -> str:
-        """For people who lack memory."""
+        """Text for an out-of-memory message."""
         return (
             f"{_gib(self.free)} of {_gib(self.total)} GiB are free; this process holds "
-            f"{_gib(self.allocated + self.outside)} GiB, others {_gib(self.used_by_others)} GiB"
+            f"{_gib(self.allocated + self.outside)} GiB, other processes hold {_gib(self.used_by_others)} GiB"
         )
 
 
 class DriverMemory(Protocol):
-    """What a driver says about one device, without a context on it."""
+    """The driver's view of one device, without a context on it."""
 
     def free(self) -> int | None:
-        """Its free bytes; None where the driver cannot tell."""
+        """Free bytes; None if the driver cannot tell."""
 
     def held_by_this_process(self) -> int | None:
-        """Bytes of it that this process holds; None where the driver cannot tell."""
+        """Bytes that this process holds; None if the driver cannot tell."""
 
 
 class UnknownDriverMemory:
-    """Those of a device that the driver does not show."""
+    """DriverMemory of a device that the driver does not show."""
 
     def free(self) -> None:
-        """Nobody knows."""
+        """Unknown."""
 
     def held_by_this_process(self) -> None:
-        """Nobody knows."""
+        """Unknown."""
 
 
 class DeviceMemory:
     """The memory of one bound device.
 
     Args:
-        device: It.
-        books: What its driver says.
-        bound_bytes: What binding it has cost.
+        device: The device.
+        driver: Its driver's view.
+        bound_bytes: Memory that binding the device has used.
         unified: It uses the host's memory.
-        others_counted: What torch gives as free leaves out what others hold; else the books are asked, too.
-        module: What drives the device.
+        others_counted: Torch's free bytes exclude memory of other processes; else the driver is asked as well.
+        module: Torch's module for the device.
     """
 
     def __init__(
         self,
         device: torch.device,
-        books: DriverMemory,
+        driver: DriverMemory,
         bound_bytes: int,
         *,
         unified: bool,
@@ -119,25 +120,25 @@ class DeviceMemory:
     ) -> None:
         self._device = device
         self._module = module
-        self._books = books
+        self._driver = driver
         self._bound_bytes = bound_bytes
         self._unified = unified
         self._others_counted = others_counted
 
     def stats(self) -> MemoryStats:
-        """The figures of now."""
+        """Reads the current state."""
         api = self._module.api
         driver_free, total = self._module.free_and_total(self._device)
-        told = None if self._others_counted else self._books.free()
+        reported = None if self._others_counted else self._driver.free()
         reserved = api.memory_reserved(self._device)
-        mine = self._books.held_by_this_process()
-        # Less than torch holds is another process's: one that has our number outside of our container.
+        mine = self._driver.held_by_this_process()
+        # Less than torch's reserve belongs to another process: one with our pid outside of our container.
         outside = self._bound_bytes if mine is None or mine < reserved else mine - reserved
-        if driver_free is None:  # then nobody but us is known to be there; of the host's memory the host knows
+        if driver_free is None:  # then only our own use is known; for unified memory, host_free is used
             driver_free = 0 if self._unified else max(0, total - reserved - outside)
         return MemoryStats(
             total=total,
-            driver_free=driver_free if told is None else min(driver_free, told),
+            driver_free=driver_free if reported is None else min(driver_free, reported),
             allocated=api.memory_allocated(self._device),
             peak_allocated=api.max_memory_allocated(self._device),
             reserved=reserved,
@@ -147,7 +148,7 @@ class DeviceMemory:
 
 
 def available_host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Bytes of the host's memory that programs can still have: what the system can give up, within our group."""
+    """Bytes of the host's memory that programs can still allocate, within the limit of our control group."""
     found = 0
     for line in meminfo.read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -162,7 +163,7 @@ def available_host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> i
 
 
 def _file_cache(cgroup: Path) -> int:
-    """Bytes of files that a group counts as used, and gives up where programs want them: weights that were read."""
+    """Bytes of cached files (read weights) that a control group counts as used and drops on demand."""
     try:
         lines = (cgroup / "memory.stat").read_text().splitlines()
     except OSError:
@@ -170,9 +171,9 @@ def _file_cache(cgroup: Path) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
-def not_enough(what: str, figures: MemoryStats, remedy: str) -> str:
-    """The one message about memory that `what` did not find."""
-    return f"{what} does not fit on the device: {figures.explain()}. {remedy}"
+def not_enough(what: str, stats: MemoryStats, remedy: str) -> str:
+    """Message of the error that `what` does not fit into memory."""
+    return f"{what} does not fit on the device: {stats.explain()}. {remedy}"
 
 
 def _gib(size: int) -> str:

@@ -1,4 +1,4 @@
-"""Pieces of the sentences that probes say."""
+"""Text helpers for the messages of probes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def counted(names: Sequence[str]) -> str:
 
 
 def sentence(text: str) -> str:
-    """A reason as a sentence."""
+    """A reason with an initial capital and a full stop."""
     return f"{text[:1].upper()}{text[1:]}."
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without what follows."""
+    """The first line of an error's text, without a full stop."""
     return str(error).partition("\n")[0].rstrip(".")

@@ -1,6 +1,6 @@
-"""Operations that the Triton kernels replace: each is one launch, or a few, where torch needs many.
+"""Op providers of the shared Triton kernels: one or a few launches where torch needs many.
 
-Products with plain weights are torch's: its library has the fastest ones there are.
+Linear layers with unquantized weights are left to torch, whose library has the fastest kernels.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from mvllm_triton import activation, argmax, float8_weight, moe, norm, quantized
 PROVIDER = "mvllm_triton"
 DTYPES = ("bfloat16", "float16", "float32")
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e4m3fnuz": torch.float8_e4m3fnuz}
-"""Formats of weights by their names."""
+"""Float8 formats of weights, by name."""
 
 
 def supports(case: OpCase) -> list[str]:
-    """Reasons why the kernels do not take a case."""
+    """Reasons why the kernels do not support a case."""
     if case.dtype not in DTYPES:
         return [f"dtype {case.dtype} has no kernel (there are kernels for {', '.join(DTYPES)})"]
     return []
 
 
 def supports_quantized(case: OpCase) -> list[str]:
-    """Reasons why the kernel of small integers does not take a case."""
+    """Reasons why the kernel for int8 and int4 weights does not support a case."""
     facts = case.facts
     return supports(case) + quantized_linear.refusals(facts["in_features"], facts["group_size"], facts["bits"])
 
 
 def supports_float8(case: OpCase) -> list[str]:
-    """Reasons why the kernel of 8-bit floats does not take a case."""
+    """Reasons why the kernel for 8-bit float weights does not support a case."""
     return supports(case) + float8_weight.refusals(case.facts["in_features"], case.facts["block_columns"])
 
 
 def providers(float8: str = "float8_e4m3fn", *, multiplies_float8: bool = False) -> Sequence[OpProvider]:
-    """One per operation.
+    """One provider per operation.
 
     Args:
         float8: The format of 8-bit floats in which the devices compute, one of FLOAT8.
-        multiplies_float8: Whether they have products of that; otherwise codes are widened in front of the product.
+        multiplies_float8: Whether they multiply in that format; otherwise codes are widened before the product.
     """
     functions: dict[str, Callable[..., Any]] = {
         "argmax": argmax.argmax,

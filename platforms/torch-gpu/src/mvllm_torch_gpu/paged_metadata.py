@@ -1,4 +1,4 @@
-"""A step's tables for attention kernels that walk them on the device, and the tables that a captured graph reads."""
+"""PagedMetadata: a step's block tables and lengths on the device, for the attention kernels and for captured graphs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 @dataclass(frozen=True)
 class PagedMetadata:
-    """What one step needs, for all layers of a group.
+    """Metadata of one step for all layers of a KV cache group.
 
     Attributes:
-        query_start_loc, seq_lens, block_table, slot_mapping: Device, int32, as in BatchLayout.
-        max_query_len, max_seq_len: As in BatchLayout, or more.
+        query_start_loc, seq_lens, block_table, slot_mapping: On the device, int32, as in BatchLayout.
+        max_query_len, max_seq_len: As in BatchLayout, or larger.
         block_size: Tokens per block.
     """
 
@@ -37,11 +37,11 @@ class PagedMetadata:
         return self.block_table.shape[1]
 
     def is_decode(self, num_tokens: int) -> bool:
-        """Whether it is of a step of `num_tokens` requests with one token each, padding included."""
+        """Whether the step has `num_tokens` requests with one token each, padding included."""
         return self.max_query_len == 1 and len(self.seq_lens) == self.num_tokens == num_tokens
 
     def static_buffers(self, table: torch.Tensor) -> PagedMetadata:
-        """Metadata for a graph: a place for steps of this many requests, whose block tables go into `table`."""
+        """Input buffers of a graph for steps with this number of requests; block tables are copied into `table`."""
         return replace(
             self,
             query_start_loc=torch.empty_like(self.query_start_loc),
@@ -52,7 +52,7 @@ class PagedMetadata:
         )
 
     def parts_to_fill(self, step: PagedMetadata) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The places in this metadata, and what belongs there of a step's; entries of wider tables are not read."""
+        """Pairs of a buffer of this metadata and the step's tensor to copy into it; other table columns are unused."""
         yield self.query_start_loc, step.query_start_loc
         yield self.seq_lens, step.seq_lens
         yield self.block_table[:, : step.pages], step.block_table

@@ -1,7 +1,7 @@
-"""The part of a platform that is the same for every device behind a module of torch like `torch.cuda`.
+"""TorchGpuPlatform: the part of a platform that is the same for every device with a torch module like `torch.cuda`.
 
-A maker's package derives from `TorchGpuPlatform` and adds what torch does not know: which devices there are and which
-of them are visible, whose memory is whose, and what to tell its users.
+A vendor's package derives from `TorchGpuPlatform` and adds what torch does not provide: the list of devices, which are
+visible, memory of other processes, and texts for its users.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ COLLECTIVES = frozenset(
 
 
 class TorchGpuPlatform(Platform):
-    """Workers that own one device each.
+    """Platform whose workers have one device each.
 
     Attributes:
-        title: Of the platform, for people.
+        title: Name of the platform, for messages.
         package: The distribution to install.
-        settings: Variables of this platform alone.
+        settings: The platform's own environment variables.
         device_variable: The variable that limits a process to some devices.
-        module: How torch drives such devices.
+        module: Torch's module for such devices.
     """
 
     title: ClassVar[str]
@@ -65,20 +65,20 @@ class TorchGpuPlatform(Platform):
     @property
     @abstractmethod
     def uses_host_memory(self) -> bool:
-        """Whether the devices have no memory of their own. Opens none."""
+        """Whether the devices use the host's memory. Opens no device."""
 
     @property
     def float8(self) -> str:
-        """Torch's name of the format in which caches and weights in float8 are stored."""
+        """Torch's name of the float8 format in which caches and weights are stored."""
         return "float8_e4m3fn"
 
     @property
     def multiplies_float8(self) -> bool:
-        """Whether all devices have products of that format. Opens none."""
+        """Whether all devices multiply in that format. Opens no device."""
         return False
 
     def worker_variables(self) -> Mapping[str, str]:
-        """Variables that every worker gets."""
+        """Environment variables of every worker."""
         return {}
 
     @property
@@ -106,7 +106,7 @@ class TorchGpuPlatform(Platform):
             self.settings.compile_mode(),
             self.settings.custom_all_reduce(),
             self.settings.attention(),
-        )  # what means nothing is told now, not by a worker
+        )  # invalid values raise here, not in a worker
         refusals = [
             Refusal(field, f"{name} is not supported on this platform", f"Use one of: auto, {', '.join(supported)}.")
             for field, name, supported in (
@@ -159,13 +159,13 @@ class TorchGpuPlatform(Platform):
         return found
 
     def attention_without_kernels(self) -> Sequence[type[AttentionBackend]]:
-        """Backends in plain torch, for what the kernels do not take; the first that takes a spec has it."""
+        """Backends in plain torch for specs that the kernels do not support; the first that supports a spec is used."""
         from mvllm.plugin_api import ReferenceAttention
 
         return (ReferenceAttention,)
 
     def _without_kernels(self, spec: AttentionSpec) -> tuple[AttentionBackend | None, list[str]]:
-        """The first of these that takes a spec, or None and all that they have against it."""
+        """The first such backend that supports a spec, or None and the reasons of all."""
         problems: list[str] = []
         for backend in self.attention_without_kernels():
             found = backend.validate(spec)
@@ -175,10 +175,10 @@ class TorchGpuPlatform(Platform):
         return None, list(dict.fromkeys(problems))
 
     def _fastest_attention(self, spec: AttentionSpec) -> AttentionBackend:
-        """The Triton kernels, which take the layer, and what is installed beside them.
+        """The Triton kernels, which support the layer, with the installed libraries.
 
         Raises:
-            PlatformError: The user has named a library that does not take the layer.
+            PlatformError: The user has named a library that does not support the layer.
         """
         from mvllm_torch_gpu.attention import TritonAttention
         from mvllm_torch_gpu.attention_libraries import LIBRARIES, libraries_for

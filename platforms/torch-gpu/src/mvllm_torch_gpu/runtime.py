@@ -1,8 +1,8 @@
-"""One device, bound to a worker.
+"""TorchGpuRuntime: one device, bound to a worker.
 
-Everything is submitted to the current stream and runs in that order. Copies use page-locked memory on the host's side,
-so that neither direction keeps the host waiting: a copy to the host is done when the event behind it is reached, and
-the host looks for that when it wants the values.
+All work is submitted to the current stream and runs in that order. Copies use page-locked memory on the host's side, so
+that the host waits in neither direction: a copy to the host is done when the event behind it is reached, and the host
+waits for that event when it reads the values.
 
     device   step N │ tokens of N to the host ──event │ step N + 1 ...
     host     submits N, the copy, N + 1 ...           └> `wait` returns
@@ -52,11 +52,11 @@ class DeviceEvent:
 
 
 class PendingCopy:
-    """A copy to the host under way.
+    """An asynchronous copy to the host.
 
     Args:
-        tensor: Where it goes to.
-        done: Recorded behind it.
+        tensor: Its destination.
+        done: Event recorded behind it.
     """
 
     def __init__(self, tensor: torch.Tensor, done: Any) -> None:
@@ -64,19 +64,19 @@ class PendingCopy:
         self._done = done
 
     def wait(self) -> torch.Tensor:
-        """The host tensor, once it is there."""
+        """Waits for the copy and returns the host tensor."""
         self._done.synchronize()
         return self._tensor
 
 
 class TorchGpuRuntime(DeviceRuntime):
-    """The device that `local_rank` says, among those that this process sees. A maker's class says what torch does not.
+    """Runtime of the visible device with number `local_rank`. Subclasses add what torch does not provide.
 
     Attributes:
-        library: What shows devices to a process, for people.
+        library: Name of the library that shows devices to a process, for messages.
         after_failure: What to do about a device that does not answer.
-        others_counted: What torch gives as free leaves out what other processes hold.
-        module: How torch drives such devices.
+        others_counted: Torch's free bytes exclude memory of other processes.
+        module: Torch's module for such devices.
 
     Raises:
         PlatformError: There is no such device, it cannot be used, or it cannot be opened.
@@ -92,12 +92,12 @@ class TorchGpuRuntime(DeviceRuntime):
         count = self.module.device_count()
         if ctx.local_rank >= count:
             raise PlatformError(too_few_devices(ctx, count, self.library, self.visibility_variables()))
-        books = self.driver_memory(ctx.local_rank)
-        free_before = books.free()
+        driver = self.driver_memory(ctx.local_rank)
+        free_before = driver.free()
         self.device = self.module.device(ctx.local_rank)
         try:
             self.module.api.set_device(self.device)
-            torch.zeros(1, device=self.device)  # now the context is there, or the error is
+            torch.zeros(1, device=self.device)  # creates the context, or raises
             properties = self.module.api.get_device_properties(self.device)
         except RuntimeError as e:
             raise PlatformError(
@@ -109,7 +109,7 @@ class TorchGpuRuntime(DeviceRuntime):
         bound_bytes = 0 if free_before is None or free_after is None else max(0, free_before - free_after)
         self._memory = memory.DeviceMemory(
             self.device,
-            books,
+            driver,
             bound_bytes,
             unified=unified,
             others_counted=self.others_counted,
@@ -122,23 +122,23 @@ class TorchGpuRuntime(DeviceRuntime):
 
     @abstractmethod
     def check_build(self) -> None:
-        """Fails where the torch that is loaded cannot know such devices.
+        """Checks that the loaded torch supports such devices.
 
         Raises:
-            PlatformError: It was built for something else.
+            PlatformError: It was built for other devices.
         """
 
     @abstractmethod
     def visibility_variables(self) -> str:
-        """The variables that limit what is visible, for people; empty without any."""
+        """The environment variables that limit the visible devices, for messages; empty without any."""
 
     @abstractmethod
     def driver_memory(self, index: int) -> memory.DriverMemory:
-        """What the driver says about the device that torch calls `index`."""
+        """The driver's view of the device that torch numbers `index`."""
 
     @abstractmethod
     def refusal(self, properties: Any) -> str | None:
-        """Why a device with these properties (torch's) cannot be used, and what to do; None where it can."""
+        """Why a device with these torch properties cannot be used, and what to do; None if it can."""
 
     def synchronize(self) -> None:
         self.module.api.synchronize(self.device)
@@ -199,12 +199,12 @@ class TorchGpuRuntime(DeviceRuntime):
         try:
             self.module.api.synchronize(self.device)
             self.module.api.empty_cache()
-        except RuntimeError as e:  # a device that has failed is left as it is
-            logger.warning("The device %s was not left in order: %s", self.device, first_line(e))
+        except RuntimeError as e:  # a failed device stays as it is
+            logger.warning("Shutdown of the device %s failed: %s", self.device, first_line(e))
 
     @contextmanager
     def _submitting_to(self, stream: Any) -> Iterator[None]:
-        """Work goes to another stream, where it runs after what the current one has been given so far."""
+        """Submits work to another stream, where it runs after the current stream's work so far."""
         api = self.module.api
         stream.wait_stream(api.current_stream(self.device))
         with api.stream(stream):
@@ -212,10 +212,10 @@ class TorchGpuRuntime(DeviceRuntime):
 
 
 def too_few_devices(ctx: WorkerContext, count: int, library: str, shown: str) -> str:
-    """What a worker says for which there is no device."""
+    """Error text of a worker without a device."""
     seen = f" ({shown})" if shown else ""
     return (
-        f"Rank {ctx.rank} is worker {ctx.local_rank} of this machine and wants a device of its own, but {library} "
+        f"Rank {ctx.rank} is worker {ctx.local_rank} of this machine and needs a device of its own, but {library} "
         f"shows {count}{seen}. Use fewer ranks (--tensor-parallel-size, --pipeline-parallel-size, "
         f"--data-parallel-size), or make more devices visible."
     )

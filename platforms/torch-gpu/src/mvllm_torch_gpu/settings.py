@@ -1,14 +1,14 @@
-"""What can be set for one platform alone, by variables of the environment whose names begin with the platform's.
+"""Environment variables of one platform, with a common prefix (MVLLM_CUDA_*).
 
 ..._COMPILE   graphs (the default of most platforms): decode steps are captured in graphs
               inductor: torch.compile fuses the model's operations first, then as above
-              none: neither; `--enforce-eager` says the same for any platform
-..._SUMS      the maker's library of collectives (default): ranks add through it
-              direct: small sums through memory that ranks map from each other, where that works
-..._ATTENTION measured (default): the kernels that come along, or flash_attn or flashinfer where they are installed,
-              whichever is faster at the kind of step
-              triton: the kernels that come along
-              flash_attn, flashinfer: that library for every step that it takes
+              none: neither; `--enforce-eager` does the same on any platform
+..._SUMS      the vendor's library of collectives (default)
+              direct: all-reduce of small tensors through memory that ranks map from each other, where that works
+..._ATTENTION measured (default): the Triton kernels, or flash_attn or flashinfer if installed, whichever is faster for
+              the kind of step
+              triton: the Triton kernels
+              flash_attn, flashinfer: that library for every step that it supports
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ATTENTION = ("measured", "triton", "flash_attn", "flashinfer")
 
 @dataclass(frozen=True)
 class Settings:
-    """The variables of one platform.
+    """Reads the environment variables of one platform.
 
     Attributes:
-        prefix: What their names begin with, without the last underscore.
-        library: The library of collectives, as a value of the variable; None where there is no other way to choose.
+        prefix: Prefix of their names, without the last underscore.
+        library: The library of collectives, as a value of the variable; None if there is no choice.
         compile_modes: All of COMPILE_MODES, the default first.
-        attentions: Those of ATTENTION that there are for such devices, the default first.
+        attentions: Supported values of ATTENTION, the default first.
     """
 
     prefix: str
@@ -42,7 +42,7 @@ class Settings:
         """One of COMPILE_MODES.
 
         Raises:
-            ConfigError: The variable says something else.
+            ConfigError: The variable has another value.
         """
         return _one_of(f"{self.prefix}_COMPILE", self.compile_modes)
 
@@ -50,15 +50,15 @@ class Settings:
         """One of ATTENTION.
 
         Raises:
-            ConfigError: The variable says something else.
+            ConfigError: The variable has another value.
         """
         return _one_of(f"{self.prefix}_ATTENTION", self.attentions)
 
     def custom_all_reduce(self) -> bool:
-        """Whether small sums go through memory that ranks map from each other.
+        """Whether CustomAllReduce adds small tensors.
 
         Raises:
-            ConfigError: The variable says something else.
+            ConfigError: The variable has another value.
         """
         return self.library is not None and _one_of(f"{self.prefix}_SUMS", (self.library, "direct")) == "direct"
 
@@ -66,5 +66,5 @@ class Settings:
 def _one_of(variable: str, values: tuple[str, ...]) -> str:
     value = os.environ.get(variable) or values[0]
     if value not in values:
-        raise ConfigError(f"{variable}={value!r} means nothing; set it to one of {', '.join(values)}, or unset it.")
+        raise ConfigError(f"{variable}={value!r} is not supported; set it to one of {', '.join(values)}, or unset it.")
     return value

@@ -1,8 +1,8 @@
-"""Sizes that steps are padded up to, so that few captured graphs serve all of them.
+"""Sizes to which decode steps are padded, so that a few captured graphs serve all of them.
 
-A decode step has as many tokens as requests. Its cost is that of reading the weights and the cache, so a few rows of
-padding are free; small sizes are dense where padding would show most. A step with prompt tokens computes for each of
-its tokens: it is never captured, and its padding stays below a sixteenth of it.
+A decode step has as many tokens as requests. It is bound by reading the weights and the cache, so a few rows of padding
+are free; small sizes are dense because padding costs most there. A step with prompt tokens is bound by arithmetic: it
+is never captured, and its padding stays below a sixteenth of its size.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from mvllm.plugin_api import ShapePolicy
 
 LARGEST_CAPTURE = 512
-"""Most rows of a step that is captured. Beyond, the device computes long enough for the host to keep ahead of it."""
+"""Most rows of a captured step. Larger steps compute long enough for the host to stay ahead of the device."""
 
 _LARGEST_STEP = 1 << 22
-"""More tokens, and more requests, than any step has."""
+"""Upper bound of the tokens and requests of a step."""
 
 
 def decode_sizes() -> tuple[int, ...]:
@@ -22,7 +22,7 @@ def decode_sizes() -> tuple[int, ...]:
 
 
 def policy() -> ShapePolicy:
-    """The buckets. The width of block tables is free: kernels read no further than a sequence is long."""
+    """The buckets. Block tables have any width, because kernels read only as far as a sequence goes."""
     sizes = [*decode_sizes()]
     while sizes[-1] < _LARGEST_STEP:
         step = max(16, 1 << (sizes[-1].bit_length() - 5))

@@ -1,4 +1,4 @@
-"""What the installed torch was built for, read from its files: importing it takes seconds, and a probe has none."""
+"""Reads from the installed torch's files what it was built for; importing torch would take a probe seconds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class TorchBuild:
     """The installed torch.
 
     Attributes:
-        version: For people, for instance `2.13.0+cu130`.
+        version: For messages, for example `2.13.0+cu130`.
         cuda: CUDA version that it was built with, (major, minor); None for another build.
         hip: HIP version that it was built with, likewise.
-        other: What it was built for if for neither.
+        other: What it was built for otherwise.
     """
 
     version: str
@@ -28,12 +28,12 @@ class TorchBuild:
 
     @property
     def kind(self) -> str:
-        """What it was built for, for people."""
+        """What it was built for, for messages."""
         return "CUDA" if self.cuda else "ROCm" if self.hip else self.other
 
 
 def folder() -> Path | None:
-    """Where the torch is that an import would find, or None."""
+    """Folder of the torch that an import would find, or None."""
     spec = importlib.util.find_spec("torch")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
@@ -51,7 +51,7 @@ def find() -> TorchBuild | None:
 
 
 def parse(text: str) -> TorchBuild:
-    """What torch's `version.py` says."""
+    """Parses torch's `version.py`."""
     other = "XPU" if _value(text, "xpu") else "the host alone"
     version = _value(text, "__version__") or "of unknown version"
     return TorchBuild(version, _numbers(_value(text, "cuda")), _numbers(_value(text, "hip")), other)

@@ -1,11 +1,11 @@
-"""Paged attention in operations that XLA compiles: static shapes, nothing that depends on data, no host in between.
+"""Paged attention in XLA operations, with static shapes and without dependence on values or host synchronization.
 
     keys, values: [num_blocks, block_size, num_kv_heads, head_size or value_size]
 
-Each tile (see `tiles`) gathers all blocks that its request's row of the block table can name, computes scores of its
-queries against all of them in float32, and masks what a query does not see. Writing is one scatter into the flat cache,
-in place; slots of padding lie outside of it, where XLA stores nothing. All of a step's indices are computed on the host
-and come to the device in one copy.
+Each tile (see `tiles`) gathers all blocks of its request's row of the block table, computes scores of its queries
+against all of them in float32, and masks the keys that a query does not attend to. Keys and values are written by one
+scatter into the flat cache, in place; slots of padding are out of range, and XLA drops them. All of a step's indices
+are computed on the host and copied to the device at once.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from mvllm_tpu.tiles import NOWHERE, TileShape, cut
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 8, 4, 2, 1)
 _MOST_GATHERED = 1 << 28
-"""Bytes of keys, values and scores that are computed with at a time."""
+"""Most bytes of keys, values and scores in use at a time."""
 
 Cache = tuple[torch.Tensor, ...]
-"""Keys, and values unless these lie in the keys."""
+"""Keys, and values unless they are part of the keys."""
 
 
 @dataclass(frozen=True)
 class XlaMetadata:
-    """What one step needs. All int32, on the device.
+    """Metadata of one step. All tensors are int32, on the device.
 
     Attributes:
         shape: Of the tiles.
-        slots: [T]: where each token is stored; NOWHERE for padding.
+        slots: [T]: slot of each token; NOWHERE for padding.
         place: [T]: see Tiles.
         request, first_token, first_position, length: [tiles], see Tiles.
         block_table: [R, pages].
@@ -51,7 +51,7 @@ class XlaMetadata:
 
 
 class XlaAttention(AttentionBackend):
-    """Attention as operations of torch that every XLA device compiles."""
+    """Attention backend in torch operations that every XLA device compiles."""
 
     @classmethod
     def validate(cls, spec: AttentionSpec) -> list[str]:
@@ -73,29 +73,30 @@ class XlaAttention(AttentionBackend):
             caches = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
             self.place(caches)
             self.materialize()
-        except RuntimeError as e:  # what runtimes raise, in many wordings
+        except RuntimeError as e:  # runtimes raise it with various texts
             raise MemoryError(f"A KV cache of {num_blocks} blocks of {block_size} tokens does not fit: {e}") from e
         return caches
 
     def require_room(self, size: int, device: torch.device) -> None:
-        """Fails where so many bytes do not fit.
+        """Checks that `size` bytes are free.
 
         Raises:
-            MemoryError: They do not.
+            MemoryError: They are not.
         """
 
     def place(self, caches: Cache) -> None:
-        """Spreads a new cache, where a worker drives several devices."""
+        """Shards a new cache if a worker drives several devices."""
 
     def materialize(self) -> None:
-        """Runs what has been recorded, where operations are."""
+        """Runs recorded operations, on lazy devices."""
 
     def build_metadata(self, batch: BatchLayout) -> XlaMetadata:
         tiles = cut(batch.query_start_loc, batch.seq_lens, batch.num_tokens)
         slots = np.where(batch.slot_mapping < 0, NOWHERE, batch.slot_mapping).astype(np.int32)
         parts = (slots, tiles.place, tiles.request, tiles.first_token, tiles.first_position, tiles.length)
         packed = torch.from_numpy(np.concatenate(parts)).to(batch.block_table_device.device)
-        ends = list(accumulate(len(part) for part in parts))  # slices: what torch_xla's split gives is no index
+        # Slices, because the results of torch_xla's split cannot be indices.
+        ends = list(accumulate(len(part) for part in parts))
         stored_at, place, request, first_token, first_position, length = (
             packed[a:b] for a, b in zip([0, *ends], ends, strict=False)
         )
@@ -104,7 +105,7 @@ class XlaAttention(AttentionBackend):
         )
 
     def write_kv(self, kv: Cache, key: torch.Tensor, value: torch.Tensor, metadata: XlaMetadata) -> None:
-        for cache, new in zip(kv, (key, value), strict=False):  # no second one where values lie in the keys
+        for cache, new in zip(kv, (key, value), strict=False):  # one cache if values are part of the keys
             cache.flatten(0, 1).index_copy_(0, metadata.slots.long(), new.to(cache.dtype))
 
     def forward(
@@ -112,7 +113,7 @@ class XlaAttention(AttentionBackend):
     ) -> torch.Tensor:
         size, count = metadata.shape.size, metadata.shape.count
         along = torch.arange(size, device=query.device, dtype=torch.int32)
-        within = torch.minimum(along, metadata.length.unsqueeze(1) - 1)  # past the end: the last query once more
+        within = torch.minimum(along, metadata.length.unsqueeze(1) - 1)  # past the end: the last query again
         tokens = (metadata.first_token.unsqueeze(1) + within).flatten()
         queries = query.index_select(0, tokens).unflatten(0, (count, size)).float()
         positions = metadata.first_position.unsqueeze(1) + within
@@ -130,7 +131,7 @@ class XlaAttention(AttentionBackend):
             cache.index_copy_(0, destination, cache.index_select(0, source))
 
     def _parts(self) -> tuple[tuple[int, int], ...]:
-        """Heads and elements of a head, of each that is stored: keys, and values where they are not the keys'."""
+        """(heads, head size) of the stored parts: keys, and values unless they are part of the keys."""
         spec = self.spec
         sizes = (spec.head_size,) if spec.values_in_keys else (spec.head_size, spec.value_size)
         return tuple((spec.num_kv_heads, size) for size in sizes)
@@ -163,7 +164,7 @@ class XlaAttention(AttentionBackend):
         key, value = (part.reshape(num_tiles, -1, *part.shape[2:]).float() for part in gathered)
         value = value[..., : spec.value_size]
         key_at = torch.arange(key.shape[1], device=query.device, dtype=torch.int32)
-        # What no query of the tile sees may hold anything, NaN too, and 0 x NaN is NaN.
+        # Slots that no query of the tile attends to may hold NaN, and 0 x NaN is NaN.
         seen = key_at <= positions[:, -1:]
         hidden = key_at > positions.unsqueeze(-1)  # [n, size, keys]
         if spec.sliding_window is not None:

@@ -1,7 +1,7 @@
 """Collectives between workers that own one device each.
 
-Where the processes of several workers make up one XLA world (TPU chips of a slice), collectives are operations of the
-graph. XLA's CPU device knows its own process alone: there ranks exchange through the host's memory, over gloo.
+If the processes of several workers form one XLA world (TPU chips of a slice), collectives are operations of the graph.
+XLA's CPU device has a world of one process; there collectives go through the host's memory, over gloo.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mvllm.plugin_api import Communicator, GroupSpec, PlatformError, TorchCommun
 
 
 def make_communicator(group: GroupSpec, device: torch.device) -> Communicator:
-    """The communicator of this group: over XLA where its world is that of the engine, else over the host."""
+    """The communicator of this group: over XLA if its world is that of the engine, else over the host."""
     import torch_xla.runtime as xr
 
     host = HostCommunicator(group, device)
@@ -25,7 +25,7 @@ def make_communicator(group: GroupSpec, device: torch.device) -> Communicator:
 
 
 def replica_groups(ranks: Sequence[int], world_size: int) -> list[list[int]]:
-    """All groups of the engine's world that are like this one: XLA's programs name them all, on every rank alike.
+    """All groups of the engine's world with this group's structure: XLA's programs list them all, on every rank.
 
     Groups are cut from the world at equal distances, as tensor-parallel (neighbours) and pipeline-parallel ranks
     (every n-th) are:
@@ -37,7 +37,7 @@ def replica_groups(ranks: Sequence[int], world_size: int) -> list[list[int]]:
     """
     size, stride = len(ranks), ranks[1] - ranks[0]
     if stride < 1 or list(ranks) != list(range(ranks[0], ranks[0] + size * stride, stride)) or world_size % size:
-        raise PlatformError(f"XLA's collectives want ranks at equal distances, not {list(ranks)} of {world_size}.")
+        raise PlatformError(f"XLA's collectives need ranks at equal distances, not {list(ranks)} of {world_size}.")
     span = size * stride
     return [
         list(range(begin, begin + span, stride))
@@ -51,7 +51,7 @@ class HostCommunicator(Communicator):
 
     Args:
         group: The group.
-        device: Where results go.
+        device: Device of the results.
     """
 
     on_host = True
@@ -86,18 +86,18 @@ class HostCommunicator(Communicator):
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory that nobody else changes."""
+    """A private copy in the host's memory."""
     if tensor.device.type == "cpu":
         return tensor.contiguous().clone()
     if tensor.device.type == "xla":
         import torch_xla
 
-        torch_xla.sync()  # all that is recorded is one program; reading the tensor alone would run its part twice
+        torch_xla.sync()  # runs the whole graph; reading the tensor alone would run its part twice
     return tensor.cpu().contiguous()
 
 
 class XlaCommunicator(Communicator):
-    """Collectives as operations of the graph. What only one of two ranks calls, or bytes, goes over the host.
+    """Collectives as operations of the graph. Sends and receives go through the host.
 
     Args:
         group: The group.
@@ -127,7 +127,7 @@ class XlaCommunicator(Communicator):
         return found
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        # A sum to which the others add nothing. Who adds is data, since all ranks must record the same program.
+        # A sum in which other ranks add zeros. The source is data, because all ranks must record the same program.
         adds = torch.tensor([self.rank == source], device=self._device)
         return tensor.copy_(self.all_reduce(torch.where(adds, tensor, torch.zeros_like(tensor))))
 

@@ -1,8 +1,8 @@
-"""Compiled programs, kept between runs.
+"""Persistent cache of compiled programs.
 
-XLA's programs for a model take longer to compile than the model to load. With MVLLM_TPU_CACHE, they are kept in that
-folder, one below it for each version of what makes them; unset, they are not. XLA's CPU device cannot load programs
-that another process has compiled: there the folder is not used.
+XLA's programs for a model take longer to compile than the model to load. With MVLLM_TPU_CACHE they are stored in that
+folder, in a subfolder per version of the software; without it they are not stored. XLA's CPU device cannot load
+programs that another process has compiled, so the folder is not used there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _done = False
 
 
 def folder() -> Path | None:
-    """Where programs are kept for these versions of torch_xla, the device's library and this plugin; None for nowhere.
+    """Folder of programs for these versions of torch_xla, the device's library and this plugin; None without a cache.
 
-    Changes whenever programs from before must not be used.
+    It changes whenever older programs must not be used.
     """
     asked = os.environ.get(VARIABLE)
     if not asked:
@@ -34,7 +34,7 @@ def folder() -> Path | None:
 
 
 def version(name: str) -> str:
-    """Of an installed distribution; `none` without one."""
+    """Version of an installed distribution; `none` if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -42,7 +42,7 @@ def version(name: str) -> str:
 
 
 def enable() -> None:
-    """Has torch_xla keep its programs. Before anything is compiled; later calls in the process do nothing."""
+    """Enables torch_xla's cache. Call it before the first compilation; later calls in the process do nothing."""
     global _done
     where = folder()
     if where is None or _done:
@@ -55,4 +55,4 @@ def enable() -> None:
     where.mkdir(parents=True, exist_ok=True)
     xr.initialize_cache(str(where))
     _done = True
-    logger.info("Compiled programs are kept in %s.", where)
+    logger.info("Compiled programs are stored in %s.", where)

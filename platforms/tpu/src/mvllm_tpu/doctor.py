@@ -1,4 +1,4 @@
-"""What `mvllm doctor` asks the TPU platform. Files and metadata are read; no device is opened."""
+"""Checks of the TPU platform for `mvllm doctor`. They read files and metadata and open no device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mvllm_tpu.probe import INSTALL
 
 
 def checks() -> list[Check]:
-    """Devices, and what leads to them."""
+    """Checks of the devices and of the package that connects torch and XLA."""
     return [_devices(), _runtime()]
 
 

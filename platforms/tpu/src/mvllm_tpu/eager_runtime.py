@@ -1,7 +1,7 @@
 """One device behind torch_tpu, bound to a worker.
 
-Operations are submitted one by one, in order, and the host does not wait for them. Memory is read from torch, which
-asks XLA's allocator; XLA's CPU device has none of its own, and there it is the host's.
+Operations are submitted one by one, in order, and the host does not wait for them. Memory statistics are torch's, from
+XLA's allocator; XLA's CPU device has none, and the host's are used there.
 
 Run on XLA's CPU device only; not run on hardware.
 """
@@ -20,10 +20,10 @@ logger = get_logger("mvllm.tpu.runtime")
 
 
 class EagerCopy:
-    """A copy to the host, fetched when it is asked for.
+    """A copy to the host, made when its value is read.
 
     Args:
-        tensor: On the device; nobody else writes to it.
+        tensor: On the device; no other code writes to it.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -31,7 +31,7 @@ class EagerCopy:
         self._host: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """The host tensor, once the device has computed it."""
+        """Waits for the device and returns the host tensor."""
         if self._host is None:
             assert self._tensor is not None
             self._host, self._tensor = self._tensor.cpu(), None
@@ -39,10 +39,10 @@ class EagerCopy:
 
 
 class EagerRuntime(DeviceRuntime):
-    """The device that this process opens.
+    """Runtime of the device that this process opens.
 
     Raises:
-        PlatformError: torch_tpu opens none.
+        PlatformError: torch_tpu opens no device.
     """
 
     def __init__(self, ctx: WorkerContext) -> None:
@@ -99,18 +99,18 @@ class EagerRuntime(DeviceRuntime):
     def shutdown(self) -> None:
         try:
             self.synchronize()
-        except RuntimeError as e:  # a device that has failed is left as it is
-            logger.warning("The device %s was not left in order: %s", self.device, _first_line(e))
+        except RuntimeError as e:  # a failed device stays as it is
+            logger.warning("Shutdown of the device %s failed: %s", self.device, _first_line(e))
 
     def num_compilations(self) -> int:
-        """Programs that XLA has compiled in this process: of single operations and of what torch.compile made."""
+        """Number of programs that XLA has compiled in this process, of single operations and from torch.compile."""
         from torch_tpu._internal.device import _device_ops_backend
 
         return int(_device_ops_backend._get_cache_misses())
 
 
 def require_room(size: int, device: torch.device, what: str) -> None:
-    """Fails before the device would: on the host, the system would end the process.
+    """Checks for free memory before an allocation; on the host, the system would kill the process.
 
     Raises:
         MemoryError: There are fewer free bytes than `size`.
@@ -121,7 +121,7 @@ def require_room(size: int, device: torch.device, what: str) -> None:
 
 
 def _open(on_host: bool) -> torch.device:
-    """Loads the library, and makes its device known to torch."""
+    """Loads the library and registers its device with torch."""
     from torch_tpu import _loader
 
     _loader.load()

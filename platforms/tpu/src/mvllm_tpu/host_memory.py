@@ -1,4 +1,4 @@
-"""The host's memory, which is also that of XLA's CPU device: that one keeps no books of its own."""
+"""Memory statistics of the host, used for XLA's CPU device, which has none of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def total() -> int:
 
 
 def free() -> int:
-    """Bytes that could be allocated now without pushing anything out."""
+    """Bytes that can be allocated now."""
     return _fields("meminfo").get("MemAvailable", total() // 2)
 
 
@@ -26,7 +26,7 @@ def resident() -> tuple[int, int]:
 
 
 def reset_peak() -> None:
-    """Starts the peak anew from what is resident now; where the system does not allow it, it stays."""
+    """Resets the peak to the resident memory, if the system allows it."""
     try:
         (PROC / "self/clear_refs").write_text("5")
     except OSError:

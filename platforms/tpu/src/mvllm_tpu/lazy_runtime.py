@@ -1,14 +1,13 @@
 """One device behind torch_xla's lazy tensors, bound to a worker.
 
-An operation only adds to a graph. `torch_xla.sync` ends it: what has been recorded is one program, which is compiled if
-none with these operations and shapes has run before, and then runs while the host goes on.
+An operation is only added to a graph. `torch_xla.sync` ends the graph: it becomes one program, which is compiled if no
+program with these operations and shapes exists, and runs while the host continues.
 
     host     record, record, sync ── record, record, sync ──────── wait
     device                       [ program           ][ program   ]
 
-Reading a single tensor would run its part of the graph alone, and all of it again at the next sync: so every way to the
-host ends the graph first. A tensor that was written in place gets its old buffer back (XLA calls that donation): there
-is one KV cache, not two.
+Reading a single tensor would run its part of the graph alone, and again at the next sync, so every read by the host
+ends the graph first. A tensor written in place reuses its old buffer (XLA's donation), so there is one KV cache.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class LazyRuntime(DeviceRuntime):
         try:
             torch_xla.sync(wait=True)
         except RuntimeError as e:  # a device that has failed is left as it is
-            logger.warning("The device %s was not left in order: %s", self.device, str(e).splitlines()[0])
+            logger.warning("Shutdown of the device %s failed: %s", self.device, str(e).splitlines()[0])
 
     def num_compilations(self) -> int:
         return num_compilations()

@@ -23,18 +23,18 @@ from mvllm_tpu.tiles import NOWHERE
 
 VARIABLE = "MVLLM_TPU_ATTENTION"
 _LANES = 128
-"""Elements side by side in a chip's registers: a head fills whole ones."""
+"""Elements of a chip's registers: a head fills whole registers."""
 _BYTES = {"bfloat16": 2, "float32": 4}
 _CHIPS = ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e")
-"""For which the kernel knows how to cut its work; it refuses others."""
+"""Chips that the kernel has block sizes for; it rejects others."""
 _LARGEST_TABLE = 1 << 19
-"""Bytes of a block table that fit a chip's memory of scalars, half of which is for the rest."""
+"""Most bytes of a block table: half of a chip's scalar memory."""
 _BLOCK_SIZES = (64, 128, 32, 16, 256)
-"""Larger ones than XlaAttention's come first: the kernel keeps the block table in a chip's small memory of scalars."""
+"""Large block sizes first: the kernel stores the block table in a chip's small scalar memory."""
 
 
 def kernel_chosen(spec: AttentionSpec, against: Sequence[str] = ()) -> bool:
-    """Whether layers of this kind go through the kernel: on a chip, wherever it takes them, unless VARIABLE says not.
+    """Whether layers of this kind use the kernel: on a chip, if it supports them, unless VARIABLE disables it.
 
     Args:
         against: What else speaks against it, of how the worker runs.
@@ -65,12 +65,12 @@ def _fills_tiles(spec: AttentionSpec) -> bool:
 
 @dataclass(frozen=True)
 class PallasMetadata:
-    """What one step needs. All int32, on the device.
+    """Metadata of one step. All tensors are int32, on the device.
 
     Attributes:
-        slots: [T]: where each token is stored; NOWHERE for padding.
+        slots: [T]: slot of each token; NOWHERE for padding.
         seq_lens: [R].
-        block_table: [R, pages]. Past a request's blocks it holds anything.
+        block_table: [R, pages]. Undefined past a request's blocks.
         query_start_loc: [R + 1].
         num_requests: [1]: how many of the R are real; these come first.
     """
@@ -83,11 +83,11 @@ class PallasMetadata:
 
 
 class PallasAttention(XlaAttention):
-    """Attention by the kernel; see XlaAttention for what is the same."""
+    """XlaAttention with the kernel for `forward`."""
 
     @classmethod
     def reasons_against(cls, spec: AttentionSpec) -> list[str]:
-        """Why the kernel is not for these layers; empty where it is."""
+        """Why the kernel does not support these layers; empty if it does."""
         reasons = cls.validate(spec)
         if spec.head_size % _LANES or spec.value_size != spec.head_size:
             reasons.append(f"heads of {spec.head_size} and {spec.value_size} elements are not multiples of {_LANES}")
@@ -107,7 +107,7 @@ class PallasAttention(XlaAttention):
         return KVLayout(_BLOCK_SIZES, super().kv_layout().bytes_per_token)
 
     def build_metadata(self, batch: BatchLayout) -> PallasMetadata | XlaMetadata:  # type: ignore[override]
-        """For the kernel; for XLA's operations where the table is too large for it."""
+        """Metadata for the kernel, or for XLA's operations if the block table is too large."""
         if batch.block_table_device.numel() * 4 > _LARGEST_TABLE:
             return super().build_metadata(batch)
         slots = np.where(batch.slot_mapping < 0, NOWHERE, batch.slot_mapping).astype(np.int32)
@@ -153,7 +153,7 @@ class PallasAttention(XlaAttention):
 
     @staticmethod
     def kernel(*tensors: torch.Tensor, **settings: float | None) -> torch.Tensor:
-        """[T, num_heads, head_size]; what it gives for padding is nobody's."""
+        """Attention output [T, num_heads, head_size]; undefined for padding."""
         from torch_xla.experimental.custom_kernel import ragged_paged_attention
 
         found: torch.Tensor = ragged_paged_attention(*tensors, **settings)

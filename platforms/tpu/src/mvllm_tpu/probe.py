@@ -1,4 +1,4 @@
-"""Whether this machine can run the TPU platform. Neither torch nor XLA is loaded: files and variables are read."""
+"""Probe of the TPU platform: reads files and environment variables; loads neither torch nor XLA."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mvllm_tpu import runtimes, xla_devices
 
 
 def probe(root: Path | None = None) -> ProbeResult:
-    """Looks for devices that XLA would open, and for a way from torch to XLA.
+    """Looks for devices that XLA would open, and for a package that connects torch and XLA.
 
     Args:
-        root: The folder that stands for `/`.
+        root: Root folder of the files.
     """
     found = xla_devices.find(root)
     if found.problem is not None:
@@ -32,6 +32,6 @@ def probe(root: Path | None = None) -> ProbeResult:
 
 
 INSTALL = (
-    "Make an environment for it, since torch_xla wants the torch of its own version: "
+    "Make an environment for it, since torch_xla requires the torch of its own version: "
     "pip install mvllm 'mvllm-tpu[torch-xla]', or 'mvllm-tpu[torch-tpu]' for its successor"
 )

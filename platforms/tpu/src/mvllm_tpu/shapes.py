@@ -9,7 +9,7 @@ from __future__ import annotations
 from mvllm.plugin_api import ShapePolicy
 
 _MOST = 1 << 22
-"""More tokens, requests and pages than any step has."""
+"""Upper bound of the tokens, requests and pages of a step."""
 
 
 def policy() -> ShapePolicy:

@@ -26,7 +26,7 @@ from mvllm_tpu.xla_devices import NUM_CPUS_VARIABLE
 
 _AXIS = "devices"
 _HEADS = 2
-"""The dimension of a KV cache's tensors that is cut."""
+"""The sharded dimension of a KV cache's tensors."""
 
 
 class SpmdRuntime(LazyRuntime):
@@ -65,9 +65,9 @@ class SpmdRuntime(LazyRuntime):
             super().reset_peak_memory()
 
     def place(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
-        torch_xla.sync(wait=True)  # what is still being computed, a transposed weight for one, lies nowhere yet
+        torch_xla.sync(wait=True)  # tensors still being computed, such as transposed weights, have no memory yet
         shard_tensor(tensor, self._mesh, dim)
-        torch_xla.sync()  # now, so that no more than one layer's weights lie on one device
+        torch_xla.sync()  # now, so that at most one layer's weights are on one device
         return tensor
 
     def parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -77,11 +77,11 @@ class SpmdRuntime(LazyRuntime):
 
 
 class SpmdAttention(LazyAttention):
-    """LazyAttention with a cache whose heads the devices share; each has all where their number does not divide.
+    """LazyAttention with a cache sharded by heads; replicated if their number is not divisible by the devices.
 
     Args:
         spec: Its heads are those of all devices.
-        num_devices: How many there are.
+        num_devices: Number of devices.
     """
 
     def __init__(self, spec: AttentionSpec, num_devices: int) -> None:
@@ -100,10 +100,10 @@ class SpmdAttention(LazyAttention):
 
 
 def mesh(num_devices: int) -> xs.Mesh:
-    """The devices, in a row."""
+    """One-dimensional mesh of the devices."""
     return xs.Mesh(np.arange(num_devices), (num_devices,), (_AXIS,))
 
 
 def shard_tensor(tensor: torch.Tensor, over: xs.Mesh, dim: int | None) -> None:
-    """Has the devices share a tensor along `dim`, or each hold all of it. In place."""
+    """Shards a tensor along `dim`, or replicates it, in place."""
     xs.mark_sharding(tensor, over, tuple(_AXIS if dim is not None and i == dim else None for i in range(tensor.dim())))

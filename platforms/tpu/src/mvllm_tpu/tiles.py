@@ -19,7 +19,7 @@ import numpy as np
 
 LARGEST_TILE = 128
 NOWHERE = np.iinfo(np.int32).max
-"""A slot that no cache has: what XLA is to store there, it drops."""
+"""A slot outside of every cache: XLA drops writes to it."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class TileShape:
     """Tiles of a step.
 
     Attributes:
-        size: Queries of each.
-        count: How many.
+        size: Queries of each tile.
+        count: Number of tiles.
     """
 
     size: int
@@ -45,14 +45,14 @@ def tile_shape(num_tokens: int, num_requests: int) -> TileShape:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Where each tile's queries are. All arrays int32.
+    """The queries of each tile. All arrays are int32.
 
     Attributes:
-        shape: How many tiles of which size.
-        request: [count]: whose they are; 0 for those not used.
+        shape: Number and size of the tiles.
+        request: [count]: index of the request; 0 for unused tiles.
         first_token: [count]: index of the first query among the step's tokens.
         first_position: [count]: its position in the sequence.
-        length: [count]: how many of the queries are real; at least 1, so that no tile computes with nothing.
+        length: [count]: number of real queries; at least 1, so that no tile is empty.
         place: [T]: index of each token among the count * size queries; that of the first token for padding.
     """
 

@@ -1,4 +1,4 @@
-"""Which devices XLA would find here, read from files and variables: opening them would start its runtime.
+"""Lists the devices that XLA would find, from files and environment variables, without starting XLA's runtime.
 
 A TPU chip is a PCI device of its maker. Its driver gives it a file in /dev: `accel0` and so on for the older chips, a
 VFIO group for the newer ones. PJRT_DEVICE says what XLA opens: TPU, or CPU, which is XLA's own device on the host and
@@ -33,12 +33,12 @@ _CHIPS = {
 
 @dataclass(frozen=True)
 class Devices:
-    """What XLA would open.
+    """The devices that XLA would open.
 
     Attributes:
-        kind: `TPU`, `CPU`, or what else PJRT_DEVICE says.
+        kind: `TPU`, `CPU`, or another value of PJRT_DEVICE.
         names: Of the devices, in order.
-        problem: Why there is none; None where there is one.
+        problem: Why there is none; None if there is one.
         remedy: What to do about it.
     """
 
@@ -54,10 +54,10 @@ class Devices:
 
 
 def find(root: Path | None = None, environ: Mapping[str, str] | None = None) -> Devices:
-    """The devices that a process with these variables would find.
+    """The devices that a process with these environment variables would find.
 
     Args:
-        root: The folder that stands for `/`.
+        root: Root folder of the files.
         environ: The variables; None for this process's.
     """
     environ = os.environ if environ is None else environ

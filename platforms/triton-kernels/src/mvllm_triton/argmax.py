@@ -1,4 +1,4 @@
-"""The largest element of each row."""
+"""Argmax of each row."""
 
 from __future__ import annotations
 

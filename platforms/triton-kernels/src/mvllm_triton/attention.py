@@ -1,4 +1,4 @@
-"""Paged attention: prefill, chunked prefill, decode and any mixture of these in one function; plain and latent.
+"""Paged attention for prefill, chunked prefill, decode and mixed steps in one function; plain and latent (MLA).
 
 Launches depend on shapes and on what the host gives as numbers (`max_query_len`, `max_seq_len`), never on what tensors
 hold, so a launch can be captured in a graph and replayed with other lengths up to those.

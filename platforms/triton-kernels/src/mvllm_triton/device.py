@@ -1,4 +1,4 @@
-"""What the launchers ask about a device."""
+"""Device properties that the launchers read."""
 
 from __future__ import annotations
 

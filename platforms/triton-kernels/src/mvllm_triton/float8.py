@@ -1,4 +1,4 @@
-"""The float8 formats: how kernels are told of them, and their largest numbers."""
+"""The float8 formats: their identifiers in kernels and their largest values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with float8 weights, per tensor, per row, and by block; activations in float8 as well (W8A8), or floats."""
+"""Linear layers with float8 weights, per tensor, per row or by block; activations in float8 (W8A8) or unquantized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of 8-bit floats as core has them, in the form and in the format that a device multiplies with."""
+"""Converts core's 8-bit float weights to the layout and format that a device multiplies with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storing a step's keys and values in a paged cache."""
+"""Writes a step's keys and values to a paged cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer: two products over tokens ordered by expert, whatever the routing.
+"""Mixture-of-experts layers: two grouped products over tokens sorted by expert.
 
 Nothing is looked at on the host: the number of launches and their grids depend on shapes alone.
 """

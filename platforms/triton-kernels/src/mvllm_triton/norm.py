@@ -1,4 +1,4 @@
-"""Root-mean-square norms."""
+"""RMS norms."""
 
 from __future__ import annotations
 

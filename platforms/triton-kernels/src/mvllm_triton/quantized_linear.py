@@ -1,4 +1,4 @@
-"""Products with weights of small integers: int8 and int4, weight-only or with activations rounded to int8."""
+"""Linear layers with int8 and int4 weights, weight-only or with activations rounded to int8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws of tokens from logits under min_p, top_k and top_p: three launches, and no sort."""
+"""Token sampling from logits with min_p, top_k and top_p: three launches, without a sort."""
 
 from __future__ import annotations
 

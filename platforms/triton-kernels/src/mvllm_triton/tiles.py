@@ -1,4 +1,4 @@
-"""Sizes of tiles, as pure functions of shapes: nothing is tried out at run time, and equal shapes launch equal grids.
+"""Tile sizes as pure functions of shapes: no autotuning at run time, and equal shapes launch equal grids.
 
 A tile of keys or values takes 16 KiB, one of latents, which are both, 32: two stages of these fit the 64 KiB of on-chip
 memory that the smallest of the targets has.

@@ -1,4 +1,5 @@
-"""Attention without kernels of our own: torch's `scaled_dot_product_attention` over what the cache holds.
+"""Attention backend without Triton: torch's `scaled_dot_product_attention` over keys and values gathered from the
+cache.
 
 For what Triton does not take, or where there is none. The blocks of a sequence are gathered into one piece, and torch's
 library does the rest. Requests with one query each, decodes, go together, as many as fit in one piece:
@@ -24,21 +25,21 @@ from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLay
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BLOCK_SIZES = (16, 32, 64, 128, 256, 8, 4, 2, 1)
 GATHERED_TOKENS = 1 << 16
-"""Most tokens, padding included, whose keys and values are gathered at once for decodes."""
+"""Most tokens, padding included, whose keys and values are gathered at once in decode steps."""
 
 Cache = tuple[torch.Tensor, ...]
-"""Keys, and values unless they are parts of the keys."""
+"""Keys, and values unless they are part of the keys."""
 
 
 @dataclass(frozen=True)
 class _RequestGroup:
-    """Requests that are computed together: one, or several with one query each.
+    """Requests computed together: one, or several with one query each.
 
     Attributes:
         tokens: Device, int64: their rows among the step's tokens, [n] or [queries].
         blocks: Device, int64 [n, blocks]: the blocks that hold the keys from the first visible one on.
-        seen: Device, bool [n, queries, keys]: which keys each query sees.
-        real: Device, bool [n, keys]: which keys are anybody's.
+        seen: Device, bool [n, queries, keys]: the keys that each query attends to.
+        real: Device, bool [n, keys]: the keys that belong to the request.
         decodes: Each request has one query.
     """
 
@@ -51,7 +52,7 @@ class _RequestGroup:
 
 @dataclass(frozen=True)
 class SdpaMetadata:
-    """What one step needs.
+    """Metadata of one step.
 
     Attributes:
         pieces: The requests.
@@ -65,7 +66,7 @@ class SdpaMetadata:
 
 
 class SdpaAttention(AttentionBackend):
-    """Takes layers without soft caps and sinks, and caches that are not of 8 bits."""
+    """Supports layers without soft caps and sinks, and caches that are not 8-bit."""
 
     @classmethod
     def validate(cls, spec: AttentionSpec) -> list[str]:
@@ -92,8 +93,8 @@ class SdpaAttention(AttentionBackend):
         except RuntimeError as e:
             size = math.prod(slots) * sum(self._sizes()) * dtype.itemsize
             raise MemoryError(
-                f"{size / 2**30:.2f} GiB for one layer do not fit on the device beside what is there. Lower "
-                "--memory-utilization, or name fewer blocks."
+                f"The KV cache of one layer needs {size / 2**30:.2f} GiB, which are not free on the device. Lower "
+                "--memory-utilization, or set fewer blocks."
             ) from e
 
     def build_metadata(self, batch: BatchLayout) -> SdpaMetadata:
@@ -118,7 +119,7 @@ class SdpaAttention(AttentionBackend):
             keys, values = self._gathered(kv, piece, query.dtype)
             asked = query.index_select(0, piece.tokens)
             asked = asked.unsqueeze(2) if piece.decodes else asked.transpose(0, 1).unsqueeze(0)
-            group = spec.num_heads // spec.num_kv_heads  # query heads that share keys are neighbours
+            group = spec.num_heads // spec.num_kv_heads  # query heads that share keys are adjacent
             found = scaled_dot_product_attention(
                 asked,
                 keys.repeat_interleave(group, 1),
@@ -131,12 +132,12 @@ class SdpaAttention(AttentionBackend):
         return output.flatten(1)
 
     def _sizes(self) -> tuple[int, ...]:
-        """Elements of a head, of each that is stored: keys, and values where they are not the keys'."""
+        """Head sizes of the stored parts: keys, and values unless they are part of the keys."""
         spec = self.spec
         return (spec.head_size,) if spec.values_in_keys else (spec.head_size, spec.value_size)
 
     def _gathered(self, kv: Cache, piece: _RequestGroup, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a piece, [n, num_kv_heads, keys, size]; what is nobody's, NaN perhaps, is zero."""
+        """Keys and values of a piece, [n, num_kv_heads, keys, size]; unused slots, which may be NaN, become zero."""
         parts = []
         for cache in kv:
             part = cache[piece.blocks].flatten(1, 2)[:, : piece.real.shape[1]]
@@ -182,6 +183,6 @@ class SdpaAttention(AttentionBackend):
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
         real = key_at < end[:, None]
-        # A column behind a request's last block names a block that nobody may know: block 0 stands for it.
+        # Columns behind a request's last block are undefined: block 0 is read instead.
         blocks = np.where(columns * size < end[:, None], batch.block_table[requests[:, None], columns], 0)
         return _RequestGroup(placed(tokens), placed(blocks.astype(np.int64)), placed(seen), placed(real), decodes)

@@ -1,4 +1,4 @@
-"""Chips: the names of GPUs by their PCI ids, and what follows from a chip.
+"""Intel GPU models by PCI id: names and properties.
 
 Only what the probe must know without a driver is here: whether torch computes on a chip, whether that has memory of its
 own, and how many tiles a card has where the kernel's driver does not say.
@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NEEDED = "an Arc or Data Center GPU Flex or Max, or the graphics of a Core Ultra processor"
-"""Chips that torch computes on, for people."""
+"""Supported chips, for messages."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What is known of a chip.
+    """Properties of a chip.
 
     Attributes:
         family: Architecture.
-        name: Of the product; None where it has no name of its own.
+        name: Product name; None if it has none.
         integrated: Part of a processor: it uses the host's memory.
         supported: Torch computes on it.
-        tiles: Of a card, by default.
-        flat: Its driver shows tiles, not cards, unless it is told otherwise.
+        tiles: Number of tiles of a card, by default.
+        flat: Its driver shows tiles instead of cards by default.
     """
 
     family: str
@@ -70,7 +70,7 @@ _MAX = {  # names, and tiles of a card
     0x0BDB: ("Data Center GPU Max 1100", 1),
 }
 
-# Ids of a family lie side by side. The first range that has an id decides.
+# Ids of a family are contiguous. The first range that contains an id applies.
 _FAMILIES: tuple[tuple[int, int, Chip], ...] = (
     (0x5690, 0x56BF, Chip("Xe-HPG", "Arc A-series")),
     (0x56C0, 0x56CF, Chip("Xe-HPG", "Data Center GPU Flex")),
@@ -90,7 +90,7 @@ _FAMILIES: tuple[tuple[int, int, Chip], ...] = (
 
 
 def of_id(device: int) -> Chip | None:
-    """The chip with a PCI device id; None for one that is not known here."""
+    """The chip with a PCI device id; None if it is unknown."""
     if device in _MAX:
         name, tiles = _MAX[device]
         return Chip("Xe-HPC", name, tiles=tiles, flat=True)
@@ -102,5 +102,5 @@ def of_id(device: int) -> Chip | None:
 
 
 def newer(integrated: bool) -> Chip:
-    """A chip that came after this list: the kernel's driver for new ones has it, and torch is taken at its word."""
+    """Properties of a chip newer than this list, which the kernel's driver for new chips supports."""
     return Chip("unknown", None, integrated)

@@ -1,4 +1,4 @@
-"""Which of torch's backends the ranks talk over: XCCL, which torch's builds for XPU bring along.
+"""Chooses torch's backend for collectives: XCCL, or oneCCL's own package for older stacks.
 
 Older stacks have oneCCL in a package of its own instead, which registers the backend `ccl` when it is imported.
 """

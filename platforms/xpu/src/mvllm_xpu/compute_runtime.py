@@ -1,4 +1,4 @@
-"""Whether the compute runtime is installed: Level Zero's loader, and the driver that it loads.
+"""Checks that the compute runtime is installed: Level Zero's loader and the driver that it loads.
 
 They are looked for, not loaded: loading the driver starts it. Where the system's linker looks is in its cache, a file
 that has each library's name; beside that there are the folders of LD_LIBRARY_PATH and of Python's environment.
@@ -24,11 +24,11 @@ _REMEDY = (
 
 
 def missing(root: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """What is not installed, and what to do; None where nothing is missing.
+    """The missing part and the remedy; None if nothing is missing.
 
     Args:
-        root: The folder that stands for `/`.
-        environ: Variables of the process.
+        root: Root folder of the files.
+        environ: Environment variables of the process.
     """
     for name, what in ((LOADER, "Level Zero's loader"), (DRIVER, "Level Zero's driver for GPUs")):
         if not _is_installed(name, root, environ):

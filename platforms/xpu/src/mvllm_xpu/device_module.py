@@ -1,4 +1,4 @@
-"""How torch drives such devices: `torch.xpu`, and in what it differs from the module of CUDA's devices.
+"""DeviceModule for `torch.xpu`, with its differences from `torch.cuda`.
 
 counting     before it is initialised, it may count by another library, which does not know the selector
 free bytes   processors' GPUs do not tell, nor do some drivers of cards: it raises then

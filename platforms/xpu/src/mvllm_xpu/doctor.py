@@ -1,24 +1,25 @@
-"""What `mvllm doctor` asks the XPU platform. Files are read; no device is opened."""
+"""Checks of the XPU platform for `mvllm doctor`. They read files and open no device."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
 from mvllm.plugin_api import Check, CheckStatus
+from mvllm_torch_gpu.device_discovery import Inventory, TopologyError
+from mvllm_torch_gpu.doctor_checks import kernels_check, torch_check
 from mvllm_torch_gpu.message_text import sentence
 from mvllm_xpu import compute_runtime, topology, visible
 from mvllm_xpu.probe import torch_has_graphs, torch_problem
 from mvllm_xpu.settings import SETTINGS
-from mvllm_xpu.topology import Inventory, TopologyError, read_inventory
+from mvllm_xpu.topology import XpuDevice, read_inventory
 
 
 def checks(root: Path | None = None) -> list[Check]:
     """Driver, devices, chips, runtime, torch, kernels and memory, in this order; the first alone where it is broken.
 
     Args:
-        root: The folder that stands for `/`.
+        root: Root folder of the files.
     """
     root = topology.ROOT if root is None else root
     try:
@@ -31,12 +32,12 @@ def checks(root: Path | None = None) -> list[Check]:
         _chips(inventory),
         _runtime(root),
         _torch(),
-        _kernels(),
+        kernels_check("xpu", ". Triton comes with torch's build for XPU."),
         _memory(inventory),
     ]
 
 
-def _driver(inventory: Inventory) -> Check:
+def _driver(inventory: Inventory[XpuDevice]) -> Check:
     drivers = sorted({device.driver for device in inventory.devices})
     found = f"Driver of the kernel: {', '.join(drivers)}."
     if inventory.failures:
@@ -48,7 +49,7 @@ def _driver(inventory: Inventory) -> Check:
     return Check("platform.xpu.driver", CheckStatus.OK, found)
 
 
-def _devices(inventory: Inventory) -> Check:
+def _devices(inventory: Inventory[XpuDevice]) -> Check:
     seen = visible.resolve(inventory, os.environ)
     listed = ", ".join(f"{i}: {shown.name}" for i, shown in enumerate(seen.devices)) or "none"
     found = f"Visible devices: {listed}."
@@ -61,7 +62,7 @@ def _devices(inventory: Inventory) -> Check:
     return Check("platform.xpu.devices", CheckStatus.OK, found)
 
 
-def _chips(inventory: Inventory) -> Check:
+def _chips(inventory: Inventory[XpuDevice]) -> Check:
     devices = [shown.device for shown in visible.resolve(inventory, os.environ).devices]
     families = list(dict.fromkeys(device.chip.family for device in devices))
     found = f"Architectures: {', '.join(families) or 'none'}."
@@ -84,24 +85,12 @@ def _runtime(root: Path) -> Check:
 
 
 def _torch() -> Check:
-    problem = torch_problem()
-    if problem is not None:
-        return Check("platform.xpu.torch", CheckStatus.BROKEN, *problem)
     graphs = "has" if torch_has_graphs() else "does not have"
     found = f"The installed torch was built for XPU; it {graphs} XPU graphs ({SETTINGS.prefix}_COMPILE=graphs)."
-    return Check("platform.xpu.torch", CheckStatus.OK, found)
+    return torch_check("xpu", torch_problem(), found)
 
 
-def _kernels() -> Check:
-    missing = [name for name in ("triton", "mvllm_triton") if importlib.util.find_spec(name) is None]
-    if missing:
-        found = f"Attention runs in plain torch, which is many times slower: {', '.join(missing)} not installed."
-        remedy = "Run: pip install --force-reinstall mvllm-xpu. Triton comes with torch's build for XPU."
-        return Check("platform.xpu.kernels", CheckStatus.WARNING, found, remedy)
-    return Check("platform.xpu.kernels", CheckStatus.OK, "Triton and the kernels are installed.")
-
-
-def _memory(inventory: Inventory) -> Check:
+def _memory(inventory: Inventory[XpuDevice]) -> Check:
     texts = []
     for shown in visible.resolve(inventory, os.environ).devices:
         if shown.device.integrated:

@@ -1,4 +1,4 @@
-"""What the kernel says about the memory of one device."""
+"""Memory of one device as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from mvllm_xpu.topology import XpuDevice
 
 
 class FdinfoDriverMemory:
-    """A device's.
+    """DriverMemory of one XPU device, from the kernel's files.
 
     Args:
-        device: It; None where it cannot be worked out which one it is.
+        device: The device; None if it is unknown.
     """
 
     def __init__(self, device: XpuDevice | None) -> None:
         self._device = device
 
     def free(self) -> int | None:
-        """The kernel tells nobody but the superuser."""
+        """None: the kernel reports it to the superuser only."""
         return None
 
     def held_by_this_process(self) -> int | None:
-        """Bytes of a card's own memory that this process holds; None where the kernel does not tell.
+        """Bytes of a card's own memory that this process holds; None if the kernel does not report them.
 
-        A processor's GPU has none, and what is held of the host's memory is not told apart.
+        A processor's GPU has none, and its use of the host's memory is not reported separately.
         """
         if self._device is None or self._device.integrated:
             return None

@@ -26,13 +26,14 @@ from mvllm.plugin_api import (
     WorkerContext,
     get_logger,
 )
+from mvllm_torch_gpu.device_discovery import TopologyError
 from mvllm_torch_gpu.platform import TorchGpuPlatform
 from mvllm_xpu import visible
 from mvllm_xpu.device_module import XPU
 from mvllm_xpu.plugin import SPEC
 from mvllm_xpu.probe import torch_has_graphs
 from mvllm_xpu.settings import SETTINGS
-from mvllm_xpu.topology import TopologyError, read_inventory
+from mvllm_xpu.topology import read_inventory
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ def make_platform() -> Platform:
 
 
 class XPUPlatform(TorchGpuPlatform):
-    """Workers that own one XPU device each."""
+    """Platform whose workers have one XPU device each."""
 
     title = "XPU"
     package = "mvllm-xpu"
@@ -103,7 +104,7 @@ class XPUPlatform(TorchGpuPlatform):
 
     @cached_property
     def uses_host_memory(self) -> bool:
-        """Whether the devices have no memory of their own: they are parts of processors."""
+        """Whether the devices are integrated GPUs, which use the host's memory."""
         try:
             seen = visible.resolve(read_inventory(), os.environ).devices
         except TopologyError as e:
@@ -113,8 +114,8 @@ class XPUPlatform(TorchGpuPlatform):
 
     @property
     def _captures(self) -> bool:
-        """Whether decode steps are captured: on request, where torch can do it."""
+        """Whether decode steps are captured: on request, if torch supports it."""
         try:
             return self.settings.compile_mode() != "none" and torch_has_graphs()
         except ConfigError:
-            return False  # `plan` says so
+            return False  # `plan` raises the error

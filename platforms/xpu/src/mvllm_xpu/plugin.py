@@ -1,4 +1,4 @@
-"""Entry point of the XPU platform: who it is, before anything heavy is imported."""
+"""Entry point of the XPU platform: its PlatformSpec. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this machine can run the XPU platform. Neither torch nor Level Zero is loaded here; files are read."""
+"""Probe of the XPU platform: reads the kernel's and torch's files; loads neither torch nor Level Zero."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 from mvllm.plugin_api import DeviceInfo, ProbeResult
 from mvllm_torch_gpu import torch_build
+from mvllm_torch_gpu.device_discovery import TopologyError
 from mvllm_torch_gpu.message_text import counted, sentence
 from mvllm_xpu import chips, compute_runtime, topology, visible
-from mvllm_xpu.topology import TopologyError, read_inventory
+from mvllm_xpu.topology import read_inventory
 
 _SEE = ", see torch's installation page"
 _OTHER_TORCH = f"Install torch's build for XPU in its place{_SEE}; then reinstall mvllm-xpu."
@@ -19,7 +20,7 @@ def probe(root: Path | None = None) -> ProbeResult:
     """Looks for devices that a process would see, for the compute runtime, and for a torch that can use them.
 
     Args:
-        root: The folder that stands for `/`.
+        root: Root folder of the files.
     """
     try:
         inventory = read_inventory(root)

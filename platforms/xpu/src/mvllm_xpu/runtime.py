@@ -1,4 +1,4 @@
-"""One XPU device, bound to a worker: what files and chips add to the runtime of every such device.
+"""Runtime of one XPU device: the shared GPU runtime with the kernel's memory statistics and chip checks.
 
 Not run on hardware.
 """
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from mvllm.plugin_api import PlatformError, get_logger
+from mvllm_torch_gpu.device_discovery import TopologyError, describe_variables
 from mvllm_torch_gpu.runtime import TorchGpuRuntime
 from mvllm_xpu import chips, visible
 from mvllm_xpu.device_module import XPU
 from mvllm_xpu.driver_memory import FdinfoDriverMemory
-from mvllm_xpu.topology import TopologyError, XpuDevice, read_inventory
+from mvllm_xpu.topology import XpuDevice, read_inventory
 
 logger = get_logger("mvllm.xpu.runtime")
 
@@ -31,7 +32,7 @@ class XpuRuntime(TorchGpuRuntime):
         check_build()
 
     def visibility_variables(self) -> str:
-        return visible.describe_variables(os.environ)
+        return describe_variables(visible.VARIABLES, os.environ)
 
     def driver_memory(self, index: int) -> FdinfoDriverMemory:
         return FdinfoDriverMemory(device_at(index))

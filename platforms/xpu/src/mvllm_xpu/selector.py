@@ -1,4 +1,4 @@
-"""ONEAPI_DEVICE_SELECTOR: what SYCL, on which torch's module stands, leaves of the devices that Level Zero shows.
+"""Parser of ONEAPI_DEVICE_SELECTOR, by which SYCL selects from the devices that Level Zero shows.
 
     term ; term ; ...      term    = [!] backend : device , device , ...
                            backend = level_zero, opencl, ... or * for any

@@ -1,4 +1,4 @@
-"""What can be set for this platform alone, by variables of the environment.
+"""The XPU platform's own environment variables (MVLLM_XPU_*).
 
 MVLLM_XPU_COMPILE   none (default): the model's operations run one by one; so says `--enforce-eager`, too
                     graphs: decode steps are captured in XPU graphs, where torch has them

@@ -1,13 +1,13 @@
-"""What the kernel says about this machine's GPUs, read from files: nothing is opened, and Level Zero is not started.
+"""Lists this machine's Intel GPUs from the kernel's files, without opening a device or starting Level Zero.
 
     /sys/bus/pci/devices/0000:03:00.0/
-        vendor, device, class    who made it, the chip, and that it is for displays
-        driver ->                the kernel's driver that has it: xe, or i915 for older chips
-        drm/renderD128           how programs reach it: /dev/dri/renderD128; one without only shows pictures
-        tile0, tile1             a card's tiles, as xe says; in each the bytes of its memory, where the kernel tells
+        vendor, device, class    vendor, chip, and the class of display devices
+        driver ->                the kernel's driver of the device: xe, or i915 for older chips
+        drm/renderD128           its render node /dev/dri/renderD128; without one it only drives displays
+        tile0, tile1             a card's tiles (xe); in each the bytes of its memory, if the kernel reports them
 
-Level Zero counts in this order: cards first, then parts of processors, each by the address on the bus. With
-ZE_ENABLE_PCI_ID_DEVICE_ORDER=1 the address alone decides.
+Level Zero numbers cards first, then integrated GPUs, both by PCI address. With ZE_ENABLE_PCI_ID_DEVICE_ORDER=1 it
+numbers all by address.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mvllm_torch_gpu.device_discovery import Inventory, TopologyError, read_int, read_text
 from mvllm_xpu import chips
 from mvllm_xpu.chips import Chip
 
 ROOT = Path("/")
-"""Where the files are, unless a function is told otherwise."""
+"""Default root folder of the files."""
 
 BUS_ORDER = "ZE_ENABLE_PCI_ID_DEVICE_ORDER"
 
@@ -28,38 +29,26 @@ _PCI = Path("sys/bus/pci/devices")
 _VENDOR = 0x8086
 _DISPLAY = 0x03  # class of devices on the bus
 _DRIVERS = ("xe", "i915")
-_OWN_MEMORY = ("drm-resident-vram", "drm-resident-local")  # as xe and i915 call a card's in their accounts
+_OWN_MEMORY = ("drm-resident-vram", "drm-resident-local")  # names of a card's memory in the statistics of xe and i915
 _OF_PROCESSORS = "0000:00:02.0"
-"""Address of the GPU that is part of a processor."""
+"""PCI address of an integrated GPU."""
 
 _IN_CONTAINER = "in a container, start it with --device=/dev/dri"
 _GROUPS = "Add this user to the group render (sudo usermod -aG render $USER) and log in again"
 
 
-class TopologyError(Exception):
-    """There is no GPU, no driver for it, or this process may not use it.
-
-    Attributes:
-        remedy: What the user can do.
-    """
-
-    def __init__(self, message: str, remedy: str) -> None:
-        super().__init__(message)
-        self.remedy = remedy
-
-
 @dataclass(frozen=True)
 class XpuDevice:
-    """A card, or the GPU of a processor, that this process may open.
+    """A card, or an integrated GPU, that this process may open.
 
     Attributes:
         index: Among these, in Level Zero's order.
-        address: On the PCI bus, `0000:03:00.0`.
-        name: For people.
-        chip: What is known of it.
-        driver: The kernel's: `xe` or `i915`.
-        tiles: Parts that compute and have memory of their own.
-        memory_bytes: None where it uses the host's memory, or where the kernel does not tell.
+        address: PCI address, `0000:03:00.0`.
+        name: For messages.
+        chip: Its properties.
+        driver: The kernel's driver: `xe` or `i915`.
+        tiles: Number of parts with processors and memory of their own.
+        memory_bytes: None if it uses the host's memory, or if the kernel does not report it.
     """
 
     index: int
@@ -76,24 +65,11 @@ class XpuDevice:
         return self.chip.integrated
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """What there is.
-
-    Attributes:
-        devices: Those that this process may open, in Level Zero's order.
-        failures: What there is beside them, and why it cannot be used.
-    """
-
-    devices: tuple[XpuDevice, ...]
-    failures: tuple[str, ...] = ()
-
-
-def read_inventory(root: Path | None = None) -> Inventory:
-    """What there is on this machine.
+def read_inventory(root: Path | None = None) -> Inventory[XpuDevice]:
+    """The Intel GPUs of this machine.
 
     Args:
-        root: The folder that stands for `/`; None for ROOT.
+        root: Root folder of the files; None for ROOT.
 
     Raises:
         TopologyError: There is no GPU of this maker, or none that this process may use.
@@ -123,16 +99,16 @@ def read_inventory(root: Path | None = None) -> Inventory:
 
 
 def held_by_process(address: str, fdinfo: Path = Path("/proc/self/fdinfo")) -> int | None:
-    """Bytes of a card's own memory that a process holds, by the kernel's account of its open files.
+    """Bytes of a card's own memory that a process holds, from the kernel's statistics of its open files.
 
     Args:
-        address: The card's.
-        fdinfo: Folder with the account.
+        address: PCI address of the card.
+        fdinfo: Folder with the statistics.
 
     Returns:
         None where no file of the card is open, or where its driver keeps no account.
     """
-    clients: dict[str, int] = {}  # files may share one client, and then say the same
+    clients: dict[str, int] = {}  # files of one client report the same numbers
     try:
         files = sorted(fdinfo.iterdir())
     except OSError:
@@ -148,12 +124,12 @@ def held_by_process(address: str, fdinfo: Path = Path("/proc/self/fdinfo")) -> i
 
 
 def _is_gpu(folder: Path) -> bool:
-    return _number(folder / "vendor") == _VENDOR and (_number(folder / "class") or 0) >> 16 == _DISPLAY
+    return read_int(folder / "vendor") == _VENDOR and (read_int(folder / "class") or 0) >> 16 == _DISPLAY
 
 
 def _device(folder: Path, root: Path) -> XpuDevice | tuple[str, str]:
     """A device of the bus, or why it cannot be used and what to do."""
-    chip_id = _number(folder / "device") or 0
+    chip_id = read_int(folder / "device") or 0
     chip = chips.of_id(chip_id)
     name = (chip.name if chip else None) or f"Intel GPU [{chip_id:04x}]"
     driver = _link(folder / "driver")
@@ -190,16 +166,16 @@ def _unopenable(root: Path, node: str) -> tuple[str, str] | None:
 
 
 def _memory(folder: Path) -> int | None:
-    """Bytes of a card's memory: of its tiles, or of the card; the drivers of most kernels tell neither."""
-    tiles = [_number(path) for path in sorted(folder.glob("tile[0-9]*/physical_vram_size_bytes"))]
+    """Bytes of a card's memory, from its tiles or the card; None with most kernels, which report neither."""
+    tiles = [read_int(path) for path in sorted(folder.glob("tile[0-9]*/physical_vram_size_bytes"))]
     if tiles and all(tiles):
         return sum(size for size in tiles if size)
-    return next((_number(path) for path in sorted(folder.glob("drm/card*/lmem_total_bytes"))), None)
+    return next((read_int(path) for path in sorted(folder.glob("drm/card*/lmem_total_bytes"))), None)
 
 
 def _facts(file: Path) -> dict[str, str]:
     """Lines `name: value` of a file."""
-    lines = ((_text(file) or "").splitlines()) if file.is_file() else []
+    lines = ((read_text(file) or "").splitlines()) if file.is_file() else []
     return {name.strip(): value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
 
 
@@ -212,25 +188,8 @@ def _bytes(text: str) -> int:
 
 
 def _link(path: Path) -> str | None:
-    """The last part of what a link points to; None where there is none."""
+    """Last part of the target of a link; None without a link."""
     try:
         return Path(os.readlink(path)).name
-    except OSError:
-        return None
-
-
-def _number(path: Path) -> int | None:
-    """A number, as the kernel writes it: `0x56a0` or `17179869184`."""
-    text = _text(path)
-    try:
-        return None if text is None else int(text, 0)
-    except ValueError:
-        return None
-
-
-def _text(path: Path) -> str | None:
-    """What a file says; None where it is empty, absent, or not for this process to read."""
-    try:
-        return path.read_text(errors="replace").strip() or None
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""Attention and operations: the references, called on the device, with its own kernel for one of them."""
+"""Attention backend and op providers: core's references, run on the device, with one kernel of the device's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives between devices, by way of the host: torch's gloo knows nothing of them."""
+"""Collectives between example devices through the host, because torch's gloo does not support them."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""Which fault happens where, read from the environment variable FAULT_INJECTION.
+"""Fault injection: parses the environment variable FAULT_INJECTION and triggers its faults.
 
     FAULT_INJECTION="raise@execute:rank=1,step=3"     one fault; several are separated by semicolons
-    FAULT_INJECTION="none"                            the platform is there, and nothing goes wrong
+    FAULT_INJECTION="none"                            the platform is available, without faults
 
-    what      raise | hang | spin | exit | nan | oom | slow | poor
+    kind      raise | hang | spin | exit | nan | oom | slow | poor
     phase     init_device | load | execute | memory
     rank      the worker that fails (default 0; -1 means all)
     step      for execute: which step, counting from 0 (default 0)
-    seconds   for slow: how long each step from then on waits (default 1); for hang: how long (default an hour)
+    seconds   for slow: delay of each step from then on (default 1); for hang: its duration (default an hour)
     status    for exit: the exit status (default 3)
-    free      for poor: the bytes of memory that the rank says are free (default 0)
+    free      for poor: the free bytes that the rank reports (default 0)
 
-`hang` sleeps, `spin` burns the processor in Python; `nan` makes the attention of that step give NaN, `oom` leaves it no
-memory; `poor@memory` has a rank report less memory than the others.
+`hang` sleeps, `spin` runs a busy loop in Python; `nan` makes the attention of that step return NaN, `oom` leaves it no
+memory; `poor@memory` makes a rank report less memory than the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. See the module."""
+    """One fault; see the module."""
 
     kind: str
     phase: str
@@ -69,7 +69,7 @@ class Fault:
         return step == self.step or (self.kind == "slow" and step > self.step)
 
     def happen(self, rank: int) -> None:
-        """Does it; returns for `slow`, and for what the platform does itself: `nan`, `oom`."""
+        """Triggers the fault. Returns for `slow`, and for `nan` and `oom`, which the platform implements."""
         if self.kind == "raise":
             raise InjectedFault(f"injected into {self.phase} of rank {rank}")
         if self.kind == "exit":
@@ -84,11 +84,11 @@ class Fault:
 
 
 class FaultPlan:
-    """The faults of this process. Counts its steps.
+    """The faults of this process, with a count of its steps.
 
     Attributes:
         rank: Set when the device is bound.
-        poisoned, starved: Whether this step is to give NaN, or to find no memory.
+        poisoned, starved: Whether this step returns NaN, or has no memory.
     """
 
     def __init__(self, faults: Sequence[Fault]) -> None:
@@ -103,18 +103,18 @@ class FaultPlan:
         return cls([Fault.parse(part) for part in text.split(";") if part and part != "none"])
 
     def reach(self, phase: str, step: int = 0) -> None:
-        """Lets happen what is to happen here."""
+        """Triggers the faults of a phase."""
         due = [fault for fault in self._faults if fault.applies(phase, self.rank, step)]
         self.poisoned = any(fault.kind == "nan" for fault in due)
         self.starved = any(fault.kind == "oom" for fault in due)
         for fault in due:
             fault.happen(self.rank)
 
-    def free_memory(self, really: int) -> int:
-        """The free bytes that this rank reports."""
-        return min([really, *(f.free for f in self._faults if f.kind == "poor" and f.applies("memory", self.rank, 0))])
+    def free_memory(self, actual: int) -> int:
+        """The free bytes that this rank reports, given the actual ones."""
+        return min([actual, *(f.free for f in self._faults if f.kind == "poor" and f.applies("memory", self.rank, 0))])
 
     def begin_step(self) -> None:
-        """Counts one step and lets its faults happen."""
+        """Counts a step and triggers its faults."""
         step, self._next_step = self._next_step, self._next_step + 1
         self.reach("execute", step)

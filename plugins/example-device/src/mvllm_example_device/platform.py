@@ -1,4 +1,4 @@
-"""The platform: every method in its phase, each answer from the contract."""
+"""ExamplePlatform: the platform's methods, each restricted to the phase that the contract states."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BUCKETS = api.ShapePolicy(tokens=(8, 32, 128, 512, 2048, 8192), requests=(4, 16,
 
 
 def make_platform() -> api.Platform:
-    """The factory that the plugin names."""
+    """The factory that the plugin's PlatformSpec names."""
     return ExamplePlatform()
 
 
 class ExamplePlatform(Strict, api.Platform):
-    """See the package. One object per process; it remembers the device that this process has opened."""
+    """The platform. One object per process; it holds the device that this process has opened."""
 
     def __init__(self) -> None:
         self._settings = Settings.from_environment()
@@ -119,16 +119,16 @@ class ExamplePlatform(Strict, api.Platform):
     def doctor(self) -> Sequence[api.Check]:
         api.require_phase(api.Phase.FRONTEND)
         built = LIBRARY.exists() and importlib.util.find_spec("torch") is not None
-        found = f"{LIBRARY.name} is {'there' if built else 'not there, or torch is not'}"
+        found = f"{LIBRARY.name} {'is there' if built else 'or torch is missing'}"
         if built:
             return (api.Check("platform.example.library", api.CheckStatus.OK, found),)
-        remedy = "Reinstall mvllm-example-device where there are torch and a C++ compiler."
+        remedy = "Reinstall mvllm-example-device in an environment with torch and a C++ compiler."
         return (api.Check("platform.example.library", api.CheckStatus.BROKEN, found, remedy),)
 
     def _opened(self) -> ExampleRuntime:
         in_worker()
         if self._runtime is None:
-            raise api.PlatformError("The device was not opened: init_device comes first.")
+            raise api.PlatformError("The device is not open: call init_device first.")
         return self._runtime
 
     def _compiled(self, *shape: Hashable) -> None:

@@ -1,4 +1,4 @@
-"""Found by mvllm through the entry point: who the platform is, and whether it can be used. Imports no torch."""
+"""Entry point of the example platform: its PlatformSpec and probe. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LIBRARY = Path(__file__).with_name("_device.so")
 
 @hookimpl
 def mvllm_platform() -> PlatformSpec:
-    """The identity card."""
+    """The platform's PlatformSpec."""
     return SPEC
 
 
 def probe() -> ProbeResult:
-    """Whether torch is installed, the device compiled, and the environment's settings make sense."""
+    """Available if torch is installed, the device is compiled, and the environment variables are valid."""
     try:
         settings = Settings.from_environment()
     except ValueError as e:

@@ -1,4 +1,4 @@
-"""One device, bound to this process: memory, copies, and the rules that core has to keep."""
+"""ExampleRuntime: one device bound to this process, with memory, copies and checks of the contract's rules."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mvllm_example_device.strict import Strict, in_worker
 logger = api.get_logger("mvllm.example_device")
 
 _bound: list[ExampleRuntime] = []
-"""The runtime that this process has open: one at a time."""
+"""The runtime that is open in this process, at most one."""
 
 
 def _load_library(settings: Settings) -> None:
-    """Makes torch know the device; once per process."""
+    """Registers the device with torch; once per process."""
     owner = torch._C._get_privateuse1_backend_name()
     if owner not in ("privateuseone", "example"):
-        raise api.PlatformError(f"torch has one place for a foreign device (PrivateUse1), and {owner!r} has taken it.")
+        raise api.PlatformError(f"torch has one backend for third-party devices (PrivateUse1), and {owner!r} uses it.")
     if owner != "example":
         try:
             torch.ops.load_library(str(LIBRARY))
@@ -36,7 +36,7 @@ def _load_library(settings: Settings) -> None:
                 "reinstall mvllm-example-device."
             ) from e
         torch.utils.backend_registration.rename_privateuse1_backend("example")
-        module = types.ModuleType("torch.example")  # what torch itself asks of a device's module, and no more
+        module = types.ModuleType("torch.example")  # only the functions that torch itself calls
         vars(module).update(
             is_available=lambda: True,
             device_count=lambda: settings.devices,
@@ -49,13 +49,13 @@ def _load_library(settings: Settings) -> None:
 
 
 class PendingCopy(Strict):
-    """A copy to the host that another thread makes."""
+    """A copy to the host, made by another thread."""
 
     def __init__(self, runtime: ExampleRuntime, copy: Future[torch.Tensor]) -> None:
         self._runtime, self._copy = runtime, copy
 
     def wait(self) -> torch.Tensor:
-        """The host tensor, once it is there."""
+        """Waits for the copy and returns the host tensor."""
         self._runtime.check()
         tensor = self._copy.result()
         self._runtime.finish_lent_buffers()
@@ -63,12 +63,12 @@ class PendingCopy(Strict):
 
 
 class ExampleRuntime(Strict, api.DeviceRuntime):
-    """The device that `local_rank` says. What is public beside the contract is for this package.
+    """Runtime of the device `local_rank`. Public methods outside of the contract are for this package.
 
     Args:
         ctx: The worker.
-        settings: What the environment says.
-        faults: What is to go wrong.
+        settings: The devices' settings.
+        faults: The injected faults.
     """
 
     def __init__(self, ctx: api.WorkerContext, settings: Settings, faults: FaultPlan) -> None:
@@ -164,7 +164,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
     # --- for the rest of this package
 
     def check(self) -> None:
-        """Fails unless the call comes from where the contract allows it: this worker, its process, its thread."""
+        """Checks that the call comes from this worker's process and thread, as the contract demands."""
         in_worker()
         if not self._open:
             raise api.ContractError(f"{self.device} was used after shutdown.")
@@ -174,12 +174,12 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
             raise api.ContractError(f"{self.device} was used from another thread than the worker's.")
 
     def begin_step(self, batch: api.BatchLayout) -> None:
-        """A step begins with the first metadata that is built for it; its faults happen here."""
+        """Starts a step with the first metadata that is built for it, and triggers its faults."""
         self.check()
         if self._batch is not None and batch.query_start_loc is self._batch.query_start_loc:
-            return  # for other layers, perhaps with blocks of their own
+            return  # metadata of another group of layers
         if self._batch is not None and self._settings.mode == "lazy":
-            raise api.ContractError("A step began before step_mark or synchronize ended the one before.")
+            raise api.ContractError("A step started before step_mark or synchronize ended the previous one.")
         self._batch = batch
         self.compile("step", batch.num_tokens, batch.num_requests, *batch.block_table_device.shape)
         if self._warm:
@@ -188,7 +188,7 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
                 torch.ops.mvllm_example_device.open(self._settings.devices, self.memory().used_by_me)
 
     def compile(self, *shape: Hashable) -> None:
-        """Counts a shape, in mode `static`; after the warm-up a new one is an error."""
+        """Counts a shape in mode `static`; raises for a new one after the warm-up."""
         if self._settings.mode != "static" or shape in self._compiled:
             return
         if self._warm:
@@ -196,14 +196,14 @@ class ExampleRuntime(Strict, api.DeviceRuntime):
         self._compiled.add(shape)
 
     def finish_lent_buffers(self) -> None:
-        """Earlier copies to the device are done: until now their sources had to stay as they were."""
+        """Marks earlier copies to the device as done, after checking that their sources have not changed."""
         for host, content in self._lent:
             if _bytes_of(host) != content:
                 raise api.ContractError("A host tensor was changed before the copy of it to the device was done.")
         self._lent.clear()
 
     def _end_step(self) -> None:
-        torch.ops.mvllm_example_device.open(self._settings.devices, self._settings.memory)  # what a fault has taken
+        torch.ops.mvllm_example_device.open(self._settings.devices, self._settings.memory)  # ends the fault `oom`
         self._batch = None
         self.finish_lent_buffers()
 

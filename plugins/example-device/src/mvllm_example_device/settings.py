@@ -1,11 +1,11 @@
-"""What the environment says about the devices.
+"""Settings of the example devices from environment variables.
 
-MVLLM_EXAMPLE_DEVICES   how many there are (default 8)
-MVLLM_EXAMPLE_MEMORY    bytes that each has (default 2 GiB)
+MVLLM_EXAMPLE_DEVICES   number of devices (default 8)
+MVLLM_EXAMPLE_MEMORY    bytes of each device (default 2 GiB)
 MVLLM_EXAMPLE_MODE      eager    work is done when a call returns (default)
-                        static   every new shape costs a compilation, and one after the warm-up is an error
-                        lazy     work counts as recorded until the step is marked, and a step left unmarked is an error
-FAULT_INJECTION         what goes wrong, and where: see faults.py
+                        static   every new shape counts as a compilation; one after the warm-up is an error
+                        lazy     work counts as recorded until the step is marked; a missing mark is an error
+FAULT_INJECTION         faults to inject: see faults.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEVICES, _MEMORY, _MODE = "MVLLM_EXAMPLE_DEVICES", "MVLLM_EXAMPLE_MEMORY", "MVL
 
 @dataclass(frozen=True)
 class Settings:
-    """See the module."""
+    """The settings; see the module."""
 
     devices: int = 8
     memory: int = 2 << 30
@@ -29,10 +29,10 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """Reads them.
+        """Reads the environment variables.
 
         Raises:
-            ValueError: A variable has no such value.
+            ValueError: A variable has an invalid value.
         """
         mode = os.environ.get(_MODE, cls.mode)
         if mode not in MODES:
@@ -40,7 +40,7 @@ class Settings:
         return cls(_positive(_DEVICES, cls.devices), _positive(_MEMORY, cls.memory), mode)
 
     def as_environment(self) -> dict[str, str]:
-        """The same for a worker that has not inherited this process' environment."""
+        """The settings as environment variables, for a worker that does not inherit this process' environment."""
         given = {_DEVICES: str(self.devices), _MEMORY: str(self.memory), _MODE: self.mode}
         return given | ({VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {})
 

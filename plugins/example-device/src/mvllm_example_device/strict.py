@@ -1,4 +1,4 @@
-"""What makes this platform strict: it offers the contract's names and no others, in the contract's phases only."""
+"""Checks that core uses only the contract's names, and only in the contract's phases."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from mvllm.plugin_api import ContractError, Phase, require_phase
 
 
 class Strict:
-    """Base of every object that core gets from this platform."""
+    """Base class of every object that this platform returns to core."""
 
     def __getattr__(self, name: str) -> Any:
-        """Only called for names that there are none of. `getattr` with a default is no way around it."""
+        """Raises for every name outside of the contract, also for `getattr` with a default."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise ContractError(f"Core asked for {type(self).__name__}.{name}: the contract has no such name.")
+        raise ContractError(f"Core accessed {type(self).__name__}.{name}, which is not part of the contract.")
 
 
 def in_worker() -> None:
-    """Fails where core calls what belongs to a worker from elsewhere."""
+    """Checks that the call comes from a worker."""
     require_phase(Phase.WORKER)

@@ -1,4 +1,4 @@
-"""An executor that comes with a package of its own: the one worker in this process, and a record of every step.
+"""Example executor plugin: one worker in this process, and a record of every step.
 
     mvllm generate --model demo --prompt "Once" --distributed-executor-backend recording
 
@@ -23,7 +23,7 @@ VARIABLE = "EXAMPLE_EXECUTOR_RECORD"
 
 
 class RecordingExecutor(UniProcExecutor):
-    """Core's own executor for one worker, watched."""
+    """Core's executor for one worker, with a record of the steps."""
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         super().__init__(config, platform)

@@ -1,4 +1,4 @@
-"""Routes that come with a package of their own: `mvllm serve MODEL --http-plugins answers`.
+"""Example plugin of server routes: `mvllm serve MODEL --http-plugins answers`.
 
 POST /plugins/answers/rank      {"question": "...", "answers": ["...", ...]}: the answers, the likeliest first
 POST /plugins/answers/lines     {"question": "..."}: how the model goes on, a server-sent event for each line
@@ -36,7 +36,7 @@ class LinesRequest(msgspec.Struct):
 
 
 def make_router(server: HTTPServerHandle) -> APIRouter:
-    """The routes. What an entry point of `mvllm.http` names."""
+    """The ASGI application of the entry point in the group `mvllm.http`."""
     router = APIRouter(tags=["answers"])
 
     async def rank(request: Request) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def make_router(server: HTTPServerHandle) -> APIRouter:
         answers = [await server.tokenize(answer, add_special_tokens=False) for answer in asked.answers]
         if not question or not all(answers):
             raise RequestError("The question and each of the answers must be a text.", parameter="answers")
-        # The engine always adds a token; what is wanted is the log-probability of each token of the prompt.
+        # The engine always generates a token; only the log-probabilities of the prompt's tokens are used.
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = await server.complete(request, [{"prompt_token_ids": question + ids} for ids in answers], params)
         ranked = []

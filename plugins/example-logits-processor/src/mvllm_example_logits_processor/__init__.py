@@ -1,4 +1,4 @@
-"""No run of n tokens comes twice in a sequence, prompt included.
+"""Example logits processor: forbids repeated n-grams in a sequence, prompt included.
 
 LLM(..., logits_processors="no-repeat-ngram")                  lets requests ask for it:
 SamplingParams(extra_args={"no_repeat_ngram_size": 3})         this one does
@@ -20,7 +20,7 @@ ARGUMENT = "no_repeat_ngram_size"
 
 
 class NoRepeatNgram(LogitsProcessor):
-    """Blocks every token that would complete a run of tokens that is there already. See LogitsProcessor."""
+    """Blocks every token that would complete a repeated n-gram. See LogitsProcessor."""
 
     reads_tokens = True
 
@@ -30,24 +30,24 @@ class NoRepeatNgram(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
-        """Refuses a size that is none."""
+        """Validates the size."""
         size = (params.extra_args or {}).get(ARGUMENT, 1)
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 64:
             raise ValueError(f"{ARGUMENT} must be an integer from 1 to 64, got {str(size)[:40]!r}")
 
     def add_row(self, row: int, params: SamplingParams, tokens: RowTokens) -> bool:
-        """Acts on requests that name a size."""
+        """Adds a row whose request has a size."""
         size = (params.extra_args or {}).get(ARGUMENT)
         if size is not None:
             self._rows[row] = size, tokens
         return size is not None
 
     def remove_row(self, row: int) -> None:
-        """Forgets the row's size."""
+        """Removes the row."""
         del self._rows[row]
 
     def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Blocks what would repeat itself."""
+        """Masks the tokens that would repeat an n-gram."""
         for line, row in enumerate(rows):
             size, tokens = self._rows[row]
             blocked = _completions(np.concatenate((tokens.prompt, tokens.output)), size)

@@ -1,4 +1,4 @@
-"""A checkpoint of ParallelBlock with random weights: `python -m mvllm_example_model.checkpoint FOLDER`."""
+"""Writes a checkpoint of ParallelBlock with random weights: `python -m mvllm_example_model.checkpoint FOLDER`."""
 
 from __future__ import annotations
 

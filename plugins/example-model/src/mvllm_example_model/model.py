@@ -1,4 +1,4 @@
-"""ParallelBlock: a decoder whose attention and MLP look at the same normalised input and are added side by side.
+"""ParallelBlock: a decoder whose attention and MLP read the same normalised input; their outputs are added.
 
     x ──norm──┬── attention ──┐
     │         └── MLP ────────┤

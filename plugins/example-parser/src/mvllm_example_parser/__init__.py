@@ -1,4 +1,4 @@
-"""Two parsers that come with a package of their own.
+"""Example tool-call parser and reasoning parser.
 
 function_tag    <function=get_weather>{"city": "Paris"}</function>      calls, as some models are prompted to write them
 thought_tag     <thought>It is in France.</thought>                     thoughts before the answer
@@ -22,7 +22,7 @@ _BEHIND_NAME = re.compile(r"[^\w.\-]")
 
 
 class FunctionTagParser(ToolParser):
-    """The function's name in the tag, and nothing but the arguments between the tags."""
+    """Parser of calls with the function's name in the tag and only the arguments between the tags."""
 
     markers = ("<function=", "</function>")
 
@@ -40,7 +40,7 @@ class _FunctionTags(MarkedCalls):
         self._name = []
 
     def opening(self, text: str, i: int, out: list[Delta]) -> int:
-        """Reads the name, which may come in pieces. Keeps it held until its tag is closed: it may be no call."""
+        """Reads the name, possibly in pieces, and holds it back until its tag is closed: it may not be a call."""
         behind = _BEHIND_NAME.search(text, i)
         end = behind.start() if behind else len(text)
         self._name.append(text[i:end])
@@ -55,7 +55,7 @@ class _FunctionTags(MarkedCalls):
 
 
 class ThoughtTagParser(ReasoningParser):
-    """The model opens the tag, or its template does."""
+    """Parser of reasoning whose opening tag the model or its template writes."""
 
     markers = ("<thought>", "</thought>")
 

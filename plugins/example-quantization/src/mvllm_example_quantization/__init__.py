@@ -1,4 +1,4 @@
-"""A quantization method that comes with a package of its own: weights that are -s, 0 or +s, with one s per row.
+"""Example quantization method: ternary weights (-s, 0 or +s, with one scale s per row).
 
 A checkpoint asks for it with `"quantization_config": {"quant_method": "ternary", "ignore": ["lm_head"]}`; each matrix
 `x` that is not ignored is stored as

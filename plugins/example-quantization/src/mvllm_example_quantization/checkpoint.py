@@ -1,4 +1,4 @@
-"""Makes a ternary checkpoint: `python -m mvllm_example_quantization.checkpoint FOLDER TERNARY_FOLDER`."""
+"""Writes a ternary checkpoint: `python -m mvllm_example_quantization.checkpoint FOLDER TERNARY_FOLDER`."""
 
 from __future__ import annotations
 

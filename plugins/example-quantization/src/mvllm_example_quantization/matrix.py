@@ -1,4 +1,4 @@
-"""Reads ternary matrices. Multiplying is left to the engine's operation for 4-bit weights and its kernels."""
+"""Reads ternary matrices; the engine's operation for 4-bit weights multiplies with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PER_BYTE = 4
 
 
 class TernaryMatrix(IntegerMatrix):
-    """One linear layer's matrix, as its bytes and scales until it is loaded."""
+    """Bytes and scales of one linear layer's matrix, until it is loaded."""
 
     def __init__(self, ctx: BuildContext, layout: MatrixLayout) -> None:
         super().__init__(ctx, layout, IntegerFormat(bits=4))

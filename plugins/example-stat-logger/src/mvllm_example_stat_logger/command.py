@@ -1,4 +1,4 @@
-"""`mvllm stats FILE`: what a file of the CSV logger says, in three lines."""
+"""Command `mvllm stats FILE`: summarizes a file of the CSV stat logger in three lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the sums."""
+    """Prints the totals."""
     try:
         with args.file.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))

@@ -1,4 +1,4 @@
-"""One line of CSV per step."""
+"""Stat logger that writes one line of CSV per step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("seconds", "new_tokens", "running", "waiting", "kv_cache_usage")
 
 
 class CsvLogger(StatLogger):
-    """Writes as it goes, so that what was written before a crash is there."""
+    """Writes each line at once, so that a crash loses none."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)

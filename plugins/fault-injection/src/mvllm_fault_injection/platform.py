@@ -1,4 +1,4 @@
-"""The host through plain torch, with places where it can fail."""
+"""FaultyPlatform: the host through plain torch, with injected faults."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from mvllm.plugin_api import (
     TorchCommunicator,
     WorkerContext,
 )
-from mvllm_fault_injection.faults import FaultPlan
+from mvllm_example_device.faults import FaultPlan
 from mvllm_fault_injection.plugin import SPEC
 
 MEMORY_BYTES = 4 << 30
 
 
 def make_platform() -> Platform:
-    """The factory that the plugin names."""
+    """The factory that the plugin's PlatformSpec names."""
     return FaultyPlatform()
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this program has had. What the system counts per process includes whoever started it."""
+    """Peak resident memory of this program. getrusage, the fallback, includes the memory of the parent at the fork."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
@@ -53,10 +53,10 @@ def peak_resident_bytes() -> int:
 
 
 class FaultyRuntime(DeviceRuntime):
-    """Tensors of the host; work is done when a call returns.
+    """DeviceRuntime over host tensors; work is done when a call returns.
 
     Args:
-        plan: This process' faults.
+        plan: The faults of this process.
     """
 
     def __init__(self, plan: FaultPlan) -> None:
@@ -88,11 +88,11 @@ class FaultyRuntime(DeviceRuntime):
 
 
 class FaultyAttention(ReferenceAttention):
-    """The reference, behind the faults of `execute`. A step begins where its metadata is built.
+    """Reference attention with the faults of the phase `execute`. A step starts when its metadata is built.
 
     Args:
         spec: See AttentionBackend.
-        plan: This process' faults.
+        plan: The faults of this process.
     """
 
     def __init__(self, spec: AttentionSpec, plan: FaultPlan) -> None:
@@ -117,7 +117,7 @@ class FaultyAttention(ReferenceAttention):
 
 
 class FaultyPlatform(Platform):
-    """See the package. One object per process, so its plan is the process' plan."""
+    """The platform. One object per process, so it holds the faults of the process."""
 
     def __init__(self) -> None:
         self._plan = FaultPlan.from_environment()
@@ -144,7 +144,7 @@ class FaultyPlatform(Platform):
         return Plan()
 
     def topology(self, parallel: ParallelConfig) -> LaunchTopology:
-        # Workers need not be children of this process, so what is to go wrong is told to each.
+        # Workers need not be children of this process, so each gets the variable.
         faults = {name: os.environ[name] for name in ("FAULT_INJECTION",) if name in os.environ}
         return LaunchTopology(
             num_workers=parallel.world_size,

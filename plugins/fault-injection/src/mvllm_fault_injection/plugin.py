@@ -1,11 +1,11 @@
-"""Found by mvllm through the entry point. Available only where faults were asked for, so that it is in nobody's way."""
+"""Entry point of the platform `faulty`, which is available only if FAULT_INJECTION is set."""
 
 from __future__ import annotations
 
 import os
 
 from mvllm.plugin_api import DeviceInfo, PlatformSpec, ProbeResult, hookimpl
-from mvllm_fault_injection.faults import VARIABLE
+from mvllm_example_device.faults import VARIABLE
 
 SPEC = PlatformSpec(
     name="faulty",
@@ -19,12 +19,12 @@ SPEC = PlatformSpec(
 
 @hookimpl
 def mvllm_platform() -> PlatformSpec:
-    """The identity card."""
+    """The platform's PlatformSpec."""
     return SPEC
 
 
 def probe() -> ProbeResult:
-    """Whether this process was told of faults."""
+    """Available if the variable is set."""
     if VARIABLE in os.environ:
         return ProbeResult(True, f"{VARIABLE} is set", devices=(DeviceInfo(0, "the host"),))
     return ProbeResult(False, f"{VARIABLE} is not set", remedy=f"set {VARIABLE}=none, or to a fault")

@@ -1,1 +1,1 @@
-"""A platform that computes nothing: for measuring what the engine itself costs."""
+"""A platform that computes nothing, to measure the engine's own cost."""

@@ -1,4 +1,4 @@
-"""The whole plugin: a platform without a device, and the worker that answers for it."""
+"""The whole plugin: a platform without a device, and a worker that returns arbitrary tokens."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ TOKEN = 7
 
 @hookimpl
 def mvllm_platform() -> PlatformSpec:
-    """The identity card."""
+    """The platform's PlatformSpec."""
     return SPEC
 
 
 def probe() -> ProbeResult:
-    """It needs nothing, so it is always there."""
+    """Always available."""
     return ProbeResult(True, "computes nothing, anywhere")
 
 
 class NullPlatform(Platform):
-    """Nothing of it touches a tensor, so what the contract asks of devices is refused."""
+    """A platform without tensors; methods of the contract that need a device raise."""
 
     @property
     def spec(self) -> PlatformSpec:
@@ -89,16 +89,16 @@ class NullPlatform(Platform):
 
 
 class NullWorker:
-    """WorkerProtocol without a model: rows that reach the end of their known tokens all get one and the same token."""
+    """WorkerProtocol without a model: every row at the end of its known tokens gets the same token."""
 
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         self._left: dict[int, int] = {}  # known tokens still to be computed, of rows that have more than one
 
     def init_device(self) -> None:
-        """There is none."""
+        """No device to bind."""
 
     def load_model(self) -> None:
-        """There is none."""
+        """No model to load."""
 
     def kv_cache_needs(self) -> KVCacheNeeds:
         return KVCacheNeeds(bytes_per_token=1, block_sizes=(16, 32, 64, 128, 8))
@@ -107,10 +107,10 @@ class NullWorker:
         return 1 << 30
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
-        """A number is all that there is of it."""
+        """No memory is allocated."""
 
     def warm_up(self) -> None:
-        """Nothing gets warm."""
+        """Nothing to compile."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         for row in plan.freed_rows:
@@ -129,7 +129,7 @@ class NullWorker:
         return ModelRunnerOutput(step=step)
 
     def check_health(self) -> None:
-        """Always well."""
+        """Never fails."""
 
     def shutdown(self) -> None:
         """Nothing to release."""

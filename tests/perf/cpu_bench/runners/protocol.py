@@ -1,4 +1,4 @@
-"""The other half of `engine_process.py`: what a runner does in the Python of the engine that it runs.
+"""Runner side of engine_process.py's protocol, executed in the Python of the measured engine.
 
 A runner is a program that gives `serve` a way to load its engine. It reads one JSON object per line from its standard
 input, and answers each with one line on a descriptor of its own, since engines print what they like:

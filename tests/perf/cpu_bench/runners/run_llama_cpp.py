@@ -1,4 +1,4 @@
-"""llama.cpp by the C interface that llama-cpp-python exposes, driven as a server with a slot per request would.
+"""Runner of llama.cpp through llama-cpp-python's C interface, with a slot per request as in a server.
 
 Prompts are packed into batches of 2,048 tokens, then each step carries one token of every sequence. A prefix that the
 prompts share is computed once and its cells are given to all sequences.

@@ -1,4 +1,4 @@
-"""mvllm, offline, with its engine in this process (or with a worker per rank)."""
+"""Runner of mvllm, offline, with the engine in this process (or with a worker per rank)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: its pipeline with continuous batching and prefix caching.
+"""Runner of OpenVINO GenAI: its pipeline with continuous batching and prefix caching.
 
 Requests that arrive together do not find each other's prefixes there: where prompts share one, the first request goes
 alone, which is the quicker way for it.

@@ -1,4 +1,4 @@
-"""transformers: `generate` on one static batch."""
+"""Runner of transformers: `generate` on one static batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs: its offline class, compiled, with prefix caching, engine core in a process of its own."""
+"""Runner of vLLM's CPU build: its offline class, compiled, with prefix caching and a separate engine-core process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Llama or Qwen3 checkpoint as a GGUF file: write_gguf.py FOLDER TARGET bf16|q8_0|q4_0, in llama.cpp's Python.
+"""Converts a Llama or Qwen3 checkpoint to GGUF: write_gguf.py FOLDER TARGET bf16|q8_0|q4_0, in llama.cpp's Python.
 
 The library quantizes; what is written here is bf16. Its Llama rotates neighbouring pairs of a head where the checkpoint
 rotates halves, so the rows of queries and keys are interleaved.

@@ -1,4 +1,4 @@
-"""The ways from torch to XLA, of which a process takes one.
+"""Packages that connect torch and XLA; a process uses one of them.
 
 MVLLM_TPU_RUNTIME names it; unset, the first that is installed. A runtime is chosen without importing its library.
 """
@@ -22,7 +22,7 @@ KNOWN = {
 
 
 def choose() -> Runtime | None:
-    """The runtime to use, or None where none is installed.
+    """The runtime to use, or None if none is installed.
 
     Raises:
         ConfigError: The variable names one that is not known, or not installed.

@@ -1,4 +1,4 @@
-"""What the platform asks of a way from torch to XLA.
+"""Interface of a package that connects torch and XLA.
 
 Building a Runtime, and reading its facts, imports neither torch nor its library: the front end does that, too.
 """
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Runtime(ABC):
-    """One way from torch to XLA.
+    """A package that connects torch and XLA.
 
     Attributes:
-        name: The library's, as Python imports it.
+        name: The library's import name.
         lazy: As in Capabilities: operations are recorded, and run at `DeviceRuntime.step_mark`.
         compiles: Whether `compiler` gives something: Capabilities.compile.
         spreads: Whether one worker can drive several devices.
@@ -42,15 +42,15 @@ class Runtime(ABC):
     fork_safe: ClassVar[bool] = True
 
     def problem(self, devices: Devices) -> str | None:
-        """Why it cannot open these devices; None where it can, as far as files and variables tell. Phase: any."""
+        """Why it cannot open these devices, from files and variables; None if it can. Phase: any."""
         return None
 
     @abstractmethod
     def variables(self, devices: Devices) -> Mapping[str, str]:
-        """Variables that every worker gets. Phase: engine."""
+        """Environment variables of every worker. Phase: engine."""
 
     def runs_in_engine_process(self, num_devices: int) -> bool:
-        """Whether a worker of so many devices can run in this process, after what has run in it. Phase: engine."""
+        """Whether a worker with that many devices can run in this process now. Phase: engine."""
         return True
 
     @abstractmethod

@@ -1,1 +1,1 @@
-"""Device code. Each module is the kernels of the module of the same name one folder up, which checks and launches."""
+"""Device code: each module holds the kernels that the module of the same name one folder up launches."""

@@ -1,4 +1,4 @@
-"""Gated activations: a program takes some columns of a row's two halves."""
+"""Kernels of gated activations: a program computes some columns of a row from its two halves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest element of each row, in two steps: of each piece of a row, then of these.
+"""Kernels of argmax in two steps: over pieces of each row, then over the pieces' results.
 
 Elements are compared as integers that have the same order, with the place, counted from the end, in the lower half: so
 the first of equal ones is the largest, whatever the pieces are, and a NaN is larger than any number.

@@ -1,4 +1,4 @@
-"""Attention over a paged cache, for queries of any number of tokens per request.
+"""Kernels of paged attention, for any number of query tokens per request.
 
 The idea: a program takes the query heads that share a key/value head, of some tokens of one request, as the rows of a
 tile, and walks that request's keys once for all of them.

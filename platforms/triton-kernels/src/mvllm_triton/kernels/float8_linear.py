@@ -1,4 +1,4 @@
-"""Products with float8 weights: tiles are multiplied, and their sums with the scales.
+"""Kernels of float8 products: tiles are multiplied in float8, and their sums by the scales.
 
 The other side is float8 as well (W8A8), multiplied as it is where the device can, or floats as they are.
 """

@@ -1,4 +1,4 @@
-"""A step's keys and values, or latents, into the slots of a paged cache: a program per token and some of its heads."""
+"""Kernels that write a step's keys and values, or latents, to cache slots: one program per token and group of heads."""
 
 from __future__ import annotations
 

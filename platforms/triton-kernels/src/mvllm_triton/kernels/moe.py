@@ -1,8 +1,8 @@
-"""The experts of a mixture-of-experts layer: tokens are ordered by expert, and each expert multiplies its own.
+"""Kernels of mixture of experts: tokens are sorted by expert, and each expert multiplies its own tokens.
 
     entry    a token and one of its experts: token * TOP_K + which of them
     order    entries of expert 0, then of expert 1, ...; each expert's run is filled up to whole tiles of BLOCK_M rows
-    tiles    the expert of each tile; -1 for those that nobody needs
+    tiles    the expert of each tile; -1 for unused tiles
 
 How many tiles there are is not known without looking, so grids are of the most there could be.
 """

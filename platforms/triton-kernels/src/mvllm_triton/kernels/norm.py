@@ -1,4 +1,4 @@
-"""Root-mean-square norms: a program takes some rows, each held whole."""
+"""Kernels of RMS norms: a program normalizes some whole rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of 8 bits, and functions that Triton lacks on some target.
+"""Device functions for 8-bit numbers, and for operations that Triton lacks on some targets.
 
 A float8 format is told by the bias of its exponent: 7 is e4m3fn, 8 is e4m3fnuz, 15 is e5m2. Codes are made by integer
 arithmetic, which gives every target the same nearest-even codes. They are read by a conversion of the target where the

@@ -1,4 +1,4 @@
-"""Products with weights of small integers, of 8 or 4 bits.
+"""Kernels of products with int8 and int4 weights.
 
     weight of 8 bits   [OUT, IN_PAD] int8
     weight of 4 bits   [OUT, IN_PAD / 2] uint8: of each BLOCK_K columns, a byte has one of the first half below and the

@@ -1,4 +1,4 @@
-"""Rotary position embedding in place: a program takes some heads of a token, of queries and keys alike."""
+"""Kernel of rotary position embedding in place: a program rotates some query and key heads of one token."""
 
 from __future__ import annotations
 

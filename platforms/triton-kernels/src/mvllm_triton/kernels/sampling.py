@@ -1,4 +1,4 @@
-"""Draws of tokens under min_p, top_k and top_p, without sorting a vocabulary.
+"""Kernels of token sampling with min_p, top_k and top_p, without sorting the vocabulary.
 
 Each filter keeps the most probable tokens of a row, so each amounts to a smallest logit that stays. Floats have the
 order of integers (kernels/argmax.py), and such a logit is found bit by bit, two at a time: of four quarters of what is

@@ -1,4 +1,4 @@
-"""Another program on the device: `python -m tests.gpu.tenant PLATFORM BYTES` takes all memory but so many bytes.
+"""Another program that holds device memory: `python -m tests.gpu.memory_holder PLATFORM BYTES` leaves BYTES free.
 
 It says `holds N bytes` when it has them, and gives them back when its standard input ends.
 """

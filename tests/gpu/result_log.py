@@ -1,10 +1,10 @@
-"""What a run has found so far. Every row is on the disk before the next one is looked for.
+"""ResultLog: the rows that a run has found so far, written to disk one by one.
 
-    OUT/rows.jsonl     a row per line, only ever added to, by the parent and by its children
+    OUT/rows.jsonl     a row per line, append-only, written by the parent and by its children
     OUT/PART.json      the rows of one part
-    OUT/table.md       all of them as one table, written anew with each row
+    OUT/table.md       all of them as one table, rewritten with each row
 
-So a run that is killed keeps what it has.
+So a run that is killed keeps its results.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Row:
     at: float = 0.0
 
 
-class Ledger:
+class ResultLog:
     """The rows of one run.
 
     Args:
