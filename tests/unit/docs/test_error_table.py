@@ -24,6 +24,7 @@ SOURCES = [
 ]
 PAGE = (ROOT / "docs" / "reference" / "executors.md").read_text(encoding="utf-8")
 
+INTERNAL_ERRORS = ("EOFError", "PipeProcessError")  # always handled: a closed connection, a reason code
 HOLE = "\0"  # where a source has a value, and the page has "..."
 
 NOT_FOR_USERS = (
@@ -74,7 +75,7 @@ def error_texts() -> list[tuple[str, str]]:
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("Error"):
                 text = _constant(node.args[0]) if node.args else None
-                if text is not None and node.func.id != "EOFError":  # which only says that a peer is gone
+                if text is not None and node.func.id not in INTERNAL_ERRORS:
                     found.append((f"{file.relative_to(ROOT)}:{node.lineno}", text))
     return found
 

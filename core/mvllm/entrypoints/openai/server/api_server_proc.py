@@ -44,7 +44,7 @@ class EngineCoreAddress(msgspec.Struct, frozen=True):
 
     Attributes:
         channel: Where this server and the core meet.
-        activity_fd: The core's status board.
+        activity_fd: Descriptor of the core's activity table.
     """
 
     channel: ChannelAddress
@@ -77,7 +77,7 @@ class SharedServerArgs(msgspec.Struct, frozen=True):
         unresponsive_timeout: Seconds after which a core that has work and gives no sign of life is taken for hung.
         settings: The server's.
         listener_fd: Where it listens.
-        shared_metrics_fd: The board with everybody's figures.
+        shared_metrics_fd: Descriptor of the shared metrics pages.
     """
 
     model: str
