@@ -37,7 +37,7 @@ class ModelForward:
 
     Attributes:
         is_static: The platform claims `static_shapes`.
-        needs_warm_up: The compiler wants calls before the first request.
+        needs_warm_up: The compiler needs calls before the first request.
         decoder: The model; None before `bind_model` and after `release`.
     """
 

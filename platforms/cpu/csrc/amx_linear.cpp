@@ -1,5 +1,5 @@
 // Products of bfloat16 rows with packed weights, on the matrix tiles of AMX. Everything else of this instruction set is that
-// of avx512_bf16, and so is the packing: 16 of its pairs of k by 16 columns lie as a tile wants its second factor,
+// of avx512_bf16, and so is the packing: 16 of its pairs of k by 16 columns lie in the layout of a tile's second factor,
 //
 //     weight [pairs of k][64 columns][2]:  tile = 16 rows, 256 bytes apart, of 64 bytes
 //     x      [rows][k]:                    tile = 16 rows of 32 k

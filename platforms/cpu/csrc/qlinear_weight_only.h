@@ -1,6 +1,6 @@
 // ---- activations as they are ---------------------------------------------------------------------------------------------
 // `Unpacked` weights, value less zero point, are what one step of the sum takes: float32 of one k, or bfloat16 of a pair of k
-// in each lane. `Zero` is a vector of zero points in the form that taking them away wants.
+// in each lane. `Zero` is a vector of zero points in the form that the subtraction needs.
 
 struct Floats {
     typedef float X;

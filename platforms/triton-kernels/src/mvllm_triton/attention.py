@@ -259,7 +259,7 @@ def _launch(
 
 
 def scale_kind(k_scale: Scale, v_scale: Scale) -> tuple[int, float, float]:
-    """How kernels are told of scales: 0 for numbers, 1 for tensors of one element, 2 for those of each token and head.
+    """The kind of scales: 0 for numbers, 1 for tensors of one element, 2 for one scale per token and head.
 
     Returns:
         The kind, and the numbers; 1.0 where there are tensors.

@@ -40,10 +40,10 @@ from mvllm.executor.process.handshake import ChildStartArgs, Handshake, send_mes
 
 
 class EngineCoreAddress(msgspec.Struct, frozen=True):
-    """How one engine core is joined.
+    """How an API server connects to one engine core.
 
     Attributes:
-        channel: Where this server and the core meet.
+        channel: Addresses of the sockets between the server and the core.
         activity_fd: Descriptor of the core's activity table.
     """
 
@@ -52,13 +52,13 @@ class EngineCoreAddress(msgspec.Struct, frozen=True):
 
 
 class APIServerArgs(msgspec.Struct, frozen=True):
-    """What an API server has of its own.
+    """The start arguments that differ between API servers.
 
     Attributes:
-        index: Which one it is, from 0.
-        cores: By rank.
-        control_messages_fd: The socket to its parent.
-        coordinator_fd: The socket to the coordinator.
+        index: Index of the server, from 0.
+        cores: The engine cores, by rank.
+        control_messages_fd: Descriptor of the socket to the parent.
+        coordinator_fd: Descriptor of the socket to the coordinator.
     """
 
     index: int
@@ -68,15 +68,15 @@ class APIServerArgs(msgspec.Struct, frozen=True):
 
 
 class SharedServerArgs(msgspec.Struct, frozen=True):
-    """What all API servers are told alike.
+    """The start arguments that all API servers share.
 
     Attributes:
-        model: The model as it was asked for.
-        config: The settled configuration, see config_codec.
+        model: The model that the user named.
+        config: The resolved configuration, encoded by config_codec.
         platform_summary: The platform's name and the plugin it came from.
-        unresponsive_timeout: Seconds after which a core that has work and gives no sign of life is taken for hung.
-        settings: The server's.
-        listener_fd: Where it listens.
+        unresponsive_timeout: Seconds without updates after which a core with work is considered hung.
+        settings: The settings of the server.
+        listener_fd: Descriptor of the listening socket.
         shared_metrics_fd: Descriptor of the shared metrics pages.
     """
 
@@ -90,29 +90,30 @@ class SharedServerArgs(msgspec.Struct, frozen=True):
 
 
 class APIServerStart(ChildStartArgs, frozen=True, kw_only=True):
-    """What an API server process is started with."""
+    """The start arguments of an API server process."""
 
     server_args: APIServerArgs
     shared_args: SharedServerArgs
 
 
 class APIServerHandle(CoreHandle):
-    """The process, as its parent sees it."""
+    """The parent's handle of an API server process."""
 
     module = "mvllm.entrypoints.openai.server.api_server_proc"
 
 
 class APIServerProcess(ChildProcess):
-    """Starts an API server.
+    """An API server as a child process.
 
     Args:
-        place, common: What it is told. All descriptors in them are inherited.
+        server_args, shared_args: The start arguments. The process inherits all descriptors in them.
     """
 
-    def __init__(self, place: APIServerArgs, common: SharedServerArgs) -> None:
-        start = APIServerStart(name=f"ApiServer_{place.index}", server_args=place, shared_args=common)
-        fds = [place.control_messages_fd, place.coordinator_fd, common.listener_fd, common.shared_metrics_fd]
-        super().__init__(start, [*fds, *(core.activity_fd for core in place.cores)], APIServerHandle)
+    def __init__(self, server_args: APIServerArgs, shared_args: SharedServerArgs) -> None:
+        start = APIServerStart(name=f"ApiServer_{server_args.index}", server_args=server_args, shared_args=shared_args)
+        fds = [server_args.control_messages_fd, server_args.coordinator_fd]
+        fds += [shared_args.listener_fd, shared_args.shared_metrics_fd]
+        super().__init__(start, [*fds, *(core.activity_fd for core in server_args.cores)], APIServerHandle)
 
 
 class ServerGroupMember:

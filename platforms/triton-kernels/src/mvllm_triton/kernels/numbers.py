@@ -1,6 +1,6 @@
 """Device functions for 8-bit numbers, and for operations that Triton lacks on some targets.
 
-A float8 format is told by the bias of its exponent: 7 is e4m3fn, 8 is e4m3fnuz, 15 is e5m2. Codes are made by integer
+The exponent bias identifies a float8 format: 7 is e4m3fn, 8 is e4m3fnuz, 15 is e5m2. Codes are made by integer
 arithmetic, which gives every target the same nearest-even codes. They are read by a conversion of the target where the
 tensor has a float8 dtype (bias 0 below), and otherwise by shifting them to where float16 has the same fields:
 
