@@ -1,3 +1,3 @@
-"""Clauses ATT; see the module imported."""
+"""Runs the tests of the ATT clauses (attention) of the platform contract; they are in mvllm.testing.suite."""
 
 from mvllm.testing.suite.test_att_attention import *  # noqa: F403

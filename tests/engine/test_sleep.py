@@ -180,7 +180,7 @@ def test_a_worker_that_can_neither_sleep_nor_make_vectors_is_told_on_and_goes_on
     prepend(monkeypatch, null_platform_path(tmp_path / "plugins"))
     llm = make_llm(platform="null")
     expected = tokens(llm)
-    with pytest.raises(PlatformError, match="does not offer 'sleep'"):
+    with pytest.raises(PlatformError, match="does not implement the optional method 'sleep'"):
         llm.sleep()
     assert not llm.llm_engine.is_sleeping
     with pytest.raises(PlatformError, match="does not support pooling"):

@@ -1,10 +1,10 @@
-"""Compares every model family with transformers.
+"""GPU test: compares the outputs of every model family with transformers.
 
-float32: the same greedy tokens, log-probabilities within 1e-4; the comparison of `tests.helpers.parity`.
-bfloat16, float16: the engine's own greedy tokens are given to transformers, which computes in float32 with weights
-rounded to that dtype. Each token must be within a tolerance of its largest logit, and its log-probability within
-another; these are the conformance suite's (docs/how-to/conformance.md). Of models with experts, 95 % of the tokens
-must: where a router is near a tie, rounding chooses another expert, and what follows is another answer of equal right.
+float32: greedy tokens must be equal and log-probabilities within 1e-4 (`tests.helpers.parity`).
+bfloat16, float16: the engine's greedy tokens are scored by transformers in float32, with weights rounded to that dtype.
+Each token's gap to the largest logit and its log-probability error must be within TOLERANCES, those of the conformance
+suite (docs/how-to/conformance.md). For MoE models, 95 % of the tokens must be within them: where router logits are
+nearly equal, rounding can select another expert, and the tokens after that differ without being wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mvllm import RequestOutput
 
 TOLERANCES = {"float16": (0.1, 0.06), "bfloat16": (0.6, 0.4)}
-"""Of a token's logit below the largest, and of its log-probability."""
+"""Per dtype: the largest gap between a token's logit and the largest logit, the largest log-probability error."""
 QUICK = ("llama-gqa",)
 WITH_EXPERTS = 0.95  # share of the tokens that must be within the tolerances
 NUM_TOKENS = 32
@@ -30,7 +30,7 @@ QUICK_WHICH = (0, 7)
 
 
 def items(settings: Settings) -> list[Item]:
-    """Checkpoints of the zoo, one of each family first, in three dtypes each."""
+    """Test items (checkpoint and dtype), ordered so that one checkpoint of each family comes first."""
     names = QUICK if settings.quick else _names()
     dtypes = ("float32", "bfloat16") if settings.quick else ("float32", "bfloat16", "float16")
     first = {name.split("-")[0]: name for name in reversed(names)}
@@ -41,7 +41,7 @@ def items(settings: Settings) -> list[Item]:
 
 
 def run(item: str, settings: Settings, result_log: ResultLog) -> None:
-    """One checkpoint in one dtype."""
+    """Compares one checkpoint in one dtype with transformers and logs the result."""
     from tests.gpu.zoo import zoo_checkpoint
 
     name, _, dtype = item.partition(":")
@@ -62,7 +62,7 @@ def _exact(name: str, folder: Path, which: tuple[int, ...], settings: Settings) 
     expected = parity.oracle_of(folder, parity.prompts_of(name, which), NUM_TOKENS, remembers=remembers)
     with parity.engine(folder, platform=settings.platform) as llm:
         parity.check(expected, parity.generate(llm, expected.prompts, max_tokens=NUM_TOKENS))
-        # Once more: prefixes are in the cache now, and the decode steps have been captured.
+        # Second run: prompts hit the prefix cache, and decode steps replay captured graphs.
         parity.check(expected, parity.generate(llm, expected.prompts, max_tokens=NUM_TOKENS))
     return f"tokens equal, log-probabilities within {parity.LOGPROB_TOLERANCE:g}"
 
@@ -76,40 +76,40 @@ def _within_tolerance(
     prompts = parity.prompts_of(name, which)
     with parity.engine(folder, platform=settings.platform, dtype=dtype) as llm:
         outputs = parity.generate(llm, prompts, max_tokens=NUM_TOKENS)
-    below, off = distances(folder, dtype, prompts, outputs)
-    most_below, most_off = TOLERANCES[dtype]
-    within = sum(b <= most_below and o <= most_off for b, o in zip(below, off, strict=True)) / len(below)
+    gaps, errors = distances(folder, dtype, prompts, outputs)
+    max_gap, max_error = TOLERANCES[dtype]
+    within = sum(g <= max_gap and e <= max_error for g, e in zip(gaps, errors, strict=True)) / len(gaps)
     needed = WITH_EXPERTS if name in SPARSE else 1.0
-    figures = {"logit_below_largest": max(below), "logprob_off": max(off), "within": within, "tokens": len(below)}
-    note = f"permitted: {most_below:g} and {most_off:g}, for {needed:.0%} of the tokens"
-    result_log.add(Row("parity", item, item, OK if within >= needed else FAILED, figures, note))
+    metrics = {"logit_below_largest": max(gaps), "logprob_off": max(errors), "within": within, "tokens": len(gaps)}
+    note = f"tolerances: logit gap {max_gap:g}, log-probability {max_error:g}; for {needed:.0%} of the tokens"
+    result_log.add(Row("parity", item, item, OK if within >= needed else FAILED, metrics, note))
 
 
 def distances(
     folder: Path, dtype: str, prompts: list[list[int]], outputs: list[RequestOutput]
 ) -> tuple[list[float], list[float]]:
-    """How far each of the outputs' tokens is below the largest logit, and its log-probability off."""
+    """For each output token: the gap between its logit and the largest, and the error of its log-probability."""
     import torch
 
     from mvllm.ops.dtypes import torch_dtype
     from tests.helpers.model_zoo import load_reference
 
     model = load_reference(folder, torch_dtype(dtype)).float()
-    below: list[float] = []
-    off: list[float] = []
+    logit_gaps: list[float] = []
+    logprob_errors: list[float] = []
     for prompt, output in zip(prompts, outputs, strict=True):
         found = output.outputs[0]
         tokens = list(found.token_ids)
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
         chosen = torch.tensor(tokens)
-        at = logits.gather(1, chosen[:, None])[:, 0]
-        below += (logits.max(1).values - at).tolist()
+        token_logits = logits.gather(1, chosen[:, None])[:, 0]
+        logit_gaps += (logits.max(1).values - token_logits).tolist()
         reference = torch.log_softmax(logits, dim=-1)
         assert found.logprobs is not None
         for position, entries in enumerate(found.logprobs):
-            off.append(abs(entries[tokens[position]].logprob - float(reference[position, tokens[position]])))
-    return below, off
+            logprob_errors.append(abs(entries[tokens[position]].logprob - float(reference[position, tokens[position]])))
+    return logit_gaps, logprob_errors
 
 
 def _names() -> Sequence[str]:

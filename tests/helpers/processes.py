@@ -1,6 +1,6 @@
-"""Finds processes and shared memory that a test's engine has left behind.
+"""Finds processes and POSIX shared memory that an engine in a test has leaked.
 
-Processes carry a tag in an environment variable, which children inherit.
+An environment variable, which child processes inherit, tags the processes of one test.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def new_tag() -> str:
 
 
 def tagged(tag: str) -> list[psutil.Process]:
-    """Living processes with the tag, except zombies and this process."""
+    """Processes with the tag, except zombies and this process."""
     return leftover_processes.tagged_processes(TAG, tag)
 
 
@@ -51,17 +51,17 @@ def named(tag: str, name: str) -> list[psutil.Process]:
 
 
 def sleeps(pid: int) -> bool:
-    """Whether the main thread of a process sleeps for a time, as `time.sleep` does."""
+    """Whether the main thread of a process is in a timed sleep such as `time.sleep`."""
     return _system_call(pid)[0] in ("35", "230", "115", "101")  # nanosleep and clock_nanosleep, on x86-64 and arm64
 
 
 def reads_input(pid: int) -> bool:
-    """Whether the main thread of a process waits for its standard input."""
+    """Whether the main thread of a process is blocked reading stdin."""
     return _system_call(pid)[:2] in (["0", "0x0"], ["63", "0x0"])  # read, on x86-64 and arm64
 
 
 def _system_call(pid: int) -> list[str]:
-    """Number and arguments of the current system call; other words while the process computes or has ended."""
+    """Number and arguments of the current system call; other text if there is none or the process has ended."""
     try:
         return Path(f"/proc/{pid}/syscall").read_text().split()
     except OSError:

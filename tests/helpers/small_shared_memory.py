@@ -1,4 +1,4 @@
-"""Runs programs with a small /dev/shm, as in a container: a tmpfs in a mount namespace of their own."""
+"""Runs commands with a small /dev/shm, as in a container: a tmpfs in a separate mount namespace."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 
 MIB = 1 << 20
 WAYS = (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"])
-"""Commands for root, and for users who may create a user namespace."""
+"""unshare commands: for root, and for users who may create a user namespace."""
 
 
 def mount(size: int) -> list[str]:
-    """Prefix of a command that gives it a /dev/shm of `size` bytes."""
+    """Command prefix that runs a command with a /dev/shm of `size` bytes."""
     way = way_to_mount()
-    assert way is not None, "see needs_mount"
+    assert way is not None, "cannot mount a tmpfs here: mark the test with @needs_mount"
     return _command(way, size)
 
 
 @functools.cache
 def way_to_mount() -> list[str] | None:
-    """One of WAYS that is allowed here."""
+    """The first unshare command in WAYS that works on this machine; None if none does."""
     if shutil.which("unshare") is None:
         return None
     for way in WAYS:
@@ -37,5 +37,5 @@ def _command(way: list[str], size: int) -> list[str]:
 
 needs_mount = pytest.mark.skipif(
     way_to_mount() is None,
-    reason="needs the right to mount a file system in a namespace of its own (root, or CAP_SYS_ADMIN)",
+    reason="requires permission to mount a tmpfs in a new mount namespace (root, CAP_SYS_ADMIN or user namespaces)",
 )

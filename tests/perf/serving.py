@@ -1,11 +1,11 @@
-"""Throughput of the server on a platform that computes nothing: streams over HTTP, beside LLM offline.
+"""Benchmark of the HTTP server: throughput and CPU use on the null platform, which computes nothing.
 
     python tests/perf/serving.py [--streams 1 64 256] [--seconds 4] [--whole]
 
-A real server process; as many callers as there are streams, in a process of their own, each send one request after the
-other over a connection that stays open: 32 prompt tokens, 64 output tokens, every token an event (`--whole`: one
-answer at the end). Prints rates, tokens an event, and what the server's and the engine core's process used of a
-processor. mvllm-null-device must be installed or on PYTHONPATH with metadata; run it on an idle machine.
+Starts a server process. Each stream is a client in this process that sends one request at a time over a persistent
+connection: 32 prompt tokens, 64 output tokens, one server-sent event per token (`--whole`: one response without
+streaming). Prints requests/s, tokens/s, tokens per event, and the CPU use of the server and engine core processes.
+Requires mvllm-null-device, installed or on PYTHONPATH with its metadata. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ async def load(server: ServerProcess, streams: int, seconds: float, stream: bool
     count = [0, 0]
     rng = random.Random(0)
 
-    async def caller(data: bytes, until: float) -> None:
+    async def client(data: bytes, deadline: float) -> None:
         reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
-        while time.perf_counter() < until:
+        while time.perf_counter() < deadline:
             writer.write(data)
             head = await reader.readuntil(b"\r\n\r\n")
             assert b" 200 OK" in head
             if stream:
                 body = b""
                 while not body.endswith(b"0\r\n\r\n"):
-                    piece = await reader.read(1 << 18)
-                    assert piece
-                    count[1] += piece.count(b"data: {")
-                    body = body[-8:] + piece
+                    chunk = await reader.read(1 << 18)
+                    assert chunk
+                    count[1] += chunk.count(b"data: {")
+                    body = body[-8:] + chunk
             else:
                 length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
                 await reader.readexactly(length)
@@ -88,16 +88,16 @@ async def load(server: ServerProcess, streams: int, seconds: float, stream: bool
         writer.close()
 
     begin = time.perf_counter()
-    used = [sum(process.cpu_times()[:2]) for process in processes]
-    await asyncio.gather(*(caller(request(rng, stream), begin + seconds) for _ in range(streams)))
-    took = time.perf_counter() - begin
+    cpu_before = [sum(process.cpu_times()[:2]) for process in processes]
+    await asyncio.gather(*(client(request(rng, stream), begin + seconds) for _ in range(streams)))
+    elapsed = time.perf_counter() - begin
     tokens = count[0] * OUTPUT
-    share = [(sum(p.cpu_times()[:2]) - u) / took for p, u in zip(processes, used)]
+    cpu = [(sum(p.cpu_times()[:2]) - u) / elapsed for p, u in zip(processes, cpu_before)]
     if show:
         print(
-            f"{streams:4d} streams: {count[0] / took:7,.0f} requests/s {tokens / took:9,.0f} tokens/s, "
-            f"{tokens / count[1]:5.2f} tokens an event, {share[0] / tokens * took * 1e6:5.1f} µs of the server and "
-            f"{share[1] / tokens * took * 1e6:5.1f} µs of the core a token; processor {share[0]:4.0%} + {share[1]:4.0%}"
+            f"{streams:4d} streams: {count[0] / elapsed:7,.0f} requests/s {tokens / elapsed:9,.0f} tokens/s, "
+            f"{tokens / count[1]:5.2f} tokens per event, {cpu[0] / tokens * elapsed * 1e6:5.1f} µs server CPU, "
+            f"{cpu[1] / tokens * elapsed * 1e6:5.1f} µs core CPU per token; CPU {cpu[0]:4.0%} + {cpu[1]:4.0%}"
         )
 
 

@@ -67,7 +67,7 @@ def rope_type_of(settings: Mapping[str, Any]) -> Any:
 
 
 def prompt_cache_key(config: ModelConfig) -> Callable[[int], int]:
-    """For prefix caching: a key that is equal for prompts whose cached keys have equal rotations.
+    """Function for prefix caching: prompt length to a key that is equal if cached keys have equal rotations.
 
     Returns:
         A function of the prompt's length in tokens. Two requests may share cached blocks only if it returns the same
@@ -86,7 +86,7 @@ def prompt_cache_key(config: ModelConfig) -> Callable[[int], int]:
 
 
 def settings_by_type(settings: Mapping[str, Any]) -> bool:
-    """Whether there are settings per layer type: objects by the type's name, null for types without settings."""
+    """Whether `settings` has one object per layer type (null for types without settings)."""
     values = [value for value in settings.values() if value is not None]
     return bool(values) and all(isinstance(value, dict) for value in values)
 
@@ -97,13 +97,13 @@ class RopeParameters:
 
     Attributes:
         rope_type: One of ROPE_TYPES.
-        theta: Base of the geometric series of wavelengths.
+        theta: RoPE base (`rope_theta`).
         head_size: Elements per head.
         rotary_dim: Leading elements of a head that are rotated.
         max_position: `max_position_embeddings` of the checkpoint.
         original_max_position: Context length of the pretraining.
         values: All settings of the scaling in the checkpoint.
-        source: The file, for error messages.
+        source: The path of `config.json`, for error messages.
     """
 
     rope_type: str
@@ -125,7 +125,7 @@ class RopeParameters:
         return self.rope_type in ("dynamic", "longrope") and max_len > self.native_len
 
     def cache_key(self, prompt_len: int) -> int:
-        """Requests may share cached keys only if this is equal; 0 for all prompts within the original context."""
+        """Prefix-cache key: requests may share cached keys only if it is equal. 0 within the original context."""
         if not self.depends_on_length(prompt_len):
             return 0
         return 1 if self.rope_type == "longrope" else prompt_len
@@ -142,7 +142,7 @@ class RopeParameters:
         """Reads the settings from a `config.json`.
 
         Args:
-            config: The file.
+            config: The `config.json`.
             head_size: Elements per head.
             settings: Flat settings of one layer type; None for the model's settings.
             partial: Default of `partial_rotary_factor`. None for families that use this key only with a scaling: with
@@ -161,7 +161,7 @@ class RopeParameters:
             )
         missing = [key for key in _NEEDED.get(rope_type, ()) if values.get(key) is None]
         if missing:
-            raise ModelError(f"{config.source}: RoPE scaling {rope_type!r} lacks {', '.join(missing)}.")
+            raise ModelError(f"{config.source}: RoPE scaling {rope_type!r} requires {', '.join(missing)}. Add them.")
 
         for key in _NUMBERS:
             number = values.get(key)
@@ -174,14 +174,14 @@ class RopeParameters:
         original = values.get("original_max_position_embeddings")
         if "original_max_position_embeddings" in config:
             original = config.positive_number("original_max_position_embeddings", 0)
-        whole = rope_type == "proportional" or (rope_type == "default" and partial is None)
-        share = values.get("partial_rotary_factor") or config.positive_number("partial_rotary_factor", partial or 1.0)
-        rotary_dim = head_size if whole else int(head_size * share)
-        values["partial_rotary_factor"] = share
+        rotates_whole_head = rope_type == "proportional" or (rope_type == "default" and partial is None)
+        ratio = values.get("partial_rotary_factor") or config.positive_number("partial_rotary_factor", partial or 1.0)
+        rotary_dim = head_size if rotates_whole_head else int(head_size * ratio)
+        values["partial_rotary_factor"] = ratio
         if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
             raise ModelError(
-                f"{config.source}: rotary embedding over {rotary_dim} of {head_size} elements per head "
-                "is not possible: the number has to be even, positive and within the head."
+                f"{config.source}: rotary dimension must be even and in [2, head_size={head_size}], not {rotary_dim} "
+                f"(partial_rotary_factor = {ratio}). Correct partial_rotary_factor."
             )
         parameters = cls(
             rope_type=rope_type,

@@ -1,4 +1,4 @@
-"""LLMEngine: the synchronous engine. Its caller adds requests and calls `step()` for their outputs."""
+"""LLMEngine: the synchronous engine. `add_request` queues requests; each `step()` returns their new outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mvllm.messages.sampling_params import SamplingParams
 
 
 class EngineCoreClient(EngineCoreFacts, Protocol):
-    """An engine core as LLMEngine uses it, in this process or another."""
+    """The engine-core interface that LLMEngine uses, for a core in this process or another."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queues a request."""
@@ -39,7 +39,7 @@ class EngineCoreClient(EngineCoreFacts, Protocol):
         """Makes a waiting `step` return early. Callable in any thread or a signal handler."""
 
     def call_utility(self, method: str, *args: UtilityArg) -> bool:
-        """Calls a method of the engine core, see `EngineCore.call_utility`."""
+        """Calls a method of the engine core and returns its result, see `EngineCore.call_utility`."""
 
     def shutdown(self) -> None:
         """Ends the engine core. Idempotent."""
@@ -105,8 +105,8 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
 
         Args:
             request_id: Unique among the unfinished requests.
-            params: None takes the model's defaults.
-            priority: Lower is served earlier; needs the priority policy.
+            params: Sampling parameters; None for the model's defaults.
+            priority: Lower values are scheduled first; requires scheduling policy `priority`.
             arrival_time: Monotonic seconds; now by default.
             lora_request: The LoRA adapter to apply; it is loaded if necessary.
 
@@ -181,8 +181,8 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
 
     def _load_loras(self, requests: Sequence[ProcessedRequest]) -> None:
         """Loads the adapters that are not loaded yet, before any request is queued."""
-        named = {id(lora): lora for request in requests if (lora := request.core.lora_request) is not None}
-        for lora_request in named.values():
+        adapters = {id(lora): lora for request in requests if (lora := request.core.lora_request) is not None}
+        for lora_request in adapters.values():
             self.add_lora(lora_request)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -203,7 +203,7 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
             The new outputs, at most one per request.
 
         Raises:
-            EngineDeadError: The engine has failed, now or earlier; the cause is kept.
+            EngineDeadError: The engine failed in this or an earlier step; `__cause__` is the original error.
         """
         self._require_alive()
         try:
@@ -212,7 +212,7 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
             self._fatal_error = e
             if isinstance(e, EngineDeadError) or not isinstance(e, Exception):
                 raise
-            raise EngineDeadError(f"The engine stopped: {type(e).__name__}: {e}") from e
+            raise EngineDeadError(f"The engine stopped: {type(e).__name__}: {e}. Create a new engine.") from e
 
     def _step(self) -> list[RequestOutput]:
         core_outputs = self._client.step()
@@ -273,7 +273,7 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether the engine sleeps."""
+        """Whether the engine is in sleep mode (see `sleep`)."""
         return self._is_sleeping
 
     def shutdown(self) -> None:
@@ -290,4 +290,4 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
             raise EngineDeadError("The engine has been shut down; create a new one.")
         if self._fatal_error is not None:
             reason = str(self._fatal_error) or type(self._fatal_error).__name__
-            raise EngineDeadError(f"The engine stopped after an earlier error: {reason}") from self._fatal_error
+            raise EngineDeadError(f"The engine is dead; create a new one. Cause: {reason}") from self._fatal_error

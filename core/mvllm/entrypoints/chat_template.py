@@ -57,7 +57,7 @@ def render_chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt of a conversation, with special tokens: tokenize it without adding them again.
+    """The prompt of a conversation, including special tokens: tokenize it with add_special_tokens=False.
 
     Args:
         chat_template: A Jinja template in place of the tokenizer's own.
@@ -88,7 +88,7 @@ def render_chat(
         _check_objects(name, value)
     if documents:
         if "documents" in extra:
-            raise RequestError("documents may not be passed again in chat_template_kwargs.", parameter="documents")
+            raise RequestError("Pass documents once, not also in chat_template_kwargs.", parameter="documents")
         extra["documents"] = list(documents)
     if chat_template is None and getattr(tokenizer.hf, "chat_template", None) is None:
         raise RequestError(
@@ -102,7 +102,7 @@ def render_chat(
             f"A conversation is a list of messages; found a {type(messages).__name__}.", parameter="messages"
         )
     if not messages:
-        raise RequestError("The conversation has no messages.", parameter="messages")
+        raise RequestError("The conversation has no messages; pass at least one.", parameter="messages")
     conversation = [_check_message(i, message) for i, message in enumerate(messages)]
     try:
         text = tokenizer.hf.apply_chat_template(
@@ -161,7 +161,7 @@ def read_chat_template(folder: Path, *, for_tools: bool = False) -> str | None:
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that a tokenizer's folder names for its templates, such as `bos_token`."""
+    """The special tokens in a tokenizer's folder, by their names in chat templates, such as `bos_token`."""
     special = {}
     for name, token in _read_tokenizer_config(folder).items():
         content = token.get("content") if isinstance(token, Mapping) else token

@@ -1,8 +1,8 @@
 """Executor for ranks that an external launcher (torchrun, Slurm) started; each rank runs a whole engine.
 
-Every rank receives the same requests and schedules the same steps, and its worker computes its shard of each step. No
-rank sends plans to another: a plan depends only on requests and settings. Values that may differ between ranks (free
-memory, a drawn seed) are exchanged at the start, and the settings are compared.
+Every rank receives the same requests and schedules the same steps, and its worker computes its shard of each step.
+Ranks exchange no scheduler outputs: these depend only on requests and settings. Values that may differ between ranks
+(free memory, a randomly chosen seed) are exchanged at startup, and the settings are compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mvllm.platform.worker_protocol import KVCacheNeeds
 
 _T = TypeVar("_T")
 
-_LAUNCH_HINT = "Start the program with torchrun --nproc-per-node=<ranks>, or set what it sets"
+_LAUNCH_HINT = "Start it with torchrun --nproc-per-node=<ranks>, or set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*"
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class LaunchedRank:
         missing = [name for name in names if not env.get(name)]
         if missing:
             raise ConfigError(
-                f"distributed_executor_backend 'external_launcher' was asked for, but {', '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} not in the environment. {_LAUNCH_HINT}."
+                f"distributed_executor_backend='external_launcher' requires {', '.join(missing)}, which "
+                f"{'is' if len(missing) == 1 else 'are'} not set. {_LAUNCH_HINT}."
             )
         rank, world_size, local_rank, _ = (
             _number(env, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", names[-1])
@@ -79,10 +79,10 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 class ExecutorWithExternalLauncher(InProcessExecutor):
-    """Calls this rank's worker directly, in step with the engines of the other ranks.
+    """Executor that calls the worker of this rank directly. The engines of the other ranks run the same steps.
 
     Raises:
-        ConfigError: The environment names no rank, or the number of launched ranks does not match the settings.
+        ConfigError: The environment variables are invalid, or the number of ranks does not match the settings.
     """
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
@@ -124,11 +124,11 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
         super().start()
 
     def kv_cache_needs(self) -> list[KVCacheNeeds]:
-        """Of all ranks, so that every engine allocates the same number of blocks."""
+        """The KV cache needs of all ranks, so that every engine allocates the same number of blocks."""
         return self._gather(super().kv_cache_needs()[0], KVCacheNeeds)
 
     def available_kv_bytes(self) -> list[int]:
-        """Of all ranks, for the same reason."""
+        """The bytes free for the KV cache on all ranks, so that every engine allocates the same number of blocks."""
         return self._gather(super().available_kv_bytes()[0], int)
 
     def _gather(self, value: _T, kind: Any) -> list[_T]:
@@ -141,10 +141,10 @@ def _drawn_seed(config: EngineConfig) -> int | None:
 
 
 def _with_common_seed(config: EngineConfig, drawn: list[int | None]) -> EngineConfig:
-    """The configuration with the seed that rank 0 drew, if every rank has drawn one.
+    """The configuration with the random seed of rank 0, if no rank was given a seed.
 
     Args:
-        drawn: The drawn seed of each rank; None for a rank that was given a seed.
+        drawn: The randomly chosen seed of each rank; None for a rank that was given a seed.
     """
     if None in drawn:  # only some ranks were given a seed: `_check_equal_settings` raises
         return config
@@ -152,7 +152,7 @@ def _with_common_seed(config: EngineConfig, drawn: list[int | None]) -> EngineCo
 
 
 def _settings(config: EngineConfig) -> dict[str, str]:
-    """The settings that plans and samples depend on. Paths may differ between machines."""
+    """The settings that scheduling and sampling depend on. Paths are left out: they may differ between machines."""
     model = config.model
     values: dict[str, object] = {
         "dtype": model.dtype,
@@ -176,5 +176,5 @@ def _check_equal_settings(by_rank: list[dict[str, str]]) -> None:
             rank, other = next(iter(others.items()))
             raise ConfigError(
                 f"Every rank must be started with the same settings, but {name} is {value} on rank 0 and {other} on "
-                f"rank {rank}."
+                f"rank {rank}. Start all ranks with the same value."
             )

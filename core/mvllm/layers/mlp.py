@@ -1,4 +1,4 @@
-"""Feed-forward blocks."""
+"""Feed-forward blocks (MLP) of decoder layers, with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mvllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class GatedMLP(nn.Module):
-    """down(f(gate(x)) * up(x)), with gate and up in one matrix product.
+    """Gated feed-forward block: down(f(gate(x)) * up(x)), with gate and up in one matrix product.
 
     Args:
         ctx: Build context.
         name: The checkpoint module that holds gate_proj, up_proj and down_proj.
-        hidden_size, intermediate_size: Outer and inner size of the whole model.
-        hidden_act: Name of f in checkpoints.
+        hidden_size, intermediate_size: Outer and inner size, before tensor-parallel sharding.
+        hidden_act: The activation f, by its name in checkpoints.
         bias: Whether the three layers have biases.
         fused: The checkpoint stores gate and up as one matrix, gate_up_proj.
     """
@@ -35,8 +35,8 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         names = ("gate_up_proj", "gate_up_proj") if fused else ("gate_proj", "up_proj")
-        bands = [(f"{name}.{band}", intermediate_size) for band in names]
-        self.gate_up = ColumnParallelLinear(ctx, bands, hidden_size, bias=bias)
+        weights = [(f"{name}.{weight}", intermediate_size) for weight in names]
+        self.gate_up = ColumnParallelLinear(ctx, weights, hidden_size, bias=bias)
         self.down = RowParallelLinear(ctx, f"{name}.down_proj", intermediate_size, hidden_size, bias=bias)
         self._num_devices = ctx.num_devices
         size = self.gate_up.out_features // 2 // ctx.num_devices
@@ -55,13 +55,13 @@ class GatedMLP(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(f(up(x))).
+    """Feed-forward block without a gate: down(f(up(x))).
 
     Args:
         ctx: Build context.
         up, down: The checkpoint modules.
-        hidden_size, intermediate_size: Outer and inner size of the whole model.
-        act: Name of f in checkpoints.
+        hidden_size, intermediate_size: Outer and inner size, before tensor-parallel sharding.
+        act: The activation f, by its name in checkpoints.
         bias: Whether both layers have biases.
         transposed: The checkpoint stores matrices as [in, out].
     """

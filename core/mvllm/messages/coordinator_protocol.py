@@ -2,9 +2,9 @@
 
     engine core   ── CoreLoad ───────────────────────────────────>  coordinator
     front end     ── SentPrefixes | Sleep | SleepDone ───────────>  coordinator
-    front end    <── Loads | SentPrefixes | Sleep | SleepDone ────  coordinator
+    front end    <─ CoreLoads | SentPrefixes | Sleep | SleepDone ─  coordinator
 
-Every message is one datagram on a socket pair, which no other process can join and which needs no framing.
+Every message is one datagram on a socket pair: no other process can connect, and no framing is needed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SentPrefixes(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class Sleep(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """Tells the front ends that the engine sleeps or has woken up.
+    """Tells the front ends that the engine has gone to sleep or woken up.
 
     Attributes:
         id: Repeated in the SleepDone.
@@ -54,7 +54,7 @@ class Sleep(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
 
 class SleepDone(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """A front end has followed a Sleep; to the front end that sent it: all others have."""
+    """Confirms a Sleep. From a front end: it has applied it. To the sender of the Sleep: all others have."""
 
     id: int
 

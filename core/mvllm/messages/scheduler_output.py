@@ -53,23 +53,23 @@ class NewRequestData(msgspec.Struct, array_like=True):
 
 
 class SchedulerOutput(msgspec.Struct, omit_defaults=True):
-    """One step's plan. Integers and bits only; rows freed are named before rows are used again.
+    """The plan of one step. For running requests it holds only integers and bitmasks.
 
     Attributes:
-        step: Counts from 0.
+        step: Number of the step, from 0.
         freed_rows: Rows whose request finished or was preempted since the last plan. Applied first.
         new_requests: Rows that start. Applied second.
         new_block_rows, new_block_ids: Blocks appended to the tables of rows that were already running. Applied third.
-            The table of row r in KV cache group g has the number r + g * max_num_seqs.
+            The table of row r in KV cache group g has the index r + g * max_num_seqs.
         rows: Rows that compute in this step, in batch order.
         num_scheduled_tokens: Tokens that each of `rows` computes, at least one.
         total_num_scheduled_tokens: Their sum.
         draft_token_ids: By position in `rows`, for rows that sample: draft tokens. They are the last of the row's
             scheduled tokens, after the known ones, so that the model predicts the token after each of them.
-        mask_rows: Those of `rows` that sample in this step from a part of the vocabulary.
+        mask_rows: Those of `rows` whose sampling in this step is restricted by a token mask (structured outputs).
         token_masks: The masks of `mask_rows`, concatenated: one bit per token of the vocabulary, set if the token is
             allowed. Token t is bit t % 8 of byte t // 8. Each mask is padded to a multiple of 4 bytes.
-        masks_follow: Whether the masks depend on tokens that are not known yet. Workers then sample only in
+        masks_follow: Whether masks are sent later because they depend on unknown tokens. Workers then sample only in
             `WorkerProtocol.sample_tokens`, which has the masks. Requires workers with that method.
     """
 
@@ -95,11 +95,11 @@ class ModelRunnerOutput(msgspec.Struct, omit_defaults=True):
         sampled_token_ids: The sampled token of each row, or -1 if it has not reached the end of its known tokens.
         further_token_ids: The tokens sampled after that one, for rows with accepted draft tokens.
         draft_token_ids: New draft tokens, to follow the sampled tokens in a later plan.
-        logprobs: Of the sampled token, for rows that request them.
-        further_logprobs: Of `further_token_ids`, for rows that request them.
-        prompt_logprobs: Of the prompt tokens that this step predicts, for rows that request them. Position p of the
+        logprobs: Log-probabilities at the sampled token, for rows that request them.
+        further_logprobs: Log-probabilities at `further_token_ids`, for rows that request them.
+        prompt_logprobs: Log-probabilities of the prompt tokens that this step predicts, if requested. Position p of the
             prompt predicts token p + 1, so a step over positions [a, b) gives tokens [a + 1, min(b + 1, num_prompt)).
-        errors: Rows that failed alone (for instance NaN logits), with the reason.
+        errors: Failure reasons of single rows, for instance NaN logits. The other rows are valid.
         pooler_output: The pooled vectors of pooling requests whose prompt is complete: float32 in little-endian order.
             No token is sampled for these rows.
     """

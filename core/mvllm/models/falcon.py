@@ -1,4 +1,4 @@
-"""Falcon: parallel attention and MLP on one residual stream, layer norms, fused query, key and value.
+"""Falcon: decoder layers with LayerNorm, fused QKV, and attention and MLP in parallel on one residual stream.
 
 old architecture    one norm for both blocks; without `parallel_attn`, sequential blocks
 new architecture    two norms, one for each block, or one for both (`num_ln_in_parallel_attn`)
@@ -35,10 +35,10 @@ class FalconAttention(nn.Module):
         self.attention = Attention(ctx, self.qkv.heads, head_size, head_size**-0.5)
         self._rotary = [rotary]  # in a list, so that it is not registered as a submodule of every layer
 
-    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos_sin: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         query, key, value = self.qkv.split(x)
-        query, key = self._rotary[0](angles, query, key)
+        query, key = self._rotary[0](cos_sin, query, key)
         return self.output(self.attention(query, key, value, step))
 
 
@@ -56,17 +56,17 @@ class FalconLayer(nn.Module):
         self.mlp_norm = LayerNorm(ctx, f"{name}.{second}", size, eps) if own_mlp_norm else None
         self.attention = FalconAttention(config, ctx, f"{name}.self_attention", rotary)
         names = f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"
-        inner, act = hf.positive_int("ffn_hidden_size", 4 * size), hf.get("activation", "gelu")
-        self.mlp = MLP(ctx, *names, size, inner, act, bias=_has_bias(config))
+        intermediate_size, act = hf.positive_int("ffn_hidden_size", 4 * size), hf.get("activation", "gelu")
+        self.mlp = MLP(ctx, *names, size, intermediate_size, act, bias=_has_bias(config))
 
-    def forward(self, x: torch.Tensor, angles: CosSinRows, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos_sin: CosSinRows, step: ForwardStep) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
         normed = self.attention_norm(x)
-        attended = self.attention(normed, angles, step)
+        attn_output = self.attention(normed, cos_sin, step)
         if not self.parallel:
-            x = x + attended
+            x = x + attn_output
             return x + self.mlp(x if self.mlp_norm is None else self.mlp_norm(x))
-        return x + attended + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))
+        return x + attn_output + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))
 
 
 class FalconForCausalLM(CausalLM):
@@ -105,9 +105,9 @@ class FalconForCausalLM(CausalLM):
     ) -> torch.Tensor:
         x = intermediate if self.word_embeddings is None else self.word_embeddings(input_ids)
         assert x is not None, "every pipeline stage but the first needs `intermediate`"
-        angles = self.rotary.angles(positions, step.prompt_lens)
+        cos_sin = self.rotary.angles(positions, step.prompt_lens)
         for layer in self.layers:
-            x = layer(x, angles, step)
+            x = layer(x, cos_sin, step)
         return x if self.norm is None else self.norm(x)
 
 

@@ -1,4 +1,4 @@
-"""The operations `linear` and `linear_silu_and_mul`: a matrix product, without and with the gated activation."""
+"""Reference implementations of the ops `linear` and `linear_silu_and_mul` (linear fused with SwiGLU activation)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """silu of the first half of x · weightᵀ + bias, times the second half.
+    """SwiGLU projection: silu of the first half of x · weightᵀ + bias, times the second half.
 
-    Replaces `linear` followed by `silu_and_mul` if there is a provider other than this reference.
+    Layers call it instead of `linear` and `silu_and_mul` if a provider other than this reference implements it.
 
     Args:
         x: [..., in_features], compute dtype.
@@ -34,7 +34,7 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
         bias: [2 · size] or None, compute dtype.
 
     Returns:
-        [..., size], compute dtype; the product may be rounded to it before the activation, or not.
+        [..., size], compute dtype. The product may be rounded to the compute dtype before the activation.
     """
     return silu_and_mul(linear(x, weight, bias))
 

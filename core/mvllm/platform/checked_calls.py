@@ -1,4 +1,4 @@
-"""Calls of platform plugins with checks of exceptions and return types.
+"""Calls platform plugins and checks their exceptions and return types.
 
 Any exception of a plugin, `SystemExit` included, becomes a PlatformError that names the platform. A result of the wrong
 type is an error here, where the caller is known.
@@ -27,38 +27,38 @@ def call_checked(platform: Platform, what: str, *args: Any, returns: type | tupl
     """
     name = f"The platform {platform.spec.name!r}"
     try:
-        answer = getattr(platform, what)
-        if callable(answer):
-            answer = answer(*args)
+        result = getattr(platform, what)
+        if callable(result):
+            result = result(*args)
     except (MvllmError, KeyboardInterrupt):
         raise
     except BaseException as e:
         raise PlatformError(f"{name} failed in {what}: {type(e).__name__}: {e}") from e
-    if not isinstance(answer, returns):
+    if not isinstance(result, returns):
         kinds = returns if isinstance(returns, tuple) else (returns,)
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise PlatformError(f"{name} answered {what} with a {type(answer).__name__}; the contract says {expected}.")
-    return answer
+        raise PlatformError(f"{name} returned a {type(result).__name__} from {what}; it must return {expected}.")
+    return result
 
 
 def checked_attention_backend(platform: Platform, spec: AttentionSpec) -> AttentionBackend:
     """The platform's backend for `spec`, after a check of the capabilities that the spec needs.
 
     Raises:
-        PlatformError: The platform does not claim a capability that the spec needs, or has no backend for it.
+        PlatformError: The platform does not declare a capability that the spec needs, or has no backend for it.
     """
     claimed: Capabilities = call_checked(platform, "capabilities", returns=Capabilities)
-    wanted = {
+    required = {
         "sliding_window": spec.sliding_window is not None,
         "soft_cap": spec.soft_cap is not None,
         "sinks": spec.sinks,
         "mla": spec.values_in_keys or spec.value_size != spec.head_size,
     }
-    missing = [name for name, needed in wanted.items() if needed and not getattr(claimed, name)]
+    missing = [name for name, needed in required.items() if needed and not getattr(claimed, name)]
     if missing:
         raise PlatformError(
             f"The model's attention needs {', '.join(missing)}, which the platform {platform.spec.name!r} does not "
-            "claim. Choose another platform."
+            "support. Choose another platform."
         )
     backend: AttentionBackend = call_checked(platform, "attention_backend", spec, returns=AttentionBackend)
     return backend

@@ -1,6 +1,6 @@
-"""The host half of sampling one batch: which rows need what, and the numbers that the device needs for it.
+"""Sampling metadata of one batch: the rows that need each sampling operation, and their parameters.
 
-NumPy decides, without looking at logits. Everything the device needs goes there in one copy (BatchUpload).
+Computed on the host with NumPy, without access to logits, and uploaded to the device in one copy (BatchUpload).
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from mvllm.sampling.token_masks import TokenMasks, intersect_masks
 from mvllm.sampling.uniforms import uniforms
 
 _MAX_CANDIDATES = 1024
-"""Up to this top_k, top_p is computed among the k most probable tokens, above it in the whole vocabulary."""
+"""Largest top_k for which top_p is computed among the top_k candidates; above it, over the whole vocabulary."""
 
 _STATIC_CANDIDATES = (64, _MAX_CANDIDATES)
-"""Numbers of top_k candidates with static shapes; beyond them the whole vocabulary."""
+"""Candidate counts that static shapes are padded to; larger top_k values use the whole vocabulary."""
 
 _RandomInputs = tuple[Filters, torch.Tensor, torch.Tensor]
-"""On the device: the filters of the random rows, and their coarse and fine uniforms."""
+"""On the device: the filters of the random rows, and their coarse and fine uniform random numbers."""
 
 _MIN_EDITS = 64
-"""Shortest list of logits to change with static shapes."""
+"""Minimum padded length of the lists of logits edits with static shapes."""
 
 
 @dataclass
 class LogitsEditKeys:
-    """Keys of the uploaded lists of logits to change, and of the masks. Rows are indices into the work rows."""
+    """Upload keys of the logits edits and of the token masks. Rows are indices into the work rows."""
 
     blocked_rows: int
     blocked_ids: int
@@ -64,7 +64,7 @@ class LogitsEditKeys:
 
 @dataclass
 class DevicePenaltyKeys:
-    """Keys of the penalty parameters, where the device counts tokens.
+    """Upload keys of the penalty parameters, if tokens are counted on the device.
 
     `penalized` selects among the work rows. With static shapes every work row has parameters.
     """
@@ -80,7 +80,7 @@ class DevicePenaltyKeys:
 
 
 class BatchPlan:
-    """How one batch is sampled. The constructor decides and uploads; the Sampler computes.
+    """Sampling metadata of one batch. The constructor selects rows and uploads; the Sampler runs the operations.
 
     Args:
         rows: int [n]: the batch row of each row of logits.
@@ -88,24 +88,24 @@ class BatchPlan:
         seq_lens: int [n]: tokens before each sampled token.
         state, history: Parameters and tokens of the rows.
         masks: Grammar masks of some rows.
-        has_mask: A mask tensor covers all rows.
+        has_mask: Whether a mask tensor covers all rows.
         vocab_size: Tokens in a row of logits.
         device: Where the logits are.
         staging: Buffers to upload from; None for an ordinary copy.
-        may_synchronize: See Filters.
+        may_synchronize: Whether host and device may synchronize, see Filters.
         num_rows: With static shapes, how many of the n rows are not padding. All rows are work rows then, and
             selections are masks.
 
     Attributes:
         rows, state: As given.
-        static: Shapes are static.
+        static: Whether shapes are static.
         plain: Greedy rows whose logits are not changed.
         work: All other rows. The selections below choose among these.
         greedy, random: The work rows without and with temperature.
         edits: Logits to change; None if there are none.
-        counted: Penalties of rows whose tokens the device counts; None if there are none.
-        processed: Index of each logits processor that acts, with its rows.
-        random_inputs: Returns the sampling parameters of the random rows, on the device; None without random rows.
+        counted: Penalties of rows whose tokens are counted on the device; None if there are none.
+        processed: (index, rows) of each logits processor that applies to at least one row.
+        random_inputs: Function that returns the sampling parameters of the random rows on the device; None without any.
         logprobs: Selects, in the batch, the rows that return log-probabilities.
         failures: Errors of logits processors, by index into the batch.
     """
@@ -167,7 +167,7 @@ class BatchPlan:
         return self.upload.add(values)
 
     def _add_processed(self) -> list[tuple[int, RowSelection]]:
-        """Index of each logits processor that acts, with its rows among the work rows."""
+        """(index, rows among the work rows) of each logits processor that applies to at least one row."""
         processors = self.state.processors
         assert processors is not None
         rows = self.rows[self.work.indices].tolist()
@@ -187,8 +187,8 @@ class BatchPlan:
         blocked_rows, blocked_ids = self._blocked_tokens(flags, is_too_short)
         biased = np.flatnonzero(flags & BIAS)
         biases = [state.biases[row] for row in in_batch[biased].tolist()]
-        by_host = state.device_counts is None
-        penalized = np.flatnonzero(flags & PENALTIES) if by_host else np.empty(0, dtype=np.int64)
+        count_on_host = state.device_counts is None
+        penalized = np.flatnonzero(flags & PENALTIES) if count_on_host else np.empty(0, dtype=np.int64)
         rows = in_batch[penalized]
         seq_lens = self._seq_lens[self.work.indices][penalized]
         counts = [self._count_tokens(row, length) for row, length in zip(rows.tolist(), seq_lens.tolist(), strict=True)]
@@ -212,7 +212,7 @@ class BatchPlan:
         )
 
     def _add_counted(self, counts: DeviceTokenCounts, is_penalized: np.ndarray) -> DevicePenaltyKeys:
-        """Adds the penalty settings, and the tokens of requests that are not in the device's table yet."""
+        """Adds the penalty parameters, and the tokens of requests that are not in the device's count table yet."""
         add, state = self.upload.add, self.state
         in_batch = self.rows[self.work.indices]
         new = counts.list_new_rows(in_batch[is_penalized], self._history)
@@ -244,8 +244,8 @@ class BatchPlan:
         return np.repeat(np.concatenate((short, bad)), _lengths(ids)), _concatenate(ids)
 
     def _mask_words(self, is_masked: np.ndarray) -> np.ndarray:
-        """The masks of the masked rows; with static shapes of all rows, zeros where a row has none."""
-        words = self._words_of(is_masked)
+        """Packed masks of the masked rows. With static shapes: of all rows, zeros for rows without a mask."""
+        words = self._combined_mask_words(is_masked)
         if not self.static or not len(words):
             return words
         masks = words.reshape(int(is_masked.sum()), -1)
@@ -253,7 +253,7 @@ class BatchPlan:
         padded[is_masked] = masks
         return padded.reshape(-1)
 
-    def _words_of(self, is_masked: np.ndarray) -> np.ndarray:
+    def _combined_mask_words(self, is_masked: np.ndarray) -> np.ndarray:
         """Grammar masks and `allowed_token_ids` of the masked rows, combined."""
         rows, masks, allowed = self.rows[self.work.indices[is_masked]], self._masks, self.state.allowed
         is_allowed = [row for row in rows.tolist() if row in allowed]
@@ -276,8 +276,8 @@ class BatchPlan:
         """Adds the sampling parameters of the random rows, which are given as indices into the batch.
 
         Returns:
-            A function that returns them on the device, once they are sent. It does not refer to the plan: tensors must
-            not wait for the garbage collector.
+            A function that returns them on the device after the upload. It holds no reference to the plan: cycles would
+            delay freeing the tensors until garbage collection.
         """
         upload, state, vocab_size = self.upload, self.state, self._vocab_size
         rows = self.rows[in_batch]
@@ -291,9 +291,9 @@ class BatchPlan:
         is_large_top_k = has_top_k & ~is_small_top_k
         any_filter = bool((has_top_k | has_top_p | (min_p > 0)).any())
         row_candidates = np.minimum(num_candidates(np.where(has_top_k, top_k, 1)), vocab_size)
-        most_large = _most(row_candidates[is_large_top_k])
+        num_large = _max_or_one(row_candidates[is_large_top_k])
         if self.static:
-            most_large = _static_candidates(most_large)
+            num_large = _static_candidates(num_large)
         may_synchronize = self._may_synchronize
         with np.errstate(divide="ignore"):
             min_p_gap = temperature * np.log(min_p)
@@ -317,10 +317,10 @@ class BatchPlan:
                 top_p_gap=top_p_gap,
                 small_top_k=small_top_k,
                 row_candidates=get_ids(row_candidates_key),
-                num_candidates=min(_most(row_candidates[is_small_top_k]), vocab_size),
+                num_candidates=min(_max_or_one(row_candidates[is_small_top_k]), vocab_size),
                 has_small_top_k_and_top_p=bool((is_small_top_k & has_top_p).any()),
                 large_top_k=large_top_k,
-                num_large_top_k_candidates=min(most_large, vocab_size),
+                num_large_top_k_candidates=min(num_large, vocab_size),
                 top_p_rows=top_p_rows,
                 any=any_filter,
                 may_synchronize=may_synchronize,
@@ -331,7 +331,7 @@ class BatchPlan:
 
 
 def warm_up_params(vocab_size: int) -> list[SamplingParams]:
-    """Sampling parameters that between them need every program of static shapes, if requests set no more than
+    """Sampling parameters for warm-up: together they run every static-shape program that requests can need with
     temperature, top_k, top_p and min_p. Log-probabilities, penalties and masks need further programs.
     """
     top_k = dict.fromkeys(min(size, vocab_size - 1) for size in (*_STATIC_CANDIDATES, vocab_size))
@@ -344,7 +344,7 @@ def _static_candidates(wanted: int) -> int:
     return next((size for size in _STATIC_CANDIDATES if wanted <= size), MAX_VOCAB_SIZE)
 
 
-def _most(candidates: np.ndarray) -> int:
+def _max_or_one(candidates: np.ndarray) -> int:
     """The largest number, at least 1."""
     return int(candidates.max(initial=1))
 

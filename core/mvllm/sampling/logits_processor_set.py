@@ -26,11 +26,11 @@ class LogitsProcessorSet:
         context: Passed to each processor.
 
     Raises:
-        ConfigError: A processor cannot be created; names its package.
+        ConfigError: A processor cannot be created; the message names its package.
     """
 
     def __init__(self, names: Iterable[str], context: LogitsProcessorContext) -> None:
-        self._processors = [_make(source, each, context) for source, each in processor_classes(names)]
+        self._processors = [_make(source, cls, context) for source, cls in processor_classes(names)]
         self._rows: dict[int, list[int]] = {}  # row -> indices of the processors that act on it
         self._failures: dict[int, str] = {}
 
@@ -66,11 +66,11 @@ class LogitsProcessorSet:
 
     def indices_for(self, index: int, rows: Sequence[int]) -> list[int]:
         """Indices into `rows` of the rows on which the processor `index` acts."""
-        return [place for place, row in enumerate(rows) if index in self._rows.get(row, ())]
+        return [i for i, row in enumerate(rows) if index in self._rows.get(row, ())]
 
     def failures(self, rows: Sequence[int]) -> dict[int, str]:
         """Errors of `add_row`, by index into `rows`."""
-        return {place: self._failures[row] for place, row in enumerate(rows) if row in self._failures}
+        return {i: self._failures[row] for i, row in enumerate(rows) if row in self._failures}
 
     def apply(self, index: int, logits: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, dict[int, str]]:
         """Applies one processor to the logits of its rows.
@@ -79,40 +79,40 @@ class LogitsProcessorSet:
             logits: float32 [n, vocab]; not changed.
 
         Returns:
-            The new logits, and errors by index into `rows`; the logits of failed rows are meaningless.
+            The new logits, and errors by index into `rows`; the logits of failed rows are undefined.
         """
         source, processor = self._processors[index]
         try:
-            return _applied(processor, logits, rows), {}
+            return _apply_checked(processor, logits, rows), {}
         except Exception as e:  # noqa: BLE001  (a plugin may raise anything; only its requests fail)
             if len(rows) == 1:
                 return logits, {0: _report(source, e)}
-        parts = [self.apply(index, logits[place : place + 1], [row]) for place, row in enumerate(rows)]
-        failures = {place: failed[0] for place, (_, failed) in enumerate(parts) if failed}
+        parts = [self.apply(index, logits[i : i + 1], [row]) for i, row in enumerate(rows)]
+        failures = {i: failed[0] for i, (_, failed) in enumerate(parts) if failed}
         return torch.cat([changed for changed, _ in parts]), failures
 
 
 def _make(
-    source: PluginSource, each: type[LogitsProcessor], context: LogitsProcessorContext
+    source: PluginSource, cls: type[LogitsProcessor], context: LogitsProcessorContext
 ) -> tuple[PluginSource, LogitsProcessor]:
     try:
-        return source, each(context)
+        return source, cls(context)
     except KeyboardInterrupt:
         raise
     except BaseException as e:  # a plugin may raise anything, SystemExit included
         raise ConfigError(f"The logits processor {source} cannot be created: {type(e).__name__}: {e}") from e
 
 
-def _applied(processor: LogitsProcessor, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def _apply_checked(processor: LogitsProcessor, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     changed = processor.apply(logits.clone(), list(rows))
     same = isinstance(changed, torch.Tensor) and (changed.shape, changed.dtype) == (logits.shape, logits.dtype)
     if not same or changed.device != logits.device:
         expected = f"{logits.dtype} {list(logits.shape)} on {logits.device}"
-        raise TypeError(f"apply must return {expected}, not {_kind(changed)}")
+        raise TypeError(f"apply must return {expected}, not {_describe(changed)}")
     return changed
 
 
-def _kind(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {list(value.shape)} on {value.device}"
     return f"a value of type {type(value).__name__}"

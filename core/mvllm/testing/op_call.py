@@ -1,4 +1,4 @@
-"""Test calls of operations: facts and arguments."""
+"""OpCall: one test case of an operation, with its arguments and the properties that `supports` checks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ROWS = (1, 3, 17)
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of one operation.
+    """Test case: one call of one operation.
 
     Attributes:
         op: Name of the operation.
-        facts: The facts that a layer gives to `supports`.
-        make: Makes the arguments, on the host.
-        weight: Position of the weight argument that a provider's `prepare` takes, positions of several, or None.
+        facts: Properties of the call (sizes, flags) that a layer passes to the provider's `supports`.
+        make: Creates the arguments, on the CPU.
+        weight: Index of the weight argument that the provider's `prepare` converts; a tuple of several, or None.
     """
 
     op: str

@@ -1,7 +1,7 @@
-"""Starts worker processes without an engine: each binds a device, joins a group, and runs checks.
+"""Starts worker processes without an engine. Each binds a device, joins the process group and runs checks.
 
-run_ranks(platform_under_test, 2, ["all_reduce"]) ──> python -m mvllm.testing._rank_process, twice, as its topology says
-                                      <── a line per check: {"did": "all_reduce", "error": "", "digest": "..."}
+run_ranks(platform_under_test, 2, ["all_reduce"]) ──> python -m mvllm.testing._rank_process, twice, with topology's env
+                                      <── one line per check: {"did": "all_reduce", "error": "", "digest": "..."}
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RankResult:
     """The results of one rank.
 
     Attributes:
-        answers: By check: `error` (empty if it passed), `digest` of the results, and for `bind` the `device`.
+        answers: Results by check: `error` (empty if it passed), `digest` of the results, and for `bind` the `device`.
         status: Exit status; None if the process was killed after the timeout.
         output: All output of the process.
     """
@@ -40,7 +40,7 @@ class RankResult:
     output: str = ""
 
     def error_of(self, check: str) -> str:
-        """Why a check failed; empty if it passed."""
+        """The error message of a check; empty if it passed."""
         if check in self.answers:
             return str(self.answers[check]["error"])
         ended = "was killed after the timeout" if self.status is None else f"ended with status {self.status}"
@@ -76,7 +76,7 @@ def run_ranks(
         checks: Names of checks in `_rank_process`, in order.
         local_ranks: Start these ranks only, without a group.
         num_devices: Devices of each rank.
-        parallel: Configuration of the engine; None for tensor parallelism over all devices.
+        parallel: The parallel configuration; None for tensor parallelism over all devices.
         checkpoint: Model folder for checks that load one.
     """
     topology = topology_of(platform_under_test, parallel or parallel_config(tensor=world_size * num_devices))
@@ -85,7 +85,7 @@ def run_ranks(
         started = []
         for rank in range(world_size) if local_ranks is None else local_ranks:
             variables = topology.env_per_worker[rank] if topology.env_per_worker else {}
-            order = {
+            job = {
                 "platform": platform_under_test.name,
                 "rank": rank,
                 "world_size": world_size,
@@ -96,12 +96,12 @@ def run_ranks(
                 "checkpoint": str(checkpoint or ""),
             }
             output = Path(folder) / f"rank{rank}"
-            with output.open("wb") as sink:
+            with output.open("wb") as output_file:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "mvllm.testing._rank_process", json.dumps(order)],
+                    [sys.executable, "-m", "mvllm.testing._rank_process", json.dumps(job)],
                     env=child_environment({**os.environ, **variables}),
                     stdin=subprocess.DEVNULL,
-                    stdout=sink,
+                    stdout=output_file,
                     stderr=subprocess.STDOUT,
                 )
             started.append((process, output))
@@ -131,16 +131,16 @@ def _collect(started: list[tuple[subprocess.Popen[bytes], Path]]) -> list[RankRe
 def run_on_multiple_devices(
     platform_under_test: PlatformUnderTest, check: str, num_devices: int = 2, checkpoint: Path | None = None
 ) -> RankResult:
-    """Runs one check of `_rank_process.MULTI_DEVICE_CHECKS` in a worker that drives `num_devices` devices."""
+    """Runs one check of `_rank_process.MULTI_DEVICE_CHECKS` in a worker with `num_devices` devices."""
     [result] = run_ranks(platform_under_test, 1, ["bind", check], num_devices=num_devices, checkpoint=checkpoint)
     return result
 
 
 def why_not_devices(platform_under_test: PlatformUnderTest, count: int) -> str:
-    """Why one worker does not drive `count` devices on this platform; empty if it does."""
+    """Reason why the platform does not run `count` devices in one worker; empty if it does."""
     topology = topology_of(platform_under_test, parallel_config(tensor=count))
     if topology.num_workers > 1:
-        return f"{count} tensor-parallel ranks are {topology.num_workers} workers of its topology"
+        return f"its topology starts {topology.num_workers} workers, not one, for {count} tensor-parallel ranks"
     if platform_under_test.platform.worker_class() is not None:
         return "the platform has its own worker class, which distributes tensors itself"
     return ""
@@ -150,7 +150,7 @@ _KNOWN: dict[tuple[str, int, int], str] = {}
 
 
 def why_not_ranks(platform_under_test: PlatformUnderTest, tensor: int = 1, pipeline: int = 1) -> str:
-    """Why an engine with so many ranks cannot run on this machine; empty if it can.
+    """Reason why an engine with these parallel sizes cannot run on this machine; empty if it can.
 
     If the probe found enough devices, the engine must run. Otherwise the last rank tries to bind its devices, since
     platforms may place several workers on one device.
@@ -161,9 +161,9 @@ def why_not_ranks(platform_under_test: PlatformUnderTest, tensor: int = 1, pipel
     if key not in _KNOWN:
         parallel = parallel_config(tensor, pipeline)
         count = topology_of(platform_under_test, parallel).num_workers
-        each = parallel.world_size // count
+        num_devices = parallel.world_size // count
         [last] = run_ranks(
-            platform_under_test, count, ["bind"], local_ranks=[count - 1], num_devices=each, parallel=parallel
+            platform_under_test, count, ["bind"], local_ranks=[count - 1], num_devices=num_devices, parallel=parallel
         )
         error = last.error_of("bind")
         _KNOWN[key] = f"{count} workers need more devices than this machine has: {error}" if error else ""

@@ -14,9 +14,9 @@ def assert_equal(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     for name in ("shape", "dtype"):
         one, other = getattr(found, name), getattr(wanted, name)
         one, other = (tuple(x) if name == "shape" else x for x in (one, other))
-        assert one == other, f"{what}: the {name} is {one}, not {other}"
+        assert one == other, f"{what}: {name} is {one}, expected {other}"
     different = found != wanted
-    assert not different.any(), f"{what}: {_first(different, found, wanted)}"
+    assert not different.any(), f"{what}: {_describe_first_difference(different, found, wanted)}"
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, allowed: float | torch.Tensor, what: str) -> None:
@@ -26,18 +26,18 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, allowed: float | tor
         AssertionError: Names `what` and the element with the largest error.
     """
     assert found.shape == wanted.shape, f"{what}: the shape is {tuple(found.shape)}, not {tuple(wanted.shape)}"
-    off = torch.where(torch.isfinite(found), (found.double() - wanted.double()).abs() / allowed, torch.inf)
-    if not off.numel() or float(off.max()) < 1:
+    error_ratio = torch.where(torch.isfinite(found), (found.double() - wanted.double()).abs() / allowed, torch.inf)
+    if not error_ratio.numel() or float(error_ratio.max()) < 1:
         return
-    index = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))
+    index = tuple(int(i) for i in torch.unravel_index(error_ratio.argmax(), error_ratio.shape))
     limit = float(allowed if isinstance(allowed, float) else allowed[index])
     raise AssertionError(
         f"{what}: {float(found[index]):.6g} at {list(index)}, {float(wanted[index]):.6g} expected (allowed difference "
-        f"{limit:.2g}); {int((off >= 1).sum())} of {off.numel()} elements differ"
+        f"{limit:.2g}); {int((error_ratio >= 1).sum())} of {error_ratio.numel()} elements differ"
     )
 
 
-def _first(different: torch.Tensor, found: torch.Tensor, wanted: torch.Tensor) -> str:
+def _describe_first_difference(different: torch.Tensor, found: torch.Tensor, wanted: torch.Tensor) -> str:
     index = tuple(different.nonzero()[0].tolist())
     number = f"{int(different.sum())} of {different.numel()} elements differ"
     return f"{found[index].item()} at {list(index)}, {wanted[index].item()} expected; {number}"

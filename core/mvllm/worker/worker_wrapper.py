@@ -26,7 +26,7 @@ _OPTIONAL = frozenset(
 
 
 class WorkerWrapper:
-    """One worker and its life cycle.
+    """Creates, calls and shuts down one worker.
 
     Args:
         config: The engine's configuration.
@@ -40,7 +40,7 @@ class WorkerWrapper:
             if platform.spec.torch_backend is not None:  # others need not have torch
                 from mvllm.worker.torch_backend import check_torch_backend
 
-                check_torch_backend(platform)  # before the class' own module may load the library
+                check_torch_backend(platform)  # before importing the worker class, which may load the backend's library
             worker = _build(path, platform, config, ctx)
         missing = sorted(name for name in _METHODS - _OPTIONAL if not callable(getattr(worker, name, None)))
         if missing:
@@ -57,14 +57,14 @@ class WorkerWrapper:
 
         Raises:
             ConfigError: WorkerProtocol declares no such method.
-            PlatformError: The worker raised an error that is not one of the engine's; it is the cause.
+            PlatformError: The worker raised an exception other than MvllmError, which becomes the `__cause__`.
         """
         if method == "can_sample_later":
             return self.can_sample_later
         if method not in _METHODS:
-            raise ConfigError(f"collective_rpc({method!r}): workers offer {', '.join(sorted(_METHODS))}.")
+            raise ConfigError(f"collective_rpc: method must be one of {', '.join(sorted(_METHODS))}, not {method!r}.")
         if method in _OPTIONAL and not hasattr(self._worker, method):
-            raise PlatformError(f"{self._name} does not offer {method!r}.")
+            raise PlatformError(f"{self._name} does not implement the optional method {method!r}.")
         try:
             with enter_phase(Phase.WORKER):
                 return getattr(self._worker, method)(*args)
@@ -75,7 +75,7 @@ class WorkerWrapper:
 
     @property
     def can_sample_later(self) -> bool:
-        """Whether plans may say `masks_follow`: the class defines `execute_model` and `sample_tokens` together."""
+        """Whether a plan may set `masks_follow`: one class defines both `execute_model` and `sample_tokens`."""
         return defined_together(type(self._worker), "execute_model", "sample_tokens")
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -84,7 +84,7 @@ class WorkerWrapper:
             return self._worker.execute_model(plan)
 
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> ModelRunnerOutput | None:
-        """Samples a step whose plan said `masks_follow`; None if `collect_output` returns its output."""
+        """Samples a step whose plan set `masks_follow`; None if `collect_output` returns its output."""
         with self._catch_system_exit():
             return self._worker.sample_tokens(step, mask_rows, token_masks)
 

@@ -1,4 +1,4 @@
-"""Qwen2 checkpoints give what transformers gives."""
+"""Tests that Qwen2 checkpoints produce the same outputs as transformers."""
 
 from tests.helpers.parity import names_of
 from tests.helpers.parity_suite import ParitySuite

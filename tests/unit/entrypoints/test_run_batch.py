@@ -1,4 +1,4 @@
-"""Batch files: how they are read, and the errors of invalid lines. Responses of a model: tests/e2e."""
+"""Tests of `mvllm run-batch`: reading batch files and errors of invalid lines. With a model: see tests/e2e."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def line(custom_id="1", url="/v1/completions", **more):
 
 
 class Source(io.BytesIO):
-    """A file that counts the lines that were read."""
+    """A file that counts the lines read from it."""
 
     num_read = 0
 
@@ -35,7 +35,7 @@ class Source(io.BytesIO):
 
 
 class Runner(BatchRunner):
-    """Answers when the test says so."""
+    """A BatchRunner whose responses come from the function `respond`."""
 
     def __init__(self, respond, max_concurrency=4):
         self.engine = SimpleNamespace(errored=False, dead_error=None)
@@ -53,19 +53,19 @@ class Runner(BatchRunner):
         pass
 
 
-async def fine(line, call):
+async def succeed(line, call):
     return b'{"ok":true}'
 
 
 def run(runner, *lines):
     target = io.BytesIO()
-    tally = asyncio.run(runner.run(Source(b"\n".join(lines)), target))
-    return tally, [json.loads(each) for each in target.getvalue().splitlines()]
+    counts = asyncio.run(runner.run(Source(b"\n".join(lines)), target))
+    return counts, [json.loads(each) for each in target.getvalue().splitlines()]
 
 
 def test_each_line_has_its_response():
-    tally, answers = run(Runner(fine), line("a"), b"", line("b"), b"  ")
-    assert (tally.total, tally.failed) == (2, 0)
+    counts, answers = run(Runner(succeed), line("a"), b"", line("b"), b"  ")
+    assert (counts.total, counts.failed) == (2, 0)
     assert {answer["custom_id"] for answer in answers} == {"a", "b"}
     assert len({answer["id"] for answer in answers} | {a["response"]["request_id"] for a in answers}) == 4
     for answer in answers:
@@ -73,28 +73,28 @@ def test_each_line_has_its_response():
         assert answer["response"]["status_code"] == 200 and answer["response"]["body"] == {"ok": True}
 
 
-def test_no_more_lines_are_read_than_run_at_a_time():
+def test_at_most_max_concurrency_lines_are_read_ahead():
     async def scenario():
-        gates = [asyncio.Event() for _ in range(20)]
+        events = [asyncio.Event() for _ in range(20)]
 
         async def wait(line, call):
-            await gates[int(line.custom_id)].wait()
+            await events[int(line.custom_id)].wait()
             return b"{}"
 
-        async def until(is_so):
-            while not is_so():
+        async def until(condition):
+            while not condition():
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.05)  # time in which one that goes too far would go on
+            await asyncio.sleep(0.05)  # a runner that reads too many lines would do so in this time
 
         source, target = Source(b"\n".join(line(str(i)) for i in range(20))), io.BytesIO()
         running = asyncio.create_task(Runner(wait, max_concurrency=3).run(source, target))
         await until(lambda: source.num_read >= 3)
         assert source.num_read == 3 and not target.getvalue()
-        gates[1].set()  # the second is answered first
+        events[1].set()  # the second is answered first
         await until(lambda: source.num_read >= 4 and target.getvalue())
         assert source.num_read == 4 and target.getvalue().count(b"\n") == 1
-        for gate in gates:
-            gate.set()
+        for event in events:
+            event.set()
         assert (await running).total == 20
         return target
 
@@ -115,10 +115,10 @@ def test_no_more_lines_are_read_than_run_at_a_time():
     ],
 )
 def test_an_invalid_line_gets_an_error_and_the_rest_run(data, custom_id, expected):
-    tally, [answer, other] = run(Runner(fine), data, line("good"))
+    counts, [answer, other] = run(Runner(succeed), data, line("good"))
     if answer["custom_id"] == "good":
         answer, other = other, answer
-    assert (tally.total, tally.failed) == (2, 1)
+    assert (counts.total, counts.failed) == (2, 1)
     assert answer["custom_id"] == custom_id and answer["response"] is None
     assert answer["error"]["code"] == "invalid_line" and expected in answer["error"]["message"]
     assert other["response"]["status_code"] == 200
@@ -126,7 +126,7 @@ def test_an_invalid_line_gets_an_error_and_the_rest_run(data, custom_id, expecte
 
 def test_a_line_that_is_too_long_gets_an_error(monkeypatch):
     monkeypatch.setattr(batch_runner, "MAX_LINE_BYTES", 1000)
-    _, answers = run(Runner(fine), line("long", body={"prompt": "x" * 5000}), line("a"), line("b"))
+    _, answers = run(Runner(succeed), line("long", body={"prompt": "x" * 5000}), line("a"), line("b"))
     assert {a["custom_id"]: a["error"] is None for a in answers} == {None: False, "a": True, "b": True}
     [error] = [a["error"] for a in answers if a["error"]]
     assert "longer than 1000 bytes" in error["message"]
@@ -144,36 +144,36 @@ def test_a_line_that_is_too_long_gets_an_error(monkeypatch):
         (line(body=7), 400, "body"),
     ],
 )
-def test_a_rejected_request_has_the_servers_status(request_line, status, expected):
-    async def as_it_is(line, call):
+def test_a_rejected_request_has_the_status_code_of_the_server(request_line, status, expected):
+    async def call_base(line, call):
         return call(line)
 
-    tally, [answer] = run(Runner(as_it_is), request_line)
-    assert tally.failed == 1 and answer["error"] is None and answer["custom_id"] == "1"
+    counts, [answer] = run(Runner(call_base), request_line)
+    assert counts.failed == 1 and answer["error"] is None and answer["custom_id"] == "1"
     assert answer["response"]["status_code"] == status
     assert expected in answer["response"]["body"]["error"]["message"]
 
 
 def test_a_request_waits_while_the_queue_is_full(monkeypatch):
     monkeypatch.setattr(batch_runner, "_RETRY_SECONDS", 0.0)
-    left = [3]
+    num_failures_left = [3]
 
     async def full_at_first(line, call):
-        left[0] -= 1
-        if left[0] >= 0:
+        num_failures_left[0] -= 1
+        if num_failures_left[0] >= 0:
             raise QueueFullError("full")
         return b"{}"
 
-    tally, _ = run(Runner(full_at_first), line())
-    assert tally.failed == 0 and left[0] == -1
+    counts, _ = run(Runner(full_at_first), line())
+    assert counts.failed == 0 and num_failures_left[0] == -1
 
 
-def test_an_engine_that_dies_ends_the_run_after_the_running_requests():
-    async def die(line, call):
+def test_a_dead_engine_ends_the_run_after_the_running_requests():
+    async def fail_engine(line, call):
         runner.engine.errored, runner.engine.dead_error = True, EngineDeadError("gone")
         raise EngineDeadError("gone")
 
-    runner = Runner(die, max_concurrency=1)
+    runner = Runner(fail_engine, max_concurrency=1)
     target = io.BytesIO()
     with pytest.raises(EngineDeadError, match="gone"):
         asyncio.run(runner.run(Source(b"\n".join([line("a"), line("b"), line("c")])), target))

@@ -44,7 +44,7 @@ def test_a_platforms_own_mvllm_error_is_not_wrapped(error):
 
 @pytest.mark.parametrize(("answer", "found"), [(None, "NoneType"), (5, "int"), (ShapePolicy, "type")])
 def test_an_answer_of_another_kind_is_refused(answer, found):
-    with pytest.raises(PlatformError, match=f"answered shapes with a {found}; the contract says ShapePolicy or str"):
+    with pytest.raises(PlatformError, match=f"returned a {found} from shapes; it must return ShapePolicy or str"):
         call_checked(platform_that(lambda: answer), "shapes", returns=(ShapePolicy, str))
 
 

@@ -1,8 +1,8 @@
-"""The contract changes only with a recorded file and a version step that fits the change.
+"""Tests that each change of the plugin contract (`mvllm.plugin_api`) is recorded and bumps its version correctly.
 
-`contracts/current.json` is the contract as it stands in the source: whoever changes it writes that file anew, so that
-the change is seen. `contracts/released-MAJOR.MINOR.json` is the contract of a release: a copy of `current.json`, made
-when that version is first published. The newest of these is what the version is counted from.
+`contracts/current.json` is the contract in the source. A commit that changes the contract regenerates this file, so
+that reviewers see the change. `contracts/released-MAJOR.MINOR.json` is the contract of a release: a copy of
+`current.json`, made when that version is published. The required version is computed from the newest release.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mvllm.platform.hookspecs import mvllm_platform
 
 FOLDER = Path(__file__).parent / "contracts"
 CURRENT = FOLDER / "current.json"
-WRITE = f"mvllm contract --json > {CURRENT.relative_to(Path(__file__).parents[3])}"
+WRITE_COMMAND = f"mvllm contract --json > {CURRENT.relative_to(Path(__file__).parents[3])}"
 SURFACE = read_surface()
 
 
-def plugin_api_home(name):
-    """The module that defines a name of the contract, which is imported by then."""
+def defining_module(name):
+    """The name of the module that defines `name`."""
     getattr(plugin_api, name)
     [found] = [
         node.module
@@ -42,26 +42,26 @@ def plugin_api_home(name):
     return found
 
 
-def read(path):
+def load_contract(path):
     return from_data(json.loads(path.read_text("utf-8")))
 
 
 def newest_release(folder=FOLDER):
-    released = [read(path) for path in folder.glob("released-*.json")]
+    released = [load_contract(path) for path in folder.glob("released-*.json")]
     return max(released, key=lambda surface: surface.contract, default=None)
 
 
-def unseen_changes(kept, surface):
-    """What a change of the contract that nobody has looked at reads like; empty if there is none."""
-    found = changes(kept, surface)
-    if not found and kept.contract == surface.contract:
+def unrecorded_changes_message(recorded, surface):
+    """The failure message that lists the changes missing in the recorded contract; empty if there are none."""
+    found = changes(recorded, surface)
+    if not found and recorded.contract == surface.contract:
         return ""
     listing = "\n".join(f"  {change}" for change in found) or "  its version"
-    return f"The contract has changed:\n{listing}\nIf that is meant, run: {WRITE}"
+    return f"The contract has changed:\n{listing}\nIf the change is intended, run: {WRITE_COMMAND}"
 
 
-def missing_step(released, surface):
-    """What a version that is too low for what changed since the release reads like; empty if it is high enough."""
+def wrong_version_message(released, surface):
+    """The failure message for a version that does not match the changes since the release; empty if it does."""
     if released is None:
         return "" if surface.contract == (1, 0) else "Nothing has been released: the contract's version stays 1.0."
     found = changes(released, surface)
@@ -75,13 +75,13 @@ def missing_step(released, surface):
     )
 
 
-def test_the_contract_is_the_recorded_one():
-    message = unseen_changes(read(CURRENT), SURFACE)
+def test_the_recorded_contract_is_current():
+    message = unrecorded_changes_message(load_contract(CURRENT), SURFACE)
     assert not message, message
 
 
-def test_the_version_fits_what_has_changed_since_the_last_release():
-    message = missing_step(newest_release(), SURFACE)
+def test_the_version_matches_the_changes_since_the_last_release():
+    message = wrong_version_message(newest_release(), SURFACE)
     assert not message, message
 
 
@@ -90,56 +90,56 @@ def test_the_version_fits_what_has_changed_since_the_last_release():
 
 @pytest.fixture
 def new():
-    """The contract, to be changed by a test."""
+    """A copy of the contract for a test to change."""
     return copy.deepcopy(SURFACE)
 
 
-def found(new):
+def diff(new):
     return [str(change) for change in changes(SURFACE, new)]
 
 
 def test_equal_contracts_have_no_changes(new):
-    assert found(new) == []
+    assert diff(new) == []
 
 
-def test_a_name_may_come_with_a_minor_step_and_goes_with_a_major_one(new):
+def test_an_added_name_is_minor_and_a_removed_name_is_major(new):
     new.names["Profiler"] = Name("class")
     del new.names["OpCase"]
-    assert found(new) == ["major: OpCase was removed", "minor: Profiler was added"]
+    assert diff(new) == ["major: OpCase was removed", "minor: Profiler was added"]
 
 
 def test_an_optional_method_is_minor_and_a_required_one_major(new):
     new.names["Platform"].members["sleep"] = Member("method")
     new.names["Platform"].members["wake"] = Member("method", required=True)
-    assert found(new) == ["minor: Platform.sleep was added", "major: Platform.wake was added, and is required"]
+    assert diff(new) == ["minor: Platform.sleep was added", "major: Platform.wake was added, and is required"]
 
 
 def test_a_method_that_becomes_optional_is_minor_and_one_that_becomes_required_major(new):
     new.names["Platform"].members["topology"].required = False
     new.names["Platform"].members["ops"].required = True
-    assert found(new) == ["minor: Platform.topology is no longer required", "major: Platform.ops is now required"]
+    assert diff(new) == ["minor: Platform.topology is no longer required", "major: Platform.ops is now required"]
 
 
 def test_a_renamed_method_is_one_removed_and_one_added(new):
     members = new.names["Communicator"].members
     members["all_sum"] = members.pop("all_reduce")
-    assert "major: Communicator.all_reduce was removed" in found(new)
+    assert "major: Communicator.all_reduce was removed" in diff(new)
 
 
 def test_a_field_with_a_default_at_the_end_is_minor(new):
     new.names["Capabilities"].members["sparse"] = Member("field", [], "bool", "False")
-    assert found(new) == ["minor: Capabilities.sparse was added"]
+    assert diff(new) == ["minor: Capabilities.sparse was added"]
 
 
 def test_a_field_without_a_default_is_major(new):
     new.names["MemoryInfo"].members["shared"] = Member("field", [], "int", required=True)
-    assert found(new) == ["major: MemoryInfo.shared was added, and is required"]
+    assert diff(new) == ["major: MemoryInfo.shared was added, and is required"]
 
 
 def test_a_field_before_others_is_major_because_it_takes_their_position(new):
     entry = new.names["ProbeResult"]
     entry.members = {"since": Member("field", [], "str", "''"), **entry.members}
-    assert "major: ProbeResult: since is at the position of available; new fields come last" in found(new)
+    assert "major: ProbeResult: since is at the position of available; new fields come last" in diff(new)
 
 
 @pytest.mark.parametrize("what", ["type", "default", "phase"])
@@ -147,46 +147,46 @@ def test_another_type_default_or_phase_is_major(new, what):
     member = new.names["Capabilities"].members["fork_safe"]
     before = getattr(member, what)
     setattr(member, what, "str")
-    assert found(new) == [f"major: Capabilities.fork_safe: its {what} was {before or 'none'}, is str"]
+    assert diff(new) == [f"major: Capabilities.fork_safe: its {what} was {before or 'none'}, is str"]
 
 
-def test_a_default_for_what_had_to_be_given_is_minor(new):
+def test_a_default_for_a_required_field_is_minor(new):
     member = new.names["ProbeResult"].members["reason"]
     member.default, member.required = "''", False
-    assert found(new) == ["minor: ProbeResult.reason is no longer required"]
+    assert diff(new) == ["minor: ProbeResult.reason is no longer required"]
 
 
-def test_one_parameter_more_is_major_for_what_plugins_write_since_core_would_pass_it(new):
+def test_an_added_parameter_is_major_for_methods_that_plugins_implement(new):
     new.names["Platform"].members["plan"].parameters.append("strict: bool = False")
-    [change] = found(new)
+    [change] = diff(new)
     assert change.startswith("major: Platform.plan: its parameters were (config: EngineConfig), are (config: Engine")
 
 
-def test_one_parameter_more_is_minor_for_what_plugins_call_if_it_has_a_default(new):
+def test_an_added_parameter_with_a_default_is_minor_for_methods_that_plugins_call(new):
     parameters = new.names["TorchCommunicator"].members["__init__"].parameters
     parameters.append("port: int = 0")
-    assert found(new)[0].startswith("minor: TorchCommunicator.__init__: its parameters were")
+    assert diff(new)[0].startswith("minor: TorchCommunicator.__init__: its parameters were")
     parameters[-1] = "port: int"
-    assert found(new)[0].startswith("major: TorchCommunicator.__init__: its parameters were")
+    assert diff(new)[0].startswith("major: TorchCommunicator.__init__: its parameters were")
 
 
-def test_the_order_of_fields_that_are_given_by_keyword_means_nothing(new):
+def test_the_order_of_keyword_only_fields_is_ignored(new):
     assert SURFACE.names["SamplingParams"].keyword_only
     entry = new.names["SamplingParams"]
     entry.members = {"since": Member("field", [], "str", "''"), **entry.members}
-    assert found(new) == ["minor: SamplingParams.since was added"]
+    assert diff(new) == ["minor: SamplingParams.since was added"]
 
 
-def test_fields_that_must_be_given_by_keyword_now_are_a_major_change(new):
+def test_fields_that_become_keyword_only_are_major(new):
     new.names["ProbeResult"].keyword_only = True
-    assert found(new) == ["major: ProbeResult: its fields are given by keyword now"]
+    assert diff(new) == ["major: ProbeResult: its fields are given by keyword now"]
 
 
 def test_another_base_group_or_hook_is_major(new):
     new.names["ContractError"].bases = ["Exception"]
     new.entry_points = "mvllm.devices"
     new.hooks["mvllm_platform"].parameters = ["core: str"]
-    assert found(new) == [
+    assert diff(new) == [
         "major: the entry points' group was mvllm.platforms, is mvllm.devices",
         "major: hook mvllm_platform: its parameters were (), are (core: str)",
         "major: ContractError: its bases was PlatformError, is Exception",
@@ -198,16 +198,16 @@ def test_another_base_group_or_hook_is_major(new):
 
 def test_an_unrecorded_change_is_reported_with_the_command(new):
     new.names["Profiler"] = Name("class")
-    message = unseen_changes(SURFACE, new)
-    assert "minor: Profiler was added" in message and message.endswith(f"run: {WRITE}")
+    message = unrecorded_changes_message(SURFACE, new)
+    assert "minor: Profiler was added" in message and message.endswith(f"run: {WRITE_COMMAND}")
 
 
-def test_before_the_first_release_the_contract_changes_without_its_version(new):
+def test_before_the_first_release_changes_keep_the_version_1_0(new):
     del new.names["OpCase"]
     new.contract = (1, 0)
-    assert missing_step(None, new) == ""
+    assert wrong_version_message(None, new) == ""
     new.contract = (1, 1)
-    assert "stays 1.0" in missing_step(None, new)
+    assert "stays 1.0" in wrong_version_message(None, new)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_before_the_first_release_the_contract_changes_without_its_version(new):
         ("removal", (2, 0), True),
     ],
 )
-def test_after_a_release_the_version_takes_the_step_that_the_changes_need(new, change, version, enough):
+def test_after_a_release_the_changes_determine_the_version(new, change, version, enough):
     if change == "addition":
         new.names["Profiler"] = Name("class")
     if change == "removal":
@@ -229,13 +229,13 @@ def test_after_a_release_the_version_takes_the_step_that_the_changes_need(new, c
     new.contract = version
     released = copy.deepcopy(SURFACE)
     released.contract = (1, 0)
-    message = missing_step(released, new)
+    message = wrong_version_message(released, new)
     assert (message == "") == enough
     if not enough:
         assert "needs CONTRACT = " + ("(2, 0)" if change == "removal" else "(1, 1)") in message
 
 
-def test_the_newest_release_is_what_counts(tmp_path, new):
+def test_releases_are_ordered_by_version_number(tmp_path, new):
     for version in ((1, 9), (1, 10), (1, 2)):
         new.contract = version
         (tmp_path / f"released-{version[0]}.{version[1]}.json").write_text(json.dumps(as_data(new)))
@@ -245,8 +245,8 @@ def test_the_newest_release_is_what_counts(tmp_path, new):
 # ---------------------------------------------------------------------------------------- the surface, and the command
 
 
-def test_every_name_is_there_with_what_python_says_about_it():
-    """The source was read without being run; here it is compared with what runs."""
+def test_the_surface_matches_runtime_introspection():
+    """Compares the surface, parsed from source without running it, with the imported classes."""
     assert set(SURFACE.names) == set(plugin_api.__all__)
     for name, entry in SURFACE.names.items():
         actual = getattr(plugin_api, name)
@@ -280,10 +280,10 @@ def test_every_name_is_there_with_what_python_says_about_it():
 
 
 OPAQUE_TO_PLUGINS = {"Cache", "ReferenceMetadata"}
-"""What `ReferenceAttention` makes and is given back."""
+"""Types that plugins receive from `ReferenceAttention` and only pass back to it."""
 
 
-def test_every_type_of_ours_in_a_signature_is_a_name_of_the_contract():
+def test_every_mvllm_type_in_a_signature_is_exported_by_plugin_api():
     missing = {}
     for name, entry in SURFACE.names.items():
         texts = [
@@ -291,20 +291,20 @@ def test_every_type_of_ours_in_a_signature_is_a_name_of_the_contract():
             *(p for f in (entry.itself, *entry.members.values()) if f for p in [*f.parameters, f.type]),
         ]
         words = set(re.findall(r"\b[A-Z]\w+", re.sub(r"'[^']*'", "", " ".join(texts))))
-        source = inspect.getsource(sys.modules[plugin_api_home(name)])
+        source = inspect.getsource(sys.modules[defining_module(name)])
         for word in words - set(SURFACE.names) - OPAQUE_TO_PLUGINS:
-            # Ours is what the module defines, or imports from mvllm.
+            # An mvllm type is defined in the module or imported from mvllm.
             if re.search(rf"^(class )?{word}\b *[(:=]|^from mvllm[^(\n]*(\([^)]*)?\b{word}\b", source, re.MULTILINE):
                 missing.setdefault(word, name)
-    assert not missing, "a plugin meets these types, and plugin_api lacks them"
+    assert not missing, f"types used in plugin signatures must be exported by plugin_api; missing: {missing}"
 
 
 @pytest.mark.parametrize("method", ["sleep", "wake_up", "add_lora", "remove_lora", "group_layers", "collect_output"])
-def test_a_worker_class_may_leave_out_what_its_page_says_it_may(method):
+def test_optional_worker_methods_are_not_required(method):
     assert not SURFACE.names["WorkerProtocol"].members[method].required
 
 
-def test_every_method_that_plugins_write_has_its_phase():
+def test_every_method_that_plugins_implement_has_a_phase():
     bare = [
         f"{name}.{member}"
         for name, entry in SURFACE.names.items()
@@ -318,11 +318,11 @@ def test_every_method_that_plugins_write_has_its_phase():
     assert SURFACE.names["Platform"].members["init_device"].phase == "worker"
 
 
-def test_the_hook_is_part_of_it():
+def test_the_hook_is_part_of_the_contract():
     assert list(SURFACE.hooks) == [mvllm_platform.__name__]
 
 
-def test_json_keeps_all_of_it():
+def test_the_contract_survives_a_json_round_trip():
     assert from_data(json.loads(json.dumps(as_data(SURFACE)))) == SURFACE
 
 
@@ -341,7 +341,7 @@ def test_the_command_prints_every_name_with_its_signature(capsys):
     assert all(f" {name}" in out for name in plugin_api.__all__)
 
 
-def test_the_command_compares_with_a_kept_contract(capsys, tmp_path, new):
+def test_the_command_compares_with_an_older_contract(capsys, tmp_path, new):
     kept = tmp_path / "kept.json"
     assert main(["contract", "--json"]) == 0
     kept.write_text(capsys.readouterr().out)

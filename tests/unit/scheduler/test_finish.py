@@ -1,4 +1,4 @@
-"""How requests end, and their last outputs."""
+"""Tests of request termination: finish reasons, final outputs, logprobs and scheduler statistics."""
 
 import pytest
 
@@ -12,15 +12,15 @@ from tests.unit.scheduler.fake_runner import expected_tokens, logprobs_of
 PROMPT = [1, 2, 3, 4, 5]
 
 
-def tokens_of(prompt=PROMPT, max_tokens=20):
+def generated_tokens(prompt=PROMPT, max_tokens=20):
     """What the fake runner generates when nothing stops it."""
     request = make_request(prompt, max_tokens=max_tokens)
     return expected_tokens(prompt, request.sampling_params, [], 64)
 
 
-FREE = tokens_of()
-FIFTH = FREE[4]
-assert FIFTH not in FREE[:4]
+TOKENS = generated_tokens()
+FIFTH = TOKENS[4]
+assert FIFTH not in TOKENS[:4]
 
 
 def run_one(**request):
@@ -30,35 +30,35 @@ def run_one(**request):
 
 def test_a_request_ends_after_max_tokens():
     result, last = run_one(max_tokens=3)
-    assert result.token_ids == FREE[:3]
+    assert result.token_ids == TOKENS[:3]
     assert (last.finish_reason, last.stop_reason) == (FinishReason.LENGTH, None)
 
 
 def test_a_request_ends_at_max_model_len():
     [result] = Engine(make_scheduler(max_model_len=12)).run(make_request(PROMPT, max_tokens=None))
-    assert result.token_ids == FREE[:7]
+    assert result.token_ids == TOKENS[:7]
     assert result.finish_reason is FinishReason.LENGTH
 
 
 def test_a_request_ends_with_an_end_of_sequence_token():
     result, last = run_one(eos=[FIFTH])
-    assert result.token_ids == FREE[:5]
+    assert result.token_ids == TOKENS[:5]
     assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, None)
 
 
-def test_any_of_several_end_of_sequence_tokens_ends_it():
-    assert run_one(eos=[FREE[9], FIFTH])[0].token_ids == FREE[:5]
+def test_any_of_several_end_of_sequence_tokens_ends_a_request():
+    assert run_one(eos=[TOKENS[9], FIFTH])[0].token_ids == TOKENS[:5]
 
 
 def test_the_end_of_sequence_token_can_be_ignored():
     result, last = run_one(eos=[FIFTH], ignore_eos=True)
-    assert result.token_ids == FREE
+    assert result.token_ids == TOKENS
     assert last.finish_reason is FinishReason.LENGTH
 
 
-def test_a_stop_token_ends_a_request_and_is_named():
+def test_a_stop_token_ends_a_request_and_is_the_stop_reason():
     result, last = run_one(stop_token_ids=[FIFTH])
-    assert result.token_ids == FREE[:5]
+    assert result.token_ids == TOKENS[:5]
     assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, FIFTH)
 
 
@@ -72,27 +72,27 @@ def test_an_end_of_sequence_token_is_not_reported_as_a_stop_token():
     assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, None)
 
 
-@pytest.mark.parametrize("kind", [{"eos": [FREE[2], FREE[7]]}, {"stop_token_ids": [FREE[2], FREE[7]]}])
+@pytest.mark.parametrize("kind", [{"eos": [TOKENS[2], TOKENS[7]]}, {"stop_token_ids": [TOKENS[2], TOKENS[7]]}])
 def test_nothing_stops_a_request_before_min_tokens(kind):
-    assert run_one(**kind)[0].token_ids == FREE[:3]
-    assert run_one(**kind, min_tokens=3)[0].token_ids == FREE[:3]
-    assert run_one(**kind, min_tokens=4)[0].token_ids == FREE[:8]
+    assert run_one(**kind)[0].token_ids == TOKENS[:3]
+    assert run_one(**kind, min_tokens=3)[0].token_ids == TOKENS[:3]
+    assert run_one(**kind, min_tokens=4)[0].token_ids == TOKENS[:8]
 
 
-def test_the_last_token_that_fits_can_be_a_stop():
+def test_a_stop_token_at_max_tokens_finishes_with_reason_stop():
     assert run_one(max_tokens=5, eos=[FIFTH])[1].finish_reason is FinishReason.STOP
 
 
 def test_tokens_come_one_by_one():
     result, _ = run_one(max_tokens=4)
-    assert [output.new_token_ids for output in result.outputs] == [[token] for token in FREE[:4]]
+    assert [output.new_token_ids for output in result.outputs] == [[token] for token in TOKENS[:4]]
     assert [output.finish_reason for output in result.outputs] == [None, None, None, FinishReason.LENGTH]
 
 
 def test_final_only_sends_all_tokens_in_one_output():
     result, _ = run_one(max_tokens=4, output_kind=RequestOutputKind.FINAL_ONLY, logprobs=1)
-    assert [output.new_token_ids for output in result.outputs] == [FREE[:4]]
-    assert result.logprobs == [logprobs_of(token) for token in FREE[:4]]
+    assert [output.new_token_ids for output in result.outputs] == [TOKENS[:4]]
+    assert result.logprobs == [logprobs_of(token) for token in TOKENS[:4]]
 
 
 def test_final_only_with_stop_strings_sends_each_token_to_the_front_end():
@@ -102,7 +102,7 @@ def test_final_only_with_stop_strings_sends_each_token_to_the_front_end():
 
 def test_logprobs_come_with_their_tokens():
     result, _ = run_one(max_tokens=4, logprobs=0)
-    assert [output.logprobs for output in result.outputs] == [[logprobs_of(token)] for token in FREE[:4]]
+    assert [output.logprobs for output in result.outputs] == [[logprobs_of(token)] for token in TOKENS[:4]]
 
 
 def test_logprobs_that_were_not_asked_for_are_not_sent():
@@ -117,10 +117,10 @@ def test_prompt_logprobs_are_gathered_over_chunks_and_sent_once(budget, kind):
     [result] = engine.run(make_request(PROMPT, prompt_logprobs=1, output_kind=kind))
     assert result.prompt_logprobs == [logprobs_of(token) for token in PROMPT[1:]]
     assert result.outputs[0].prompt_logprobs is not None
-    assert result.token_ids == FREE[:4]
+    assert result.token_ids == TOKENS[:4]
 
 
-def test_a_prompt_of_one_token_has_no_prompt_logprobs_but_the_empty_list():
+def test_prompt_logprobs_of_a_one_token_prompt_are_an_empty_list():
     [result] = Engine(make_scheduler()).run(make_request([3], prompt_logprobs=1))
     assert result.prompt_logprobs == []
 
@@ -130,12 +130,12 @@ def test_a_failed_row_ends_its_request_and_no_other():
     engine.runner.failing = {"bad"}
     good, bad = make_request(PROMPT), make_request(7, request_id="bad")
     good_result, bad_result = engine.run(good, bad)
-    assert good_result.token_ids == FREE[:4]
+    assert good_result.token_ids == TOKENS[:4]
     assert (bad_result.finish_reason, bad_result.outputs[-1].error) == (FinishReason.ERROR, "not a number")
     assert bad_result.token_ids == []
 
 
-def test_a_request_that_fails_late_keeps_the_tokens_it_had():
+def test_a_request_that_fails_during_decode_keeps_its_generated_tokens():
     for kind in RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY:
         engine = Engine(make_scheduler())
         engine.add(make_request(PROMPT, request_id="bad", output_kind=kind))
@@ -143,11 +143,11 @@ def test_a_request_that_fails_late_keeps_the_tokens_it_had():
         engine.step()
         engine.runner.failing = {"bad"}
         engine.run()
-        assert engine.results["bad"].token_ids == FREE[:2]
+        assert engine.results["bad"].token_ids == TOKENS[:2]
         assert engine.results["bad"].finish_reason is FinishReason.ERROR
 
 
-def test_what_a_failed_request_computed_is_not_found_by_another():
+def test_blocks_of_a_failed_request_are_not_prefix_cache_hits():
     engine = Engine(make_scheduler(block_size=4))
     engine.runner.failing = {"bad"}
     [bad] = engine.run(make_request(list(range(20)), request_id="bad"))
@@ -165,11 +165,11 @@ def test_a_request_too_large_for_the_cache_fails_immediately():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_request_that_outgrows_the_cache_alone_fails_with_what_it_has(depth):
+def test_a_lone_request_that_outgrows_the_cache_fails_and_keeps_its_tokens(depth):
     engine = Engine(make_scheduler(num_blocks=3, block_size=4), depth=depth)
     [result] = engine.run(make_request(PROMPT, max_tokens=20))
     assert result.finish_reason is FinishReason.ERROR
-    assert result.token_ids == FREE[:8]  # positions 0..11 have a slot; the token behind them was still sampled
+    assert result.token_ids == TOKENS[:8]  # positions 0..11 have a slot; the token after them was still sampled
     assert engine.scheduler.make_stats().kv_cache_usage == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Resolves the configuration: asks the platform for its plan, applies and logs the changes, and fills in defaults."""
+"""Resolves the engine configuration: applies the changes in the platform's plan, logs them and fills in defaults."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mvllm.platform.spec import ConfigChange, Plan, Refusal, Refusals
 logger = get_logger(__name__)
 
 DEFAULT_MEMORY_UTILIZATION = 0.9
-"""Share of the device's memory for the engine, unless the user or the platform sets it."""
+"""Fraction of the device memory that the engine uses, unless the user or the platform sets it."""
 
 
 def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     """The configuration that the engine will run with, on `platform`.
 
     Raises:
-        ConfigError: The platform refuses it (the error lists every reason and remedy), does not claim a needed
-            capability, or changes a setting to an impossible value.
-        PlatformError: The platform fails, or its answer violates the contract.
+        ConfigError: The platform rejects it (the error lists every reason and remedy), lacks a required
+            capability, or changes a setting to an invalid value.
+        PlatformError: The platform raises, or its return value violates the contract.
     """
     with enter_phase(Phase.FRONTEND):
         answer: Plan | Refusals = call_checked(platform, "plan", config, returns=(Plan, Refusals))
@@ -39,7 +39,7 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
         try:
             config = replace_field(config, change.field, change.value)
         except ConfigError as e:
-            raise ConfigError(f"The platform {platform.spec.name!r} asks for an impossible change: {e}") from e
+            raise ConfigError(f"The platform {platform.spec.name!r} changes a setting to an invalid value: {e}") from e
         _log(change)
     if config.cache.memory_utilization is None:
         config = replace_field(config, "cache.memory_utilization", DEFAULT_MEMORY_UTILIZATION)
@@ -50,10 +50,10 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
         draft = dataclasses.replace(config.speculative.model, dtype=config.model.dtype)
         config = replace_field(config, "speculative.model", draft)
     if config.scheduler.async_scheduling is None:
-        # Scheduling ahead pays where the device computes in parallel to the host; on the host both share the cores.
+        # Async scheduling is faster if the device computes in parallel to the host. On a CPU both share the cores.
         # With draft tokens, the next step depends on how many of them are accepted.
-        ahead = capabilities.async_copies and config.speculative is None
-        config = replace_field(config, "scheduler.async_scheduling", ahead)
+        async_scheduling = capabilities.async_copies and config.speculative is None
+        config = replace_field(config, "scheduler.async_scheduling", async_scheduling)
     for change in required_config_changes(config, capabilities, platform.spec.name):
         config = replace_field(config, change.field, change.value)
         _log(change)
@@ -67,27 +67,27 @@ def _check_plan_items(platform: Platform, answer: Plan | Refusals) -> None:
     kind = ConfigChange if isinstance(answer, Plan) else Refusal
     if not isinstance(parts, list | tuple) or not all(isinstance(part, kind) for part in parts):
         raise PlatformError(
-            f"The platform {platform.spec.name!r} answered plan with a {type(answer).__name__} that holds something "
-            f"else than {kind.__name__}s: {parts!r}."
+            f"The platform {platform.spec.name!r} returned from plan() a {type(answer).__name__} with items "
+            f"that are not {kind.__name__} objects: {parts!r}. All items must be {kind.__name__}."
         )
 
 
 def _resolve_dtype(config: EngineConfig, capabilities: Capabilities, platform: str) -> ConfigChange | None:
-    """The change for `dtype=auto`; None for an explicit dtype, which must be among the platform's."""
-    offered = capabilities.dtypes
-    if not offered:
+    """The change for `dtype=auto`; None for an explicit dtype, which must be in `Capabilities.dtypes`."""
+    supported = capabilities.dtypes
+    if not supported:
         raise PlatformError(f"The platform {platform!r} claims no compute dtype: its Capabilities.dtypes is empty.")
-    asked = config.model.dtype
-    if asked == "auto":
+    requested = config.model.dtype
+    if requested == "auto":
         stored = config.model.checkpoint_dtype
-        if stored in offered:
+        if stored in supported:
             return ConfigChange("model.dtype", stored, "the checkpoint's own")
-        change = ConfigChange("model.dtype", offered[0], f"the checkpoint's {stored} is not offered by the platform")
+        change = ConfigChange("model.dtype", supported[0], f"the checkpoint's {stored} is not offered by the platform")
         _log(change)
         return change
-    if asked not in offered:
+    if requested not in supported:
         raise ConfigError(
-            f"dtype {asked!r} was asked for, but the platform {platform!r} computes in {', '.join(offered)}. "
+            f"dtype {requested!r} was asked for, but the platform {platform!r} computes in {', '.join(supported)}. "
             "Pass one of these, or dtype='auto'."
         )
     return None

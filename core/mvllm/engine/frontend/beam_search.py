@@ -1,8 +1,8 @@
 """Beam search: keeps the `num_beams` sequences with the largest sums of log-probabilities at each position.
 
-It consists of ordinary requests for one token each. A round is one request per beam, whose prompt is the original
-prompt and the tokens of the beam. The KV of common prefixes comes from the prefix cache, or from the sibling group if
-that is off, so beams share blocks and nothing is copied. The engine core has no code for beams:
+Beam search sends ordinary one-token requests. A round has one request per beam, whose prompt is the original
+prompt and the tokens of the beam. The KV of common prefixes comes from the prefix cache, or, without prefix caching,
+from the blocks of the sibling group, so beams share blocks and nothing is copied. The engine core has no beam code:
 
     round   beams                 requests                         results
     0       []                    prompt                           log-probabilities of the candidate tokens
@@ -10,8 +10,8 @@ that is off, so beams share blocks and nothing is copied. The engine core has no
     2       [b c] [a d]           prompt b c | prompt a d          finished ones are collected, others become beams
 
 Which candidates finish, their scores and the end of the search are the same as in `generate(num_beams=...)` of
-transformers. Each beam requests as many candidates as there are beams plus tokens that end a sequence: at most that
-many can be used.
+transformers. Each beam requests num_beams + (number of end tokens) candidates: the search can use at most
+that many.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
 @dataclass(slots=True)
 class Beam:
-    """One sequence.
+    """One candidate sequence of a beam search.
 
     Attributes:
         token_ids: Generated tokens.
         cumulative_logprob: The sum of their log-probabilities.
-        positions: The log-probabilities at each position, if requested.
+        positions: The top log-probabilities at each position, if requested.
         score: The ranking score of a finished beam.
         finish_reason, stop_reason: Of a finished beam, as in EngineCoreOutput.
     """
@@ -47,11 +47,11 @@ class Beam:
 
 
 class BeamSearch:
-    """The search for one prompt.
+    """Beam search for one prompt.
 
     Args:
         request: The validated request, with `use_beam_search`.
-        ids: Makes the ids of its requests in the engine core.
+        ids: Generates the engine-core ids of the beam requests.
 
     Attributes:
         finished_beams: The best finished sequences, at most `num_beams`, best first.
@@ -74,18 +74,18 @@ class BeamSearch:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._running = [Beam()]
-        self._waiting: dict[str, int] = {}  # core id to beam
-        self._found: dict[int, PositionLogprobs] = {}
+        self._beam_by_request_id: dict[str, int] = {}  # engine-core request id to beam index
+        self._logprobs_by_beam: dict[int, PositionLogprobs] = {}
         self.finished_beams: list[Beam] = []
 
     @property
     def core_ids(self) -> list[str]:
-        """Ids of the current round's requests without output."""
-        return list(self._waiting)
+        """Engine-core ids of the current round's requests that have no output yet."""
+        return list(self._beam_by_request_id)
 
     def make_requests(self) -> list[EngineCoreRequest]:
-        """Starts a round: one request per beam."""
-        made = [
+        """Returns the requests of the next round, one per beam."""
+        requests = [
             msgspec.structs.replace(
                 self._request,
                 request_id=self._ids.next(self._request.request_id),
@@ -96,15 +96,15 @@ class BeamSearch:
             )
             for beam in self._running
         ]
-        self._waiting = {request.request_id: i for i, request in enumerate(made)}
-        return made
+        self._beam_by_request_id = {request.request_id: i for i, request in enumerate(requests)}
+        return requests
 
     def record_output(self, output: EngineCoreOutput) -> bool:
         """Records the output of one of the round's requests. Returns whether it was the last one."""
-        beam = self._waiting.pop(output.request_id)
+        beam = self._beam_by_request_id.pop(output.request_id)
         if output.logprobs:
-            self._found[beam] = output.logprobs[0]
-        return not self._waiting
+            self._logprobs_by_beam[beam] = output.logprobs[0]
+        return not self._beam_by_request_id
 
     def advance(self) -> bool:
         """Ends a round, after its last output. Returns whether the search has ended."""
@@ -112,23 +112,23 @@ class BeamSearch:
         is_last = length >= self._max_tokens
         may_end = length > self._params.min_tokens
         running: list[Beam] = []
-        for place, (beam, rank, token_id) in enumerate(self._candidates(may_end=may_end)):
+        for index, (beam, rank, token_id) in enumerate(self._candidates(may_end=may_end)):
             ends = token_id in self._end_tokens
             if not (ends or is_last):
                 running.append(self._extend_beam(beam, rank, token_id))
-            elif place < self._width:  # lower candidates can only become running beams
+            elif index < self._width:  # lower candidates can only become running beams
                 self._finish_beam(self._extend_beam(beam, rank, token_id), by_token=ends)
-            if len(running) == self._width or (is_last and place >= self._width):
+            if len(running) == self._width or (is_last and index >= self._width):
                 break
         self.finished_beams = sorted(self.finished_beams, key=lambda beam: -beam.score)[: self._width]
-        self._running, self._found = running, {}
+        self._running, self._logprobs_by_beam = running, {}
         return is_last or not running or self._is_finished(length)
 
     def _candidates(self, *, may_end: bool) -> list[tuple[int, int, int]]:
         """(beam, rank among its candidates, token id) of all candidates, best first."""
         found = [
             (self._running[i].cumulative_logprob + logprob, i, rank, token_id)
-            for i, position in sorted(self._found.items())
+            for i, position in sorted(self._logprobs_by_beam.items())
             for rank, (token_id, logprob) in enumerate(
                 zip(position.token_ids[1:], position.logprobs[1:], strict=True), start=1
             )
@@ -138,14 +138,14 @@ class BeamSearch:
         return [(i, rank, token_id) for _, i, rank, token_id in found]
 
     def _extend_beam(self, beam: int, rank: int, token_id: int) -> Beam:
-        before, found = self._running[beam], self._found[beam]
+        parent, found = self._running[beam], self._logprobs_by_beam[beam]
         logprob = found.logprobs[rank]
-        grown = Beam([*before.token_ids, token_id], before.cumulative_logprob + logprob)
+        extended = Beam([*parent.token_ids, token_id], parent.cumulative_logprob + logprob)
         if (num_logprobs := self._params.logprobs) is not None:
             top = slice(1, None if num_logprobs == -1 else 1 + num_logprobs)
             position = PositionLogprobs([token_id, *found.token_ids[top]], [logprob, *found.logprobs[top]], rank)
-            grown.positions = [*before.positions, position]
-        return grown
+            extended.positions = [*parent.positions, position]
+        return extended
 
     def _finish_beam(self, beam: Beam, *, by_token: bool) -> None:
         beam.score = beam.cumulative_logprob / len(beam.token_ids) ** self._params.length_penalty

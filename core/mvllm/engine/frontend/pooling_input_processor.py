@@ -31,15 +31,15 @@ class PoolingInputProcessor(InputProcessor):
         """The model's pooling defaults.
 
         Raises:
-            RequestError: The model folder describes a pooling that is not supported.
+            RequestError: The model folder configures a pooling type that is not supported.
         """
         try:
             return PoolerConfig.from_model(self._model)
         except ModelError as e:  # an error of the request: the model can still generate
-            raise RequestError(f"The model {self._model.model} gives no embeddings: {e}") from e
+            raise RequestError(f"The model {self._model.model} does not support pooling: {e}") from e
 
     def default_params(self) -> SamplingParams:
-        """Sampling parameters that satisfy the scheduler; a pooling request samples nothing."""
+        """Placeholder sampling parameters for the scheduler; a pooling request samples nothing."""
         return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 
     def process_batch(
@@ -57,11 +57,11 @@ class PoolingInputProcessor(InputProcessor):
             self._check_for_prompt(i, prompts, self._truncate_prompt, prompt, params[i])
             for i, prompt in enumerate(prompts)
         ]
-        nothing: list[SamplingParams | None] = [None] * len(prompts)
+        no_params: list[SamplingParams | None] = [None] * len(prompts)
         requests = super().process_batch(
             request_ids,
             prompts,
-            nothing,
+            no_params,
             priorities=priorities,
             arrival_time=arrival_time,
             lora_requests=lora_requests,
@@ -81,15 +81,15 @@ class PoolingInputProcessor(InputProcessor):
             self.check_text(text)
         assert self._tokenizer is not None
         ids, start = self._tokenizer.encode_truncated(first, second, max_tokens=self._truncation_limit(params))
-        asked = msgspec.structs.replace(params, truncate_prompt_tokens=None, second_text_start=start)
-        return TokensPrompt(prompt_token_ids=ids), asked
+        pair_params = msgspec.structs.replace(params, truncate_prompt_tokens=None, second_text_start=start)
+        return TokensPrompt(prompt_token_ids=ids), pair_params
 
     def _truncation_limit(self, params: PoolingParams) -> int | None:
         """Tokens to which a prompt is truncated; None for no truncation."""
         limit, longest = params.truncate_prompt_tokens, self._model.max_model_len
         if limit is not None and limit > longest:
             raise RequestError(
-                f"truncate_prompt_tokens is {limit}, but a prompt may have {longest} tokens (max_model_len).",
+                f"truncate_prompt_tokens must be at most {longest} (max_model_len), not {limit}.",
                 parameter="truncate_prompt_tokens",
             )
         return longest if limit == -1 else limit
@@ -123,7 +123,7 @@ class PoolingInputProcessor(InputProcessor):
             raise RequestError(
                 f"pooling_params must be PoolingParams; found a value of type {kind}.", parameter="pooling_params"
             )
-        # `replace` validates again: fields may have been set since.
+        # `replace` validates again: the caller may have changed fields.
         return self.pooler.resolve_params(PoolingParams() if params is None else msgspec.structs.replace(params))
 
     def _check_params(self, params: SamplingParams | PoolingParams) -> SamplingParams:

@@ -2,7 +2,7 @@
 
 An entry point of the group `mvllm.stat_loggers` names a StatLogger class, or a function that returns one. It is called
 with the engine's configuration if the setting `stat_loggers` names it. Stat loggers run in the front end between two
-steps, so slow work belongs in a thread of their own. A stat logger that raises is reported in the log and not called
+steps, so a slow one should use a separate thread. If a stat logger raises, the error is logged and it is not called
 again; the engine continues.
 """
 
@@ -44,7 +44,7 @@ class StatLogger(ABC):
 
 
 class StatLoggerManager:
-    """The stat loggers that a configuration names.
+    """Creates, calls and closes the stat loggers that the setting `stat_loggers` names.
 
     Raises:
         ConfigError: One is not installed, not allowed, or raises in its constructor; the message names its package.
@@ -60,18 +60,18 @@ class StatLoggerManager:
             raise
 
     def record(self, stats: SchedulerStats, num_new_tokens: int) -> None:
-        """Tells every logger of one step."""
+        """Passes the statistics of one step to every stat logger."""
         for entry in list(self._loggers):
-            source, one = entry
+            source, stat_logger = entry
             try:
-                one.record(stats, num_new_tokens)
+                stat_logger.record(stats, num_new_tokens)
             except Exception as e:
                 self._loggers.remove(entry)
                 logger.error("The stat logger %s failed and is not called again.", source, exc_info=e)
-                _close(source, one)
+                _close(source, stat_logger)
 
     def close(self) -> None:
-        """Closes all of them. Idempotent."""
+        """Closes all stat loggers. Idempotent."""
         while self._loggers:
             _close(*self._loggers.pop())
 
@@ -79,18 +79,18 @@ class StatLoggerManager:
 def _make(name: str, config: EngineConfig) -> tuple[PluginSource, StatLogger]:
     source, factory = plugin_groups.load_plugin_by_name(plugin_groups.STAT_LOGGERS, name)
     try:
-        made = factory(config)
+        stat_logger = factory(config)
     except KeyboardInterrupt:
         raise
     except BaseException as e:  # a plugin may raise anything, SystemExit included
-        raise ConfigError(f"The stat logger {source} cannot be made: {type(e).__name__}: {e}") from e
-    if not isinstance(made, StatLogger):
-        raise ConfigError(f"{source} must give a mvllm.extension_api.StatLogger, got {made!r}.")
-    return source, made
+        raise ConfigError(f"The constructor of the stat logger {source} raised {type(e).__name__}: {e}") from e
+    if not isinstance(stat_logger, StatLogger):
+        raise ConfigError(f"{source} must return a mvllm.extension_api.StatLogger, not {stat_logger!r}.")
+    return source, stat_logger
 
 
-def _close(source: PluginSource, one: StatLogger) -> None:
+def _close(source: PluginSource, stat_logger: StatLogger) -> None:
     try:
-        one.close()
+        stat_logger.close()
     except Exception as e:
-        logger.error("The stat logger %s failed as it was closed.", source, exc_info=e)
+        logger.error("The stat logger %s raised an error in close().", source, exc_info=e)

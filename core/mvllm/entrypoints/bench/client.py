@@ -157,7 +157,7 @@ class BenchmarkClient:
             async with self._session.get(url) as response:
                 return first_model_id(await response.read())
         except (*self._failures, LookupError, TypeError) as e:
-            raise ConfigError(f"{url} lists no model ({_describe(e)}). Name one with --model.") from e
+            raise ConfigError(f"Cannot get a model name from {url}: {_describe(e)}. Set --model.") from e
 
     async def send(self, sample: SampleRequest) -> RequestResult:
         """Sends a request and reads its response to the end. Errors are stored in the result."""
@@ -187,8 +187,8 @@ class _StreamRecorder:
         self.ended = False
         self._texts: list[str] = []
         self._last_text_time: float | None = None
-        self._first_choice: float | None = None
-        self._last_choice: float | None = None
+        self._first_choice_time: float | None = None
+        self._last_choice_time: float | None = None
 
     def record(self, chunk: _Chunk) -> None:
         """Records a chunk that has just arrived.
@@ -204,9 +204,9 @@ class _StreamRecorder:
         if not chunk.choices:
             return
         now = time.perf_counter()
-        self._last_choice = now
-        if self._first_choice is None:
-            self._first_choice = now
+        self._last_choice_time = now
+        if self._first_choice_time is None:
+            self._first_choice_time = now
         choice = chunk.choices[0]
         if choice.finish_reason is not None:
             self.ended = True
@@ -226,13 +226,13 @@ class _StreamRecorder:
         Raises:
             StreamError: The stream was incomplete.
         """
-        if self._first_choice is None or self._last_choice is None:
+        if self._first_choice_time is None or self._last_choice_time is None:
             raise StreamError("the stream ended without a response")
         if not self.ended:
             raise StreamError("the stream ended in the middle of the response")
         if self._last_text_time is None:  # tokens without text, such as special ones
-            self.result.ttft = self._first_choice - self.result.start
-        self.result.latency = self._last_choice - self.result.start
+            self.result.ttft = self._first_choice_time - self.result.start
+        self.result.latency = self._last_choice_time - self.result.start
         self.result.text = "".join(self._texts)
 
 

@@ -1,6 +1,6 @@
-"""`mvllm collect-env`: prints facts about the installation and the machine for bug reports.
+"""`mvllm collect-env`: prints information about the installation and the machine for bug reports.
 
-`mvllm doctor` checks them. The values of environment variables that look like secrets are masked.
+Environment variables whose names look like secrets are masked. `mvllm doctor` checks the installation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VARIABLE = re.compile(
     r"(MVLLM|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|OMP|GOMP|KMP|MKL|OPENBLAS|MALLOC|TORCH\w*|PYTORCH|GLOO|PYTHON\w*"
     r"|VIRTUAL|CONDA|LD|SLURM)_\w+|\w+_VISIBLE_DEVICES|\w+_proxy|\w+_PROXY|PYTHON\w+|(OPENAI_API_KEY|LANG|LC_ALL|PATH)"
 )
-"""Environment variables that affect an engine: of mvllm, its dependencies and the libraries that these load."""
+"""Environment variables that affect an engine: those of mvllm, its dependencies and their libraries."""
 _SECRET = re.compile(
     r"(^|_|API)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH|COOKIE)S?(_|$)", re.IGNORECASE
 )
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(environ: Mapping[str, str] | None = None) -> Report:
-    """The facts by section. A section that cannot be collected contains its error.
+    """The report: information by section. A section that cannot be collected contains its error.
 
     Args:
         environ: Environment variables; those of this process by default.
@@ -78,16 +78,16 @@ def collect(environ: Mapping[str, str] | None = None) -> Report:
         "environment": lambda: variables(environ),
     }
     report: Report = {}
-    for name, read in sections.items():
+    for name, collect_section in sections.items():
         try:
-            report[name] = read()
+            report[name] = collect_section()
         except (OSError, ValueError, MvllmError, subprocess.SubprocessError, LookupError) as e:
             report[name] = {"error": f"{type(e).__name__}: {e}"}
     return report
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The relevant environment variables, secrets masked. Those of an executor begin with its name."""
+    """The relevant environment variables, secrets masked. Includes variables prefixed with an executor's name."""
     from mvllm.platform import plugin_groups
 
     executors = tuple(f"{name.upper()}_" for name in plugin_groups.allowed_names(plugin_groups.EXECUTORS))
@@ -155,17 +155,17 @@ def _torch() -> Report:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return {"version": None}
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", _TORCH_PROBE],
         capture_output=True,
         text=True,
         timeout=_TORCH_TIMEOUT_SECONDS,
         check=False,
     )
-    if ran.returncode != 0:
-        last_line = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
+    if result.returncode != 0:
+        last_line = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
         return {"version": version, "error": f"cannot be imported: {last_line}"}
-    found: Report = json.loads(ran.stdout.strip().splitlines()[-1])
+    found: Report = json.loads(result.stdout.strip().splitlines()[-1])
     return found
 
 
@@ -239,15 +239,15 @@ def _system() -> Report:
 def _processor() -> Report:
     import psutil  # type: ignore[import-untyped]
 
-    facts = _proc_cpuinfo()
+    cpuinfo = _proc_cpuinfo()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return {
-        "model": facts.get("model name") or host.processor() or None,
+        "model": cpuinfo.get("model name") or host.processor() or None,
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "usable_cores": usable,
         "limit_of_group": _read("/sys/fs/cgroup/cpu.max"),
-        "features": facts.get("flags") or facts.get("Features"),
+        "features": cpuinfo.get("flags") or cpuinfo.get("Features"),
     }
 
 
@@ -266,11 +266,11 @@ def _memory() -> Report:
     }
 
 
-# --- small facts
+# --- helpers
 
 
 def _proc_cpuinfo() -> dict[str, str]:
-    """Linux's entries for the first processor; empty on other systems."""
+    """The fields of the first processor in /proc/cpuinfo; empty on other systems than Linux."""
     text = (_read("/proc/cpuinfo") or "").partition("\n\n")[0]
     pairs = (line.partition(":") for line in text.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
@@ -285,15 +285,15 @@ def _open_files() -> str | None:
 
 
 def _container() -> str | None:
-    marks = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/var/run/secrets/kubernetes.io": "kubernetes"}
-    return next((name for path, name in marks.items() if Path(path).exists()), None)
+    markers = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/var/run/secrets/kubernetes.io": "kubernetes"}
+    return next((name for path, name in markers.items() if Path(path).exists()), None)
 
 
 def _first_line(*command: str) -> str | None:
     if shutil.which(command[0]) is None:
         return None
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    return next(iter(ran.stdout.splitlines()), None)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    return next(iter(result.stdout.splitlines()), None)
 
 
 def _read(path: str) -> str | None:

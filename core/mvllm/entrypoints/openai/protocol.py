@@ -124,7 +124,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
     Attributes:
         logprobs: Whether to report log-probabilities, `top_logprobs` alternatives for each token.
-        max_completion_tokens: Takes precedence over `max_tokens`; without both, the context is the limit.
+        max_completion_tokens: Takes precedence over `max_tokens`; without both, the limit is `max_model_len`.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -152,7 +152,7 @@ class InputListRequest(ClientRequest, kw_only=True):
 
     Attributes:
         input: A text, a list of texts, a list of token ids, or a list of those.
-        truncate_prompt_tokens: Truncate longer inputs to so many tokens; -1 for the model's limit.
+        truncate_prompt_tokens: Truncate longer inputs to this many tokens; -1 for the model's limit.
     """
 
     input: str | list[str | int | list[int]] | None = None
@@ -167,8 +167,8 @@ class EmbeddingRequest(InputListRequest, kw_only=True):
 
     Attributes:
         encoding_format: `float` (the default) for numbers, `base64` for the bytes of little-endian float32.
-        dimensions: Keep only the first so many components.
-        normalize: Scale embeddings to length 1; by default as the model's files say.
+        dimensions: Number of leading components to keep.
+        normalize: Scale embeddings to length 1; by default as configured in the model's files.
     """
 
     encoding_format: str | None = None
@@ -181,7 +181,7 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
 
     Attributes:
         task: `embed`, `token_embed` or `classify`; by default the model's task.
-        pooling_type: How hidden states are pooled; by default as the model's files say. `all` is `token_embed`.
+        pooling_type: How hidden states are pooled; by default as configured by the model. `all` is `token_embed`.
         use_activation: Turn the scores of a classifier into probabilities.
     """
 
@@ -217,8 +217,8 @@ class ScoreRequest(TextPairRequest, kw_only=True):
     """Body of `POST /score`.
 
     Attributes:
-        text_1, queries: A text, or one for each of the second texts. Two names of one field.
-        text_2, documents: A text or a list of texts. Two names of one field.
+        text_1, queries: A text, or one text for each of `text_2`. Aliases of one field.
+        text_2, documents: A text or a list of texts. Aliases of one field.
     """
 
     text_1: str | list[str] | None = None
@@ -316,7 +316,7 @@ class ResponsesRequest(ClientRequest, kw_only=True):
 
 
 class TokenizeRequest(ModelRequest, kw_only=True):
-    """Body of `POST /tokenize`: a prompt, or messages that become one."""
+    """Body of `POST /tokenize`: a prompt, or messages to render with the chat template."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -337,16 +337,16 @@ class DetokenizeRequest(ModelRequest, kw_only=True):
 
 _UNSUPPORTED = {
     "logits_processors": "the server runs no code from requests; start it with --logits-processors",
-    "thinking_token_budget": "this server does not limit reasoning",
-    "suffix": "the model completes text at its end only",
+    "thinking_token_budget": "the length of reasoning cannot be limited separately; send max_tokens",
+    "suffix": "fill-in-the-middle is not implemented; send only prompt",
     "functions": "it is deprecated; send tools",
     "function_call": "it is deprecated; send tool_choice",
     "documents": "put them into a message",
-    "audio": "the model writes text only",
-    "background": "set stream, or send the request from a thread",
+    "audio": "the server generates only text; omit the field",
+    "background": "omit it; for long responses send stream=true",
     "conversation": "send previous_response_id",
     "context_management": "prompts are not truncated; shorten the input",
-    "moderation": "this server does not moderate texts",
+    "moderation": "the server has no moderation; omit the field",
 }
 """Unsupported fields, with the reason or an alternative. Null and empty values are accepted."""
 
@@ -364,7 +364,7 @@ class UnloadLoRAAdapterRequest(ModelRequest, kw_only=True):
     lora_name: str | None = None
 
 
-_INCLUDED = frozenset({"reasoning.encrypted_content"})
+_ACCEPTED_INCLUDES = frozenset({"reasoning.encrypted_content"})
 """Values of `include` that are accepted without effect: reasoning is always sent as plain text."""
 
 
@@ -372,17 +372,17 @@ def reject_unsupported_fields(request: ModelRequest) -> None:
     """Checks that a request has no unsupported fields.
 
     Raises:
-        RequestError: It has one; names the field and the reason.
+        RequestError: It has one. The message names the field and the reason.
     """
     if not isinstance(request, GenerationRequest | ResponsesRequest):
-        return  # other requests use fields of these names
+        return  # other request types support fields with these names
     for name, reason in _UNSUPPORTED.items():
         if getattr(request, name, None) not in (None, "", [], {}, False, "none"):
             raise RequestError(f"{name} is not supported: {reason}.", parameter=name)
     if isinstance(request, ResponsesRequest):
         _reject_unsupported_of_responses(request)
     if isinstance(request, ChatCompletionRequest) and set(request.modalities or ()) - {"text"}:
-        raise RequestError("modalities: the model writes text only.", parameter="modalities")
+        raise RequestError("modalities must be ['text']: the server generates only text.", parameter="modalities")
 
 
 def _reject_unsupported_of_responses(request: ResponsesRequest) -> None:
@@ -390,7 +390,7 @@ def _reject_unsupported_of_responses(request: ResponsesRequest) -> None:
         raise RequestError(
             "prompt is not supported: the server stores no prompt templates; send input.", parameter="prompt"
         )
-    unknown = [name for name in request.include or () if name not in _INCLUDED]
+    unknown = [name for name in request.include or () if name not in _ACCEPTED_INCLUDES]
     if unknown:
         raise RequestError(f"include: {ascii(unknown[0])[:60]} is not supported.", parameter="include")
     if request.top_logprobs:

@@ -1,11 +1,11 @@
-"""Handles: plain data with which another process attaches to an end of a queue.
+"""Handles of message-queue ends: serializable data with which another process opens a reader or writer.
 
 A handle for the same machine names file descriptors, which must be passed along with it:
 
     subprocess.Popen(..., pass_fds=handle.fds)      and the handle as msgpack, for instance through a pipe
     multiprocessing.Process(..., args=(handle,))    with any start method; multiprocessing passes the descriptors
 
-A handle for another machine has host, port and keys, and must be sent over a channel that keeps it secret.
+A handle for another machine contains host, port and CURVE keys. Send it over a confidential channel.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FdPair: TypeAlias = tuple[int, int]  # a notifier's read and write descriptor, w
 
 
 class _LocalHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields common to handles for the same machine.
+    """Base class of handles for the same machine.
 
     Attributes:
         queue: The queue's name.
-        segment: Descriptor of the ring's shared memory.
+        segment: File descriptor of the shared memory of the ring buffer.
         token: The prefix of every message on the overflow socket.
         spin_seconds: See QueueSettings.
     """
@@ -44,14 +44,14 @@ class _LocalHandle(msgspec.Struct, frozen=True, kw_only=True):
 
     @abstractmethod
     def with_fds(self, new: Mapping[int, int]) -> Any:
-        """The same handle with descriptors replaced by `new`."""
+        """The same handle with each descriptor `fd` replaced by `new[fd]`."""
 
     def duplicated(self) -> Any:
         """The same handle with duplicated descriptors, for an end in this process."""
         return self.with_fds({fd: os.dup(fd) for fd in self.fds})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the handle while multiprocessing starts a child; an error otherwise."""
+        """Pickles the handle while multiprocessing starts a child; raises TypeError otherwise."""
         if multiprocessing.context.get_spawning_popen() is None:
             raise TypeError(
                 f"A {type(self).__name__} names open files, so it can only be sent to a child that is being started: "
@@ -65,7 +65,7 @@ class WriterHandle(_LocalHandle, frozen=True, kw_only=True):
     """Handle of the writing end.
 
     Attributes:
-        items, space: The two notifiers of each reader.
+        items, space: For each reader, the notifiers "items available" and "space available".
         readers: The name of each reader.
         overflow: The address of the overflow socket of each reader.
     """
@@ -77,14 +77,14 @@ class WriterHandle(_LocalHandle, frozen=True, kw_only=True):
 
     @property
     def fds(self) -> tuple[int, ...]:
-        return _distinct(self.segment, *(fd for pair in (*self.items, *self.space) for fd in pair))
+        return _unique(self.segment, *(fd for pair in (*self.items, *self.space) for fd in pair))
 
     def with_fds(self, new: Mapping[int, int]) -> WriterHandle:
         return msgspec.structs.replace(
             self,
             segment=new[self.segment],
-            items=tuple(_map(pair, new) for pair in self.items),
-            space=tuple(_map(pair, new) for pair in self.space),
+            items=tuple(_replace_fds(pair, new) for pair in self.items),
+            space=tuple(_replace_fds(pair, new) for pair in self.space),
         )
 
 
@@ -93,7 +93,7 @@ class ReaderHandle(_LocalHandle, frozen=True, kw_only=True):
 
     Attributes:
         index: The index of the reader.
-        items, space: Its two notifiers.
+        items, space: The notifiers "items available" and "space available".
         writer: The writer's name.
         overflow: The address of its overflow socket.
     """
@@ -106,16 +106,16 @@ class ReaderHandle(_LocalHandle, frozen=True, kw_only=True):
 
     @property
     def fds(self) -> tuple[int, ...]:
-        return _distinct(self.segment, *self.items, *self.space)
+        return _unique(self.segment, *self.items, *self.space)
 
     def with_fds(self, new: Mapping[int, int]) -> ReaderHandle:
         return msgspec.structs.replace(
-            self, segment=new[self.segment], items=_map(self.items, new), space=_map(self.space, new)
+            self, segment=new[self.segment], items=_replace_fds(self.items, new), space=_replace_fds(self.space, new)
         )
 
 
 class RemoteReaderHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """Handle of one reading end on another machine. A secret: it grants access to the queue.
+    """Handle of one reading end on another machine. Confidential: it grants access to the queue.
 
     Attributes:
         queue: The queue's name.
@@ -140,9 +140,9 @@ def _rebuild(cls: type[_LocalHandle], encoded: bytes, passed: Mapping[int, Any])
     return msgspec.msgpack.decode(encoded, type=cls).with_fds({fd: dup.detach() for fd, dup in passed.items()})
 
 
-def _map(pair: FdPair, new: Mapping[int, int]) -> FdPair:
+def _replace_fds(pair: FdPair, new: Mapping[int, int]) -> FdPair:
     return (new[pair[0]], new[pair[1]])
 
 
-def _distinct(*fds: int) -> tuple[int, ...]:
+def _unique(*fds: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(fds))

@@ -1,7 +1,7 @@
-"""The program of every child process of an engine: `python -m ... <module> <name> <control socket> <parent pid>`.
+"""Entry point of every child process of an engine: `python -m ... <module> <name> <control socket> <parent pid>`.
 
-It ties the process to its parent, then imports `module` and runs its `main`. The order matters: imports take seconds,
-and a process whose parent is killed in the meantime must end as well.
+First it sets the process to end with its parent, then it imports `module` and runs its `main`. Imports take
+seconds, so they come second: a process whose parent is killed during the imports must end as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mvllm.executor.process.process_utils import die_with_parent
 
 
 def main() -> None:
-    """The program."""
+    """Imports the module named by the first argument and runs its `main`."""
     module = sys.argv.pop(1)
     die_with_parent(int(sys.argv[3]))
     importlib.import_module(module).main()

@@ -1,4 +1,4 @@
-"""The `usage` object of responses."""
+"""Counts tokens for the `usage` object of OpenAI API responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class UsageCounter:
     """Counts the tokens of one HTTP request, over all of its prompts and sequences.
 
     Args:
-        count_completion: False if the response shows the prompt alone, and not the token generated after it.
+        count_completion: False to report 0 completion tokens, for a response that contains only the prompt.
     """
 
     def __init__(self, *, count_completion: bool = True) -> None:
@@ -35,7 +35,7 @@ class UsageCounter:
             self._completion += len(sequence.token_ids)
 
     def to_usage(self) -> dict[str, Any]:
-        """The `usage` object."""
+        """The `usage` object of the completions and chat completions APIs."""
         completion = self._completion if self._count_completion else 0
         return {
             "prompt_tokens": self._prompt,
