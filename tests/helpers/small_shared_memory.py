@@ -15,13 +15,13 @@ WAYS = (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"])
 
 def mount(size: int) -> list[str]:
     """Command prefix that runs a command with a /dev/shm of `size` bytes."""
-    way = way_to_mount()
+    way = usable_unshare_command()
     assert way is not None, "cannot mount a tmpfs here: mark the test with @needs_mount"
     return _command(way, size)
 
 
 @functools.cache
-def way_to_mount() -> list[str] | None:
+def usable_unshare_command() -> list[str] | None:
     """The first unshare command in WAYS that works on this machine; None if none does."""
     if shutil.which("unshare") is None:
         return None
@@ -36,6 +36,6 @@ def _command(way: list[str], size: int) -> list[str]:
 
 
 needs_mount = pytest.mark.skipif(
-    way_to_mount() is None,
+    usable_unshare_command() is None,
     reason="requires permission to mount a tmpfs in a new mount namespace (root, CAP_SYS_ADMIN or user namespaces)",
 )

@@ -42,9 +42,9 @@ def test_every_package_comes_through_the_front_door_only(package: str) -> None:
     if package in contracts["kernels-alone"]["source_modules"]:
         assert package in LIBRARIES
         return
-    door = "plugin-api" if package in PLATFORMS | LIBRARIES else "extension-api"
-    assert package in contracts[door]["allowed_importers"]
-    assert package in contracts[f"one-{door}"]["source_modules"]
+    contract = "plugin-api" if package in PLATFORMS | LIBRARIES else "extension-api"
+    assert package in contracts[contract]["allowed_importers"]
+    assert package in contracts[f"one-{contract}"]["source_modules"]
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mvllm.config.hf_config import HFConfig
-from mvllm.config.rope_parameters import rope_settings, rope_type_of, settings_by_type
+from mvllm.config.rope_parameters import is_per_layer_type, rope_settings, rope_type_of
 from mvllm.errors import ConfigError, ModelError
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
@@ -115,6 +115,6 @@ def first_position(hf_config: HFConfig) -> int:
 
 def _full_attention(settings: dict[str, Any]) -> Mapping[str, Any]:
     """The settings of the full-attention layers, if there are settings per layer type."""
-    if settings_by_type(settings):
+    if is_per_layer_type(settings):
         return settings.get("full_attention") or next(of_type for of_type in settings.values() if of_type is not None)
     return settings

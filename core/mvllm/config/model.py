@@ -35,7 +35,7 @@ class ModelConfig:
             the architecture has a class.
         revision: Revision on the hub.
         seed: Seed of the samples of requests without a seed of their own.
-        seed_is_drawn: Whether it was drawn at this start, because none was given.
+        seed_is_random: Whether it was drawn at this start, because none was given.
         quantization: Name of the method of quantized weights, or of online quantization; None for unquantized weights.
         kind: Whether it generates, embeds or classifies.
         pooler_config: The user's pooling settings, which override the model's sentence-transformers files.
@@ -66,9 +66,9 @@ class ModelConfig:
     quantization: str | None = None
     kind: ModelKind = field(default_factory=ModelKind)
     pooler_config: dict[str, Any] = field(default_factory=dict)
-    seed_is_drawn: bool = False
+    seed_is_random: bool = False
 
     @property
     def weights_seed(self) -> int:
         """Seed of random weights. Independent of a drawn seed, so that every start has the same model."""
-        return 0 if self.seed_is_drawn else self.seed
+        return 0 if self.seed_is_random else self.seed

@@ -171,7 +171,7 @@ def build_model_config(
         model_impl=model_impl,
         revision=revision,
         seed=secrets.randbits(_DRAWN_SEED_BITS) if seed is None else seed,
-        seed_is_drawn=seed is None,
+        seed_is_random=seed is None,
         quantization=resolve_quantization(hf_config, quantization),
         kind=kind,
         pooler_config=check_pooler_config(pooler_config or {}),

@@ -77,7 +77,7 @@ def prompt_cache_key(config: ModelConfig) -> Callable[[int], int]:
     if "rope_parameters" not in hf and "rope_scaling" not in hf:
         return lambda prompt_len: 0
     settings = rope_settings(hf)
-    if not settings_by_type(settings):
+    if not is_per_layer_type(settings):
         return RopeParameters.from_config(hf, config.head_size).cache_key
     ropes = [
         RopeParameters.from_config(hf, config.head_size, settings=of_type) for of_type in settings.values() if of_type
@@ -85,7 +85,7 @@ def prompt_cache_key(config: ModelConfig) -> Callable[[int], int]:
     return lambda prompt_len: max(rope.cache_key(prompt_len) for rope in ropes)
 
 
-def settings_by_type(settings: Mapping[str, Any]) -> bool:
+def is_per_layer_type(settings: Mapping[str, Any]) -> bool:
     """Whether `settings` has one object per layer type (null for types without settings)."""
     values = [value for value in settings.values() if value is not None]
     return bool(values) and all(isinstance(value, dict) for value in values)

@@ -99,7 +99,7 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
             )
         self._exchange = RankExchange(launched.rank, launched.world_size, launched.host)
         config = _with_common_seed(config, self._gather(_drawn_seed(config), int | None))
-        if config.model.seed_is_drawn and launched.rank == 0:
+        if config.model.seed_is_random and launched.rank == 0:
             log_drawn_seed(config.model.seed)
         ctx = WorkerContext(
             rank=launched.rank,
@@ -137,7 +137,7 @@ class ExecutorWithExternalLauncher(InProcessExecutor):
 
 
 def _drawn_seed(config: EngineConfig) -> int | None:
-    return config.model.seed if config.model.seed_is_drawn else None
+    return config.model.seed if config.model.seed_is_random else None
 
 
 def _with_common_seed(config: EngineConfig, drawn: list[int | None]) -> EngineConfig:
@@ -156,7 +156,7 @@ def _settings(config: EngineConfig) -> dict[str, str]:
     model = config.model
     values: dict[str, object] = {
         "dtype": model.dtype,
-        "seed": None if model.seed_is_drawn else model.seed,
+        "seed": None if model.seed_is_random else model.seed,
         "max_model_len": model.max_model_len,
         "architecture": model.architecture,
         "num_layers": model.num_layers,

@@ -30,7 +30,7 @@ class CausalLM(nn.Module, ABC):
         config: The model's configuration.
         stage: The layers of this rank.
         head_name: The checkpoint module of an untied head.
-        ties_head_by_default: Default of `tie_word_embeddings`.
+        ties_embeddings_by_default: Default of `tie_word_embeddings`.
         layer_names: Matches names of per-layer tensors; group 1 is the layer's number.
         first_stage_names, last_stage_names: Name prefixes of tensors that only that stage holds.
         ignored_names: Matches names of checkpoint tensors that are not weights.
@@ -44,7 +44,7 @@ class CausalLM(nn.Module, ABC):
     last_stage_names: tuple[str, ...] = ()
     ignored_names: re.Pattern[str] = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
     head_name: str = "lm_head"
-    ties_head_by_default: bool = False
+    ties_embeddings_by_default: bool = False
     uses_prompt_lens: bool = False
     uses_token_types: bool = False
     lm_head: LMHead | None
@@ -158,7 +158,7 @@ class CausalLM(nn.Module, ABC):
     @property
     def ties_head(self) -> bool:
         """Whether the head is the token embedding."""
-        return bool(self.config.hf_config.get("tie_word_embeddings", self.ties_head_by_default))
+        return bool(self.config.hf_config.get("tie_word_embeddings", self.ties_embeddings_by_default))
 
     def _build_embedding(self, ctx: BuildContext, name: str, size: int) -> VocabEmbedding | None:
         return VocabEmbedding(ctx, name, self.config.vocab_size, size) if self.stage.is_first else None

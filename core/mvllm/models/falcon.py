@@ -76,7 +76,7 @@ class FalconForCausalLM(CausalLM):
         ModelError: The checkpoint uses ALiBi.
     """
 
-    ties_head_by_default = True
+    ties_embeddings_by_default = True
     layer_names = re.compile(r"transformer\.h\.(\d+)\.")
     first_stage_names = ("transformer.word_embeddings.",)
     last_stage_names = ("transformer.ln_f.",)

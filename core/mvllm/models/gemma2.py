@@ -24,7 +24,7 @@ GEMMA_NORMS = LayerNorms(
 class Gemma2ForCausalLM(LlamaForCausalLM):
     """`Gemma2ForCausalLM` of Hugging Face checkpoints."""
 
-    ties_head_by_default = True
+    ties_embeddings_by_default = True
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:

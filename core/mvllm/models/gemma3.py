@@ -6,7 +6,7 @@ Five of six layers have a window and a small RoPE base; the sixth has full atten
 from __future__ import annotations
 
 from mvllm.config.model import ModelConfig
-from mvllm.config.rope_parameters import RopeParameters, rope_settings, settings_by_type
+from mvllm.config.rope_parameters import RopeParameters, is_per_layer_type, rope_settings
 from mvllm.models.gemma2 import gemma_options, number_or_default
 from mvllm.models.layer_windows import layer_windows
 from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
@@ -17,7 +17,7 @@ _FULL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 class Gemma3ForCausalLM(LlamaForCausalLM):
     """`Gemma3ForCausalLM` of Hugging Face checkpoints."""
 
-    ties_head_by_default = True
+    ties_embeddings_by_default = True
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:
@@ -38,7 +38,7 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
 def _ropes(config: ModelConfig) -> tuple[RopeParameters, RopeParameters]:
     """RoPE parameters of layers without and with a window. A scaling in the old format applies to those without."""
     hf, settings = config.hf_config, rope_settings(config.hf_config)
-    by_type = settings if settings_by_type(settings) else {"full_attention": settings}
+    by_type = settings if is_per_layer_type(settings) else {"full_attention": settings}
     thetas = {
         "full_attention": hf.positive_number("rope_theta", _FULL_THETA),
         "sliding_attention": hf.positive_number("rope_local_base_freq", _LOCAL_THETA),

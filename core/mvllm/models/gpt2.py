@@ -69,7 +69,7 @@ class GPT2Layer(nn.Module):
 class GPT2LMHeadModel(CausalLM):
     """`GPT2LMHeadModel` of Hugging Face checkpoints."""
 
-    ties_head_by_default = True
+    ties_embeddings_by_default = True
     layer_names = re.compile(r"transformer\.h\.(\d+)\.")
     first_stage_names = ("transformer.wte.", "transformer.wpe.")
     last_stage_names = ("transformer.ln_f.",)

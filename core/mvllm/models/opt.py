@@ -71,7 +71,7 @@ class OPTLayer(nn.Module):
 class OPTForCausalLM(CausalLM):
     """`OPTForCausalLM` of Hugging Face checkpoints."""
 
-    ties_head_by_default = True
+    ties_embeddings_by_default = True
     layer_names = re.compile(r"model\.decoder\.layers\.(\d+)\.")
     first_stage_names = ("model.decoder.embed_tokens.", "model.decoder.embed_positions.", "model.decoder.project_in.")
     last_stage_names = ("model.decoder.final_layer_norm.", "model.decoder.project_out.")

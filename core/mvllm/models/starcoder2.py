@@ -14,7 +14,7 @@ from mvllm.models.llama import LlamaForCausalLM, LlamaOptions
 class Starcoder2ForCausalLM(LlamaForCausalLM):
     """`Starcoder2ForCausalLM` of Hugging Face checkpoints."""
 
-    ties_head_by_default = True
+    ties_embeddings_by_default = True
 
     @classmethod
     def options(cls, config: ModelConfig) -> LlamaOptions:

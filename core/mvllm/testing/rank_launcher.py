@@ -136,7 +136,7 @@ def run_on_multiple_devices(
     return result
 
 
-def why_not_devices(platform_under_test: PlatformUnderTest, count: int) -> str:
+def multi_device_skip_reason(platform_under_test: PlatformUnderTest, count: int) -> str:
     """Reason why the platform does not run `count` devices in one worker; empty if it does."""
     topology = topology_of(platform_under_test, parallel_config(tensor=count))
     if topology.num_workers > 1:
@@ -149,7 +149,7 @@ def why_not_devices(platform_under_test: PlatformUnderTest, count: int) -> str:
 _KNOWN: dict[tuple[str, int, int], str] = {}
 
 
-def why_not_ranks(platform_under_test: PlatformUnderTest, tensor: int = 1, pipeline: int = 1) -> str:
+def ranks_skip_reason(platform_under_test: PlatformUnderTest, tensor: int = 1, pipeline: int = 1) -> str:
     """Reason why an engine with these parallel sizes cannot run on this machine; empty if it can.
 
     If the probe found enough devices, the engine must run. Otherwise the last rank tries to bind its devices, since

@@ -34,7 +34,7 @@ def test_engines_without_a_seed_draw_different_ones_and_have_the_same_random_wei
     assert len({model.seed for model in drawn}) == 3
     assert {model.weights_seed for model in drawn} == {make_config(tmp_path, seed=0).model.weights_seed}
     given = make_config(tmp_path, seed=drawn[0].seed).model
-    assert (given.seed, given.weights_seed, given.seed_is_drawn) == (drawn[0].seed, drawn[0].seed, False)
+    assert (given.seed, given.weights_seed, given.seed_is_random) == (drawn[0].seed, drawn[0].seed, False)
 
 
 def test_every_setting_reaches_its_place(tmp_path):

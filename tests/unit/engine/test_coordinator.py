@@ -26,7 +26,7 @@ class Net:
     def __init__(self) -> None:
         pairs = [[MessageSocket(end) for end in message_socket_pair()] for _ in range(4)]
         self.cores = [pairs[0][0], pairs[1][0]]
-        self.fronts = [pairs[2][0], pairs[3][0]]
+        self.front_ends = [pairs[2][0], pairs[3][0]]
         self._theirs = [pair[1] for pair in pairs]
         self.coordinator = DPCoordinator(self._theirs[:2], self._theirs[2:])
         self._is_ending = False
@@ -44,8 +44,8 @@ class Net:
         self._is_ending = True
         self.cores[0].send(CoreLoad(0, SchedulerStats(), []))  # wakes it up
         self._thread.join(30)
-        for door in (*self._theirs, *self.cores, *self.fronts):
-            door.close()
+        for control in (*self._theirs, *self.cores, *self.front_ends):
+            control.close()
 
 
 @pytest.fixture
@@ -65,20 +65,22 @@ def run(net: Net, work: object) -> None:
 
     async def both() -> None:
         loop = asyncio.get_running_loop()
-        fronts = [CoordinatorClient(door, index) for index, door in enumerate(net.fronts, 1)]
-        choices = [DPLoadBalancer(2) for _ in fronts]
+        front_ends = [CoordinatorClient(control, index) for index, control in enumerate(net.front_ends, 1)]
+        choices = [DPLoadBalancer(2) for _ in front_ends]
         loads: list[list[CoreLoad]] = [[], []]
-        for front, choice, heard in zip(fronts, choices, loads):
+        for front, choice, heard in zip(front_ends, choices, loads):
             front.attach(loop, choice, heard.extend)
-        await work(fronts, choices, loads)  # type: ignore[operator]
-        for front in fronts:
+        await work(front_ends, choices, loads)  # type: ignore[operator]
+        for front in front_ends:
             front.close()
 
     asyncio.run(both())
 
 
 def test_each_front_end_gets_the_load_of_the_others(net: Net) -> None:
-    async def work(fronts: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]) -> None:
+    async def work(
+        front_ends: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]
+    ) -> None:
         net.cores[0].send(CoreLoad(0, SchedulerStats(num_running=5), [0, 3, 2]))
         await until(lambda: all(loads))
         assert [choice.loads_elsewhere for choice in choices] == [[2, 0], [3, 0]]
@@ -93,12 +95,14 @@ def test_each_front_end_gets_the_load_of_the_others(net: Net) -> None:
 
 
 def test_a_prompt_goes_to_the_replica_to_which_another_front_end_sent_its_prefix(net: Net) -> None:
-    async def work(fronts: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]) -> None:
+    async def work(
+        front_ends: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]
+    ) -> None:
         one, other = choices
         for salt in (None, "pepper"):
             replica = one.choose(PROMPT, salt, 1)
             one.finish_sequence(replica)
-            fronts[0].schedule_prefix_publish()
+            front_ends[0].schedule_prefix_publish()
             names = other._prefix_hashes(PROMPT, salt)
             await until(partial(other._num_cached_chunks, replica, names))
             for _ in range(3):
@@ -110,14 +114,18 @@ def test_a_prompt_goes_to_the_replica_to_which_another_front_end_sent_its_prefix
 
 
 def test_sleep_is_answered_when_all_other_front_ends_sleep(net: Net) -> None:
-    async def work(fronts: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]) -> None:
+    async def work(
+        front_ends: list[CoordinatorClient], choices: list[DPLoadBalancer], loads: list[list[CoreLoad]]
+    ) -> None:
         told: list[tuple[int, bool]] = []
-        for index, front in enumerate(fronts):
+        for index, front in enumerate(front_ends):
             front.on_sleep = lambda is_sleeping, index=index: told.append((index, is_sleeping))  # type: ignore[misc]
         async with asyncio.timeout(30):
-            await fronts[0].broadcast_sleep(True)
+            await front_ends[0].broadcast_sleep(True)
             assert told == [(1, True)]
-            await asyncio.gather(fronts[0].broadcast_sleep(False), fronts[1].broadcast_sleep(False))  # at once, even so
+            await asyncio.gather(
+                front_ends[0].broadcast_sleep(False), front_ends[1].broadcast_sleep(False)
+            )  # at once, even so
         assert sorted(told[1:]) == [(0, False), (1, False)]
 
     run(net, work)
@@ -127,9 +135,9 @@ def test_a_slow_reader_blocks_no_other_and_gets_the_latest_load_later() -> None:
     with Net() as net:
         decoder = msgspec.msgpack.Decoder(CoreLoads)
 
-        def newest(door: MessageSocket) -> int:
+        def newest(control: MessageSocket) -> int:
             count = -1
-            while (data := door.receive()) is not None:
+            while (data := control.receive()) is not None:
                 count = decoder.decode(data).loads[-1].stats.num_running
             return count
 
@@ -137,15 +145,15 @@ def test_a_slow_reader_blocks_no_other_and_gets_the_latest_load_later() -> None:
             for count in range(200):  # more than its socket holds, had each been published
                 while not net.cores[0].send(CoreLoad(0, SchedulerStats(num_running=count), [0, 1, 1])):
                     await asyncio.sleep(0.01)
-            for door in net.fronts:
-                await until(lambda door=door: newest(door) == 199)  # type: ignore[misc]
+            for control in net.front_ends:
+                await until(lambda control=control: newest(control) == 199)  # type: ignore[misc]
 
         asyncio.run(work())
 
 
-def told(door: MessageSocket) -> list[ToFrontEnd]:
+def received(control: MessageSocket) -> list[ToFrontEnd]:
     decoder: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
-    return [decoder.decode(data) for data in iter(door.receive, None)]
+    return [decoder.decode(data) for data in iter(control.receive, None)]
 
 
 def ask_one_without_room(net: Net) -> None:
@@ -154,32 +162,32 @@ def ask_one_without_room(net: Net) -> None:
     while net._theirs[3].send(SentPrefixes(0, [1 << 60] * 5000)):
         count += 1
     assert count > 0
-    net.fronts[0].send(Sleep(7, True))
+    net.front_ends[0].send(Sleep(7, True))
     net.coordinator.run_once()
 
 
 def test_sleep_reaches_a_front_end_with_a_full_buffer_before_it_is_answered() -> None:
     net = Net()
     ask_one_without_room(net)
-    assert told(net.fronts[0]) == []
-    assert all(isinstance(message, SentPrefixes) for message in told(net.fronts[1]))
+    assert received(net.front_ends[0]) == []
+    assert all(isinstance(message, SentPrefixes) for message in received(net.front_ends[1]))
     net.coordinator.run_once()
-    [sleep] = told(net.fronts[1])
+    [sleep] = received(net.front_ends[1])
     assert isinstance(sleep, Sleep) and sleep.is_sleeping
-    net.fronts[1].send(SleepDone(sleep.id))
+    net.front_ends[1].send(SleepDone(sleep.id))
     net.coordinator.run_once()
-    assert told(net.fronts[0]) == [SleepDone(7)]
+    assert received(net.front_ends[0]) == [SleepDone(7)]
 
 
 def test_sleep_is_answered_without_a_front_end_that_has_exited() -> None:
     net = Net()
     ask_one_without_room(net)
-    net.fronts[1].close()
+    net.front_ends[1].close()
     net.coordinator.run_once()
-    assert told(net.fronts[0]) == [SleepDone(7)]
-    net.fronts[0].send(Sleep(8, False))
+    assert received(net.front_ends[0]) == [SleepDone(7)]
+    net.front_ends[0].send(Sleep(8, False))
     net.coordinator.run_once()
-    assert told(net.fronts[0]) == [SleepDone(8)]
+    assert received(net.front_ends[0]) == [SleepDone(8)]
 
 
 def test_prefix_hashes_are_the_same_in_every_process() -> None:

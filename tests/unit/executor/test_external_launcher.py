@@ -91,13 +91,13 @@ class TestAgreement:
             _check_equal_settings([_settings(config), _settings(other)])
 
     def test_ranks_without_a_seed_take_the_one_that_the_first_has_drawn(self) -> None:
-        drawn = [make_config(seed=100 + rank, seed_is_drawn=True) for rank in range(3)]
+        drawn = [make_config(seed=100 + rank, seed_is_random=True) for rank in range(3)]
         agreed = [_with_common_seed(config, [_drawn_seed(each) for each in drawn]) for config in drawn]
         assert {config.model.seed for config in agreed} == {drawn[0].model.seed}
         _check_equal_settings([_settings(config) for config in agreed])
 
     def test_a_seed_that_only_some_ranks_were_given_is_refused(self) -> None:
-        configs = [make_config(seed=100, seed_is_drawn=True), make_config(seed=4)]
+        configs = [make_config(seed=100, seed_is_random=True), make_config(seed=4)]
         with pytest.raises(ConfigError, match="seed is None on rank 0 and 4 on rank 1"):
             _check_equal_settings(
                 [_settings(_with_common_seed(c, [_drawn_seed(each) for each in configs])) for c in configs]

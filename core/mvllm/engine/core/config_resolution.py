@@ -57,7 +57,7 @@ def resolve_config(config: EngineConfig, platform: Platform) -> EngineConfig:
     for change in required_config_changes(config, capabilities, platform.spec.name):
         config = replace_field(config, change.field, change.value)
         _log(change)
-    if config.model.seed_is_drawn and config.parallel.distributed_executor_backend != "external_launcher":
+    if config.model.seed_is_random and config.parallel.distributed_executor_backend != "external_launcher":
         log_drawn_seed(config.model.seed)  # ranks of an external launcher log it when they have agreed on one
     return config
 

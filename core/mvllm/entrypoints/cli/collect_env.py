@@ -246,7 +246,7 @@ def _processor() -> Report:
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "usable_cores": usable,
-        "limit_of_group": _read("/sys/fs/cgroup/cpu.max"),
+        "cgroup_limit": _read("/sys/fs/cgroup/cpu.max"),
         "features": cpuinfo.get("flags") or cpuinfo.get("Features"),
     }
 
@@ -260,7 +260,7 @@ def _memory() -> Report:
         "total": _gib(memory.total),
         "available": _gib(memory.available),
         "swap": _gib(swap.total),
-        "limit_of_group": _read("/sys/fs/cgroup/memory.max"),
+        "cgroup_limit": _read("/sys/fs/cgroup/memory.max"),
         "shared_memory": _usage(shared) if shared.is_dir() else None,
         "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
     }

@@ -8,7 +8,7 @@ from mvllm.distributed.group_coordinator import GroupCoordinator
 from mvllm.plugin_api import DeviceRuntime
 from mvllm.testing.markers import clause, exhaustive, skip_not_claimed, skip_not_run
 from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.rank_launcher import RankResult, parallel_config, run_collectives, topology_of, why_not_ranks
+from mvllm.testing.rank_launcher import RankResult, parallel_config, ranks_skip_reason, run_collectives, topology_of
 
 WORLDS = [2, pytest.param(4, marks=exhaustive)]
 
@@ -22,7 +22,7 @@ def ranks_of(subject: PlatformUnderTest, world_size: int) -> tuple[RankResult, .
         )
     if not subject.capabilities.collectives:
         skip_not_claimed("collectives")
-    if why := why_not_ranks(subject, world_size):
+    if why := ranks_skip_reason(subject, world_size):
         skip_not_run(why)
     return run_collectives(subject.name, world_size)
 

@@ -13,7 +13,7 @@ from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import DeviceRuntime, MemoryInfo, WorkerContext
 from mvllm.testing.markers import clause, exhaustive, skip_not_run
 from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.rank_launcher import parallel_config, run_ranks, topology_of, why_not_ranks
+from mvllm.testing.rank_launcher import parallel_config, ranks_skip_reason, run_ranks, topology_of
 from mvllm.testing.tensor_assertions import assert_equal
 
 COPIED_DTYPES = [torch.int32, torch.int64, torch.uint8, torch.bool]
@@ -41,7 +41,7 @@ def test_each_local_rank_binds_a_device_of_its_own(subject: PlatformUnderTest) -
     topology = topology_of(subject, parallel_config(tensor=2))
     if topology.num_workers < 2:
         skip_not_run("one worker drives the devices of all ranks")
-    if why := why_not_ranks(subject, 2):
+    if why := ranks_skip_reason(subject, 2):
         skip_not_run(why)
     results = run_ranks(subject, 2, ["bind"], local_ranks=[0, 1])
     for rank, result in enumerate(results):

@@ -13,7 +13,7 @@ from mvllm.testing.attention_cases import make_spec
 from mvllm.testing.markers import clause, exhaustive, skip_not_claimed, skip_not_run
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.plugin import DeviceHolder
-from mvllm.testing.rank_launcher import parallel_config, topology_of, why_not_ranks
+from mvllm.testing.rank_launcher import parallel_config, ranks_skip_reason, topology_of
 from mvllm.testing.zoo import FAMILIES, MAX_LEN, NUM_TOKENS, Zoo, assert_tokens, generate, main_dtype, make_llm, tie_of
 
 PLAIN = [family for family in FAMILIES if "-" not in family]
@@ -74,7 +74,7 @@ def check_parallel(subject: PlatformUnderTest, zoo: Zoo, family: str, tensor: in
         with pytest.raises(ConfigError, match="several pipeline stages"):
             make_llm(subject, zoo.checkpoint(family), **sizes).__enter__()
         skip_not_claimed("several pipeline stages in one worker: its devices share layers")
-    if topology.num_workers > 1 and (why := why_not_ranks(subject, tensor, pipeline)):
+    if topology.num_workers > 1 and (why := ranks_skip_reason(subject, tensor, pipeline)):
         skip_not_run(why)
     check(subject, zoo, family, **sizes)
 

@@ -15,13 +15,13 @@ from mvllm.platform.phases import Phase, enter_phase
 from mvllm.plugin_api import LaunchTopology, PlatformError
 from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.platform_under_test import PlatformUnderTest
-from mvllm.testing.rank_launcher import parallel_config, run_on_multiple_devices, why_not_devices
+from mvllm.testing.rank_launcher import multi_device_skip_reason, parallel_config, run_on_multiple_devices
 from mvllm.testing.zoo import Zoo
 
 
 def check(subject: PlatformUnderTest, what: str, zoo: Zoo | None = None) -> None:
     """Runs a check of `_rank_process` in a worker with two devices."""
-    if why := why_not_devices(subject, 2):
+    if why := multi_device_skip_reason(subject, 2):
         skip_not_claimed(why)
     checkpoint = None if zoo is None else zoo.checkpoint("llama")
     error = run_on_multiple_devices(subject, what, checkpoint=checkpoint).error_of(what)
@@ -35,7 +35,7 @@ def test_tensors_are_spread_over_the_devices(subject: PlatformUnderTest) -> None
 
 @clause("MEM-05")
 def test_the_memory_of_all_devices_counts(subject: PlatformUnderTest) -> None:
-    if why := why_not_devices(subject, 2):
+    if why := multi_device_skip_reason(subject, 2):
         skip_not_claimed(why)
     totals = []
     for count in (1, 2):
