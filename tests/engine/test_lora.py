@@ -240,7 +240,7 @@ def test_an_adapter_of_another_model_or_a_damaged_one_is_refused(llm: LLM, llama
     expect(write_adapter(tmp_path / "wrong-shape", other, targets=("k_proj",)), "k_proj", "belongs to another model")
     expect(adapter("not-finite", targets=("q_proj",), size=float("nan")), "NaN")
     expect(adapter("too-large", targets=("q_proj",), size=1e38, alpha=1e5), "too large")
-    expect(adapter("head", targets=("lm_head",)), "lm_head", "take none")
+    expect(adapter("head", targets=("lm_head",)), "lm_head", "is not a linear layer")
     incomplete = adapter("incomplete", targets=("q_proj",))
     edit_config(incomplete, target_modules=["q_proj", "o_proj"])
     expect(incomplete, "incomplete", "o_proj")

@@ -195,7 +195,7 @@ class TestRefusals:
         ("arguments", "says"),
         [
             ("acme", "already installed: mvllm-acme 0.1.0"),
-            ("Acme_X1", "'acme-x1' would do"),
+            ("Acme_X1", "use 'acme-x1'"),
             ("9lives", "beginning with a letter"),
             ("a" * 41, "at most 40"),
             ("mvllm-zeta", "Leave out 'mvllm-'"),

@@ -160,7 +160,7 @@ def test_a_platform_that_finds_its_place_in_torch_taken_says_by_whom(core_only, 
     assert refused.returncode == 1
     for words in (
         "'frozen' registers itself with torch as 'ice'",
-        "taken by 'lava'",
+        "is registered as 'lava' already",
         "TORCH_DEVICE_BACKEND_AUTOLOAD=0",
     ):
         assert words in refused.stderr

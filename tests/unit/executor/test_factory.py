@@ -166,8 +166,8 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(entry_points):
     ("topology", "says"),
     [
         ({"num_workers": 2, "env_per_worker": ({"DEVICE": "0"},)}, "variables for 1 workers, the topology has 2"),
-        ({"num_workers": 0}, "A topology has workers"),
-        ({"executors": ()}, "an executor that may be used"),
+        ({"num_workers": 0}, "at least one worker"),
+        ({"executors": ()}, "one executor"),
     ],
 )
 def test_a_contradictory_topology_is_an_error_of_the_platform(topology, says):

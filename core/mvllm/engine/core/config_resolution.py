@@ -67,7 +67,7 @@ def _check_plan_items(platform: Platform, answer: Plan | Refusals) -> None:
     kind = ConfigChange if isinstance(answer, Plan) else Refusal
     if not isinstance(parts, list | tuple) or not all(isinstance(part, kind) for part in parts):
         raise PlatformError(
-            f"The platform {platform.spec.name!r} returned from plan() a {type(answer).__name__} with items "
+            f"The platform {platform.spec.name!r} returned a {type(answer).__name__} from plan with items "
             f"that are not {kind.__name__} objects: {parts!r}. All items must be {kind.__name__}."
         )
 
