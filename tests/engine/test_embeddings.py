@@ -181,7 +181,7 @@ def test_the_models_own_files_decide_what_a_request_leaves_open(make_llm: MakeLL
         assert found.outputs == asked.outputs
         modules.write_text('[{"type": "x.Dense"}]')
         other = make_llm()
-        with pytest.raises(RequestError, match="gives no embeddings"):
+        with pytest.raises(RequestError, match="does not support pooling"):
             other.encode(prompt, use_tqdm=False)
         assert other.generate(prompt, SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
     finally:

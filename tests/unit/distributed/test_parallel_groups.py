@@ -113,5 +113,5 @@ def test_ranks_without_an_address_are_refused() -> None:
 def test_a_platform_that_returns_no_communicator_is_named() -> None:
     platform = ThreadGroupPlatform()
     platform.communicator = lambda group, device: None
-    with pytest.raises(PlatformError, match="'acme' answered communicator with a NoneType"):
+    with pytest.raises(PlatformError, match="'acme' returned a NoneType from communicator"):
         join_groups(config(2, 1), platform, context(0, 2), DEVICE)

@@ -44,12 +44,12 @@ def test_a_missing_variable_is_named_with_the_launch_command(missing: str, how: 
         del env[missing]
     else:
         env[missing] = ""
-    with pytest.raises(ConfigError, match=rf"{missing} is not in the environment\. .*torchrun"):
+    with pytest.raises(ConfigError, match=rf"requires {missing}, which is not set\. .*torchrun"):
         LaunchedRank.from_environment(env)
 
 
 def test_all_variables_are_named_without_a_launcher() -> None:
-    with pytest.raises(ConfigError, match="RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not"):
+    with pytest.raises(ConfigError, match="RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, which are not"):
         LaunchedRank.from_environment({})
 
 

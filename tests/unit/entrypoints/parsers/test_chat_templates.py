@@ -234,7 +234,7 @@ def test_documents_reach_the_template():
     hello, documents = [{"role": "user", "content": "Hi"}], [{"title": "A", "text": "b"}]
     assert render(template, hello, documents=documents) == "[A: b]Hi"
     assert render(template, hello, chat_template_kwargs={"documents": documents}) == "[A: b]Hi"
-    with pytest.raises(RequestError, match="documents may not be passed again"):
+    with pytest.raises(RequestError, match="Pass documents once"):
         render(template, hello, documents=documents, chat_template_kwargs={"documents": documents})
 
 
