@@ -19,7 +19,7 @@ from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.errors import CacheError, EngineDeadError, WorkerDiedError, WorkerError
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.helpers.plugins import prepend, scripted_platform_path
-from tests.helpers.processes import TAG, assert_nothing_left, named, new_tag, shared_memory_names, wait_until
+from tests.helpers.processes import TAG, assert_nothing_left, new_tag, shared_memory_names, wait_until, worker_processes
 
 pytestmark = pytest.mark.fresh_programs  # the scripted workers show that core imports no torch
 LONG = SamplingParams(max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA, detokenize=False)
@@ -56,7 +56,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 def process(name: str) -> psutil.Process:
-    (found,) = named(os.environ[TAG], name)
+    (found,) = worker_processes(os.environ[TAG], name)
     return found
 
 
@@ -188,4 +188,4 @@ def test_an_engine_whose_loop_has_ended_can_be_shut_down(make: Make) -> None:
     llm = make("slow")
     within_a_minute(begin(llm))  # and the fixture looks for what is left
     llm.shutdown()
-    assert not named(os.environ[TAG], "EngineCore") and not named(os.environ[TAG], "Worker")
+    assert not worker_processes(os.environ[TAG], "EngineCore") and not worker_processes(os.environ[TAG], "Worker")

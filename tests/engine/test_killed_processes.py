@@ -21,13 +21,13 @@ import pytest
 from tests.helpers.plugins import fault_platform_path
 from tests.helpers.processes import (
     assert_nothing_left,
-    named,
+    is_reading_stdin,
+    is_sleeping,
     new_tag,
-    reads_input,
     shared_memory_names,
-    sleeps,
-    tagged,
+    tagged_processes,
     wait_until,
+    worker_processes,
 )
 
 PROGRAM = Path(__file__).with_name("llm_program.py")
@@ -106,12 +106,12 @@ class FrontEnd:
     def reach(self, phase: str, needed: str) -> None:
         """Returns when the engine is in the middle of `phase`; in start-up, when the process `needed` exists."""
         if phase == "start-up":
-            wait_until(lambda: named(self.tag, needed), 60, f"{needed} exists")
+            wait_until(lambda: worker_processes(self.tag, needed), 60, f"{needed} exists")
             return
         if phase != "loading":
             self.expect("idle")
             # A signal just before Python enters the read is seen only after the next line has come.
-            wait_until(lambda: reads_input(self.pid), 60, "it waits for its next line")
+            wait_until(lambda: is_reading_stdin(self.pid), 60, "it waits for its next line")
         if phase == "mid-request":
             self.go()
             self.expect("running")
@@ -122,7 +122,7 @@ class FrontEnd:
         self._forker.say("go\n")
 
     def pid_of(self, name: str) -> int:
-        (process,) = named(self.tag, name)
+        (process,) = worker_processes(self.tag, name)
         return process.pid
 
     def wait(self) -> int:
@@ -143,8 +143,8 @@ class FrontEnd:
                 self._forker.process.kill()  # it will not be of use to anybody
 
     def _hangs(self) -> bool:
-        workers = named(self.tag, "Worker_TP0") + named(self.tag, "Worker_TP1")
-        return len(workers) == 2 and all(sleeps(worker.pid) for worker in workers)
+        workers = worker_processes(self.tag, "Worker_TP0") + worker_processes(self.tag, "Worker_TP1")
+        return len(workers) == 2 and all(is_sleeping(worker.pid) for worker in workers)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def start(forker: Forker, checkpoint: Path) -> Iterator[Start]:
     yield build
     for front_end in started:
         front_end.clean_up()
-        for process in tagged(front_end.tag):
+        for process in tagged_processes(front_end.tag):
             process.kill()
 
 
@@ -227,7 +227,7 @@ def test_a_killed_process_is_named_to_the_caller_and_nothing_is_left(start: Star
 def test_killing_the_front_end_leaves_nothing(start: Start, phase: str) -> None:
     front_end = start(phase)
     front_end.reach(phase, needed="Worker_TP0")
-    assert named(front_end.tag, "EngineCore")
+    assert worker_processes(front_end.tag, "EngineCore")
     os.kill(front_end.pid, signal.SIGKILL)
     front_end.assert_nothing_left()
     assert front_end.wait() == -signal.SIGKILL
@@ -251,7 +251,7 @@ def test_ctrl_c_and_sigterm_end_everything_soon(start: Start, phase: str, number
     sent = time.monotonic()
     os.kill(front_end.pid, number)
     assert front_end.wait() == -number
-    wait_until(lambda: not tagged(front_end.tag), 5, "everything is gone")
+    wait_until(lambda: not tagged_processes(front_end.tag), 5, "everything is gone")
     assert time.monotonic() - sent < 5
     front_end.assert_nothing_left()
 

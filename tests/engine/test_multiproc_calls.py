@@ -35,7 +35,7 @@ from mvllm.messages.process_failure import RemoteTraceback
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
 from tests.helpers.plugins import prepend, scripted_platform_path
-from tests.helpers.processes import TAG, new_tag, tagged, wait_until
+from tests.helpers.processes import TAG, new_tag, tagged_processes, wait_until
 from tests.helpers.scripted_worker import (
     EXIT,
     FORGE_ON_RANK_1,
@@ -170,7 +170,7 @@ def test_a_step_that_raises_ends_the_executor(make: MakeExecutor, tag: str) -> N
         executor.execute_model(SchedulerOutput(step=13)).result()
     with pytest.raises(WorkerError, match="unlucky"):
         executor.execute_model(SchedulerOutput(step=14))
-    wait_until(lambda: failures and not tagged(tag), 5, "the callback is called and the workers are gone")
+    wait_until(lambda: failures and not tagged_processes(tag), 5, "the callback is called and the workers are gone")
     assert len(failures) == 1
     executor.on_failure(failures.append)  # registered late, called at once
     assert failures[0] is failures[1]
@@ -208,7 +208,7 @@ def test_a_death_while_idle_is_noticed_without_a_call_and_ends_the_others(make: 
     executor.on_failure(failures.append)
     os.kill(executor.worker_pids[0], signal.SIGKILL)
     wait_until(lambda: failures, 10, "the callback is called")
-    wait_until(lambda: not tagged(tag), 5, "the other worker is ended")
+    wait_until(lambda: not tagged_processes(tag), 5, "the other worker is ended")
     with pytest.raises(WorkerDiedError, match=r"Worker_TP0 .*SIGKILL.*while it was idle"):
         executor.collective_rpc("check_health")
 
@@ -222,7 +222,7 @@ def test_a_hung_step_fails_with_the_stack_of_the_rank_that_hangs(make: MakeExecu
     os.kill(executor.worker_pids[0], signal.SIGSTOP)
     with pytest.raises(WorkerStuckError, match=r"Worker_TP1 \(rank 1, pid \d+\).*step 99(?s:.*)in execute_model"):
         executor.execute_model(SchedulerOutput(step=100)).result()
-    wait_until(lambda: not tagged(tag), 5, "even stopped workers are ended")
+    wait_until(lambda: not tagged_processes(tag), 5, "even stopped workers are ended")
 
 
 def test_a_request_that_cannot_be_read_ends_the_worker_with_the_reason(make: MakeExecutor) -> None:
@@ -307,7 +307,7 @@ def test_a_worker_that_cannot_be_built_raises_its_own_error_and_leaves_nothing(
     monkeypatch.setenv("SCRIPTED_WORKER", "fail-1")
     with pytest.raises(PlatformError, match=r"Worker_TP1 \(rank 1, pid \d+\).*ValueError: no strings on rank 1"):
         make(2)
-    assert not tagged(tag)
+    assert not tagged_processes(tag)
 
 
 def test_a_worker_that_does_not_start_in_time_is_named_with_its_stack(
@@ -316,7 +316,7 @@ def test_a_worker_that_does_not_start_in_time_is_named_with_its_stack(
     monkeypatch.setenv("SCRIPTED_WORKER", "hang-0")
     with pytest.raises(WorkerStuckError, match=r"Worker_TP0 (?s:.*)importing the worker(?s:.*)in __init__"):
         make(2, start_timeout=6.0)
-    assert not tagged(tag)
+    assert not tagged_processes(tag)
 
 
 def test_shutdown_may_be_repeated_and_later_calls_say_so(make: MakeExecutor, tag: str) -> None:
@@ -326,7 +326,7 @@ def test_shutdown_may_be_repeated_and_later_calls_say_so(make: MakeExecutor, tag
     executor.shutdown()
     executor.shutdown()
     assert time.monotonic() - start < 3
-    assert not tagged(tag)
+    assert not tagged_processes(tag)
     with pytest.raises(EngineDeadError, match="shut down"):
         pending.result()
     with pytest.raises(EngineDeadError, match="shut down"):
@@ -339,7 +339,7 @@ def test_every_thread_that_shuts_down_waits_for_the_end_and_pending_calls_raise(
 
     def shut_down() -> int:
         executor.shutdown()
-        return len(tagged(tag))
+        return len(tagged_processes(tag))
 
     with ThreadPoolExecutor() as pool:
         waiter = pool.submit(pending.result, 30)
@@ -356,15 +356,15 @@ def test_workers_that_ignore_the_stop_request_are_killed(make: MakeExecutor, tag
     start = time.monotonic()
     executor.shutdown()
     assert time.monotonic() - start < 5
-    assert not tagged(tag)
+    assert not tagged_processes(tag)
 
 
 def test_a_garbage_collected_executor_ends_its_workers(make: MakeExecutor, tag: str) -> None:
     executor = make_executor(_config(1), choose_platform("scripted").platform)
-    assert len(tagged(tag)) == 1
+    assert len(tagged_processes(tag)) == 1
     del executor
     gc.collect()
-    wait_until(lambda: not tagged(tag), 5, "the worker is gone")
+    wait_until(lambda: not tagged_processes(tag), 5, "the worker is gone")
 
 
 def test_an_executor_that_is_collected_in_its_monitor_thread_ends_its_workers_gracefully(
@@ -397,15 +397,15 @@ def test_an_executor_that_is_collected_in_its_monitor_thread_ends_its_workers_gr
     assert is_collected() is None
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_open, 30, "all descriptors are closed")
     assert not problems, problems
-    assert not tagged(tag)
+    assert not tagged_processes(tag)
 
 
 def test_a_worker_may_have_children_and_they_end_with_it(make: MakeExecutor, tag: str) -> None:
     executor = make()
     executor.collective_rpc("allocate_kv_cache", (SPAWN, 0))
-    assert len(tagged(tag)) == 2
+    assert len(tagged_processes(tag)) == 2
     executor.shutdown()
-    wait_until(lambda: not tagged(tag), 5, "the worker's child is gone")
+    wait_until(lambda: not tagged_processes(tag), 5, "the worker's child is gone")
 
 
 def test_a_fork_of_the_engines_process_does_not_end_its_workers(make: MakeExecutor) -> None:
@@ -490,4 +490,4 @@ print(*executor.worker_pids)
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) == 2
-    assert not tagged(tag)
+    assert not tagged_processes(tag)

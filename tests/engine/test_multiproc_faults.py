@@ -18,7 +18,7 @@ import pytest
 from mvllm import LLM, SamplingParams
 from mvllm.errors import CacheError, EngineDeadError, PlatformError, WorkerDiedError, WorkerError, WorkerStuckError
 from tests.helpers.plugins import fault_platform_path, prepend
-from tests.helpers.processes import TAG, assert_nothing_left, named, new_tag, shared_memory_names, wait_until
+from tests.helpers.processes import TAG, assert_nothing_left, new_tag, shared_memory_names, wait_until, worker_processes
 
 PROMPTS = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -139,7 +139,7 @@ def test_a_step_that_hangs_ends_with_the_rank_and_its_stack(make: MakeLLM, kind:
 def test_a_core_process_reports_a_stopped_worker_at_the_time_limit(make: MakeLLM) -> None:
     llm = make(step_timeout=2, **OWN_PROCESS)
     run(llm)
-    (worker,) = named(os.environ[TAG], "Worker_TP1")
+    (worker,) = worker_processes(os.environ[TAG], "Worker_TP1")
     worker.suspend()
     with pytest.raises(
         EngineDeadError, match=rf"Worker_TP1 \(rank 1, pid {worker.pid}\) has not finished its step .*stopped"
@@ -152,7 +152,7 @@ def test_a_core_process_reports_a_stopped_worker_at_the_time_limit(make: MakeLLM
 def test_a_stopped_core_is_named_and_ended(make: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mvllm.engine.process.launched_core_connection.TIMEOUT_MARGIN_SECONDS", 1.0)
     llm = make(tensor_parallel_size=1, step_timeout=1, **OWN_PROCESS)
-    (core,) = named(os.environ[TAG], "EngineCore")
+    (core,) = worker_processes(os.environ[TAG], "EngineCore")
     core.suspend()
     with pytest.raises(
         EngineDeadError,

@@ -19,13 +19,13 @@ from tests.helpers.plugins import scripted_platform_path
 from tests.helpers.processes import (
     TAG,
     assert_nothing_left,
-    named,
+    is_reading_stdin,
+    is_sleeping,
     new_tag,
-    reads_input,
     shared_memory_names,
-    sleeps,
-    tagged,
+    tagged_processes,
     wait_until,
+    worker_processes,
 )
 
 PROGRAM = Path(__file__).with_name("multiproc_program.py")
@@ -65,7 +65,7 @@ class Engine:
         if phase in ("idle", "mid-request"):
             self.expect("idle")
             # A signal just before Python enters the read is seen only after the next line has come.
-            wait_until(lambda: reads_input(self.process.pid), 30, "it waits for its next line")
+            wait_until(lambda: is_reading_stdin(self.process.pid), 30, "it waits for its next line")
         else:
             wait_until(self._hangs, 30, f"workers hang in {phase}")
         if phase == "mid-request":
@@ -88,7 +88,7 @@ class Engine:
         raise AssertionError(f"it never came to {phase}:\n{self.process.stderr.read()}")
 
     def worker(self, rank: int) -> int:
-        (process,) = named(self.tag, f"Worker_TP{rank}")
+        (process,) = worker_processes(self.tag, f"Worker_TP{rank}")
         return process.pid
 
     def assert_nothing_left(self) -> None:
@@ -96,8 +96,8 @@ class Engine:
 
     def _hangs(self) -> bool:
         """Whether both workers are in time.sleep."""
-        workers = named(self.tag, "Worker_TP0") + named(self.tag, "Worker_TP1")
-        return len(workers) == 2 and all(sleeps(worker.pid) for worker in workers)
+        workers = worker_processes(self.tag, "Worker_TP0") + worker_processes(self.tag, "Worker_TP1")
+        return len(workers) == 2 and all(is_sleeping(worker.pid) for worker in workers)
 
 
 StartEngine = Callable[[str], Engine]
@@ -112,7 +112,7 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
             engine = Engine(plugin_path, mode)
 
             def clean_up() -> None:
-                for process in [engine.process, *tagged(engine.tag)]:
+                for process in [engine.process, *tagged_processes(engine.tag)]:
                     process.kill()
                 engine.process.communicate()
 
@@ -130,7 +130,7 @@ def test_a_killed_worker_is_named_and_nothing_is_left(start: StartEngine, phase:
     pid = engine.worker(rank)
     os.kill(pid, signal.SIGKILL)
     if phase == "idle":
-        wait_until(lambda: len(tagged(engine.tag)) == 1, 5, "the other worker is ended, the caller is not")
+        wait_until(lambda: len(tagged_processes(engine.tag)) == 1, 5, "the other worker is ended, the caller is not")
         engine.go()
     killed = time.monotonic()
     failure = engine.expect("failed")
@@ -145,7 +145,7 @@ def test_a_killed_worker_is_named_and_nothing_is_left(start: StartEngine, phase:
 def test_killing_the_caller_leaves_nothing(start: StartEngine, phase: str) -> None:
     engine = start(PHASES[phase])
     engine.reach(phase)
-    assert len(tagged(engine.tag)) == 3
+    assert len(tagged_processes(engine.tag)) == 3
     engine.process.kill()
     engine.process.wait()
     engine.assert_nothing_left()
@@ -154,7 +154,7 @@ def test_killing_the_caller_leaves_nothing(start: StartEngine, phase: str) -> No
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.1, 0.2])
 def test_killing_the_caller_while_workers_are_being_started_leaves_nothing(start: StartEngine, delay: float) -> None:
     engine = start("slow")
-    wait_until(lambda: len(tagged(engine.tag)) > 1, 30, "a worker exists")
+    wait_until(lambda: len(tagged_processes(engine.tag)) > 1, 30, "a worker exists")
     time.sleep(delay)
     engine.process.kill()
     engine.process.wait()
@@ -169,7 +169,7 @@ def test_ctrl_c_and_sigterm_end_everything_soon(start: StartEngine, phase: str, 
     sent = time.monotonic()
     engine.process.send_signal(number)
     assert engine.process.wait(10) == -number
-    wait_until(lambda: not tagged(engine.tag), 5, "workers are gone")
+    wait_until(lambda: not tagged_processes(engine.tag), 5, "workers are gone")
     assert time.monotonic() - sent < 5
     engine.assert_nothing_left()
 
@@ -192,4 +192,4 @@ def test_ctrl_c_in_a_terminal_reaches_the_caller_only(start: StartEngine) -> Non
     for rank in (0, 1):
         os.kill(engine.worker(rank), signal.SIGINT)  # workers ignore it
     time.sleep(0.3)
-    assert len(tagged(engine.tag)) == 3
+    assert len(tagged_processes(engine.tag)) == 3

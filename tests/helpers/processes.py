@@ -17,12 +17,12 @@ from mvllm.testing.leftover_processes import wait_until
 __all__ = [
     "TAG",
     "assert_nothing_left",
-    "named",
+    "worker_processes",
     "new_tag",
-    "reads_input",
+    "is_reading_stdin",
     "shared_memory_names",
-    "sleeps",
-    "tagged",
+    "is_sleeping",
+    "tagged_processes",
     "wait_until",
 ]
 
@@ -33,15 +33,15 @@ def new_tag() -> str:
     return uuid.uuid4().hex
 
 
-def tagged(tag: str) -> list[psutil.Process]:
+def tagged_processes(tag: str) -> list[psutil.Process]:
     """Processes with the tag, except zombies and this process."""
     return leftover_processes.tagged_processes(TAG, tag)
 
 
-def named(tag: str, name: str) -> list[psutil.Process]:
+def worker_processes(tag: str, name: str) -> list[psutil.Process]:
     """Tagged processes whose command line contains the worker name `name`."""
     found = []
-    for process in tagged(tag):
+    for process in tagged_processes(tag):
         try:
             if name in process.cmdline():
                 found.append(process)
@@ -50,12 +50,12 @@ def named(tag: str, name: str) -> list[psutil.Process]:
     return found
 
 
-def sleeps(pid: int) -> bool:
+def is_sleeping(pid: int) -> bool:
     """Whether the main thread of a process is in a timed sleep such as `time.sleep`."""
     return _system_call(pid)[0] in ("35", "230", "115", "101")  # nanosleep and clock_nanosleep, on x86-64 and arm64
 
 
-def reads_input(pid: int) -> bool:
+def is_reading_stdin(pid: int) -> bool:
     """Whether the main thread of a process is blocked reading stdin."""
     return _system_call(pid)[:2] in (["0", "0x0"], ["63", "0x0"])  # read, on x86-64 and arm64
 
@@ -70,4 +70,4 @@ def _system_call(pid: int) -> list[str]:
 
 def assert_nothing_left(tag: str, shared_memory_before: set[str], seconds: float = 10.0) -> None:
     """Fails when tagged processes or new shared memory of mvllm are left after `seconds`."""
-    leftover_processes.assert_nothing_left(lambda: tagged(tag), shared_memory_before, seconds)
+    leftover_processes.assert_nothing_left(lambda: tagged_processes(tag), shared_memory_before, seconds)

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.helpers.processes import TAG, new_tag, tagged, wait_until
+from tests.helpers.processes import TAG, new_tag, tagged_processes, wait_until
 
 START_SECONDS = 180
 TEMPLATE_PROCESS = "mvllm.entrypoints.openai.common.chat_template_process"
@@ -88,12 +88,12 @@ class ServerProcess:
 
     def pids(self) -> set[int]:
         """Process ids of the server and its children, except `sandbox_pids`, which are replaced on demand."""
-        return {process.pid for process in tagged(self.tag)} - self.sandbox_pids()
+        return {process.pid for process in tagged_processes(self.tag)} - self.sandbox_pids()
 
     def sandbox_pids(self) -> set[int]:
         """Process ids of the sandboxes for grammars and chat templates."""
         found = set()
-        for process in tagged(self.tag):
+        for process in tagged_processes(self.tag):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if {"mvllm.structured_output.sandbox_main", TEMPLATE_PROCESS} & set(process.cmdline()):
                     found.add(process.pid)

@@ -25,7 +25,7 @@ from mvllm.entrypoints.openai.server.middleware import UNAUTHENTICATED_PATHS
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import ConfigError
-from tests.helpers.processes import tagged
+from tests.helpers.processes import tagged_processes
 from tests.helpers.server import SMALL, ServerProcess, as_before, head_of
 
 USER, SECOND, ADMIN = "user-key-4711", "user-key-4712", "admin-key-0815"
@@ -184,7 +184,7 @@ def test_keys_appear_in_no_log_and_no_response(guarded: ServerProcess) -> None:
     with guarded.client(headers={"Authorization": f"Bearer {ADMIN}"}) as client:
         shown = [client.get(path).text for path in ("/server_info", "/metrics", "/openapi.json", "/docs")]
     ps = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    children = [p for p in tagged(guarded.tag) if p.pid != guarded.process.pid]
+    children = [p for p in tagged_processes(guarded.tag) if p.pid != guarded.process.pid]
     assert children
     environments = [str(psutil.Process(p.pid).environ()) for p in children]
     for key in (USER, SECOND, ADMIN):

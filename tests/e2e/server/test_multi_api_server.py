@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.helpers.processes import assert_nothing_left, named, shared_memory_names, wait_until
+from tests.helpers.processes import assert_nothing_left, shared_memory_names, wait_until, worker_processes
 from tests.helpers.server import SMALL, ServerProcess, assert_idle, wait_idle
 
 ADMIN = {"MVLLM_ADMIN_API_KEY": "boss"}
@@ -24,7 +24,7 @@ LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "te
 
 
 def process(server: ServerProcess, name: str) -> psutil.Process:
-    [found] = named(server.tag, name)
+    [found] = worker_processes(server.tag, name)
     return found
 
 
