@@ -8,9 +8,10 @@ from typing import Any, Protocol
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
-from mvllm.engine.frontend.engine_frontend import EngineCoreFacts, EngineFrontend
+from mvllm.engine.frontend.engine_frontend import EngineFrontend
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.process.core_client_properties import CoreClientProperties
 from mvllm.engine.process.inproc_client import make_client
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
 from mvllm.messages.core_protocol import UtilityArg
@@ -20,7 +21,7 @@ from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, Schedu
 from mvllm.messages.sampling_params import SamplingParams
 
 
-class EngineCoreClient(EngineCoreFacts, Protocol):
+class EngineCoreClient(CoreClientProperties, Protocol):
     """The engine-core interface that LLMEngine uses, for a core in this process or another."""
 
     def add_request(self, request: EngineCoreRequest) -> None:

@@ -65,14 +65,19 @@ def _check_parallel(config: EngineConfig, capabilities: Capabilities, platform: 
             )
 
 
+def _why_unsupported(capabilities: Capabilities, varying: str) -> str | None:
+    """Why a platform cannot run a feature whose steps vary in shape, as `varying` describes; None if it can."""
+    if not capabilities.torch_device:
+        return "has its own worker"
+    if capabilities.static_shapes:
+        return f"compiles every shape, and {varying} in each step"
+    return None
+
+
 def _check_lora(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:
     if config.lora is None:
         return
-    why = None
-    if not capabilities.torch_device:
-        why = "has its own worker"
-    elif capabilities.static_shapes:
-        why = "compiles every shape, and the assignment of tokens to adapters differs in each step"
+    why = _why_unsupported(capabilities, "the assignment of tokens to adapters differs")
     if why is not None:
         raise ConfigError(
             f"enable_lora is set, but LoRA is not supported on the platform {platform!r}, which {why}. Merge the "
@@ -83,11 +88,7 @@ def _check_lora(config: EngineConfig, capabilities: Capabilities, platform: str)
 def _check_speculative(config: EngineConfig, capabilities: Capabilities, platform: str) -> None:
     if config.speculative is None:
         return
-    why = None
-    if not capabilities.torch_device:
-        why = "has its own worker"
-    elif capabilities.static_shapes:
-        why = "compiles every shape, and the number of draft tokens differs in each step"
+    why = _why_unsupported(capabilities, "the number of draft tokens differs")
     if why is not None:
         raise ConfigError(
             f"speculative_config is set, but speculative decoding is not supported on the platform {platform!r}, which "

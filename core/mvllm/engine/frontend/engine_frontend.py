@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
@@ -16,6 +16,7 @@ from mvllm.engine.frontend.parallel_sampling import CoreRequestIds
 from mvllm.engine.frontend.pooling_input_processor import PoolingInputProcessor
 from mvllm.engine.metrics.startup_timer import StartupTimer
 from mvllm.engine.metrics.stat_loggers import StatLoggerManager
+from mvllm.engine.process.core_client_properties import CoreClientProperties
 from mvllm.engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from mvllm.errors import ConfigError
 from mvllm.executor.process.process_utils import gc_paused
@@ -28,23 +29,7 @@ from mvllm.sampling.logits_processor import processor_classes
 logger = get_logger(__name__)
 
 
-class EngineCoreFacts(Protocol):
-    """The properties of an engine core that every client has."""
-
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration that the engine core runs with."""
-
-    @property
-    def platform_summary(self) -> str:
-        """The platform's name and the plugin that provides it."""
-
-    @property
-    def cache_summary(self) -> KVCacheSummary:
-        """The size of the KV cache."""
-
-
-Client = TypeVar("Client", bound=EngineCoreFacts)
+Client = TypeVar("Client", bound=CoreClientProperties)
 MakeClient = Callable[[EngineConfig, ChosenPlatform, Callable[[EngineConfig], None]], Client]
 
 

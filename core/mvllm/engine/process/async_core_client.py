@@ -8,8 +8,8 @@ from typing import Protocol
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.core.config_resolution import resolve_config
-from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
 from mvllm.engine.process.async_mp_client import AsyncMPClient, OnDeath, OnOutputs, start_all
+from mvllm.engine.process.core_client_properties import CoreClientProperties
 from mvllm.engine.process.dp_async_mp_client import start_replicas
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.errors import ConfigError, EngineDeadError
@@ -18,20 +18,8 @@ from mvllm.messages.requests import EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
 
 
-class AsyncEngineCoreClient(Protocol):
+class AsyncEngineCoreClient(CoreClientProperties, Protocol):
     """Implemented by AsyncMPClient for one engine core and by DPLBAsyncMPClient for several."""
-
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration it runs with."""
-
-    @property
-    def platform_summary(self) -> str:
-        """The platform's name and the plugin it came from."""
-
-    @property
-    def cache_summary(self) -> KVCacheSummary:
-        """The KV cache as it was sized."""
 
     @property
     def stats(self) -> SchedulerStats:
