@@ -23,6 +23,19 @@ FILES = {"isa": ("test_linear.py", "test_moe.py"), "quantized_isa": ("test_quant
 NAMES = {"isa": ISAS.split(", "), "quantized_isa": QUANTIZED_ISAS.split(", ")}
 
 
+TESTS_WITH_ISA = """
+import sys
+
+import pytest
+
+from mvllm_cpu import kernels
+
+loaded = kernels.load()
+print(loaded.isa, loaded.quantized_isa, flush=True)
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
 def kinds_of(isa: str) -> list[str]:
     """The kinds of kernels that have this set, and run with another one here."""
     return [kind for kind, names in NAMES.items() if isa in names and isa != getattr(LOADED, kind)]
@@ -32,12 +45,9 @@ def kinds_of(isa: str) -> list[str]:
 def test_every_kernel_is_right_with(isa):
     skip_unless_supported(isa)
     env = dict(os.environ, MVLLM_CPU_ISA=isa)
-    ask = "from mvllm_cpu import kernels; loaded = kernels.load(); print(loaded.isa, loaded.quantized_isa)"
-    runs = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True)
     kinds = kinds_of(isa)
-    said = dict(zip(("isa", "quantized_isa"), runs.stdout.split(), strict=True))
-    assert all(said[kind] == isa for kind in kinds)
     files = [str(Path(__file__).with_name(name)) for kind in kinds for name in FILES[kind]]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    done = subprocess.run([sys.executable, "-c", TESTS_WITH_ISA, *files], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = dict(zip(("isa", "quantized_isa"), done.stdout.splitlines()[0].split(), strict=True))
+    assert all(found[kind] == isa for kind in kinds)
