@@ -8,8 +8,6 @@
 // Then one item goes through those for all of them, as if they were the rows of one request, and each goes on by itself
 // from where that has brought it. A row so computes the same as it does alone, to the last bit.
 
-#include <omp.h>
-
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -217,7 +215,7 @@ void* mvllm_cpu_step_new(const Spec* spec, const Batch* batch) {
     g.partial_size = g.tile_rows * (g.dv + 2);
     g.state_size = g.group * (g.dv + 1 + STRIP);
     g.states = nullptr;
-    step->threads = omp_get_max_threads();
+    step->threads = team_size();
     divide(*step);
     return step;
 }
@@ -239,15 +237,9 @@ void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride,
     const NewKV kv{key, value, key_stride, value_stride, *cache};
     const Isa& isa = current_isa();
     const int tokens = g.batch.num_tokens;
-    if (int64_t(tokens) * g.spec.num_kv_heads * g.spec.head_size * 4 < SERIAL_WORK || omp_get_max_threads() == 1) {
-        isa.store_kv(g, kv, 0, tokens);
-        return;
-    }
-#pragma omp parallel
-    {
-        const int64_t i = omp_get_thread_num(), n = omp_get_num_threads();
-        isa.store_kv(g, kv, int(tokens * i / n), int(tokens * (i + 1) / n));
-    }
+    const bool small = int64_t(tokens) * g.spec.num_kv_heads * g.spec.head_size * 4 < SERIAL_WORK;
+    divide_range(small ? 1 : team_size(), tokens,
+                 [&](int64_t begin, int64_t end) { isa.store_kv(g, kv, int(begin), int(end)); });
 }
 
 void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const Cache* cache,
@@ -257,14 +249,16 @@ void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_st
     const Layer layer{query, query_stride, *cache, sinks, out};
     record_kernel_use();
     const Isa& isa = current_isa();
-    // Heads of one request lie side by side in each block. A thread takes some that follow each other, so that what the
+    // Heads of one request lie side by side in each block. A thread claims some that follow each other, so that what the
     // processor reads ahead by itself is the thread's own.
-    auto attend = [&](const std::vector<Item>& items, std::atomic<int>& next, const Scratch& scratch) {
+    auto attend = [&](const std::vector<Item>& items, std::atomic<int>& next) {
+        thread_local ScratchMemory memory;
+        const Scratch scratch = memory.carve(g);
         const int count = int(items.size());
         const int at_once = std::max(1, std::min(g.spec.num_kv_heads, count / (step.threads * 8)));
-        auto take = [&] { return next.fetch_add(at_once, std::memory_order_relaxed); };
-        for (int first = take(), following; first < count; first = following) {
-            following = take();
+        auto claim = [&] { return next.fetch_add(at_once, std::memory_order_relaxed); };
+        for (int first = claim(), following; first < count; first = following) {
+            following = claim();
             const int end = std::min(first + at_once, count);
             for (int i = first; i < end; ++i) {
                 const int after = i + 1 < end ? i + 1 : following;
@@ -272,31 +266,18 @@ void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_st
             }
         }
     };
-    std::atomic<int> next_common{0}, next{0};
-    auto work = [&](bool together) {
+    auto attend_all = [&](const std::vector<Item>& items) {
+        std::atomic<int> next{0};
+        if (!items.empty()) divide_pieces(step.threads, step.threads, [&](Part) { attend(items, next); });
+    };
+    attend_all(step.common);
+    attend_all(step.items);
+    divide_range(step.threads, int64_t(step.split_tiles.size()), [&](int64_t begin, int64_t end) {
         thread_local ScratchMemory memory;
         const Scratch scratch = memory.carve(g);
-        if (!step.common.empty()) {
-            attend(step.common, next_common, scratch);
-            if (together) {
-#pragma omp barrier
-            }
-        }
-        attend(step.items, next, scratch);
-        if (step.split_tiles.empty()) return;
-        if (together) {
-#pragma omp barrier
-#pragma omp for schedule(dynamic, 1)
-            for (size_t i = 0; i < step.split_tiles.size(); ++i)
-                isa.combine(g, layer, step.split_tiles[i], scratch, step.partials.get());
-        }
-    };
-    if (step.threads == 1) {
-        work(false);
-        return;
-    }
-#pragma omp parallel num_threads(step.threads)
-    work(true);
+        for (int64_t i = begin; i < end; ++i)
+            isa.combine(g, layer, step.split_tiles[size_t(i)], scratch, step.partials.get());
+    });
 }
 
 }  // extern "C"

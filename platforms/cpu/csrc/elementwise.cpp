@@ -1,7 +1,5 @@
 // Row-wise operations over the threads. Small ones stay on the calling thread: a parallel region costs microseconds.
 
-#include <omp.h>
-
 #include <cstring>
 
 #include "entries.h"
@@ -17,18 +15,12 @@ bool is_small(int64_t rows, int64_t elements_per_row) {
     return rows == 1 || rows * elements_per_row < 2 * SERIAL_ELEMENTS;
 }
 
-// All threads or one: a runtime may end the threads that a smaller team leaves over, and start them again for the next.
 template <class Op>
 void over_rows(void (*kernel)(const Op&, int64_t, int64_t), const Op& op, int64_t rows, int64_t elements_per_row) {
-    if (is_small(rows, elements_per_row) || omp_get_max_threads() == 1) {
-        kernel(op, 0, rows);
-        return;
-    }
-#pragma omp parallel
-    {
-        const int64_t i = omp_get_thread_num(), n = omp_get_num_threads();
-        kernel(op, rows * i / n, rows * (i + 1) / n);
-    }
+    const int threads = is_small(rows, elements_per_row) ? 1 : team_size();
+    divide_pieces(threads, threads, [&](Part part) {
+        kernel(op, rows * part.index / part.count, rows * (part.index + 1) / part.count);
+    });
 }
 
 // Copies rows of a table; strides and sizes in bytes.
@@ -97,11 +89,11 @@ void rotary_part(const int64_t* s, Part part) {
 }
 
 ThreadMode always_one_thread(const int64_t*) { return ThreadMode::ONE_THREAD; }
-ThreadMode always_own_region(const int64_t*) { return ThreadMode::OWN_REGION; }
+ThreadMode always_own_division(const int64_t*) { return ThreadMode::OWN_DIVISION; }
 
 }  // namespace
 
-const WorkSharing one_thread{always_one_thread, nullptr, nullptr, nullptr}, own_region{always_own_region, nullptr, nullptr, nullptr};
+const WorkSharing one_thread{always_one_thread, nullptr, nullptr, nullptr}, own_division{always_own_division, nullptr, nullptr, nullptr};
 const WorkSharing rms_norm_sharing{rms_norm_mode, rms_norm_part, nullptr, nullptr};
 const WorkSharing silu_and_mul_sharing{silu_and_mul_mode, silu_and_mul_part, nullptr, nullptr};
 const WorkSharing rotary_sharing{rotary_mode, rotary_part, nullptr, nullptr};

@@ -1,7 +1,5 @@
 // Matrix products with weights packed once: packing them, and dividing a product over the threads.
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -24,8 +22,7 @@ bool takes_x(const Isa& isa, const Linear& op) {
     return op.dtype == F32 || (op.dtype == BF16 && isa.bf16_dot && op.in_features % 2 == 0);
 }
 
-// All threads or one: a runtime may end the threads that a smaller team leaves over, and start them again for the next.
-int threads_for(int64_t work) { return work < SERIAL_WORK ? 1 : omp_get_max_threads(); }
+int threads_for(int64_t work) { return work < SERIAL_WORK ? 1 : team_size(); }
 
 // Into how many parts a product divides well.
 int64_t pieces_of(const Isa& isa, int64_t rows, int64_t columns) {
@@ -76,7 +73,7 @@ Linear linear_of(const int64_t* s) {
 }
 
 ThreadMode linear_mode(const int64_t* s) {
-    if (!takes_x(current_isa(), linear_of(s))) return ThreadMode::OWN_REGION;
+    if (!takes_x(current_isa(), linear_of(s))) return ThreadMode::OWN_DIVISION;
     return s[5] * s[6] * s[7] < SERIAL_WORK ? ThreadMode::ONE_THREAD : ThreadMode::SHARED;
 }
 
@@ -171,8 +168,7 @@ void mvllm_cpu_linear_pack(const void* weight, int64_t stride, void* packed, int
                            int dtype) {
     const int64_t tile = current_isa().linear_tile, tiles = (out_features + tile - 1) / tile;
     const int64_t size = tile * depth_of(in_features, dtype);
-#pragma omp parallel for num_threads(threads_for(out_features * in_features))
-    for (int64_t i = 0; i < tiles; ++i) {
+    auto pack = [&](int64_t i) {
         const int64_t columns = std::min(tile, out_features - i * tile);
         if (dtype == F32)
             pack_tile(static_cast<const float*>(weight) + i * tile * stride, stride, static_cast<float*>(packed) + i * size,
@@ -180,7 +176,10 @@ void mvllm_cpu_linear_pack(const void* weight, int64_t stride, void* packed, int
         else
             pack_tile(static_cast<const uint16_t*>(weight) + i * tile * stride, stride,
                       static_cast<uint16_t*>(packed) + i * size, columns, in_features, tile, dtype == BF16 ? 2 : 1);
-    }
+    };
+    divide_range(threads_for(out_features * in_features), tiles, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) pack(i);
+    });
 }
 
 // out[t] = the packed weight's row ids[t] - first, zeros where it has none such among its `count`.
@@ -188,8 +187,7 @@ void mvllm_cpu_packed_embedding(const void* ids, int wide_ids, const void* packe
                                 int64_t in_features, int64_t first, int64_t count, int dtype) {
     const int64_t tile = current_isa().linear_tile, size = tile * depth_of(in_features, dtype);
     const int64_t element = dtype == F32 ? 4 : 2;
-#pragma omp parallel for num_threads(threads_for(rows * in_features))
-    for (int64_t t = 0; t < rows; ++t) {
+    auto copy = [&](int64_t t) {
         const int64_t id = wide_ids ? static_cast<const int64_t*>(ids)[t] : static_cast<const int32_t*>(ids)[t];
         const int64_t row = id - first;
         char* to = static_cast<char*>(out) + t * in_features * element;
@@ -201,7 +199,10 @@ void mvllm_cpu_packed_embedding(const void* ids, int wide_ids, const void* packe
         else
             unpack_row(static_cast<const uint16_t*>(packed) + row / tile * size, row % tile,
                        reinterpret_cast<uint16_t*>(to), in_features, tile, dtype == BF16 ? 2 : 1);
-    }
+    };
+    divide_range(threads_for(rows * in_features), rows, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) copy(t);
+    });
 }
 
 // out [rows, out_features] = x * weight^T + bias; rows of `x` lie `x_stride` elements apart.
@@ -225,13 +226,10 @@ void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const
         Linear copied = part;
         copied.x = copy.get();
         copied.x_stride = depth;
-#pragma omp parallel num_threads(threads_for(n * in_features * out_features))
-        {
-            const int64_t i = omp_get_thread_num(), threads = omp_get_num_threads();
-            isa.linear_x(part, copy.get(), depth, n * i / threads, n * (i + 1) / threads);
-#pragma omp barrier
-            compute(isa, copied, n, i, threads);
-        }
+        const int threads = threads_for(n * in_features * out_features);
+        divide_range(threads, n, [&](int64_t begin, int64_t end) { isa.linear_x(part, copy.get(), depth, begin, end); });
+        divide_pieces(threads, pieces_of(isa, n, out_features),
+                      [&](Part share) { compute(isa, copied, n, share.index, share.count); });
     }
 }
 

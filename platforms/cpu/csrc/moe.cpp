@@ -15,14 +15,14 @@
 // A token's result depends neither on the other tokens nor on their number: rows of a product do not depend on each other,
 // and a token's experts are summed in the order of their numbers.
 
-#include <omp.h>
-
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <vector>
 
 #include "kernels.h"
+#include "team.h"
 
 extern "C" {
 int64_t mvllm_cpu_linear_packed_size(int64_t out_features, int64_t in_features, int dtype);
@@ -160,13 +160,9 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
     const int64_t wide_stride = mid.as_is ? op.inner : mid.elements;
 
     const int64_t work = pairs * op.hidden * op.inner * 3;
-    const int threads = work < SERIAL_WORK ? 1 : int(std::min<int64_t>(omp_get_max_threads(), work / (SERIAL_WORK / 2)));
-#pragma omp parallel num_threads(threads)
-    {
-        alignas(64) char sums[LINEAR_ROWS * MOST_COLUMNS * 4];
-        alignas(64) char gated[LINEAR_ROWS * MOST_COLUMNS / 2 * 4];
-#pragma omp for schedule(static)
-        for (int64_t p = 0; p < pairs; ++p) {
+    const int threads = work < SERIAL_WORK ? 1 : int(std::min<int64_t>(team_size(), work / (SERIAL_WORK / 2)));
+    divide_range(threads, pairs, [&](int64_t begin, int64_t end) {
+        for (int64_t p = begin; p < end; ++p) {
             const char* x = op.x + routing.tokens[size_t(p)] * op.x_stride * element;
             if (in.as_is) {
                 std::memcpy(rows + p * in.bytes, x, size_t(in.bytes));
@@ -175,54 +171,59 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
             const Linear one{x, nullptr, nullptr, nullptr, op.x_stride, int32_t(op.hidden), 0, op.dtype};
             isa.linear_x(one, rows + p * in.bytes, in.elements, 0, 1);
         }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_blocks * gate_up.count; ++i) {
-            const Block& block = routing.blocks[size_t(i / gate_up.count)];
-            const int64_t panel = i % gate_up.count, column = panel * gate_up.width;
-            const int64_t n = std::min(gate_up.width, op.inner - column), height = block.end - block.begin;
-            const Linear product{rows + block.begin * in.bytes, op.gate_up + block.expert * gate_up.expert_bytes() +
-                                 panel * gate_up.panel_bytes, nullptr, sums, in.elements, int32_t(op.hidden),
-                                 int32_t(2 * n), op.dtype};
-            isa.linear(product, 0, height, 0, (2 * n + STRIP - 1) / STRIP);
-            isa.silu_and_mul(SiluAndMul{sums, gated, 2 * n, n, n, n, op.dtype}, 0, height);
-            for (int64_t m = 0; m < height; ++m)
-                std::memcpy(act + (block.begin + m) * act_bytes + column * element, gated + m * n * element,
-                            size_t(n * element));
-        }
-        const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
-        if (!mid.as_is) {
-            const Linear all{act, nullptr, nullptr, nullptr, op.inner, int32_t(op.inner), 0, op.dtype};
-            isa.linear_x(all, wide, mid.elements, pairs * thread / team, pairs * (thread + 1) / team);
-#pragma omp barrier
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_blocks * down.count; ++i) {
-            const Block& block = routing.blocks[size_t(i / down.count)];
-            const int64_t panel = i % down.count, column = panel * down.width;
-            const int64_t n = std::min(down.width, op.hidden - column), height = block.end - block.begin;
-            const Linear product{wide + block.begin * mid.bytes, op.down + block.expert * down.expert_bytes() +
-                                 panel * down.panel_bytes, nullptr, sums, wide_stride, int32_t(op.inner), int32_t(n),
-                                 op.dtype};
-            isa.linear(product, 0, height, 0, (n + STRIP - 1) / STRIP);
-            for (int64_t m = 0; m < height; ++m)
-                std::memcpy(rows + ((block.begin + m) * op.hidden + column) * element, sums + m * n * element,
-                            size_t(n * element));
-        }
-        const MoeCombine combine{rows, routing.positions.data(), routing.weights.data(), op.out, op.hidden, op.hidden,
-                                 int32_t(op.top_k), op.dtype};
-        isa.moe_combine(combine, num_tokens * thread / team, num_tokens * (thread + 1) / team);
+    });
+    // Thread after thread takes one panel of one block: blocks have different heights.
+    auto for_each_panel = [&](const Panels& panels, const auto& work) {
+        const int64_t count = num_blocks * panels.count;
+        std::atomic<int64_t> next{0};
+        divide_pieces(threads, threads, [&](Part) {
+            for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;)
+                work(routing.blocks[size_t(i / panels.count)], i % panels.count);
+        });
+    };
+    for_each_panel(gate_up, [&](const Block& block, int64_t panel) {
+        alignas(64) char sums[LINEAR_ROWS * MOST_COLUMNS * 4];
+        alignas(64) char gated[LINEAR_ROWS * MOST_COLUMNS / 2 * 4];
+        const int64_t column = panel * gate_up.width;
+        const int64_t n = std::min(gate_up.width, op.inner - column), height = block.end - block.begin;
+        const Linear product{rows + block.begin * in.bytes, op.gate_up + block.expert * gate_up.expert_bytes() +
+                             panel * gate_up.panel_bytes, nullptr, sums, in.elements, int32_t(op.hidden),
+                             int32_t(2 * n), op.dtype};
+        isa.linear(product, 0, height, 0, (2 * n + STRIP - 1) / STRIP);
+        isa.silu_and_mul(SiluAndMul{sums, gated, 2 * n, n, n, n, op.dtype}, 0, height);
+        for (int64_t m = 0; m < height; ++m)
+            std::memcpy(act + (block.begin + m) * act_bytes + column * element, gated + m * n * element,
+                        size_t(n * element));
+    });
+    if (!mid.as_is) {
+        const Linear all{act, nullptr, nullptr, nullptr, op.inner, int32_t(op.inner), 0, op.dtype};
+        divide_range(threads, pairs,
+                     [&](int64_t begin, int64_t end) { isa.linear_x(all, wide, mid.elements, begin, end); });
     }
+    for_each_panel(down, [&](const Block& block, int64_t panel) {
+        alignas(64) char sums[LINEAR_ROWS * MOST_COLUMNS * 4];
+        const int64_t column = panel * down.width;
+        const int64_t n = std::min(down.width, op.hidden - column), height = block.end - block.begin;
+        const Linear product{wide + block.begin * mid.bytes, op.down + block.expert * down.expert_bytes() +
+                             panel * down.panel_bytes, nullptr, sums, wide_stride, int32_t(op.inner), int32_t(n),
+                             op.dtype};
+        isa.linear(product, 0, height, 0, (n + STRIP - 1) / STRIP);
+        for (int64_t m = 0; m < height; ++m)
+            std::memcpy(rows + ((block.begin + m) * op.hidden + column) * element, sums + m * n * element,
+                        size_t(n * element));
+    });
+    const MoeCombine combine{rows, routing.positions.data(), routing.weights.data(), op.out, op.hidden, op.hidden,
+                             int32_t(op.top_k), op.dtype};
+    divide_range(threads, num_tokens, [&](int64_t begin, int64_t end) { isa.moe_combine(combine, begin, end); });
 }
 
 // Packs one expert. Panel `p` is made of columns [p * width, ...) of each of `parts` matrices [rows, in_features] that
 // follow each other in `weight`.
 void pack_expert(const char* weight, char* packed, const Panels& panels, int64_t rows, int parts, int dtype) {
     const int64_t row_bytes = panels.in_features * element_size(dtype);
-#pragma omp parallel
-    {
+    divide_range(team_size(), panels.count, [&](int64_t begin, int64_t end) {
         std::unique_ptr<char[]> gathered(new char[size_t(parts * panels.width * row_bytes)]);
-#pragma omp for
-        for (int64_t p = 0; p < panels.count; ++p) {
+        for (int64_t p = begin; p < end; ++p) {
             const int64_t first = p * panels.width, n = std::min(panels.width, rows - first);
             for (int part = 0; part < parts; ++part)
                 std::memcpy(gathered.get() + part * n * row_bytes, weight + (part * rows + first) * row_bytes,
@@ -231,7 +232,7 @@ void pack_expert(const char* weight, char* packed, const Panels& panels, int64_t
             std::memset(to, 0, size_t(panels.panel_bytes));
             mvllm_cpu_linear_pack(gathered.get(), panels.in_features, to, parts * n, panels.in_features, dtype);
         }
-    }
+    });
 }
 
 // Expert by expert; in place, where the packed form is as large, by way of a copy of one expert.

@@ -8,13 +8,9 @@
 // A call that waits for other ranks may time out. Then the program returns; the caller handles the timeout and resumes
 // the program at the same call.
 
-#include <omp.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -60,7 +56,7 @@ constexpr int count_of(R (*)(Ts...)) {
 struct Entry {
     const char* name;
     int count;  // of arguments
-    bool (*run)(const int64_t* slots);  // false: call it again; only functions with OWN_REGION return it
+    bool (*run)(const int64_t* slots);  // false: call it again; only functions with OWN_DIVISION return it
     const WorkSharing* sharing;
 };
 
@@ -87,9 +83,9 @@ const Entry entries[] = {
     ENTRY(mvllm_cpu_qlinear, qlinear_sharing),
     ENTRY(mvllm_cpu_qlinear_silu, qlinear_silu_sharing),
     ENTRY(mvllm_cpu_write_kv, one_thread),
-    ENTRY(mvllm_cpu_attention, own_region),
+    ENTRY(mvllm_cpu_attention, own_division),
 #if defined(__linux__)
-    ENTRY(mvllm_cpu_shared_all_reduce, own_region),  // within a region the other threads would spin for as long as it waits
+    ENTRY(mvllm_cpu_shared_all_reduce, own_division),  // its wait may time out
 #endif
 };
 
@@ -98,32 +94,7 @@ struct Patch {
     int64_t offset;
 };
 
-constexpr int SPINS = 4096;                   // polls before a waiting thread yields its core
-constexpr int64_t PREFETCH_BYTES = 128 << 10;  // that a waiting thread prefetches into its L2 cache
-constexpr int64_t MAX_PIECES = 8;             // per thread
-
-// Spinning barrier for the threads of one parallel region. It is cheaper than the OpenMP runtime's barrier, and a waiting
-// thread prefetches the memory that it reads next.
-class TeamBarrier {
-  public:
-    void wait(int64_t threads, Range& prefetch) {
-        const int round = round_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-            arrived_.store(0, std::memory_order_relaxed);
-            round_.store(round + 1, std::memory_order_release);
-            return;
-        }
-        for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins) {
-            for (int i = 0; i < 4 && prefetch.size > 0; ++i, prefetch.begin += LINE, prefetch.size -= LINE)
-                __builtin_prefetch(prefetch.begin, 0, 2);
-            if (spins >= SPINS) std::this_thread::yield();
-        }
-    }
-
-  private:
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<int> round_{0};
-};
+constexpr int64_t MAX_PIECES = 8;  // per thread
 
 // One call of a program.
 struct Stage {
@@ -133,30 +104,23 @@ struct Stage {
     int64_t pieces;  // per thread
 };
 
-// Executes `count` stages in one parallel region; every thread calls it. `claimed` has an entry per stage and thread.
-void run_in_region(const Stage* stages, int64_t count, int64_t thread, int64_t threads, TeamBarrier& barrier,
-                   ClaimedPieces* claimed) {
-    Range prefetch{nullptr, 0};
-    int64_t known = 0;  // the stage that `prefetch` is for
-    for (int64_t i = 0; i < count; ++i) {
-        const Stage& stage = stages[i];
-        if (stage.mode == ThreadMode::ONE_THREAD) {
-            if (thread == 0) stage.entry->run(stage.slots);
-        } else {
-            claim_pieces(claimed + i * threads, stage.pieces, thread, threads,
-                         [&](Part part) { stage.entry->sharing->part(stage.slots, part); });
-        }
-        if (i + 1 == count || (stage.mode == ThreadMode::ONE_THREAD && stages[i + 1].mode == ThreadMode::ONE_THREAD)) continue;
-        if (known <= i) {
-            for (known = i + 1; known < count && !stages[known].entry->sharing->ahead; ++known) {
-            }
-            prefetch = {nullptr, 0};
-            if (known < count && stages[known].mode == ThreadMode::SHARED)
-                prefetch = stages[known].entry->sharing->ahead(stages[known].slots, thread, threads);
-            prefetch.size = std::min(prefetch.size, PREFETCH_BYTES);
-        }
-        barrier.wait(threads, prefetch);
-    }
+// Executes a call that all threads share. A waiting thread prefetches what it reads first in the next such call.
+void share(const Stage& stage, const Stage* next, int64_t threads) {
+    const auto run = [](const void* work, Part part) {
+        const Stage& own = *static_cast<const Stage*>(work);
+        own.entry->sharing->part(own.slots, part);
+    };
+    const auto range = [](const void* work, int64_t thread, int64_t count) {
+        const Stage& following = *static_cast<const Stage*>(work);
+        return following.entry->sharing->ahead(following.slots, thread, count);
+    };
+    run_pieces(threads, stage.pieces, run, &stage, next ? Ahead{range, next} : Ahead{nullptr, nullptr});
+}
+
+// The next stage whose memory can be prefetched; null if it is not shared by all threads, or there is none.
+const Stage* next_with_ahead(const Stage* stage, const Stage* end) {
+    while (stage < end && (stage->mode == ThreadMode::OWN_DIVISION || !stage->entry->sharing->ahead)) ++stage;
+    return stage < end && stage->mode == ThreadMode::SHARED ? stage : nullptr;
 }
 
 }  // namespace
@@ -181,32 +145,21 @@ int64_t mvllm_cpu_program_run(const int32_t* calls, int64_t first_call, int64_t 
     for (int64_t i = 0; i < first_call; ++i) slots += entries[calls[i]].count;
     thread_local std::vector<Stage> stages;
     stages.clear();
-    const int threads = omp_get_max_threads();
+    const int threads = team_size();
     for (int64_t i = first_call; i < count; ++i) {
         const Entry& entry = entries[calls[i]];
-        const ThreadMode mode = threads == 1 ? ThreadMode::OWN_REGION : entry.sharing->mode(slots);
+        const ThreadMode mode = threads == 1 ? ThreadMode::OWN_DIVISION : entry.sharing->mode(slots);
         const bool shared = mode == ThreadMode::SHARED && entry.sharing->pieces;
-        const int64_t pieces = shared ? std::min(entry.sharing->pieces(slots) / threads, MAX_PIECES) : 1;
+        const int64_t pieces = shared ? std::clamp<int64_t>(entry.sharing->pieces(slots) / threads, 1, MAX_PIECES) : 1;
         stages.push_back({&entry, slots, mode, pieces});
         slots += entry.count;
     }
-    for (size_t i = 0, end; i < stages.size(); i = end) {
-        bool is_shared = false;
-        for (end = i; end < stages.size() && stages[end].mode != ThreadMode::OWN_REGION; ++end)
-            is_shared |= stages[end].mode == ThreadMode::SHARED;
-        if (end == i) {
-            if (!stages[i].entry->run(stages[i].slots)) return first_call + int64_t(i);
-            end = i + 1;
-        } else if (!is_shared) {
-            for (size_t j = i; j < end; ++j) stages[j].entry->run(stages[j].slots);
-        } else {
-            const Stage* first = stages.data() + i;
-            const int64_t length = int64_t(end - i);
-            TeamBarrier barrier;
-            std::vector<ClaimedPieces> claimed(size_t(length * threads));
-#pragma omp parallel num_threads(threads)
-            run_in_region(first, length, omp_get_thread_num(), omp_get_num_threads(), barrier, claimed.data());
-        }
+    const Stage* const end = stages.data() + stages.size();
+    for (const Stage* stage = stages.data(); stage < end; ++stage) {
+        if (stage->mode == ThreadMode::SHARED)
+            share(*stage, next_with_ahead(stage + 1, end), threads);
+        else if (!stage->entry->run(stage->slots))
+            return first_call + (stage - stages.data());
     }
     return count;
 }

@@ -5,8 +5,6 @@
 #include "qlinear.h"
 #include "team.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <memory>
 
@@ -73,8 +71,7 @@ int lane_depth(int bits) { return bits == 4 ? 8 : 4; }
 int64_t tiles_of(int64_t out_features, int tile) { return (out_features + tile - 1) / tile; }
 int64_t element_of(int dtype) { return dtype == F32 ? 4 : 2; }
 
-// All threads or one: a runtime may end the threads that a smaller team leaves over, and start them again for the next.
-int threads_for(int64_t work) { return work < SERIAL_WORK ? 1 : omp_get_max_threads(); }
+int threads_for(int64_t work) { return work < SERIAL_WORK ? 1 : team_size(); }
 
 // A product of rows, or, where it is gated, silu of its first half times its second half.
 struct Product {
@@ -197,11 +194,7 @@ void multiply_at_once(const QIsa& isa, const Product& p) {
         return divide_pieces(threads, pieces, [&](Part part) { compute_alone(isa, p, converted, part); });
     Product shared = p;
     converted.place(converted_rows.at_least(size_t(converted.bytes)), shared);
-#pragma omp parallel num_threads(threads)
-    {
-        const int64_t i = omp_get_thread_num(), n = omp_get_num_threads();
-        converted.convert(isa, p, shared, p.rows * i / n, p.rows * (i + 1) / n);
-    }
+    divide_range(threads, p.rows, [&](int64_t begin, int64_t end) { converted.convert(isa, p, shared, begin, end); });
     divide_pieces(threads, pieces, [&](Part part) { compute(isa, shared, part.index, part.count); });
 }
 
@@ -253,7 +246,7 @@ Product recorded(const int64_t* s) {
 template <bool GATED>
 ThreadMode mode_of(const int64_t* s) {
     const Product p = recorded<GATED>(s);
-    if (p.rows > CONVERTED_ROWS || !converts_alone(Converted(current(), p), p)) return ThreadMode::OWN_REGION;
+    if (p.rows > CONVERTED_ROWS || !converts_alone(Converted(current(), p), p)) return ThreadMode::OWN_DIVISION;
     return p.work() < SERIAL_WORK ? ThreadMode::ONE_THREAD : ThreadMode::SHARED;
 }
 
@@ -324,8 +317,7 @@ void mvllm_cpu_qlinear_pack(const int8_t* values, int64_t stride, const float* s
     const int64_t lanes = (in_features + lane_depth(bits) - 1) / lane_depth(bits) * tile;
     const int64_t tiles = tiles_of(out_features, tile);
     const bool with_factors = bits == 4 && int8_activations;
-#pragma omp parallel for schedule(static) num_threads(threads_for(out_features * in_features))
-    for (int64_t t = 0; t < tiles; ++t) {
+    auto pack = [&](int64_t t) {
         const int64_t first = t * tile, columns = std::min<int64_t>(tile, out_features - first);
         pack_tile(values + first * stride, stride, packed + t * lanes, columns, in_features, tile, bits, int8_activations);
         for (int64_t c = 0; c < columns; ++c) {
@@ -346,7 +338,10 @@ void mvllm_cpu_qlinear_pack(const int8_t* values, int64_t stride, const float* s
                     int8_t(with_factors ? (zero + 8) | ((factors ? factors[from] : 1) - 1) << 4 : zero);
             }
         }
-    }
+    };
+    divide_range(threads_for(out_features * in_features), tiles, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) pack(t);
+    });
 }
 
 // out = x * weight^T + bias. A weight for int8 activations has one block and 8 bits, or blocks of at most 256 columns.

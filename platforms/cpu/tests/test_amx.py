@@ -28,7 +28,7 @@ def compiler() -> str:
 
 
 def test_products_over_emulated_tiles_are_right_for_any_shape(tmp_path):
-    sources = [CSRC / "amx_linear.cpp", CSRC / "linear.cpp", HERE / "amx_products.cpp"]
+    sources = [CSRC / "amx_linear.cpp", CSRC / "linear.cpp", CSRC / "thread_team.cpp", HERE / "amx_products.cpp"]
     program = tmp_path / "products"
     command = [compiler(), *SANITIZED, "-DMVLLM_AMX_EMULATED=1", f"-I{CSRC}", *map(str, sources), "-o", str(program)]
     built = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

@@ -18,6 +18,7 @@ from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLay
 from mvllm_cpu import cache_views, kernels, workspace
 from mvllm_cpu.memory import HUGE_PAGE, zeros
 from mvllm_cpu.recording import Kernel
+from mvllm_cpu.thread_team import thread_use_log
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -220,6 +221,7 @@ class PagedAttention(AttentionBackend):
         return cache
 
     def build_metadata(self, batch: BatchLayout) -> PagedMetadata:
+        thread_use_log().step()
         return PagedMetadata(self._library, self._spec, batch)
 
     def write_kv(self, kv: PagedCache, key: torch.Tensor, value: torch.Tensor, metadata: PagedMetadata) -> None:

@@ -1,0 +1,347 @@
+// The threads of thread_team.h: how they wait, claim pieces, and how many of them take part.
+//
+// Every calling thread has a team of its own, as with OpenMP, so engines in one process do not share threads.
+//
+// Waiting. A thread spins for some microseconds, as long as most waits take, and then sleeps. On a busy machine the sleep
+// matters: the core of a sleeping thread is free, and the system moves a thread there that waits for another core.
+
+#include "thread_team.h"
+
+#include <omp.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "team_size_controller.h"
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#include <signal.h>
+#endif
+
+namespace mvllm {
+namespace {
+
+constexpr int64_t MAX_THREADS = 512;
+constexpr int64_t NEIGHBOURS = 4;              // threads whose pieces a thread claims in a full team, itself included
+constexpr int64_t PREFETCH_BYTES = 128 << 10;  // that a waiting thread prefetches into its second-level cache
+constexpr int64_t SPIN_NS = 50'000;            // before a waiting thread sleeps
+constexpr int64_t USUAL_WAIT_NS = 20'000;      // that the calling thread waits on an idle machine, besides two pieces
+
+int64_t now_ns() {
+    using namespace std::chrono;
+    return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Lets one thread sleep until another one wakes it.
+class Sleeper {
+  public:
+    // Sleeps unless `ready()` holds. May return early.
+    template <class Ready>
+    void sleep(const Ready& ready) {
+        asleep_.store(1, std::memory_order_seq_cst);
+        if (ready()) {
+            asleep_.store(0, std::memory_order_relaxed);
+            return;
+        }
+#if defined(__linux__)
+        syscall(SYS_futex, &asleep_, FUTEX_WAIT_PRIVATE, 1, nullptr, nullptr, 0);
+#else
+        std::unique_lock<std::mutex> hold(lock_);
+        changed_.wait(hold, [&] { return asleep_.load() == 0; });
+#endif
+        asleep_.store(0, std::memory_order_relaxed);
+    }
+
+    // Called after what `ready` looks at has been stored (seq_cst).
+    void wake() {
+        if (!asleep_.load(std::memory_order_seq_cst) || !asleep_.exchange(0)) return;
+#if defined(__linux__)
+        syscall(SYS_futex, &asleep_, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
+#else
+        const std::lock_guard<std::mutex> hold(lock_);
+        changed_.notify_one();
+#endif
+    }
+
+  private:
+    alignas(LINE) std::atomic<uint32_t> asleep_{0};
+#if !defined(__linux__)
+    std::mutex lock_;
+    std::condition_variable changed_;
+#endif
+};
+
+// Prefetches some lines of what is left of `range`.
+void prefetch_some(Range& range) {
+    for (int i = 0; i < 4 && range.size > 0; ++i, range.begin += LINE, range.size -= LINE)
+        __builtin_prefetch(range.begin, 0, 2);
+}
+
+// Spins until `done()` holds; false after `limit` nanoseconds.
+template <class Done>
+bool spin(const Done& done, int64_t limit, Range& prefetch) {
+    if (done()) return true;
+    const int64_t begin = now_ns();
+    do {
+        for (int i = 0; i < 32; ++i) {
+            if (done()) return true;
+            if (prefetch.size > 0) prefetch_some(prefetch);
+            else relax();
+        }
+    } while (now_ns() - begin < limit);
+    return false;
+}
+
+bool adapts() {
+    static const bool value = [] {
+        const char* asked = std::getenv("MVLLM_CPU_ADAPTIVE_THREADS");
+        return !asked || std::strcmp(asked, "0") != 0;
+    }();
+    return value;
+}
+
+std::atomic<int> threads_in_use{0};  // of the team that computed last; 0 before its first call
+
+thread_local bool in_piece = false;
+
+struct Job {
+    void (*function)(const void* work, Part part);
+    const void* work;
+    int64_t threads, pieces;
+    Ahead ahead;
+};
+
+class Team {
+  public:
+    ~Team() {
+        stop_.store(true);
+        generation_.fetch_add(1);
+        for (auto& worker : workers_) worker->sleeper.wake();
+        for (auto& worker : workers_) worker->thread.join();
+    }
+
+    void run(const Job& job) {
+        const int64_t threads = std::min(job.threads, available(job.threads));
+        const int64_t active = adapts() ? controller_.active(threads) : threads;
+        threads_in_use.store(int(active), std::memory_order_relaxed);
+        const int64_t begin = now_ns();
+        if (active == 1) {
+            for (int64_t i = 0, count = job.threads * job.pieces; i < count; ++i)
+                call(job, Part{i, count, i == 0});
+            if (threads > 1 && adapts()) controller_.record(begin, now_ns(), 0);
+            return;
+        }
+        post(job, active);
+        Range prefetch{nullptr, 0};
+        const int64_t mine = execute(0, job.threads, prefetch);
+        const int64_t total = job.threads * job.pieces;
+        auto finished = [&] { return completed_.load(std::memory_order_seq_cst) == total; };
+        const int64_t claimed = now_ns();
+        while (!finished())
+            if (!spin(finished, SPIN_NS, prefetch)) caller_.sleep(finished);
+        if (!adapts()) return;
+        const int64_t end = now_ns(), usual = USUAL_WAIT_NS + 2 * (claimed - begin) / std::max<int64_t>(1, mine);
+        controller_.record(begin, end, std::max<int64_t>(0, end - claimed - usual));
+    }
+
+  private:
+    struct Worker {
+        Sleeper sleeper;
+        std::thread thread;
+    };
+
+    struct alignas(LINE) Unclaimed {
+        std::atomic<uint64_t> value{0};  // number of the job << 32 | pieces that nobody has claimed
+    };
+
+    static void call(const Job& job, Part part) {
+        in_piece = true;
+        job.function(job.work, part);
+        in_piece = false;
+    }
+
+    // Starts threads that are missing; how many there are with the caller.
+    int64_t available(int64_t wanted) {
+        while (int64_t(workers_.size()) + 1 < wanted) {
+            auto worker = std::make_unique<Worker>();
+            const int64_t number = int64_t(workers_.size()) + 1;
+            try {
+#if defined(__unix__) || defined(__APPLE__)
+                sigset_t all, before;  // signals are for the program's own threads
+                sigfillset(&all);
+                pthread_sigmask(SIG_SETMASK, &all, &before);
+#endif
+                worker->thread = std::thread([this, number, own = worker.get()] { work(number, *own); });
+#if defined(__unix__) || defined(__APPLE__)
+                pthread_sigmask(SIG_SETMASK, &before, nullptr);
+#endif
+            } catch (const std::system_error&) {
+#if defined(__unix__) || defined(__APPLE__)
+                sigset_t none;
+                sigemptyset(&none);
+                pthread_sigmask(SIG_SETMASK, &none, nullptr);
+#endif
+                break;  // the system has no more threads; those that there are do the work
+            }
+            workers_.push_back(std::move(worker));
+        }
+        return int64_t(workers_.size()) + 1;
+    }
+
+    void post(const Job& job, int64_t active) {
+        job_ = job;
+        active_.store(active, std::memory_order_relaxed);
+        owners_.store(std::max(owners_.load(std::memory_order_relaxed), job.threads), std::memory_order_relaxed);
+        completed_.store(0, std::memory_order_relaxed);
+        const uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
+        for (int64_t i = 0; i < job.threads; ++i)
+            unclaimed_[i].value.store(uint64_t(generation) << 32 | uint64_t(job.pieces), std::memory_order_release);
+        generation_.store(generation, std::memory_order_seq_cst);
+        if (sleeping_.load(std::memory_order_seq_cst) == 0) return;
+        for (int64_t i = 1; i < active; ++i) workers_[size_t(i - 1)]->sleeper.wake();
+    }
+
+    // Claims a piece of a thread's share; its number, or -1. What is claimed belongs to the current job: a job ends only
+    // when all its pieces are done, and its data are written before its pieces can be claimed.
+    int64_t claim(int64_t owner) {
+        std::atomic<uint64_t>& unclaimed = unclaimed_[owner].value;
+        uint64_t value = unclaimed.load(std::memory_order_relaxed);
+        while (uint32_t(value) != 0)
+            if (unclaimed.compare_exchange_weak(value, value - 1, std::memory_order_acquire, std::memory_order_relaxed))
+                return job_.pieces - int64_t(uint32_t(value));
+        return -1;
+    }
+
+    // Executes pieces, first of the thread's own share, then of others. Returns how many.
+    int64_t execute(int64_t thread, int64_t owners, Range& prefetch) {
+        const bool full = active_.load(std::memory_order_relaxed) >= owners;
+        const int64_t searched = thread == 0 || !full ? owners : std::min(owners, NEIGHBOURS);
+        int64_t done = 0;
+        for (int64_t i = 0; i < searched; ++i) {
+            const int64_t owner = (thread + i) % owners;
+            for (int64_t piece; (piece = claim(owner)) >= 0; ++done)
+                call(job_, Part{owner * job_.pieces + piece, job_.threads * job_.pieces, done == 0});
+        }
+        if (!done) return 0;
+        if (job_.ahead.range) {
+            prefetch = job_.ahead.range(job_.ahead.work, thread, job_.threads);
+            prefetch.size = std::min(prefetch.size, PREFETCH_BYTES);
+        }
+        const int64_t total = job_.threads * job_.pieces;
+        if (completed_.fetch_add(done, std::memory_order_seq_cst) + done == total && thread != 0) caller_.wake();
+        return done;
+    }
+
+    void work(int64_t thread, Worker& own) {
+#if defined(__linux__)
+        pthread_setname_np(pthread_self(), "mvllm-kernels");
+#endif
+        uint32_t seen = 0;
+        Range prefetch{nullptr, 0};
+        auto changed = [&] { return generation_.load(std::memory_order_seq_cst) != seen; };
+        while (!stop_.load(std::memory_order_relaxed)) {
+            const bool takes_part = thread < active_.load(std::memory_order_relaxed);
+            if (!changed() && !(takes_part && spin(changed, SPIN_NS, prefetch))) {
+                sleeping_.fetch_add(1, std::memory_order_seq_cst);
+                own.sleeper.sleep(changed);
+                sleeping_.fetch_sub(1, std::memory_order_relaxed);
+                continue;
+            }
+            seen = generation_.load(std::memory_order_acquire);
+            prefetch = {nullptr, 0};
+            if (thread < active_.load(std::memory_order_relaxed)) {
+                const int64_t owners = owners_.load(std::memory_order_relaxed);
+                if (owners) execute(thread, owners, prefetch);
+            }
+        }
+    }
+
+    Job job_{};
+    alignas(LINE) std::atomic<uint32_t> generation_{0};
+    std::atomic<int64_t> active_{1}, owners_{0};
+    std::atomic<bool> stop_{false};
+    alignas(LINE) std::atomic<int64_t> completed_{0};
+    alignas(LINE) std::atomic<int64_t> sleeping_{0};
+    Sleeper caller_;
+    std::unique_ptr<Unclaimed[]> unclaimed_{new Unclaimed[size_t(MAX_THREADS)]};
+    std::vector<std::unique_ptr<Worker>> workers_;
+    TeamSizeController controller_;
+};
+
+std::atomic<int> forks{0};
+
+// The team of a calling thread. After a fork the child has none of its threads, so it gets a new team there.
+struct TeamOfThread {
+    Team* team = nullptr;
+    int made_after = 0;
+
+    Team& get() {
+        static const bool registered = [] {
+#if defined(__unix__) || defined(__APPLE__)
+            pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+#endif
+            return true;
+        }();
+        (void)registered;
+        if (!team || made_after != forks.load(std::memory_order_relaxed)) {
+            team = new Team;  // one of before a fork is left as it is: its threads cannot be joined
+            made_after = forks.load(std::memory_order_relaxed);
+        }
+        return *team;
+    }
+
+    ~TeamOfThread() {
+        if (team && made_after == forks.load()) delete team;
+    }
+};
+
+thread_local TeamOfThread own_team;
+
+}  // namespace
+
+int team_size() {
+    if (in_piece) return 1;
+    return int(std::min<int64_t>(omp_in_parallel() ? 1 : omp_get_max_threads(), MAX_THREADS));
+}
+
+void run_pieces(int64_t threads, int64_t pieces, void (*function)(const void* work, Part part), const void* work, Ahead ahead) {
+    if (threads <= 1 || in_piece) {
+        for (int64_t i = 0, count = threads * pieces; i < count; ++i) function(work, Part{i, count, i == 0});
+        return;
+    }
+    own_team.get().run(Job{function, work, std::min(threads, MAX_THREADS), pieces, ahead});
+}
+
+}  // namespace mvllm
+
+extern "C" {
+
+// Threads that took part in the last call that was divided; 0 before it.
+int mvllm_cpu_threads_in_use() { return mvllm::threads_in_use.load(std::memory_order_relaxed); }
+
+// Whether the number of threads follows what the machine gives.
+int mvllm_cpu_threads_adapt() { return mvllm::adapts(); }
+
+}  // extern "C"

@@ -1,0 +1,89 @@
+// Many small divided calls, compared with what they should have computed: from several threads at once, with pieces that
+// divide work themselves, with more threads than cores, and in a forked process. Built with the address sanitizer or the
+// thread sanitizer by test_thread_team.py. Also the decisions about the number of threads, for scripted calls.
+
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "team_size_controller.h"
+#include "thread_team.h"
+
+using namespace mvllm;
+
+namespace {
+
+void require(bool holds, const char* what) {
+    if (holds) return;
+    std::printf("failed: %s\n", what);
+    std::fflush(stdout);
+    std::_Exit(1);
+}
+
+// Every part is executed once, whatever the numbers of threads and pieces are.
+void many_calls(int rounds) {
+    std::vector<int> counts;
+    for (int i = 0; i < rounds; ++i) {
+        const int threads = 2 + i % 4, pieces = 1 + i % 7;
+        counts.assign(size_t(threads * pieces), 0);
+        divide_pieces(threads, threads * pieces, [&](Part part) {
+            counts[size_t(part.index)] += 1 + int(part.count != threads * pieces);
+            int inner = 0;
+            if (i % 5 == 0) divide_range(4, 10, [&](int64_t begin, int64_t end) { inner += int(end - begin); });
+            if (i % 5 == 0 && inner != 10) counts[size_t(part.index)] = -100;
+        });
+        for (int count : counts) require(count == 1, "every part once");
+    }
+}
+
+// What the controller decides about a machine of two cores. A call takes a millisecond.
+void decisions() {
+    TeamSizeController controller;
+    int64_t time = 0;
+    auto compute = [&](int milliseconds, double waiting) {
+        int64_t least = 2, most = 1;
+        for (int i = 0; i < milliseconds; ++i, time += 1'000'000) {
+            const int64_t active = controller.active(2);
+            least = std::min(least, active), most = std::max(most, active);
+            controller.record(time, time + 1'000'000, active == 1 ? 0 : int64_t(waiting * 1e6));
+        }
+        return std::pair<int64_t, int64_t>(least, most);
+    };
+    require(compute(1000, 0.05).first == 2, "small waits change nothing");
+    compute(25, 0.5);
+    require(controller.active(2) == 1, "large waits take a thread out");
+    require(compute(70, 0.5).second == 1, "it stays out for a while");
+    require(compute(100, 0.5).second == 2, "then it is tried again");
+    compute(5000, 0.5);
+    int64_t with_two = 0;
+    for (int i = 0; i < 5000; ++i) {
+        with_two += controller.active(2) == 2;
+        compute(1, 0.5);
+    }
+    require(with_two < 250, "attempts become rare while they fail");
+    compute(1100, 0.0);
+    require(compute(1000, 0.0).first == 2, "all threads take part again when the waits are over");
+}
+
+}  // namespace
+
+int main() {
+    decisions();
+    many_calls(2000);
+    std::vector<std::thread> callers;
+    for (int i = 0; i < 3; ++i) callers.emplace_back([] { many_calls(500); });
+    for (std::thread& caller : callers) caller.join();
+    const pid_t child = fork();
+    if (child == 0) {
+        many_calls(100);
+        std::_Exit(0);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    require(WIFEXITED(status) && WEXITSTATUS(status) == 0, "calls in a forked process");
+    std::printf("done\n");
+}
