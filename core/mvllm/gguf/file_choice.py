@@ -77,24 +77,24 @@ def choose(choices: Sequence[GGUFChoice], quantization: str | None, where: str, 
     Raises:
         ModelError: There is no such model, there are several, or a part of it is missing; lists what there is.
     """
-    names = _names(choices)
-    found = list(choices) if quantization is None else _matching(choices, quantization)
-    if len(found) > 1:
-        found = [each for each in found if each.quantization.upper() == (quantization or PREFERRED).upper()] or found
-    if not found:
+    wanted = quantization or PREFERRED
+    found = _matching(choices, wanted) if quantization or len(choices) > 1 else list(choices)
+    if len(found) > 1:  # `Q4_K_M` is a part of `UD-Q4_K_M`, too
+        found = [each for each in found if each.quantization.upper() == wanted.upper()] or found
+    if not found and quantization:
         raise ModelError(
-            f"{where} holds no GGUF file for {quantization!r}. It holds: {names}. Ask for one of these, as in "
+            f"{where} holds no GGUF file for {quantization!r}, but {_names(choices)}. Ask for one of these, as in "
             f"{how.format(choices[0].quantization)!r}."
         )
-    if len(found) > 1 and quantization is None:
+    if not found:
         raise ModelError(
-            f"{where} holds {len(choices)} models in GGUF files, none of them {PREFERRED}: {names}. Say which one, as "
-            f"in {how.format(found[0].quantization)!r}."
+            f"{where} holds {len(choices)} models as GGUF files, none of them {PREFERRED}: {_names(choices)}. Ask for "
+            f"one of these, as in {how.format(choices[0].quantization)!r}."
         )
     if len(found) > 1:
         raise ModelError(
-            f"{where} holds {len(found)} models in GGUF files for {quantization or PREFERRED!r}: {_names(found)}. "
-            "Pass the path of the file, or a folder that holds this model alone."
+            f"{where} holds {len(found)} models as GGUF files for {wanted!r}: {_names(found)}. Pass the path of one of "
+            "these files."
         )
     return _complete(found[0], where)
 
@@ -129,4 +129,4 @@ def _complete(choice: GGUFChoice, where: str) -> GGUFChoice:
 
 def _names(choices: Sequence[GGUFChoice], most: int = 40) -> str:
     more = f" and {len(choices) - most} more" if len(choices) > most else ""
-    return ", ".join(each.stem.rsplit("/", 1)[-1] + SUFFIX for each in choices[:most]) + more
+    return ", ".join(each.stem + SUFFIX for each in choices[:most]) + more

@@ -335,7 +335,7 @@ class _Header:
                 )
             raise self._damaged(f"its header has more than the allowed {self._limits.header_bytes} bytes")
         while end > len(self._buffer):
-            chunk = os.read(self._file, _CHUNK)
+            chunk = os.read(self._file, min(_CHUNK, self._limits.header_bytes - len(self._buffer)))
             if not chunk:
                 raise ModelError(f"{self._path} has become shorter while it was read. {_DOWNLOAD_AGAIN}")
             self._buffer += chunk

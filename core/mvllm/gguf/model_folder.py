@@ -109,16 +109,16 @@ def model_folder(path: Path, *, with_tokenizer: bool = True) -> Path:
 
 def _derive(model: GGUFModel, with_tokenizer: bool) -> dict[str, bytes]:
     """Content of each file of the folder, by name."""
-    # Imported here, as an existing folder needs none of them.
-    from mvllm.gguf.generation_config import generation_config  # type: ignore[import-not-found, unused-ignore]
-    from mvllm.gguf.model_config import model_config  # type: ignore[import-not-found, unused-ignore]
-
     kind = model.metadata.get("general.type", "model")
     if kind != "model":
         raise ModelError(
             f"{model.files[0]} holds no language model: its general.type is {str(kind)[:40]!r}. Pass the file of the "
             "model itself."
         )
+    # Imported here, as an existing folder needs none of them.
+    from mvllm.gguf.generation_config import generation_config  # type: ignore[import-not-found, unused-ignore]
+    from mvllm.gguf.model_config import model_config  # type: ignore[import-not-found, unused-ignore]
+
     contents: dict[str, bytes] = {}
     for name, values in (
         ("config.json", model_config(model)),
