@@ -248,17 +248,16 @@ def _write(root: Path, name: str, contents: dict[str, bytes], states: list[_File
         temporary.mkdir()
         for file, content in contents.items():
             (temporary / file).write_bytes(content)
-        for is_last in (False, False, True):
-            try:
-                temporary.rename(folder)
-                return folder
-            except OSError:
-                if _is_complete(folder, states):
-                    return folder
-                if is_last or not folder.is_dir():
-                    raise
-                _remove(folder)
-        raise AssertionError("unreachable")
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            if not _is_complete(folder, states):
+                # It lost files. Its others have the same content as ours, and may be in use: none is missing meanwhile.
+                for file in contents:
+                    (temporary / file).replace(folder / file)
+        return folder
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
