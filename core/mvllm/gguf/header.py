@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mvllm.errors import ModelError
 from mvllm.gguf.tensor_types import TensorType, tensor_type
 
@@ -38,7 +36,7 @@ _DOWNLOAD_AGAIN = "Download or copy the file again."
 
 # Value types by number: a struct format, or the type of texts and arrays.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_BOOL, _TEXT, _ARRAY = 7, 8, 9
+_TEXT, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 
 _shown = reprlib.Repr()
@@ -285,15 +283,12 @@ class _Header:
         kind, length = self._number("I"), self._number("Q")
         if kind not in _NUMBERS and kind != _TEXT:
             raise self._damaged(f"{_shown.repr(key)} is a list of the value type {kind}, which is not supported")
-        form = "Q" if kind == _TEXT else "B" if kind == _BOOL else _NUMBERS[kind]
-        item_bytes = struct.calcsize("<" + form)
+        item_bytes = _LENGTH.size if kind == _TEXT else struct.calcsize("<" + _NUMBERS[kind])
         self._check_count(length, item_bytes, self._limits.items, f"items of the list {_shown.repr(key)}")
         self._limits.items -= length
         if kind == _TEXT:
             return self._texts(length)
-        values = np.frombuffer(self._take(length * item_bytes), f"<{form}")
-        items: list[Any] = (values.astype(np.bool_) if kind == _BOOL else values).tolist()
-        return items
+        return list(struct.unpack(f"<{length}{_NUMBERS[kind]}", self._take(length * item_bytes)))
 
     def _texts(self, count: int) -> list[str]:
         """As `count` calls of `_text`, without their overhead: a vocabulary has hundreds of thousands."""

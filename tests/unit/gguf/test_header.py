@@ -25,6 +25,7 @@ METADATA = {
     "tokenizer.ggml.tokens": ["a", "▁b", ""],
     "tokenizer.ggml.scores": [0.0, -1.5, 2.0],
     "tokenizer.ggml.token_type": [1, -3, 2**31 - 1],
+    "flags": [True, False, True],
 }
 
 
