@@ -478,6 +478,7 @@ class EngineArgs:
                 generation_config="none",
                 pooler_config=None,
                 speculative_config=None,
+                load_format="dummy" if self.load_format == "dummy" else "auto",  # the draft may have the other form
             )
             return other.create_model_config()
 

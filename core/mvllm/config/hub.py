@@ -41,7 +41,7 @@ _WEIGHTS = ("*.safetensors",)
 _CODE = ("*.py",)
 
 _HUB_NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)?", re.ASCII)
-_HUB_FILE = re.compile(r"(?P<repository>[\w.\-]+/[\w.\-]+)/(?P<file>[^\\]+)")
+_HUB_FILE = re.compile(r"(?P<repository>[\w.\-]+/[\w.\-]+)/(?P<file>(?!.*\.\.)[^\\]+\.gguf)", re.ASCII | re.IGNORECASE)
 # Not `C:\folder`: a drive is one letter.
 _WITH_QUANTIZATION = re.compile(r"(?P<name>.{2,}):(?P<quantization>[\w.\-]+)", re.ASCII | re.DOTALL)
 _TOKENIZER_FILE = re.compile(r"tokenizer.*|vocab\.(json|txt)|.*\.(model|tiktoken)")
@@ -129,8 +129,8 @@ def _find(search: _Search, revision: str | None, token: str | None, patterns: tu
     if not name.strip():
         raise ModelError(f"No {what} was named. Pass a folder, a GGUF file, a name from the hub, or {DEMO!r}.")
     folder = Path(name).expanduser()
-    if name == DEMO and search.quantization is None and not (folder / "config.json").is_file():
-        return _demo_folder()
+    if name == DEMO and not (folder / "config.json").is_file():
+        folder = _demo_folder()
     try:
         is_folder, exists = folder.is_dir(), folder.exists()
         files = _names_in(folder) if is_folder else []
@@ -146,11 +146,12 @@ def _find(search: _Search, revision: str | None, token: str | None, patterns: tu
             f"The {what} {name!r} is a file. Pass the folder that holds it, with config.json, safetensors weights and "
             "tokenizer, or a GGUF file."
         )
+    repository_and_file = _HUB_FILE.fullmatch(name)
+    if repository_and_file and _may_be_hub_name(repository_and_file["repository"]):
+        repository = HubRepository(repository_and_file["repository"], what, folder, revision, token)
+        return _hub_file(search, repository, repository_and_file["file"])
     if _may_be_hub_name(name) and not is_gguf_name(name):
         return _on_hub(search, HubRepository(name, what, folder, revision, token), patterns)
-    if (match := _HUB_FILE.fullmatch(name)) and _may_be_hub_name(match["repository"]) and is_gguf_name(name):
-        if ".." not in match["file"]:
-            return _hub_file(search, HubRepository(match["repository"], what, folder, revision, token), match["file"])
     raise ModelError(
         f"The {what} {name!r} was not found.\n"
         f"  Folder: {str(folder.absolute())!r} does not exist{_nearest(folder.absolute())}.\n"
@@ -221,13 +222,17 @@ def _in_folder(search: _Search, folder: Path, names: Sequence[str]) -> Path:
 
 
 def _gguf_file(search: _Search, path: Path) -> Path:
+    _check_file_alone(search)
+    return model_folder(path, with_tokenizer=search.with_tokenizer)
+
+
+def _check_file_alone(search: _Search) -> None:
     if search.quantization is not None:
         raise ModelError(
-            f"{str(path)!r} is a file, and ':{search.quantization}' would choose one of the files of a folder or a "
+            f"{search.name!r} is a file, and ':{search.quantization}' would choose one of the files of a folder or a "
             "repository. Leave it out."
         )
-    _check_load_format(search, str(path))
-    return model_folder(path, with_tokenizer=search.with_tokenizer)
+    _check_load_format(search, search.name)
 
 
 def _gguf_choices(search: _Search, names: Iterable[str], where: str) -> list[GGUFChoice]:
@@ -310,9 +315,7 @@ def _chosen_on_hub(search: _Search, repository: HubRepository, choices: Sequence
 
 
 def _hub_file(search: _Search, repository: HubRepository, file: str) -> Path:
-    if search.quantization is not None:
-        return _gguf_file(search, Path(search.name))  # raises
-    _check_load_format(search, search.name)
+    _check_file_alone(search)
     choices = list_choices(repository.file_names())
     found = next((choice for choice in choices if file in choice.files), None)
     if found is None:

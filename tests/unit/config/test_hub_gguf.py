@@ -111,6 +111,7 @@ def test_a_folder_whose_name_has_a_colon_is_that_folder(tmp_path, derived):
         ("both", "safetensors", "load_format is 'safetensors', but .*both is a model in GGUF form"),
         ("both/m-Q2_K.gguf", "safetensors", "load_format is 'safetensors', but .*Q2_K.gguf is a model in GGUF form"),
         ("plain", "gguf", "holds no model as a GGUF file, and load_format='gguf' asks for one"),
+        ("demo", "gguf", "demo.* holds no model as a GGUF file, and load_format='gguf' asks for one"),
         ("plain:Q2_K", "auto", "holds no model as a GGUF file, and ':Q2_K' asks for one"),
         ("both/m-Q2_K.gguf:Q2_K", "auto", "is a file, and ':Q2_K' would choose"),
         ("both/m-Q4_0.gguf", "auto", r"was not found\.[^$]*does not exist[^$]*Hub: not asked"),
@@ -143,6 +144,17 @@ def test_an_engine_has_the_models_own_tokenizer_unless_it_is_told_otherwise(tmp_
     config = EngineArgs.from_kwargs(model=model, tokenizer=str(other)).create_engine_config().model
     assert config.tokenizer == str(other)
     assert derived == [(tmp_path / "m.gguf", True), (tmp_path / "m.gguf", False), (tmp_path / "m.gguf", False)]
+
+
+def test_a_draft_model_may_have_the_other_form(tmp_path, derived):
+    derived.folder = write_folder(tmp_path / "derived")
+    target = write_folder(fill(tmp_path / "target", "model.safetensors"))
+    draft = fill(tmp_path / "draft", "m.gguf") / "m.gguf"
+    speculative = {"model": str(draft), "num_speculative_tokens": 2}
+    config = EngineArgs.from_kwargs(
+        model=str(target), load_format="safetensors", skip_tokenizer_init=True, speculative_config=speculative
+    ).create_engine_config()
+    assert config.model.path == target and config.speculative.model.path == derived.folder
 
 
 # -------------------------------------------------------------------------------------------------------------- the hub
