@@ -6,6 +6,8 @@ Torch is not imported here, nor in any conftest above tests/unit/scheduler and t
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Generator
 
 import pytest
@@ -25,6 +27,9 @@ settings.load_profile("mvllm")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(model_coverage.CoverageRecorder(), "mvllm-shown")
+    # Folders derived from GGUF files do not go to the developer's cache.
+    cache = os.environ["MVLLM_CACHE_DIR"] = tempfile.mkdtemp(prefix="mvllm-test-cache-")
+    config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -45,11 +45,12 @@ class EngineArgs:
     """Keyword arguments of the engine."""
 
     model: str = option(
-        help="Model folder, name on the Hugging Face hub, or 'demo' for the small model that ships with the package.",
+        help="Model folder, GGUF file, name on the Hugging Face hub, or 'demo' for the small model that ships with the "
+        "package. ':Q4_K_M' after a folder or hub name chooses one of its GGUF files.",
         group="model",
     )
     tokenizer: str | None = option(
-        None, help="Folder or hub name of the tokenizer, if it is not the model's.", group="model"
+        None, help="Folder, GGUF file or hub name of the tokenizer, if it is not the model's.", group="model"
     )
     skip_tokenizer_init: bool = option(
         False, help="Load no tokenizer: prompts and outputs are token ids only.", group="model"
@@ -265,9 +266,10 @@ class EngineArgs:
 
     load_format: str = option(
         "auto",
-        help="'auto' and 'safetensors' read the checkpoint; 'dummy' fills in small random weights.",
+        help="'safetensors' and 'gguf' read the checkpoint in that form, 'auto' in the one that there is (safetensors "
+        "if both); 'dummy' fills in small random weights.",
         group="load",
-        choices=("auto", "safetensors", "dummy"),
+        choices=("auto", "safetensors", "gguf", "dummy"),
     )
     use_tqdm_on_load: bool = option(True, help="Show progress while loading weights.", group="load")
 
@@ -333,7 +335,7 @@ class EngineArgs:
                 )
             given[name] = value
         if "model" not in given:
-            raise ConfigError("model must be given: a folder, a name from the hub, or 'demo'.")
+            raise ConfigError("model must be given: a folder, a GGUF file, a name from the hub, or 'demo'.")
         args = cls(**given)
         args.validate()
         return args
@@ -435,6 +437,8 @@ class EngineArgs:
             token=self.hf_token,
             trust_remote_code=self.trust_remote_code,
             with_weights=self.load_format != "dummy",
+            with_tokenizer=self._has_models_tokenizer(),
+            load_format=self.load_format,
         )
         return build_model_config(
             model=self.model,
@@ -474,16 +478,22 @@ class EngineArgs:
                 generation_config="none",
                 pooler_config=None,
                 speculative_config=None,
+                load_format="dummy" if self.load_format == "dummy" else "auto",  # the draft may have the other form
             )
             return other.create_model_config()
 
         return read_speculative_config(self.speculative_config, build, target)
 
-    def _tokenizer_folder(self, model_folder: Path) -> str | None:
+    def _has_models_tokenizer(self) -> bool:
         if self.skip_tokenizer_init:
-            return None
-        if self.tokenizer is None or (self.tokenizer == self.model and self.tokenizer_revision is None):
+            return False
+        return self.tokenizer is None or (self.tokenizer == self.model and self.tokenizer_revision is None)
+
+    def _tokenizer_folder(self, model_folder: Path) -> str | None:
+        if self._has_models_tokenizer():
             return str(model_folder)
+        if self.skip_tokenizer_init or self.tokenizer is None:
+            return None
         # The model's revision applies to a tokenizer of the same repository.
         revision = self.tokenizer_revision or (self.revision if self.tokenizer == self.model else None)
         found = find_tokenizer(

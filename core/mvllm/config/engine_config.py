@@ -105,7 +105,7 @@ class LoadConfig:
     """Source of the weights.
 
     Attributes:
-        load_format: `auto` or `safetensors` read the checkpoint; `dummy` fills in small random weights.
+        load_format: `auto`, `safetensors` or `gguf` read the checkpoint; `dummy` fills in small random weights.
         use_tqdm: Show progress while loading.
     """
 

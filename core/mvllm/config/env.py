@@ -12,6 +12,8 @@ KNOWN_VARIABLES: dict[str, str] = {
     "asked for may.",
     "MVLLM_API_KEY": "Key that requests to `mvllm serve` must carry; several, one per line.",
     "MVLLM_ADMIN_API_KEY": "Key for everything that `mvllm serve` offers, administration included.",
+    "MVLLM_CACHE_DIR": "Folder for what is derived from models and can be derived again, such as the configuration and "
+    "tokenizer of GGUF files; by default `mvllm` in `$XDG_CACHE_HOME` or `~/.cache`.",
     "MVLLM_LOGGING_LEVEL": "Level of mvllm's log: DEBUG, INFO, WARNING or ERROR.",
 }
 """Description by name. Environment variables are for facts about a deployment; behaviour has settings."""

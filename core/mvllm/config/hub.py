@@ -1,21 +1,35 @@
-"""Finds the folder of a model: a local one, the packaged demo, or a snapshot from the Hugging Face hub.
+"""Finds the folder of a model: a local one, the packaged demo, a snapshot from the Hugging Face hub, or the one derived
+from a GGUF file.
 
 A local folder never causes network traffic. A hub name goes through `huggingface_hub`, which uses the cache in
 `HF_HOME` or `HF_HUB_CACHE` and the token `HF_TOKEN`; with `HF_HUB_OFFLINE=1` it reads the cache only. All files of a
 model have one revision.
+
+    folder                     the folder; if it has GGUF files and no safetensors, one of them
+    organisation/name          the same of a repository, fetched
+    either of them:Q4_K_M      the GGUF file with this quantization
+    file.gguf                  the file
+    organisation/name/x.gguf   the file of the repository
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import glob
 import re
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from mvllm.config.hub_repository import HubRepository, is_offline
 from mvllm.errors import ModelError, plain_reason
+from mvllm.gguf.file_choice import GGUFChoice, choose, is_gguf_name, list_choices
+from mvllm.gguf.header import MAGIC
+from mvllm.gguf.model_folder import model_folder
 from mvllm.logging import get_logger
-from mvllm.progress import has_terminal, progress_class
+
+__all__ = ["DEMO", "find_model", "find_tokenizer", "is_offline"]
 
 logger = get_logger(__name__)
 
@@ -25,12 +39,34 @@ _CONFIGURATION = ("*.json", "*.jinja", "*.txt")
 _TOKENIZER = ("tokenizer*", "*.model", "*.tiktoken")
 _WEIGHTS = ("*.safetensors",)
 _CODE = ("*.py",)
-# Copies of the weights in other layouts.
-_NOT_WANTED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
 
 _HUB_NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)?", re.ASCII)
-_GGUF = ".gguf"
-_TRUE = ("1", "true", "yes", "on")
+_HUB_FILE = re.compile(r"(?P<repository>[\w.\-]+/[\w.\-]+)/(?P<file>(?!.*\.\.)[^\\]+\.gguf)", re.ASCII | re.IGNORECASE)
+# Not `C:\folder`: a drive is one letter.
+_WITH_QUANTIZATION = re.compile(r"(?P<name>.{2,}):(?P<quantization>[\w.\-]+)", re.ASCII | re.DOTALL)
+_TOKENIZER_FILE = re.compile(r"tokenizer.*|vocab\.(json|txt)|.*\.(model|tiktoken)")
+_MOST_SUBFOLDERS = 100
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What is sought.
+
+    Args:
+        what: `model` or `tokenizer`.
+        name: As given, without the quantization.
+        quantization: Of the GGUF file to take; None if none was given.
+        load_format: As the setting.
+        with_weights: As `find_model`.
+        with_tokenizer: As `find_model`.
+    """
+
+    what: str
+    name: str
+    quantization: str | None
+    load_format: str = "auto"
+    with_weights: bool = True
+    with_tokenizer: bool = True
 
 
 def find_model(
@@ -40,15 +76,20 @@ def find_model(
     token: str | None = None,
     trust_remote_code: bool = False,
     with_weights: bool = True,
+    with_tokenizer: bool = True,
+    load_format: str = "auto",
 ) -> Path:
-    """The folder of `model`.
+    """The folder of `model`; of a GGUF file the one derived from it (`mvllm.gguf.model_folder`).
 
     Args:
-        model: A folder, `demo`, or a hub name (`organisation/name`).
+        model: A folder, a GGUF file, `demo`, or a hub name (`organisation/name`). `:Q4_K_M` after a folder or a hub
+            name chooses one of its GGUF files.
         revision: Branch, tag or commit on the hub; None is the default branch. Does not apply to folders.
         token: Hub token; None takes `HF_TOKEN` or the one stored by `hf auth login`.
         trust_remote_code: Fetch the repository's Python files as well.
-        with_weights: Fetch the weights as well.
+        with_weights: Fetch the weights as well. GGUF files are always fetched: they are the configuration, too.
+        with_tokenizer: Of a GGUF file, derive the tokenizer as well.
+        load_format: As the setting; where there are both, `gguf` takes GGUF files, others safetensors.
 
     Raises:
         ModelError: It was not found; says what was tried, the results, and what to do.
@@ -58,63 +99,64 @@ def find_model(
         patterns += _WEIGHTS
     if trust_remote_code:
         patterns += _CODE
-    return _find(model, "model", revision, token, patterns)
+    name, quantization = _split_quantization(model)
+    search = _Search("model", name, quantization, load_format, with_weights, with_tokenizer)
+    return _find(search, revision, token, patterns)
 
 
 def find_tokenizer(
     tokenizer: str, *, revision: str | None = None, token: str | None = None, trust_remote_code: bool = False
 ) -> Path:
-    """The folder of a tokenizer that is not the model's; arguments and errors as `find_model`."""
+    """The folder of a tokenizer that is not the model's; arguments and errors as `find_model`.
+
+    Files of a tokenizer beside a GGUF file are preferred to the tokenizer in it.
+    """
     patterns = _CONFIGURATION + _TOKENIZER + (_CODE if trust_remote_code else ())
-    return _find(tokenizer, "tokenizer", revision, token, patterns)
+    name, quantization = _split_quantization(tokenizer)
+    return _find(_Search("tokenizer", name, quantization), revision, token, patterns)
 
 
-def is_offline() -> bool:
-    """Whether the environment disables access to the hub (`HF_HUB_OFFLINE`)."""
-    return os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in _TRUE
+def _split_quantization(name: str) -> tuple[str, str | None]:
+    with contextlib.suppress(OSError, ValueError):
+        if Path(name).expanduser().exists():
+            return name, None
+    match = _WITH_QUANTIZATION.fullmatch(name)
+    return (match["name"], match["quantization"]) if match else (name, None)
 
 
-def _find(name: str, what: str, revision: str | None, token: str | None, patterns: tuple[str, ...]) -> Path:
+def _find(search: _Search, revision: str | None, token: str | None, patterns: tuple[str, ...]) -> Path:
+    name, what = search.name, search.what
     if not name.strip():
-        raise ModelError(f"No {what} was named. Pass a folder, a name from the hub, or {DEMO!r}.")
+        raise ModelError(f"No {what} was named. Pass a folder, a GGUF file, a name from the hub, or {DEMO!r}.")
     folder = Path(name).expanduser()
     if name == DEMO and not (folder / "config.json").is_file():
-        return _demo_folder()
+        folder = _demo_folder()
     try:
         is_folder, exists = folder.is_dir(), folder.exists()
-        files = sorted(path.name for path in folder.iterdir()) if is_folder else [folder.name]
+        files = _names_in(folder) if is_folder else []
+        is_gguf = exists and not is_folder and _is_gguf(folder)
     except (OSError, ValueError) as e:
         raise ModelError(f"The {what} {name!r} cannot be looked up: {plain_reason(e)}.") from e
-    if exists and what == "model":
-        _refuse_gguf(folder if is_folder else folder.parent, files)
     if is_folder:
-        return folder
+        return _in_folder(search, folder, files)
+    if is_gguf:
+        return _gguf_file(search, folder)
     if exists:
         raise ModelError(
             f"The {what} {name!r} is a file. Pass the folder that holds it, with config.json, safetensors weights and "
-            "tokenizer."
+            "tokenizer, or a GGUF file."
         )
-    if not _may_be_hub_name(name):
-        raise ModelError(
-            f"The {what} {name!r} was not found.\n"
-            f"  Folder: {str(folder.absolute())!r} does not exist{_nearest(folder.absolute())}.\n"
-            f"  Hub: not asked, as this is no name of a repository (those read 'organisation/name').\n"
-            "Check the path."
-        )
-    return _snapshot(name, what, folder, revision, token, patterns)
-
-
-def _refuse_gguf(folder: Path, files: Sequence[str]) -> None:
-    """Raises a ModelError if the weights are GGUF files only."""
-    found = next((name for name in files if name.lower().endswith(_GGUF)), None)
-    if found is None or any(name.endswith(".safetensors") for name in files):
-        return
+    repository_and_file = _HUB_FILE.fullmatch(name)
+    if repository_and_file and _may_be_hub_name(repository_and_file["repository"]):
+        repository = HubRepository(repository_and_file["repository"], what, folder, revision, token)
+        return _hub_file(search, repository, repository_and_file["file"])
+    if _may_be_hub_name(name) and not is_gguf_name(name):
+        return _on_hub(search, HubRepository(name, what, folder, revision, token), patterns)
     raise ModelError(
-        f"{folder / found} is a model in GGUF form, which mvllm cannot read. Pass the model that it was made from, in "
-        "safetensors form, and quantize it while it is loaded (quantization='int4' or 'int8'); its page on the hub "
-        "usually names it. Or convert the file with transformers and gguf: "
-        f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, gguf_file={found!r}).save_pretrained(NEW), and "
-        "AutoTokenizer likewise."
+        f"The {what} {name!r} was not found.\n"
+        f"  Folder: {str(folder.absolute())!r} does not exist{_nearest(folder.absolute())}.\n"
+        f"  Hub: not asked, as this is no name of a repository (those read 'organisation/name').\n"
+        "Check the path."
     )
 
 
@@ -140,64 +182,151 @@ def _may_be_hub_name(name: str) -> bool:
     return bool(_HUB_NAME.fullmatch(name)) and not name.startswith((".", "-")) and ".." not in name
 
 
-def _snapshot(
-    name: str, what: str, folder: Path, revision: str | None, token: str | None, patterns: tuple[str, ...]
-) -> Path:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-    from huggingface_hub.utils import are_progress_bars_disabled
+# ---------------------------------------------------------------------------------------------------- files and folders
 
-    offline = is_offline()
-    cache = Path(os.path.expandvars(constants.HF_HUB_CACHE)).expanduser()
-    version = f" at revision {revision!r}" if revision else ""
-    if not offline:
-        logger.info("Fetching %s%s from the hub (cache: %s).", name, version, cache)
 
-    def not_found(on_the_hub: str, remedy: str) -> ModelError:
-        return ModelError(
-            f"The {what} {name!r}{version} was not found.\n"
-            f"  Folder: {str(folder.absolute())!r} does not exist.\n"
-            f"  Hub: {on_the_hub}.\n"
-            f"{remedy}"
+def _names_in(folder: Path) -> list[str]:
+    """Names of the files of a folder; those of its folders as well if none of its own can be weights."""
+    names = sorted(path.name for path in folder.iterdir())
+    if not any(is_gguf_name(name) or name.endswith(".safetensors") for name in names):
+        for subfolder in [folder / name for name in names[:_MOST_SUBFOLDERS]]:
+            with contextlib.suppress(OSError):
+                names += sorted(f"{subfolder.name}/{path.name}" for path in subfolder.iterdir())
+    return names
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether an existing file is one by its name or its first bytes."""
+    if is_gguf_name(path.name):
+        return True
+    if not stat.S_ISREG(path.stat().st_mode):
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def _in_folder(search: _Search, folder: Path, names: Sequence[str]) -> Path:
+    choices = _gguf_choices(search, names, str(folder))
+    if not choices:
+        return folder
+    choice = choose(choices, search.quantization, str(folder), f"{folder}:{{}}")
+    _log_choice(choice, choices, str(folder))
+    unused = [name for name in ("config.json", "generation_config.json", "tokenizer.json") if name in names]
+    if unused and search.what == "model":
+        logger.info(
+            "%s: %s not used, as the GGUF file holds configuration and tokenizer.",
+            folder,
+            f"{', '.join(unused)} {'is' if len(unused) == 1 else 'are'}",
+        )
+    return model_folder(folder / choice.files[0], with_tokenizer=search.with_tokenizer)
+
+
+def _gguf_file(search: _Search, path: Path) -> Path:
+    _check_file_alone(search)
+    return model_folder(path, with_tokenizer=search.with_tokenizer)
+
+
+def _check_file_alone(search: _Search) -> None:
+    if search.quantization is not None:
+        raise ModelError(
+            f"{search.name!r} is a file, and ':{search.quantization}' would choose one of the files of a folder or a "
+            "repository. Leave it out."
+        )
+    _check_load_format(search, search.name)
+
+
+def _gguf_choices(search: _Search, names: Iterable[str], where: str) -> list[GGUFChoice]:
+    """The models as GGUF files of which one is to be read; none if they are to be left alone.
+
+    Raises:
+        ModelError: GGUF files were asked for and there are none, or they were ruled out and there is nothing else.
+    """
+    names = list(names)
+    choices = list_choices(names)
+    if search.quantization is not None or search.load_format == "gguf":
+        if not choices:
+            asked = f"':{search.quantization}'" if search.quantization is not None else "load_format='gguf'"
+            raise ModelError(
+                f"{where} holds no model as a GGUF file, and {asked} asks for one. Leave it out, or pass a folder or "
+                "repository that has GGUF files."
+            )
+        return choices
+    if search.what == "tokenizer":
+        return [] if any(_TOKENIZER_FILE.fullmatch(name) for name in names) else choices
+    if any(name.endswith(".safetensors") and "/" not in name for name in names):
+        if choices:
+            logger.info("%s holds safetensors and GGUF files; safetensors are read.", where)
+        return []
+    if choices:
+        _check_load_format(search, where)
+    return choices
+
+
+def _check_load_format(search: _Search, where: str) -> None:
+    if search.load_format == "safetensors":
+        raise ModelError(
+            f"load_format is 'safetensors', but {where} is a model in GGUF form. Leave load_format out, or pass a "
+            "folder with safetensors weights."
         )
 
+
+def _log_choice(choice: GGUFChoice, choices: Sequence[GGUFChoice], where: str) -> None:
+    if len(choices) > 1:
+        others = [each.quantization for each in choices if each is not choice]
+        logger.info(
+            "Chose %s of %s. Further GGUF files: %s%s.",
+            choice.files[0],
+            where,
+            ", ".join(others[:40]),
+            ", ..." if len(others) > 40 else "",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------------ hub
+
+
+def _on_hub(search: _Search, repository: HubRepository, patterns: tuple[str, ...]) -> Path:
+    """The snapshot of a repository. Its files are listed first only where GGUF files are likely, as that is one more
+    request."""
+    is_likely = search.quantization is not None or search.load_format == "gguf" or "gguf" in search.name.lower()
+    if is_likely or is_offline():
+        names = repository.file_names()
+        if choices := _gguf_choices(search, names, str(repository)):
+            return _chosen_on_hub(search, repository, choices)
+        return repository.snapshot(patterns)
+    folder = repository.snapshot(patterns)
+    needed = "*.safetensors" if search.what == "model" and search.with_weights else "*.json"
+    if any(folder.glob(needed)):
+        return folder
     try:
-        found = snapshot_download(
-            name,
-            revision=revision,
-            token=token,
-            cache_dir=cache,
-            local_files_only=offline,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(_NOT_WANTED),
-            tqdm_class=None if has_terminal() or are_progress_bars_disabled() else progress_class(),
+        names = repository.file_names()
+    except ModelError as e:
+        logger.debug("GGUF files were not looked for: %s", e)
+        return folder
+    if choices := _gguf_choices(search, names, str(repository)):
+        return _chosen_on_hub(search, repository, choices)
+    return folder
+
+
+def _chosen_on_hub(search: _Search, repository: HubRepository, choices: Sequence[GGUFChoice]) -> Path:
+    choice = choose(choices, search.quantization, str(repository), f"{repository.name}:{{}}")
+    _log_choice(choice, choices, str(repository))
+    return _fetched(search, repository, choice)
+
+
+def _hub_file(search: _Search, repository: HubRepository, file: str) -> Path:
+    _check_file_alone(search)
+    choices = list_choices(repository.file_names())
+    found = next((choice for choice in choices if file in choice.files), None)
+    if found is None:
+        there = ", ".join(choice.files[0] for choice in choices[:40]) or "none"
+        raise ModelError(
+            f"{repository} has no model in a GGUF file {file!r}. Its GGUF files: {there}. Pass one of them, or a local "
+            "file."
         )
-    except GatedRepoError as e:
-        raise not_found(
-            "the repository is gated", "Accept its terms on its page, and pass hf_token or set HF_TOKEN."
-        ) from e
-    except RevisionNotFoundError as e:
-        raise not_found("the repository does not have that revision", "Check revision.") from e
-    except RepositoryNotFoundError as e:
-        raise not_found(
-            "there is no such repository, or it is private",
-            "Check the spelling; for a private repository pass hf_token or set HF_TOKEN.",
-        ) from e
-    except HFValidationError as e:
-        raise not_found(
-            "it can have no repository of that name",
-            "Check the spelling: names read 'organisation/name', of letters, digits, '-', '_' and '.', and neither "
-            "begin nor end with '-' or '.'.",
-        ) from e
-    # Every way a download can fail (HTTP client, file system) ends here with its cause.
-    except Exception as e:
-        if offline:
-            raise not_found(
-                f"the cache {str(cache)!r} does not hold it, and HF_HUB_OFFLINE=1 forbids asking the hub",
-                "Pass a local folder, point HF_HOME or HF_HUB_CACHE at a cache that holds it, or unset HF_HUB_OFFLINE.",
-            ) from e
-        raise not_found(
-            f"fetching it (cache {str(cache)!r}) failed: {plain_reason(e)}",
-            "Pass a local folder, or check the network, HF_ENDPOINT and the free space of the cache.",
-        ) from e
-    return Path(str(found))
+    return _fetched(search, repository, choose([found], None, str(repository), ""))
+
+
+def _fetched(search: _Search, repository: HubRepository, choice: GGUFChoice) -> Path:
+    folder = repository.snapshot([glob.escape(file) for file in choice.files])
+    return model_folder(folder / choice.files[0], with_tokenizer=search.with_tokenizer)

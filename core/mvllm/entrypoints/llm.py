@@ -44,7 +44,7 @@ class LLM:
     The model's memory is freed by `close()`, or at the end of a `with` block.
 
     Args:
-        model: Model folder, hub name, or `demo`.
+        model: Model folder, GGUF file, hub name, or `demo`.
         kwargs: Any field of EngineArgs, by name.
 
     Raises:

@@ -2,8 +2,9 @@
 
     magic "GGUF" │ version u32 │ tensors u64 │ values u64 │ key, type, value ... │ name, shape, type, offset ... │ data
 
-All numbers are little-endian. Every count is compared with the bytes that are left before memory is allocated for it,
-so a damaged file costs no more than its size.
+All numbers are little-endian. Every count is compared with the bytes that are left, and with a limit for all files of
+the model together, before memory is allocated for it: a damaged or hostile file costs seconds and at most about a
+gigabyte, whatever it claims. Tensor data is not read.
 """
 
 from __future__ import annotations
@@ -18,28 +19,25 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import numpy as np
+from typing import Any
 
 from mvllm.errors import ModelError
 from mvllm.gguf.tensor_types import TensorType, tensor_type
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_LARGEST_HEADER = 256 << 20
 _LARGEST_KEY = 1024
-_MOST_TENSORS = 100_000
-_MOST_VALUES = 100_000
+_LARGEST_TEXT = 64 << 20
 _MOST_DIMENSIONS = 4
 _MOST_FILES = 1000
 _CHUNK = 4 << 20
-_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 _DOWNLOAD_AGAIN = "Download or copy the file again."
 
 # Value types by number: a struct format, or the type of texts and arrays.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 200
@@ -81,25 +79,35 @@ class GGUFModel:
     tensors: Mapping[str, GGUFTensor] = field(repr=False)
 
 
+@dataclass
+class _Limits:
+    """What the headers of a model's files may still contain, all together.
+
+    The largest known header has 20 MB and 1.5 million list items (a vocabulary of 262,144 tokens and its merges).
+    """
+
+    header_bytes: int = 128 << 20
+    tensors: int = 100_000
+    values: int = 100_000
+    items: int = 8_000_000
+
+
 def read_gguf(path: Path) -> GGUFModel:
     """Reads the header of a GGUF file; of a split model (`name-00001-of-00003.gguf`) those of all its files.
 
     Reads no tensor data.
 
     Raises:
-        ModelError: A file is missing, damaged, cut short, or not a GGUF file; says what was expected and found.
+        ModelError: A file is missing, damaged, cut short, or not a GGUF file, or the files hold no tensors; says what
+            was expected and found.
     """
-    files = _files_of(path)
+    files = gguf_files(path)
+    limits = _Limits()
     metadata: dict[str, Any] = {}
     tensors: dict[str, GGUFTensor] = {}
     for i, file in enumerate(files):
-        values, found = _read_file(file)
-        count = values.get("split.count", 1)
-        if count != len(files) and (count or 1) != 1:
-            raise ModelError(
-                f"{file} is one of {_shown.repr(count)} files according to its metadata, but its name says "
-                f"{len(files)}. Give the files the names under which they were published."
-            )
+        values, found = _read_file(file, limits)
+        _check_part(file, i, len(files), values)
         if i == 0:
             metadata = values
         for tensor in found:
@@ -109,45 +117,80 @@ def read_gguf(path: Path) -> GGUFModel:
                     f"{_DOWNLOAD_AGAIN}"
                 )
             tensors[tensor.name] = tensor
+    if not tensors:
+        raise ModelError(
+            f"{path} holds no tensors, only metadata (a vocabulary, for instance). Pass a file that holds the model."
+        )
     return GGUFModel(files, metadata, tensors)
 
 
-def _files_of(path: Path) -> tuple[Path, ...]:
+def gguf_files(path: Path) -> tuple[Path, ...]:
+    """All files of the model of which `path` is one, by their names: one, or the parts of a split model in order.
+
+    Raises:
+        ModelError: A part of a split model is missing.
+    """
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None:
         return (path,)
-    count = int(match["count"])
-    if not 1 <= count <= _MOST_FILES:
-        raise ModelError(f"{path} is one of {count} files according to its name; at most {_MOST_FILES} are allowed.")
+    count, number = int(match["count"]), int(match["number"])
+    if not 1 <= number <= count <= _MOST_FILES:
+        raise ModelError(
+            f"{path} is file {number} of {count} according to its name; allowed are 1 to {_MOST_FILES} files. Give "
+            "the files the names under which they were published."
+        )
     files = tuple(path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1))
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [file.name for file in files if not os.path.exists(file)]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise ModelError(f"{path.parent} lacks {', '.join(missing[:5])}{more}, parts of the model. Download them.")
     return files
 
 
-def _read_file(path: Path) -> tuple[dict[str, Any], list[GGUFTensor]]:
+def _check_part(file: Path, i: int, num_files: int, values: Mapping[str, Any]) -> None:
+    count, number = values.get("split.count", 0), values.get("split.no", 0)
+    if count in (0, 1) and num_files == 1:  # merged files may keep the keys
+        return
+    if count != num_files or number != i:
+        raise ModelError(
+            f"{file} is file {i + 1} of {num_files} according to its name, but its metadata says split.no="
+            f"{_shown.repr(number)} (counted from 0) and split.count={_shown.repr(count)}. Give the files the names "
+            "under which they were published."
+        )
+
+
+def _read_file(path: Path, limits: _Limits) -> tuple[dict[str, Any], list[GGUFTensor]]:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise ModelError(f"{path} is not a regular file and will not be read. Pass a GGUF file.")
-        with path.open("rb", buffering=0) as file:
-            return _Header(path, file, os.fstat(file.fileno()).st_size).parse()
+        # Without waiting, should it have become a pipe.
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        try:
+            return _Header(path, file, os.fstat(file).st_size, limits).parse()
+        finally:
+            os.close(file)
+    except ModelError:
+        raise
     except OSError as e:
         raise ModelError(f"{path} cannot be read: {e.strerror or e}") from e
+    except ValueError as e:  # the path contains a null character
+        raise ModelError(f"{str(path)!r} cannot be read: {e}") from e
 
 
 class _Header:
     """Reads values one after another from the beginning of a file.
 
     Args:
+        file: Its descriptor.
         size: Bytes of the file.
+        limits: Decreased by what the header contains.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+    def __init__(self, path: Path, file: int, size: int, limits: _Limits) -> None:
         self._path = path
         self._file = file
         self._size = size
+        self._limits = limits
         self._buffer = bytearray()
         self._position = 0
 
@@ -167,8 +210,10 @@ class _Header:
                 + f" Supported: little-endian files of version {' and '.join(map(str, _VERSIONS))}."
             )
         num_tensors, num_values = self._number("Q"), self._number("Q")
-        self._check_count(num_tensors, 24, _MOST_TENSORS, "tensors")
-        self._check_count(num_values, 13, _MOST_VALUES, "metadata values")
+        self._check_count(num_tensors, 32, self._limits.tensors, "tensors")
+        self._check_count(num_values, 13, self._limits.values, "metadata values")
+        self._limits.tensors -= num_tensors
+        self._limits.values -= num_values
         metadata: dict[str, Any] = {}
         for _ in range(num_values):
             key = self._text(_LARGEST_KEY)
@@ -176,6 +221,7 @@ class _Header:
                 raise self._damaged(f"the key {_shown.repr(key)} is there twice")
             metadata[key] = self._value(self._number("I"), key)
         entries = [self._tensor() for _ in range(num_tensors)]
+        self._limits.header_bytes -= self._position
         return metadata, self._placed(entries, metadata.get("general.alignment", 32))
 
     def _tensor(self) -> tuple[str, TensorType, tuple[int, ...], int]:
@@ -228,51 +274,70 @@ class _Header:
         if kind in _NUMBERS:
             return self._number(_NUMBERS[kind])
         if kind == _TEXT:
-            return self._text(_LARGEST_HEADER)
+            return self._text(_LARGEST_TEXT)
         if kind == _ARRAY:
             return self._array(key)
         raise self._damaged(f"{_shown.repr(key)} has the value type {kind}, which is not known")
 
     def _array(self, key: str) -> list[Any]:
         kind, length = self._number("I"), self._number("Q")
-        if kind in _NUMBERS:
-            item = np.dtype(f"<{_NUMBERS[kind]}") if kind != 7 else np.dtype(np.bool_)
-            self._check_count(length, item.itemsize, _LARGEST_HEADER, f"values of {_shown.repr(key)}")
-            values: list[Any] = np.frombuffer(self._take(length * item.itemsize), item).tolist()
-            return values
+        if kind not in _NUMBERS and kind != _TEXT:
+            raise self._damaged(f"{_shown.repr(key)} is a list of the value type {kind}, which is not supported")
+        item_bytes = _LENGTH.size if kind == _TEXT else struct.calcsize("<" + _NUMBERS[kind])
+        self._check_count(length, item_bytes, self._limits.items, f"items of the list {_shown.repr(key)}")
+        self._limits.items -= length
         if kind == _TEXT:
-            self._check_count(length, 8, _LARGEST_HEADER, f"texts of {_shown.repr(key)}")
-            return [self._text(_LARGEST_HEADER) for _ in range(length)]
-        raise self._damaged(f"{_shown.repr(key)} is a list of the value type {kind}, which is not supported")
+            return self._texts(length)
+        return list(struct.unpack(f"<{length}{_NUMBERS[kind]}", self._take(length * item_bytes)))
+
+    def _texts(self, count: int) -> list[str]:
+        """As `count` calls of `_text`, without their overhead: a vocabulary has hundreds of thousands."""
+        buffer, position, texts = self._buffer, self._position, []
+        for _ in range(count):
+            start = position + _LENGTH.size
+            if start > len(buffer):
+                self._fill(start)
+            position = start + _LENGTH.unpack_from(buffer, start - _LENGTH.size)[0]
+            if position > len(buffer):
+                self._fill(position)
+            texts.append(buffer[start:position].decode("utf-8", "surrogateescape"))
+        self._position = position
+        return texts
 
     def _text(self, longest: int) -> str:
         length = self._number("Q")
         self._check_count(length, 1, longest, "bytes of a text")
         # Vocabularies may have tokens that are no UTF-8; decoded so, they can be told apart and encoded again.
-        return self._take(length).decode("utf-8", errors="surrogateescape")
+        return self._take(length).decode("utf-8", "surrogateescape")
 
     def _number(self, form: str) -> Any:
         return struct.unpack("<" + form, self._take(struct.calcsize("<" + form)))[0]
 
     def _take(self, count: int) -> bytes:
-        end = self._position + count
-        if end > min(self._size, _LARGEST_HEADER):
-            raise ModelError(
-                f"{self._path} is cut short, or damaged: its header needs at least {end} bytes, and "
-                f"{min(self._size, _LARGEST_HEADER)} are there or allowed. {_DOWNLOAD_AGAIN}"
-            )
+        start, end = self._position, self._position + count
+        if end > len(self._buffer):
+            self._fill(end)
+        self._position = end
+        return bytes(memoryview(self._buffer)[start:end])
+
+    def _fill(self, end: int) -> None:
+        """Reads the file up to `end` at least."""
+        if end > min(self._size, self._limits.header_bytes):
+            if end > self._size:
+                raise ModelError(
+                    f"{self._path} is cut short, or damaged: its header needs at least {end} bytes, and the file has "
+                    f"{self._size}. {_DOWNLOAD_AGAIN}"
+                )
+            raise self._damaged(f"its header has more than the allowed {self._limits.header_bytes} bytes")
         while end > len(self._buffer):
-            chunk = self._file.read(_CHUNK)
+            chunk = os.read(self._file, min(_CHUNK, self._limits.header_bytes - len(self._buffer)))
             if not chunk:
                 raise ModelError(f"{self._path} has become shorter while it was read. {_DOWNLOAD_AGAIN}")
             self._buffer += chunk
-        found = bytes(memoryview(self._buffer)[self._position : end])
-        self._position = end
-        return found
 
     def _check_count(self, count: int, item_bytes: int, most: int, what: str) -> None:
         if count > most or count * item_bytes > self._size - self._position:
-            raise self._damaged(f"it claims {count} {what}, more than are allowed or fit into the file")
+            raise self._damaged(f"it claims {count} {what}, more than are allowed ({most}) or fit into the file")
 
     def _damaged(self, why: str) -> ModelError:
         return ModelError(f"{self._path} is damaged: {why}. {_DOWNLOAD_AGAIN}")

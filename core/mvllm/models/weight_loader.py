@@ -71,8 +71,8 @@ def load_weights(
 
     Args:
         folder: The model folder. `dummy` reads nothing from it.
-        load_format: `auto` or `safetensors` reads the checkpoint; `dummy` draws small random values that depend only on
-            `seed` and each tensor's name, whatever the number of ranks.
+        load_format: `auto`, `safetensors` or `gguf` reads the checkpoint; `dummy` draws small random values that depend
+            only on `seed` and each tensor's name, whatever the number of ranks.
         use_tqdm: Show progress on stderr.
         seed: For `dummy`.
         on_loaded: Called with a checkpoint tensor's name when all its targets are filled.
@@ -87,8 +87,8 @@ def load_weights(
         _zero_padding(targets)
         _fill_dummy(targets, seed, on_loaded)
         return
-    if load_format not in ("auto", "safetensors"):
-        raise ConfigError(f"load_format must be one of 'auto', 'safetensors', 'dummy', found {load_format!r}.")
+    if load_format not in ("auto", "safetensors", "gguf"):
+        raise ConfigError(f"load_format must be one of 'auto', 'safetensors', 'gguf', 'dummy', found {load_format!r}.")
     entries = match_names(read_checkpoint(folder, _most_tensors(len(targets))), model, targets, folder)
     check_tensors(entries, targets, _vocab_size(model))
     _zero_padding(targets)

@@ -147,7 +147,7 @@ def test_paths_are_welcome_where_texts_are(tmp_path):
         ("data_parallel_size", [1, 1024], [0, 1025]),
         ("dtype", ["auto", "half", "bfloat16"], ["int8", "", None, 16]),
         ("scheduling_policy", ["fcfs", "priority"], ["lifo", None, 1]),
-        ("load_format", ["auto", "safetensors", "dummy"], ["pt", None]),
+        ("load_format", ["auto", "safetensors", "gguf", "dummy"], ["pt", None]),
         ("distributed_executor_backend", [None, "uni", "an_installed_one", "a.b.C"], [3]),
         ("enable_prefix_caching", [True, False], [None, 1, "yes"]),
         ("enforce_eager", [True, False], [None, 0]),

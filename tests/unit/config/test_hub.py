@@ -36,11 +36,15 @@ def write_cache(home: Path, name: str, *, revision: str = "main", commit: str = 
 
 @pytest.fixture
 def download(monkeypatch):
-    """Stands in for the hub: records what is asked of it and answers with `answer` or raises `error`."""
+    """Stands in for the hub: records what is asked of it and answers with `answer` or raises `error`.
+
+    `files` are those of the repository.
+    """
 
     class Download:
         answer = "/snapshot"
         error: Exception | None = None
+        files: tuple[str, ...] = ()
         calls: list[dict] = []  # noqa: RUF012
 
         def __call__(self, name, **kwargs):
@@ -52,6 +56,7 @@ def download(monkeypatch):
     fake = Download()
     fake.calls = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name, **kwargs: list(fake.files))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     return fake
 

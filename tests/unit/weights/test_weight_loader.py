@@ -189,7 +189,7 @@ def test_a_truncated_file_is_refused_before_anything_is_written(tmp_path):
 
 
 def test_an_unknown_load_format_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="load_format must be one of 'auto', 'safetensors', 'dummy', found 'pt'"):
+    with pytest.raises(ConfigError, match="must be one of 'auto', 'safetensors', 'gguf', 'dummy', found 'pt'"):
         load(tmp_path, load_format="pt")
 
 

@@ -74,7 +74,7 @@ class BenchmarkTokenizer:
     """A model's tokenizer, loaded without torch and without the model's weights.
 
     Args:
-        name: Model folder, hub name, or `demo`.
+        name: Model folder, GGUF file, hub name, or `demo`.
 
     Raises:
         ModelError, ConfigError: The model or its tokenizer.json is missing.

@@ -82,8 +82,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--tokenizer",
         metavar="TEXT",
-        help="Model folder, hub name or 'demo' whose tokenizer makes prompts and counts tokens; 'none' for no "
-        "tokenizer. Default: the model's.",
+        help="Model folder, GGUF file, hub name or 'demo' whose tokenizer makes prompts and counts tokens; 'none' for "
+        "no tokenizer. Default: the model's.",
     )
     server.add_argument(
         "--api-key", metavar="KEY", help=f"Sent as bearer token. Default, and safer: the variable {API_KEY_VARIABLE}."

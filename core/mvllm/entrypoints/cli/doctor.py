@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument("--platform", metavar="NAME", help="Check this platform only; no other plugin is imported.")
     parser.add_argument(
-        "--model", action=ModelAction, default=argparse.SUPPRESS, metavar="TEXT", help="Also check this model folder."
+        "--model", action=ModelAction, default=argparse.SUPPRESS, metavar="TEXT", help="Also check this model."
     )
     add_positional_model(parser)
 

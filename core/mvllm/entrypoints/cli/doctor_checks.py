@@ -49,7 +49,7 @@ def run_checks(*, platform: str | None = None, model: str | None = None) -> list
 
     Args:
         platform: Check this platform only; None for all.
-        model: Folder or name of a model to check.
+        model: Folder, GGUF file or name of a model to check.
     """
     candidates = discover(only=platform)
     torch, own, hiding = _run_forked(candidates)
@@ -442,7 +442,9 @@ def _model(model: str) -> Checks:
     try:
         config = EngineArgs.from_kwargs(model=model).create_model_config()
     except MvllmError as e:
-        yield Check("model.folder", CheckStatus.BROKEN, str(e), "pass a folder written by save_pretrained()")
+        yield Check(
+            "model.folder", CheckStatus.BROKEN, str(e), "pass a folder written by save_pretrained(), or a GGUF file"
+        )
         return
     found = f"{config.path}: {config.architecture}, {config.num_layers} layers, context {config.max_model_len:,}"
     yield Check("model.folder", CheckStatus.OK, found)

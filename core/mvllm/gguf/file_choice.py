@@ -1,0 +1,132 @@
+"""Chooses the file of a model among the GGUF files of a folder or a repository, by its name.
+
+Publishers put a model in many quantizations into one folder (`name-Q4_K_M.gguf`, `name.q8_0.gguf`, `BF16/name.gguf`),
+large ones as several files (`name-Q8_0-00001-of-00003.gguf`), beside files that are no model (`mmproj-name-f16.gguf`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mvllm.errors import ModelError
+
+PREFERRED = "Q4_K_M"
+"""Chosen from several if none is named, as by llama.cpp."""
+
+SUFFIX = ".gguf"
+
+_SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})", re.DOTALL)
+# Projectors of images and sound, and statistics for quantizing.
+_NOT_A_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+_QUANTIZATION = re.compile(
+    r"(?:^|[-._/])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32))(?=$|[-./])",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class GGUFChoice:
+    """A model that may be chosen.
+
+    Attributes:
+        stem: The path of its file without suffix and part number, for instance `name-Q8_0`.
+        files: Paths of its files in the order of their numbers, with `/`; one if it is not split.
+    """
+
+    stem: str
+    files: tuple[str, ...]
+
+    @property
+    def quantization(self) -> str:
+        """The quantization in its name, else the name."""
+        found = _QUANTIZATION.findall(self.stem)
+        return found[-1] if found else self.stem
+
+
+def is_gguf_name(name: str) -> bool:
+    """Whether a file is a GGUF file by its name."""
+    return name.lower().endswith(SUFFIX)
+
+
+def list_choices(names: Iterable[str]) -> list[GGUFChoice]:
+    """The models among the files of a folder or a repository, sorted by name.
+
+    Args:
+        names: Paths of all files, relative to it, with `/`.
+    """
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if is_gguf_name(name) and not _NOT_A_MODEL.search(name.rsplit("/", 1)[-1]):
+            stem = name[: -len(SUFFIX)]
+            split = _SPLIT.fullmatch(stem)
+            models.setdefault(f"{split['stem']}-of-{split['count']}" if split else stem, []).append(name)
+    return [GGUFChoice(_stem(files[0]), tuple(files)) for files in models.values()]
+
+
+def choose(choices: Sequence[GGUFChoice], quantization: str | None, where: str, how: str) -> GGUFChoice:
+    """One of several models.
+
+    Args:
+        choices: From `list_choices`; not empty.
+        quantization: The one asked for, in any case; None takes the only model, or `PREFERRED`.
+        where: What was searched, for messages.
+        how: How to name a quantization, for messages; `{}` stands for it.
+
+    Raises:
+        ModelError: There is no such model, there are several, or a part of it is missing; lists what there is.
+    """
+    wanted = quantization or PREFERRED
+    found = _matching(choices, wanted) if quantization or len(choices) > 1 else list(choices)
+    if len(found) > 1:  # `Q4_K_M` is a part of `UD-Q4_K_M`, too
+        found = [each for each in found if each.quantization.upper() == wanted.upper()] or found
+    if not found and quantization:
+        raise ModelError(
+            f"{where} holds no GGUF file for {quantization!r}, but {_names(choices)}. Ask for one of these, as in "
+            f"{how.format(choices[0].quantization)!r}."
+        )
+    if not found:
+        raise ModelError(
+            f"{where} holds {len(choices)} models as GGUF files, none of them {PREFERRED}: {_names(choices)}. Ask for "
+            f"one of these, as in {how.format(choices[0].quantization)!r}."
+        )
+    if len(found) > 1:
+        raise ModelError(
+            f"{where} holds {len(found)} models as GGUF files for {wanted!r}: {_names(found)}. Pass the path of one of "
+            "these files."
+        )
+    return _complete(found[0], where)
+
+
+def _matching(choices: Sequence[GGUFChoice], quantization: str) -> list[GGUFChoice]:
+    """Models whose names contain the quantization as a whole part: `Q4_K` is no part of `name-Q4_K_M`."""
+    part = re.compile(rf"(?:^|[-._/]){re.escape(quantization)}(?=$|[-./])", re.IGNORECASE)
+    return [each for each in choices if part.search(each.stem)]
+
+
+def _stem(name: str) -> str:
+    stem = name[: -len(SUFFIX)]
+    split = _SPLIT.fullmatch(stem)
+    return split["stem"] if split else stem
+
+
+def _complete(choice: GGUFChoice, where: str) -> GGUFChoice:
+    split = _SPLIT.fullmatch(choice.files[0][: -len(SUFFIX)])
+    if split is None:
+        return choice
+    count, suffix = int(split["count"]), choice.files[0][-len(SUFFIX) :]
+    numbers = {int(match["number"]) for name in choice.files if (match := _SPLIT.fullmatch(name[: -len(SUFFIX)]))}
+    missing = [i for i in range(1, min(count, 10_000) + 1) if i not in numbers]
+    if missing:
+        first = f"{choice.stem}-{missing[0]:05d}-of-{count:05d}{suffix}"
+        raise ModelError(
+            f"{where} holds {len(numbers)} of the {count} files of {choice.stem}{SUFFIX}; {first} is missing, for "
+            "instance. Download all of them."
+        )
+    return choice
+
+
+def _names(choices: Sequence[GGUFChoice], most: int = 40) -> str:
+    more = f" and {len(choices) - most} more" if len(choices) > most else ""
+    return ", ".join(each.stem + SUFFIX for each in choices[:most]) + more

@@ -1,0 +1,301 @@
+"""Derived model folders: a GGUF file's metadata as the files of a Hugging Face model folder.
+
+The folder is written once, in the cache, and has config.json, generation_config.json, the files of the tokenizer, and
+gguf_files.json, which names the GGUF files; weights stay where they are. Its name says what it was made from:
+
+    ~/.cache/mvllm/gguf/SmolLM2-135M.Q4_1-4f1a9be2c07d-93d5c8e01b6a
+                        │                 │            └ size and modification time of each file; sources of mvllm.gguf
+                        │                 └ path of the file
+                        └ its name
+
+A file that has changed, and another version of mvllm, therefore give another folder. An existing folder is found with a
+few calls of stat and the hash of this package's sources (100 kB), without parsing the header.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mvllm.errors import ModelError, plain_reason
+from mvllm.gguf.header import GGUFModel, gguf_files, read_gguf
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
+
+CACHE_VARIABLE = "MVLLM_CACHE_DIR"
+FILES_NAME = "gguf_files.json"
+"""Names the GGUF files of a derived folder: `{"files": [{"path": ..., "size": ..., "mtime_ns": ...}, ...]}`, with
+absolute paths, and under `derived` the size of every other file of the folder."""
+
+_DAY = 86_400.0
+_UNUSED_FOR = 30 * _DAY
+_SPLIT_SUFFIX = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
+_FOLDER_NAME = re.compile(r"(?P<file>.+-[0-9a-f]{12})-[0-9a-f]{12}", re.DOTALL)
+_TEMPORARY_NAME = re.compile(r"\.mvllm-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class _FileState:
+    """A file as it was when its folder was derived."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+
+def model_folder(path: Path, *, with_tokenizer: bool = True) -> Path:
+    """The derived model folder of a GGUF file, written if it does not exist.
+
+    Folders are in `$MVLLM_CACHE_DIR/gguf`, by default `$XDG_CACHE_HOME/mvllm/gguf` or `~/.cache/mvllm/gguf`; if none
+    can be written there, in a folder of the user's own below the system's temporary folder. Processes may call this at
+    the same time: a folder appears complete or not at all, and the first one stays.
+
+    Whoever writes a folder removes those of files that have changed or are gone, those of the same file that have not
+    been used for 30 days (they belong to other versions of mvllm), and what interrupted processes left.
+
+    Args:
+        path: A GGUF file; any part of a split model.
+        with_tokenizer: Derive the tokenizer as well. Without it, a model may be used whose tokenizer is not supported.
+
+    Raises:
+        ModelError: A file is missing or damaged, the model or its tokenizer is not supported, or no folder can be
+            written.
+    """
+    files = tuple(_real_folder(file) for file in gguf_files(path))
+    states = _states(files)
+    name = _folder_name(files[0], states, with_tokenizer)
+    for root in _cache_folders():
+        if _is_complete(root / name, states):
+            with contextlib.suppress(OSError):  # a cache that cannot be written
+                os.utime(root / name)
+            logger.debug("Configuration and tokenizer of %s are in %s.", files[0], root / name)
+            return root / name
+    contents = _derive(read_gguf(files[0]), with_tokenizer)
+    if _states(files) != states:
+        raise ModelError(f"{files[0]} was changed while it was read. Try again when it is complete.")
+    contents[FILES_NAME] = _as_json(
+        {"files": [asdict(state) for state in states], "derived": {n: len(c) for n, c in contents.items()}}
+    )
+    failures = []
+    for root in _cache_folders(for_writing=True):
+        try:
+            folder = _write(root, name, contents, states)
+        except OSError as e:
+            failures.append(f"{root}: {plain_reason(e)}")
+            logger.warning("The cache %s cannot be written (%s).", root, plain_reason(e))
+            continue
+        logger.info("Wrote configuration and tokenizer of %s to %s.", files[0], folder)
+        _remove_outdated(root, name)
+        return folder
+    raise ModelError(
+        f"Configuration and tokenizer of {files[0]} cannot be written to a cache ({'; '.join(failures) or 'none'}). "
+        f"Set {CACHE_VARIABLE} to a folder that can be written and has free space."
+    )
+
+
+def _derive(model: GGUFModel, with_tokenizer: bool) -> dict[str, bytes]:
+    """Content of each file of the folder, by name."""
+    kind = model.metadata.get("general.type", "model")
+    if kind != "model":
+        raise ModelError(
+            f"{model.files[0]} holds no language model: its general.type is {str(kind)[:40]!r}. Pass the file of the "
+            "model itself."
+        )
+    # Imported here, as an existing folder needs none of them.
+    from mvllm.gguf.generation_config import generation_config  # type: ignore[import-not-found, unused-ignore]
+    from mvllm.gguf.model_config import model_config  # type: ignore[import-not-found, unused-ignore]
+
+    contents: dict[str, bytes] = {}
+    for name, values in (
+        ("config.json", model_config(model)),
+        ("generation_config.json", generation_config(model)),
+    ):
+        try:
+            contents[name] = _as_json(values)
+        except ValueError as e:
+            raise ModelError(
+                f"{model.files[0]} has metadata that {name} cannot hold ({e}): a number that is not finite. Take "
+                "another file of the model."
+            ) from e
+    if with_tokenizer:
+        from mvllm.gguf.tokenizer import tokenizer_files  # type: ignore[import-not-found, unused-ignore]
+
+        contents.update(tokenizer_files(model))
+    return contents
+
+
+def _as_json(values: Any) -> bytes:
+    return json.dumps(values, indent=2, allow_nan=False).encode()
+
+
+# ------------------------------------------------------------------------------------------------- names and comparison
+
+
+def _real_folder(file: Path) -> Path:
+    """An absolute path without links in its folders. The file itself may be a link: in the hub's cache its target has
+    another name, and the parts of a split model are found by their names."""
+    try:
+        return file.parent.resolve() / file.name
+    except (OSError, ValueError, RuntimeError) as e:  # a null character; a loop of links
+        raise ModelError(f"{str(file)!r} cannot be looked up: {e}") from e
+
+
+def _states(files: tuple[Path, ...]) -> list[_FileState]:
+    states = []
+    for file in files:
+        try:
+            found = file.stat()
+        except OSError as e:
+            raise ModelError(f"{file} cannot be read: {plain_reason(e)}. Check the path.") from e
+        states.append(_FileState(str(file), found.st_size, found.st_mtime_ns))
+    return states
+
+
+def _folder_name(file: Path, states: list[_FileState], with_tokenizer: bool) -> str:
+    stem = re.sub(r"[^\w.\-]", "_", _SPLIT_SUFFIX.sub("", file.stem), flags=re.ASCII)[:80].lstrip(".") or "model"
+    of_path = _hash(os.fsencode(file), str(with_tokenizer).encode())
+    return f"{stem}-{of_path}-{_hash(repr(states).encode(), _version())}"
+
+
+def _hash(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
+
+
+@functools.cache
+def _version() -> bytes:
+    """Identifies the code that derives: a hash of this package's sources, so that no number must be raised by hand."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.digest()
+
+
+def _is_complete(folder: Path, states: list[_FileState]) -> bool:
+    """Whether a folder was derived from files in these states, and has all its files (cleaners of temporary folders
+    remove single ones)."""
+    found = _read_files_json(folder)
+    if found is None or found.get("files") != [asdict(state) for state in states]:
+        return False
+    try:
+        return all((folder / name).stat().st_size == size for name, size in found["derived"].items())
+    except (OSError, KeyError, AttributeError, TypeError):
+        return False
+
+
+def _read_files_json(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / FILES_NAME).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------- cache
+
+
+def _cache_folders(*, for_writing: bool = False) -> Iterator[Path]:
+    """Where derived folders may be, in the order of preference."""
+    chosen, xdg = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME", "")
+    with contextlib.suppress(RuntimeError):  # the user has no home
+        if chosen:
+            yield Path(chosen).expanduser().absolute() / "gguf"
+        else:
+            yield (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "mvllm" / "gguf"
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    private = Path(tempfile.gettempdir()) / f"mvllm-{user}"
+    if for_writing:
+        with contextlib.suppress(OSError):
+            private.mkdir(mode=0o700, exist_ok=True)
+    if _is_private(private):
+        yield private / "gguf"
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether a folder exists and is this user's alone: chat templates and tokenizers are read from it, and anybody may
+    create one of its name."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    if not hasattr(os, "getuid"):
+        return stat.S_ISDIR(found.st_mode)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _write(root: Path, name: str, contents: dict[str, bytes], states: list[_FileState]) -> Path:
+    """Writes a folder under a temporary name and renames it; if another process was faster, its folder stays.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    temporary, folder = root / f".mvllm-{secrets.token_hex(8)}", root / name
+    try:
+        temporary.mkdir()
+        for file, content in contents.items():
+            (temporary / file).write_bytes(content)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            if not _is_complete(folder, states):
+                # It lost files. Its others have the same content as ours, and may be in use: none is missing meanwhile.
+                for file in contents:
+                    (temporary / file).replace(folder / file)
+        return folder
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder at once for readers: it gets another name first."""
+    hidden = folder.with_name(f".mvllm-{secrets.token_hex(8)}")
+    with contextlib.suppress(OSError):
+        folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _remove_outdated(root: Path, name: str) -> None:
+    """Removes what `model_folder` says it removes. Failures are ignored: another process may remove the same."""
+    written = _FOLDER_NAME.fullmatch(name)
+    with contextlib.suppress(OSError):
+        for folder in list(root.iterdir()):
+            match = _FOLDER_NAME.fullmatch(folder.name)
+            with contextlib.suppress(OSError):
+                unused = time.time() - folder.lstat().st_mtime
+                if match and folder.name != name:
+                    is_same_file = written is not None and match["file"] == written["file"]
+                    if (is_same_file and unused > _UNUSED_FOR) or _has_changed(folder):
+                        _remove(folder)
+                elif _TEMPORARY_NAME.fullmatch(folder.name) and unused > _DAY:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_changed(folder: Path) -> bool:
+    """Whether a GGUF file of a derived folder has changed or is gone."""
+    found = _read_files_json(folder)
+    files = found.get("files") if found else None
+    if not isinstance(files, list):
+        return False
+    try:
+        then = [_FileState(each["path"], each["size"], each["mtime_ns"]) for each in files]
+        return _states(tuple(Path(state.path) for state in then)) != then
+    except ModelError:
+        return True
+    except (KeyError, TypeError):
+        return False
