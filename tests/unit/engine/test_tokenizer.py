@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mvllm import ModelError
+from mvllm.engine.tokenizer import tokenizer_json
 from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars, load_tokenizer
 from tests.helpers.plugins import write_metadata
 from tests.unit.engine.builders import make_config
@@ -213,6 +214,14 @@ def test_transformers_is_used_if_the_class_builds_another(tmp_path, changes):
     for name, settings in changes.items():
         edit(tmp_path / name, **settings)
     assert "hf" in vars(check_same_as_transformers(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", sorted(tokenizer_json._MODEL_TYPES))
+def test_for_these_model_types_transformers_uses_the_generic_class(tmp_path, model_type):
+    save_tokenizer(tmp_path)
+    edit(tmp_path / "config.json", model_type=model_type)
+    assert "hf" not in vars(check_same_as_transformers(tmp_path))
+    assert type(AutoTokenizer.from_pretrained(str(tmp_path))).__name__ == "TokenizersBackend"
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "mistral", "no-such-type", None])

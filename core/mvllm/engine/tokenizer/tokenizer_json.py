@@ -24,8 +24,29 @@ if TYPE_CHECKING:
 _GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 """The old and the new name of one class, which adds nothing to the file."""
 
-_MODEL_TYPES = frozenset({"llama", "gpt2", "opt", "qwen3"})
-"""Model types for which transformers uses the class named in tokenizer_config.json."""
+_MODEL_TYPES = frozenset(
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "falcon",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "gpt2",
+        "gpt_oss",
+        "granite",
+        "llama",
+        "olmo2",
+        "opt",
+        "phi3",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "starcoder2",
+    }
+)
+"""Model types for which transformers uses the class named in tokenizer_config.json if it is a generic one."""
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPECIAL_TOKEN_LIST_KEYS = ("extra_special_tokens", "additional_special_tokens")
