@@ -1,4 +1,4 @@
-"""The merges of BPE vocabularies: those in the file, or those that follow from the scores of a SentencePiece vocabulary.
+"""The merges of BPE vocabularies: those in the file, or those that follow from the scores of a SentencePiece model.
 
 SentencePiece merges the two neighbours whose concatenation is the token with the highest score, the leftmost of equals.
 A list of merges says the same: every split of a token into two tokens is a merge, in the order of the scores.

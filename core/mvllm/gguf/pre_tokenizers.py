@@ -99,7 +99,8 @@ _PLAIN_O200K = PreTokenizer((_O200K,))
 _PLAIN_DEEPSEEK_V3 = PreTokenizer(_DEEPSEEK_V3)
 _BAILING = PreTokenizer(
     (
-        rf"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
+        r"|\s+(?!\S)|\s+",
     )
 )
 

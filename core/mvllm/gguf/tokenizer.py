@@ -208,20 +208,21 @@ def _post_processor(model: GGUFModel, vocabulary: Vocabulary, add_bos: bool) -> 
     Args:
         add_bos: Whether bos is put there if the file does not say.
     """
-    around: list[list[str]] = []
+    ids: dict[str, int] = {}
+    around: list[list[dict[str, Any]]] = []
     for name, default in (("bos", add_bos), ("eos", False)):
         key = f"tokenizer.ggml.add_{name}_token"
         wanted, text = read_flag(model, key, default), vocabulary.text(name)
         if wanted and text is None and key in model.metadata:
             raise ModelError(f"{model.files[0]}: {key!r} is true, but 'tokenizer.ggml.{name}_token_id' is no token.")
-        around.append([text] if wanted and text is not None else [])
-    before, after = ([{"SpecialToken": {"id": text, "type_id": 0}} for text in texts] for texts in around)
-    if not before and not after:
+        around.append([])
+        if wanted and text is not None:
+            ids[text] = vocabulary.special_ids[name]
+            around[-1].append({"SpecialToken": {"id": text, "type_id": 0}})
+    if not ids:
         return None
-    single, second = ([*before, {"Sequence": {"id": sequence, "type_id": 0}}, *after] for sequence in ("A", "B"))
-    ids = {
-        text: vocabulary.special_ids[name] for name, texts in zip(("bos", "eos"), around, strict=True) for text in texts
-    }
+    before, after = around
+    single, second = ([*before, {"Sequence": {"id": which, "type_id": 0}}, *after] for which in ("A", "B"))
     return {
         "type": "TemplateProcessing",
         "single": single,
