@@ -19,6 +19,7 @@ from mvllm.logging import get_logger
 logger = get_logger(__name__)
 
 _MOST_TOKENS = 1 << 21  # the largest published vocabularies have 2**18
+_MOST_CHARACTERS = 1 << 23  # and these 2**21
 
 _END_OF_TURN = frozenset(
     {
@@ -136,6 +137,8 @@ def read_vocabulary(model: GGUFModel) -> Vocabulary:
     tokens = _texts(metadata, "tokenizer.ggml.tokens", where)
     if not 0 < len(tokens) <= _MOST_TOKENS:
         raise ModelError(f"{where} has {len(tokens)} tokens; a vocabulary has 1 to {_MOST_TOKENS}.")
+    if (characters := sum(map(len, tokens))) > _MOST_CHARACTERS:
+        raise ModelError(f"{where} has tokens with {characters} characters together; {_MOST_CHARACTERS} are allowed.")
     tokens = _unique(tokens, kind, where)
     numbers = _list(metadata, "tokenizer.ggml.token_type", int, len(tokens), where)
     types = {kind.value: kind for kind in TokenType}

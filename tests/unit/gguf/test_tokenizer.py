@@ -439,6 +439,7 @@ DAMAGED = {
     "an unknown kind": ({"model": "rwkv"}, "Supported: gpt2, llama"),
     "an unknown split": ({"pre": "future"}, "'future'.*Supported: .*qwen2"),
     "no tokens": ({"tokens": []}, "0 tokens"),
+    "too many characters": ({"tokens": ["a" * (1 << 22), "b" * (1 << 22), "c", "d"]}, "characters together"),
     "numbers as tokens": ({"tokens": [1, 2]}, "list of texts"),
     "no merges": ({"merges": None}, "tokenizer.ggml.merges"),
     "a token twice": ({"tokens": ["a", "b", "c", "b"]}, "tokens 1 and 3 are both 'b'"),
