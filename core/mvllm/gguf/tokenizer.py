@@ -219,6 +219,8 @@ def _post_processor(model: GGUFModel, vocabulary: Vocabulary, add_bos: bool) -> 
         if wanted and text is not None:
             ids[text] = vocabulary.special_ids[name]
             around[-1].append({"SpecialToken": {"id": text, "type_id": 0}})
+    if not ids and vocabulary.kind == "gpt2":  # as in published files; changes only offsets
+        return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     if not ids:
         return None
     before, after = around
