@@ -2,13 +2,16 @@ r"""How byte-level BPE vocabularies split a text into words, by the name in `tok
 
 The merges of a vocabulary never cross the border of two words, so another split gives other tokens, without any error.
 GGUF files contain only the name of the split. The expressions below are those of the published `tokenizer.json` of each
-family. Where only llama.cpp's are known, they are those of its `llama-vocab.cpp`. The two differ for:
+family. Where only llama.cpp's are known, they are those of its `llama-vocab.cpp`. Token ids are the same as llama.cpp's
+for all names except these:
 
 | name | published, used here | llama.cpp |
 |---|---|---|
-| gpt-4o, llama4, tekken | upper and lower case by Unicode: `\p{Lu}`, `\p{Ll}` | by ASCII letters |
+| gpt-4o, llama4, tekken and their like | case by Unicode; combining marks belong to words | case by ASCII letters |
 | qwen2, qwen35, command-r | NFC normalization before the split | none |
-| falcon | splits digits of the mapped bytes, too | of the text only |
+| falcon | splits digits among the mapped bytes, too | of the text only |
+| deepseek-llm | single digits | runs of digits |
+| deepseek-llm, deepseek-coder | a range from U+0800 to U+4E00 includes white space such as U+2003 | excludes it |
 
 Each expression splits further what the previous ones have left: its matches and the texts between them become words.
 """

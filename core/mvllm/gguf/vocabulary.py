@@ -106,10 +106,13 @@ class Vocabulary:
         return list(dict.fromkeys(ids))
 
     def known_end_ids(self) -> list[int]:
-        """Tokens whose texts are known to end a turn, in ascending order."""
+        """Tokens whose texts are known to end a turn, in ascending order.
+
+        As in llama.cpp, except that `</s>` has to be a control token: it is an HTML element in Gemma and Qwen.
+        """
         found = {text: i for i, text in enumerate(self.tokens) if text in _END_OF_TURN}
         if "</s>" in found and self.has_types and self.types[found["</s>"]] != TokenType.CONTROL:
-            del found["</s>"]  # the end of an HTML element, for instance in Gemma
+            del found["</s>"]
         calls = {"<|call|>", "<|calls|>"} & found.keys()
         if calls and {"<|return|>", "<|flush|>"} & found.keys():
             found.pop("<|end|>", None)  # ends a message, and others follow (Harmony)
