@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mvllm import ModelError
+from mvllm.engine.tokenizer import tokenizer_json
 from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars, load_tokenizer
 from tests.helpers.plugins import write_metadata
 from tests.unit.engine.builders import make_config
@@ -124,6 +125,7 @@ TEXTS = [
     "  two  spaces\n\tand <|end|> a special </s>token<s>",
     "Grüße, naïve 你好",
     "<unk> <extra>",
+    "12345 we'Ll re\u0301sume\u0301",
 ]
 
 
@@ -207,12 +209,74 @@ def test_a_file_equal_to_what_its_class_builds_is_read_without_transformers(tmp_
     assert "hf" not in vars(check_same_as_transformers(tmp_path))
 
 
+QWEN2 = {
+    "tokenizer_class": "Qwen2Tokenizer",
+    "unk_token": None,
+    "add_prefix_space": False,
+    "split_special_tokens": False,
+    "errors": "replace",
+}
+NOT_QWEN2 = {
+    "a space before the text": {"tokenizer_config.json": {"add_prefix_space": True}},
+    "special tokens as texts": {"tokenizer_config.json": {"split_special_tokens": True}},
+    "an end": {"tokenizer_config.json": {"add_eos_token": True}},
+    "a token that is not in the file": {"tokenizer_config.json": {"pad_token": "<extra>"}},
+    "another normalizer": {"tokenizer.json": {"normalizer": {"type": "Lowercase"}}},
+    "another split": {
+        "tokenizer.json": {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}}
+    },
+    "another model": {"config.json": {"model_type": "llama"}},
+}
+
+
+def save_qwen2(folder, model_type="qwen2", **settings):
+    save_tokenizer(folder, "qwen2")
+    edit(folder / "config.json", model_type=model_type)
+    edit(folder / "tokenizer_config.json", **{**QWEN2, **settings})
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"tokenizer_class": "Qwen2TokenizerFast"},
+        {"add_bos_token": False, "bos_token": None, "pad_token": "<|im_start|>", "model_max_length": 5},
+    ],
+)
+def test_the_tokenizer_of_qwen2_is_read_without_transformers(tmp_path, settings, model_type):
+    save_qwen2(tmp_path, model_type, **settings)
+    assert "hf" not in vars(check_same_as_transformers(tmp_path))
+
+
+def test_it_is_read_if_settings_name_a_generic_class(tmp_path):
+    save_qwen2(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
+    assert type(AutoTokenizer.from_pretrained(str(tmp_path))).__name__ == "Qwen2Tokenizer"
+    assert "hf" not in vars(check_same_as_transformers(tmp_path))
+
+
+@pytest.mark.parametrize("changes", NOT_QWEN2.values(), ids=NOT_QWEN2)
+def test_transformers_is_used_if_qwen2_would_be_another(tmp_path, changes):
+    save_qwen2(tmp_path)
+    for name, settings in changes.items():
+        edit(tmp_path / name, **settings)
+    assert "hf" in vars(check_same_as_transformers(tmp_path))
+
+
 @pytest.mark.parametrize("changes", NOT_GEMMA.values(), ids=NOT_GEMMA)
 def test_transformers_is_used_if_the_class_builds_another(tmp_path, changes):
     save_gemma(tmp_path)
     for name, settings in changes.items():
         edit(tmp_path / name, **settings)
     assert "hf" in vars(check_same_as_transformers(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", sorted(tokenizer_json._MODEL_TYPES))
+def test_for_these_model_types_transformers_uses_the_generic_class(tmp_path, model_type):
+    save_tokenizer(tmp_path)
+    edit(tmp_path / "config.json", model_type=model_type)
+    assert "hf" not in vars(check_same_as_transformers(tmp_path))
+    assert type(AutoTokenizer.from_pretrained(str(tmp_path))).__name__ == "TokenizersBackend"
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "mistral", "no-such-type", None])

@@ -6,7 +6,7 @@ import functools
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mvllm.engine.tokenizer import tokenizer as engine_tokenizer
@@ -104,13 +104,40 @@ def word_suffix(vocab_size: int = 300) -> Tokenizer:
     return tokenizer
 
 
-KINDS = {f.__name__: f for f in (byte_level, byte_fallback, metaspace, word_suffix, gemma)}
+def qwen2(vocab_size: int = 500) -> Tokenizer:
+    """As Qwen 2: tokens are pieces of UTF-8, in NFC; words do not begin with several spaces."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False, trim_offsets=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, use_regex=False, trim_offsets=False)
+    tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, use_regex=False, trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXTS, trainer)
+    return tokenizer
+
+
+KINDS = {f.__name__: f for f in (byte_level, byte_fallback, metaspace, word_suffix, gemma, qwen2)}
 
 _SPECIAL = {
     "byte_level": {"eos_token": "<|end|>"},
     "byte_fallback": {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"},
     "metaspace": {"eos_token": "</s>", "unk_token": "<unk>"},
     "word_suffix": {"unk_token": "<unk>"},
+    "qwen2": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
     "gemma": {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk", "mask")},
 }
 

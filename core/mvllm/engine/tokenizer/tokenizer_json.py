@@ -12,7 +12,7 @@ file describes the same tokenizer as the class builds, it is read, too.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,29 @@ if TYPE_CHECKING:
 _GENERIC_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 """The old and the new name of one class, which adds nothing to the file."""
 
-_MODEL_TYPES = frozenset({"llama", "gpt2", "opt", "qwen3"})
-"""Model types for which transformers uses the class named in tokenizer_config.json."""
+_MODEL_TYPES = frozenset(
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "falcon",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "gpt2",
+        "gpt_oss",
+        "granite",
+        "llama",
+        "olmo2",
+        "opt",
+        "phi3",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "starcoder2",
+    }
+)
+"""Model types for which transformers uses the class named in tokenizer_config.json if it is a generic one."""
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPECIAL_TOKEN_LIST_KEYS = ("extra_special_tokens", "additional_special_tokens")
@@ -82,6 +103,8 @@ class _TokenizerClassSpec:
         tokens: Its default special tokens.
         named: Settings that name further special tokens.
         ignored: Settings without effect, in addition to `_IGNORED_KEYS`.
+        defaults: Settings that are read without transformers only with these values, which have no effect.
+        for_generic: Model types for which transformers uses the class in place of a generic one.
     """
 
     model_types: frozenset[str]
@@ -89,6 +112,8 @@ class _TokenizerClassSpec:
     tokens: Mapping[str, str]
     named: frozenset[str]
     ignored: frozenset[str]
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    for_generic: frozenset[str] = frozenset()
 
 
 _GEMMA = _TokenizerClassSpec(
@@ -130,7 +155,40 @@ _GEMMA = _TokenizerClassSpec(
         }
     ),
 )
-_TOKENIZER_CLASS_SPECS = {"GemmaTokenizer": _GEMMA, "GemmaTokenizerFast": _GEMMA}
+_QWEN2 = _TokenizerClassSpec(
+    model_types=frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}),
+    file=_File(
+        model=_Model("BPE"),
+        normalizer={"type": "NFC"},
+        pre_tokenizer={
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": {
+                        "Regex": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+                        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+                    },
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        },
+        decoder={"type": "ByteLevel"},
+    ),
+    tokens=dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    named=frozenset(),
+    ignored=frozenset({"add_bos_token", "add_eos_token"}),
+    defaults={"add_prefix_space": False, "split_special_tokens": False, "errors": "replace"},
+    for_generic=frozenset({"qwen2"}),
+)
+_TOKENIZER_CLASS_SPECS = {
+    "GemmaTokenizer": _GEMMA,
+    "GemmaTokenizerFast": _GEMMA,
+    "Qwen2Tokenizer": _QWEN2,
+    "Qwen2TokenizerFast": _QWEN2,
+}
 
 _LEGACY_FILES = ("special_tokens_map.json", "added_tokens.json")
 """Read by transformers if the settings have no `added_tokens_decoder`."""
@@ -161,6 +219,8 @@ def read_tokenizer_json(folder: Path, settings: Mapping[str, Any], model: Mappin
     spec = _TOKENIZER_CLASS_SPECS.get(name) if isinstance(name, str) else None
     if spec is None and name not in _GENERIC_CLASSES:
         return None
+    if spec is None and model.get("model_type") in _QWEN2.for_generic:
+        spec = _QWEN2
     if model.get("model_type") not in (_MODEL_TYPES if spec is None else spec.model_types) or "auto_map" in model:
         return None
     if spec is not None:
@@ -170,6 +230,7 @@ def read_tokenizer_json(folder: Path, settings: Mapping[str, Any], model: Mappin
             *_IGNORED_KEYS,
             *spec.named,
             *spec.ignored,
+            *(key for key, value in spec.defaults.items() if settings.get(key) == value),
         }:
             return None
         settings = {**spec.tokens, **settings}
@@ -204,12 +265,14 @@ def _file_matches_spec(spec: _TokenizerClassSpec, path: Path, settings: Mapping[
         file = msgspec.json.decode(path.read_bytes(), type=_File)
     except (OSError, msgspec.MsgspecError, RecursionError):
         return False
-    if _text(settings["unk_token"]) != spec.tokens["unk_token"]:
+    if spec.file.model.unk_token is not None and _text(settings["unk_token"]) != spec.file.model.unk_token:
         return False
-    if msgspec.structs.replace(file, post_processor=None) != spec.file:
+    if _behavior(file) != spec.file:
         return False
     if "add_bos_token" not in settings and "add_eos_token" not in settings:
         return file.post_processor is not None
+    if not settings.get("add_bos_token") and not settings.get("add_eos_token") and _adds_nothing(file.post_processor):
+        return True
     around = [
         [_text(settings[name])] if settings.get(flag, False) else []
         for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token"))
@@ -222,6 +285,36 @@ def _file_matches_spec(spec: _TokenizerClassSpec, path: Path, settings: Mapping[
         and post_processor.get("type") == "TemplateProcessing"
         and post_processor.get("single") == single
     )
+
+
+def _behavior(file: _File) -> _File:
+    """The parts of a file that affect token ids and decoding."""
+
+    def without_offsets(part: Any) -> Any:
+        if isinstance(part, list):
+            return [without_offsets(each) for each in part]
+        if isinstance(part, Mapping):
+            return {key: without_offsets(value) for key, value in part.items() if key != "trim_offsets"}
+        return part
+
+    decoder, model = file.decoder, file.model
+    if isinstance(decoder, Mapping) and decoder.get("type") == "ByteLevel":
+        decoder = {"type": "ByteLevel"}  # the other fields are for encoding
+    return _File(
+        model=msgspec.structs.replace(
+            model,
+            continuing_subword_prefix=model.continuing_subword_prefix or None,
+            end_of_word_suffix=model.end_of_word_suffix or None,
+        ),
+        normalizer=file.normalizer,
+        pre_tokenizer=without_offsets(file.pre_tokenizer),
+        decoder=decoder,
+    )
+
+
+def _adds_nothing(post_processor: object) -> bool:
+    """Whether a post-processor adds no tokens because it only changes offsets."""
+    return isinstance(post_processor, Mapping) and post_processor.get("type") == "ByteLevel"
 
 
 def _special_token_texts(settings: Mapping[str, Any], more: Collection[str]) -> set[str]:

@@ -1,0 +1,48 @@
+"""The `generation_config.json` of a GGUF file: tokens that end a sequence, and sampling defaults."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mvllm.errors import ModelError
+from mvllm.gguf.header import GGUFModel
+from mvllm.gguf.vocabulary import read_vocabulary
+
+_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""Metadata keys with the names in `generation_config.json`. Other samplers of llama.cpp (XTC, Mirostat) have none."""
+
+
+def generation_config(model: GGUFModel) -> dict[str, Any]:
+    """The contents of `generation_config.json`.
+
+    `eos_token_id` lists eos, eot, eom and the tokens whose texts are known to end a turn, as in llama.cpp. Separators
+    of fill-in-the-middle prompts, which also end a sequence in llama.cpp, are not among them.
+
+    Raises:
+        ModelError: The vocabulary is damaged, or a sampling default is not a number.
+    """
+    vocabulary = read_vocabulary(model)
+    config: dict[str, Any] = {}
+    if ends := vocabulary.end_ids():
+        config["eos_token_id"] = ends
+    for name, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
+        if name in vocabulary.special_ids:
+            config[key] = vocabulary.special_ids[name]
+    for key, name in _SAMPLING.items():
+        value = model.metadata.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ModelError(f"{model.files[0]}: {key!r} should be a number, found {value!r:.100}.")
+        # Files store float32 values; 0.95 is meant, not 0.949999988079071.
+        config[name] = float(str(np.float32(value))) if isinstance(value, float) else value
+    return config
