@@ -13,7 +13,7 @@ namespace mvllm {
 
 // Which threads of a region execute a recorded call.
 enum class ThreadMode {
-    OWN_REGION,  // none: the call opens a parallel region of its own
+    OWN_REGION,  // none: the call opens its own parallel region
     ONE_THREAD,  // the first thread, for small calls
     SHARED,      // all threads, a part each
 };
@@ -37,8 +37,8 @@ struct alignas(LINE) ClaimedPieces {
     std::atomic<int32_t> pieces{0};
 };
 
-// Work stealing: each thread executes its own pieces, then unclaimed pieces of its neighbours. A core that is slow or busy
-// with another program then delays the others by one piece instead of its whole part.
+// Work stealing: each thread executes its own pieces, then unclaimed pieces of its neighbours. A core that is slow or
+// busy with another program then delays the others by one piece instead of its whole part.
 template <class Work>
 void claim_pieces(ClaimedPieces* claimed, int64_t pieces, int64_t thread, int64_t threads, const Work& work) {
     if (pieces <= 1) return work(Part{thread, threads, true});
