@@ -62,7 +62,7 @@ def test_replayed_steps_give_the_tokens_of_the_cpu_platform(name, generate, tmp_
     assert graphs.replays > graphs.captures
 
 
-def lacking(rows):
+def attention_without_memory(rows):
     """Attention that runs out of memory in steps with this number of rows."""
 
     def attend(query, *args, **options):
@@ -78,7 +78,7 @@ LIMITS = r"does not fit.*Lower max_num_batched_tokens \(now 64\) or max_num_seqs
 
 def test_profiling_without_memory_names_the_limits_and_a_new_engine_works(generate, tmp_path, monkeypatch):
     folder = make_checkpoint("llama-gqa", tmp_path)
-    monkeypatch.setattr(mvllm_torch_gpu.attention, "paged_attention", lacking(64))
+    monkeypatch.setattr(mvllm_torch_gpu.attention, "paged_attention", attention_without_memory(64))
     with pytest.raises(MvllmError, match=LIMITS):
         generate(folder, "hosted", kv_cache_memory_bytes=None)
     monkeypatch.setattr(mvllm_torch_gpu.attention, "paged_attention", KERNELS["paged_attention"])
@@ -90,7 +90,9 @@ def test_a_step_without_memory_fails_its_requests_with_the_limits_and_the_engine
 ):
     folder = make_checkpoint("llama-gqa", tmp_path)
     expected = generate(folder, "cpu")
-    monkeypatch.setattr(mvllm_torch_gpu.attention, "paged_attention", lacking(24))  # all prompts, padded
+    monkeypatch.setattr(
+        mvllm_torch_gpu.attention, "paged_attention", attention_without_memory(24)
+    )  # all prompts, padded
     with LLM(str(folder), platform="hosted", kv_cache_memory_bytes=1 << 20, **SETTINGS) as llm:
         for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False):
             assert output.outputs[0].finish_reason == "error"
@@ -100,13 +102,13 @@ def test_a_step_without_memory_fails_its_requests_with_the_limits_and_the_engine
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
 
 
-def drawn(requests, tokens):
+def sampling_params(requests, tokens):
     """Parameters of requests with sampling. Few tokens, because the interpreter is slow."""
     settings = {"max_tokens": tokens, "top_k": 9, "top_p": 0.9, "ignore_eos": True}
     return [SamplingParams(seed=i, temperature=0.8 + 0.2 * i, **settings) for i in range(requests)]
 
 
-def noting(provider, calls):
+def recording(provider, calls):
     """The provider, which appends its op's name to `calls` in each call."""
 
     def call(*arguments):
@@ -129,10 +131,10 @@ def test_float8_and_sampling_kernels_give_the_tokens_of_the_references(
     rounded = OpProvider("float8_linear", "reference's", SCHEMAS["float8_linear"].reference)
     plain = {"enforce_eager": True, "async_scheduling": False, "skip_tokenizer_init": True}
     monkeypatch.setattr(HostedPlatform, "provided", (rounded,))
-    expected = generate(folder, "cpu" if scheme == "ct-blocks" else "hosted", params=drawn(*size), **plain)
+    expected = generate(folder, "cpu" if scheme == "ct-blocks" else "hosted", params=sampling_params(*size), **plain)
     kernels = [p for p in providers(float8) if p.op in ("float8_linear", "filtered_draw")]
-    monkeypatch.setattr(HostedPlatform, "provided", tuple(noting(p, calls) for p in kernels))
-    assert generate(folder, "hosted", params=drawn(*size), **plain) == expected
+    monkeypatch.setattr(HostedPlatform, "provided", tuple(recording(p, calls) for p in kernels))
+    assert generate(folder, "hosted", params=sampling_params(*size), **plain) == expected
     assert {"float8_linear", "filtered_draw"} == set(calls)
 
 

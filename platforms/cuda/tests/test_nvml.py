@@ -62,11 +62,11 @@ def test_memory_of_a_process(machine):
 
 
 @pytest.mark.parametrize(
-    ("code", "says", "remedy"), [(9, "Driver Not Loaded", "modprobe"), (18, "mismatch", "Restart the machine")]
+    ("code", "message", "remedy"), [(9, "Driver Not Loaded", "modprobe"), (18, "mismatch", "Restart the machine")]
 )
-def test_errors_of_the_driver_have_a_reason_and_a_remedy(machine, code, says, remedy):
+def test_errors_of_the_driver_have_a_reason_and_a_remedy(machine, code, message, remedy):
     machine(f"init|{code}")
-    with pytest.raises(NvmlError, match=says) as raised:
+    with pytest.raises(NvmlError, match=message) as raised:
         read_inventory()
     assert remedy in raised.value.remedy
 

@@ -63,7 +63,7 @@ def test_a_device_that_uses_the_hosts_memory_has_no_memory_size(machine, torch):
 
 
 @pytest.mark.parametrize(
-    ("lines", "variable", "says", "remedy"),
+    ("lines", "variable", "message", "remedy"),
     [
         ([], None, "finds no device", "nvidia-smi"),
         (["lost"], None, "GPU is lost", "nvidia-smi"),
@@ -73,18 +73,18 @@ def test_a_device_that_uses_the_hosts_memory_has_no_memory_size(machine, torch):
         (["init|18"], None, "mismatch", "Restart the machine"),
     ],
 )
-def test_unusable_devices(machine, torch, monkeypatch, lines, variable, says, remedy):
+def test_unusable_devices(machine, torch, monkeypatch, lines, variable, message, remedy):
     machine(*lines)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     found = probe()
     assert not found.available
-    assert says in found.reason and remedy in found.remedy
+    assert message in found.reason and remedy in found.remedy
     assert found.reason[0].isupper() or found.reason.startswith("NVIDIA")
 
 
 @pytest.mark.parametrize(
-    ("build", "driver", "says", "remedy"),
+    ("build", "driver", "message", "remedy"),
     [
         (None, 13000, "not installed", "pip install torch"),
         (TorchBuild("2.13.0+cpu"), 13000, "2.13.0+cpu was built for the host alone", "build for CUDA"),
@@ -92,11 +92,11 @@ def test_unusable_devices(machine, torch, monkeypatch, lines, variable, says, re
         (CUDA_13, 12080, "CUDA 13.0, the driver supports 12.8 at most", "Update the driver"),
     ],
 )
-def test_a_torch_that_cannot_use_the_driver(machine, torch, build, driver, says, remedy):
+def test_a_torch_that_cannot_use_the_driver(machine, torch, build, driver, message, remedy):
     machine(f"driver|570.10|{driver}", A100.format(n=0))
     torch(build)
     found = probe()
-    assert not found.available and says in found.reason and remedy in found.remedy
+    assert not found.available and message in found.reason and remedy in found.remedy
     assert len(found.devices) == 1  # listed nevertheless
 
 

@@ -46,7 +46,7 @@ def test_valid_lists(see, text, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected", "says"),
+    ("text", "expected", "message"),
     [
         ("", [], "hides every device"),
         ("  ", [], "hides every device"),
@@ -61,10 +61,10 @@ def test_valid_lists(see, text, expected):
         ("MIG-dd1", [], "no MIG device"),
     ],
 )
-def test_lists_that_cuda_stops_reading(see, text, expected, says):
+def test_lists_that_cuda_stops_reading(see, text, expected, message):
     found = see(text)
     assert parents(found) == expected
-    assert says in found.problem and found.remedy
+    assert message in found.problem and found.remedy
     if expected:  # the problem names the ignored entries
         assert repr(text.split(",")[-1].strip()) in found.problem
 

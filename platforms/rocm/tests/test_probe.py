@@ -67,7 +67,7 @@ def test_the_root_folder_selects_the_machine(tmp_path, torch):
 
 
 @pytest.mark.parametrize(
-    ("devices", "lists", "says", "remedy"),
+    ("devices", "lists", "message", "remedy"),
     [
         ([], {}, "The driver finds no device", "rocminfo"),
         ([dataclasses.replace(MI300X, opens=False)], {}, "/dev/dri/renderD128 is not there", "--device=/dev/dri"),
@@ -77,28 +77,28 @@ def test_the_root_folder_selects_the_machine(tmp_path, torch):
         ([RX6800], {}, "AMD gfx1030 is a gfx1030, needed is gfx90a", "Use a newer device"),
     ],
 )
-def test_unusable_devices(machine, torch, monkeypatch, devices, lists, says, remedy):
+def test_unusable_devices(machine, torch, monkeypatch, devices, lists, message, remedy):
     machine(*devices)
     for name, text in lists.items():
         monkeypatch.setenv(name, text)
     found = probe()
     assert not found.available
-    assert says in found.reason and remedy in found.remedy
+    assert message in found.reason and remedy in found.remedy
 
 
 @pytest.mark.parametrize(
-    ("build", "says", "remedy"),
+    ("build", "message", "remedy"),
     [
         (None, "not installed", "Install its build for ROCm"),
         (TorchBuild("2.13.0+cpu"), "2.13.0+cpu was built for the host alone, not for ROCm", "build for ROCm"),
         (TorchBuild("2.13.0+cu130", cuda=(13, 0)), "was built for CUDA, not for ROCm", "reinstall mvllm-rocm"),
     ],
 )
-def test_a_torch_that_cannot_use_the_devices(machine, torch, build, says, remedy):
+def test_a_torch_that_cannot_use_the_devices(machine, torch, build, message, remedy):
     machine(MI300X)
     torch(build)
     found = probe()
-    assert not found.available and says in found.reason and remedy in found.remedy
+    assert not found.available and message in found.reason and remedy in found.remedy
     assert len(found.devices) == 1  # listed nevertheless
 
 

@@ -56,7 +56,7 @@ def test_valid_lists(see, lists, expected):
 
 
 @pytest.mark.parametrize(
-    ("lists", "expected", "says"),
+    ("lists", "expected", "message"),
     [
         ({"rocr": ""}, [], "ROCR_VISIBLE_DEVICES='' hides every device"),
         ({"rocr": "0,7,1"}, [0], "there is no device 7, of 4; ROCm's runtime stops there and does not show '7', '1'"),
@@ -76,14 +76,14 @@ def test_valid_lists(see, lists, expected):
     ],
     ids=str,
 )
-def test_lists_that_are_cut_short(see, lists, expected, says):
+def test_lists_that_are_cut_short(see, lists, expected, message):
     found = see(**lists)
     assert numbers(found) == expected
-    assert says in found.problem and found.remedy
+    assert message in found.problem and found.remedy
 
 
 @pytest.mark.parametrize(
-    ("lists", "expected", "says"),
+    ("lists", "expected", "message"),
     [
         # HIP_VISIBLE_DEVICES has priority over CUDA_VISIBLE_DEVICES.
         ({"hip": "1", "cuda": "0,2"}, [1], "HIP reads HIP_VISIBLE_DEVICES alone, and not CUDA_VISIBLE_DEVICES"),
@@ -100,10 +100,10 @@ def test_lists_that_are_cut_short(see, lists, expected, says):
     ],
     ids=str,
 )
-def test_contradictory_lists(see, lists, expected, says):
+def test_contradictory_lists(see, lists, expected, message):
     found = see(**lists)
     assert numbers(found) == expected
-    assert says in found.problem and found.remedy
+    assert message in found.problem and found.remedy
 
 
 def test_the_remedy_names_the_valid_entries(see):

@@ -48,10 +48,10 @@ def accelerator(host, monkeypatch):
     """A chip whose memory is the host's."""
     host.add("0x005e")
     host.files("accel0")
-    stand_in = Accelerator()
-    monkeypatch.setattr(eager_runtime, "_accelerator", lambda: stand_in)
+    accelerator = Accelerator()
+    monkeypatch.setattr(eager_runtime, "_accelerator", lambda: accelerator)
     monkeypatch.setattr(eager_runtime, "_open", lambda on_host: torch.device("cpu"))
-    return stand_in
+    return accelerator
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def check(family: str, folder: Path) -> None:
     bound: list[SpmdRuntime] = []
     place = SpmdRuntime.place
 
-    def noting(self, tensor, dim):
+    def checked_place(self, tensor, dim):
         bound.append(self)
         placed = place(self, tensor, dim)
         sizes = [tuple(part.shape) for part in self.parts(placed)]
@@ -27,7 +27,7 @@ def check(family: str, folder: Path) -> None:
         assert sizes == [tuple(cut)] * 2, (sizes, dim)
         return placed
 
-    SpmdRuntime.place = noting
+    SpmdRuntime.place = checked_place
     expected = Zoo(folder).oracle(family, (3, 21, 40), 12)
     with LLM(
         str(expected.folder),

@@ -46,7 +46,7 @@ def test_attention_is_exact_for_every_kind_of_layer(fields, together, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"soft_cap": 20.0}, "soft caps"),
         ({"sinks": True}, "sinks"),
@@ -54,5 +54,5 @@ def test_attention_is_exact_for_every_kind_of_layer(fields, together, monkeypatc
         ({"dtype": "float64"}, "compute dtype float64"),
     ],
 )
-def test_unsupported_layers_are_rejected_with_the_reason(fields, says):
-    assert any(says in reason for reason in SdpaAttention.validate(make_spec(**fields)))
+def test_unsupported_layers_are_rejected_with_the_reason(fields, message):
+    assert any(message in reason for reason in SdpaAttention.validate(make_spec(**fields)))

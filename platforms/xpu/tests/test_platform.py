@@ -124,13 +124,13 @@ def test_a_worker_without_the_kernels_files_has_no_driver_memory(monkeypatch, tm
 
 
 @pytest.mark.parametrize(
-    ("properties", "taken"),
+    ("properties", "supported"),
     [({"device_id": 0xE20B}, True), ({"device_id": 0xF123}, True), ({}, True), ({"device_id": 0x9A49}, False)],
 )
-def test_a_worker_rejects_chips_that_torch_does_not_support(properties, taken):
+def test_a_worker_rejects_chips_that_torch_does_not_support(properties, supported):
     worker = object.__new__(runtime.XpuRuntime)
     found = worker.refusal(SimpleNamespace(**properties))
-    if taken:
+    if supported:
         assert found is None
     else:
         assert "torch does not compute on it; needed is an Arc" in found and "ZE_AFFINITY_MASK" in found

@@ -71,7 +71,7 @@ def test_the_root_folder_selects_the_machine(tmp_path, torch, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("devices", "variables", "says", "remedy"),
+    ("devices", "variables", "message", "remedy"),
     [
         ([], {}, "The PCI bus has no Intel GPU", "--platform"),
         ([dataclasses.replace(B580, opens=False)], {}, "/dev/dri/renderD128 is not there", "--device=/dev/dri"),
@@ -82,43 +82,43 @@ def test_the_root_folder_selects_the_machine(tmp_path, torch, monkeypatch):
         ([B580], {"ZE_AFFINITY_MASK": "0", "ONEAPI_DEVICE_SELECTOR": "level_zero:1"}, "'0' leaves", "level_zero:0"),
     ],
 )
-def test_unusable_devices(machine, torch, monkeypatch, devices, variables, says, remedy):
+def test_unusable_devices(machine, torch, monkeypatch, devices, variables, message, remedy):
     machine(*devices)
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
     found = probe()
     assert not found.available
-    assert says in found.reason and remedy in found.remedy
+    assert message in found.reason and remedy in found.remedy
 
 
 @pytest.mark.parametrize(
-    ("build", "says", "remedy"),
+    ("build", "message", "remedy"),
     [
         (None, "not installed", "Install its build for XPU"),
         (TorchBuild("2.13.0+cpu"), "2.13.0+cpu was built for the host alone, not for XPU", "build for XPU"),
         (TorchBuild("2.13.0+cu130", cuda=(13, 0)), "was built for CUDA, not for XPU", "reinstall mvllm-xpu"),
     ],
 )
-def test_a_torch_that_cannot_use_the_devices(machine, torch, build, says, remedy):
+def test_a_torch_that_cannot_use_the_devices(machine, torch, build, message, remedy):
     machine(B580)
     torch(build)
     found = probe()
-    assert not found.available and says in found.reason and remedy in found.remedy
+    assert not found.available and message in found.reason and remedy in found.remedy
     assert len(found.devices) == 1  # listed nevertheless
 
 
 @pytest.mark.parametrize(
-    ("installed", "says"),
+    ("installed", "message"),
     [
         (("libc.so.6",), "Level Zero's loader is not installed: libze_loader.so.1 is not found"),
         (("libze_loader.so.1",), "Level Zero's driver for GPUs is not installed: libze_intel_gpu.so.1 is not found"),
         (("libze_loader.so.10", "libze_intel_gpu.so.1"), "Level Zero's loader"),
     ],
 )
-def test_a_missing_compute_runtime_is_named_with_its_packages(machine, torch, installed, says):
+def test_a_missing_compute_runtime_is_named_with_its_packages(machine, torch, installed, message):
     machine(B580, libraries=installed)
     found = probe()
-    assert not found.available and says in found.reason
+    assert not found.available and message in found.reason
     assert "libze1 and libze-intel-gpu1" in found.remedy
 
 

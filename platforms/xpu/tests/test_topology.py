@@ -90,7 +90,7 @@ def test_chips_of_other_ranges_are_unknown():
 
 
 @pytest.mark.parametrize(
-    ("device", "says", "remedy"),
+    ("device", "message", "remedy"),
     [
         (dataclasses.replace(B580, driver=None), "Arc B580 is with no driver", "modprobe xe"),
         (dataclasses.replace(B580, driver="vfio-pci"), "is with the driver vfio-pci", "modprobe xe"),
@@ -99,9 +99,9 @@ def test_chips_of_other_ranges_are_unknown():
         (OLDER, "is older than what Level Zero knows", "Arc or Data Center GPU"),
     ],
 )
-def test_each_problem_has_a_reason_and_a_remedy(machine, device, says, remedy):
+def test_each_problem_has_a_reason_and_a_remedy(machine, device, message, remedy):
     machine(device)
-    with pytest.raises(TopologyError, match=says) as raised:
+    with pytest.raises(TopologyError, match=message) as raised:
         read_inventory()
     assert remedy in raised.value.remedy
 

@@ -91,7 +91,7 @@ def test_cards_of_several_tiles(see, lists, expected):
 
 
 @pytest.mark.parametrize(
-    ("lists", "expected", "says"),
+    ("lists", "expected", "message"),
     [
         ({"mask": "7"}, [], "there is no device 7, of 4; ZE_AFFINITY_MASK='7' hides every device"),
         ({"mask": "0,7,1"}, [0, 1], "there is no device 7, of 4"),  # skipped; the list continues
@@ -123,10 +123,10 @@ def test_cards_of_several_tiles(see, lists, expected):
     ],
     ids=str,
 )
-def test_invalid_and_contradictory_lists(see, lists, expected, says):
+def test_invalid_and_contradictory_lists(see, lists, expected, message):
     found = see(**lists)
     assert numbers(found) == expected
-    assert says in found.problem and found.remedy
+    assert message in found.problem and found.remedy
 
 
 def test_the_remedy_names_the_valid_entries(see):
