@@ -1,13 +1,13 @@
-// Products of bfloat16 rows with packed weights, on the matrix tiles of AMX. Everything else of this instruction set is that
-// of avx512_bf16, and so is the packing: 16 of its pairs of k by 16 columns lie in the layout of a tile's second factor,
+// Products of bfloat16 rows with packed weights on AMX tiles. All other kernels of this instruction set are those of
+// avx512_bf16, and so is the packing: 16 of its pairs of k by 16 columns have the layout of a tile's second factor,
 //
 //     weight [pairs of k][64 columns][2]:  tile = 16 rows, 256 bytes apart, of 64 bytes
 //     x      [rows][k]:                    tile = 16 rows of 32 k
 //
-// Up to 16 rows: one tile of x by four of weights, so that weights are read as one stream. More: two by two, which loads
-// half as many tiles per product. A row's sums are made in the same order either way.
+// Up to 16 rows: one tile of x by four tiles of weights, so that weights are read as one stream. More rows: two by two
+// tiles, which loads half as many tiles per product. A row is summed in the same order in both cases.
 //
-// NOT RUN ON HARDWARE. The tests run it over emulated tiles (amx_tiles.h).
+// NOT RUN ON HARDWARE. The tests run it with emulated tiles (amx_tiles.h).
 
 #include "amx.h"
 
@@ -38,7 +38,7 @@ namespace amx {
 #include "simd.h"
 
 constexpr int SIDE = 16;                      // rows and columns of a tile of sums
-constexpr int PAIRS = 16;                     // pairs of k that a product of tiles covers
+constexpr int PAIRS = 16;                     // pairs of k in one product of tiles
 constexpr int WIDE = 64;                      // columns per tile of the packed weight
 constexpr int64_t PAIR_BYTES = WIDE * 2 * 2;  // from one pair of k to the next
 
@@ -60,7 +60,7 @@ static void configure(int first_rows, int second_rows) {
     TILE_CONFIG(config);
 }
 
-// What is left of k when it is no whole number of tiles, padded with zeros.
+// The rest of k that does not fill a tile, padded with zeros.
 struct Tail {
     alignas(64) uint16_t x[2 * SIDE][2 * PAIRS];
     alignas(64) uint16_t weight[PAIRS][WIDE * 2];
@@ -196,7 +196,7 @@ static bool runs_here() {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (BF16_BIT | TILE_BIT)) != (BF16_BIT | TILE_BIT)) return false;
     unsigned low, high;
     asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    // Linux gives a process the tiles' state only when asked; its other threads, later ones too, then have it as well.
+    // Linux enables the tiles' state on request, for all current and later threads of the process.
     return (low & STATE) == STATE && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 

@@ -1,9 +1,9 @@
-// The matrix tiles of AMX: eight registers of up to 16 rows of 64 bytes, and the product of two that adds to a third.
+// The matrix tiles of AMX: eight registers of up to 16 rows of 64 bytes. The product of two tiles is added to a third.
 //
-// Written as instructions, not as the compiler's intrinsics: these exist only where the command line names the extension,
-// and this library is compiled for any processor. With MVLLM_AMX_EMULATED the same names are plain C++ that does what
-// Intel's manual says (vol. 2, TDPBF16PS; but for numbers below 2^-126, which the instruction takes for zero), and ends the
-// program where the processor would raise an exception: how the tests run what is written on top.
+// The macros are assembler instructions, because the compiler's intrinsics exist only if the command line enables the
+// extension, and this library is compiled for any processor. With MVLLM_AMX_EMULATED, for tests, the same macros are
+// plain C++ after Intel's manual (vol. 2, TDPBF16PS; except that the instruction treats numbers below 2^-126 as zero),
+// which aborts where the processor would raise an exception.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace mvllm {
 
-// What LDTILECFG reads: bytes of a row, and rows, of each tile.
+// Operand of LDTILECFG: bytes per row and number of rows of each tile.
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};

@@ -1,12 +1,12 @@
 // A step's attention: divides it into items, and runs them over the threads.
 //
-// An item is a tile of rows (query tokens x the heads of one key/value head) of one request. Decode steps have one small
-// tile per request and key/value head; a prompt has many large ones. When there are too few items to fill the threads
-// evenly, long ones are split along their keys; their partial results are put together after a barrier.
+// An item is a tile of rows (query tokens x the query heads of one key/value head) of one request. Decodes have one
+// small tile per request and key/value head; a prompt has many large ones. If there are too few items to occupy all
+// threads, long items are split along their keys; their partial results are combined afterwards.
 //
-// Requests that follow each other in a batch of decode steps may have begun alike, and have their first blocks in common.
-// Then one item goes through those for all of them, as if they were the rows of one request, and each goes on by itself
-// from where that has brought it. A row so computes the same as it does alone, to the last bit.
+// Adjacent decodes of a batch may share a prefix, that is, their first blocks. Then one item processes the shared
+// blocks for all of them, as if they were the rows of one request, and each request continues from the saved softmax
+// state. The result of a row is bit-identical to that without sharing.
 
 #include <algorithm>
 #include <atomic>
@@ -39,7 +39,7 @@ int64_t work_of(const Geometry& g, const Item& item) {
     return int64_t(item.query_end - item.query_begin) * g.group * (item.key_end - item.key_begin) * g.dv * 2;
 }
 
-// Reading the cache has a price too, which dominates where few rows share it.
+// The cost includes reading the cache, which dominates with few rows.
 int64_t cost_of(const Geometry& g, const Item& item) {
     return int64_t((item.query_end - item.query_begin) * g.group + 4) * (item.key_end - item.key_begin);
 }
@@ -55,11 +55,11 @@ void add_request(Step& step, int request, int per_tile, std::vector<Item>& tiles
     }
 }
 
-// How many of the leading keys of request `first` are in blocks that `other` begins with, too.
+// Number of leading keys of request `first` that are in blocks shared with `other`.
 int shared_keys(const Batch& batch, int first, int other) {
     const int32_t* a = batch.block_table + int64_t(first) * batch.block_table_stride;
     const int32_t* b = batch.block_table + int64_t(other) * batch.block_table_stride;
-    const int keys = std::min(batch.seq_lens[first], batch.seq_lens[other]) - 1;  // what both see
+    const int keys = std::min(batch.seq_lens[first], batch.seq_lens[other]) - 1;  // keys visible to both
     int blocks = 0;
     while ((blocks + 1) * batch.block_size <= keys && a[blocks] == b[blocks]) ++blocks;
     return blocks * batch.block_size;
@@ -69,8 +69,8 @@ bool is_decode(const Batch& batch, int request) {
     return batch.query_start_loc[request + 1] - batch.query_start_loc[request] == 1;
 }
 
-// Finds requests that follow each other and share leading blocks, half of all that each has, and makes items for these. `tiles` are the requests' own
-// in their order, those of one token the only ones of their head; they keep what is behind.
+// Finds adjacent decodes that share at least half of their keys, and creates items for the shared keys. `tiles` are
+// the requests' own tiles in request order, one per head for requests of one token; they keep the remaining keys.
 void find_common(Step& step, std::vector<Item>& tiles) {
     Geometry& g = step.geometry;
     const Batch& batch = g.batch;
@@ -107,7 +107,7 @@ void find_common(Step& step, std::vector<Item>& tiles) {
     g.states = step.states.get();
 }
 
-// Tokens to a tile: as many as share a walk well, but few enough that every thread gets several tiles.
+// Tokens per tile: many, so that they share the reads of keys, but few enough that every thread gets several tiles.
 int tokens_per_tile(const Step& step) {
     const Geometry& g = step.geometry;
     const int64_t tokens = g.batch.query_start_loc[g.batch.num_requests];
@@ -157,7 +157,7 @@ void divide(Step& step) {
     if (num_partials) step.partials.reset(new float[size_t(num_partials) * g.partial_size]);
 }
 
-// One thread's scratch memory, kept from step to step.
+// One thread's scratch memory, reused by later steps.
 class ScratchMemory {
   public:
     Scratch carve(const Geometry& g) {
@@ -220,7 +220,7 @@ void* mvllm_cpu_step_new(const Spec* spec, const Batch* batch) {
     return step;
 }
 
-// How many requests of the step have keys that are read for several of them.
+// Number of requests of the step whose leading keys are read once for several requests.
 int mvllm_cpu_step_sharing(const void* handle) {
     const Step& step = *static_cast<const Step*>(handle);
     int count = 0;
@@ -249,8 +249,8 @@ void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_st
     const Layer layer{query, query_stride, *cache, sinks, out};
     record_kernel_use();
     const Isa& isa = current_isa();
-    // Heads of one request lie side by side in each block. A thread claims some that follow each other, so that what the
-    // processor reads ahead by itself is the thread's own.
+    // Heads of one request are adjacent in each block. A thread claims adjacent items, so that the hardware prefetcher
+    // reads memory of the same thread.
     auto attend = [&](const std::vector<Item>& items, std::atomic<int>& next) {
         thread_local ScratchMemory memory;
         const Scratch scratch = memory.carve(g);

@@ -1,8 +1,8 @@
-// How keys and values lie in the cache, and how a chunk of them is brought before the products. Included inside a namespace,
-// after simd.h.
+// The layout of keys and values in the cache, and the preparation of a chunk of them for the products. Included inside
+// a namespace, after simd.h.
 //
-// Most caches are read where they lie. Numbers of 8 bits are widened into the thread's scratch first, once for all rows of
-// a tile; so are the values of latent attention, which are the keys seen the other way round.
+// Most caches are read in place. 8-bit caches are first widened into the thread's scratch memory, once for all rows of
+// a tile. So are the values of latent attention, which are transposed keys.
 
 // ---- how each storage type is read -------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ struct NoBytes {
     INLINE vu widen(vu r) { return r; }
 };
 
-// `widen` turns pairs of numbers, in the lower halves of its lanes, into pairs of bfloat16.
+// `widen` converts pairs of codes, in the lower halves of its lanes, to pairs of bfloat16.
 struct Int8 {
     static constexpr bool scaled = true;
     INLINE vu widen(vu r) {
@@ -58,7 +58,7 @@ struct Int8 {
     }
 };
 
-// 4 bits of exponent and 3 of fraction, laid over float32's: 2^120 mends the exponent's bias and makes subnormals normal.
+// 4 exponent and 3 mantissa bits, shifted to those of float32; a factor of 2^120 corrects the exponent and subnormals.
 struct Fp8 {
     static constexpr bool scaled = true;
     INLINE vu widen(vu r) {
@@ -91,8 +91,8 @@ INLINE void interleave(vq a, vq b, vq& low, vq& high) {
     high = __builtin_shuffle(a, b, vq{4, 12, 5, 13, 6, 14, 7, 15});
 }
 
-// 16 dimensions of 16 keys, from [d / 2][t][2] to [t / 2][d][2]: pairs are re-paired within 64 bits, which then change
-// places like the elements of an 8 x 8 matrix.
+// Transposes 16 dimensions of 16 keys from [d / 2][t][2] to [t / 2][d][2]: pairs are exchanged within 64 bits, which
+// are then transposed like the elements of an 8 x 8 matrix.
 INLINE void turn_square(const uint16_t* k, int stride, uint16_t* v, int dv) {
     vq a[8], b[8];
     for (int i = 0; i < 8; ++i) a[i] = swap_middle(*reinterpret_cast<const vq_mem*>(k + i * stride * 2));
@@ -110,7 +110,7 @@ INLINE void turn_square(const uint16_t* k, int stride, uint16_t* v, int dv) {
 }
 #endif
 
-// A strip of keys, `stride` tokens to the row, becomes a strip of values of `size` dimensions; the rest up to dv is zero.
+// Transposes a strip of keys, with rows of `stride` tokens, to a strip of values of `size` dimensions, zero up to dv.
 template <class KV>
 static void turn_strip(const typename KV::T* k, int stride, int size, typename KV::T* v, int dv) {
     int d = 0;
@@ -132,13 +132,13 @@ static void turn_strip(const typename KV::T* k, int stride, int size, typename K
 
 constexpr int LINE = 64;  // bytes
 
-// Where a strip lies in the cache.
+// Location of a strip in the cache.
 struct Strip {
     const char* keys;
     const char* values;
-    int key_step, key_lines, value_lines;  // lines of the caches; those of the keys begin `key_step` bytes apart
+    int key_step, key_lines, value_lines;  // numbers of cache lines; `key_step`: bytes between those of the keys
 
-    // Reading ahead in small bits keeps memory busy while there is something to compute.
+    // Prefetching in small pieces keeps the memory busy during the computation.
     void prefetch_keys(int begin, int count) const {
         const int end = begin + count < key_lines ? begin + count : key_lines;
         for (int i = begin; i < end; ++i) prefetch(keys + i * key_step);
@@ -153,10 +153,10 @@ template <class T>
 struct Chunk {
     const T* keys[CHUNK / STRIP];  // first key of each strip
     const T* values[CHUNK / STRIP];
-    int stride;                    // tokens to a row of keys
+    int stride;                    // tokens per row of keys
     int begin;                     // position of its first token, a multiple of STRIP
-    int tokens;                    // up to the last one that any row may see
-    const Strip* ahead;            // [2][CHUNK / STRIP]: its own strips, then those to be read next; null: read nothing ahead
+    int tokens;                    // number of tokens, up to the last one visible to any row
+    const Strip* ahead;            // [2][CHUNK / STRIP]: its own strips, then the next ones; null: no prefetch
     alignas(64) float key_scales[CHUNK];
     alignas(64) float value_scales[CHUNK];
 };
@@ -175,7 +175,7 @@ INLINE Strip strip_at(const Geometry& g, const Layer& layer, const Item& item, i
     return {keys, values, step, (rows * apart + step - 1) / step, values ? STRIP * g.dv * element / LINE : 0};
 }
 
-// The strips of a chunk of `item` that begins at `begin`; those past its last key lie nowhere.
+// The strips of the chunk of `item` that begins at `begin`; strips after the item's last key have null pointers.
 template <class KV, class Bytes>
 INLINE void find_strips(const Geometry& g, const Layer& layer, const Item& item, int begin, Strip* strips) {
     for (int i = 0; i < CHUNK / STRIP; ++i)

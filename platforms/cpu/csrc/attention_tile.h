@@ -1,5 +1,5 @@
-// Attention of one tile: up to TILE_ROWS rows (query tokens x the heads that share a key/value head) walk once over their
-// keys, CHUNK at a time, and keep a running softmax (maximum, sum, weighted values) per row.
+// Attention of one tile: up to TILE_ROWS rows (query tokens x the query heads of a key/value head) are computed in one
+// pass over their keys, CHUNK at a time, with a running softmax (maximum, sum, weighted values) per row.
 //
 // For each chunk and MR rows at a time:
 //
@@ -7,13 +7,13 @@
 //     running softmax           per row
 //     acc += probabilities x V  lanes are dimensions, one row of V per token
 //
-// Both products work on register tiles of MR rows x NV vectors: each K and V vector is loaded (and widened) once per MR
-// rows, each element of a row once per NV vectors. Keys that none of the MR rows sees are not touched. Included inside a
+// Both products use register tiles of MR rows x NV vectors: each K and V vector is loaded (and widened) once per MR
+// rows, each element of a row once per NV vectors. Keys that are masked for all MR rows are not read. Included inside a
 // namespace, after simd.h.
 
 #include "attention_cache.h"
 
-// Vectors that a register tile is wide.
+// Width of a register tile in vectors.
 #if !MVLLM_SMALL_TILES && (LANES == 16 || (LANES == 4 && defined(__aarch64__)))
 #define MAX_NV 4
 #else
@@ -43,10 +43,10 @@ INLINE void with_constant(int n, Body body) {
 
 // ---- scores ------------------------------------------------------------------------------------------------------------
 
-constexpr int AHEAD_STEP = 4;  // pairs of dimensions between two bits of reading ahead
+constexpr int AHEAD_STEP = 4;  // pairs of dimensions between two prefetches
 
-// MR rows against NV vectors of keys. Queries are floats, or pairs of bfloat16 where DOT. Meanwhile the values of
-// `num_ahead` strips are read ahead.
+// Scores of MR rows and NV vectors of keys. Queries are floats, or pairs of bfloat16 with DOT. Meanwhile it prefetches
+// the values of `num_ahead` strips.
 template <class KV, bool DOT, int MR, int NV>
 static void score_unit(const float* query, int dk, const typename KV::T* const* keys, int stride, float* scores,
                        const Strip* ahead, int num_ahead) {
@@ -82,7 +82,7 @@ static void score_unit(const float* query, int dk, const typename KV::T* const* 
         for (int v = 0; v < NV; ++v) store(scores + m * CHUNK + v * LANES, acc[m][v]);
 }
 
-// Tokens [first, end) of the chunk, both multiples of STRIP.
+// Scores of tokens [first, end) of the chunk; both are multiples of STRIP.
 template <class KV, bool DOT, int MR>
 static void score_rows(const float* query, int dk, const Chunk<typename KV::T>& chunk, int first, int end, float* scores,
                        const Strip* ahead) {
@@ -102,7 +102,7 @@ static void score_rows(const float* query, int dk, const Chunk<typename KV::T>& 
 // ---- weighted values ---------------------------------------------------------------------------------------------------
 
 // acc[m][d .. d + NV * LANES) += sum over tokens [first, end) of p[m][token] * v[token][d ..). Probabilities are floats
-// [MR, CHUNK], or pairs [MR, CHUNK / 2] where DOT, zero past an odd end. `first` is a multiple of STRIP.
+// [MR, CHUNK], or pairs [MR, CHUNK / 2] with DOT, zero after an odd end. `first` is a multiple of STRIP.
 template <class KV, bool DOT, int MR, int NV>
 static void value_unit(const void* probabilities, const Chunk<typename KV::T>& chunk, int first, int end, int dv, int d,
                        float* acc, const Strip* ahead) {
@@ -165,19 +165,19 @@ static void value_rows(const void* probabilities, const Chunk<typename KV::T>& c
 
 // ---- running softmax ---------------------------------------------------------------------------------------------------
 
-// Scores are kept as exponents of 2. A row's sums are relative to 2^row_max, which follows the maximum only when that has
-// grown by SLACK: what lies between is far from overflow, and costs no precision.
+// Scores are exponents of 2. A row's sums are relative to 2^row_max. row_max is updated only when the maximum exceeds
+// it by SLACK: smaller excesses neither overflow nor cost precision.
 constexpr float SLACK = 8.f;
 
-// One row's scores of tokens [first, end), of which [low, high) are visible to it, become probabilities, in place or as
-// pairs of bfloat16. Bounds of the former are multiples of STRIP.
+// Converts one row's scores of tokens [first, end), of which [low, high) are visible to it, to probabilities, in place
+// or as pairs of bfloat16. `first` and `end` are multiples of STRIP.
 template <bool SCALED, bool PAIRS, class T>
 INLINE void softmax_row(const Spec& spec, const Chunk<T>& chunk, int first, int end, int low, int high, float* s,
                         uint32_t* pairs, float& row_max, float* row_sum, float* acc, int dv) {
     const float infinity = __builtin_inff();
     vi lane;
     for (int i = 0; i < LANES; ++i) lane[i] = i;
-    // A maximum of scores is one of exponents too, unless the former are changed first.
+    // The maximum score gives the maximum exponent, unless scores are modified first.
     const bool changed = SCALED || spec.soft_cap != 0 || !(spec.scale > 0);
     const float factor = changed ? 1.f : spec.scale * LOG2E;
     vf top = splat(-infinity);
@@ -216,7 +216,7 @@ INLINE void softmax_row(const Spec& spec, const Chunk<T>& chunk, int first, int 
         sum += e;
         if (SCALED) {
             e = e * load(chunk.value_scales + j);
-            if (j < low || j + LANES > high) {  // the scale of a slot without a token may be anything
+            if (j < low || j + LANES > high) {  // scales of unused slots are undefined
                 const vi at = lane + j;
                 e = ((at >= low) & (at < high)) ? e : vf{};
             }
@@ -293,11 +293,11 @@ INLINE void finish_row(const Geometry& g, const Layer& layer, const Item& item, 
 
 // ---- a tile ------------------------------------------------------------------------------------------------------------
 
-// MR rows from row `row` on, against one chunk.
+// Attention of MR rows, from `row` on, over one chunk.
 template <class KV, class Bytes, bool DOT, bool DOT_VALUES, int MR>
 static void attend_rows(const Geometry& g, const Item& item, const Chunk<typename KV::T>& chunk, const Scratch& scratch,
                         int row, int first_position) {
-    // What each row sees of the chunk; all that any of them sees lies in [first, last).
+    // The tokens of the chunk that each row attends to: [low, high), all within [first, last).
     int low[MR], high[MR], first = chunk.tokens, last = 0;
     for (int m = 0; m < MR; ++m) {
         const int position = first_position + (row + m) / g.group;
@@ -315,7 +315,7 @@ static void attend_rows(const Geometry& g, const Item& item, const Chunk<typenam
     const int end = round_up(last, STRIP);
     const float* query = scratch.query + row * (DOT ? g.dk / 2 : g.dk);
     float* acc = scratch.acc + row * g.dv;
-    // While keys are read, values are being fetched; while values are read, the next keys.
+    // Values are prefetched while keys are read, and the next keys while values are read.
     const Strip* ahead = row || Bytes::scaled ? nullptr : chunk.ahead;
     score_rows<KV, DOT, MR>(query, g.dk, chunk, first, end, scratch.scores, ahead);
     for (int m = 0; m < MR; ++m)
@@ -326,7 +326,7 @@ static void attend_rows(const Geometry& g, const Item& item, const Chunk<typenam
     value_rows<KV, DOT_VALUES, MR>(probabilities, chunk, first, last, g.dv, acc, ahead ? ahead + CHUNK / STRIP : nullptr);
 }
 
-// Loads the saved state of the rows of the tile's token `t`, or saves it.
+// Loads (TAKE) or saves the state of the rows of the tile's token `t`.
 template <bool TAKE>
 static void copy_state(const Geometry& g, float* state, const Scratch& scratch, int t) {
     const int first = t * g.group;
@@ -357,7 +357,7 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
         for (int i = 0; i < rows * g.dv; ++i) scratch.acc[i] = 0;
     }
 
-    // Few rows wait for memory, many do not.
+    // Tiles with few rows are memory-bound, so only these prefetch.
     Strip strips[2 * CHUNK / STRIP];
     Chunk<typename KV::T> chunk;
     chunk.ahead = rows <= READ_AHEAD_ROWS ? strips : nullptr;
@@ -407,9 +407,9 @@ template <class Bytes>
 static void attend_paired(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
                           float* partials) {
 #if HAS_BF16_DOT
-    // A bfloat16 query loses nothing in the dot product. Probabilities do lose bits, so they are narrowed only where
-    // arithmetic, not memory, sets the pace: in tiles of several tokens, of very many heads, and with keys and values that
-    // have lost as many already.
+    // The bfloat16 dot product is exact for bfloat16 queries. Rounding probabilities to bfloat16 loses precision, so it
+    // is done only in compute-bound tiles (of several tokens, or of very many heads) and with 8-bit keys and values,
+    // whose precision is lower anyway.
     if (g.spec.dtype == BF16) {
         const bool is_prompt = item.save_state < 0 && item.query_end - item.query_begin > 1;
         if (Bytes::scaled || is_prompt || g.group >= 16)
@@ -431,7 +431,7 @@ static void attend(const Geometry& g, const Layer& layer, const Item& item, cons
     }
 }
 
-// Puts a split tile together: each partial result counts by 2^(its maximum - the overall maximum).
+// Combines the parts of a split tile: the weight of each part is 2^(its maximum - the overall maximum).
 static void combine(const Geometry& g, const Layer& layer, const SplitTile& tile, const Scratch& scratch,
                     const float* partials) {
     const int rows = (tile.item.query_end - tile.item.query_begin) * g.group;

@@ -1,4 +1,5 @@
-// Row-wise operations over the threads. Small ones stay on the calling thread: a parallel region costs microseconds.
+// Row-wise operations over the threads. Small ones run on the calling thread, because waking
+// threads costs microseconds.
 
 #include <cstring>
 
@@ -54,7 +55,7 @@ SiluAndMul silu_and_mul_of(const void* x, int64_t x_stride, void* out, int64_t s
     return {x, out, x_stride, size, size, size, dtype};
 }
 
-// How many elements the work of a row amounts to.
+// Cost of one element of silu_and_mul, in elements of a simple operation.
 constexpr int64_t SILU_COST = 4;
 
 const void* pointer(int64_t slot) { return reinterpret_cast<const void*>(slot); }
@@ -108,14 +109,14 @@ int mvllm_cpu_abi_version() { return 9; }
 
 const char* mvllm_cpu_isa() { return current_isa().name; }
 
-// Rows of `x` in groups of `heads`, those `x_stride` elements apart, the rows of one `head_stride`.
+// Rows of `x` in groups of `heads` rows: groups are `x_stride` elements apart, the rows of a group `head_stride`.
 void mvllm_cpu_rms_norm(const void* x, int64_t x_stride, int64_t heads, int64_t head_stride, void* residual,
                         const void* weight, void* out, int64_t rows, int64_t size, int dtype, float eps) {
     const RmsNorm op = rms_norm_of(x, x_stride, heads, head_stride, residual, weight, out, size, dtype, eps);
     over_rows(current_isa().rms_norm, op, rows, size);
 }
 
-// out[t] = table[ids[t] - first], zeros where the table's `count` rows do not have it; strides and sizes in bytes.
+// out[t] = table[ids[t] - first], zeros for ids outside of the table's `count` rows; strides and sizes in bytes.
 void mvllm_cpu_embedding(const void* ids, int wide_ids, const void* table, int64_t table_stride, void* out, int64_t rows,
                          int64_t row_bytes, int64_t first, int64_t count) {
     over_rows(embedding_rows, Embedding{ids, table, out, table_stride, row_bytes, first, count, wide_ids}, rows, row_bytes / 4);

@@ -1,7 +1,7 @@
-// Row-wise operations. They round where the references in core round, so results agree to the last bit or nearly. Included
-// inside a namespace, after simd.h.
+// Row-wise operations. They round where the references in core round, so results are equal or differ in the last bits.
+// Included inside a namespace, after simd.h.
 
-// What a value becomes when it is stored as E and read back.
+// The value rounded to E.
 template <class E>
 INLINE float rounded(float v) {
     return E::get(E::put(v));

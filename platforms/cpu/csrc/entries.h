@@ -1,4 +1,4 @@
-// The functions of this library that recorded programs call, as they are called from outside.
+// Declarations of the library's functions that recorded programs call.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// All kernels, compiled for one instruction set: neon_bf16, which is any 64-bit Arm with dot products of bfloat16 (Armv8.6,
-// and many of 8.2). Other Arm processors run the portable kernels, whose vectors of four are NEON's.
+// All kernels, compiled for one instruction set: neon_bf16, for 64-bit Arm with bfloat16 dot products (Armv8.6, and
+// many of 8.2). Other Arm processors run the portable kernels, whose vectors of four floats compile to NEON.
 
 #include "kernels.h"
 

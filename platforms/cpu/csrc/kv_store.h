@@ -5,7 +5,7 @@ INLINE uint32_t bf16_pair(const typename From::type* p, int d, int size) {
     return uint32_t(From::bf16(p[d])) | (d + 1 < size ? uint32_t(From::bf16(p[d + 1])) << 16 : 0);
 }
 
-// Where one token's key and value of one head go; `offset` is its place in the block.
+// Location of one token's key and value of one head; `offset` is the token's index in the block.
 struct Place {
     int64_t key, value, scale;
     int offset, block, dv;
@@ -21,7 +21,7 @@ static void store_paired(const typename From::type* key, int size, const typenam
 }
 
 #if LANES == 16
-// 16 x 16 lanes: lane j of row i becomes lane i of row j.
+// Transposes 16 x 16 lanes: lane j of row i becomes lane i of row j.
 INLINE void turn_lanes(__m512i (&r)[16]) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
@@ -46,7 +46,7 @@ INLINE void turn_lanes(__m512i (&r)[16]) {
 
 constexpr int RUN = 16;  // tokens
 
-// Whether the first RUN of `count` tokens have places that follow each other in one block, from an even one on.
+// Whether the first RUN of `count` tokens have consecutive slots in one block, of which the first is even.
 INLINE bool is_run(const int32_t* slots, int count, int block) {
     if (count < RUN || slots[0] % block > block - RUN || slots[0] % 2) return false;
     for (int i = 1; i < RUN; ++i)
@@ -54,7 +54,7 @@ INLINE bool is_run(const int32_t* slots, int count, int block) {
     return true;
 }
 
-// RUN tokens whose places follow each other, the first at an even one, of bfloat16 whose sizes are multiples of 32.
+// Stores RUN tokens with consecutive slots, of which the first is even; bfloat16, with sizes that are multiples of 32.
 static void store_run(const uint16_t* key, int64_t key_stride, int size, const uint16_t* value, int64_t value_stride,
                       int value_size, const Cache& cache, const Place& at) {
     uint32_t* k = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(cache.keys) + at.key) + at.offset;
@@ -87,7 +87,7 @@ static void store_plain(const typename From::type* key, int size, const typename
 
 // ---- 8 bits ------------------------------------------------------------------------------------------------------------
 
-// The codes of LANES numbers that are within the type's range. NaN gives any code: its scale is NaN already.
+// The codes of LANES numbers within the type's range. The code of NaN is arbitrary, because its scale is NaN.
 INLINE vu codes(Int8, vf x) { return (vu)(x + 12582912.f) & 0xff; }
 
 // To the nearest, ties to even. Below 2^-6 a code counts steps of 2^-9.
@@ -159,11 +159,11 @@ template <class From>
 static void store_tokens(const Geometry& g, const NewKV& kv, int begin, int end) {
     typedef typename From::type T;
     const int block = g.batch.block_size, size = g.spec.head_size;
-    const int value_size = g.spec.latent ? 0 : g.spec.value_size;  // to be stored
+    const int value_size = g.spec.latent ? 0 : g.spec.value_size;  // 0: no values are stored
 #if LANES == 16
     const bool in_runs = g.spec.dtype == BF16 && g.spec.kv_dtype == BF16 && size % 32 == 0 && value_size % 32 == 0;
 #endif
-    // Heads outside, tokens inside: neighbouring tokens fill the same cache lines of the keys.
+    // Tokens are the inner loop, because adjacent tokens share cache lines of the keys.
     for (int h = 0; h < g.spec.num_kv_heads; ++h) {
         for (int t = begin; t < end; ++t) {
             const int slot = g.batch.slot_mapping[t];

@@ -1,4 +1,4 @@
-// Matrix products with weights packed once: packing them, and dividing a product over the threads.
+// Matrix products with packed weights: packing of the weights, and division of a product among threads.
 
 #include <algorithm>
 #include <cstring>
@@ -13,30 +13,30 @@ namespace mvllm {
 namespace {
 
 constexpr int64_t SERIAL_WORK = 1 << 18;  // multiply-adds below which waking other threads costs more than it saves
-constexpr int64_t COPIED_ROWS = 512;      // rows whose x is widened at a time
+constexpr int64_t COPIED_ROWS = 512;      // rows of x that are widened at a time
 
 int64_t depth_of(int64_t in_features, int dtype) { return in_features + (dtype == BF16 ? in_features & 1 : 0); }
 
-// Whether the kernels read x as it is.
+// Whether the kernels read x without conversion.
 bool takes_x(const Isa& isa, const Linear& op) {
     return op.dtype == F32 || (op.dtype == BF16 && isa.bf16_dot && op.in_features % 2 == 0);
 }
 
 int threads_for(int64_t work) { return work < SERIAL_WORK ? 1 : team_size(); }
 
-// Into how many parts a product divides well.
+// Number of pieces of a useful size in a product.
 int64_t pieces_of(const Isa& isa, int64_t rows, int64_t columns) {
     return columns / isa.linear_tile * ((rows + LINEAR_ROWS - 1) / LINEAR_ROWS);
 }
 
-// Where part `i` of `count` begins, in strips: between two tiles where there are enough of them.
+// The first strip of part `i` of `count`; at a tile boundary if there are enough tiles.
 int64_t edge(int64_t strips, int64_t width, int64_t i, int64_t count) {
     const int64_t tiles = (strips + width - 1) / width;
     return tiles >= 2 * count ? std::min(strips, tiles * i / count * width) : strips * i / count;
 }
 
-// One of `threads` parts. Few rows: a range of columns. Many: a range of blocks, those of the same rows in sequence, so
-// that their x stays in the second cache while the weights pass, which are prefetched.
+// Computes one of `threads` parts. With few rows, a part is a range of columns. With many, it is a range of blocks in
+// the order of rows, so that x stays in the L2 cache while the weights are streamed with prefetching.
 void compute(const Isa& isa, const Linear& op, int64_t rows, int64_t thread, int64_t threads) {
     const int64_t strips = (op.out_features + STRIP - 1) / STRIP, width = isa.linear_tile / STRIP;
     if (rows <= LINEAR_ROWS)
@@ -83,7 +83,7 @@ void linear_part(const int64_t* s, Part part) {
 
 int64_t linear_pieces(const int64_t* s) { return pieces_of(current_isa(), s[5], s[7]); }
 
-// A thread's first columns lie side by side.
+// The weights of the thread's first columns, which are contiguous.
 Range linear_ahead(const int64_t* s, int64_t thread, int64_t threads) {
     const Linear op = linear_of(s);
     const int64_t strips = (op.out_features + STRIP - 1) / STRIP, tile = current_isa().linear_tile;
@@ -93,8 +93,8 @@ Range linear_ahead(const int64_t* s, int64_t thread, int64_t threads) {
     return {static_cast<const char*>(op.weight) + first * bytes, (last - first) * bytes};
 }
 
-// A product's first half gated, times its second half, for rows [row_begin, row_end) and strips of the result. The product
-// is rounded as it would be if it were stored whole; `scratch` holds it.
+// silu(first half of a product) * second half, for rows [row_begin, row_end) and strips [begin, end) of the result. The
+// product is stored in `scratch`, rounded like a separate product.
 void gate(const Isa& isa, const Linear& op, void* out, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end,
           char* scratch) {
     const int64_t size = op.out_features / 2, element = op.dtype == F32 ? 4 : 2, width = (end - begin) * STRIP;
@@ -110,7 +110,7 @@ void gate(const Isa& isa, const Linear& op, void* out, int64_t row_begin, int64_
     isa.silu_and_mul(act, 0, row_end - row_begin);
 }
 
-// One of `threads` parts; its blocks as in `compute`.
+// Computes one of `threads` parts, divided like in `compute`.
 void gate_part(const Isa& isa, const Linear& op, void* out, int64_t rows, int64_t thread, int64_t threads) {
     thread_local std::vector<char> memory;
     const int64_t strips = op.out_features / 2 / STRIP, width = isa.linear_tile / STRIP;
@@ -157,13 +157,13 @@ using namespace mvllm;
 
 extern "C" {
 
-// Elements that `mvllm_cpu_linear_pack` writes to.
+// Number of elements of the packed weight.
 int64_t mvllm_cpu_linear_packed_size(int64_t out_features, int64_t in_features, int dtype) {
     const int64_t tile = current_isa().linear_tile;
     return (out_features + tile - 1) / tile * tile * depth_of(in_features, dtype);
 }
 
-// `packed` is zero before, so that the padding is.
+// The caller fills `packed` with zeros, which remain in the padding.
 void mvllm_cpu_linear_pack(const void* weight, int64_t stride, void* packed, int64_t out_features, int64_t in_features,
                            int dtype) {
     const int64_t tile = current_isa().linear_tile, tiles = (out_features + tile - 1) / tile;
@@ -182,7 +182,7 @@ void mvllm_cpu_linear_pack(const void* weight, int64_t stride, void* packed, int
     });
 }
 
-// out[t] = the packed weight's row ids[t] - first, zeros where it has none such among its `count`.
+// out[t] = the packed weight's row ids[t] - first, zeros for ids outside of its `count` rows.
 void mvllm_cpu_packed_embedding(const void* ids, int wide_ids, const void* packed, void* out, int64_t rows,
                                 int64_t in_features, int64_t first, int64_t count, int dtype) {
     const int64_t tile = current_isa().linear_tile, size = tile * depth_of(in_features, dtype);
@@ -205,7 +205,7 @@ void mvllm_cpu_packed_embedding(const void* ids, int wide_ids, const void* packe
     });
 }
 
-// out [rows, out_features] = x * weight^T + bias; rows of `x` lie `x_stride` elements apart.
+// out [rows, out_features] = x * weight^T + bias; rows of `x` are `x_stride` elements apart.
 void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,
                       int64_t in_features, int64_t out_features, int dtype) {
     const Isa& isa = current_isa();
@@ -233,7 +233,7 @@ void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const
     }
 }
 
-// Whether `mvllm_cpu_linear_silu` takes weights of `in_features` by twice `size`.
+// Whether `mvllm_cpu_linear_silu` supports weights [2 * size, in_features].
 int mvllm_cpu_linear_silu_takes(int64_t in_features, int64_t size, int dtype) {
     const Linear op{nullptr, nullptr, nullptr, nullptr, in_features, int32_t(in_features), int32_t(2 * size), dtype};
     return takes_x(current_isa(), op) && size % STRIP == 0;

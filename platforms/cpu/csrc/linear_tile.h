@@ -1,15 +1,15 @@
 // Products of rows with packed weights (kernels.h describes the packing): out = x * weight^T + bias. Included inside a
 // namespace, after simd.h.
 //
-// A register tile is up to LINEAR_MR rows by a tile of columns. Each step loads the tile's weights for one k (or a pair),
-// and adds each row's broadcast x times those. A row's sum runs over k in the same order whatever other rows are there,
-// so its result depends neither on their number nor on its place among them.
+// A register tile is up to LINEAR_MR rows by a tile of columns. Each step loads the tile's weights for one k (or a
+// pair), and adds their products with each row's broadcast x. A row is summed over k in the same order with any other
+// rows, so its result depends neither on their number nor on its index among them.
 //
-// Few rows are bound by reading the weights. All groups of rows pass over one piece of them, which the first pass brings
-// into the second cache; meanwhile they prefetch the piece that follows, which comes next in memory, into it too. So
-// reading from memory goes on while rows compute. A piece is larger than a first cache: rows take their weights from the
-// second as fast as they use them, and sums that are put down and taken up again between pieces cost more than that.
-// A single group does nothing but read from memory, and prefetches what it comes to next (NEAR in simd.h).
+// Products with few rows are bound by reading the weights. All groups of rows pass over one piece of the weights, which
+// the first pass loads into the L2 cache; meanwhile they prefetch the next piece into it, so memory is read during the
+// computation. A piece is larger than the L1 cache: the L2 cache delivers weights as fast as rows use them, and smaller
+// pieces would store and reload sums more often, which costs more. A single group is bound by memory only, and
+// prefetches NEAR bytes ahead (simd.h).
 
 #define LINEAR_MR 6
 #if LANES == 16
@@ -22,7 +22,7 @@ constexpr int linear_tile = LINEAR_TILE;
 constexpr bool bf16_dot = HAS_BF16_DOT;
 constexpr int LINEAR_DEPTH = 768;  // k per piece: 96 KiB in bfloat16
 
-// How a step's weights are read and multiplied. `STEP` is how many k it covers.
+// Reads and multiplies the weights of one step, which covers `STEP` values of k.
 template <class E>
 struct PlainWeight {
     typedef typename E::type T;
@@ -124,14 +124,14 @@ INLINE void linear_store(const float* sums, int rows, int columns, const typenam
     }
 }
 
-// How many of the `lines` cache lines that a step of the next piece has, group `g` prefetches per step: each line once,
-// over as many groups as there are.
+// Number of cache lines that group `g` prefetches per step. The groups share the `lines` lines of a step of the next
+// piece, so that each line is prefetched once.
 INLINE int lines_ahead(int lines, int g, int groups) {
     const int sharing = groups < lines ? groups : lines;
     return g < sharing ? (lines - g + sharing - 1) / sharing : 0;
 }
 
-// Rows [row_begin, row_end), at most LINEAR_ROWS, by the columns of strips [strip_begin, strip_end).
+// The product of rows [row_begin, row_end), at most LINEAR_ROWS, and the columns of strips [strip_begin, strip_end).
 template <class E, class W>
 static void linear_block(const Linear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
     typedef typename E::type T;
@@ -188,8 +188,8 @@ static void linear(const Linear& op, int64_t row_begin, int64_t row_end, int64_t
     }
 }
 
-// Rows of x as float32, zero behind their end: what the kernels of this instruction set want where they do not take x as it
-// is. `out` rows lie `ldo` apart.
+// Converts rows of x to float32, with zero padding, for kernels of this instruction set that do not read x directly.
+// Rows of `out` are `ldo` elements apart.
 template <class E>
 static void widen_x(const Linear& op, float* out, int64_t ldo, int64_t begin, int64_t end) {
     const int size = op.in_features;

@@ -1,19 +1,19 @@
-// The experts of a mixture-of-experts layer. A token visits top_k of them; each visit is a *pair*. Pairs are sorted by
-// expert, so that an expert's weights are multiplied with all their rows together, and unused experts are not read:
+// The experts of a mixture-of-experts layer. A *pair* is a token and one of its top_k experts. Pairs are sorted by
+// expert, so that an expert's weights are multiplied with all its rows at once, and unused experts are not read:
 //
-//     tokens       t0 t1 t2 ...                          x, as it came
+//     tokens       t0 t1 t2 ...                          rows of x
 //     pairs        [ t0 t7 | t1 | t0 t2 t5 t9 | ... ]    rows gathered by expert          (gather)
 //                    e0      e1   e4
 //     items        (expert, up to LINEAR_ROWS of its rows, panel of columns)              (gate and up, silu, product)
 //                  (expert, up to LINEAR_ROWS of its rows, panel of columns)              (down)
 //     tokens       t0 = w * row of e0 + w * row of e4                                     (combine, in float32)
 //
-// All of it is one parallel region; threads take items as they get through them. A panel is a product of its own for the
-// kernels of linear_tile.h, with `linear_tile` outputs or fewer. Panels of gate and up hold some columns of the gate
-// and the same ones of up, so that one thread has what silu(gate) * up needs at hand.
+// Everything is one parallel region, in which threads take items dynamically. A panel is a separate product for the
+// kernels of linear_tile.h, with at most `linear_tile` outputs. Panels of gate and up contain the same columns of both,
+// so that one thread can compute silu(gate) * up.
 //
-// A token's result depends neither on the other tokens nor on their number: rows of a product do not depend on each other,
-// and a token's experts are summed in the order of their numbers.
+// A token's result does not depend on the other tokens or their number: rows of a product are independent, and a
+// token's experts are summed in the order of their ids.
 
 #include <algorithm>
 #include <atomic>
@@ -34,13 +34,13 @@ namespace mvllm {
 namespace {
 
 constexpr int64_t SERIAL_WORK = 1 << 18;    // multiply-adds below which waking other threads costs more than it saves
-constexpr int64_t BUFFER_BYTES = 64 << 20;  // for the rows of so many tokens that are handled together
+constexpr int64_t BUFFER_BYTES = 64 << 20;  // rows of the tokens that are processed together
 constexpr int64_t FEWEST_TOKENS = 256;
 constexpr int64_t MOST_COLUMNS = 64;  // no instruction set has a wider `linear_tile`
 
 int element_size(int dtype) { return dtype == F32 ? 4 : 2; }
 
-// How a weight [rows, in_features] lies in panels, each packed by itself.
+// The layout of a weight [rows, in_features] in panels, each packed separately.
 struct Panels {
     int64_t width;        // columns of the result that a panel computes
     int64_t count;
@@ -65,7 +65,7 @@ Panels down_panels(int64_t hidden, int64_t inner, int dtype) {
     return Panels(hidden, tile, tile, inner, dtype);
 }
 
-// Bytes between the rows that a product with `in_features` takes as its x, and whether those are rows as they come.
+// The format of the rows of x in a product with `in_features`; `as_is` if they need no conversion.
 struct RowFormat {
     bool as_is;
     int64_t elements, bytes;
@@ -77,7 +77,7 @@ struct RowFormat {
     }
 };
 
-// Rows of one expert that are handled together.
+// Rows of one expert that are processed together.
 struct Block {
     int32_t expert;
     int64_t begin, end;  // pairs
@@ -127,7 +127,7 @@ struct Moe {
     int dtype;
 };
 
-// Memory that a thread keeps from call to call: fresh pages would cost more than what is done with them.
+// Memory that a thread reuses in later calls, because allocating new pages would cost more than the computation.
 struct Buffer {
     std::unique_ptr<char[]> data;
     int64_t size = 0;
@@ -152,7 +152,7 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
     const int64_t pairs = num_tokens * op.top_k, num_blocks = int64_t(routing.blocks.size());
     const int64_t x_bytes = std::max(in.bytes, op.hidden * element), act_bytes = op.inner * element;
 
-    // The rows of x have been read when those of `down` are written, so these may have their place.
+    // The rows of x have been read before those of `down` are written, so both use the same memory.
     thread_local Buffer kept;
     char* const rows = kept.get(aligned(pairs * x_bytes) + aligned(pairs * act_bytes) + (mid.as_is ? 0 : pairs * mid.bytes));
     char* const act = rows + aligned(pairs * x_bytes);
@@ -217,8 +217,8 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
     divide_range(threads, num_tokens, [&](int64_t begin, int64_t end) { isa.moe_combine(combine, begin, end); });
 }
 
-// Packs one expert. Panel `p` is made of columns [p * width, ...) of each of `parts` matrices [rows, in_features] that
-// follow each other in `weight`.
+// Packs one expert. Panel `p` consists of columns [p * width, ...) of each of `parts` adjacent matrices
+// [rows, in_features] in `weight`.
 void pack_expert(const char* weight, char* packed, const Panels& panels, int64_t rows, int parts, int dtype) {
     const int64_t row_bytes = panels.in_features * element_size(dtype);
     divide_range(team_size(), panels.count, [&](int64_t begin, int64_t end) {
@@ -235,7 +235,7 @@ void pack_expert(const char* weight, char* packed, const Panels& panels, int64_t
     });
 }
 
-// Expert by expert; in place, where the packed form is as large, by way of a copy of one expert.
+// Packs expert by expert. If the packed form has the same size, it may be in place, with a copy of one expert.
 void pack_experts(const char* weights, char* packed, const Panels& panels, int64_t experts, int64_t rows, int parts,
                   int dtype) {
     const int64_t bytes = parts * rows * panels.in_features * element_size(dtype);
@@ -259,8 +259,8 @@ int64_t mvllm_cpu_moe_expert_bytes(int is_down, int64_t hidden, int64_t inner, i
     return (is_down ? down_panels(hidden, inner, dtype) : gate_up_panels(hidden, inner, dtype)).expert_bytes();
 }
 
-// `weights` [experts, 2 * inner, hidden], or [experts, hidden, inner] for down, contiguous. `packed` may be the same memory
-// where an expert's packed bytes are as many as it had.
+// `weights` [experts, 2 * inner, hidden], or [experts, hidden, inner] for down, contiguous. `packed` may be the same
+// memory if an expert's packed bytes are as many as its unpacked ones.
 void mvllm_cpu_moe_pack(int is_down, const void* weights, void* packed, int64_t experts, int64_t hidden, int64_t inner,
                         int dtype) {
     const char* from = static_cast<const char*>(weights);
@@ -269,7 +269,7 @@ void mvllm_cpu_moe_pack(int is_down, const void* weights, void* packed, int64_t 
     pack_experts(from, to, gate_up_panels(hidden, inner, dtype), experts, inner, 2, dtype);
 }
 
-// out [tokens, hidden], contiguous; rows of `x` lie `x_stride` elements apart. `ids` and `weights` are [tokens, top_k].
+// out [tokens, hidden], contiguous; rows of `x` are `x_stride` elements apart. `ids` and `weights` are [tokens, top_k].
 void mvllm_cpu_moe(const void* x, int64_t x_stride, const void* gate_up, const void* down, const int64_t* ids,
                    const float* weights, void* out, int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden,
                    int64_t inner, int dtype) {

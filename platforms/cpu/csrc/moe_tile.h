@@ -1,5 +1,4 @@
-// What mixture-of-experts layers need of an instruction set beyond matrix products. Included inside a namespace, after
-// simd.h.
+// Kernels of mixture-of-experts layers other than matrix products. Included inside a namespace, after simd.h.
 
 template <class E>
 static void moe_combine_rows(const MoeCombine& op, int64_t begin, int64_t end) {

@@ -17,13 +17,13 @@ extern const Isa isa_neon_bf16 __attribute__((weak));
 
 const Isa* other_isa(const char* asked) {
 #if MVLLM_AMX
-    // Only where it is named: it has not run on hardware yet.
+    // Only on request, because it has not run on hardware yet.
     if (asked && !std::strcmp(asked, "amx_bf16")) return amx_isa();
 #endif
 #if MVLLM_ARM64
     constexpr unsigned long BF16_BIT = 1ul << 14;  // HWCAP2_BF16 of asm/hwcap.h
     const bool has_it = &isa_neon_bf16 && (getauxval(AT_HWCAP2) & BF16_BIT);
-    // What is named and does not run here gives the best that does.
+    // A requested instruction set that does not run here selects the best one that does.
     if (has_it && !(asked && !std::strcmp(asked, "generic"))) return &isa_neon_bf16;
 #endif
     static_cast<void>(asked);

@@ -1,4 +1,4 @@
-// Instruction sets that are not one more of the x86 ladder in dispatch.cpp.
+// Instruction sets outside of the x86 list in dispatch.cpp.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace mvllm {
 
-// The one that runs in place of what dispatch.cpp would choose, or null. `asked` is what MVLLM_CPU_ISA names, or null.
+// The instruction set that overrides the choice of dispatch.cpp, or null. `asked`: value of MVLLM_CPU_ISA, or null.
 const Isa* other_isa(const char* asked);
 
 }  // namespace mvllm

@@ -1,11 +1,11 @@
 // A background thread that writes to the pages of a fresh KV cache while no kernel runs.
 //
-// The operating system allocates a page when it is first written, and on a virtual machine that can take milliseconds for
-// two megabytes: as long as computing what is stored there. The thread touches the front of the cache, from which blocks
-// are allocated first.
+// The operating system allocates a page when it is first written, and on a virtual machine that can take milliseconds
+// for two megabytes: as long as computing what is stored there. The thread touches the front of the cache, from which
+// blocks are allocated first.
 //
-// The thread holds a lock while it touches a piece (PIECE bytes), so a caller that cancels waits for one piece at most. A
-// step that starts meanwhile does not wait; it shares the cores with the rest of one piece.
+// The thread holds a lock while it touches a piece (PIECE bytes), so a caller that cancels waits for one piece at most.
+// A step that starts meanwhile does not wait; it shares the cores with the rest of one piece.
 
 #include <atomic>
 #include <chrono>
@@ -28,7 +28,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t PIECE = 2 << 20;
 constexpr int64_t PAGE = 4096;  // on systems with larger pages, each is touched several times
-constexpr auto QUIET = std::chrono::milliseconds(200);  // without a kernel, before the thread works
+constexpr auto QUIET = std::chrono::milliseconds(200);  // time without a kernel before the thread works
 
 std::atomic<int64_t> last_use{0};
 
@@ -54,7 +54,7 @@ class PagePrefaulter {
         ranges_.remove_if([&](const Range& range) { return range.begin == begin; });
     }
 
-    // No memory is touched after it has returned.
+    // After it returns, no memory is touched.
     void stop() {
         const PriorityLock hold(*this);
         ranges_.clear();
@@ -121,7 +121,7 @@ class PagePrefaulter {
         }
     }
 
-    // Writes the byte that is there, unless another thread writes it meanwhile, which allocates the page as well.
+    // Writes back the byte's value, unless another thread writes it meanwhile, which allocates the page as well.
     static void touch(char* at) {
         char found = __atomic_load_n(at, __ATOMIC_RELAXED);
         __atomic_compare_exchange_n(at, &found, found, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
@@ -135,8 +135,8 @@ class PagePrefaulter {
     bool started_ = false;
 };
 
-// Never destroyed, because its thread runs until the process exits. A forked child has a copy of the memory, but neither
-// the thread nor an owner of the lock; it creates a new object.
+// Never destroyed, because its thread runs until the process exits. A forked child has a copy of the memory, but
+// neither the thread nor an owner of the lock; it creates a new object.
 PagePrefaulter& prefaulter() {
     static PagePrefaulter* made = new PagePrefaulter;
 #if defined(__unix__)

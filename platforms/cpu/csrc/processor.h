@@ -1,4 +1,4 @@
-// What the processor has, and picking among tables of kernels by it.
+// Features of the processor, and the choice of a kernel table by them.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace mvllm {
 
-// What our instruction sets need, each with all that it rests on.
+// Instruction set extensions that the kernels need; each requires those that it is based on.
 struct Features {
 #if MVLLM_X86
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
@@ -24,15 +24,15 @@ struct Features {
 #endif
 };
 
-// One set of kernels, null where the library was linked without it, and whether it runs here.
+// One table of kernels (null if the library was linked without it), and whether it runs here.
 template <class Table>
 struct Candidate {
     const Table* table;
     bool runs_here;
-    const char* also = nullptr;  // a name, beside its own, that asks for it
+    const char* also = nullptr;  // an additional name in MVLLM_CPU_ISA
 };
 
-// What MVLLM_CPU_ISA names if it runs here, else the first that does. The last one always does.
+// The table that MVLLM_CPU_ISA names if it runs here, else the first one that does. The last one always does.
 template <class Table, size_t N>
 const Table& chosen(const Candidate<Table> (&best_first)[N]) {
     const char* asked = std::getenv("MVLLM_CPU_ISA");

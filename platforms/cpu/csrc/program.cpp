@@ -1,9 +1,9 @@
 // Replay of recorded kernel calls: the calls of a decode step, recorded once and executed by one function call
 // (src/mvllm_cpu/replay.py records them).
 //
-// A call is the number of a function in `entries` and its arguments, one 64-bit slot each. Arguments that change from run
-// to run (addresses of inputs, results and intermediate tensors, the plan of a step) are listed as patches: before the
-// calls are executed, argument `at` becomes bases[slot] + offset.
+// A call is the number of a function in `entries` and its arguments, one 64-bit slot each. Arguments that change from
+// run to run (addresses of inputs, results and intermediate tensors, the plan of a step) are listed as patches: before
+// the calls are executed, argument `at` becomes bases[slot] + offset.
 //
 // A call that waits for other ranks may time out. Then the program returns; the caller handles the timeout and resumes
 // the program at the same call.
@@ -137,8 +137,8 @@ int mvllm_cpu_program_entry(const char* name, int count) {
     return -1;
 }
 
-// Executes calls [first_call, count). `slots` holds the arguments of all calls, one call after the other. Returns `count`,
-// or the index of a call that has to be executed again, at which the next run starts.
+// Executes calls [first_call, count). `slots` holds the arguments of all calls, one call after the other. Returns
+// `count`, or the index of a call that has to be executed again, at which the next run starts.
 int64_t mvllm_cpu_program_run(const int32_t* calls, int64_t first_call, int64_t count, int64_t* slots, const Patch* patches,
                               int64_t num_patches, const int64_t* bases) {
     for (int64_t i = 0; i < num_patches; ++i) slots[patches[i].at] = bases[patches[i].slot] + patches[i].offset;

@@ -7,11 +7,12 @@
 // count, and adds up all slots in rank order. All ranks add the same numbers in the same order, so the results are
 // bit-identical.
 //
-// Rounds alternate between the two slots. A rank overwrites the slot of round k in round k + 2, after it has seen all words
-// of round k + 1. A rank that has posted round k + 1 has finished reading round k, so a writer never waits for readers.
+// Rounds alternate between the two slots. A rank overwrites the slot of round k in round k + 2, after it has seen all
+// words of round k + 1. A rank that has posted round k + 1 has finished reading round k, so a writer never waits for
+// readers.
 //
-// A wait has a timeout: the caller checks the ranks that are late and calls again. The progress of a sum is stored beside
-// the count of rounds, so that the second call continues where the first one stopped.
+// A wait has a timeout: the caller checks the ranks that are late and calls again. The progress of a sum is stored
+// beside the count of rounds, so that the second call continues where the first one stopped.
 
 #include <cstdint>
 #include <cstring>
@@ -36,7 +37,7 @@ namespace {
 constexpr int64_t WORD_BYTES = 64;
 constexpr int64_t AHEAD = 256 << 10;  // bytes that a waiting rank prefetches into its L2 cache
 constexpr int64_t LINE = 64;
-constexpr int POLLS = 64;        // of another rank's word between two readings of the clock
+constexpr int POLLS = 64;        // polls of another rank's word between two readings of the clock
 constexpr int64_t BLOCK = 1024;  // elements added up at a time: their sum stays in the L1 cache
 
 struct Word {
@@ -206,15 +207,15 @@ bool all_reduce(SharedGroup& group, T* data, int64_t count, const char* ahead) {
 
 extern "C" {
 
-// Replaces `data` by the sum over all ranks, in as many rounds as needed. While it waits it prefetches from `ahead`, the
-// memory that is read next, unless that is null. Returns 1, or 0 on a timeout: call again with the same arguments.
+// Replaces `data` by the sum over all ranks, in as many rounds as needed. While it waits it prefetches from `ahead`,
+// the memory that is read next, unless that is null. Returns 1, or 0 on a timeout: call again with the same arguments.
 int mvllm_cpu_shared_all_reduce(SharedGroup* group, void* data, int64_t count, int dtype, const char* ahead) {
     return dtype == mvllm::F32 ? all_reduce(*group, static_cast<float*>(data), count, ahead)
                                : all_reduce(*group, static_cast<uint16_t*>(data), count, ahead);
 }
 
-// Posts this rank's bytes and waits for those of the others, which stay in the round's slots until `end_round`. Returns 1,
-// or 0 on a timeout: call again.
+// Posts this rank's bytes and waits for those of the others, which stay in the round's slots until `end_round`. Returns
+// 1, or 0 on a timeout: call again.
 int mvllm_cpu_shared_exchange(SharedGroup* group, const void* data, int64_t bytes) {
     return exchange(*group, data, bytes, nullptr);
 }

@@ -1,9 +1,9 @@
 // Vectors of LANES floats for the instruction set that the including file is compiled for. Included inside a namespace.
 // GCC's vector types do the arithmetic; only the float16 conversions and the bfloat16 dot product need intrinsics.
 //
-// The including file defines LANES, HAS_F16C and HAS_BF16_DOT, and says LANES of 8 or 16 only where HAS_F16C. The
-// compiler's own macros (__AVX2__ and so on) must not be asked: g++ before 13 reads a whole file before it obeys
-// `#pragma GCC target`, so they tell what the command line said.
+// The including file defines LANES, HAS_F16C and HAS_BF16_DOT; LANES of 8 or 16 requires HAS_F16C. The compiler's
+// macros (__AVX2__ and so on) must not be used: g++ before 13 preprocesses a whole file before `#pragma GCC target`
+// takes effect, so they describe the command line.
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -34,7 +34,7 @@ INLINE uint32_t as_bits(float f) {
 
 INLINE float from_bf16(uint16_t h) { return as_float(uint32_t(h) << 16); }
 
-// To the nearest, ties to even; a NaN stays one.
+// Rounds to the nearest, ties to even; NaN stays NaN.
 INLINE uint16_t to_bf16(float f) {
     uint32_t bits = as_bits(f);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40);
@@ -60,14 +60,14 @@ INLINE uint16_t to_f16(float f) {
 INLINE float from_f16(uint16_t h) {
     uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
     if (rest >= 0x7c00) return as_float(sign | 0x7f800000u | (rest & 0x3ff) << 13);
-    // Multiplying by 2^112 moves the exponent's bias, and makes subnormals normal on the way.
+    // Multiplying by 2^112 adjusts the exponent bias and normalizes subnormals.
     return as_float(sign | as_bits(as_float(rest << 13) * as_float(0x77800000u)));
 }
 INLINE uint16_t to_f16(float f) {
     uint32_t bits = as_bits(f), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffffu;
     if (rest > 0x7f800000u) return uint16_t(sign | 0x7e00);
     if (rest >= 0x477ff000u) return uint16_t(sign | 0x7c00);
-    if (rest < 0x38800000u) {  // subnormal: adding 0.5 lines the significand up with float16's last place
+    if (rest < 0x38800000u) {  // subnormal: adding 0.5 aligns the significand with float16's last place
         uint32_t shifted = as_bits(as_float(rest) + 0.5f) - 0x3f000000u;
         return uint16_t(sign | shifted);
     }
@@ -76,8 +76,8 @@ INLINE uint16_t to_f16(float f) {
 #endif
 
 // ---- element types -----------------------------------------------------------------------------------------------------
-// `widen` reads LANES elements, `narrow` writes them, `round` gives what they would read back as; `get` and `put` do one;
-// `bf16` turns one into bfloat16.
+// `widen` reads LANES elements, `narrow` writes them, `round` rounds them to the type; `get` and `put` convert one
+// element; `bf16` converts one element to bfloat16.
 
 struct Float32 {
     typedef float type;
@@ -92,14 +92,14 @@ struct Float32 {
 struct BFloat16 {
     typedef uint16_t type;
     INLINE vf widen(const uint16_t* p) {
-#if LANES == 16  // g++ widens so many in two halves
+#if LANES == 16  // g++ converts 16 lanes in two halves
         return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
 #else
         vh h = *reinterpret_cast<const vh_mem*>(p);
         return (vf)(__builtin_convertvector(h, vu) << 16);
 #endif
     }
-    // The nearest bfloat16, ties to even, as a float; a NaN stays one.
+    // The nearest bfloat16, ties to even, as a float; NaN stays NaN.
     INLINE vf round(vf v) {
         vu bits = (vu)v;
         vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
@@ -155,7 +155,7 @@ struct Float16 {
 
 // ---- functions ---------------------------------------------------------------------------------------------------------
 
-// Of a NaN and another number, the second argument: as the instructions do it.
+// If one argument is NaN, the result is the second argument, like that of the instructions.
 #if LANES == 16
 INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE vf vmin(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -180,7 +180,7 @@ INLINE float max_lanes(vf v) {
 
 // e^x to about 2 units in the last place; 0 below -87, and for -infinity. x <= 88. NaN stays NaN.
 INLINE vf vexp(vf x) {
-    const float magic = 12582912.f;  // adding and taking it away rounds to an integer
+    const float magic = 12582912.f;  // adding and subtracting it rounds to an integer
     vf low = splat(-87.f);
     vf y = x < low ? low : x;
     vf n = (y * 1.44269504f + magic) - magic;
@@ -206,8 +206,8 @@ INLINE vf vtanh(vf x) {
 
 constexpr float LOG2E = 1.44269504f;
 
-// 2^x; 0 for -infinity and below -126; x <= 127. NaN stays NaN. EXACT to 2 units in the last place, else to 2^-13, which is
-// more than bfloat16 keeps.
+// 2^x; 0 for -infinity and below -126; x <= 127. NaN stays NaN. The error is at most 2 units in the last place with
+// EXACT, else 2^-13, which is below bfloat16's precision.
 template <bool EXACT>
 INLINE vf vexp2(vf x) {
 #if LANES == 16
@@ -272,11 +272,11 @@ INLINE bool any_greater(vf a, vf b) {
 #endif
 }
 
-// For reading soon: into the second-level cache.
+// Prefetches into the L2 cache.
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// Prefetch distance of code that reads memory once, from end to end. Far enough for a line to arrive, and
-// near enough to be within what the processor's own prefetcher reads: a second stream, further on, takes from the first.
+// Prefetch distance of code that reads memory once, from start to end. It is far enough for a line to arrive, and near
+// enough to be within the range of the hardware prefetcher: a second, more distant stream would slow down the first.
 constexpr int NEAR = 4096;
 
 #if HAS_BF16_DOT

@@ -10,7 +10,7 @@ from mvllm_cuda import nvml
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Describes the machine: `machine(line, ...)`, see fake_nvml. No variable hides its devices."""
+    """Sets the machine: `machine(line, ...)`, see fake_nvml. No environment variable hides its devices."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
 

@@ -23,13 +23,13 @@ DRIVER = "driver|580.65.06|13000"
 
 
 def uuid_of(line: str) -> str:
-    """The UUID in a line of the machine's description."""
+    """The UUID in a line of a machine's description."""
     return line.split("|")[2]
 
 
 @functools.cache
 def library() -> Path:
-    """The compiled stand-in, under the name of the driver's own."""
+    """The compiled replacement, with the file name of the driver's library."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("the stand-in for the driver's library needs a C compiler")
@@ -39,7 +39,7 @@ def library() -> Path:
 
 
 def describe(folder: Path, *lines: str) -> Path:
-    """The file that describes a machine; without a line about the driver, one of CUDA 13.0."""
+    """Writes the file that describes a machine; the default driver is that of CUDA 13.0."""
     text = [*lines] if any(line.startswith("driver|") for line in lines) else [DRIVER, *lines]
     path = folder / "machine.txt"
     path.write_text("".join(f"{line}\n" for line in text))
@@ -47,5 +47,5 @@ def describe(folder: Path, *lines: str) -> Path:
 
 
 def environment(folder: Path, *lines: str) -> dict[str, str]:
-    """The variables of a program that is to see such a machine."""
+    """Environment variables for a process that sees this machine."""
     return {VARIABLE: str(describe(folder, *lines)), "LD_LIBRARY_PATH": str(library().parent)}

@@ -1,8 +1,10 @@
-"""The CUDA platform with the host as its device: its plans, shapes, tables and decode graphs are the real ones.
+"""The CUDA platform with the host as its device. Its plans, shapes, tables and decode graphs are the real ones.
 
-In place of the device: the host's memory; in place of CUDA graphs, graphs of torch's operations (host_graphs.py among
-torch-gpu's tests); in place of the Triton kernels, functions with their signatures made of torch operations that can be
-captured: a test puts those of KERNELS into mvllm_torch_gpu.attention.
+of the platform    replaced by
+device             the host's memory
+CUDA graphs        graphs of torch operations (host_graphs.py of torch-gpu's tests)
+Triton kernels     KERNELS: torch functions with the same signatures, which can be captured; a test puts them into
+                   mvllm_torch_gpu.attention
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ from mvllm_cuda.platform import CUDAPlatform
 from mvllm_torch_gpu.decode_graphs import DecodeGraphBackend
 
 MOST_TOKENS = 1 << 10
-"""Of a sequence in a captured step: `paged_attention` below looks at all that a table has room for."""
+"""Maximum tokens of a sequence in a captured step. `paged_attention` below computes the full width of a table."""
 
 HostGraphs = importlib.import_module("platforms.torch-gpu.tests.host_graphs").HostGraphs
 
 
 class HostedRuntime(CPURuntime):
-    """The host with copies that are copies.
+    """Runtime of the host whose transfers copy, like those of a device.
 
     Attributes:
-        captured_in_warm_up: Graphs that were there when it was over.
+        captured_in_warm_up: Number of graphs at the end of the warm-up.
     """
 
     captured_in_warm_up = 0
@@ -53,11 +55,11 @@ class HostedRuntime(CPURuntime):
 
 
 class HostedPlatform(CUDAPlatform):
-    """See the module.
+    """The CUDA platform on the host; see the module.
 
     Attributes:
-        graphs_made: Those of all engines so far.
-        provided: Its operations: none, unless a test puts some here, since interpreted kernels take their time.
+        graphs_made: Graphs of all engines so far.
+        provided: Its op providers. Empty by default, because interpreted kernels are slow; tests may set it.
     """
 
     graphs_made: ClassVar[list[Any]] = []
@@ -97,7 +99,7 @@ def paged_attention(
     sinks: torch.Tensor | None,
     **unused: Any,
 ) -> torch.Tensor:
-    """As mvllm_triton's, in operations without a look at any value. Not for large steps."""
+    """mvllm_triton's function in torch operations that do not depend on values. For small steps only."""
     num_tokens = q.shape[0]
     num_kv_heads, block_size = k_cache.shape[2], k_cache.shape[1]
     token = torch.arange(num_tokens)
@@ -122,7 +124,7 @@ def paged_attention(
         scores = torch.cat([scores, extra], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : len(key_at)]
     weights = torch.where(seen[:, None, None], weights, 0.0)
-    # What is not seen may be anything, NaN included.
+    # Masked values may be NaN.
     values = torch.where(seen[:, :, None, None], values, 0.0)
     return torch.einsum("tkgm,tmkd->tkgd", weights, values).flatten(1, 2).to(q.dtype)
 
@@ -130,12 +132,12 @@ def paged_attention(
 def latent_attention(
     q: torch.Tensor, cache: torch.Tensor, *tables: Any, value_size: int, **options: Any
 ) -> torch.Tensor:
-    """As mvllm_triton's, likewise."""
+    """mvllm_triton's function in torch operations."""
     return paged_attention(q, cache, cache[..., :value_size], *tables, **options)
 
 
 def write_latent(latents: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, **unused: Any) -> None:
-    """As mvllm_triton's, likewise."""
+    """mvllm_triton's function in torch operations."""
     write_kv(latents, latents[..., :0], cache, cache[..., :0], slot_mapping)
 
 
@@ -147,10 +149,10 @@ def write_kv(
     slot_mapping: torch.Tensor,
     **unused: Any,
 ) -> None:
-    """As mvllm_triton's, for caches of a float dtype."""
+    """mvllm_triton's function in torch operations, for caches with a float dtype."""
     for new, cache in ((k, k_cache), (v, v_cache)):
         slots = cache.flatten(0, 1)
-        spare = torch.cat([slots, slots[:1]])  # what has no slot goes to the last
+        spare = torch.cat([slots, slots[:1]])  # tokens without a slot go to the last row
         place = torch.where(slot_mapping >= 0, slot_mapping, len(slots)).long()
         slots.copy_(spare.index_copy(0, place, new.to(cache.dtype))[:-1])
 

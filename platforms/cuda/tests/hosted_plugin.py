@@ -28,6 +28,6 @@ def probe() -> ProbeResult:
 
 
 def path(folder: Path) -> list[str]:
-    """What to put on the search path so that it is installed."""
+    """Entries of the module search path that install the plugin."""
     entry = "[mvllm.platforms]\nhosted = platforms.cuda.tests.hosted_plugin\n"
     return [str(write_metadata(folder, "mvllm-hosted", entry)), str(ROOT)]

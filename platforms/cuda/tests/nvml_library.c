@@ -1,14 +1,15 @@
-/* A stand-in for the driver's libnvidia-ml.so.1: the functions that mvllm_cuda calls, with NVML's signatures and codes.
+/* A replacement of the driver's libnvidia-ml.so.1: the functions that mvllm_cuda calls, with NVML's signatures and
+ * error codes.
  *
- * What it shows is said by the file that NVML_STAND_IN names, a line per thing, fields separated by '|':
+ * The file named by NVML_STAND_IN describes the machine, one line per item, fields separated by '|':
  *
  *     init|CODE                                          what nvmlInit_v2 returns; 0 without this line
  *     driver|570.10|12080                                driver version, CUDA version
- *     device|NAME|UUID|TOTAL|FREE|MAJOR.MINOR            bytes; TOTAL of 0: the device tells no memory
+ *     device|NAME|UUID|TOTAL|FREE|MAJOR.MINOR            bytes; TOTAL of 0: the device reports no memory
  *     lost                                               a device that does not answer
  *     mig|NAME|UUID|TOTAL|INSTANCE|COMPUTE               a compute instance of the device before; an empty NAME is an
- *                                                        empty place
- *     process|PID|BYTES                                  a program on the device before
+ *                                                        unused index
+ *     process|PID|BYTES                                  a process on the device before
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,7 +22,7 @@ typedef struct {
     unsigned long long total, free;
     int major, minor, lost, is_mig, num_mig, num_processes;
     unsigned instance, compute;
-    int mig[MOST]; /* numbers in `things`; -1: an empty place */
+    int mig[MOST]; /* numbers in `things`; -1: an unused index */
     unsigned pids[MOST];
     unsigned long long used[MOST];
 } Thing;

@@ -1,4 +1,4 @@
-"""Device memory as NVML reports it, and what is unknown where NVML does not report it."""
+"""Device memory from NVML; it is unknown if NVML does not report it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ def test_memory_of_this_process_comes_from_nvml(machine):
 
 
 @pytest.mark.parametrize("uuid", [None, "GPU-unknown"])
-def test_what_nvml_cannot_tell_is_not_made_up(machine, uuid):
+def test_memory_that_nvml_does_not_report_is_unknown(machine, uuid):
     machine(A100.format(n=0), "process|1|77")
     assert NvmlDriverMemory(uuid).held_by_this_process() is None and NvmlDriverMemory(uuid).free() is None
-    assert (
-        NvmlDriverMemory(UUID).held_by_this_process() is None
-    )  # a container's processes are not among those that it sees
+    assert NvmlDriverMemory(UUID).held_by_this_process() is None  # NVML does not list processes of containers
 
 
 def test_a_device_without_memory_of_its_own_has_no_free_bytes(machine):

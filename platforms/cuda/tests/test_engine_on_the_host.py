@@ -1,4 +1,4 @@
-"""The whole engine on the CUDA platform with the host as its device: the same tokens with graphs and without."""
+"""The whole engine on the CUDA platform with the host as its device: the same tokens with and without graphs."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ def generate(tmp_path, monkeypatch):
 
 
 FEW = ("llama-gqa", "gemma2", "phi3-longrope-window", "qwen3moe", "gptoss", "deepseek3")
-"""Of the zoo: plain, windows and soft caps in two tables, prompts' lengths, experts, sinks, latents."""
+"""Models of ordinary runs: plain; windows and soft caps with two block tables; RoPE that depends on the prompt's
+length; experts; sinks; latents."""
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in ZOO]
 )
-def test_replayed_steps_give_the_tokens_of_another_platform(name, generate, tmp_path):
+def test_replayed_steps_give_the_tokens_of_the_cpu_platform(name, generate, tmp_path):
     folder = make_checkpoint(name, tmp_path)
     expected = generate(folder, "cpu")
     assert generate(folder, "hosted", enforce_eager=True) == expected
@@ -61,8 +62,8 @@ def test_replayed_steps_give_the_tokens_of_another_platform(name, generate, tmp_
     assert graphs.replays > graphs.captures
 
 
-def lacking(rows):
-    """Attention that finds no memory in steps of so many rows."""
+def attention_without_memory(rows):
+    """Attention that runs out of memory in steps with this number of rows."""
 
     def attend(query, *args, **options):
         if len(query) == rows:
@@ -77,7 +78,7 @@ LIMITS = r"does not fit.*Lower max_num_batched_tokens \(now 64\) or max_num_seqs
 
 def test_profiling_without_memory_names_the_limits_and_a_new_engine_works(generate, tmp_path, monkeypatch):
     folder = make_checkpoint("llama-gqa", tmp_path)
-    monkeypatch.setattr(mvllm_torch_gpu.attention, "paged_attention", lacking(64))
+    monkeypatch.setattr(mvllm_torch_gpu.attention, "paged_attention", attention_without_memory(64))
     with pytest.raises(MvllmError, match=LIMITS):
         generate(folder, "hosted", kv_cache_memory_bytes=None)
     monkeypatch.setattr(mvllm_torch_gpu.attention, "paged_attention", KERNELS["paged_attention"])
@@ -89,7 +90,9 @@ def test_a_step_without_memory_fails_its_requests_with_the_limits_and_the_engine
 ):
     folder = make_checkpoint("llama-gqa", tmp_path)
     expected = generate(folder, "cpu")
-    monkeypatch.setattr(mvllm_torch_gpu.attention, "paged_attention", lacking(24))  # the prompts together, padded
+    monkeypatch.setattr(
+        mvllm_torch_gpu.attention, "paged_attention", attention_without_memory(24)
+    )  # all prompts, padded
     with LLM(str(folder), platform="hosted", kv_cache_memory_bytes=1 << 20, **SETTINGS) as llm:
         for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False):
             assert output.outputs[0].finish_reason == "error"
@@ -99,14 +102,14 @@ def test_a_step_without_memory_fails_its_requests_with_the_limits_and_the_engine
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
 
 
-def drawn(requests, tokens):
-    """Parameters of requests that draw. The interpreter takes a while for each token."""
+def sampling_params(requests, tokens):
+    """Parameters of requests with sampling. Few tokens, because the interpreter is slow."""
     settings = {"max_tokens": tokens, "top_k": 9, "top_p": 0.9, "ignore_eos": True}
     return [SamplingParams(seed=i, temperature=0.8 + 0.2 * i, **settings) for i in range(requests)]
 
 
-def noting(provider, calls):
-    """A provider that says by name when it is called."""
+def recording(provider, calls):
+    """The provider, which appends its op's name to `calls` in each call."""
 
     def call(*arguments):
         calls.append(provider.op)
@@ -120,22 +123,22 @@ def noting(provider, calls):
     ("scheme", "float8"),
     [("ct-blocks", "float8_e4m3fnuz"), ("ct-channel", "float8_e4m3fn"), ("fp8-static", "float8_e4m3fn")],
 )
-def test_kernels_that_keep_bytes_and_draw_give_the_tokens_of_the_references(
+def test_float8_and_sampling_kernels_give_the_tokens_of_the_references(
     scheme, float8, size, generate, tmp_path, monkeypatch
 ):
-    """A checkpoint that leaves inputs alone, whose tokens every platform gives, and the two ways to round inputs."""
+    """One checkpoint with unquantized inputs, with the same tokens on every platform, and two with rounded inputs."""
     folder, calls = make_float8(scheme, tmp_path).quantized, []
     rounded = OpProvider("float8_linear", "reference's", SCHEMAS["float8_linear"].reference)
     plain = {"enforce_eager": True, "async_scheduling": False, "skip_tokenizer_init": True}
     monkeypatch.setattr(HostedPlatform, "provided", (rounded,))
-    expected = generate(folder, "cpu" if scheme == "ct-blocks" else "hosted", params=drawn(*size), **plain)
+    expected = generate(folder, "cpu" if scheme == "ct-blocks" else "hosted", params=sampling_params(*size), **plain)
     kernels = [p for p in providers(float8) if p.op in ("float8_linear", "filtered_draw")]
-    monkeypatch.setattr(HostedPlatform, "provided", tuple(noting(p, calls) for p in kernels))
-    assert generate(folder, "hosted", params=drawn(*size), **plain) == expected
+    monkeypatch.setattr(HostedPlatform, "provided", tuple(recording(p, calls) for p in kernels))
+    assert generate(folder, "hosted", params=sampling_params(*size), **plain) == expected
     assert {"float8_linear", "filtered_draw"} == set(calls)
 
 
 @pytest.mark.exhaustive
-def test_planning_ahead_changes_no_token(generate, tmp_path):
+def test_async_scheduling_changes_no_token(generate, tmp_path):
     folder = make_checkpoint("llama-gqa", tmp_path)
     assert generate(folder, "hosted", async_scheduling=False) == generate(folder, "hosted", async_scheduling=True)

@@ -48,11 +48,11 @@ def engine_config(dtype="auto", kv_dtype="auto"):
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("auto", "auto"), ("bfloat16", "float8_e4m3fn"), ("float32", "int8")])
-def test_what_it_computes_in_is_accepted(platform, dtype, kv_dtype):
+def test_supported_dtypes_are_accepted(platform, dtype, kv_dtype):
     assert platform.plan(engine_config(dtype, kv_dtype)) == Plan()
 
 
-def test_unsupported_dtypes_are_refused_with_the_supported_ones(platform):
+def test_unsupported_dtypes_are_rejected_with_the_supported_ones(platform):
     answer = platform.plan(engine_config("float64", "float8_e5m2"))
     assert isinstance(answer, Refusals)
     assert [refusal.field for refusal in answer.reasons] == ["model.dtype", "cache.dtype"]
@@ -75,7 +75,7 @@ def test_topology_limits_workers_by_the_variable_that_cuda_reads(platform, monke
     assert "uni" not in topology.executors and "uni" in platform.topology(ParallelConfig()).executors
 
 
-def test_an_order_of_devices_that_the_user_has_set_stays(platform, monkeypatch):
+def test_the_users_order_of_devices_is_kept(platform, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     assert platform.topology(ParallelConfig()).env_per_worker == ({},)
 
@@ -99,7 +99,7 @@ def test_a_device_that_reports_no_memory_uses_the_hosts(platform, machine, lines
         ((), False),
     ],
 )
-def test_weights_of_8_bits_are_widened_unless_every_device_multiplies_them(platform, machine, lines, multiplied):
+def test_8_bit_weights_are_widened_unless_every_device_multiplies_them(platform, machine, lines, multiplied):
     machine(*lines)
     assert platform.multiplies_float8 is multiplied
     assert platform.float8 == "float8_e4m3fn"
@@ -120,7 +120,7 @@ def test_without_kernels_attention_and_operations_run_in_plain_torch(platform, m
         platform.attention_backend(make_spec(kv_dtype="float8_e5m2"))
 
 
-def test_compilers_by_their_settings():
+def test_the_setting_selects_the_compiler():
     assert isinstance(make_compiler("none"), NoCompileBackend)
     function = print
     assert make_compiler("none").compile(function, dynamic=True) is function
@@ -132,12 +132,12 @@ def test_compilers_by_their_settings():
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is a build for CUDA")
-def test_a_worker_with_a_torch_for_the_host_says_which_torch_it_needs(platform):
+def test_the_error_of_a_worker_with_a_cpu_build_of_torch_names_the_needed_build(platform):
     with pytest.raises(PlatformError, match=r"was built without CUDA\. Install torch's build for CUDA"):
         platform.init_device(WorkerContext())
 
 
-def test_a_rank_without_a_device_names_what_is_visible():
+def test_the_error_of_a_rank_without_a_device_names_the_visible_ones():
     text = too_few_devices(WorkerContext(rank=5, local_rank=1, world_size=8), 1, "CUDA", "CUDA_VISIBLE_DEVICES='3'")
     assert "Rank 5 is worker 1 of this machine" in text and "CUDA shows 1 (CUDA_VISIBLE_DEVICES='3')" in text
     assert "--tensor-parallel-size" in text
@@ -159,7 +159,7 @@ def test_a_worker_finds_its_device_among_the_visible_ones(machine, monkeypatch):
 
 @pytest.fixture
 def checks(machine, monkeypatch):
-    """`checks(lines, build)`: what the doctor says, by id without the prefix."""
+    """`checks(*lines)`: the doctor's checks by their ids without the prefix."""
 
     def examined(*lines):
         machine(*lines)
@@ -169,7 +169,7 @@ def checks(machine, monkeypatch):
     return examined
 
 
-def test_a_sound_machine_has_a_clean_bill(checks):
+def test_all_checks_pass_on_a_working_machine(checks):
     found = checks(A100.format(n=0), A100.format(n=1))
     assert [name for name, check in found.items() if check.status is CheckStatus.BROKEN] == []
     assert found["driver"].found == "Driver 580.65.06, for CUDA up to 13.0."
@@ -185,25 +185,25 @@ def test_memory_of_other_processes_is_reported(checks):
     assert "--memory-utilization" in check.remedy
 
 
-def test_old_devices_and_lost_ones_are_named(checks):
+def test_old_and_lost_devices_are_named(checks):
     found = checks(A100.format(n=0), T4.format(n=1), "lost")
     assert found["devices"].status is CheckStatus.WARNING and "numbers [1]" in found["devices"].found
     assert found["driver"].status is CheckStatus.WARNING and "device 2" in found["driver"].found
 
 
-def test_an_order_that_may_be_another_is_a_warning(checks, monkeypatch):
+def test_an_uncertain_order_of_devices_is_a_warning(checks, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     check = checks(A100.format(n=0), T4.format(n=1))["order"]
     assert check.status is CheckStatus.WARNING and "PCI_BUS_ID" in check.remedy
     assert checks(A100.format(n=0), A100.format(n=1))["order"].status is CheckStatus.OK
 
 
-def test_a_torch_that_is_too_new_for_the_driver_is_broken(checks):
+def test_a_torch_that_is_too_new_for_the_driver_fails_the_check(checks):
     check = checks("driver|550.54|12040", A100.format(n=0))["torch"]
     assert check.status is CheckStatus.BROKEN and "Update the driver" in check.remedy
 
 
-def test_without_a_driver_the_doctor_reports_only_that(monkeypatch):
+def test_without_a_driver_the_doctor_runs_only_the_drivers_check(monkeypatch):
     def absent():
         raise NvmlError("there is no driver", remedy="Install it.")
 
@@ -220,8 +220,8 @@ build.find = lambda: build.TorchBuild("2.13.0+cu130", (13, 0))
 """
 
 
-def test_the_clauses_that_need_no_device_hold(tmp_path):
-    """On a machine as NVML would show it; the torch that runs the suite passes for one that was built for CUDA."""
+def test_the_clauses_that_need_no_device_pass(tmp_path):
+    """With the replacement of NVML, and with `torch_build.find` returning a CUDA build."""
     site = write_metadata(tmp_path / "site", "mvllm-cuda", "[mvllm.platforms]\ncuda = mvllm_cuda.plugin\n")
     (site / "sitecustomize.py").write_text(OTHER_TORCH)
     sources = [str(ROOT / "platforms" / name / "src") for name in ("cuda", "torch-gpu")]

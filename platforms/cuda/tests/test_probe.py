@@ -23,7 +23,7 @@ SOURCE = Path(nvml.__file__).parents[1]
 
 @pytest.fixture
 def torch(monkeypatch):
-    """`torch(build)`: the torch that is installed."""
+    """`torch(build)`: sets the installed torch."""
 
     def installed(build):
         monkeypatch.setattr(torch_build, "find", lambda: build)
@@ -32,7 +32,7 @@ def torch(monkeypatch):
     return installed
 
 
-def test_devices_that_can_be_used(machine, torch):
+def test_usable_devices(machine, torch):
     machine(A100.format(n=0), A100.format(n=1), T4.format(n=2))
     found = probe()
     assert found.available and found.remedy is None
@@ -43,27 +43,27 @@ def test_devices_that_can_be_used(machine, torch):
     ]
 
 
-def test_devices_are_numbered_as_workers_see_them(machine, torch, monkeypatch):
+def test_devices_have_the_order_that_workers_see(machine, torch, monkeypatch):
     machine(A100.format(n=0), T4.format(n=1))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     assert [(d.index, d.name) for d in probe().devices] == [(0, "Tesla T4"), (1, "NVIDIA A100-SXM4-80GB")]
 
 
-def test_a_list_that_is_cut_short_is_mentioned(machine, torch, monkeypatch):
+def test_invalid_entries_of_a_device_list_are_reported(machine, torch, monkeypatch):
     machine(A100.format(n=0), A100.format(n=1))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,5")
     found = probe()
     assert found.available and len(found.devices) == 1 and "there is no device 5, of 2" in found.reason
 
 
-def test_memory_that_is_the_hosts_is_not_made_up(machine, torch):
+def test_a_device_that_uses_the_hosts_memory_has_no_memory_size(machine, torch):
     machine(SPARK.format(n=0))
     found = probe()
     assert found.available and found.devices[0].memory_bytes is None
 
 
 @pytest.mark.parametrize(
-    ("lines", "variable", "says", "remedy"),
+    ("lines", "variable", "message", "remedy"),
     [
         ([], None, "finds no device", "nvidia-smi"),
         (["lost"], None, "GPU is lost", "nvidia-smi"),
@@ -73,18 +73,18 @@ def test_memory_that_is_the_hosts_is_not_made_up(machine, torch):
         (["init|18"], None, "mismatch", "Restart the machine"),
     ],
 )
-def test_devices_that_cannot_be_used(machine, torch, monkeypatch, lines, variable, says, remedy):
+def test_unusable_devices(machine, torch, monkeypatch, lines, variable, message, remedy):
     machine(*lines)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     found = probe()
     assert not found.available
-    assert says in found.reason and remedy in found.remedy
+    assert message in found.reason and remedy in found.remedy
     assert found.reason[0].isupper() or found.reason.startswith("NVIDIA")
 
 
 @pytest.mark.parametrize(
-    ("build", "driver", "says", "remedy"),
+    ("build", "driver", "message", "remedy"),
     [
         (None, 13000, "not installed", "pip install torch"),
         (TorchBuild("2.13.0+cpu"), 13000, "2.13.0+cpu was built for the host alone", "build for CUDA"),
@@ -92,15 +92,15 @@ def test_devices_that_cannot_be_used(machine, torch, monkeypatch, lines, variabl
         (CUDA_13, 12080, "CUDA 13.0, the driver supports 12.8 at most", "Update the driver"),
     ],
 )
-def test_a_torch_that_cannot_use_the_driver(machine, torch, build, driver, says, remedy):
+def test_a_torch_that_cannot_use_the_driver(machine, torch, build, driver, message, remedy):
     machine(f"driver|570.10|{driver}", A100.format(n=0))
     torch(build)
     found = probe()
-    assert not found.available and says in found.reason and remedy in found.remedy
-    assert len(found.devices) == 1  # they are there all the same
+    assert not found.available and message in found.reason and remedy in found.remedy
+    assert len(found.devices) == 1  # listed nevertheless
 
 
-def test_a_driver_runs_what_was_built_with_any_cuda_of_its_major_version(machine, torch):
+def test_a_driver_supports_every_cuda_of_its_major_version(machine, torch):
     machine("driver|525.10|12000", A100.format(n=0))
     torch(TorchBuild("2.7.0+cu128", (12, 8)))
     assert probe().available
@@ -124,7 +124,7 @@ def test_what_torch_was_built_for_is_read_from_its_file(text, expected):
     assert torch_build.parse(text) == expected
 
 
-def test_the_torch_of_this_environment_is_found_without_its_import():
+def test_the_installed_torch_is_found_without_importing_it():
     import torch as imported
 
     found = torch_build.find()
@@ -159,7 +159,7 @@ NO_TORCH = "raise AssertionError('a probe has imported torch')\n"
 
 
 def cuda_torch(folder: Path) -> str:
-    """A torch that was built with CUDA 13 as far as its files say, and that cannot be imported."""
+    """A folder with a torch whose files name CUDA 13 and whose import fails."""
     package = folder / "torch"
     package.mkdir()
     (package / "__init__.py").write_text(NO_TORCH)
@@ -187,7 +187,7 @@ def test_importing_probing_and_planning_load_neither_torch_nor_the_driver(tmp_pa
 
 
 def mvllm(arguments: list[str], tmp_path: Path, **variables: str) -> str:
-    """What the command line says where mvllm-cuda is installed."""
+    """Output of the command `mvllm` with mvllm-cuda installed."""
     metadata = write_metadata(tmp_path / "site", "mvllm-cuda", "[mvllm.platforms]\ncuda = mvllm_cuda.plugin\n")
     path = os.pathsep.join([str(metadata), str(SOURCE), *filter(None, sys.path)])
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "MVLLM_"))}
@@ -211,7 +211,7 @@ def test_without_a_driver_the_listing_names_reason_and_remedy(tmp_path):
 
 
 @pytest.mark.skipif(torch_build.find().cuda is not None, reason="torch is a build for CUDA")
-def test_with_a_device_and_a_torch_without_cuda_the_listing_says_which_torch(tmp_path):
+def test_with_a_torch_without_cuda_the_listing_names_the_needed_torch(tmp_path):
     text = mvllm(["platforms", "--platform", "cuda"], tmp_path, **environment(tmp_path, A100.format(n=0)))
     assert "was built for the host alone, not for CUDA" in text
     assert "Install torch's build for CUDA in its place" in text

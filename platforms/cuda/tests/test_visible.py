@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES is resolved as CUDA resolves it."""
+"""CUDA_VISIBLE_DEVICES is resolved with CUDA's rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UUIDS = [uuid_of(line) for line in FOUR]
 
 @pytest.fixture
 def see(machine):
-    """`see(list, *machine)`: what is visible; a list of None is no list."""
+    """`see(list, *machine)`: the visible devices; with None the variable is unset."""
 
     def seen(text, *lines):
         machine(*(lines or FOUR))
@@ -37,16 +37,16 @@ def parents(found):
         (UUIDS[1], [1]),
         (f"{UUIDS[3]},{UUIDS[0]}", [3, 0]),
         ("GPU-bb2", [2]),
-        ("1x,0", [1, 0]),  # digits as far as they go
+        ("1x,0", [1, 0]),  # leading digits
     ],
 )
-def test_lists_that_name_devices(see, text, expected):
+def test_valid_lists(see, text, expected):
     found = see(text)
     assert parents(found) == expected and found.problem is None
 
 
 @pytest.mark.parametrize(
-    ("text", "expected", "says"),
+    ("text", "expected", "message"),
     [
         ("", [], "hides every device"),
         ("  ", [], "hides every device"),
@@ -61,15 +61,15 @@ def test_lists_that_name_devices(see, text, expected):
         ("MIG-dd1", [], "no MIG device"),
     ],
 )
-def test_lists_that_cuda_stops_reading(see, text, expected, says):
+def test_lists_that_cuda_stops_reading(see, text, expected, message):
     found = see(text)
     assert parents(found) == expected
-    assert says in found.problem and found.remedy
-    if expected:  # the entries that are lost are named
+    assert message in found.problem and found.remedy
+    if expected:  # the problem names the ignored entries
         assert repr(text.split(",")[-1].strip()) in found.problem
 
 
-def test_the_remedy_says_what_could_be_listed(see):
+def test_the_remedy_names_the_valid_entries(see):
     assert "0 to 3" in see("9").remedy
     assert "(0)" in see("9", A100.format(n=0)).remedy
 
@@ -81,7 +81,7 @@ INSTANCES = [uuid_of(MIG.format(n=1)), uuid_of(MIG.format(n=2))]
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (None, INSTANCES[0]),  # CUDA shows one instance, and no whole device beside it
+        (None, INSTANCES[0]),  # CUDA shows one instance and no whole device
         ("0", INSTANCES[0]),
         (INSTANCES[1], INSTANCES[1]),
         ("MIG-dd2", INSTANCES[1]),
@@ -89,12 +89,12 @@ INSTANCES = [uuid_of(MIG.format(n=1)), uuid_of(MIG.format(n=2))]
         ("1", uuid_of(PARTITIONED[3])),
     ],
 )
-def test_of_a_partitioned_device_one_instance_is_seen(see, text, expected):
+def test_one_instance_of_a_partitioned_device_is_visible(see, text, expected):
     found = see(text, *PARTITIONED)
     assert [device.uuid for device in found.devices] == [expected] and found.problem is None
 
 
-def test_an_instance_hides_what_else_is_listed(see):
+def test_an_instance_hides_all_other_listed_devices(see):
     found = see(f"{INSTANCES[1]},1", *PARTITIONED)
     assert [device.uuid for device in found.devices] == [INSTANCES[1]]
     assert "alone" in found.problem
@@ -106,7 +106,7 @@ def test_a_partitioned_device_without_instances_cannot_be_used(see):
     assert "no compute instance" in see("0", *empty).problem
 
 
-def test_numbers_mean_devices_that_answer(see):
+def test_numbers_count_only_devices_that_answer(see):
     assert parents(see("1", A100.format(n=0), "lost", A100.format(n=2))) == [2]
 
 
@@ -119,7 +119,7 @@ def test_numbers_mean_devices_that_answer(see):
         (FOUR[:2], "FASTEST_FIRST", False),
     ],
 )
-def test_an_order_by_speed_is_uncertain_among_unlike_devices(machine, lines, order, uncertain):
+def test_an_order_by_speed_is_uncertain_among_different_devices(machine, lines, order, uncertain):
     machine(*lines)
     environ = {} if order is None else {"CUDA_DEVICE_ORDER": order}
     assert visible.order_is_uncertain(read_inventory(), environ) is uncertain

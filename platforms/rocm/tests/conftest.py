@@ -11,7 +11,7 @@ from mvllm_rocm.visible import VARIABLES
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Describes the machine: `machine(device, ...)`, see machines. Nothing hides its devices. Returns its root."""
+    """Sets the machine: `machine(device, ...)`, see machines.py, returns its root. No variable hides its devices."""
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
 

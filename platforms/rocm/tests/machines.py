@@ -14,14 +14,14 @@ class Device:
     """A device of a machine.
 
     Attributes:
-        target: The driver's number of it.
+        target: The driver's number of the target.
         chip, revision: PCI ids.
-        memory, used: Bytes of its own, and of these in use; None where there is no such file.
+        memory, used: Bytes of its own memory, total and in use; None if there is no such file.
         product: Product name of the board.
-        identity: What its UUID is made of; None for one of its own.
-        held: Bytes that processes hold, by their number.
-        opens: Whether there is a file to open it by.
-        hidden: Its properties are not for this process to read.
+        identity: Unique id, from which its UUID is made; None for a default one.
+        held: Bytes that processes hold, by pid.
+        opens: Whether its device file exists.
+        hidden: Whether this process may not read its properties.
     """
 
     target: int = 90402
@@ -45,12 +45,12 @@ HALO = Device(target=110501, chip=0x1586, revision=0xC1, memory=96 * GIB)
 
 
 def uuid_of(n: int) -> str:
-    """The UUID of a machine's n-th device that has none given."""
+    """The default UUID of a machine's n-th device."""
     return f"GPU-{identity_of(n):016x}"
 
 
 def identity_of(n: int) -> int:
-    """What that is made of."""
+    """The default unique id of a machine's n-th device."""
     return 0xAB10 << 48 | n << 32 | 0xC0FFEE
 
 
@@ -71,7 +71,7 @@ def build(root: Path, *devices: Device, version: str | None = "6.12.12", kfd: bo
             "drm_render_minor": minor,
             "unique_id": identity,
         }
-        if device.hidden:  # reading a folder fails as reading such a file does, for the superuser too
+        if device.hidden:  # a folder in place of the file: reading it fails even for root
             (node / "properties").mkdir(parents=True)
         else:
             write(node / "properties", "".join(f"{name} {value}\n" for name, value in facts.items()))
@@ -96,6 +96,6 @@ def build(root: Path, *devices: Device, version: str | None = "6.12.12", kfd: bo
 
 
 def write(path: Path, text: str) -> None:
-    """A file, with the folders above it."""
+    """Writes a file and creates its parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

@@ -44,11 +44,11 @@ def engine_config(dtype="auto", kv_dtype="auto"):
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("auto", "auto"), ("bfloat16", "float8_e4m3fn"), ("float32", "int8")])
-def test_what_it_computes_in_is_accepted(platform, dtype, kv_dtype):
+def test_supported_dtypes_are_accepted(platform, dtype, kv_dtype):
     assert platform.plan(engine_config(dtype, kv_dtype)) == Plan()
 
 
-def test_unsupported_dtypes_are_refused_with_the_supported_ones(platform):
+def test_unsupported_dtypes_are_rejected_with_the_supported_ones(platform):
     answer = platform.plan(engine_config("float64", "float8_e5m2"))
     assert isinstance(answer, Refusals)
     assert [refusal.field for refusal in answer.reasons] == ["model.dtype", "cache.dtype"]
@@ -63,7 +63,7 @@ def test_an_invalid_setting_raises_in_plan(platform, monkeypatch, variable, know
         platform.plan(engine_config())
 
 
-def test_settings_of_the_other_platform_are_not_read(platform, monkeypatch):
+def test_settings_of_the_cuda_platform_are_not_read(platform, monkeypatch):
     monkeypatch.setenv("MVLLM_CUDA_COMPILE", "fast")
     assert platform.plan(engine_config()) == Plan()
 
@@ -97,7 +97,7 @@ def test_devices_without_memory_of_their_own_use_the_hosts(platform, machine, de
         ((), None, ("float8_e4m3fn", False)),
     ],
 )
-def test_float8_has_the_format_that_the_devices_compute_in_and_is_multiplied_if_all_do(
+def test_float8_has_the_devices_format_and_is_multiplied_if_all_devices_do(
     platform, machine, monkeypatch, devices, hip, expected
 ):
     machine(*devices)
@@ -110,7 +110,7 @@ def test_float8_has_the_format_that_the_devices_compute_in_and_is_multiplied_if_
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="torch is a build for ROCm")
-def test_a_worker_with_a_torch_for_the_host_says_which_torch_it_needs(platform):
+def test_the_error_of_a_worker_with_a_cpu_build_of_torch_names_the_needed_build(platform):
     with pytest.raises(PlatformError, match=r"was built without ROCm\. Install torch's build for ROCm"):
         platform.init_device(WorkerContext())
 
@@ -128,11 +128,13 @@ def test_a_worker_without_the_drivers_files_has_no_driver_memory(machine, tmp_pa
     assert runtime.device_at(0) is None
 
 
-@pytest.mark.parametrize(("arch", "taken"), [("gfx942:sramecc+:xnack-", True), ("gfx1100", True), ("gfx1030", False)])
-def test_a_worker_refuses_targets_without_kernels(arch, taken):
+@pytest.mark.parametrize(
+    ("arch", "supported"), [("gfx942:sramecc+:xnack-", True), ("gfx1100", True), ("gfx1030", False)]
+)
+def test_a_worker_rejects_unsupported_targets(arch, supported):
     worker = object.__new__(runtime.RocmRuntime)
     found = worker.refusal(SimpleNamespace(gcnArchName=arch))
-    if taken:
+    if supported:
         assert found is None
     else:
         assert "is a gfx1030, needed is gfx90a" in found and "HIP_VISIBLE_DEVICES" in found
@@ -143,7 +145,7 @@ def test_a_worker_refuses_targets_without_kernels(arch, taken):
 
 @pytest.fixture
 def checks(machine, monkeypatch):
-    """`checks(device, ...)`: what the doctor says, by id without the prefix."""
+    """`checks(device, ...)`: the doctor's checks by their ids without the prefix."""
 
     def examined(*devices, build=ROCM_6):
         machine(*devices)
@@ -153,7 +155,7 @@ def checks(machine, monkeypatch):
     return examined
 
 
-def test_a_sound_machine_has_a_clean_bill(checks):
+def test_all_checks_pass_on_a_working_machine(checks):
     found = checks(MI300X, MI300X)
     assert {check.status for name, check in found.items() if name != "kernels"} == {CheckStatus.OK}
     assert found["driver"].found == "Driver amdgpu, 6.12.12."
@@ -175,18 +177,18 @@ def test_unknown_memory_is_reported_as_unknown(checks):
     assert found.found == "Radeon 8060S uses the host's memory; 192.0 GiB, free ones unknown."
 
 
-def test_devices_that_cannot_be_used_are_named(checks):
+def test_unusable_devices_are_named(checks):
     found = checks(MI300X, RX6800, dataclasses.replace(MI300X, opens=False))
     assert found["targets"].status is CheckStatus.WARNING and "numbers [1]" in found["targets"].found
     assert found["driver"].status is CheckStatus.WARNING and "node 3: /dev/dri/renderD144" in found["driver"].found
 
 
-def test_unlike_devices_are_a_warning(checks):
+def test_different_devices_are_a_warning(checks):
     check = checks(MI300X, MI210)["targets"]
     assert check.status is CheckStatus.WARNING and "gfx942, gfx90a" in check.found
 
 
-def test_lists_that_contradict_each_other_are_a_warning(checks, monkeypatch):
+def test_contradictory_device_lists_are_a_warning(checks, monkeypatch):
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     check = checks(MI300X, MI300X)["devices"]
@@ -194,12 +196,12 @@ def test_lists_that_contradict_each_other_are_a_warning(checks, monkeypatch):
     assert "Unset CUDA_VISIBLE_DEVICES" in check.remedy
 
 
-def test_a_torch_for_something_else_is_broken(checks):
+def test_a_torch_for_other_devices_fails_the_check(checks):
     check = checks(MI300X, build=TorchBuild("2.13.0+cu130", cuda=(13, 0)))["torch"]
     assert check.status is CheckStatus.BROKEN and "build for ROCm" in check.remedy
 
 
-def test_without_a_driver_the_doctor_reports_only_that(tmp_path):
+def test_without_a_driver_the_doctor_runs_only_the_drivers_check(tmp_path):
     [check] = doctor.checks(tmp_path)
     assert check.status is CheckStatus.BROKEN
     assert check.found == "There is no driver for ROCm devices: /sys/class/kfd is not there."
@@ -217,8 +219,8 @@ topology.ROOT = pathlib.Path({root!r})
 """
 
 
-def test_the_clauses_that_need_no_device_hold(tmp_path):
-    """On a machine as the driver's files would show it; the torch that runs the suite passes for one for ROCm."""
+def test_the_clauses_that_need_no_device_pass(tmp_path):
+    """With the files of a machine, and with `torch_build.find` returning a ROCm build."""
     site = write_metadata(tmp_path / "site", "mvllm-rocm", "[mvllm.platforms]\nrocm = mvllm_rocm.plugin\n")
     root = build(tmp_path / "machine", MI300X, MI300X)
     (site / "sitecustomize.py").write_text(OTHER_MACHINE.format(root=str(root)))

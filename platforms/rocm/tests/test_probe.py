@@ -24,7 +24,7 @@ SOURCES = [str(Path(module.__file__).parents[1]) for module in (topology, torch_
 
 @pytest.fixture
 def torch(monkeypatch):
-    """`torch(build)`: the torch that is installed."""
+    """`torch(build)`: sets the installed torch."""
 
     def installed(build):
         monkeypatch.setattr(torch_build, "find", lambda: build)
@@ -33,7 +33,7 @@ def torch(monkeypatch):
     return installed
 
 
-def test_devices_that_can_be_used(machine, torch):
+def test_usable_devices(machine, torch):
     machine(MI300X, MI300X, MI210)
     found = probe()
     assert found.available and found.remedy is None
@@ -41,13 +41,13 @@ def test_devices_that_can_be_used(machine, torch):
     assert [(d.index, d.memory_bytes) for d in found.devices] == [(0, 192 * GIB), (1, 192 * GIB), (2, 64 * GIB)]
 
 
-def test_devices_are_numbered_as_workers_see_them(machine, torch, monkeypatch):
+def test_devices_have_the_order_that_workers_see(machine, torch, monkeypatch):
     machine(MI300X, MI210)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1,0")
     assert [d.name for d in probe().devices] == ["AMD Instinct MI210 (gfx90a)", "AMD Instinct MI300X (gfx942)"]
 
 
-def test_lists_that_contradict_each_other_are_mentioned(machine, torch, monkeypatch):
+def test_contradictory_device_lists_are_reported(machine, torch, monkeypatch):
     machine(MI300X, MI300X)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -55,19 +55,19 @@ def test_lists_that_contradict_each_other_are_mentioned(machine, torch, monkeypa
     assert found.available and len(found.devices) == 1 and "HIP reads HIP_VISIBLE_DEVICES alone" in found.reason
 
 
-def test_memory_that_is_the_hosts_is_not_made_up(machine, torch):
+def test_a_device_that_uses_the_hosts_memory_has_no_memory_size(machine, torch):
     machine(HALO)
     found = probe()
     assert found.available and found.devices[0].memory_bytes is None
     assert found.devices[0].name == "Radeon 8060S (gfx1151)"
 
 
-def test_a_machine_can_be_given_by_its_root(tmp_path, torch):
+def test_the_root_folder_selects_the_machine(tmp_path, torch):
     assert probe(build(tmp_path, MI300X)).available
 
 
 @pytest.mark.parametrize(
-    ("devices", "lists", "says", "remedy"),
+    ("devices", "lists", "message", "remedy"),
     [
         ([], {}, "The driver finds no device", "rocminfo"),
         ([dataclasses.replace(MI300X, opens=False)], {}, "/dev/dri/renderD128 is not there", "--device=/dev/dri"),
@@ -77,29 +77,29 @@ def test_a_machine_can_be_given_by_its_root(tmp_path, torch):
         ([RX6800], {}, "AMD gfx1030 is a gfx1030, needed is gfx90a", "Use a newer device"),
     ],
 )
-def test_devices_that_cannot_be_used(machine, torch, monkeypatch, devices, lists, says, remedy):
+def test_unusable_devices(machine, torch, monkeypatch, devices, lists, message, remedy):
     machine(*devices)
     for name, text in lists.items():
         monkeypatch.setenv(name, text)
     found = probe()
     assert not found.available
-    assert says in found.reason and remedy in found.remedy
+    assert message in found.reason and remedy in found.remedy
 
 
 @pytest.mark.parametrize(
-    ("build", "says", "remedy"),
+    ("build", "message", "remedy"),
     [
         (None, "not installed", "Install its build for ROCm"),
         (TorchBuild("2.13.0+cpu"), "2.13.0+cpu was built for the host alone, not for ROCm", "build for ROCm"),
         (TorchBuild("2.13.0+cu130", cuda=(13, 0)), "was built for CUDA, not for ROCm", "reinstall mvllm-rocm"),
     ],
 )
-def test_a_torch_that_cannot_use_the_devices(machine, torch, build, says, remedy):
+def test_a_torch_that_cannot_use_the_devices(machine, torch, build, message, remedy):
     machine(MI300X)
     torch(build)
     found = probe()
-    assert not found.available and says in found.reason and remedy in found.remedy
-    assert len(found.devices) == 1  # they are there all the same
+    assert not found.available and message in found.reason and remedy in found.remedy
+    assert len(found.devices) == 1  # listed nevertheless
 
 
 # ----------------------------------------------------------------------------------------------- in a fresh process
@@ -128,7 +128,7 @@ NO_TORCH = "raise AssertionError('a probe has imported torch')\n"
 
 
 def rocm_torch(folder: Path) -> str:
-    """A torch that was built for ROCm as far as its files say, and that cannot be imported."""
+    """A folder with a torch whose files name ROCm and whose import fails."""
     package = folder / "torch"
     package.mkdir()
     (package / "__init__.py").write_text(NO_TORCH)
@@ -139,7 +139,7 @@ def rocm_torch(folder: Path) -> str:
 
 
 def environment(path: list[str]) -> dict[str, str]:
-    """The variables of a program that hides no device."""
+    """Environment variables of a process that sees all devices."""
     kept = {name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name}
     return {**kept, "PYTHONPATH": os.pathsep.join([*path, *filter(None, sys.path)])}
 
@@ -158,7 +158,7 @@ def test_importing_probing_and_planning_load_neither_torch_nor_hip_and_open_no_d
 
 
 def mvllm(arguments: list[str], tmp_path: Path, root: Path) -> str:
-    """What the command line says where mvllm-rocm is installed, on a machine with these files."""
+    """Output of the command `mvllm` with mvllm-rocm installed, on a machine with these files."""
     site = write_metadata(tmp_path / "site", "mvllm-rocm", "[mvllm.platforms]\nrocm = mvllm_rocm.plugin\n")
     (site / "sitecustomize.py").write_text(
         f"import pathlib, mvllm_rocm.topology as t\nt.ROOT = pathlib.Path({str(root)!r})\n"
@@ -182,6 +182,6 @@ def test_without_a_driver_the_listing_names_reason_and_remedy(tmp_path):
 
 
 @pytest.mark.skipif(torch_build.find().hip is not None, reason="torch is a build for ROCm")
-def test_with_a_device_and_a_torch_without_rocm_the_listing_says_which_torch(tmp_path):
+def test_with_a_torch_without_rocm_the_listing_names_the_needed_torch(tmp_path):
     text = mvllm(["platforms", "--platform", "rocm"], tmp_path, build(tmp_path / "machine", MI300X))
     assert "not for ROCm" in text and "Install torch's build for ROCm in its place" in text

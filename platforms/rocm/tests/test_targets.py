@@ -25,12 +25,12 @@ def test_the_drivers_numbers_have_names(version, name):
 
 
 @pytest.mark.parametrize("name", ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201"])
-def test_targets_with_matrix_units_for_bfloat16_are_taken(name):
+def test_targets_with_matrix_units_for_bfloat16_are_supported(name):
     assert targets.is_supported(name)
 
 
 @pytest.mark.parametrize("name", ["gfx803", "gfx906", "gfx908", "gfx90c", "gfx1010", "gfx1030", "gfx000", "sm_90", ""])
-def test_others_are_not(name):
+def test_other_targets_are_not_supported(name):
     assert not targets.is_supported(name)
 
 
@@ -39,7 +39,7 @@ def test_others_are_not(name):
     [("gfx942", "float8_e4m3fnuz"), ("gfx940", "float8_e4m3fnuz")]
     + [(name, "float8_e4m3fn") for name in ("gfx90a", "gfx950", "gfx1100", "gfx1201")],
 )
-def test_each_target_has_its_float8(name, format_):
+def test_each_target_has_a_float8_format(name, format_):
     assert targets.float8(name) == format_
 
 
@@ -56,6 +56,6 @@ def test_an_invalid_target_name_raises():
         targets.parts("sm_90")
 
 
-def test_parts_of_processors_use_the_hosts_memory():
+def test_integrated_devices_use_the_hosts_memory():
     assert targets.is_integrated("gfx1151", 0x1586) and targets.is_integrated("gfx942", 0x74A0)
     assert not targets.is_integrated("gfx942", 0x74A1) and not targets.is_integrated("gfx1100", 0x744C)

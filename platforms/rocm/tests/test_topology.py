@@ -14,7 +14,7 @@ from mvllm_rocm.topology import read_inventory
 from mvllm_torch_gpu.device_discovery import TopologyError
 
 
-def test_devices_come_with_all_that_is_read_of_them(machine):
+def test_devices_have_all_their_properties(machine):
     machine(dataclasses.replace(MI300X, used=5 * GIB), MI210)
     found = read_inventory()
     assert (found.driver_version, found.failures) == ("6.12.12", ())
@@ -24,7 +24,7 @@ def test_devices_come_with_all_that_is_read_of_them(machine):
     assert (second.index, second.name, second.target, second.uuid) == (1, "AMD Instinct MI210", "gfx90a", uuid_of(1))
 
 
-def test_names_are_the_boards_then_the_lists_then_the_targets(machine):
+def test_names_come_from_the_board_then_the_list_then_the_target(machine):
     machine(MI355X, MI300X, RX6800)
     assert [device.name for device in read_inventory().devices] == [
         "AMD Instinct MI355X OAM",
@@ -46,7 +46,7 @@ def test_a_device_that_uses_the_hosts_memory_reports_none(machine, device):
     assert SysfsDriverMemory(found).free() is None
 
 
-def test_a_partition_without_figures_of_its_own_has_memory_and_nothing_known_to_be_free(machine):
+def test_a_partition_without_memory_files_has_unknown_free_memory(machine):
     machine(dataclasses.replace(MI300X, memory=24 * GIB, used=None))
     [found] = read_inventory().devices
     assert (found.memory_bytes, found.free_bytes) == (24 * GIB, None)
@@ -62,7 +62,7 @@ def test_the_kernels_own_driver_has_no_version(machine):
     assert read_inventory().driver_version is None
 
 
-def test_devices_that_cannot_be_opened_do_not_count(machine):
+def test_devices_that_cannot_be_opened_are_failures(machine):
     closed, hidden = dataclasses.replace(MI300X, opens=False), dataclasses.replace(MI300X, hidden=True)
     machine(MI300X, closed, hidden, MI300X)
     found = read_inventory()
@@ -79,7 +79,7 @@ def test_a_machine_without_the_driver_is_an_error_with_a_remedy(tmp_path):
     assert "modprobe amdgpu" in raised.value.remedy and "--platform" in raised.value.remedy
 
 
-def test_a_container_that_was_not_given_the_driver_says_how(machine):
+def test_in_a_container_without_device_files_the_remedy_names_the_options(machine):
     machine(MI300X, kfd=False)
     with pytest.raises(TopologyError, match="/dev/kfd is not there") as raised:
         read_inventory()
@@ -97,7 +97,7 @@ def test_a_user_without_permission_gets_the_groups_as_remedy(machine, monkeypatc
     assert read_inventory().failures == ("node 1: this user may not open /dev/dri/renderD128",)
 
 
-def test_a_driver_without_devices_is_no_error(machine):
+def test_a_driver_without_devices_is_not_an_error(machine):
     machine(kfd=False)
     assert read_inventory().devices == ()
 
@@ -112,7 +112,7 @@ def test_free_bytes_are_current_and_exclude_other_processes(machine):
     assert device.free_bytes == 192 * GIB and SysfsDriverMemory(device).free() == 92 * GIB
 
 
-def test_what_a_process_holds_is_known_by_device(machine, monkeypatch):
+def test_memory_of_a_process_is_known_by_device(machine, monkeypatch):
     held = ((os.getpid(), 3 * GIB), (1, 7 * GIB))
     machine(MI210, dataclasses.replace(MI300X, held=held))
     other, device = read_inventory().devices
@@ -122,7 +122,7 @@ def test_what_a_process_holds_is_known_by_device(machine, monkeypatch):
     assert topology.bytes_of_process(device, 1) == 7 * GIB
 
 
-def test_in_a_container_another_process_may_have_our_number(machine, monkeypatch):
+def test_in_a_container_the_drivers_value_for_our_pid_is_ignored(machine, monkeypatch):
     machine(dataclasses.replace(MI300X, held=((os.getpid(), 3 * GIB),)))
     [device] = read_inventory().devices
     monkeypatch.setattr("mvllm_rocm.driver_memory.driver_shares_pid_namespace", lambda: False)
@@ -133,5 +133,5 @@ def test_the_pid_namespace_decides_whether_the_drivers_pids_apply(tmp_path):
     assert driver_shares_pid_namespace(tmp_path) is False and driver_shares_pid_namespace(tmp_path / "absent") is False
 
 
-def test_of_a_device_that_is_not_known_nothing_is_made_up():
+def test_memory_of_an_unknown_device_is_unknown():
     assert SysfsDriverMemory(None).free() is None and SysfsDriverMemory(None).held_by_this_process() is None

@@ -1,4 +1,4 @@
-"""ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES are resolved as ROCm, HIP and torch do."""
+"""ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES are resolved like by ROCm, HIP and torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UUIDS = [uuid_of(n) for n in range(4)]
 
 @pytest.fixture
 def see(machine):
-    """`see(rocr=..., hip=..., cuda=...)`: what is visible of four devices; None is no list."""
+    """`see(rocr=..., hip=..., cuda=...)`: the visible ones of four devices; None leaves a variable unset."""
 
     def seen(*, rocr=None, hip=None, cuda=None, devices=(MI300X,) * 4):
         machine(*devices)
@@ -44,19 +44,19 @@ def numbers(found):
         ({"hip": UUIDS[3]}, [3]),
         ({"cuda": "2,0"}, [2, 0]),
         ({"hip": "1,2", "cuda": "1,2"}, [1, 2]),
-        ({"rocr": "3,1", "hip": "1"}, [1]),  # HIP counts what the other has left
+        ({"rocr": "3,1", "hip": "1"}, [1]),  # HIP numbers the devices that ROCR selects
         ({"rocr": "3,1", "hip": UUIDS[3]}, [3]),
         ({"rocr": "3,1", "cuda": "1,0"}, [1, 3]),
     ],
     ids=str,
 )
-def test_lists_that_name_devices(see, lists, expected):
+def test_valid_lists(see, lists, expected):
     found = see(**lists)
     assert numbers(found) == expected and found.problem is None and found.remedy is None
 
 
 @pytest.mark.parametrize(
-    ("lists", "expected", "says"),
+    ("lists", "expected", "message"),
     [
         ({"rocr": ""}, [], "ROCR_VISIBLE_DEVICES='' hides every device"),
         ({"rocr": "0,7,1"}, [0], "there is no device 7, of 4; ROCm's runtime stops there and does not show '7', '1'"),
@@ -76,48 +76,48 @@ def test_lists_that_name_devices(see, lists, expected):
     ],
     ids=str,
 )
-def test_lists_that_are_cut_short(see, lists, expected, says):
+def test_lists_that_are_cut_short(see, lists, expected, message):
     found = see(**lists)
     assert numbers(found) == expected
-    assert says in found.problem and found.remedy
+    assert message in found.problem and found.remedy
 
 
 @pytest.mark.parametrize(
-    ("lists", "expected", "says"),
+    ("lists", "expected", "message"),
     [
-        # HIP's own list wins over the other.
+        # HIP_VISIBLE_DEVICES has priority over CUDA_VISIBLE_DEVICES.
         ({"hip": "1", "cuda": "0,2"}, [1], "HIP reads HIP_VISIBLE_DEVICES alone, and not CUDA_VISIBLE_DEVICES"),
-        # An empty list is none to HIP, and hides everything from torch.
+        # HIP ignores an empty list; torch then counts no device.
         ({"hip": ""}, [], "HIP_VISIBLE_DEVICES='' hides every device from torch"),
         ({"cuda": ""}, [], "CUDA_VISIBLE_DEVICES='' hides every device from torch"),
         ({"hip": "", "cuda": "1"}, [], "HIP_VISIBLE_DEVICES='' hides every device from torch"),
-        # Torch counts no device where one is named twice, and fails where there are more names than devices left.
+        # Torch counts no device if one is listed twice, and fails if the HIP list is longer than the ROCR list.
         ({"hip": "1,1"}, [], "names a device twice: torch then counts none"),
         ({"cuda": "0,1,0"}, [], "names a device twice"),
         ({"rocr": "2", "hip": "0,1"}, [], "torch rejects a list for HIP that is longer"),
-        # Torch does not read the third list where the first is set, HIP does.
+        # HIP reads CUDA_VISIBLE_DEVICES even if ROCR_VISIBLE_DEVICES is set, torch does not.
         ({"rocr": "2,3", "cuda": "1"}, [3], "torch counts the entries of ROCR_VISIBLE_DEVICES, HIP shows 1"),
     ],
     ids=str,
 )
-def test_lists_that_contradict_each_other(see, lists, expected, says):
+def test_contradictory_lists(see, lists, expected, message):
     found = see(**lists)
     assert numbers(found) == expected
-    assert says in found.problem and found.remedy
+    assert message in found.problem and found.remedy
 
 
-def test_the_remedy_says_what_could_be_listed(see):
+def test_the_remedy_names_the_valid_entries(see):
     assert "(0 to 3)" in see(hip="9").remedy and "(0)" in see(rocr="9", devices=(MI300X,)).remedy
     assert "(0 to 1)" in see(rocr="2,3", hip="2").remedy, "what the first list has left"
 
 
-def test_devices_without_identity_are_named_by_number_alone(see):
+def test_devices_without_a_uuid_are_listed_by_number(see):
     nameless = (dataclasses.replace(MI300X, identity=0),) * 2
     assert numbers(see(hip="1", devices=nameless)) == [1]
     assert numbers(see(rocr="GPU-0000", devices=nameless)) == []
 
 
-def test_numbers_mean_devices_that_can_be_opened(see):
+def test_numbers_count_only_devices_that_can_be_opened(see):
     closed = dataclasses.replace(MI300X, opens=False)
     found = see(hip="1", devices=(MI300X, closed, MI300X))
     assert [device.uuid for device in found.devices] == [uuid_of(2)]

@@ -1,6 +1,6 @@
 """Replacements of flash_attn and flashinfer with their documented signatures and rules, computed as dense attention.
 
-Each call is checked as the packages' own pages have it, and noted in `calls`.
+Each call is checked against the packages' documentation and recorded in `calls`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FLASH_ATTN, FLASHINFER = "flash_attn", "flashinfer"
 
 
 def _attend(q, k, v, scale, window_left, soft_cap):
-    """One request: q [n, heads, size], k and v [m, kv_heads, size], of which the last n keys are the queries' own."""
+    """Attention of one request: q [n, heads, size], k and v [m, kv_heads, size]. The last n keys are of q's tokens."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
@@ -41,7 +41,7 @@ def _check_flash(q, k, v, block_table, *int32):
 
 
 def make_flash_attn(calls: list[str], *, soft_cap: bool = True) -> types.ModuleType:
-    """The package; without `soft_cap` an old one, whose functions have no such parameter."""
+    """The package; without `soft_cap` an old version, whose functions lack that parameter."""
 
     def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
@@ -52,7 +52,7 @@ def make_flash_attn(calls: list[str], *, soft_cap: bool = True) -> types.ModuleT
         _check_flash(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k)
         starts, key_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
         assert causal and window_size[1] == (-1 if window_size[0] == -1 else 0)
-        out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)  # unrequested output is undefined
+        out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)  # rows without a query are undefined
         for r, (a, b) in enumerate(itertools.pairwise(starts)):
             length = key_starts[r + 1] - key_starts[r]
             assert b - a <= max_seqlen_q and length <= max_seqlen_k

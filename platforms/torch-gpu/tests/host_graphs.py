@@ -1,7 +1,7 @@
 """Graphs of torch operations on the host, with the rules of CUDA graphs.
 
-A replay runs the recorded operations again on the tensors that they had, so whatever the step's Python read while it
-was captured stays as it was. Capturing leaves no results: they are spoilt until the first replay.
+A replay runs the recorded operations again on the same tensors; values that the step's Python code read during the
+capture stay constant. A capture computes no results: they are overwritten with NaN until the first replay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.helpers.host_sync import ForbidHostReads, ForbidSynchronizingOps
 
 @dataclass
 class _Call:
-    """An operation that was captured."""
+    """A captured operation."""
 
     function: Any
     args: tuple[Any, ...]
@@ -34,7 +34,7 @@ class _Call:
 
     @property
     def computes(self) -> bool:
-        """Whether it is more than another look at tensors that were there."""
+        """Whether it computes something; False if it returns only views of its arguments."""
         there = {_storage(tensor) for tensor in _tensors((self.args, self.kwargs))}
         return self.works_in_place or not all(_storage(result) in there for result in self.results)
 
@@ -46,7 +46,7 @@ class _Call:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes operations down."""
+    """Records operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,13 +59,14 @@ class _Recorder(TorchDispatchMode):
 
 
 class HostGraphs:
-    """What `DecodeGraphBackend` captures with, on the host.
+    """GraphCapturer for `DecodeGraphBackend` on the host.
 
     Args:
-        refuses: What a forbid_synchronization (or a capture) says instead of working.
+        refuses: Text of the error that forbid_synchronization raises; None for no error.
+        refuses_capture: Error that capture raises; None for no error.
 
     Attributes:
-        captures, replays: How many there were.
+        captures, replays: Number of captures and of replays.
     """
 
     def __init__(self, *, refuses: str | None = None, refuses_capture: BaseException | None = None) -> None:
@@ -75,7 +76,7 @@ class HostGraphs:
 
     @contextmanager
     def forbid_synchronization(self) -> Iterator[None]:
-        """Fails on what would make the host wait for the device."""
+        """Fails on operations that would make the host wait for the device."""
         with ForbidSynchronizingOps(), ForbidHostReads(lambda tensor: False):
             yield
         if self._refuses is not None:

@@ -1,4 +1,4 @@
-"""The attention backend against exact attention, its kernels on Triton's interpreter; the tables that graphs read."""
+"""The attention backend against exact attention, with its kernels on Triton's interpreter; input buffers of graphs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mvllm.plugin_api import WorkerContext
 from mvllm.testing.attention_cases import CacheHarness, expected, make_case, make_layout, make_spec, run, tolerance
 from mvllm_cpu.runtime import CPURuntime
 
-# Skips where there is no Triton; the kernels come after it.
+# Skips without Triton. The kernels are imported after it.
 importlib.import_module("platforms.torch-gpu.tests.interpreted")
 
 from mvllm_torch_gpu.attention import BLOCK_SIZES, TritonAttention  # noqa: E402
 from mvllm_torch_gpu.platform import TorchGpuPlatform  # noqa: E402
 from mvllm_torch_gpu.settings import Settings  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")  # of the interpreter, about poison
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")  # of the interpreter, about the NaN filling
 
 MIXED = [(0, 3), (17, 1), (16, 2)]
 LATENT = {"num_heads": 4, "num_kv_heads": 1, "head_size": 48, "value_head_size": 32, "values_in_keys": True}
@@ -30,7 +30,7 @@ runtime = functools.cache(lambda: CPURuntime(WorkerContext()))
 
 
 class SomePlatform(TorchGpuPlatform):
-    """One whose devices compute in another float8."""
+    """A platform whose devices compute in the other float8 format."""
 
     title, package, float8 = "Some", "mvllm-some", "float8_e4m3fnuz"
     settings = Settings("MVLLM_SOME", "some")
@@ -52,11 +52,11 @@ class SomePlatform(TorchGpuPlatform):
     ],
     ids=str,
 )
-def test_every_kind_of_layer_gives_exact_attention(fields):
+def test_attention_is_exact_for_every_kind_of_layer(fields):
     spec = make_spec(**{"head_size": 16, **fields})
     assert TritonAttention.validate(spec) == []
     case = make_case(spec, MIXED, block_size=16, padding=3, padding_requests=2)
-    poison = float("nan") if spec.kv_dtype == spec.dtype else None  # filling a cache of 8 bits takes seconds here
+    poison = float("nan") if spec.kv_dtype == spec.dtype else None  # filling an 8-bit cache takes seconds
     found = run(TritonAttention(spec), runtime(), case, poison=poison, move_blocks=True)
     real = case.num_real_tokens
     assert found.dtype == case.query.dtype and found.shape == (real + 3, spec.num_heads * spec.value_size)
@@ -66,41 +66,41 @@ def test_every_kind_of_layer_gives_exact_attention(fields):
 
 @pytest.mark.parametrize("fields", [{}, LATENT], ids=["heads", "latents"])
 def test_a_platform_chooses_the_format_of_float8(fields):
-    """What is read is as near to what was written; the codes are those of the format."""
+    """Results have the same tolerance, and the stored codes are those of the platform's format."""
     spec = make_spec(**{"head_size": 16, **fields}, kv_dtype="float8_e4m3fn")
     case = make_case(spec, [(0, 3), (2, 1)], block_size=16)
     backend = SomePlatform().attention_backend(spec)
     found = run(backend, runtime(), case)
     assert (found.double() - expected(case)).abs().max() <= tolerance(spec.dtype, spec.kv_dtype)
-    bench = CacheHarness(backend, runtime(), 1, 16)
-    plan = bench.begin_step(make_layout([(0, 1)], np.array([[0]], dtype=np.int32), 16))
+    harness = CacheHarness(backend, runtime(), 1, 16)
+    plan = harness.begin_step(make_layout([(0, 1)], np.array([[0]], dtype=np.int32), 16))
     key = torch.ones(1, spec.num_kv_heads, spec.head_size)
-    backend.write_kv(bench.kv, key, key[..., : spec.value_size], plan)
-    stored, scales = bench.kv[0][0, 0], bench.kv[len(bench.kv) // 2][0, 0]
+    backend.write_kv(harness.kv, key, key[..., : spec.value_size], plan)
+    stored, scales = harness.kv[0][0, 0], harness.kv[len(harness.kv) // 2][0, 0]
     assert torch.equal(stored.view(torch.float8_e4m3fnuz).float() * scales[:, None], key[0])
     assert not torch.equal(stored.view(torch.float8_e4m3fn).float() * scales[:, None], key[0])
 
 
-def test_the_tables_of_a_graph_give_what_the_steps_own_give():
+def test_graph_buffers_give_the_same_result_as_the_steps_own_tables():
     spec = make_spec(head_size=16)
     backend = TritonAttention(spec)
     case = make_case(spec, [(37, 1), (15, 1), (0, 1)], block_size=16, padding=1, padding_requests=1)
-    bench = CacheHarness(backend, runtime(), case.num_blocks, 16)
-    bench.fill(0.5)
-    plan = bench.begin_step(case.layout)
+    harness = CacheHarness(backend, runtime(), case.num_blocks, 16)
+    harness.fill(0.5)
+    plan = harness.begin_step(case.layout)
     assert plan.is_decode(4)
-    room = plan.static_buffers(torch.empty(4, 64, dtype=torch.int32))
-    assert room.max_seq_len == 64 * 16 and room.block_table.shape == (4, 64)
-    room.block_table.fill_(10**6)  # what an earlier step has left beyond this one's tables is not followed
-    for part, given in room.parts_to_fill(plan):
+    buffers = plan.static_buffers(torch.empty(4, 64, dtype=torch.int32))
+    assert buffers.max_seq_len == 64 * 16 and buffers.block_table.shape == (4, 64)
+    buffers.block_table.fill_(10**6)  # entries of an earlier step after this step's tables are not read
+    for part, given in buffers.parts_to_fill(plan):
         part.copy_(given)
     queries = torch.cat([case.query, case.query[:1]])[:4]
-    assert torch.equal(backend.forward(queries, bench.kv, plan), backend.forward(queries, bench.kv, room))
+    assert torch.equal(backend.forward(queries, harness.kv, plan), backend.forward(queries, harness.kv, buffers))
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("latent", [False, True])
-def test_a_cache_takes_the_bytes_that_its_layout_says(kv_dtype, latent):
+def test_a_cache_has_the_size_of_its_layout(kv_dtype, latent):
     spec = make_spec(kv_dtype=kv_dtype, **(LATENT if latent else {"head_size": 32, "value_head_size": 16}))
     layout = TritonAttention(spec).kv_layout()
     assert layout.block_sizes == BLOCK_SIZES
@@ -118,7 +118,7 @@ def test_a_cache_takes_the_bytes_that_its_layout_says(kv_dtype, latent):
         ({"num_heads": 3, "num_kv_heads": 2}, "do not divide"),
     ],
 )
-def test_what_is_not_supported_is_refused_with_the_reason(fields, reason):
+def test_unsupported_layers_are_rejected_with_the_reason(fields, reason):
     assert any(reason in problem for problem in TritonAttention.validate(make_spec(**fields)))
 
 

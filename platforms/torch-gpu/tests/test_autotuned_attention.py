@@ -1,6 +1,6 @@
 """Installed attention libraries: which layers they support, and when they are chosen.
 
-The libraries are stand-ins, and in place of the Triton kernels there are functions of torch operations.
+The libraries are fakes, and functions of torch operations replace the Triton kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mvllm.plugin_api import ConfigError, PlatformError, WorkerContext
 from mvllm.testing.attention_cases import expected, make_case, make_spec, run, tolerance
 from mvllm_cpu.runtime import CPURuntime
 
-importlib.import_module("platforms.torch-gpu.tests.interpreted")  # skips where there is no Triton
+importlib.import_module("platforms.torch-gpu.tests.interpreted")  # skips without Triton
 
 import mvllm_torch_gpu.attention  # noqa: E402
 from mvllm_torch_gpu import attention_libraries  # noqa: E402
@@ -25,7 +25,7 @@ from mvllm_torch_gpu.autotuned_attention import TRITON, AutotunedAttention, devi
 from mvllm_torch_gpu.platform import TorchGpuPlatform  # noqa: E402
 from mvllm_torch_gpu.settings import Settings  # noqa: E402
 
-stand_ins = importlib.import_module("platforms.torch-gpu.tests.fake_attention_libraries")
+fakes = importlib.import_module("platforms.torch-gpu.tests.fake_attention_libraries")
 KERNELS = importlib.import_module("platforms.cuda.tests.hosted_platform").KERNELS
 
 MIXED, DECODES = [(0, 3), (17, 1), (300, 40)], [(16, 1), (0, 1), (299, 1)]
@@ -39,13 +39,13 @@ class SomePlatform(TorchGpuPlatform):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Both libraries are there; what is called of them."""
-    noted: list[str] = []
+    """Installs fakes of both libraries; the list of their called functions."""
+    called: list[str] = []
     for name, function in KERNELS.items():
-        monkeypatch.setattr(mvllm_torch_gpu.attention, name, _noting(function, noted))
-    _install(monkeypatch, stand_ins.make_flash_attn(noted), stand_ins.make_flashinfer(noted))
+        monkeypatch.setattr(mvllm_torch_gpu.attention, name, _recording(function, called))
+    _install(monkeypatch, fakes.make_flash_attn(called), fakes.make_flashinfer(called))
     monkeypatch.setattr(attention_libraries, "WORKSPACE_BYTES", 16)
-    return noted
+    return called
 
 
 def _install(monkeypatch, *modules):
@@ -54,17 +54,17 @@ def _install(monkeypatch, *modules):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def _noting(function, noted):
+def _recording(function, called):
     def call(*args, **options):
         if function.__name__ != "write_kv":
-            noted.append(TRITON)
+            called.append(TRITON)
         return function(*args, **options)
 
     return call
 
 
 def clock_preferring(*names):
-    """Times by what is called: the earlier among names, the faster."""
+    """A clock by which implementations are faster the earlier they appear in `names`."""
 
     def clock(way):
         library = way.args[0] if way.args else None
@@ -94,7 +94,7 @@ EVENLY = {"padding": 2, "padding_requests": 2}
 
 
 @pytest.mark.parametrize("fields", [{}, {"sliding_window": 9}, {"soft_cap": 20.0}, {"dtype": "float16"}], ids=str)
-def test_each_library_gives_exact_attention(fields, calls):
+def test_attention_of_each_library_is_exact(fields, calls):
     spec = make_spec(**{"dtype": "bfloat16", **fields})
     flash = chosen(spec, clock_preferring("flash_attn"), "flash_attn")
     check(flash, MIXED, block_size=256, **PADDING)
@@ -104,7 +104,7 @@ def test_each_library_gives_exact_attention(fields, calls):
     assert calls[-2:] == ["plan", "run"] and TRITON not in calls
 
 
-def test_steps_that_a_library_does_not_take_go_to_the_kernels(calls):
+def test_steps_that_a_library_does_not_support_use_the_kernels(calls):
     spec = make_spec(dtype="bfloat16")
     check(chosen(spec, clock_preferring("flash_attn"), "flash_attn"), MIXED, block_size=16)
     assert set(calls) == {TRITON}, "blocks of 16"
@@ -113,26 +113,26 @@ def test_steps_that_a_library_does_not_take_go_to_the_kernels(calls):
     assert calls[-1] == TRITON, "a step that a graph may replay"
 
 
-def test_the_fastest_is_chosen_once_for_each_kind_of_step(calls):
-    spec, asked = make_spec(dtype="bfloat16"), []
+def test_the_fastest_implementation_is_chosen_once_for_each_kind_of_step(calls):
+    spec, timed = make_spec(dtype="bfloat16"), []
 
     def clock(way):
-        asked.append(way)
+        timed.append(way)
         way()
         return clock_preferring("flashinfer", "flash_attn")(way)
 
     backend = chosen(spec, clock)
     check(backend, MIXED, block_size=256)
-    assert len(asked) == 3 and calls[-1] == "run"
+    assert len(timed) == 3 and calls[-1] == "run"
     calls.clear()
     check(backend, MIXED, block_size=256)
-    assert len(asked) == 3 and calls[-2:] == ["plan", "run"] and TRITON not in calls
+    assert len(timed) == 3 and calls[-2:] == ["plan", "run"] and TRITON not in calls
     calls.clear()
     check(backend, DECODES, block_size=256, **EVENLY)
-    assert len(asked) == 5 and calls[-1] == "kvcache", "no plan for a decode: two ways"
+    assert len(timed) == 5 and calls[-1] == "kvcache", "no plan for a decode: two ways"
 
 
-def test_a_library_that_fails_is_left_out_and_one_that_cannot_be_timed_waits(calls):
+def test_a_failing_library_is_dropped_and_one_that_cannot_be_timed_is_kept(calls):
     spec = make_spec(dtype="bfloat16")
 
     def failing(way):
@@ -174,8 +174,8 @@ def test_layers_that_no_library_supports_use_the_triton_kernels(fields, reason, 
     assert type(SomePlatform().attention_backend(spec)) is TritonAttention
 
 
-def test_an_old_library_is_taken_for_what_it_can(calls, monkeypatch):
-    _install(monkeypatch, stand_ins.make_flash_attn(calls, soft_cap=False))
+def test_an_old_library_is_used_for_the_layers_it_supports(calls, monkeypatch):
+    _install(monkeypatch, fakes.make_flash_attn(calls, soft_cap=False))
     names = ("flash_attn",)
     assert attention_libraries.libraries_for(make_spec(dtype="float16"), names)[0]
     found, [reason] = attention_libraries.libraries_for(make_spec(dtype="float16", soft_cap=30.0), names)
@@ -186,7 +186,7 @@ def test_an_old_library_is_taken_for_what_it_can(calls, monkeypatch):
     ("value", "libraries", "first_block"),
     [(None, {"flash_attn", "flashinfer"}, 16), ("flashinfer", {"flashinfer"}, 16), ("flash_attn", {"flash_attn"}, 256)],
 )
-def test_users_may_name_one(value, libraries, first_block, calls, monkeypatch):
+def test_users_can_select_a_library(value, libraries, first_block, calls, monkeypatch):
     if value is not None:
         monkeypatch.setenv(VARIABLE, value)
     backend = SomePlatform().attention_backend(make_spec(dtype="bfloat16"))
@@ -198,7 +198,7 @@ def test_users_may_name_one(value, libraries, first_block, calls, monkeypatch):
         assert set(calls) & {"varlen", "run"} and TRITON not in calls, "without a look at the time"
 
 
-def test_the_kernels_may_be_named_and_other_names_mean_nothing(calls, monkeypatch):
+def test_users_can_select_the_kernels_and_unknown_names_raise(calls, monkeypatch):
     monkeypatch.setenv(VARIABLE, TRITON)
     assert type(SomePlatform().attention_backend(make_spec(dtype="bfloat16"))) is TritonAttention
     monkeypatch.setenv(VARIABLE, "xformers")
@@ -206,7 +206,7 @@ def test_the_kernels_may_be_named_and_other_names_mean_nothing(calls, monkeypatc
         SomePlatform.settings.attention()
 
 
-def test_a_named_library_that_cannot_be_imported_is_an_error(calls, monkeypatch):
+def test_a_selected_library_that_cannot_be_imported_is_an_error(calls, monkeypatch):
     monkeypatch.setenv(VARIABLE, "flash_attn")
     with pytest.raises(PlatformError, match=rf"{VARIABLE}=flash_attn: flash_attn has no sinks.*Unset {VARIABLE}"):
         SomePlatform().attention_backend(make_spec(dtype="bfloat16", sinks=True))

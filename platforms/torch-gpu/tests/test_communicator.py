@@ -1,4 +1,4 @@
-"""Communicators over gloo in place of NCCL: direct sums are used only if all ranks agree."""
+"""Communicators over gloo instead of NCCL: the small all-reduce is used only if it is correct on all ranks."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ HOST = torch.device("cpu")
 
 
 def free_address() -> str:
-    """Where ranks can meet."""
+    """A free address for the ranks' rendezvous."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{s.getsockname()[1]}"
 
 
 class FakeSmallAllReduce:
-    """Small sums by another way, which is gloo's as well; wrong in the way that is asked for.
+    """A SmallAllReduce over gloo, with the fault `kind`.
 
     Attributes:
-        taken: Elements of what it has added up since the communicator has been made.
-        closed: Whether its memory was given back.
+        summed_sizes: Number of elements of each all-reduced tensor.
+        closed: Whether `close` was called.
     """
 
     def __init__(self, kind: str, rank: int) -> None:
         self._kind, self._rank = kind, rank
-        self.taken: list[int] = []
+        self.summed_sizes: list[int] = []
         self.closed = False
 
     def takes(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() <= 4096
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.taken.append(tensor.numel())
+        self.summed_sizes.append(tensor.numel())
         tensor = tensor.clone()
         dist.all_reduce(tensor)
         if self._kind == f"wrong on rank {self._rank}":
@@ -55,8 +55,8 @@ class FakeSmallAllReduce:
         self.closed = True
 
 
-def add_up(rank: int, address: str, kind: str) -> None:
-    """A rank: its communicator uses the other sums if these are right on both ranks, and adds up right in any case."""
+def check_all_reduce(rank: int, address: str, kind: str) -> None:
+    """A rank: its sums are correct, and it uses the small all-reduce only if that is correct on both ranks."""
     made: list[FakeSmallAllReduce] = []
 
     def make(of: NcclCommunicator, device: torch.device) -> FakeSmallAllReduce:
@@ -68,17 +68,17 @@ def add_up(rank: int, address: str, kind: str) -> None:
     communicator._direct = make
     spec = GroupSpec("tp", (0, 1), rank, init_method=address)
     comm = NcclCommunicator(spec, HOST, custom_all_reduce=True, backend="gloo", timeout=60.0)
-    tried = len(made[0].taken) if made else 0
+    tried = len(made[0].summed_sizes) if made else 0
     assert comm.all_reduce(torch.tensor([1.0 + rank, 2.0])).tolist() == [3.0, 4.0]
     assert comm.all_reduce(torch.full((5000,), 1.0 + rank)).tolist() == [3.0] * 5000
     comm.close()
     comm.close()
-    assert [size for other in made for size in other.taken[tried:]] == ([2] if kind == "right" else [])
+    assert [size for other in made for size in other.summed_sizes[tried:]] == ([2] if kind == "right" else [])
     assert all(other.closed for other in made)
 
 
-def talk(rank: int, address: str) -> None:
-    """A rank: everyone sends to everyone, twice, before anyone receives."""
+def send_before_receiving(rank: int, address: str) -> None:
+    """A rank: all ranks send twice to all others before they receive."""
     comm = NcclCommunicator(GroupSpec("pp", (0, 1, 2), rank, init_method=address), HOST, backend="gloo", timeout=60.0)
     others = [other for other in range(3) if other != rank]
     for turn in (0, 1):
@@ -91,18 +91,18 @@ def talk(rank: int, address: str) -> None:
     comm.close()
 
 
-def test_ranks_may_all_send_before_they_receive():
-    start_ranks(talk, 3, free_address())
+def test_all_ranks_may_send_before_they_receive():
+    start_ranks(send_before_receiving, 3, free_address())
 
 
 @pytest.mark.parametrize(
     "kind", ["right", "wrong on rank 1", "other bits on rank 1", "raises on rank 1", "fails on rank 0"]
 )
-def test_small_sums_go_another_way_only_where_that_is_right_on_all_ranks(kind):
-    start_ranks(add_up, 2, free_address(), kind)
+def test_the_small_all_reduce_is_used_only_if_it_is_correct_on_all_ranks(kind):
+    start_ranks(check_all_reduce, 2, free_address(), kind)
 
 
-def test_ranks_that_do_not_find_each_other_say_so_and_what_to_look_at():
+def test_ranks_that_cannot_connect_raise_with_a_hint():
     alone = GroupSpec("tp", (0, 1), 0, init_method="tcp://127.0.0.1:1")
     with pytest.raises(PlatformError, match=r"ranks \[0, 1\] of group 'tp' do not find each other.*NCCL_DEBUG=INFO"):
         NcclCommunicator(alone, HOST, backend="an-unknown-backend", timeout=0.2)
@@ -113,14 +113,14 @@ def test_ranks_that_do_not_find_each_other_say_so_and_what_to_look_at():
     [
         ((8,), torch.bfloat16, True),
         ((64, 8192), torch.bfloat16, True),
-        ((512, 8192), torch.bfloat16, False),  # too long
-        ((3,), torch.float32, False),  # no whole words
+        ((512, 8192), torch.bfloat16, False),  # too large
+        ((3,), torch.float32, False),  # not a multiple of the alignment
         ((0,), torch.float32, False),
-        ((8,), torch.float16, False),  # the kernels add no float16
+        ((8,), torch.float16, False),  # the kernels do not support float16
         ((8,), torch.int32, False),
     ],
 )
-def test_what_fits_direct_sums(shape, dtype, expected):
+def test_tensors_that_the_small_all_reduce_supports(shape, dtype, expected):
     assert custom_all_reduce.fits(torch.empty(shape, dtype=dtype)) is expected
 
 

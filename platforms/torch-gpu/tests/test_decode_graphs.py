@@ -20,7 +20,7 @@ CACHE = torch.arange(4000.0)
 
 
 def plan(rows=4, pages=2, query_len=1, shift=0, real=None):
-    """A step's tables: request r has r + 1 + shift tokens; of `rows` the last are padding if `real` is given."""
+    """A step's tables: request r has r + 1 + shift tokens; rows from `real` on are padding."""
     real = rows if real is None else real
     lens = torch.tensor([min(r + 1 + shift, pages * BLOCK) if r < real else 0 for r in range(rows)], dtype=torch.int32)
     table = (torch.arange(rows * pages, dtype=torch.int32).view(rows, pages) * 7 + shift) % 500
@@ -34,10 +34,10 @@ def tokens(rows=4, shift=0):
 
 
 class Model:
-    """Reads all that a step has: of each request, the cache at its tokens' slots.
+    """A function that reads all inputs of a step, and for each request the cache at its tokens' slots.
 
     Attributes:
-        calls: How often its Python has run.
+        calls: Number of calls of its Python code.
     """
 
     def __init__(self):
@@ -59,7 +59,7 @@ class Model:
 
 @pytest.fixture(autouse=True)
 def without_gradients():
-    """As core runs its steps."""
+    """Core runs its steps in inference mode."""
     with torch.inference_mode():
         yield
 
@@ -70,7 +70,7 @@ def graphs():
 
 
 TABLE = 64
-"""Blocks of a sequence that graphs have room for here."""
+"""Blocks of a sequence that fit a graph's table here."""
 
 
 def compiled(function, graphs, **options):
@@ -91,7 +91,7 @@ def test_replays_read_each_steps_own_inputs(graphs):
     assert model.calls == 2, "Python runs when a size is rehearsed and captured, and then no more"
 
 
-def test_each_size_has_its_graph(graphs):
+def test_each_size_has_one_graph(graphs):
     function = compiled(Model(), graphs)
     for rows, shift in ((4, 0), (8, 1), (4, 2), (8, 3), (1, 4)):
         assert torch.equal(function(*step_arguments(rows, shift=shift)), Model()(*step_arguments(rows, shift=shift)))
@@ -106,7 +106,7 @@ def test_rows_of_padding_are_replayed_like_others(graphs):
     assert graphs.captures == 1
 
 
-def test_longer_tables_are_captured_anew_and_shorter_ones_fit(graphs):
+def test_wider_block_tables_are_captured_again_and_narrower_ones_are_not(graphs):
     function = compiled(Model(), graphs)
     for number, pages in enumerate((1, 64, 3, 65, 200, 2)):
         given = step_arguments(pages=pages, shift=number * 3)
@@ -115,13 +115,13 @@ def test_longer_tables_are_captured_anew_and_shorter_ones_fit(graphs):
     assert [GraphBlockTables(256).width(pages, BLOCK) for pages in (1, 64, 65, 512, 513)] == [64, 64, 512, 512, 4096]
 
 
-def test_sequences_of_any_usual_length_have_one_graph():
+def test_sequences_up_to_100k_tokens_share_one_table_width():
     tables = GraphBlockTables(TABLE_TOKENS)
     for block_size in (8, 16, 64, 256):
         assert tables.width(1, block_size) == tables.width(100_000 // block_size, block_size) == 2**17 // block_size
 
 
-def test_graphs_share_a_table_and_one_for_more_requests_leaves_the_others_theirs(graphs):
+def test_graphs_share_block_tables_and_more_requests_do_not_move_them(graphs):
     tables = GraphBlockTables(TABLE * BLOCK)
     large, small, larger = (tables.buffer_for(4, plan(rows)) for rows in (8, 4, 16))
     assert small.data_ptr() == large.data_ptr() != larger.data_ptr()
@@ -137,7 +137,7 @@ def test_a_steps_inputs_are_copied_in_two_launches(graphs, monkeypatch):
     capture = graphs.capture
     monkeypatch.setattr(graphs, "capture", lambda step: [capture(step), lambda: None][1])  # replays copy, too
     function = compiled(Model(), graphs)
-    for rows in (1, 4):  # a row of a wider table lies as a row of a narrow one does, but for its stride
+    for rows in (1, 4):  # a block table of one row may differ in its stride only
         function(*step_arguments(rows))
         with _Counted() as counted:
             function(*step_arguments(rows, shift=1))
@@ -145,7 +145,7 @@ def test_a_steps_inputs_are_copied_in_two_launches(graphs, monkeypatch):
 
 
 class _Counted(TorchFunctionMode):
-    """Counts what `_copy` has copied, by call: each is a launch on a device."""
+    """Records the number of tensors in each copy call of `_copy`; each call is a launch on a device."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ class _Counted(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_result_stays_what_it_is_when_the_next_step_runs(graphs):
+def test_a_result_is_unchanged_by_the_next_step(graphs):
     function = compiled(Model(), graphs)
     first = function(*step_arguments())
     kept = first.clone()
@@ -177,7 +177,7 @@ def test_a_function_may_write_to_its_arguments(graphs):
         assert torch.equal(function(tokens(4, shift), plan()), (tokens(4, shift) + plan().seq_lens).float()[:, None])
 
 
-def test_hidden_states_of_an_earlier_stage_and_several_tables_are_inputs_too(graphs):
+def test_hidden_states_of_an_earlier_stage_and_several_tables_are_inputs(graphs):
     function = compiled(Model(), graphs)
     for shift in (0, 2):
         hidden = torch.full((4, 3), float(shift))
@@ -191,13 +191,13 @@ def test_hidden_states_of_an_earlier_stage_and_several_tables_are_inputs_too(gra
     [
         (tokens(8), tokens(8), None, None, plan(4, query_len=2)),  # prompts
         (tokens(8), tokens(8), None, None, plan(4)),  # more tokens than requests
-        (tokens(4), tokens(4), None, None),  # no tables: nothing says that it decodes
+        (tokens(4), tokens(4), None, None),  # no tables, so it is unknown whether it is a decode step
         (torch.zeros(LARGEST_CAPTURE + 16, dtype=torch.int32),) * 2 + (None, None, plan(LARGEST_CAPTURE + 16)),
         (tokens(4), tokens(4), None, None, plan(4), "another backend's plan"),
     ],
     ids=["prompts", "chunks", "no-tables", "large", "foreign-plan"],
 )
-def test_other_steps_run_as_they_are(graphs, given):
+def test_other_steps_run_eagerly(graphs, given):
     seen = []
     function = compiled(lambda *args: seen.append(args) or "done", graphs)
     assert function(*given) == "done"
@@ -212,7 +212,7 @@ def test_other_steps_run_as_they_are(graphs, given):
     ],
     ids=["forbid_synchronization", "capture"],
 )
-def test_what_cannot_be_captured_runs_as_it_is_and_is_tried_once(refusal, caplog):
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_is_tried_once(refusal, caplog):
     graphs, model = HostGraphs(**refusal), Model()
     function = compiled(model, graphs)
     logging.getLogger("mvllm").propagate = True
@@ -225,7 +225,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_is_tried_once(refusal, caplog
     assert len(warnings) == 1 and "Decode steps of 4 requests" in warnings[0]
 
 
-def test_an_error_of_the_function_is_its_own(graphs):
+def test_errors_of_the_function_are_raised_unchanged(graphs):
     def model(token_ids, step):
         raise ValueError("the model's own")
 
@@ -234,7 +234,7 @@ def test_an_error_of_the_function_is_its_own(graphs):
 
 
 @pytest.mark.parametrize("query_len", [1, 2])
-def test_a_step_that_finds_no_memory_says_how_much_there_is(query_len):
+def test_the_error_of_a_step_without_memory_contains_the_free_memory(query_len):
     graphs = HostGraphs()
 
     def model(token_ids, step):
@@ -259,7 +259,7 @@ def test_a_function_is_fused_before_it_is_captured(graphs):
     assert fused == [True] and graphs.captures == 1
 
 
-def test_the_cache_key_names_what_made_the_graphs():
+def test_the_cache_key_contains_the_version():
     keys = {DecodeGraphBackend(HostGraphs, version).cache_key() for version in ("graphs-2.13.0", "inductor-2.13.0")}
     assert (
         len(keys) == 2
@@ -270,7 +270,7 @@ def test_the_cache_key_names_what_made_the_graphs():
 # ---------------------------------------------------------------------------------------------------------------- sizes
 
 
-def test_a_decode_step_is_padded_to_a_size_that_is_captured():
+def test_a_decode_step_is_padded_to_a_captured_size():
     shapes = policy()
     assert shapes.tokens == shapes.requests and shapes.pages is None
     for requests in range(1, LARGEST_CAPTURE + 1):
@@ -284,6 +284,6 @@ def test_padding_of_prompts_stays_below_a_sixteenth(tokens_of_step):
     assert tokens_of_step <= padded <= tokens_of_step * 17 / 16
 
 
-def test_the_largest_step_that_a_user_may_ask_for_has_a_size():
+def test_the_largest_configurable_step_has_a_size():
     assert policy().pad(1 << 22, policy().tokens) >= 1 << 22
     assert len(policy().tokens) < 400

@@ -1,4 +1,4 @@
-"""State after a capture, with replacements of torch's device functions; capturing itself needs a device."""
+"""State after a failed capture, with replacements of torch's device functions; a real capture needs a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mvllm_torch_gpu.graphs import DeviceGraphs
 
 @pytest.fixture
 def streams(monkeypatch):
-    """The current stream, by name, as torch's functions see and set it: a list of one."""
+    """A list with the name of the current stream, which the replaced torch functions read and set."""
     current = ["the step's"]
 
     @contextmanager
@@ -24,7 +24,7 @@ def streams(monkeypatch):
             yield
         except RuntimeError as e:
             failed = e
-        if failed is not None:  # as torch: the end of a capture that is invalid fails, before the stream is put back
+        if failed is not None:  # like torch: the end of an invalid capture fails before the stream is restored
             try:
                 raise failed
             except RuntimeError:
@@ -45,7 +45,7 @@ def streams(monkeypatch):
     return current
 
 
-def test_a_failed_capture_leaves_the_steps_stream_current_and_says_why(streams):
+def test_a_failed_capture_restores_the_stream_and_raises_the_reason(streams):
     def step():
         assert streams == ["the capture's"]
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
@@ -55,7 +55,7 @@ def test_a_failed_capture_leaves_the_steps_stream_current_and_says_why(streams):
     assert streams == ["the step's"]
 
 
-def test_so_does_one_that_finds_no_memory(streams):
+def test_a_capture_without_memory_restores_the_stream(streams):
     def step():
         raise torch.OutOfMemoryError("CUDA out of memory")
 

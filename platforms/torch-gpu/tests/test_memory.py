@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 
 def stats(**changed):
-    """80 GiB: others hold 10, this process 1 outside torch's allocator and 20 in it, 4 of these cached."""
+    """80 GiB: others use 10, this process 1 outside torch's allocator and 20 in it, 4 of these cached."""
     facts = {
         "total": 80 * GIB,
         "driver_free": 49 * GIB,
@@ -38,14 +38,14 @@ def test_memory_of_a_new_process_reduces_free_and_not_own_memory():
     assert after.used_by_others == before.used_by_others + 40 * GIB
 
 
-def test_the_peak_never_lies_below_what_is_used():
+def test_the_peak_is_never_below_the_used_memory():
     info = stats(peak_allocated=0).as_info()
     assert info.peak_by_me == info.used_by_me
 
 
-def test_on_a_device_that_uses_the_hosts_memory_the_host_says_what_is_free():
+def test_a_device_that_uses_the_hosts_memory_has_the_hosts_free_memory():
     unified = stats(driver_free=2 * GIB, host_free=30 * GIB)
-    assert unified.as_info().free == 34 * GIB  # file caches that the driver does not count can be given up
+    assert unified.as_info().free == 34 * GIB  # includes file caches, which the driver does not count
     assert stats(driver_free=2 * GIB, host_free=200 * GIB).as_info().free == 80 * GIB
 
 
@@ -60,7 +60,7 @@ def test_the_message_has_all_statistics_and_the_flag():
 @pytest.mark.parametrize(
     ("limit", "expected"), [("max", 8 << 30), (f"{6 << 30}", 5 << 30), (f"{100 << 30}", 8 << 30), (None, 8 << 30)]
 )
-def test_the_hosts_memory_is_what_programs_can_have_within_their_group(tmp_path, limit, expected):
+def test_the_hosts_available_memory_respects_the_limit_of_the_control_group(tmp_path, limit, expected):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal: {16 << 20} kB\nMemFree: 1000 kB\nMemAvailable:    {8 << 20} kB\n")
     if limit is not None:
@@ -69,7 +69,7 @@ def test_the_hosts_memory_is_what_programs_can_have_within_their_group(tmp_path,
     assert memory.available_host_memory(meminfo, tmp_path) == expected
 
 
-def test_files_that_were_read_do_not_count_against_the_group(tmp_path):
+def test_file_caches_of_the_control_group_count_as_available(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemAvailable:    {64 << 20} kB\n")
     (tmp_path / "memory.max").write_text(f"{32 << 30}\n")
@@ -79,7 +79,7 @@ def test_files_that_were_read_do_not_count_against_the_group(tmp_path):
 
 
 @pytest.mark.parametrize(("held", "outside"), [(70, 2), (68, 0), (3, 1), (None, 1)])
-def test_a_figure_of_another_process_with_our_number_is_not_ours(monkeypatch, held, outside):
+def test_driver_memory_of_another_process_with_our_pid_is_ignored(monkeypatch, held, outside):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
     for name in ("memory_reserved", "memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 68 * GIB)
@@ -100,14 +100,16 @@ class FreeBytes:
 
 
 @pytest.mark.parametrize(
-    ("others_counted", "told", "expected"),
+    ("others_counted", "driver_free", "expected"),
     [(True, 10, 40), (False, 10, 10), (False, 60, 40), (False, None, 40)],
 )
-def test_the_driver_is_asked_if_torch_does_not_count_other_processes(monkeypatch, others_counted, told, expected):
+def test_the_drivers_free_memory_is_used_if_torch_ignores_other_processes(
+    monkeypatch, others_counted, driver_free, expected
+):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
     for name in ("memory_reserved", "memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    driver = FreeBytes(None if told is None else told * GIB)
+    driver = FreeBytes(None if driver_free is None else driver_free * GIB)
     mine = memory.DeviceMemory(
         torch.device("cuda", 0), driver, 1 * GIB, unified=False, others_counted=others_counted
     ).stats()

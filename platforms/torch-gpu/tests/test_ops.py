@@ -12,7 +12,7 @@ from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.plugin_api import OpCase
 from mvllm.testing.op_cases import exact, op_calls, tolerance
 
-# Skips where there is no Triton; the kernels come after it.
+# Skips without Triton. The kernels are imported after it.
 importlib.import_module("platforms.torch-gpu.tests.interpreted")
 
 from mvllm_torch_gpu.ops import FLOAT8, providers  # noqa: E402
@@ -20,7 +20,7 @@ from mvllm_torch_gpu.ops import FLOAT8, providers  # noqa: E402
 PROVIDERS = {provider.op: provider for provider in providers()}
 
 
-def test_what_every_layer_needs_is_provided():
+def test_all_operations_of_a_layer_have_a_provider():
     assert {
         "float8_linear",
         "filtered_draw",
@@ -38,7 +38,7 @@ def test_a_provider_has_the_references_parameters(op):
 
 
 @pytest.mark.parametrize("op", PROVIDERS)
-def test_a_provider_gives_what_the_reference_gives(op):
+def test_a_provider_gives_the_results_of_the_reference(op):
     provider, trial = PROVIDERS[op], next(iter(op_calls(op, "float32")))
     assert provider.supports(OpCase(op, "float32", trial.facts)) == []
     arguments = list(trial.make())
@@ -73,7 +73,7 @@ def test_unsupported_blocks_of_8_bit_floats_are_declined():
 
 @pytest.mark.parametrize("name", FLOAT8)
 @pytest.mark.parametrize("multiplied", [False, True])
-def test_weights_of_8_bit_floats_take_the_devices_format(name, multiplied):
+def test_8_bit_float_weights_have_the_devices_format(name, multiplied):
     [provider] = [p for p in providers(name, multiplies_float8=multiplied) if p.op == "float8_linear"]
     trial = next(iter(op_calls("float8_linear", "float32")))
     x, weight, bias = trial.make()

@@ -1,4 +1,4 @@
-"""Fixtures: this process sees a machine that the test describes."""
+"""Fixtures that describe the machine and the installed libraries that this process sees."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ VARIABLES = (xla_devices.PJRT_VARIABLE, xla_devices.NUM_CPUS_VARIABLE, xla_devic
 
 @pytest.fixture
 def bare(monkeypatch):
-    """No variable says which devices there are."""
+    """Unsets the environment variables that select devices and the runtime."""
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.fixture
 def host(bare, tmp_path, monkeypatch):
-    """A machine without TPUs, as a folder; `add(device, ...)` puts chips on its bus, `files(...)` into /dev."""
+    """A machine without TPUs, as a folder. `add(device, ...)` adds chips on its bus, `files(...)` files in /dev."""
     monkeypatch.setattr(xla_devices, "ROOT", tmp_path)
 
     class Host:
@@ -42,7 +42,7 @@ def host(bare, tmp_path, monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Says which libraries an import would find."""
+    """`installed(name, ...)`: sets the libraries that an import finds."""
 
     def only(*names):
         monkeypatch.setattr(runtimes, "is_installed", lambda name: name in names)

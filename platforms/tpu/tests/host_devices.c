@@ -1,7 +1,7 @@
-/* XLA's CPU device as torch_tpu expects a TPU's library: the functions of REAL_LIBRARY, one of them replaced.
+/* XLA's CPU device in the form of a TPU's library: the functions of REAL_LIBRARY, one of them replaced.
  *
- * torch_tpu asks an executable in which memory each of its outputs lies, before it runs it. The CPU device's plugin has
- * no answer to that; there is but one memory, so here it is.
+ * Before torch_tpu runs an executable, it queries the memory kind of each output. The CPU device's plugin does not
+ * implement this function. There is only one memory, which this replacement returns.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -21,7 +21,7 @@ static PJRT_Error *output_memory_kinds(PJRT_Executable_OutputMemoryKinds_Args *a
     asked.executable = args->executable;
     PJRT_Error *error = real->PJRT_Executable_NumOutputs(&asked);
     if (error) return error;
-    /* The caller keeps them as long as the executable, and says nowhere that it is done: they are never freed. */
+    /* The caller uses them as long as the executable and has no function to free them, so they are never freed. */
     const char **kinds = malloc(sizeof(char *) * (asked.num_outputs + 1));
     size_t *sizes = malloc(sizeof(size_t) * (asked.num_outputs + 1));
     for (size_t i = 0; i < asked.num_outputs; i++) {

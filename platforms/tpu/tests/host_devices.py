@@ -1,9 +1,9 @@
-"""torch_tpu on XLA's CPU device: it brings none itself, so a library is built that offers one as if it were a TPU's.
+"""Builds a library through which torch_tpu, which has no host device, uses XLA's CPU device in place of a TPU.
 
-    python -m platforms.tpu.tests.host_devices FOLDER    builds it, and prints the variables for a shell
+    python -m platforms.tpu.tests.host_devices FOLDER    builds it, and prints the environment variables for a shell
 
-For tests only: torch_tpu's own interface to a plugin is newer than this plugin's, and some of what it asks for is not
-there (README.md of the platform lists it).
+For tests only: torch_tpu's plugin interface is newer than this plugin's, so some functions are missing (torch-tpu.md of
+the platform lists them).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NEEDED = ("torch_tpu", "xla_plugins.xla_cpu_pjrt")
 
 
 def why_not() -> str:
-    """What is missing here; empty for nothing."""
+    """The missing requirements, as text; empty if nothing is missing."""
     for name in NEEDED:
         try:
             found = importlib.util.find_spec(name)
@@ -36,7 +36,7 @@ def build(folder: Path) -> dict[str, str]:
     """Builds the library into `folder`.
 
     Returns:
-        Variables with which a process finds XLA's CPU device through torch_tpu.
+        Environment variables with which a process finds XLA's CPU device through torch_tpu.
     """
     spec = importlib.util.find_spec("xla_plugins.xla_cpu_pjrt")
     assert spec is not None and spec.origin is not None
@@ -48,12 +48,12 @@ def build(folder: Path) -> dict[str, str]:
         "PJRT_DEVICE": "CPU",
         "TPU_LIBRARY_PATH": str(library),
         "MVLLM_TPU_RUNTIME": "torch_tpu",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would load it before anyone can say which device is meant
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch would load it before a device can be selected
     }
 
 
 def lend_cumsum() -> None:
-    """Running sums for this process, by doubling: torch_tpu writes them in a form that this plugin does not know."""
+    """Registers a `cumsum` by doubling for this process, because this plugin does not support torch_tpu's operation."""
     import torch
     import torch_tpu  # noqa: F401
 
@@ -71,7 +71,7 @@ def lend_cumsum() -> None:
 
 
 _LENT: list[Any] = []
-"""Kept, since what a library lends goes with it."""
+"""Keeps the torch library alive; its operations are removed with it."""
 
 if __name__ == "__main__":
     reason = why_not()

@@ -1,6 +1,6 @@
-"""Whole engines on XLA's CPU device: the tokens are transformers', and nothing is compiled after the warm-up.
+"""Whole engines on XLA's CPU device: tokens equal those of transformers, and nothing is compiled after the warm-up.
 
-Run where torch_xla is installed, with PJRT_DEVICE=CPU; skipped elsewhere.
+Requires torch_xla and PJRT_DEVICE=CPU; skipped otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def zoo(tmp_path_factory):
 
 
 def engine(folder, **settings):
-    """Small enough that prompts are cut into chunks; block by block, so that steps cross all page buckets."""
+    """An engine with small limits: prompts are chunked, and steps use all page buckets."""
     defaults = {
         "platform": "tpu",
         "dtype": "float32",
@@ -53,7 +53,7 @@ def greedy(llm, prompts):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
-def test_tokens_are_transformers_in_chunks_with_hits_and_after_preemption(zoo, family):
+def test_tokens_equal_transformers_with_chunks_prefix_hits_and_preemption(zoo, family):
     expected = zoo.oracle(family, LENGTHS, NUM_TOKENS)
     with engine(expected.folder) as llm:
         warm = num_compilations()
@@ -63,7 +63,7 @@ def test_tokens_are_transformers_in_chunks_with_hits_and_after_preemption(zoo, f
         assert tokens == expected.tokens and min(cached[1:]) > 0, "the prompts are in the cache by now"
         assert num_compilations() == warm
         summary = llm.llm_engine.cache_summary
-    # Requests of 5 blocks at first, 8 at the end: two of them begin, and cannot both go on.
+    # Requests grow from 5 to 8 blocks: two of them start, and one is preempted.
     expected = zoo.oracle(family, (20,) * 3, NUM_TOKENS)
     small = {"kv_cache_memory_bytes": 13 * (summary.total_bytes // summary.num_blocks), "max_model_len": 32}
     with engine(expected.folder, **small) as llm:
@@ -102,7 +102,7 @@ def test_random_traffic_compiles_nothing_after_the_warm_up(zoo):
         assert num_compilations() == warm
 
 
-def test_seeds_give_the_same_tokens_whatever_else_is_in_the_step(zoo):
+def test_seeded_tokens_do_not_depend_on_other_requests_of_the_step(zoo):
     prompt = {"prompt_token_ids": [5, 6, 7, 8]}
     seeded = SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=8, ignore_eos=True, detokenize=False)
     other = SamplingParams(temperature=0.7, top_k=9, max_tokens=5, ignore_eos=True, detokenize=False)
@@ -114,8 +114,8 @@ def test_seeds_give_the_same_tokens_whatever_else_is_in_the_step(zoo):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", ["llama"])
-def test_one_worker_with_two_devices_gives_the_same_and_each_has_its_part(tmp_path, family):
-    """The program looks at the parts of each weight, and at XLA's count of compilations."""
+def test_one_worker_with_two_devices_gives_the_same_tokens_with_sharded_weights(tmp_path, family):
+    """The program checks the shards of each weight and XLA's number of compilations."""
     script = Path(__file__).with_name("two_devices.py")
     done = subprocess.run(
         [sys.executable, script, family, tmp_path],

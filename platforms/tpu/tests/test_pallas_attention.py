@@ -1,7 +1,7 @@
-"""The backend around the kernel for chips: what it hands the kernel means what the kernel's page says.
+"""The attention backend over the Pallas kernel: the kernel's arguments, against exact attention.
 
-The kernel runs on TPUs alone. In its place stands what it is documented to compute, and, where torch_xla is installed,
-torch_xla's own definition of the same operation.
+The kernel runs on TPUs only. It is replaced by a function that computes its documented result, and, if torch_xla is
+installed, by torch_xla's own definition of the same operation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS = {
 
 
 def documented(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, *, sm_scale, sliding_window, soft_cap):
-    """[tokens, heads, head_size]; padding is left at NaN."""
+    """The kernel's documented result, [tokens, heads, head_size]; NaN for padding."""
     found = torch.full_like(q, torch.nan)
     assert page_indices.max() < len(kv_pages), "a page that is fetched ahead must be one"
     for row in range(int(num_seqs[0])):
@@ -45,7 +45,7 @@ def documented(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, *, sm_sc
 
 
 def defined(*tensors, **settings):
-    """By torch_xla, for real tokens."""
+    """The kernel's result by torch_xla's definition, for real tokens."""
     from torch_xla.experimental.custom_kernel import ragged_paged_attention
 
     return ragged_paged_attention(*tensors, **settings, use_kernel=False)
@@ -59,7 +59,7 @@ KERNELS = pytest.mark.parametrize("kernel", [documented, pytest.param(defined, m
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("features", [{}, {"sliding_window": 33}, {"soft_cap": 20.0}], ids=str)
-def test_it_gives_what_exact_attention_gives(monkeypatch, kernel, step, dtype, features):
+def test_attention_is_exact(monkeypatch, kernel, step, dtype, features):
     if kernel is defined:
         pytest.importorskip("torch_xla", reason="torch_xla is not installed: it wants the torch of its own version")
     monkeypatch.setattr(PallasAttention, "kernel", staticmethod(kernel))
@@ -71,7 +71,7 @@ def test_it_gives_what_exact_attention_gives(monkeypatch, kernel, step, dtype, f
 
 
 @pytest.mark.parametrize("features", [{}, {"sliding_window": 33}, {"soft_cap": 20.0}], ids=str)
-def test_a_table_too_large_for_the_chip_is_read_by_xlas_operations(monkeypatch, features):
+def test_steps_with_too_large_block_tables_use_xlas_operations(monkeypatch, features):
     monkeypatch.setattr(pallas_attention, "_LARGEST_TABLE", 0)
     for dtype in ("float32", "bfloat16"):
         case = make_case(make_spec(8, 2, 128, dtype, **features), STEPS["everything"], block_size=16)
@@ -79,8 +79,8 @@ def test_a_table_too_large_for_the_chip_is_read_by_xlas_operations(monkeypatch, 
         assert (found - expected(case)).abs().max() < tolerance(dtype, dtype)
 
 
-def test_a_backend_reads_the_cache_that_anothers_layers_share(monkeypatch):
-    """Layers that differ in the window alone have one cache for each group of them, which one of the backends made."""
+def test_a_backend_reads_a_cache_that_another_backend_has_allocated(monkeypatch):
+    """Layers that differ only in the window share a cache, which one of their backends has allocated."""
     seen = []
 
     def kernel(query, cache, seq_lens, table, *rest, **settings):
@@ -90,7 +90,7 @@ def test_a_backend_reads_the_cache_that_anothers_layers_share(monkeypatch):
     monkeypatch.setattr(PallasAttention, "kernel", staticmethod(kernel))
     case = make_case(make_spec(4, 4, 128), STEPS["everything"], block_size=16)
     kv = PallasAttention(case.spec).allocate(case.num_blocks, 16, torch.device("cpu"))
-    case.layout.block_table_device[-1, -1] = 10**6  # past a request's last block there may be anything
+    case.layout.block_table_device[-1, -1] = 10**6  # entries after a request's last block are undefined
     other = PallasAttention(make_spec(4, 4, 128, sliding_window=33))
     other.allocate(2, 16, torch.device("cpu"))
     query = torch.zeros(case.layout.num_tokens, 4, 128)
@@ -98,7 +98,7 @@ def test_a_backend_reads_the_cache_that_anothers_layers_share(monkeypatch):
     assert seen == [case.layout.block_table_device.clamp(0, case.num_blocks - 1).tolist()]
 
 
-def test_memory_per_token_is_that_of_the_layout():
+def test_memory_per_token_equals_the_layouts():
     spec = make_spec(8, 2, 128, "bfloat16")
     backend = PallasAttention(spec)
     [cache] = backend.allocate(3, 64, torch.device("cpu"))
@@ -106,14 +106,14 @@ def test_memory_per_token_is_that_of_the_layout():
     assert cache.numel() * cache.itemsize == 3 * 64 * backend.kv_layout().bytes_per_token
 
 
-def test_moved_blocks_take_keys_and_values_along(monkeypatch):
+def test_copied_blocks_keep_keys_and_values(monkeypatch):
     monkeypatch.setattr(PallasAttention, "kernel", staticmethod(documented))
     case = make_case(make_spec(4, 4, 128), STEPS["everything"], block_size=16)
     found = run(PallasAttention(case.spec), HostRuntime(), case, move_blocks=True).double()
     assert (found - expected(case)).abs().max() < tolerance("float32", "float32")
 
 
-def test_requests_of_padding_are_not_counted():
+def test_padding_requests_are_not_counted():
     case = make_case(make_spec(4, 4, 128), [(5, 1), (0, 3)], block_size=16, padding=4, padding_requests=6)
     backend = PallasAttention(case.spec)
     backend.allocate(case.num_blocks, 16, torch.device("cpu"))
@@ -124,14 +124,14 @@ def test_requests_of_padding_are_not_counted():
 
 @pytest.fixture
 def chips(monkeypatch):
-    """A machine that has some, and what compiles kernels for them."""
+    """A machine with TPU chips and jax."""
     monkeypatch.setattr(xla_devices, "find", lambda: xla_devices.Devices("TPU", ("TPU v5e",)))
     monkeypatch.setattr(pallas_attention.importlib.util, "find_spec", lambda name: object())
     monkeypatch.delenv(VARIABLE, raising=False)
     return monkeypatch
 
 
-def test_it_is_chosen_on_chips_for_what_it_takes(chips):
+def test_the_kernel_is_chosen_on_chips_for_supported_layers(chips):
     for num_heads in (1, 2, 4, 8, 16, 32):
         assert kernel_chosen(make_spec(num_heads, num_heads, 128, "bfloat16")), num_heads
     assert kernel_chosen(make_spec(8, 2, 128)) and kernel_chosen(make_spec(40, 8, 128, "bfloat16"))
@@ -156,7 +156,7 @@ def test_unsupported_chips_do_not_use_the_kernel(chips, names):
     assert not kernel_chosen(make_spec(8, 2, 128))
 
 
-def test_the_workers_devices_can_exclude_the_kernel(chips):
+def test_reasons_of_the_worker_exclude_the_kernel(chips):
     assert not kernel_chosen(make_spec(8, 2, 128), ["it drives several devices"])
     chips.setenv(VARIABLE, "pallas")
     with pytest.raises(PlatformError, match="it drives several devices"):
@@ -164,7 +164,7 @@ def test_the_workers_devices_can_exclude_the_kernel(chips):
 
 
 @pytest.mark.parametrize("asked", ["pallas", "typo"])
-def test_the_successor_does_not_pass_over_what_was_asked_for(chips, asked):
+def test_torch_tpu_raises_for_unsupported_values_of_the_variable(chips, asked):
     pytest.importorskip("mvllm_tpu.runtimes.eager_attention")
     chips.setenv(VARIABLE, asked)
     with pytest.raises(PlatformError, match=VARIABLE):
@@ -175,13 +175,13 @@ def test_the_successor_does_not_pass_over_what_was_asked_for(chips, asked):
     ("asked", "head_size", "said"),
     [("pallas", 64, "heads of 64 and 64 elements"), ("flash", 128, "'flash' names no attention.* pallas or xla")],
 )
-def test_asked_for_where_it_cannot_be(chips, asked, head_size, said):
+def test_a_required_kernel_that_cannot_run_raises(chips, asked, head_size, said):
     chips.setenv(VARIABLE, asked)
     with pytest.raises(PlatformError, match=said):
         kernel_chosen(make_spec(8, 2, head_size))
 
 
-def test_the_host_and_machines_without_jax_go_without(chips):
+def test_the_host_and_machines_without_jax_do_not_use_the_kernel(chips):
     chips.setattr(pallas_attention.importlib.util, "find_spec", lambda name: None)
     assert not kernel_chosen(make_spec(8, 2, 128))
     chips.setenv(VARIABLE, "pallas")

@@ -1,4 +1,4 @@
-"""What the platform answers without a device."""
+"""The platform's answers without a device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_every_worker_gets_pjrt_device(host, installed, monkeypatch):
     assert [dict(each) for each in topology.env_per_worker] == [{"PJRT_DEVICE": "CPU"}] * 2
 
 
-def test_a_worker_drives_the_devices_that_share_layers(host, installed, monkeypatch):
+def test_a_worker_drives_all_tensor_parallel_devices(host, installed, monkeypatch):
     installed("torch_xla")
     monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     parallel = ParallelConfig(tensor_parallel_size=4, pipeline_parallel_size=2)
@@ -32,7 +32,7 @@ def test_a_worker_drives_the_devices_that_share_layers(host, installed, monkeypa
 
 def test_a_process_that_sees_another_number_of_devices_starts_a_worker(host, installed, monkeypatch):
     installed("torch_xla")
-    monkeypatch.setattr(TorchXla, "_num_devices", 0)  # tests before this one may have bound some
+    monkeypatch.setattr(TorchXla, "_num_devices", 0)  # earlier tests may have bound devices
     monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     two = ParallelConfig(tensor_parallel_size=2)
     assert "uni" not in make_platform().topology(two).executors
@@ -51,7 +51,7 @@ def test_a_process_that_has_bound_another_number_of_devices_starts_a_worker(host
             assert ("uni" in executors) == (asked == bound) and "mp" in executors
 
 
-def test_a_worker_without_a_runtime_says_what_to_install(host, installed):
+def test_the_error_of_a_worker_without_a_runtime_names_the_package(host, installed):
     installed()
     with pytest.raises(PlatformError, match="torch-xla"):
         make_platform().compiler()
@@ -66,14 +66,14 @@ def test_a_runtime_is_chosen_by_name(bare, installed, monkeypatch):
         runtimes.choose()
 
 
-def test_buckets_hold_any_step():
+def test_every_step_fits_into_a_bucket():
     with enter_phase(Phase.WORKER):
         shapes = make_platform().shapes()
     for buckets in (shapes.tokens, shapes.requests, shapes.pages):
         assert shapes.pad(1 << 20, buckets) >= 1 << 20
 
 
-def test_programs_are_kept_by_version(monkeypatch, tmp_path):
+def test_the_compile_cache_has_a_folder_per_version(monkeypatch, tmp_path):
     monkeypatch.delenv(compile_cache.VARIABLE, raising=False)
     assert compile_cache.folder() is None
     monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path))
@@ -83,7 +83,7 @@ def test_programs_are_kept_by_version(monkeypatch, tmp_path):
     assert one is not None and one.parent == tmp_path and compile_cache.folder() != one
 
 
-def test_doctor_checks_devices_and_runtime(host, installed):
+def test_the_doctor_checks_devices_and_runtime(host, installed):
     installed()
     found = {check.id: check for check in make_platform().doctor()}
     assert set(found) == {"platform.tpu.devices", "platform.tpu.runtime"}

@@ -1,4 +1,4 @@
-"""What the probe says of machines with and without TPUs. Neither torch nor XLA is loaded for it."""
+"""The probe on machines with and without TPUs; it loads neither torch nor XLA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_without_a_tpu_the_remedy_is_xlas_cpu_device(host, installed):
     assert "PJRT_DEVICE=CPU" in found.remedy
 
 
-def test_without_a_way_to_xla_it_says_what_to_install(host, installed, monkeypatch):
+def test_without_a_runtime_the_remedy_names_the_package(host, installed, monkeypatch):
     installed()
     monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     found = probe()
@@ -27,7 +27,7 @@ def test_without_a_way_to_xla_it_says_what_to_install(host, installed, monkeypat
 
 
 @pytest.mark.parametrize(("count", "shown"), [(None, "XLA's CPU device"), ("2", "2 x XLA's CPU device")])
-def test_xlas_cpu_device_is_taken_where_it_is_asked_for(host, installed, monkeypatch, count, shown):
+def test_xlas_cpu_device_is_used_if_selected(host, installed, monkeypatch, count, shown):
     installed("torch_xla")
     monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "cpu")
     if count:
@@ -61,7 +61,7 @@ def test_newer_chips_are_found_behind_vfio(host, installed):
     assert [device.name for device in probe().devices] == ["TPU v6e"]
 
 
-def test_vfio_groups_of_other_devices_are_no_chips(host, installed):
+def test_vfio_groups_of_other_devices_are_not_chips(host, installed):
     installed("torch_xla")
     host.files("vfio/vfio", "vfio/12")
     assert not probe().available
@@ -85,7 +85,7 @@ def test_hidden_chips_are_not_shown(host, installed, monkeypatch):
     assert not found.available and "7, of 2 chips" in found.reason and "0 to 1" in found.remedy
 
 
-def test_another_device_is_not_guessed_at(host, installed, monkeypatch):
+def test_another_value_of_pjrt_device_is_unavailable(host, installed, monkeypatch):
     installed("torch_xla")
     monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "ROCKET")
     found = probe()
@@ -101,7 +101,7 @@ def test_an_unavailable_runtime_is_an_error(host, installed, monkeypatch, asked)
     assert not found.available and asked in found.reason and found.remedy
 
 
-def test_looking_loads_neither_torch_nor_xla():
+def test_the_probe_loads_neither_torch_nor_xla():
     program = (
         "import sys; from mvllm_tpu.probe import probe; probe(); from mvllm_tpu.platform import make_platform; "
         "make_platform().capabilities; print({'torch', 'torch_xla'} & set(sys.modules))"

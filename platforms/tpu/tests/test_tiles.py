@@ -1,4 +1,4 @@
-"""Tiles hold every token once, and their shapes depend on padded sizes alone."""
+"""Tiles contain every token once, and their shapes depend only on padded sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = [(16, 8), (64, 8), (16, 32), (512, 8), (4096, 8), (32, 32)]
 
 @st.composite
 def steps(draw):
-    """Padded sizes, and requests that fit: tokens of each, and how many they have before the step."""
+    """Padded sizes, and requests that fit: new tokens and computed tokens of each."""
     num_tokens, num_requests = draw(st.sampled_from(SIZES))
     left, lengths = draw(st.integers(1, num_tokens)), []
     while left and len(lengths) < num_requests:
@@ -35,7 +35,7 @@ def arrays(num_requests, lengths, before):
 
 @settings(max_examples=60, deadline=None)
 @given(steps())
-def test_every_token_finds_its_position_and_request_at_its_place(step):
+def test_every_token_has_its_position_and_request_in_its_tile(step):
     num_tokens, num_requests, lengths, before = step
     starts, seq_lens = arrays(num_requests, lengths, before)
     tiles = cut(starts, seq_lens, num_tokens)

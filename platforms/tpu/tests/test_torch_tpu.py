@@ -1,6 +1,6 @@
-"""The runtime behind torch_tpu, as far as it can be examined without it: the host stands in for its device.
+"""The runtime of torch_tpu without torch_tpu: the host replaces its device.
 
-test_torch_tpu_on_xlas_cpu_device.py runs it for real, where it is installed.
+test_torch_tpu_on_xlas_cpu_device.py runs it with torch_tpu, if that is installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONTEXT = SimpleNamespace(rank=0, seed=3)
 
 
 class Accelerator:
-    """Torch's view of a chip: 10 bytes held of 100, 40 at most; `broken` makes it not answer."""
+    """Torch's module of a chip with 100 bytes: 10 in use, a peak of 40. If `broken`, it does not answer."""
 
     def __init__(self):
         self.broken = False
@@ -45,38 +45,38 @@ class Accelerator:
 
 @pytest.fixture
 def accelerator(host, monkeypatch):
-    """A chip, for which the host's memory stands in."""
+    """A chip whose memory is the host's."""
     host.add("0x005e")
     host.files("accel0")
-    stand_in = Accelerator()
-    monkeypatch.setattr(eager_runtime, "_accelerator", lambda: stand_in)
+    accelerator = Accelerator()
+    monkeypatch.setattr(eager_runtime, "_accelerator", lambda: accelerator)
     monkeypatch.setattr(eager_runtime, "_open", lambda on_host: torch.device("cpu"))
-    return stand_in
+    return accelerator
 
 
 @pytest.mark.parametrize(
     ("there", "chosen"),
     [(("torch_xla", "torch_tpu"), "torch_xla"), (("torch_tpu",), "torch_tpu"), (("torch_xla",), "torch_xla")],
 )
-def test_it_is_taken_where_its_predecessor_is_not_installed(host, installed, there, chosen):
+def test_torch_tpu_is_chosen_if_torch_xla_is_not_installed(host, installed, there, chosen):
     installed(*there)
     assert runtimes.choose().name == chosen
 
 
-def test_the_variable_takes_it_all_the_same(host, installed, monkeypatch):
+def test_the_variable_selects_torch_tpu(host, installed, monkeypatch):
     installed("torch_xla", "torch_tpu")
     monkeypatch.setenv(runtimes.VARIABLE, "torch_tpu")
     assert runtimes.choose().name == "torch_tpu"
 
 
-def test_the_platform_then_compiles_and_is_not_lazy(host, installed):
+def test_with_torch_tpu_the_platform_compiles_and_is_not_lazy(host, installed):
     installed("torch_tpu")
     capabilities = make_platform().capabilities
     assert capabilities.compile and capabilities.static_shapes and not capabilities.lazy
     assert isinstance(make_platform().compiler(), StepCompiler)
 
 
-def test_it_runs_on_chips_and_has_no_device_on_the_host_unless_a_library_offers_one(host, installed, monkeypatch):
+def test_torch_tpu_has_chips_and_a_host_device_only_from_another_library(host, installed, monkeypatch):
     installed("torch_tpu")
     monkeypatch.delenv(LIBRARY_VARIABLE, raising=False)
     monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
@@ -92,7 +92,7 @@ def test_it_runs_on_chips_and_has_no_device_on_the_host_unless_a_library_offers_
     assert found.available and found.reason == "TPU v6e, through torch_tpu"
 
 
-def test_a_copy_to_the_host_holds_what_was_there_when_it_was_asked_for(accelerator):
+def test_a_copy_to_the_host_is_unchanged_by_later_writes(accelerator):
     runtime = eager_runtime.EagerRuntime(CONTEXT)
     tensor = runtime.to_device(torch.arange(4))
     copy = runtime.to_host(tensor)
@@ -101,18 +101,18 @@ def test_a_copy_to_the_host_holds_what_was_there_when_it_was_asked_for(accelerat
     assert copy.wait() is copy.wait()
 
 
-def test_memory_is_the_chips(accelerator):
+def test_memory_statistics_of_a_chip(accelerator):
     memory = eager_runtime.EagerRuntime(CONTEXT).memory()
     assert (memory.total, memory.free, memory.used_by_me, memory.peak_by_me) == (100, 90, 10, 40)
 
 
-def test_memory_on_the_host_is_the_hosts(accelerator, monkeypatch):
+def test_memory_statistics_on_the_host(accelerator, monkeypatch):
     monkeypatch.setenv(xla_devices.PJRT_VARIABLE, "CPU")
     memory = eager_runtime.EagerRuntime(CONTEXT).memory()
     assert memory.total == host_memory.total() and 0 < memory.used_by_me <= memory.peak_by_me < memory.total
 
 
-def test_what_does_not_fit_is_a_memory_error_that_says_how_much(accelerator):
+def test_too_large_tensors_raise_a_memory_error_with_their_size(accelerator):
     runtime = eager_runtime.EagerRuntime(CONTEXT)
     with pytest.raises(MemoryError, match=r"takes 2\.00 GiB"):
         runtime.empty((1 << 29,), torch.float32)
@@ -128,7 +128,7 @@ def test_a_failed_device_gives_a_one_line_error_and_still_shuts_down(accelerator
     runtime.shutdown()
 
 
-def test_a_library_that_opens_nothing_is_an_error_of_the_platform(accelerator, monkeypatch):
+def test_a_library_that_opens_no_device_raises_a_platform_error(accelerator, monkeypatch):
     def fail(on_host):
         raise RuntimeError("no PJRT client")
 
@@ -139,7 +139,7 @@ def test_a_library_that_opens_nothing_is_an_error_of_the_platform(accelerator, m
 
 @pytest.fixture
 def backend():
-    """A compiler for torch.compile that bears torch_tpu's name, and counts the programs that it makes."""
+    """Registers a torch.compile backend with torch_tpu's name; the list of its compiled programs."""
     made = []
 
     def compile_nothing(module, inputs):
@@ -156,26 +156,26 @@ def backend():
     "recompile_limit" not in inspect.signature(torch.compile).parameters,
     reason=f"torch {torch.__version__} is older than what torch_tpu runs with: its compile has no recompile_limit",
 )
-def test_a_step_is_a_program_for_each_of_many_shapes_and_none_is_made_twice(backend):
+def test_a_step_is_compiled_once_for_each_of_many_shapes(backend):
     def step(tokens, cache):
         cache[: len(tokens)] += tokens
         return cache.sum() + tokens.sum()
 
     compiled = StepCompiler().compile(step, dynamic=True)
     for _ in range(2):
-        for size in range(1, 14):  # torch itself gives up after eight
+        for size in range(1, 14):  # torch's default limit is eight
             tokens, cache = torch.ones(size), torch.zeros(16)
             assert compiled(tokens, cache) == 2 * size
             assert cache.sum() == size, "the cache is written in place"
     assert len(backend) == 13
 
 
-def test_programs_are_not_reused_by_another_version(monkeypatch):
+def test_the_cache_key_contains_the_version(monkeypatch):
     before = StepCompiler().cache_key()
     monkeypatch.setattr("mvllm_tpu.step_compiler.version", lambda name: "9.9")
     assert StepCompiler().cache_key() != before
 
 
-def test_workers_get_no_variables_but_those_of_their_parent(host, installed):
+def test_workers_get_no_additional_variables(host, installed):
     installed("torch_tpu")
     assert runtimes.choose().variables(xla_devices.find(environ=os.environ)) == {}

@@ -1,7 +1,7 @@
-"""Whole engines through torch_tpu, on XLA's CPU device: the tokens are transformers'.
+"""Whole engines with torch_tpu on XLA's CPU device: tokens equal those of transformers.
 
-Run where torch_tpu is installed, and what offers it that device (see host_devices.py); skipped elsewhere. Each engine
-has a process of its own: the device is there for good once torch knows it.
+Requires torch_tpu and the library of host_devices.py; skipped otherwise. Each engine has its own process, because torch
+cannot unregister the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ print(json.dumps([[list(output.outputs[0].token_ids) for output in outputs], exp
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("family", ["llama"])
-def test_tokens_are_transformers(tmp_path, family, mode):
+def test_tokens_equal_transformers(tmp_path, family, mode):
     repository = Path(__file__).parents[3]
     variables = {**os.environ, **host_devices.build(tmp_path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), family, mode]

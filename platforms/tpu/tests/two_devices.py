@@ -1,4 +1,4 @@
-"""An engine whose one worker drives two of XLA's CPU devices: a program, since a process has one way to see devices.
+"""An engine whose one worker drives two of XLA's CPU devices: a program, because a process cannot change its devices.
 
 PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python platforms/tpu/tests/two_devices.py FAMILY FOLDER
 """
@@ -19,7 +19,7 @@ def check(family: str, folder: Path) -> None:
     bound: list[SpmdRuntime] = []
     place = SpmdRuntime.place
 
-    def noting(self, tensor, dim):
+    def checked_place(self, tensor, dim):
         bound.append(self)
         placed = place(self, tensor, dim)
         sizes = [tuple(part.shape) for part in self.parts(placed)]
@@ -27,7 +27,7 @@ def check(family: str, folder: Path) -> None:
         assert sizes == [tuple(cut)] * 2, (sizes, dim)
         return placed
 
-    SpmdRuntime.place = noting
+    SpmdRuntime.place = checked_place
     expected = Zoo(folder).oracle(family, (3, 21, 40), 12)
     with LLM(
         str(expected.folder),
@@ -43,7 +43,7 @@ def check(family: str, folder: Path) -> None:
     ) as llm:
         warm = num_compilations()
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-        for _ in range(2):  # the second time, prompts are in the cache
+        for _ in range(2):  # the second time with prefix cache hits
             asked = [{"prompt_token_ids": prompt} for prompt in expected.prompts]
             outputs = llm.generate(asked, params, use_tqdm=False)
             assert [list(output.outputs[0].token_ids) for output in outputs] == expected.tokens

@@ -1,7 +1,8 @@
-"""Compiles kernels for devices that are not there: a launch is caught, and its kernel compiled for each target with the
-arguments' types, alignment and constants, down to the target's machine code.
+"""Compiles kernels for absent devices.
 
-Run as a program it prints a line for each kernel and target: what it needs of shared memory, registers and spills.
+`launches` records launches instead of executing them. `compile_for` compiles a recorded launch to a target's machine
+code, with the types, alignment and constants of its arguments, and returns the kernel's shared memory, registers and
+spills.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SHARED_MEMORY = {
     "gfx1100": 64 << 10,
     "gfx1201": 64 << 10,
 }
-"""Most bytes of shared memory that a program may take, as the makers' manuals have it."""
+"""Maximum shared memory of a program in bytes, from the vendors' manuals."""
 
 _TYPES = {
     torch.float32: "fp32",
@@ -64,7 +65,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A caught launch: what `ASTSource` and the compiler take."""
+    """A recorded launch: the arguments of `ASTSource` and of the compiler."""
 
     function: JITFunction
     signature: dict[str, str]
@@ -75,7 +76,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel needs. `registers` and `spilled` bytes of a thread are None where no tool tells."""
+    """Resources of a compiled kernel. `registers` and `spilled` bytes per thread are None if no tool reports them."""
 
     name: str
     target: str
@@ -119,7 +120,7 @@ def _caught(function: JITFunction, args: tuple[Any, ...], options: dict[str, Any
 
 @contextmanager
 def launches() -> Iterator[list[Launch]]:
-    """The launches of whatever runs inside, none of which happens."""
+    """Records the launches inside the block instead of executing them."""
     found: list[Launch] = []
     original = JITFunction.__getitem__
 

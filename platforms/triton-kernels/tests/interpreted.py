@@ -24,17 +24,17 @@ import mvllm_triton.kv_write  # noqa: E402
 runtime = functools.cache(lambda: CPURuntime(WorkerContext()))
 
 PLAIN_TOKENS = 12
-"""The interpreter takes milliseconds to store a token: torch stores those of steps with more tokens than this."""
+"""In steps with more tokens than this torch stores them: the interpreter takes milliseconds for each token."""
 
 _STORED = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 class TritonAttention(AttentionBackend):
-    """AttentionBackend over the kernels, as a platform implements it.
+    """An AttentionBackend over the kernels, like a platform's.
 
     Args:
         spec: The layer.
-        splits: As `paged_attention` has it.
+        splits: Like that of `paged_attention`.
         codes: Whether float8 is stored as codes in uint8.
     """
 

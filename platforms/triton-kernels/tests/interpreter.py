@@ -1,8 +1,8 @@
 """Imports Triton with its interpreter, which computes with numpy on the host instead of a device.
 
 Triton reads TRITON_INTERPRET when it decorates a function. So Triton's own library and every kernel here are imported
-while the variable is set; it is unset afterwards, so that child processes do not inherit it. The first import decides
-for the whole process, which must not use Triton otherwise.
+while the variable is set; it is unset afterwards, so that child processes do not inherit it. The first import applies
+to the whole process, which cannot use Triton without the interpreter.
 
 Raises ImportError without Triton.
 """
@@ -22,7 +22,7 @@ try:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    importlib.import_module("triton.experimental.gluon")  # Triton imports it at the first launch; it asks, too
+    importlib.import_module("triton.experimental.gluon")  # imported at the first launch; it reads the variable, too
     import mvllm_triton
     import mvllm_triton.kernels
 

@@ -1,7 +1,9 @@
-"""Launches as models of today's sizes make them, to be compiled for devices that are not there. Nothing is computed,
-and no tensor looked at: all are on torch's `meta` device, so that a launch which needs to know what one holds fails.
+"""Launches of current models, compiled for absent devices.
 
-Run as a program, with targets and perhaps names, it prints what each kernel needs of each target:
+Nothing is computed: all tensors are on torch's `meta` device, so a launch that depends on the content of a tensor
+fails.
+
+Run as a program, with targets and optionally names, it prints the resources of each kernel on each target:
 `python -m platforms.triton-kernels.tests.launches sm_90,gfx942 decode-128`.
 """
 
@@ -167,7 +169,7 @@ TAKEN_BY = {
     "float8-blocks": _OCP,
     "float8-other-codes": frozenset({"gfx942"}),
 }
-"""Launches with a dtype of its own, and the targets that compute in that: elsewhere float8 is kept as codes."""
+"""Launches with float8 dtypes, and the targets that support these; other targets use codes in uint8."""
 
 
 def main(targets: list[str], names: list[str]) -> int:
@@ -177,7 +179,7 @@ def main(targets: list[str], names: list[str]) -> int:
     compiled = import_module("platforms.triton-kernels.tests.compiled")
     failed = 0
     for name in names or LAUNCHES:
-        with compiled.launches() as caught, torch.device("meta"):  # tensors that hold nothing: nothing is looked at
+        with compiled.launches() as caught, torch.device("meta"):  # tensors without content
             LAUNCHES[name]()
         for target in targets:
             if target not in TAKEN_BY.get(name, {target}):

@@ -2,14 +2,14 @@
 
     python -m platforms.triton-kernels.tests.on_device [numerics] [graphs] [speed] [tiles]
 
-Needs torch with its Triton and this package, nothing else. Speeds are of captured graphs, replayed; each stands beside
-what a copy of memory and a bfloat16 matrix product reach in the same run. `tiles` tries other sizes than those of
-`mvllm_triton.tiles` for the same launches and prints the best of each.
+Needs only torch with its Triton and this package. Speeds are measured by replaying captured graphs, and printed
+relative to a memory copy and a bfloat16 matrix product in the same run. `tiles` tries other tile sizes than those of
+`mvllm_triton.tiles` for the same launches and prints the best.
 
-Without a device the first runs on the host, on Triton's interpreter.
+Without a device `numerics` runs on the host with Triton's interpreter.
 """
 
-# ruff: noqa: B023  (functions are called before their loop goes on)
+# ruff: noqa: B023  (functions are called in the same loop iteration)
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-if not torch.cuda.is_available():  # which is the name of HIP devices, too
+if not torch.cuda.is_available():  # HIP devices have this name, too
     importlib.import_module("platforms.triton-kernels.tests.interpreter")
 
 from mvllm_triton import attention, float8_linear, moe, norm, quantized_linear, rotary, sampling
@@ -37,7 +37,7 @@ BF16 = torch.bfloat16
 
 @dataclass
 class Paged:
-    """Requests of equal length with random keys and values in blocks of a random order."""
+    """Requests of equal length with random keys and values, in blocks in random order."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -80,7 +80,7 @@ class Paged:
         return attention.paged_attention(self.q, self.k_cache, self.v_cache, *tables, **hints | options)
 
     def exact(self, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
-        """Dense attention in float64, of what the caches hold."""
+        """Dense attention in float64 over the content of the caches."""
         found = []
         group = self.q.shape[1] // self.k_cache.shape[2]
         for r, q in enumerate(self.q.double().split(self.query_len)):
@@ -107,7 +107,7 @@ def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def numerics(device: str, small: bool) -> bool:
-    """Prints how far each kernel is from what torch computes in float64, and whether that is near enough."""
+    """Prints each kernel's error relative to torch in float64; returns whether all errors are within the tolerance."""
     rows: list[tuple[str, float, float]] = []
     allowed = {torch.float32: 1e-4, BF16: 2e-2, torch.float16: 3e-3}
     lengths = (70,) if small else (70, 1000, 5000)
@@ -153,7 +153,7 @@ def numerics(device: str, small: bool) -> bool:
             rows.append((f"int{bits} product, {wide}, int8 activations {int8}", _off(found, exact), 2e-2))
     right = True
     for what, off, limit in rows:
-        right &= off <= limit  # a NaN is not
+        right &= off <= limit  # False for NaN
         if not off <= limit:
             print(f"WRONG  {what}: {off:.3g}, allowed {limit:g}")
     print(f"numerics: {len(rows)} results, {'all right' if right else 'some WRONG'}")
@@ -163,7 +163,7 @@ def numerics(device: str, small: bool) -> bool:
 def _integers(
     device: str, out_features: int, in_features: int, bits: int, int8: bool
 ) -> tuple[quantized_linear.PackedIntegers, torch.Tensor]:
-    """A weight with groups of 128 columns, packed, and the matrix that it stands for."""
+    """A packed weight with groups of 128 columns, and the dequantized matrix."""
     middle = 2 ** (bits - 1)
     values = torch.randint(-middle + 1, middle, (out_features, in_features), device=device, dtype=torch.int8)
     scales = torch.rand(out_features, in_features // 128, device=device) + 0.5
@@ -182,7 +182,7 @@ class _Weight:
 
 
 def graphs(device: str) -> bool:
-    """Whether a captured step gives the right result when it is replayed with other lengths."""
+    """Whether a captured step gives correct results when it is replayed with other lengths."""
     paged = Paged.make(device, 4, 1, 3000, (8, 2, 128), BF16)
     graph, out = _captured(paged.run)
     paged.lens.fill_(1700)
@@ -206,7 +206,7 @@ def _captured(function: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def seconds(function: Callable[[], Any], repeats: int = 20) -> float:
-    """Of one call, replayed from a graph."""
+    """Duration of one call, replayed from a graph."""
     graph, _ = _captured(function)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
@@ -228,11 +228,11 @@ def _decode_bytes(batch: int, length: int, itemsize: int) -> int:
 
 
 def _prefill_flops(length: int) -> float:
-    return 2.0 * length * length * LLAMA[0] * LLAMA[2]  # two products, half of each hidden
+    return 2.0 * length * length * LLAMA[0] * LLAMA[2]  # two products, half of each masked
 
 
 def speed(device: str) -> None:
-    """Prints rates, and their share of the device's. What is small lies in its caches, and may be above them."""
+    """Prints rates, and their share of the device's limits. Small tensors stay in caches and may exceed the limits."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / seconds(lambda: target.copy_(source))
@@ -312,7 +312,7 @@ def _speed_of_products(device: str, show: Callable[..., None]) -> None:
 
 
 def tiles(device: str) -> None:
-    """Prints, for decodes and prefills, the quickest sizes beside those of `mvllm_triton.tiles`."""
+    """Prints, for decodes and prefills, the fastest tile sizes and those of `mvllm_triton.tiles`."""
     usual = attention.attention_tiles
     launches = [(f"decode {b} of {n}", (b, 1, n), (16,)) for b, n in ((1, 8192), (16, 8192), (64, 8192), (256, 1024))]
     launches += [(f"prefill of {n}", (1, n, n), (64, 128)) for n in PREFILLS[:2]]
@@ -324,7 +324,7 @@ def tiles(device: str) -> None:
             attention.attention_tiles = lambda *_, chosen=chosen, **__: chosen
             try:
                 found.append((seconds(paged.run, 5), str(chosen)))
-            except Exception as e:  # what does not fit, in the compiler's words or the driver's
+            except Exception as e:  # tiles that do not fit: errors of the compiler or the driver
                 found.append((math.inf, f"{chosen}: {type(e).__name__}"))
             finally:
                 attention.attention_tiles = usual
@@ -334,7 +334,7 @@ def tiles(device: str) -> None:
 
 
 def main(wanted: list[str]) -> int:
-    """Does what is wanted, or everything but `tiles`; the exit status says whether all was right."""
+    """Runs the given parts, by default all except `tiles`. Returns the exit status: 0 if all results were correct."""
     on_device = torch.cuda.is_available()
     device = "cuda" if on_device else "cpu"
     wanted = wanted or ["numerics", *(["graphs", "speed"] if on_device else [])]

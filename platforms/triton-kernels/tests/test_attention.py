@@ -1,5 +1,5 @@
-"""Attention and KV writes against exact attention in float64, through core's cases: ragged batches, padding, tables
-whose unused entries must not be followed, slots in which an earlier tenant left NaN."""
+"""Attention and KV writes against exact attention in float64, with core's cases: ragged batches, padding, block tables
+with invalid unused entries, slots with NaN from an earlier request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mvllm.testing.attention_cases import expected, make_case, make_spec, run, t
 
 interpreted = importlib.import_module("platforms.triton-kernels.tests.interpreted")
 
-# Ordinary runs look at fewer forms: the interpreter takes about 0.3 s for each.
+# Cases of exhaustive runs only: the interpreter takes about 0.3 s for each.
 more = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 DTYPES = ("float32", "bfloat16", "float16")
 
-# (tokens computed before, new tokens): a prompt, decodes and a chunk in one batch, around the edges of blocks.
+# (tokens computed before, new tokens): a prompt, decodes and a chunk in one batch, with lengths near block boundaries.
 MIXED = [(0, 19), (47, 1), (15, 1), (16, 5), (0, 1)]
 DECODES = [(47, 1), (15, 1), (0, 1), (130, 1)]
 
@@ -61,7 +61,7 @@ def test_a_mixed_batch():
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_what_does_not_fit_is_refused(wrong, message):
+def test_invalid_arguments_are_rejected(wrong, message):
     cache, table = torch.zeros(2, 4, 2, 8), torch.zeros(1, 1, dtype=torch.int32)
     given = {"q": torch.zeros(1, 4, 8), "k_cache": cache, "v_cache": cache, "block_table": table, **wrong}
     lens = torch.ones(1, dtype=torch.int32)
@@ -95,10 +95,10 @@ def test_the_hosts_lengths_may_be_upper_bounds():
     "requests",
     [
         [(90, 1), (0, 1), (15, 1)],  # decodes
-        [(90, 4), (0, 1), (15, 8)],  # with drafts
-        more([(90, 4), (0, 9), (15, 1)]),  # and more than drafts
+        [(90, 4), (0, 1), (15, 8)],  # decodes with draft tokens
+        more([(90, 4), (0, 9), (15, 1)]),  # and one request with more tokens than a decode
         [(40, 33)],  # one prompt
-        more([(0, 70), (20, 40)]),  # prompts alone
+        more([(0, 70), (20, 40)]),  # prompts only
     ],
     ids=str,
 )
@@ -114,7 +114,7 @@ def test_head_sizes_that_are_and_are_not_powers_of_two(head_size):
 
 
 @pytest.mark.parametrize("heads", [more((1, 1)), more((3, 1)), (14, 2), more((4, 4)), more((40, 2)), (71, 1)])
-def test_heads_that_share_keys(heads):
+def test_grouped_query_attention(heads):
     assert_right(make_spec(*heads, 16), [(0, 3), (17, 1)])
 
 
@@ -160,7 +160,7 @@ def test_features(features, splits):
         ("float16", "float8_e4m3fn", True),
     ],
 )
-def test_caches_of_eight_bits_with_scales_of_each_token_and_head(dtype, kv_dtype, codes):
+def test_8_bit_caches_with_a_scale_per_token_and_head(dtype, kv_dtype, codes):
     assert_right(make_spec(head_size=24, dtype=dtype, kv_dtype=kv_dtype), MIXED, codes=codes)
 
 
@@ -175,7 +175,7 @@ def test_caches_of_eight_bits_with_scales_of_each_token_and_head(dtype, kv_dtype
         ("float8_e4m3fn", 2),
     ],
 )
-def test_latents(kv_dtype, splits):
+def test_latent_attention(kv_dtype, splits):
     spec = make_spec(4, 1, 40, kv_dtype=kv_dtype, value_head_size=24, values_in_keys=True)
     assert_right(spec, MIXED, splits=splits)
 
@@ -186,25 +186,22 @@ def test_many_heads_over_one_latent():
 
 @pytest.mark.parametrize("splits", [1, more(2)])
 @pytest.mark.parametrize("latent", [False, more(True)])
-def test_keys_that_every_query_of_a_tile_sees_and_those_that_some_see(latent, splits):
+def test_tiles_of_keys_with_and_without_a_causal_mask(latent, splits):
     spec = make_spec(2, 1, 32 if latent else 16, value_head_size=16, values_in_keys=latent)
     assert_right(spec, [(30, 100), (130, 1), (62, 3)], splits=splits)
 
 
-def test_decodes_over_many_blocks_share_their_keys_among_programs():
+def test_keys_of_decodes_are_split_among_programs():
     assert_right(make_spec(head_size=16), DECODES, splits=7)
 
 
-def test_a_long_context_is_split_without_being_asked():
+def test_keys_of_a_long_context_are_split_by_default():
     assert_right(make_spec(2, 2, 16), [(300, 1)], spread=2.0)
 
 
-# at random
-
-
 @pytest.mark.parametrize("seed", [*range(3), *(more(seed) for seed in range(3, 60))])
-def test_steps_drawn_at_random(seed):
-    """Layers and steps of any kind, their lengths around the edges of blocks and tiles."""
+def test_random_steps(seed):
+    """Random layers and steps, with lengths near the boundaries of blocks and tiles."""
     rng = random.Random(seed)
     dtype = rng.choice(DTYPES)
     fields = {"dtype": dtype, "kv_dtype": rng.choice((dtype, dtype, dtype, "int8", "float8_e4m3fn"))}

@@ -1,6 +1,6 @@
 """Every kernel compiles to machine code of absent devices, and fits their shared memory.
 
-In a program of its own: this one has Triton with its interpreter, which compiles nothing.
+Compilation runs in another process, because the test process has Triton with its interpreter, which compiles nothing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def compile_launches(tmp_path, targets, *names):
     return done.stdout
 
 
-def test_a_decode_compiles_for_two_makers(tmp_path):
+def test_a_decode_compiles_for_two_vendors(tmp_path):
     lines = compile_launches(tmp_path, "sm_90,gfx942", "decode-64").splitlines()
     assert [line.split()[1:3] for line in lines] == [["attend", "sm_90"], ["attend", "gfx942"]]
 
 
-def test_attention_is_compiled_a_few_times_and_not_for_each_kind_of_step():
+def test_attention_has_few_compiled_variants():
     command = [sys.executable, "-m", "platforms.triton-kernels.tests.variants"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -26,7 +26,7 @@ FORMATS = [
 
 
 def numbers(format_):
-    """Every number of a format, what lies midway between neighbours and on either side of that, and beyond the ends."""
+    """Every number of a format, the midpoints of neighbours, the floats next to midpoints, and numbers out of range."""
     codes = torch.arange(256, dtype=torch.uint8).view(format_).float()
     known = codes[codes.isfinite()].unique()
     middle = (known[1:] + known[:-1]) / 2
@@ -36,7 +36,7 @@ def numbers(format_):
 
 
 @pytest.mark.parametrize("float8", FORMATS, ids=str)
-def test_every_number_gets_the_code_that_torch_gives_it(float8):
+def test_encoding_equals_torchs(float8):
     x = numbers(float8).view(-1, 1, 8)
     cache = torch.zeros(len(x), 1, 1, 8, dtype=float8)
     slots = torch.arange(len(x), dtype=torch.int32)
@@ -46,7 +46,7 @@ def test_every_number_gets_the_code_that_torch_gives_it(float8):
 
 
 @pytest.mark.parametrize("float8", FORMATS, ids=str)
-def test_every_code_is_read_as_the_number_that_torch_reads(float8):
+def test_decoding_equals_torchs(float8):
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[codes.view(float8).float().isfinite()]
     values = codes.repeat(-(-256 // len(codes)))[:256].view(16, 1, 1, 16)
@@ -76,10 +76,10 @@ def test_one_scale_for_a_whole_cache(kind, as_tensor):
     found = paged_attention(q, *caches, *tables, lens, k_scale=given[0], v_scale=given[1], **options)
     wide = [cache.float() * scale for cache, scale in zip(caches, scales)]
     torch.testing.assert_close(found, paged_attention(q, *wide, *tables, lens, **options), rtol=1e-4, atol=1e-5)
-    assert (wide[0].flatten(0, 1)[:6] - k).abs().max() < 0.15  # what was stored is what was given, rounded
+    assert (wide[0].flatten(0, 1)[:6] - k).abs().max() < 0.15  # the stored keys are the given ones, rounded
 
 
-def test_kinds_of_scales_are_not_mixed():
+def test_scales_of_different_kinds_are_rejected():
     cache, x = torch.zeros(1, 4, 1, 8, dtype=torch.int8), torch.zeros(1, 1, 8)
     with pytest.raises(ValueError, match="of one kind"):
         kv_write.write_kv(x, x, cache, cache, torch.zeros(1, dtype=torch.int32), k_scale=1.0, v_scale=torch.ones(1))
@@ -112,7 +112,7 @@ def test_products(dtype, scaled, native):
     assert (found.view(6, 40).double() - exact).abs().max() <= allowed
 
 
-def test_scales_that_do_not_fit_are_refused():
+def test_scales_of_wrong_shapes_are_rejected():
     x, weight = torch.zeros(1, 64), torch.zeros(32, 64, dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"\[2, 2\]"):
         float8_linear(x, weight, torch.ones(1, 2), block=(16, 32))
@@ -126,7 +126,7 @@ def test_scales_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("scaled", ["row", "block"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_products_with_inputs_as_they_are(dtype, scaled):
+def test_products_with_unquantized_inputs(dtype, scaled):
     torch.manual_seed(0)
     x, weight = torch.randn(6, 80).to(dtype), (torch.randn(40, 80) * 100).to(torch.float8_e4m3fn)
     block = (16, 32) if scaled == "block" else None
@@ -139,7 +139,7 @@ def test_products_with_inputs_as_they_are(dtype, scaled):
 
 
 @pytest.mark.parametrize("given", [None, torch.tensor([0.02])], ids=["dynamic", "static"])
-def test_a_row_with_a_nan_gives_nan_and_the_others_do_not_know(given):
+def test_a_nan_affects_only_its_own_row(given):
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     expected = float8_linear(x, EYE, torch.ones(1), x_scale=given, native=False)
     x[1, 5] = torch.nan
@@ -152,7 +152,7 @@ EYE = torch.eye(64).to(torch.float8_e4m3fn)
 
 @pytest.mark.parametrize("format_", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
 @pytest.mark.parametrize("most", [80, pytest.param(384, marks=pytest.mark.exhaustive)])
-def test_packed_weights_are_cores_in_either_format(most, format_):
+def test_products_with_packed_weights_are_exact_in_both_formats(most, format_):
     trials = [t for t in op_cases.op_calls("float8_linear", "float32") if t.facts["in_features"] <= most]
     trials = [t for t in trials if t.facts["bias"] or most > 80]
     assert {t.facts["inputs"] for t in trials} == {"floats", "dynamic", "static"}
@@ -164,7 +164,7 @@ def test_packed_weights_are_cores_in_either_format(most, format_):
 
 
 @pytest.mark.parametrize("format_", [torch.float8_e4m3fn, torch.float8_e4m3fnuz], ids=str)
-def test_every_code_keeps_its_number_and_a_nan_is_no_number(format_):
+def test_packing_keeps_every_number_and_nan(format_):
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
     whole = pack(Float8Weight(codes, torch.ones(16, 1), 1, 16), format_)
     wide = whole.weight.float() * whole.scale.view(16, 1)
@@ -176,7 +176,7 @@ def test_every_code_keeps_its_number_and_a_nan_is_no_number(format_):
     assert pack(Float8Weight(halves, torch.ones(1, 2), 1, 32), format_).scale.isnan().tolist() == [[False, True]]
 
 
-def test_weights_in_unsupported_blocks_are_refused():
+def test_weights_with_unsupported_blocks_are_rejected():
     assert refusals(128, 24) and refusals(128, 16) and not refusals(24, 24)
     with pytest.raises(ValueError, match="power of two from 32 on"):
         pack(Float8Weight(torch.zeros(4, 128, dtype=torch.uint8), torch.ones(1, 6), 4, 24))

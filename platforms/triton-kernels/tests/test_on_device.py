@@ -1,4 +1,4 @@
-"""on_device.py as far as it runs without a device: numerics on the interpreter, the rest without computing."""
+"""The parts of on_device.py that run without a device: numerics on the interpreter, the rest without computing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
 ]
 
-# Every measured function is called once, on tensors that hold nothing; launches are caught.
+# Calls every measured function once, on tensors without content; launches are recorded, not executed.
 DRY_RUN = """
 import importlib, torch
 torch.cuda.is_available = lambda: True
@@ -42,7 +42,7 @@ def test_numerics_are_right_on_the_interpreter():
     assert run("-m", "platforms.triton-kernels.tests.on_device").endswith("all right\n")
 
 
-def test_what_is_measured_can_be_called():
+def test_every_measured_function_can_be_called():
     lines = run("-c", DRY_RUN).splitlines()
     assert lines[0].startswith("limits: copy")
     assert any("decode, batch 256, 8192 tokens" in line and "of copy" in line for line in lines)

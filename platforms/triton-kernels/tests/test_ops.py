@@ -49,11 +49,11 @@ def test_every_case_of_core(op, dtype):
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "silu_and_mul", "fused_add_rms_norm"])
-def test_roundings_are_where_the_reference_has_them(op):
+def test_results_are_rounded_like_the_reference(op):
     trial = list(op_cases.op_calls(op, "bfloat16"))[-1]
     for wanted, got in zip(as_tuple(SCHEMAS[op].reference(*trial.make())), as_tuple(FUNCTIONS[op](*trial.make()))):
         neighbours = (wanted.view(torch.int16).int() - got.view(torch.int16).int()).abs()
-        assert neighbours.max() <= 1  # where a sum's order tips a rounding
+        assert neighbours.max() <= 1  # the order of a sum may change a rounding
         assert (neighbours > 0).float().mean() < 0.02
 
 
@@ -63,7 +63,7 @@ def test_add_rms_norm_works_in_place():
     assert normed.data_ptr() == x.data_ptr() and total.data_ptr() == residual.data_ptr()
 
 
-def test_rotary_leaves_what_lies_between_heads_alone():
+def test_rotary_leaves_other_elements_unchanged():
     fused = torch.randn(2, 4 * 32)
     before, query, key = fused.clone(), fused[:, :64].view(2, 2, 32), fused[:, 64:96].view(2, 1, 32)
     angles = torch.rand(5, 8)
@@ -86,7 +86,7 @@ def test_argmax_takes_the_first_of_equal_elements(size):
 
 
 @pytest.mark.parametrize("nan", [torch.nan, -torch.nan])
-def test_argmax_takes_a_nan_for_the_largest(nan):
+def test_argmax_treats_nan_as_the_largest(nan):
     x = torch.full((1, 40), torch.inf)
     x[0, 17] = nan
     values, places = argmax(x)
@@ -98,7 +98,7 @@ def test_argmax_of_infinities():
     assert values.tolist() == [-torch.inf] and places.tolist() == [0]
 
 
-def test_no_rows_are_no_work():
+def test_inputs_without_rows():
     assert norm.rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
     assert activation.silu_and_mul(torch.empty(0, 8)).shape == (0, 4)
     assert argmax(torch.empty(0, 8))[1].shape == (0,)

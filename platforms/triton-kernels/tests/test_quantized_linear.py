@@ -21,7 +21,7 @@ def assert_right(trials, dtype):
         exact = op_cases.exact(trial)
         found = quantized.quantized_linear(x, quantized.pack(weight), bias)
         assert found.dtype == x.dtype and found.shape == exact.shape
-        # One rounding of x's and of the weight's scale more than of the result alone.
+        # The result includes one rounding of x and one of the weight's scale.
         assert (found.double() - exact).abs().max() <= op_cases.tolerance(dtype) * exact.abs().max(), trial
         tried += 1
     assert tried
@@ -57,7 +57,7 @@ def test_leading_dimensions_and_strided_rows():
     torch.testing.assert_close(found[1, 2], quantized.quantized_linear(x[1, 2:], packed, bias)[0])
 
 
-def test_groups_that_are_no_multiple_of_32_are_refused():
+def test_unsupported_groups_and_bits_are_rejected():
     assert "not 24" in quantized.refusals(96, 24, 8)[0]
     assert "not 3" in quantized.refusals(96, 32, 3)[0]
     assert quantized.refusals(96, 96, 8) == quantized.refusals(4096, 128, 4) == []

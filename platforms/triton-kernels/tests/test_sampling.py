@@ -1,4 +1,4 @@
-"""Filtered sampling: the kept tokens are those that a sort would keep, and the sampled tokens are core's."""
+"""Filtered sampling: it keeps the same tokens as filters that sort, and samples the same tokens as core."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def arguments(rows, size):
 
 
 def kept(logits, found):
-    """Which tokens stay, by what `filters` says."""
+    """Which tokens `filters` keeps."""
     bits = (logits + 0.0).view(torch.int32)
     orders = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return orders >= found[1].unsqueeze(1)
@@ -60,7 +60,7 @@ ROWS = [
     "size, spread",
     [(300, 3.0), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((50, 0.1), (700, 0.1)))],
 )
-def test_the_tokens_that_stay_are_those_that_a_sort_would_keep(size, spread):
+def test_filters_keep_the_same_tokens_as_sorting(size, spread):
     logits = torch.randn(len(ROWS), size, generator=torch.Generator().manual_seed(0)) * spread
     given = arguments(ROWS, size)
     found = sampling.filters(logits, *given)
@@ -68,14 +68,14 @@ def test_the_tokens_that_stay_are_those_that_a_sort_would_keep(size, spread):
     assert torch.equal(kept(logits, found), kept_by_sorting(logits, *given))
 
 
-def test_tokens_that_tie_with_the_last_one_kept_stay():
+def test_tokens_that_tie_with_the_last_one_are_kept():
     logits = torch.tensor([[1.0, 0.0, -0.0, 0.0, -2.0, -torch.inf]]).repeat(2, 1)
     found = sampling.filters(logits, *arguments([{"top_k": 2}, {"top_p": 0.7}], 6))
     assert kept(logits, found).tolist() == [[True] * 4 + [False] * 2] * 2
 
 
 @pytest.mark.parametrize("size", [37, pytest.param(300, marks=pytest.mark.exhaustive)])
-def test_draws_are_those_of_core(size):
+def test_sampled_tokens_equal_cores(size):
     generator = torch.Generator().manual_seed(1)
     rows = ROWS
     logits = torch.randn(len(rows), size, generator=generator) * 2
@@ -114,7 +114,7 @@ def test_draws_follow_the_probabilities():
     grid = logits.softmax(dim=1)
     found = draw(grid.expand(n * n, -1).contiguous(), coarse.flatten(), fine.flatten())
     share = torch.bincount(found, minlength=5) / n**2
-    assert (share - grid[0]).abs().max() < 0.03  # so does core's
+    assert (share - grid[0]).abs().max() < 0.03  # core's error
     pick = torch.arange(0, n * n, 37)
     ours = sampling.sample(
         logits.expand(len(pick), -1).contiguous(), *arguments([{}] * len(pick), 5), coarse.flatten()[pick],

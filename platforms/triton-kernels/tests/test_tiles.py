@@ -11,14 +11,14 @@ from mvllm_triton import tiles
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("latent", [False, True])
-def test_tiles_of_attention_hold_a_token_at_least_and_fit(itemsize, latent):
+def test_attention_tiles_hold_at_least_one_token_and_fit_in_memory(itemsize, latent):
     sizes = (16, 33, 64, 80, 128, 192, 256, 512)
     for size, block, group, length in itertools.product(sizes, (1, 16, 256), (1, 3, 8, 71, 128), (1, 2, 70, 4096)):
         found = tiles.attention_tiles(size, block, itemsize, group, length, latent=latent)
         assert found.tokens >= 1 and found.heads <= group
         assert found.tokens * found.heads <= found.rows
         assert found.rows & (found.rows - 1) == found.columns & (found.columns - 1) == 0
-        assert min(found.rows, found.columns) >= 16  # what the hardware multiplies
+        assert min(found.rows, found.columns) >= 16  # the smallest tile that the hardware multiplies
         key_tile = found.columns * tiles.power_of_two(size) * itemsize
         assert key_tile <= (64 << 10 if latent else 32 << 10)
 
@@ -30,12 +30,12 @@ def test_a_long_prompt_gets_more_rows_than_a_decode():
     assert (decode.tokens, prompt.tokens) == (4, 32)
 
 
-def test_keys_are_divided_where_programs_are_few_and_keys_are_many():
+def test_keys_are_split_if_programs_are_few_and_keys_are_many():
     one = tiles.num_splits(8, 8192, 64, 132, 1 << 14)
     assert 132 <= 8 * one <= 2 * 132
     assert tiles.num_splits(8 * 64, 8192, 64, 132, 1 << 20) == 1  # enough programs already
-    assert tiles.num_splits(8, 100, 64, 132, 1 << 14) == 1  # nothing to divide
-    assert tiles.num_splits(8, 1 << 20, 64, 132, 1 << 25) == 2  # memory
+    assert tiles.num_splits(8, 100, 64, 132, 1 << 14) == 1  # too few keys to split
+    assert tiles.num_splits(8, 1 << 20, 64, 132, 1 << 25) == 2  # the memory limit
     assert tiles.num_splits(1, 1 << 20, 64, 1000, 1 << 10) == tiles.MAX_SPLITS
 
 
@@ -44,8 +44,8 @@ def test_keys_are_divided_where_programs_are_few_and_keys_are_many():
 def test_pieces_of_rows_cover_them(rows, size):
     piece, block = tiles.argmax_piece(rows, size)
     assert piece % block == 0
-    assert -(-size // piece) <= tiles.power_of_two(-(-size // block))  # what the second step has room for
+    assert -(-size // piece) <= tiles.power_of_two(-(-size // block))  # the capacity of the second kernel
 
 
-def test_experts_get_as_many_rows_as_they_have_on_average():
+def test_expert_tiles_have_the_average_number_of_rows():
     assert [tiles.expert_tiles(n, 64, 2).rows for n in (8, 64, 2048, 16384)] == [16, 16, 32, 128]

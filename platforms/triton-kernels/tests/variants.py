@@ -2,8 +2,8 @@
 
 A program: `python -m platforms.triton-kernels.tests.variants`.
 
-Each compilation takes seconds, in the middle of a step. Steps are drawn as they come: prompts of any length, some
-beside decodes, tables of any width. Nothing is computed: tensors are on torch's `meta` device.
+Each compilation takes seconds, in the middle of a step. Steps are random, like those of a server: prompts of any
+length, some batched with decodes, block tables of any width. Nothing is computed: tensors are on torch's `meta` device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEADS = {"llama-3.1-8b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128), "gpt-oss": (6
 
 
 def main(num_steps: int = 400) -> None:
-    """Prints, for each model, how many kernels there are."""
+    """Prints the number of compiled kernels for each model."""
     compiled = importlib.import_module("platforms.triton-kernels.tests.compiled")
     for name, heads in HEADS.items():
         rng = random.Random(1)

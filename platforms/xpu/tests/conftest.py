@@ -11,7 +11,7 @@ from mvllm_xpu.visible import VARIABLES
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Describes the machine: `machine(device, ...)`, see machines. No variable hides its devices. Returns its root."""
+    """Sets the machine: `machine(device, ...)`, see machines.py, returns its root. No variable hides its devices."""
     for variable in (*VARIABLES, topology.BUS_ORDER, "LD_LIBRARY_PATH"):
         monkeypatch.delenv(variable, raising=False)
 

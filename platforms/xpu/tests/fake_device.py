@@ -1,12 +1,12 @@
 """A module like `torch.xpu` whose devices are the host: the same names, behaviour and missing functions.
 
-    counting     before `init` it tells another number, as a library does that knows no selector
-    memory       the process's; how much is free is not told, as processors' GPUs do not, unless a test asks for it
-    events       take no `blocking`
-    graphs       operations are written down and run again; what would make the host wait fails within a capture
-    waiting      nothing forbids it
+    device count   before `init` it is another number, like that of a library that ignores the selector
+    memory         the process's; free bytes are not reported, as by integrated GPUs, unless a test sets `reports_free`
+    events         have no parameter `blocking`
+    graphs         operations are recorded and run again; operations that make the host wait fail in a capture
+    waiting        cannot be forbidden
 
-`HOSTED` is the platform's own description of torch's module with this one in place, and the host's tensors.
+`HOSTED` is the platform's DeviceModule over this module, with tensors on the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOT_TOLD = "The device (Host) doesn't support querying the available free memory
 
 
 class Stream:
-    """Work is done when a call returns."""
+    """A stream whose work is done when a call returns."""
 
     def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
         self.device = device
@@ -45,7 +45,7 @@ class Stream:
 
 
 class Event:
-    """A point that is always reached once it is set."""
+    """An event that is reached as soon as it is recorded."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.recorded = False
@@ -61,7 +61,7 @@ class Event:
 
 
 class XPUGraph:
-    """Operations that were written down."""
+    """Recorded operations."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.calls: list[Any] = []
@@ -74,22 +74,22 @@ class XPUGraph:
             call.run_again()
 
 
-class StandIn:
-    """The module.
+class FakeXpuModule:
+    """A replacement of the module `torch.xpu`.
 
     Attributes:
-        devices: How many there are, all of them the host.
-        tells_free: How much is free is told.
-        broken: The device does not answer.
-        graphs: Those that were made.
-        current: The stream that work goes to.
+        devices: Number of devices; all of them are the host.
+        reports_free: Whether free bytes are reported.
+        broken: Whether the device does not answer.
+        graphs: All created graphs.
+        current: The current stream.
     """
 
     Event, Stream, XPUGraph = Event, Stream, XPUGraph
 
     def __init__(self) -> None:
         self.devices = 8
-        self.tells_free = self.broken = self.initialised = False
+        self.reports_free = self.broken = self.initialised = False
         self.graphs: list[XPUGraph] = []
         self.current = Stream(HOST)
 
@@ -128,7 +128,7 @@ class StandIn:
         host_resources.reset_peak_resident_memory()
 
     def mem_get_info(self, device: torch.device | None = None) -> tuple[int, int]:
-        if not self.tells_free:
+        if not self.reports_free:
             raise RuntimeError(NOT_TOLD)
         return host_resources.memory_free(), host_resources.memory_total()
 
@@ -158,24 +158,24 @@ class StandIn:
         try:
             with recorder, ForbidSynchronizingOps():
                 yield
-        except AssertionError as e:  # the stream of the capture stays current, as torch leaves it
+        except AssertionError as e:  # the capture's stream stays current, like in torch
             raise RuntimeError(f"wait method cannot be used for a queue that records a graph\n{e}") from None
         self.current = before
         xpu_graph.calls = [call for call in recorder.calls if call.computes]
-        for call in xpu_graph.calls:  # a capture computes nothing: results are there after the first replay
+        for call in xpu_graph.calls:  # a capture computes nothing; the first replay computes the results
             if not call.works_in_place:
                 for made in call.results:
                     made.fill_(torch.nan if made.is_floating_point() else 101)
 
 
-XPU = StandIn()
+XPU = FakeXpuModule()
 
 
 class HostedModule(XpuModule):
-    """The platform's description of torch's module, of the stand-in."""
+    """The platform's DeviceModule over the replacement."""
 
     @property
-    def api(self) -> StandIn:
+    def api(self) -> FakeXpuModule:
         return XPU
 
     def device(self, index: int) -> torch.device:

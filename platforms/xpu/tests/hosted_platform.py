@@ -1,7 +1,7 @@
 """The XPU platform with the host as its device, through fake_device.py.
 
-Its plans, its runtime, its arithmetic of memory, its graphs and its communicator (over gloo) are the real ones. In
-place of the Triton kernels, functions with their signatures made of torch operations; or its attention without any.
+Its plans, runtime, memory accounting, graphs and communicator (over gloo) are the real ones. Torch functions with the
+same signatures replace the Triton kernels; `WithoutKernels` uses the platform's attention without kernels.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from mvllm_xpu.platform import XPUPlatform
 from mvllm_xpu.runtime import XpuRuntime
 
 MOST_TOKENS = 1 << 10
-"""Of a sequence in a captured step."""
+"""Maximum tokens of a sequence in a captured step."""
 
 
 class HostedRuntime(XpuRuntime):
-    """The platform's, on the stand-in."""
+    """The platform's runtime over the replacement of torch.xpu."""
 
     module = HOSTED
 
@@ -50,7 +50,7 @@ class HostedRuntime(XpuRuntime):
 
 
 class HostedPlatform(XPUPlatform):
-    """See the module."""
+    """The XPU platform on the host; see the module."""
 
     module = HOSTED
     spec = SPEC
@@ -69,7 +69,7 @@ class HostedPlatform(XPUPlatform):
         return super().attention_backend(spec)
 
     def compiler(self) -> CompileBackend | None:
-        """The platform's, with small tables: the functions in place of kernels look at all that they have room for."""
+        """The platform's compiler with small tables, because the replaced kernels compute the full width of a table."""
         mode = self.settings.compile_mode()
         return None if mode == "none" else make_compiler(mode, HOSTED, table_tokens=MOST_TOKENS)
 
@@ -81,7 +81,7 @@ class HostedPlatform(XPUPlatform):
 
 
 class WithoutKernels(HostedPlatform):
-    """Where there is no Triton."""
+    """The platform without Triton."""
 
     spec = SDPA
 

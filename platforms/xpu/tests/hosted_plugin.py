@@ -1,6 +1,4 @@
-"""Plugin modules of `hosted-xpu` and `hosted-xpu-sdpa`: the XPU platform with the host as its device, with kernels and
-without.
-"""
+"""Plugins `hosted-xpu` (with kernels) and `hosted-xpu-sdpa` (without): the XPU platform with the host as its device."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def probe() -> ProbeResult:
 
 
 def path(folder: Path) -> list[str]:
-    """What to put on the search path so that both are installed."""
+    """Entries of the module search path that install both plugins."""
     entries = "[mvllm.platforms]\n"
     entries += "".join(f"{spec.name} = platforms.xpu.tests.{module}\n" for spec, module in PLUGINS)
     return [str(write_metadata(folder, "mvllm-hosted-xpu", entries)), str(ROOT)]

@@ -15,13 +15,13 @@ class Device:
 
     Attributes:
         chip: Its PCI id.
-        address: On the bus; None for the next free one behind a bridge.
-        driver: Of the kernel; None for none.
-        tiles: Folders that its driver makes; 0 for a driver that makes none.
-        memory: Bytes of each tile, where the kernel tells.
-        renders: Whether there is a file to compute by.
-        opens: Whether that file is in /dev.
-        vendor, kind: On the bus.
+        address: Its PCI address; None for the next free one behind a bridge.
+        driver: The kernel's driver; None for none.
+        tiles: Number of its driver's tile folders.
+        memory: Bytes of each tile; None if the kernel does not report them.
+        renders: Whether it has a render node.
+        opens: Whether the render node exists in /dev.
+        vendor, kind: Its PCI vendor and class.
     """
 
     chip: int = 0xE20B
@@ -49,7 +49,7 @@ NETWORK = Device(chip=0x1572, driver="i40e", kind=0x020000)
 
 
 def address_of(n: int) -> str:
-    """Where a machine's n-th device is that has no address given."""
+    """The default PCI address of a machine's n-th device."""
     return f"0000:{3 + n:02x}:00.0"
 
 
@@ -78,6 +78,6 @@ def build(root: Path, *devices: Device, libraries: tuple[str, ...] = LIBRARIES) 
 
 
 def write(path: Path, text: str) -> None:
-    """A file, with the folders above it."""
+    """Writes a file and creates its parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

@@ -33,7 +33,7 @@ runtime = functools.cache(lambda: CPURuntime(WorkerContext()))
     ids=str,
 )
 @pytest.mark.parametrize("together", [attention.GATHERED_TOKENS, 1], ids=["together", "one by one"])
-def test_every_kind_of_layer_gives_exact_attention(fields, together, monkeypatch):
+def test_attention_is_exact_for_every_kind_of_layer(fields, together, monkeypatch):
     monkeypatch.setattr(attention, "GATHERED_TOKENS", together)
     spec = make_spec(**{"head_size": 16, **fields})
     assert SdpaAttention.validate(spec) == []
@@ -46,7 +46,7 @@ def test_every_kind_of_layer_gives_exact_attention(fields, together, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"soft_cap": 20.0}, "soft caps"),
         ({"sinks": True}, "sinks"),
@@ -54,5 +54,5 @@ def test_every_kind_of_layer_gives_exact_attention(fields, together, monkeypatch
         ({"dtype": "float64"}, "compute dtype float64"),
     ],
 )
-def test_what_it_does_not_take_is_refused_with_the_reason(fields, says):
-    assert any(says in reason for reason in SdpaAttention.validate(make_spec(**fields)))
+def test_unsupported_layers_are_rejected_with_the_reason(fields, message):
+    assert any(message in reason for reason in SdpaAttention.validate(make_spec(**fields)))

@@ -1,7 +1,7 @@
 """Clauses of the conformance suite on the platform's own runtime and graphs, with the host as its device.
 
-The whole suite runs there, too, in minutes: `mvllm conformance --platform hosted-xpu-sdpa` with what
-`hosted_plugin.path` gives on PYTHONPATH.
+The whole suite can run there in minutes: `mvllm conformance --platform hosted-xpu-sdpa` with the folders of
+`hosted_plugin.path` on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAIN = "import sys; from mvllm.entrypoints.cli.main import main; sys.exit(main(s
         pytest.param("none", r"\d passed, \d not claimed", marks=pytest.mark.exhaustive),
     ],
 )
-def test_memory_and_graphs_are_as_the_contract_says(tmp_path, mode, passed):
+def test_clauses_of_memory_and_graphs_pass(tmp_path, mode, passed):
     foreign = ("ZE_", "ONEAPI_", "MVLLM_", "PYTEST_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     path = os.pathsep.join([*hosted_plugin.path(tmp_path / "site"), *filter(None, sys.path)])

@@ -1,4 +1,4 @@
-"""The whole engine on the XPU platform with the host as its device: the same tokens as on another platform."""
+"""The whole engine on the XPU platform with the host as its device: the same tokens as on the CPU platform."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = [{"prompt_token_ids": [5 + 7 * i + j for j in range(3 + 4 * i)]} for i
 PARAMS = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (12, 5, 9)]
 SETTINGS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 FEW = ("llama-gqa", "gptoss", "deepseek3")
-"""Of the zoo: plain, windows with sinks in two tables, latents."""
+"""Models of ordinary runs: plain; windows with sinks and two block tables; latents."""
 
 models = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in ZOO]
@@ -32,7 +32,7 @@ def generate(tmp_path, monkeypatch):
     monkeypatch.delenv("MVLLM_XPU_COMPILE", raising=False)
     attention = importlib.import_module("mvllm_torch_gpu.attention")
     for name in ("paged_attention", "latent_attention", "write_kv", "write_latent"):
-        monkeypatch.setattr(attention, name, getattr(attention, name))  # the platform puts others there
+        monkeypatch.setattr(attention, name, getattr(attention, name))  # the platform replaces it; restored at the end
 
     def run(folder, platform, **settings):
         XPU.graphs.clear()
@@ -45,7 +45,7 @@ def generate(tmp_path, monkeypatch):
 
 
 @models
-def test_tokens_are_those_of_another_platform_captured_or_not(name, generate, tmp_path, monkeypatch):
+def test_tokens_are_those_of_the_cpu_platform_with_and_without_graphs(name, generate, tmp_path, monkeypatch):
     folder = make_checkpoint(name, tmp_path)
     expected = generate(folder, "cpu")
     assert generate(folder, "hosted-xpu") == expected
@@ -57,21 +57,19 @@ def test_tokens_are_those_of_another_platform_captured_or_not(name, generate, tm
 
 
 @models
-def test_so_are_those_of_attention_without_kernels(name, generate, tmp_path):
+def test_tokens_without_kernels_are_those_of_the_cpu_platform(name, generate, tmp_path):
     folder = make_checkpoint(name, tmp_path)
     assert generate(folder, "hosted-xpu-sdpa") == generate(folder, "cpu")
 
 
-@pytest.mark.parametrize("tells_free", [False, True])
-def test_the_engine_measures_memory_where_the_device_does_not_tell_what_is_free(
-    generate, tmp_path, monkeypatch, tells_free
-):
-    monkeypatch.setattr(XPU, "tells_free", tells_free)
+@pytest.mark.parametrize("reports_free", [False, True])
+def test_the_kv_cache_is_sized_with_and_without_reported_free_memory(generate, tmp_path, monkeypatch, reports_free):
+    monkeypatch.setattr(XPU, "reports_free", reports_free)
     folder = make_checkpoint("llama-gqa", tmp_path)
     assert generate(folder, "hosted-xpu-sdpa", kv_cache_memory_bytes=None) == generate(folder, "cpu")
 
 
-def test_what_waits_within_a_capture_runs_without_a_graph(generate, tmp_path, monkeypatch, caplog):
+def test_a_step_that_waits_in_a_capture_runs_without_a_graph(generate, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MVLLM_XPU_COMPILE", "graphs")
     kernels = importlib.import_module("platforms.cuda.tests.hosted_platform").KERNELS
     folder = make_checkpoint("llama-gqa", tmp_path)

@@ -47,11 +47,11 @@ def engine_config(dtype="auto", kv_dtype="auto"):
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("auto", "auto"), ("bfloat16", "float8_e4m3fn"), ("float32", "int8")])
-def test_what_it_computes_in_is_accepted(platform, dtype, kv_dtype):
+def test_supported_dtypes_are_accepted(platform, dtype, kv_dtype):
     assert platform.plan(engine_config(dtype, kv_dtype)) == Plan()
 
 
-def test_unsupported_dtypes_are_refused_with_the_supported_ones(platform):
+def test_unsupported_dtypes_are_rejected_with_the_supported_ones(platform):
     answer = platform.plan(engine_config("float64", "float8_e5m2"))
     assert isinstance(answer, Refusals)
     assert [refusal.field for refusal in answer.reasons] == ["model.dtype", "cache.dtype"]
@@ -77,7 +77,7 @@ def test_steps_are_captured_on_request(platform, monkeypatch, mode, torch_has_gr
     assert platform.plan(engine_config()) == Plan()
 
 
-def test_graphs_that_torch_does_not_have_are_refused(platform, monkeypatch):
+def test_graphs_are_rejected_if_torch_lacks_them(platform, monkeypatch):
     monkeypatch.setattr(platform_module, "torch_has_graphs", lambda: False)
     assert platform.plan(engine_config()) == Plan()
     monkeypatch.setenv("MVLLM_XPU_COMPILE", "graphs")
@@ -86,7 +86,7 @@ def test_graphs_that_torch_does_not_have_are_refused(platform, monkeypatch):
         platform.plan(engine_config())
 
 
-def test_topology_limits_workers_by_the_variable_that_takes_plain_numbers(platform):
+def test_topology_limits_workers_by_the_affinity_mask(platform):
     topology = platform.topology(ParallelConfig(tensor_parallel_size=2))
     assert (topology.num_workers, topology.devices_per_worker) == (2, 1)
     assert (topology.ray_resource, topology.device_variable) == ("GPU", "ZE_AFFINITY_MASK")
@@ -105,7 +105,7 @@ def test_devices_without_memory_of_their_own_use_the_hosts(platform, machine, de
 
 
 @pytest.mark.skipif(getattr(torch.version, "xpu", None) is not None, reason="torch is a build for XPU")
-def test_a_worker_with_a_torch_for_the_host_says_which_torch_it_needs(platform):
+def test_the_error_of_a_worker_with_a_cpu_build_of_torch_names_the_needed_build(platform):
     with pytest.raises(PlatformError, match=r"was built without XPU\. Install torch's build for XPU"):
         platform.init_device(WorkerContext())
 
@@ -124,13 +124,13 @@ def test_a_worker_without_the_kernels_files_has_no_driver_memory(monkeypatch, tm
 
 
 @pytest.mark.parametrize(
-    ("properties", "taken"),
+    ("properties", "supported"),
     [({"device_id": 0xE20B}, True), ({"device_id": 0xF123}, True), ({}, True), ({"device_id": 0x9A49}, False)],
 )
-def test_a_worker_refuses_chips_that_torch_does_not_compute_on(properties, taken):
+def test_a_worker_rejects_chips_that_torch_does_not_support(properties, supported):
     worker = object.__new__(runtime.XpuRuntime)
     found = worker.refusal(SimpleNamespace(**properties))
-    if taken:
+    if supported:
         assert found is None
     else:
         assert "torch does not compute on it; needed is an Arc" in found and "ZE_AFFINITY_MASK" in found
@@ -139,7 +139,7 @@ def test_a_worker_refuses_chips_that_torch_does_not_compute_on(properties, taken
 @pytest.mark.parametrize(
     ("has_xccl", "older", "expected"), [(True, True, "xccl"), (True, False, "xccl"), (False, True, "ccl")]
 )
-def test_the_backend_of_torch_is_found_by_what_there_is(monkeypatch, tmp_path, has_xccl, older, expected):
+def test_the_collective_backend_is_chosen_among_the_installed_ones(monkeypatch, tmp_path, has_xccl, older, expected):
     monkeypatch.setattr(torch.distributed.distributed_c10d, "is_xccl_available", lambda: has_xccl, raising=False)
     if older:
         (tmp_path / "oneccl_bindings_for_pytorch.py").write_text("")
@@ -161,7 +161,7 @@ def test_several_ranks_without_collectives_get_an_install_remedy(monkeypatch, pl
 
 @pytest.fixture
 def checks(machine, monkeypatch):
-    """`checks(device, ...)`: what the doctor says, by id without the prefix."""
+    """`checks(device, ...)`: the doctor's checks by their ids without the prefix."""
 
     def examined(*devices, build=XPU_BUILD, **options):
         machine(*devices, **options)
@@ -171,7 +171,7 @@ def checks(machine, monkeypatch):
     return examined
 
 
-def test_a_sound_machine_has_a_clean_bill(checks):
+def test_all_checks_pass_on_a_working_machine(checks):
     found = checks(B60, B60)
     assert {check.status for name, check in found.items() if name != "kernels"} == {CheckStatus.OK}
     assert found["driver"].found == "Driver of the kernel: xe."
@@ -188,7 +188,7 @@ def test_unknown_memory_is_reported_as_unknown(checks):
     assert checks(B580)["memory"].found == "Arc B580: the kernel does not tell how much it has."
 
 
-def test_an_integrated_gpu_beside_a_card_is_reported_as_left_out(checks):
+def test_an_integrated_gpu_is_reported_as_unused_if_there_is_a_card(checks):
     found = checks(UHD_770, B580)["devices"]
     assert found.status is CheckStatus.OK
     assert (
@@ -196,31 +196,31 @@ def test_an_integrated_gpu_beside_a_card_is_reported_as_left_out(checks):
     )
 
 
-def test_devices_that_cannot_be_used_are_named(checks):
+def test_unusable_devices_are_named(checks):
     found = checks(UHD_770, dataclasses.replace(B580, opens=False))
     assert found["chips"].status is CheckStatus.WARNING and "numbers [0] drive displays" in found["chips"].found
     assert found["driver"].status is CheckStatus.WARNING and "/dev/dri/renderD129" in found["driver"].found
 
 
-def test_unlike_devices_are_a_warning(checks):
+def test_different_devices_are_a_warning(checks):
     check = checks(B580, MAX_1550)["chips"]
     assert check.status is CheckStatus.WARNING and "Xe2, Xe-HPC" in check.found
 
 
-def test_variables_that_contradict_each_other_are_a_warning(checks, monkeypatch):
+def test_contradictory_variables_are_a_warning(checks, monkeypatch):
     monkeypatch.setenv("ZE_AFFINITY_MASK", "1")
     monkeypatch.setenv("ONEAPI_DEVICE_SELECTOR", "level_zero:1")
     check = checks(B580, B580)["devices"]
     assert check.status is CheckStatus.WARNING and "of 1 that ZE_AFFINITY_MASK='1' leaves" in check.found
 
 
-def test_a_missing_runtime_and_a_torch_for_something_else_are_broken(checks):
+def test_a_missing_runtime_and_a_torch_for_other_devices_fail_their_checks(checks):
     found = checks(B580, build=TorchBuild("2.13.0+cu130", cuda=(13, 0)), libraries=())
     assert found["runtime"].status is CheckStatus.BROKEN and "libze1" in found["runtime"].remedy
     assert found["torch"].status is CheckStatus.BROKEN and "build for XPU" in found["torch"].remedy
 
 
-def test_without_a_device_the_doctor_reports_only_that(tmp_path):
+def test_without_a_device_the_doctor_runs_only_the_drivers_check(tmp_path):
     [check] = doctor.checks(tmp_path)
     assert check.status is CheckStatus.BROKEN and check.found == "The PCI bus has no Intel GPU."
 
@@ -236,8 +236,8 @@ topology.ROOT = pathlib.Path({root!r})
 """
 
 
-def test_the_clauses_that_need_no_device_hold(tmp_path):
-    """On a machine as the kernel's files would show it; the torch that runs the suite passes for one for XPU."""
+def test_the_clauses_that_need_no_device_pass(tmp_path):
+    """With the files of a machine, and with `torch_build.find` returning an XPU build."""
     site = write_metadata(tmp_path / "site", "mvllm-xpu", "[mvllm.platforms]\nxpu = mvllm_xpu.plugin\n")
     root = build(tmp_path / "machine", B60, B60)
     (site / "sitecustomize.py").write_text(OTHER_MACHINE.format(root=str(root)))

@@ -24,7 +24,7 @@ SOURCES = [str(Path(module.__file__).parents[1]) for module in (topology, torch_
 
 @pytest.fixture
 def torch(monkeypatch):
-    """`torch(build)`: the torch that is installed."""
+    """`torch(build)`: sets the installed torch."""
 
     def installed(build):
         monkeypatch.setattr(torch_build, "find", lambda: build)
@@ -33,7 +33,7 @@ def torch(monkeypatch):
     return installed
 
 
-def test_devices_that_can_be_used(machine, torch):
+def test_usable_devices(machine, torch):
     machine(B60, B60, B580)
     found = probe()
     assert found.available and found.remedy is None
@@ -41,7 +41,7 @@ def test_devices_that_can_be_used(machine, torch):
     assert [(d.index, d.memory_bytes) for d in found.devices] == [(0, 24 * GIB), (1, 24 * GIB), (2, None)]
 
 
-def test_devices_are_numbered_as_workers_see_them(machine, torch, monkeypatch):
+def test_devices_have_the_order_that_workers_see(machine, torch, monkeypatch):
     machine(B60, MAX_1550)
     monkeypatch.setenv("ZE_FLAT_DEVICE_HIERARCHY", "FLAT")
     monkeypatch.setenv("ZE_AFFINITY_MASK", "1,2")
@@ -51,27 +51,27 @@ def test_devices_are_numbered_as_workers_see_them(machine, torch, monkeypatch):
     ]
 
 
-def test_lists_that_leave_something_are_mentioned(machine, torch, monkeypatch):
+def test_problems_of_device_lists_are_reported(machine, torch, monkeypatch):
     machine(B580, B580)
     monkeypatch.setenv("ZE_AFFINITY_MASK", "1,5")
     found = probe()
     assert found.available and len(found.devices) == 1 and "there is no device 5, of 2" in found.reason
 
 
-def test_a_processors_gpu_can_be_used_and_has_no_memory_of_its_own(machine, torch):
+def test_an_integrated_gpu_is_usable_and_has_no_memory_size(machine, torch):
     machine(LUNAR_LAKE)
     found = probe()
     assert found.available and found.devices[0].memory_bytes is None
     assert found.devices[0].name == "Core Ultra graphics"
 
 
-def test_a_machine_can_be_given_by_its_root(tmp_path, torch, monkeypatch):
+def test_the_root_folder_selects_the_machine(tmp_path, torch, monkeypatch):
     monkeypatch.delenv("ZE_AFFINITY_MASK", raising=False)
     assert probe(build(tmp_path, B580)).available
 
 
 @pytest.mark.parametrize(
-    ("devices", "variables", "says", "remedy"),
+    ("devices", "variables", "message", "remedy"),
     [
         ([], {}, "The PCI bus has no Intel GPU", "--platform"),
         ([dataclasses.replace(B580, opens=False)], {}, "/dev/dri/renderD128 is not there", "--device=/dev/dri"),
@@ -82,47 +82,47 @@ def test_a_machine_can_be_given_by_its_root(tmp_path, torch, monkeypatch):
         ([B580], {"ZE_AFFINITY_MASK": "0", "ONEAPI_DEVICE_SELECTOR": "level_zero:1"}, "'0' leaves", "level_zero:0"),
     ],
 )
-def test_devices_that_cannot_be_used(machine, torch, monkeypatch, devices, variables, says, remedy):
+def test_unusable_devices(machine, torch, monkeypatch, devices, variables, message, remedy):
     machine(*devices)
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
     found = probe()
     assert not found.available
-    assert says in found.reason and remedy in found.remedy
+    assert message in found.reason and remedy in found.remedy
 
 
 @pytest.mark.parametrize(
-    ("build", "says", "remedy"),
+    ("build", "message", "remedy"),
     [
         (None, "not installed", "Install its build for XPU"),
         (TorchBuild("2.13.0+cpu"), "2.13.0+cpu was built for the host alone, not for XPU", "build for XPU"),
         (TorchBuild("2.13.0+cu130", cuda=(13, 0)), "was built for CUDA, not for XPU", "reinstall mvllm-xpu"),
     ],
 )
-def test_a_torch_that_cannot_use_the_devices(machine, torch, build, says, remedy):
+def test_a_torch_that_cannot_use_the_devices(machine, torch, build, message, remedy):
     machine(B580)
     torch(build)
     found = probe()
-    assert not found.available and says in found.reason and remedy in found.remedy
-    assert len(found.devices) == 1  # they are there all the same
+    assert not found.available and message in found.reason and remedy in found.remedy
+    assert len(found.devices) == 1  # listed nevertheless
 
 
 @pytest.mark.parametrize(
-    ("installed", "says"),
+    ("installed", "message"),
     [
         (("libc.so.6",), "Level Zero's loader is not installed: libze_loader.so.1 is not found"),
         (("libze_loader.so.1",), "Level Zero's driver for GPUs is not installed: libze_intel_gpu.so.1 is not found"),
         (("libze_loader.so.10", "libze_intel_gpu.so.1"), "Level Zero's loader"),
     ],
 )
-def test_a_compute_runtime_that_is_missing_is_named_with_its_packages(machine, torch, installed, says):
+def test_a_missing_compute_runtime_is_named_with_its_packages(machine, torch, installed, message):
     machine(B580, libraries=installed)
     found = probe()
-    assert not found.available and says in found.reason
+    assert not found.available and message in found.reason
     assert "libze1 and libze-intel-gpu1" in found.remedy
 
 
-def test_a_compute_runtime_may_lie_in_other_folders_than_the_systems(tmp_path):
+def test_the_compute_runtime_may_be_outside_of_the_systems_folders(tmp_path):
     root = build(tmp_path / "machine", B580, libraries=())
     assert compute_runtime.missing(root, {}) is not None
     for name in (compute_runtime.LOADER, compute_runtime.DRIVER):
@@ -177,7 +177,7 @@ NO_TORCH = "raise AssertionError('a probe has imported torch')\n"
 
 
 def xpu_torch(folder: Path) -> str:
-    """A torch that was built for XPU as far as its files say, and that cannot be imported."""
+    """A folder with a torch whose files name XPU and whose import fails."""
     package = folder / "torch"
     package.mkdir()
     (package / "__init__.py").write_text(NO_TORCH)
@@ -186,7 +186,7 @@ def xpu_torch(folder: Path) -> str:
 
 
 def environment(path: list[str]) -> dict[str, str]:
-    """The variables of a program that hides no device."""
+    """Environment variables of a process that sees all devices."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ZE_", "ONEAPI_", "MVLLM_"))}
     return {**kept, "PYTHONPATH": os.pathsep.join([*path, *filter(None, sys.path)])}
 
@@ -205,7 +205,7 @@ def test_importing_probing_and_planning_load_neither_torch_nor_level_zero_and_op
 
 
 def mvllm(arguments: list[str], tmp_path: Path, root: Path) -> str:
-    """What the command line says where mvllm-xpu is installed, on a machine with these files."""
+    """Output of the command `mvllm` with mvllm-xpu installed, on a machine with these files."""
     site = write_metadata(tmp_path / "site", "mvllm-xpu", "[mvllm.platforms]\nxpu = mvllm_xpu.plugin\n")
     (site / "sitecustomize.py").write_text(
         f"import pathlib, mvllm_xpu.topology as t\nt.ROOT = pathlib.Path({str(root)!r})\n"
@@ -228,6 +228,6 @@ def test_without_a_device_the_listing_names_reason_and_remedy(tmp_path):
 
 
 @pytest.mark.skipif(torch_build.find().kind == "XPU", reason="torch is a build for XPU")
-def test_with_a_device_and_a_torch_without_xpu_the_listing_says_which_torch(tmp_path):
+def test_with_a_torch_without_xpu_the_listing_names_the_needed_torch(tmp_path):
     text = mvllm(["platforms", "--platform", "xpu"], tmp_path, build(tmp_path / "machine", B580))
     assert "not for XPU" in text and "Install torch's build for XPU in its place" in text

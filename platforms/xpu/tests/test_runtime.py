@@ -1,4 +1,4 @@
-"""The runtime over a module like torch.xpu, where that module lacks functions or fails."""
+"""The runtime over a replacement of torch.xpu that lacks functions or fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mvllm_xpu.driver_memory import FdinfoDriverMemory
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    for name in ("tells_free", "broken", "initialised"):
+    for name in ("reports_free", "broken", "initialised"):
         monkeypatch.setattr(XPU, name, False)
     monkeypatch.setattr(XPU, "graphs", [])
 
@@ -28,7 +28,7 @@ def runtime():
     return HostedRuntime(WorkerContext(), unified=True)
 
 
-def test_a_worker_counts_devices_when_the_driver_has_started(monkeypatch):
+def test_a_worker_counts_devices_after_the_start_of_the_driver(monkeypatch):
     monkeypatch.setattr(XPU, "devices", 1)
     assert XPU.device_count() == 3, "by a library that knows no selector"
     with pytest.raises(PlatformError, match=r"worker 1 of this machine.*but Level Zero shows 1"):
@@ -45,7 +45,7 @@ def test_a_driver_that_does_not_start_shows_no_device(monkeypatch, caplog):
     assert "Level Zero does not start: No XPU devices are available." in caplog.text
 
 
-def test_values_go_there_and_back_and_events_are_of_the_modules_own_kind(runtime):
+def test_copies_keep_values_and_events_are_those_of_the_module(runtime):
     host = runtime.host_buffer((3,), torch.float32)
     host.copy_(torch.tensor([1.0, 2.0, 3.0]))
     assert runtime.to_host(runtime.to_device(host) * 2).wait().tolist() == [2.0, 4.0, 6.0]
@@ -65,7 +65,7 @@ def test_a_second_stream_waits_for_earlier_work_of_the_first(runtime):
     assert XPU.current_stream() is first
 
 
-def test_unreported_free_bytes_are_taken_from_the_host(runtime):
+def test_unreported_free_bytes_are_replaced_by_the_hosts(runtime):
     with pytest.raises(RuntimeError, match="doesn't support querying"):
         XPU.mem_get_info()
     info = runtime.memory()
@@ -73,12 +73,12 @@ def test_unreported_free_bytes_are_taken_from_the_host(runtime):
     runtime.health()
 
 
-def test_a_card_without_free_bytes_has_its_total_less_our_own():
+def test_a_card_without_free_bytes_has_its_total_minus_our_own():
     stats = DeviceMemory(fake_device.HOST, FdinfoDriverMemory(None), 1 << 20, unified=False, module=HOSTED).stats()
     assert stats.driver_free == stats.total - stats.reserved - (1 << 20) and stats.used_by_others <= 1 << 20
 
 
-def test_another_failure_is_none_of_memory(runtime, monkeypatch):
+def test_other_errors_are_not_memory_errors(runtime, monkeypatch):
     def lost(device=None):
         raise RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)")
 
@@ -104,19 +104,19 @@ def test_graphs_read_the_current_values_of_their_inputs():
     assert len(XPU.graphs) == 1 and XPU.graphs[0].replays == 1
 
 
-def test_a_capture_that_waits_fails_and_leaves_the_streams_as_they_were():
+def test_a_capture_that_waits_fails_and_restores_the_stream():
     before, x = XPU.current_stream(), torch.tensor([1.0])
     with pytest.raises(PlatformError, match="cannot be captured in a graph"):
         DeviceGraphs(fake_device.HOST, HOSTED).capture(lambda: float(x))
     assert XPU.current_stream() is before
 
 
-def test_shutting_down_may_be_asked_twice(runtime):
+def test_shutdown_may_be_called_twice(runtime):
     runtime.shutdown()
     runtime.shutdown()
     gc.collect()
 
 
-def test_without_triton_torchs_own_attention_comes_first():
+def test_without_triton_sdpa_is_preferred():
     backends = [backend.__name__ for backend in HostedPlatform().attention_without_kernels()]
     assert backends == ["SdpaAttention", "ReferenceAttention"]

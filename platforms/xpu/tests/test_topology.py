@@ -29,7 +29,7 @@ from mvllm_xpu.driver_memory import FdinfoDriverMemory
 from mvllm_xpu.topology import read_inventory
 
 
-def test_devices_come_with_all_that_is_read_of_them(machine):
+def test_devices_have_all_their_properties(machine):
     machine(B60, MAX_1550)
     found = read_inventory()
     assert found.failures == ()
@@ -39,7 +39,7 @@ def test_devices_come_with_all_that_is_read_of_them(machine):
     assert (large.name, large.tiles, large.memory_bytes) == ("Data Center GPU Max 1550", 2, 128 * GIB)
 
 
-def test_the_older_driver_makes_no_tiles_and_may_tell_the_memory_of_the_card(machine):
+def test_the_older_driver_has_no_tiles_and_may_report_the_cards_memory(machine):
     root = machine(A770, dataclasses.replace(MAX_1550, driver="i915", tiles=0))
     write(root / f"sys/bus/pci/devices/{address_of(0)}/drm/card0/lmem_total_bytes", f"{16 * GIB}\n")
     arc, large = read_inventory().devices
@@ -47,7 +47,7 @@ def test_the_older_driver_makes_no_tiles_and_may_tell_the_memory_of_the_card(mac
     assert (large.tiles, large.memory_bytes) == (2, None), "of the chip two are known"
 
 
-def test_cards_are_counted_first_unless_the_bus_is_to_decide(machine, monkeypatch):
+def test_cards_are_counted_first_unless_bus_order_is_set(machine, monkeypatch):
     machine(UHD_770, B580, B580)
     assert [device.address for device in read_inventory().devices] == [address_of(1), address_of(2), "0000:00:02.0"]
     monkeypatch.setenv("ZE_ENABLE_PCI_ID_DEVICE_ORDER", "1")
@@ -55,13 +55,13 @@ def test_cards_are_counted_first_unless_the_bus_is_to_decide(machine, monkeypatc
     assert [device.index for device in read_inventory().devices] == [0, 1, 2]
 
 
-def test_devices_of_others_and_devices_for_other_things_are_not_looked_at(machine):
+def test_devices_of_other_vendors_and_classes_are_ignored(machine):
     machine(OTHER_MAKER, NETWORK, B580)
     found = read_inventory()
     assert [device.name for device in found.devices] == ["Arc B580"] and found.failures == ()
 
 
-def test_a_chip_that_came_later_is_taken_and_one_of_long_ago_is_not(machine):
+def test_unlisted_newer_chips_are_supported_and_old_ones_are_not(machine):
     machine(
         dataclasses.replace(NEWER, address="0000:00:02.0"), NEWER, dataclasses.replace(OLDER, address="0000:00:03.0")
     )
@@ -77,20 +77,20 @@ def test_a_chip_that_came_later_is_taken_and_one_of_long_ago_is_not(machine):
     ("chip", "integrated", "supported"),
     [(0x56C0, False, True), (0xE223, False, True), (0xB0A0, True, True), (0x7D55, True, True), (0x9A49, True, False)],
 )
-def test_families_are_known_by_ranges(chip, integrated, supported):
+def test_families_are_found_by_ranges_of_ids(chip, integrated, supported):
     found = chips.of_id(chip)
     assert (found.integrated, found.supported) == (integrated, supported)
 
 
-def test_chips_of_other_ranges_are_not_known():
+def test_chips_of_other_ranges_are_unknown():
     assert chips.of_id(0x3E92) is None and chips.of_id(0) is None
 
 
-# --------------------------------------------------------------------------------------------- what cannot be used
+# ------------------------------------------------------------------------------------------------- unusable devices
 
 
 @pytest.mark.parametrize(
-    ("device", "says", "remedy"),
+    ("device", "message", "remedy"),
     [
         (dataclasses.replace(B580, driver=None), "Arc B580 is with no driver", "modprobe xe"),
         (dataclasses.replace(B580, driver="vfio-pci"), "is with the driver vfio-pci", "modprobe xe"),
@@ -99,9 +99,9 @@ def test_chips_of_other_ranges_are_not_known():
         (OLDER, "is older than what Level Zero knows", "Arc or Data Center GPU"),
     ],
 )
-def test_each_problem_has_a_reason_and_a_remedy(machine, device, says, remedy):
+def test_each_problem_has_a_reason_and_a_remedy(machine, device, message, remedy):
     machine(device)
-    with pytest.raises(TopologyError, match=says) as raised:
+    with pytest.raises(TopologyError, match=message) as raised:
         read_inventory()
     assert remedy in raised.value.remedy
 
@@ -121,7 +121,7 @@ def test_a_machine_without_a_device_is_an_error_with_a_remedy(tmp_path):
     assert "--platform" in raised.value.remedy and "virtual machine" in raised.value.remedy
 
 
-def test_what_cannot_be_used_does_not_hide_the_rest(machine):
+def test_unusable_devices_do_not_hide_the_others(machine):
     machine(B580, dataclasses.replace(B580, opens=False), IRIS_MAX)
     found = read_inventory()
     assert [(device.index, device.address) for device in found.devices] == [(0, address_of(0)), (1, address_of(2))]
@@ -146,7 +146,7 @@ def account(folder, **files):
     return folder
 
 
-def test_what_a_process_holds_is_known_by_card_and_files_of_one_client_count_once(tmp_path):
+def test_memory_of_a_process_is_known_by_card_and_each_client_counts_once(tmp_path):
     other = address_of(1)
     folder = account(
         tmp_path / "fdinfo",
@@ -161,7 +161,7 @@ def test_what_a_process_holds_is_known_by_card_and_files_of_one_client_count_onc
     assert topology.held_by_process("0000:99:00.0", folder) is None
 
 
-def test_without_an_account_nothing_is_made_up(tmp_path, machine):
+def test_without_statistics_the_memory_of_a_process_is_unknown(tmp_path, machine):
     machine(LUNAR_LAKE)
     [device] = read_inventory().devices
     assert device.integrated and device.memory_bytes is None

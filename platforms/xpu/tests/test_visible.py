@@ -1,4 +1,4 @@
-"""ZE_AFFINITY_MASK and ONEAPI_DEVICE_SELECTOR are resolved as the driver, SYCL and torch do."""
+"""ZE_AFFINITY_MASK and ONEAPI_DEVICE_SELECTOR are resolved like by the driver, SYCL and torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TILED = (MAX_1550,) * 2
 
 @pytest.fixture
 def see(machine):
-    """`see(mask=..., selector=..., hierarchy=..., devices=...)`: what is visible; None is no list."""
+    """`see(mask=..., selector=..., hierarchy=..., devices=...)`: the visible devices; None leaves a variable unset."""
 
     def seen(*, mask=None, selector=None, hierarchy=None, devices=FOUR):
         machine(*devices)
@@ -37,7 +37,7 @@ def tiles(found):
     ("lists", "expected"),
     [
         ({}, [0, 1, 2, 3]),
-        ({"mask": ""}, [0, 1, 2, 3]),  # an empty mask is none
+        ({"mask": ""}, [0, 1, 2, 3]),  # an empty mask counts as unset
         ({"mask": "2"}, [2]),
         ({"mask": "1, 3"}, [1, 3]),
         ({"mask": "0x2,"}, [2]),
@@ -56,12 +56,12 @@ def tiles(found):
         ({"selector": "!level_zero:0"}, [1, 2, 3]),
         ({"selector": "level_zero:*;!level_zero:1,2"}, [0, 3]),
         ({"selector": "level_zero:0;!opencl:gpu"}, [0]),
-        ({"mask": "1,3", "selector": "level_zero:1"}, [3]),  # it counts what the mask has left
+        ({"mask": "1,3", "selector": "level_zero:1"}, [3]),  # it numbers the devices that the mask leaves
         ({"mask": "2", "selector": "level_zero:gpu"}, [2]),
     ],
     ids=str,
 )
-def test_lists_that_name_devices(see, lists, expected):
+def test_valid_lists(see, lists, expected):
     found = see(**lists)
     assert numbers(found) == expected and found.problem is None and found.remedy is None
 
@@ -69,7 +69,7 @@ def test_lists_that_name_devices(see, lists, expected):
 @pytest.mark.parametrize(
     ("lists", "expected"),
     [
-        ({}, [(0, 0), (0, 1), (1, 0), (1, 1)]),  # such a driver shows tiles, unless it is told otherwise
+        ({}, [(0, 0), (0, 1), (1, 0), (1, 1)]),  # this driver shows tiles by default
         ({"hierarchy": "FLAT", "mask": "1,2"}, [(0, 1), (1, 0)]),
         ({"hierarchy": "COMBINED", "mask": "3"}, [(1, 1)]),
         ({"hierarchy": "COMPOSITE"}, [(0, 0, 1), (1, 0, 1)]),
@@ -91,10 +91,10 @@ def test_cards_of_several_tiles(see, lists, expected):
 
 
 @pytest.mark.parametrize(
-    ("lists", "expected", "says"),
+    ("lists", "expected", "message"),
     [
         ({"mask": "7"}, [], "there is no device 7, of 4; ZE_AFFINITY_MASK='7' hides every device"),
-        ({"mask": "0,7,1"}, [0, 1], "there is no device 7, of 4"),  # skipped, and not the end of the list
+        ({"mask": "0,7,1"}, [0, 1], "there is no device 7, of 4"),  # skipped; the list continues
         ({"mask": "-1"}, [], "there is no device -1, of 4"),
         ({"mask": "gpu"}, [], "'gpu' is not a device number, and the driver fails there"),
         ({"mask": "0,,1"}, [], "'' is not a device number"),
@@ -123,18 +123,18 @@ def test_cards_of_several_tiles(see, lists, expected):
     ],
     ids=str,
 )
-def test_lists_that_are_wrong_or_contradict_each_other(see, lists, expected, says):
+def test_invalid_and_contradictory_lists(see, lists, expected, message):
     found = see(**lists)
     assert numbers(found) == expected
-    assert says in found.problem and found.remedy
+    assert message in found.problem and found.remedy
 
 
-def test_the_remedy_says_what_could_be_listed(see):
+def test_the_remedy_names_the_valid_entries(see):
     assert "(0 to 3)" in see(mask="9").remedy and "(0)" in see(mask="9", devices=(B580,)).remedy
     assert "(level_zero:0 to 1)" in see(mask="2,3", selector="level_zero:2").remedy, "what the mask has left"
 
 
-def test_a_card_hides_the_gpu_of_the_processor(see):
+def test_a_card_hides_the_integrated_gpu(see):
     assert numbers(see(devices=(UHD_770, B580))) == [0]
     assert see(devices=(UHD_770, B580)).problem is None
     found = see(devices=(LUNAR_LAKE, B580), mask="1")
@@ -150,7 +150,7 @@ def test_tiles_have_names_and_their_share_of_the_memory(see):
     ]
 
 
-def test_the_variables_are_shown_as_they_are():
+def test_the_variables_are_shown_unchanged():
     environ = {"ZE_AFFINITY_MASK": "1", "ONEAPI_DEVICE_SELECTOR": "level_zero:0", "OTHER": "x"}
     assert (
         describe_variables(visible.VARIABLES, environ) == "ZE_AFFINITY_MASK='1', ONEAPI_DEVICE_SELECTOR='level_zero:0'"

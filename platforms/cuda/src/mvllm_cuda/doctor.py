@@ -14,7 +14,7 @@ _LOW_MEMORY_SHARE = 0.5
 
 
 def checks() -> list[Check]:
-    """Driver, devices, their order, torch, kernels and memory, in this order; the first alone where it is broken."""
+    """Checks of driver, devices, their order, torch, kernels and memory; only the driver's check if that fails."""
     try:
         inventory = read_inventory()
     except NvmlError as e:

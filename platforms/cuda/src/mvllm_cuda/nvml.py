@@ -16,7 +16,7 @@ from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
 FOLDERS = ("/usr/local/nvidia/lib64", "/usr/lib/wsl/lib", "/run/opengl-driver/lib")
-"""Further folders of the library, outside of the loader's path: mounts in containers and virtual machines."""
+"""Further folders of the library, outside of the loader's search path: mounts in containers and virtual machines."""
 
 _NOT_SUPPORTED = 3
 _NO_PERMISSION = 4
@@ -56,9 +56,9 @@ class MigDevice:
 
     Attributes:
         uuid: `MIG-...`.
-        name: From NVML.
-        memory_bytes: Of its instance; None if NVML does not report it.
-        old_id: Its name in older drivers: `MIG-GPU-<uuid of the device>/<instance>/<compute instance>`.
+        name: Name from NVML.
+        memory_bytes: Memory of its GPU instance; None if NVML does not report it.
+        old_id: Identifier in older drivers: `MIG-GPU-<uuid of the device>/<instance>/<compute instance>`.
     """
 
     uuid: str
@@ -73,8 +73,8 @@ class NvmlDevice:
 
     Attributes:
         index: NVML's index, in the order of the PCI bus.
-        name, uuid: From NVML.
-        memory_bytes, free_bytes: None if NVML reports none: the device uses the host's memory.
+        name, uuid: Name and UUID from NVML.
+        memory_bytes, free_bytes: None if NVML reports none, because the device uses the host's memory.
         compute_capability: (major, minor).
         mig_enabled: It is partitioned and cannot be used as a whole.
         mig_devices: Its compute instances.
@@ -97,7 +97,7 @@ class Inventory:
     Attributes:
         driver_version: For messages.
         cuda_version: Newest CUDA that the driver supports, (major, minor).
-        devices: Those that answer, in the order of the PCI bus.
+        devices: The devices that answer, in the order of the PCI bus.
         failures: NVML's errors for the other devices.
     """
 
@@ -121,7 +121,7 @@ class _Process(ctypes.Structure):
 
 
 class Nvml:
-    """The opened library. Created by `opened`."""
+    """The opened NVML library. Created by `opened`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -130,7 +130,7 @@ class Nvml:
         """Calls a function of the library.
 
         Raises:
-            NvmlError: It is not there, or has failed.
+            NvmlError: The function is missing or has failed.
         """
         try:
             function = getattr(self._library, name)
@@ -224,7 +224,7 @@ class Nvml:
             try:
                 self.call("nvmlDeviceGetMigDeviceHandleByIndex", handle, ctypes.c_uint(index), ctypes.byref(mig))
             except NvmlError as e:
-                if e.code == _NOT_FOUND:  # places may be empty
+                if e.code == _NOT_FOUND:  # indices may be unused
                     continue
                 raise
             self.call("nvmlDeviceGetGpuInstanceId", mig, ctypes.byref(instance))

@@ -16,7 +16,7 @@ from mvllm_torch_gpu.platform import TorchGpuPlatform
 logger = get_logger("mvllm.cuda.platform")
 
 FLOAT8_CAPABILITY = (8, 9)
-"""Devices from this compute capability on multiply 8-bit floats."""
+"""Lowest compute capability of devices that multiply 8-bit floats."""
 
 
 def make_platform() -> Platform:
@@ -52,7 +52,7 @@ class CUDAPlatform(TorchGpuPlatform):
 
     @cached_property
     def uses_host_memory(self) -> bool:
-        """Whether the devices use the host's memory: NVML then reports none."""
+        """Whether the devices use the host's memory: NVML then reports no memory."""
         inventory = self._inventory
         if inventory is None:
             return False

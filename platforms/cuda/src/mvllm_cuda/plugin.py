@@ -17,5 +17,5 @@ SPEC = PlatformSpec(
 
 @hookimpl
 def mvllm_platform() -> PlatformSpec:
-    """The CUDA platform's identity card."""
+    """The PlatformSpec of the CUDA platform."""
     return SPEC

@@ -1,4 +1,4 @@
-"""Probe of the CUDA platform: reads NVML and torch's files; loads neither torch nor CUDA."""
+"""Probe of the CUDA platform: reads NVML and torch's files without loading torch or CUDA."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mvllm_torch_gpu import torch_build
 from mvllm_torch_gpu.message_text import counted, sentence
 
 MIN_CAPABILITY = (8, 0)
-"""Lowest compute capability that the kernels are compiled for."""
+"""Lowest supported compute capability."""
 
 _OTHER_TORCH = "Install torch's build for CUDA in its place, see torch's installation page; then reinstall mvllm-cuda."
 
 
 def probe() -> ProbeResult:
-    """Looks for the driver, for devices that a process would see, and for a torch that can use them."""
+    """Checks that there are a driver, visible devices, and a torch that can use them."""
     try:
         inventory = read_inventory()
     except NvmlError as e:
@@ -43,9 +43,9 @@ def probe() -> ProbeResult:
 
 
 def torch_problem(driver_cuda: tuple[int, int]) -> tuple[str, str] | None:
-    """Why the installed torch cannot use the driver, and what to do; None where it can.
+    """Why the installed torch cannot use the driver, and what to do; None if it can.
 
-    A driver runs programs of its own major version of CUDA and of older ones.
+    A driver runs programs that were built for its own major version of CUDA or for an older one.
     """
     build = torch_build.find()
     if build is None:
@@ -62,5 +62,5 @@ def torch_problem(driver_cuda: tuple[int, int]) -> tuple[str, str] | None:
 
 
 def dotted(version: tuple[int, int]) -> str:
-    """A version as people write it."""
+    """A version as text: (13, 0) is `13.0`."""
     return f"{version[0]}.{version[1]}"

@@ -18,7 +18,7 @@ logger = get_logger("mvllm.cuda.runtime")
 
 
 class CudaRuntime(TorchGpuRuntime):
-    """See TorchGpuRuntime."""
+    """TorchGpuRuntime of a CUDA device."""
 
     library = "CUDA"
     after_failure = "See the kernel's log (dmesg, entries with Xid) and nvidia-smi; restart the engine."
@@ -47,7 +47,7 @@ def check_build() -> None:
     """Checks that the loaded torch supports CUDA devices.
 
     Raises:
-        PlatformError: It was built for something else.
+        PlatformError: It was built for other devices.
     """
     if torch.version.cuda is None:
         raise PlatformError(

@@ -2,9 +2,9 @@
 
 MVLLM_CUDA_COMPILE   graphs (default): decode steps are captured in CUDA graphs
                      inductor: torch.compile fuses the model's operations first, then as above
-                     none: neither; `--enforce-eager` says the same for any platform
-MVLLM_CUDA_SUMS      nccl (default): ranks add through NCCL
-                     direct: small sums through memory that ranks map from each other, where that works
+                     none: neither; `--enforce-eager` does the same on any platform
+MVLLM_CUDA_SUMS      nccl (default): NCCL's all-reduce
+                     direct: all-reduce of small tensors through memory that ranks map from each other, if that works
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """The devices that CUDA shows to a process, in CUDA's order, computed from environment variables without loading CUDA.
 
 CUDA_VISIBLE_DEVICES lists devices by number or by UUID; a unique prefix of a UUID is enough. CUDA reads the list from
-the left and stops without a message at the first entry that names no device. If a device is named twice, CUDA shows
-none at all. An empty list hides every device; without the variable, every device is visible.
+the left and stops silently at the first invalid entry. If a device is listed twice, CUDA shows no device. An empty list
+hides every device; without the variable, every device is visible.
 
     installed   0 A100   1 A100   2 T4   3 T4
-    list        "2,0"  ->  2 0        "0,7,1"  ->  0        "0,0"  ->  none        "GPU-5c"  ->  the one that begins so
+    list        "2,0"  ->  2 0        "0,7,1"  ->  0        "0,0"  ->  none        "GPU-5c"  ->  UUID with that prefix
 
-A partitioned (MIG) device is not visible as a whole. CUDA shows one compute instance to a process: the first that the
-list names, or the first that exists; where it shows one, it shows no whole device.
+A partitioned (MIG) device is not visible as a whole. CUDA shows one compute instance to a process: the first one in the
+list, or the first existing one; if it shows a compute instance, it shows no whole device.
 
-CUDA_DEVICE_ORDER says how devices are numbered. The platform sets it to the order of the PCI bus for its workers, as
-nvidia-smi has it, unless the user has set it; CUDA's default, by speed, cannot be computed without CUDA.
+CUDA_DEVICE_ORDER sets the order of device numbers. Unless the user has set it, the platform sets it to the order of the
+PCI bus for its workers, which nvidia-smi uses; CUDA's default, by speed, cannot be computed without CUDA.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class VisibleDevice:
     """A device, or a compute instance of one, as a process sees it.
 
     Attributes:
-        name, uuid: From NVML.
-        memory_bytes: None where it uses the host's memory.
+        name, uuid: Name and UUID from NVML.
+        memory_bytes: None if it uses the host's memory.
         compute_capability: (major, minor).
         parent: NVML's index of the physical device.
     """
@@ -93,7 +93,7 @@ _MIG_REMEDY = "Create one (nvidia-smi mig -cgi ... -C), or switch MIG off (nvidi
 
 
 def _shown(found: list[VisibleDevice]) -> tuple[VisibleDevice, ...]:
-    """The listed devices that CUDA shows: the first compute instance alone if there is one among them."""
+    """The listed devices that CUDA shows: only the first compute instance if there is one among them."""
     instance = next((device for device in found if device.uuid.startswith("MIG-")), None)
     return tuple(found) if instance is None else (instance,)
 
@@ -111,7 +111,7 @@ def _as_seen(device: NvmlDevice) -> VisibleDevice | None:
 
 
 def _named(entry: str, inventory: Inventory) -> VisibleDevice | str:
-    """The device that an entry of the list names, or what is wrong with the entry."""
+    """The device that an entry of the list names, or an error text."""
     if entry.startswith("MIG-"):
         return _mig(entry, inventory)
     if entry.startswith("GPU-"):
@@ -120,7 +120,7 @@ def _named(entry: str, inventory: Inventory) -> VisibleDevice | str:
             return f"{entry!r} is the beginning of {len(fitting) or 'no'} {'UUIDs' if fitting else 'UUID'}"
         device = fitting[0]
     else:
-        number = re.match(r"\d+", entry)  # CUDA reads digits as far as they go
+        number = re.match(r"\d+", entry)  # CUDA reads the leading digits
         if number is None:
             return f"{entry!r} is neither a number nor a UUID (GPU-... or MIG-...)"
         position = int(number[0])

@@ -17,7 +17,7 @@ _LOW_MEMORY_SHARE = 0.5
 
 
 def checks(root: Path | None = None) -> list[Check]:
-    """Driver, devices, targets, torch, kernels and memory, in this order; the first alone where it is broken.
+    """Checks of driver, devices, targets, torch, kernels and memory; only the driver's check if that fails.
 
     Args:
         root: Root folder of the files.

@@ -17,7 +17,7 @@ class SysfsDriverMemory:
 
     Args:
         device: The device; None if it is unknown.
-        root: See `topology.read_inventory`.
+        root: Like that of `topology.read_inventory`.
     """
 
     def __init__(self, device: RocmDevice | None, root: Path | None = None) -> None:
@@ -32,14 +32,14 @@ class SysfsDriverMemory:
         return None if used is None else max(0, self._device.memory_bytes - used)
 
     def held_by_this_process(self) -> int | None:
-        """Bytes that this process holds; None if the driver knows it by another pid (in a container)."""
+        """Bytes that this process holds; None if its pid differs from the driver's (in a container)."""
         if self._device is None or not driver_shares_pid_namespace():
             return None
         return topology.bytes_of_process(self._device, os.getpid(), self._root)
 
 
 def driver_shares_pid_namespace(namespace: Path = Path("/proc/self/ns/pid")) -> bool:
-    """Whether the driver and this process use the same pid."""
+    """Whether the driver and this process use the same pids."""
     try:
         return namespace.stat().st_ino == _OUTERMOST
     except OSError:

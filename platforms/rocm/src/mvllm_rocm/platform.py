@@ -51,9 +51,9 @@ class ROCmPlatform(TorchGpuPlatform):
 
     @cached_property
     def float8(self) -> str:
-        """The format of float8 caches of all workers: the one without a minus zero, if any device computes in it.
+        """The format of float8 caches of all workers: e4m3fnuz if any device computes in it.
 
-        The kernels read the codes of either format on every device.
+        The kernels read the codes of both formats on every device.
         """
         formats = {targets.float8(device.target) for device in self._devices}
         return "float8_e4m3fnuz" if "float8_e4m3fnuz" in formats else "float8_e4m3fn"

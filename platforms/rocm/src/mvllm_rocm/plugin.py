@@ -17,5 +17,5 @@ SPEC = PlatformSpec(
 
 @hookimpl
 def mvllm_platform() -> PlatformSpec:
-    """The ROCm platform's identity card."""
+    """The PlatformSpec of the ROCm platform."""
     return SPEC

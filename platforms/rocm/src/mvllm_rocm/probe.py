@@ -1,4 +1,4 @@
-"""Probe of the ROCm platform: reads the driver's and torch's files; loads neither torch nor HIP."""
+"""Probe of the ROCm platform: reads the driver's and torch's files without loading torch or HIP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OTHER_TORCH = f"Install torch's build for ROCm in its place{_SEE}; then reinsta
 
 
 def probe(root: Path | None = None) -> ProbeResult:
-    """Looks for the driver, for devices that a process would see, and for a torch that can use them.
+    """Checks that there are a driver, visible devices, and a torch that can use them.
 
     Args:
         root: Root folder of the files.
@@ -52,7 +52,7 @@ def probe(root: Path | None = None) -> ProbeResult:
 
 
 def torch_problem() -> tuple[str, str] | None:
-    """Why the installed torch cannot use such devices, and what to do; None where it can."""
+    """Why the installed torch cannot use such devices, and what to do; None if it can."""
     build = torch_build.find()
     if build is None:
         return "torch is not installed in this environment.", f"Install its build for ROCm{_SEE}."

@@ -21,10 +21,10 @@ logger = get_logger("mvllm.rocm.runtime")
 
 
 class RocmRuntime(TorchGpuRuntime):
-    """See TorchGpuRuntime."""
+    """TorchGpuRuntime of a ROCm device."""
 
     library = "HIP"
-    others_counted = False  # HIP leaves out compute, and not all that a desktop holds
+    others_counted = False  # HIP's free bytes ignore other compute processes and part of a desktop's use
     after_failure = "See the kernel's log (dmesg, entries of amdgpu) and amd-smi; restart the engine."
 
     def check_build(self) -> None:
@@ -44,10 +44,10 @@ class RocmRuntime(TorchGpuRuntime):
 
 
 def check_build() -> None:
-    """Fails where the torch that is loaded cannot know ROCm devices.
+    """Checks that the loaded torch supports ROCm devices.
 
     Raises:
-        PlatformError: It was built for something else.
+        PlatformError: It was built for other devices.
     """
     if torch.version.hip is None:
         raise PlatformError(
@@ -57,7 +57,7 @@ def check_build() -> None:
 
 
 def device_at(index: int) -> RocmDevice | None:
-    """The device that HIP calls `index`; None where it cannot be worked out."""
+    """The device that HIP numbers `index`; None if it is unknown."""
     try:
         devices = visible.resolve(read_inventory(), os.environ).devices
     except TopologyError as e:

@@ -2,9 +2,9 @@
 
 MVLLM_ROCM_COMPILE   graphs (default): decode steps are captured in HIP graphs
                      inductor: torch.compile fuses the model's operations first, then as above
-                     none: neither; `--enforce-eager` says the same for any platform
-MVLLM_ROCM_SUMS      rccl (default): ranks add through RCCL
-                     direct: small sums through memory that ranks map from each other, where that works
+                     none: neither; `--enforce-eager` does the same on any platform
+MVLLM_ROCM_SUMS      rccl (default): RCCL's all-reduce
+                     direct: all-reduce of small tensors through memory that ranks map from each other, if that works
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Targets (names of instruction sets such as gfx942): which are supported, and their properties.
 
-The kernel's driver gives a number of which the last two pairs of digits are the minor version and the stepping; the
-name has these in hexadecimal:
+The kernel driver reports a number whose last two pairs of digits are the minor version and the stepping; the name has
+these in hexadecimal:
 
     90010 -> 9.0.10 -> gfx90a        90402 -> 9.4.2 -> gfx942        110001 -> 11.0.1 -> gfx1101
 """
@@ -18,7 +18,7 @@ _INTEGRATED = frozenset(
     for name in ("902", "909", "90c", "1013", "1033", "1035", "1036", "1037", "1103", "1150", "1151", "1152", "1153")
 )
 _INTEGRATED_CHIPS = frozenset({0x74A0})
-"""Integrated chips of a target that also has cards: MI300A."""
+"""PCI device ids of integrated chips whose target also has discrete cards: MI300A."""
 
 
 def name_of(version: int) -> str:
@@ -30,7 +30,7 @@ def parts(name: str) -> tuple[int, int, int]:
     """(major, minor, stepping) of a target; device features after a colon are ignored.
 
     Raises:
-        ValueError: It is no such name.
+        ValueError: It is not a target's name.
     """
     found = re.fullmatch(r"gfx(\d+)([0-9a-f])([0-9a-f])", name.partition(":")[0])
     if found is None:
@@ -53,7 +53,7 @@ def float8(name: str) -> str:
 
 
 def multiplies_float8(name: str) -> bool:
-    """Whether a target multiplies in that format."""
+    """Whether a target multiplies in its float8 format."""
     major, minor, _ = parts(name)
     return major >= 12 or (major == 9 and minor in (4, 5))
 
@@ -62,7 +62,7 @@ def is_integrated(name: str, chip: int) -> bool:
     """Whether a device uses the host's memory.
 
     Args:
-        name: Its target.
-        chip: Its PCI device id.
+        name: The device's target.
+        chip: The device's PCI device id.
     """
     return name in _INTEGRATED or chip in _INTEGRATED_CHIPS

@@ -3,13 +3,13 @@
 HIP and the library below it read the devices from the same files, and number them in the same order:
 
     /sys/class/kfd/kfd/topology/nodes/N/   processors and devices, one folder each; a device has SIMD units
-        properties      lines `name number`: target, identity, PCI ids, number of its file /dev/dri/renderD...
-        gpu_id          the driver's own number of a device
+        properties      lines `name number`: target, unique id, PCI ids, number of its file /dev/dri/renderD...
+        gpu_id          the driver's id of the device
         mem_banks/*/    its memory
     /sys/class/kfd/kfd/proc/PID/vram_ID    bytes that a process holds on the device with that gpu_id
-    /sys/class/drm/renderD.../device/      of the same device: bytes in use by all processes, names
+    /sys/class/drm/renderD.../device/      bytes of a device in use by all processes, its names
 
-Reading files opens no device and starts no thread: a process that has read them may still be forked.
+Reading files opens no device and starts no thread, so a process that has read them may still be forked.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class RocmDevice:
     """A device, or a partition of one, that this process may open.
 
     Attributes:
-        index: Among these, in the driver's order.
+        index: Index among these devices, in the driver's order.
         name: For messages.
         target: For example `gfx942`.
-        uuid: `GPU-` and 16 hexadecimal digits; None where the device has none.
-        memory_bytes: None where it uses the host's memory.
+        uuid: `GPU-` and 16 hexadecimal digits; None if the device has none.
+        memory_bytes: None if it uses the host's memory.
         free_bytes: Free memory; None if the driver does not report it.
-        gpu_id: The driver's number of the device.
+        gpu_id: The driver's id of the device.
         folder: Its folder in sysfs; None if it has none.
     """
 
@@ -154,7 +154,7 @@ def _known_names(path: Path) -> Iterator[tuple[int, int, str]]:
 
 
 def _unopenable(root: Path, properties: dict[str, int]) -> str | None:
-    """Why this process cannot open a device; None where it can."""
+    """Why this process cannot open a device; None if it can."""
     path = Path("dev/dri") / f"renderD{properties.get('drm_render_minor', 0)}"
     if not (root / path).exists():
         return f"/{path} is not there"

@@ -1,23 +1,23 @@
 """The devices that HIP shows to a process, in HIP's order, computed from environment variables without loading HIP.
 
-Two lists select devices, one after the other. ROCR_VISIBLE_DEVICES is read by ROCm's runtime below HIP and numbers the
-driver's devices. HIP_VISIBLE_DEVICES is read by HIP and numbers the devices that the first list selects; if it is unset
-or empty, HIP reads CUDA_VISIBLE_DEVICES instead. Entries are numbers or UUIDs (GPU-...).
+Two lists select devices, one after the other. ROCm's runtime, below HIP, reads ROCR_VISIBLE_DEVICES, whose numbers are
+those of the driver's devices. HIP reads HIP_VISIBLE_DEVICES, whose numbers count the devices selected by the first
+list; if it is unset or empty, HIP reads CUDA_VISIBLE_DEVICES instead. Entries are numbers or UUIDs (GPU-...).
 
     installed   0 a   1 b   2 c   3 d
     ROCR        "3,1"                    ->  d b
     HIP         "1"                      ->  b
 
                      ROCR_VISIBLE_DEVICES                 HIP_VISIBLE_DEVICES
-    wrong entry      ends the list                        ends the list
+    invalid entry    ends the list                        ends the list
     repeated entry   ends the list                        is skipped; torch then counts no device
     UUID             a prefix that is unique,             a substring, the first device that has it;
                      any letter case                      case-sensitive
-    blanks           are skipped                          make an entry wrong
+    blanks           are skipped                          make an entry invalid
     empty list       hides every device                   means no list for HIP; torch counts no device
 
-Torch counts devices from the same variables with rules of its own, and rejects a HIP list that is longer than the ROCR
-list. Where torch's count differs from HIP's devices, the result names the problem.
+Torch counts devices from the same variables with different rules, and rejects a HIP list that is longer than the ROCR
+list. If torch's count differs from HIP's devices, the result names the problem.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def _left_by_lower(devices: Sequence[RocmDevice], text: str | None) -> VisibleDe
 
 
 def _named_in_lower(entry: str, devices: Sequence[RocmDevice]) -> RocmDevice | str:
-    """The device that an entry (in upper case) of ROCR_VISIBLE_DEVICES names, or what is wrong with the entry."""
+    """The device that an entry (in upper case) of ROCR_VISIBLE_DEVICES names, or an error text."""
     if entry.startswith("G"):
         fitting = [device for device in devices if (device.uuid or "").upper().startswith(entry)]
         if len(entry) > len("GPU-") and len(fitting) == 1:
             return fitting[0]
         return f"{entry!r} is the beginning of {len(fitting) or 'no'} {'UUIDs' if fitting else 'UUID'}"
-    number = re.fullmatch(r"\+?(0X[0-9A-F]+|0[0-7]*|[1-9]\d*)", entry)  # as C writes numbers
+    number = re.fullmatch(r"\+?(0X[0-9A-F]+|0[0-7]*|[1-9]\d*)", entry)  # a number in C's syntax
     if number is None:
         return f"{entry!r} is neither a number nor a UUID (GPU-...)"
     digits = number[1]
@@ -89,7 +89,7 @@ def _named_in_lower(entry: str, devices: Sequence[RocmDevice]) -> RocmDevice | s
 
 
 def _shown_by_hip(devices: Sequence[RocmDevice], environ: Mapping[str, str]) -> VisibleDevices[RocmDevice]:
-    """The devices that HIP shows, of those that ROCR_VISIBLE_DEVICES selects."""
+    """The devices that HIP shows among those that ROCR_VISIBLE_DEVICES selects."""
     variable = VARIABLE if environ.get(VARIABLE) else OTHER
     text = environ.get(variable)
     if not text:
@@ -111,7 +111,7 @@ def _shown_by_hip(devices: Sequence[RocmDevice], environ: Mapping[str, str]) -> 
 
 
 def _named_to_hip(entry: str, devices: Sequence[RocmDevice]) -> RocmDevice | str:
-    """The device that an entry of HIP's list names, or what is wrong with the entry."""
+    """The device that an entry of HIP's list names, or an error text."""
     if "GPU-" in entry:
         fitting = next((device for device in devices if entry in (device.uuid or "GPU-XX")), None)
         return fitting or f"{entry!r} is part of no device's UUID"

@@ -1,10 +1,10 @@
 """Attention backend with paged attention by the shared Triton kernels.
 
-The kernels read the block table on the device. A step's metadata is the tables that core has copied there and a few
-numbers from the host. Nothing here waits for the device, so a step can be captured in a graph.
+The kernels read the block table on the device. A step's metadata consists of tables on the device, copied there by
+core, and a few numbers on the host. Nothing here waits for the device, so a step can be captured in a graph.
 
     cache of a layer   keys, values   [num_blocks, block_size, num_kv_heads, head_size or value_size]
-                       scales of each [num_blocks, block_size, num_kv_heads] float32, in 8 bits
+                       scales of each [num_blocks, block_size, num_kv_heads] float32, for 8-bit dtypes
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_HEAD_SIZE = 256
 MAX_LATENT_SIZE = 576
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SCALED_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.uint8}
-"""8-bit storage dtypes and the torch dtypes that hold them; float8 is stored as codes, which every device can read."""
+"""8-bit storage dtypes and the dtypes of their tensors; float8 is stored as codes, which every device can read."""
 
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e4m3fnuz": torch.float8_e4m3fnuz}
 """Formats of float8 codes: both have three bits of mantissa; scales compensate their different ranges."""
@@ -40,7 +40,7 @@ class TritonAttention(AttentionBackend):
 
     Args:
         spec: The layer.
-        float8: Format of the codes in a cache of float8, one of FLOAT8: the one that the device computes in.
+        float8: Format of the codes in a float8 cache, one of FLOAT8: the format in which the device computes.
     """
 
     def __init__(self, spec: AttentionSpec, *, float8: str = "float8_e4m3fn") -> None:

@@ -1,7 +1,7 @@
-"""Attention by FlashAttention and FlashInfer where these packages are installed; neither is required.
+"""Attention by FlashAttention and FlashInfer if these packages are installed; neither is required.
 
-Both read the cache that the Triton kernels write, so each step may use either. What a package supports is derived from
-the parameters of its functions and from its documentation of sizes and dtypes.
+Both read the cache that the Triton kernels write, so each step may use either. The layers that a package supports are
+derived from the parameters of its functions and from its documentation of sizes and dtypes.
 
     flash_attn   reads the block table on the device; blocks are multiples of 256 tokens
     flashinfer   needs a plan made on the host from the host's tables; not for steps that a graph replays
@@ -35,7 +35,7 @@ class AttentionLibrary(ABC):
 
     Args:
         module: The package.
-        spec: The layer; `refusals` must be empty for it.
+        spec: The layer; `refusals` is empty for it.
     """
 
     name: str
@@ -122,11 +122,11 @@ class FlashAttention(AttentionLibrary):
                 query, keys, values, starts, key_starts, metadata.max_query_len, metadata.max_seq_len, **options
             )
             is_real = torch.arange(len(query), device=query.device) < starts[-1]
-        return found.masked_fill(~is_real[:, None, None], 0.0)  # output behind the last token is undefined
+        return found.masked_fill(~is_real[:, None, None], 0.0)  # output after the last token is undefined
 
 
 class FlashInfer(AttentionLibrary):
-    """The package `flashinfer`, for steps with prompts among them."""
+    """The package `flashinfer`, for steps with prompt tokens."""
 
     name = "flashinfer"
     _workspaces: Mapping[torch.device, torch.Tensor] = {}
@@ -200,7 +200,7 @@ LIBRARIES: tuple[type[AttentionLibrary], ...] = (FlashAttention, FlashInfer)
 
 
 def libraries_for(spec: AttentionSpec, names: tuple[str, ...]) -> tuple[list[AttentionLibrary], list[str]]:
-    """Those among `names` that are installed and take a layer, and why the others don't."""
+    """The libraries of `names` that are installed and support a layer, and the reasons why the others do not."""
     found: list[AttentionLibrary] = []
     reasons: list[str] = []
     for kind in LIBRARIES:
@@ -219,13 +219,13 @@ def _installed(name: str) -> ModuleType | None:
         return None
     try:
         return importlib.import_module(name)
-    except (ImportError, OSError, RuntimeError, AttributeError) as e:  # built for another torch, say
+    except (ImportError, OSError, RuntimeError, AttributeError) as e:  # for example, it was built for another torch
         logger.warning("%s is installed, but cannot be imported, and is left out: %s: %s", name, type(e).__name__, e)
         return None
 
 
 def _parameters(function: Callable[..., Any] | None) -> set[str]:
-    """Names of a function's parameters; none where it cannot say."""
+    """Names of a function's parameters; none if it has no signature."""
     try:
         return set() if function is None else set(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -233,5 +233,5 @@ def _parameters(function: Callable[..., Any] | None) -> set[str]:
 
 
 def _copy(array: np.ndarray) -> torch.Tensor:
-    """On the host, in memory of its own: core writes to its arrays again."""
+    """A copy on the host, because core overwrites its arrays."""
     return torch.from_numpy(np.array(array, dtype=np.int32))

@@ -1,9 +1,8 @@
 """Attention backend that measures the Triton kernels and an installed library, and uses the faster one.
 
-The kind of a step is what decides its speed: decode or not, and the sizes of the step and of its longest sequence to a
-power of two. The first step of a kind is computed and timed with every implementation that supports it; later steps of
-the kind use the fastest one. Kinds that the warm-up has run cost nothing later; each other kind waits for the device
-once.
+The kind of a step is: decode or not, and the sizes of the step and of its longest sequence, rounded to a power of two.
+The first step of a kind is computed and timed with every implementation that supports it; later steps of the kind use
+the fastest one. Kinds that the warm-up has run cost nothing later; each other kind waits for the device once.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ class AutotunedMetadata(PagedMetadata):
     """A step's tables, and the plans of the libraries that may compute it.
 
     Attributes:
-        plans: By name of the library.
+        plans: The plans by the name of the library.
     """
 
     plans: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 class AutotunedAttention(TritonAttention):
-    """See the module.
+    """Attention backend that selects an implementation per kind of step; see the module.
 
     Args:
         spec: The layer; every library supports it.
-        libraries: Candidates beside the Triton kernels.
-        forced: The user has named the only library: it computes every step that it supports.
+        libraries: Candidates in addition to the Triton kernels.
+        forced: The user has selected the only library: it computes every step that it supports.
         float8: See TritonAttention.
         clock: Times a call.
     """
@@ -71,7 +70,7 @@ class AutotunedAttention(TritonAttention):
         layout = super().kv_layout()
         if not (self._forced and "flash_attn" in self._libraries):
             return layout
-        # Block sizes that flash_attn supports come first, because the user has named it.
+        # Block sizes that flash_attn supports come first, because the user has selected it.
         return replace(layout, block_sizes=tuple(sorted(layout.block_sizes, key=lambda size: size % 256 != 0)))
 
     def build_metadata(self, batch: BatchLayout) -> AutotunedMetadata:
@@ -125,7 +124,7 @@ class AutotunedAttention(TritonAttention):
         for name, way in ways.items():
             try:
                 found = clock(way)
-            except (RuntimeError, ValueError, TypeError) as e:  # it does not support all that its signature promises
+            except (RuntimeError, ValueError, TypeError) as e:  # it does not support everything in its signature
                 logger.warning("%s failed and is not used: %s", name, e)
                 self._libraries.pop(name, None)
             else:

@@ -3,9 +3,9 @@ tensors.
 
 In torch's build for ROCm the backend `nccl`, with its variables, is RCCL.
 
-A decode step adds a few kilobytes twice per layer, and NCCL's ring or tree spends more time on its own steps than on
-the bytes. Devices that can map each other's memory use `custom_all_reduce.py`, a `SmallAllReduce`, instead; tensors
-that it does not support are added by NCCL.
+A decode step all-reduces a few kilobytes twice per layer, which the latency of NCCL's ring or tree dominates. Devices
+that can map each other's memory can use `custom_all_reduce.py`, a `SmallAllReduce`, instead; NCCL adds the tensors that
+it does not support.
 
 Not run on hardware.
 """
@@ -39,13 +39,13 @@ class SmallAllReduce(Protocol):
 
 
 class DeviceCommunicator(TorchCommunicator):
-    """A group of ranks with a device each, over the vendor's library of collectives.
+    """A group of ranks with one device each, over the vendor's library of collectives.
 
     Args:
         spec: The group.
         device: This rank's device, current in this process.
-        backend: Torch's.
-        advice: What to try if ranks cannot connect.
+        backend: Name of torch's backend.
+        advice: Hint in the error if ranks cannot connect.
         timeout: Seconds after which a collective that some rank has not joined fails.
 
     Raises:
@@ -57,7 +57,7 @@ class DeviceCommunicator(TorchCommunicator):
     ) -> None:
         try:
             super().__init__(spec, backend=backend, device=device, timeout=timeout)
-            # Such libraries connect at the first collective. Doing it here gives failures a clear error.
+            # Such libraries connect in the first collective; connecting here gives failures a clear error.
             super().all_reduce(torch.zeros(1, device=device))
         except RuntimeError as e:
             raise PlatformError(
@@ -75,10 +75,10 @@ class DeviceCommunicator(TorchCommunicator):
         return super().recv(shape, dtype, source)
 
     def _connect_pair(self, other: int) -> None:
-        """Connects this rank with another when they first have something to say to each other.
+        """Connects this rank with another before their first message.
 
-        Such libraries connect two ranks when one sends and the other receives: two that both begin by sending would
-        wait for each other for ever. So they exchange a word first, in an order that both know.
+        Such libraries connect two ranks when one sends and the other receives: two ranks that both send first would
+        deadlock. So they first exchange one element in a fixed order.
         """
         if other in self._connected:
             return
@@ -97,7 +97,7 @@ class NcclCommunicator(DeviceCommunicator):
     Args:
         spec, device, timeout: As above.
         custom_all_reduce: Add small tensors without NCCL, if that works.
-        backend: Torch's backend; tests use another than NCCL.
+        backend: Name of torch's backend; tests use another one than NCCL.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ Every rank copies its part into a buffer that the others have mapped. One-shot: 
 up, with one exchange and (ranks - 1) × size bytes. Two-shot, for longer sums: each rank adds up its shard, then all
 ranks read the shards, with two exchanges and fewer bytes.
 
-    rank 0   buffer [ a ]      one-shot: reads a b c d, stores a + b + c + d
-    rank 1   buffer [ b ]      ... and so does every rank
+    rank 0   buffer [ a ]      one-shot: every rank reads a b c d and stores a + b + c + d
+    rank 1   buffer [ b ]
 
 Mapping, signals and both kernels are torch's symmetric memory. They work within captured graphs.
 
@@ -35,8 +35,8 @@ class CustomAllReduce:
     """All-reduce of one group. All its ranks create it together.
 
     Args:
-        group: Torch's group, of ranks on one machine.
-        device: This rank's.
+        group: Torch's process group, of ranks on one machine.
+        device: This rank's device.
 
     Raises:
         PlatformError, RuntimeError: The ranks cannot map each other's memory.
@@ -79,13 +79,13 @@ def check_reach(num_ranks: int, num_devices: int, mine: int, reaches: object) ->
     """Checks that this rank's device can read those of the other ranks.
 
     Args:
-        num_ranks: Of the group.
-        num_devices: That this process sees. Ranks on another machine have no device here.
+        num_ranks: Ranks of the group.
+        num_devices: Devices that this process sees. Ranks on another machine have no device here.
         mine: This rank's device.
-        reaches: Whether a device can read another's memory.
+        reaches: Function: whether a device can read another's memory.
 
     Raises:
-        PlatformError: It cannot.
+        PlatformError: This rank's device cannot read all of them.
     """
     assert callable(reaches)
     if num_ranks > min(num_devices, _MOST_RANKS):

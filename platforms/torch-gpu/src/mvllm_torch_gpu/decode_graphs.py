@@ -1,6 +1,6 @@
 """Decode graphs: the model's work for a decode step is captured once for each size, and later steps replay it.
 
-A graph reads its inputs at the addresses of the capture. So each size has input tensors of its own; a step's inputs are
+A graph reads its inputs at the addresses of the capture. So each size has its own input tensors: a step's inputs are
 copied there, the graph is replayed, and the result is copied out, because the next replay overwrites it.
 
     step's inputs ──copy──> inputs of size 8 ──graph──> result of size 8 ──copy──> the step's result
@@ -28,7 +28,7 @@ from mvllm_torch_gpu.shapes import LARGEST_CAPTURE
 logger = get_logger("mvllm.torch_gpu.decode_graphs")
 
 TABLE_TOKENS = 1 << 17
-"""Tokens of a sequence that fit a graph's block table. Longer sequences have graphs of their own."""
+"""Tokens of a sequence that fit a graph's block table. Longer sequences have separate graphs."""
 
 
 class GraphCapturer(Protocol):
@@ -46,9 +46,9 @@ class DecodeGraphBackend(CompileBackend):
 
     Args:
         graphs: Creates the capturer; called when the first function is compiled.
-        version: Goes into `cache_key`.
+        version: Part of `cache_key`.
         fuse: Compiles the function before it is captured, for example by `torch.compile`; None for no compilation.
-        out_of_memory: Text for the error of a step without memory; core adds what to do.
+        out_of_memory: Text for the error of a step that runs out of memory; core adds the hint.
         table_tokens: See TABLE_TOKENS.
     """
 
@@ -100,7 +100,7 @@ class GraphBlockTables:
         """The table of a graph for steps like this one.
 
         Args:
-            place: Index of the metadata among a step's arguments; each has a table of its own.
+            place: Index of the metadata among a step's arguments; each index has its own table.
 
         Returns:
             int32 [requests, width], the first rows of the table that graphs for more requests use.
@@ -203,7 +203,7 @@ class _Captured:
 def _copy(targets: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
     """Copies tensors, those of one dtype in one launch.
 
-    Tensors with other strides are copied alone: with one of them in a group, torch launches once per tensor.
+    Tensors with other strides are copied separately, because torch launches one kernel per tensor for a group with one.
     """
     by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for own, other in zip(targets, given, strict=True):

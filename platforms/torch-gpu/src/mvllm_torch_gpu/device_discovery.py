@@ -1,8 +1,8 @@
 """Values and file readers for finding devices before torch is imported.
 
-A platform's probe lists the installed devices (`Inventory`, or `TopologyError` where there are none to use) and then
-works out which of them the environment's variables leave visible (`VisibleDevices`). This module imports no torch and
-opens no device: a process that has used it may still be forked.
+A platform's probe lists the installed devices (`Inventory`, or `TopologyError` if none can be used) and then
+determines which of them the environment variables leave visible (`VisibleDevices`). This module imports no torch and
+opens no device, so a process that has used it may still be forked.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Inventory(Generic[DeviceT]):
     """Installed devices.
 
     Attributes:
-        devices: Those that this process may open, in the driver's order.
+        devices: The devices that this process may open, in the driver's order.
         failures: One text for each device that cannot be used, with the reason.
-        driver_version: For display; None where the driver came with the kernel.
+        driver_version: For display; None if the driver is part of the kernel.
     """
 
     devices: tuple[DeviceT, ...]
@@ -47,7 +47,7 @@ class VisibleDevices(Generic[DeviceT]):
     """Devices that a process sees with given environment variables.
 
     Attributes:
-        devices: In the order in which torch numbers them.
+        devices: The devices in torch's order.
         problem: What is wrong with the variables, or why no device is visible; None if there is no problem.
         remedy: What to do about the problem.
     """
@@ -85,7 +85,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_int(path: Path) -> int | None:
-    """Number in a file, as the kernel writes it: `0x56a0` or `17179869184`; None if there is none."""
+    """Number in a file of the kernel: `0x56a0` or `17179869184`; None if there is none."""
     text = read_text(path)
     try:
         return None if text is None else int(text, 0)

@@ -64,7 +64,7 @@ class DeviceModule:
 
     def captures(self, graph: Any, pool: Any) -> AbstractContextManager[Any]:
         """A context whose work is captured in a graph, with memory from `pool`."""
-        # Other threads (NCCL's watchdog, for example) may make driver calls that a capture must not.
+        # Other threads (NCCL's watchdog, for example) may make driver calls that are illegal in a capture.
         context: AbstractContextManager[Any] = self.api.graph(graph, pool=pool, capture_error_mode="thread_local")
         return context
 

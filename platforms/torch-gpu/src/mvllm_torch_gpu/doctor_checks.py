@@ -1,4 +1,4 @@
-"""Checks of `mvllm doctor` that are the same on every platform of this kind. Imports no torch."""
+"""Checks of `mvllm doctor` that all platforms of this package share. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def kernels_check(platform: str, note: str = "") -> Check:
     """Whether Triton and its kernels are installed.
 
     Args:
-        platform: Its name, in lower case.
-        note: What else to know about the installation of Triton.
+        platform: Name of the platform, in lower case.
+        note: Further text about the installation of Triton.
     """
     name = f"platform.{platform}.kernels"
     missing = [module for module in ("triton", "mvllm_triton") if importlib.util.find_spec(module) is None]
@@ -26,8 +26,8 @@ def torch_check(platform: str, problem: tuple[str, str] | None, found: str) -> C
     """Whether the installed torch can use the platform's devices.
 
     Args:
-        platform: Its name, in lower case.
-        problem: Why torch cannot use them, and the remedy; None if it can.
+        platform: Name of the platform, in lower case.
+        problem: Why torch cannot use the devices, and the remedy; None if it can.
         found: Text of the check without a problem.
     """
     name = f"platform.{platform}.torch"

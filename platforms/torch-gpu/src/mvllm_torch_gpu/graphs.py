@@ -37,7 +37,7 @@ class DeviceGraphs(GraphBackend):
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         api = self._module.api
         api.synchronize(self._device)
-        api.empty_cache()  # so that the growth of the allocator's reserve is the graph's memory
+        api.empty_cache()  # so that the growth of reserved memory is the graph's memory
         before = api.memory_reserved(self._device)
         if self._pool is None:
             self._pool = api.graph_pool_handle()
@@ -64,7 +64,7 @@ class DeviceGraphs(GraphBackend):
     def forbid_synchronization(self) -> Iterator[None]:
         """Context in which work that waits for the device fails, because it could not be captured.
 
-        Afterwards one-time resources (compiled kernels, libraries' workspaces) are allocated.
+        A step that has run in it has allocated one-time resources: compiled kernels, libraries' workspaces.
 
         Raises:
             PlatformError: The work has waited.

@@ -3,13 +3,13 @@
     total ├─ others ─┤├─ outside ─┤├──── reserved by torch's allocator ────┤├──── free in the driver ────┤
                                     ├─ allocated ─┤├─ cached: free to us ─┤
 
-*Outside* is what this process holds beside torch's allocator: its context, loaded kernels, buffers of collectives.
-`DriverMemory` reports it where the driver can identify the process. Inside a container it may not be able to, and then
-the memory that binding the device has used is taken instead. This separates our memory from that of other processes,
-which the driver's free bytes alone cannot do.
+*Outside* is memory of this process outside of torch's allocator: its context, loaded kernels, buffers of collectives.
+`DriverMemory` reports it if the driver can identify the process. In a container it may fail to; then the memory that
+binding the device has used is taken instead. *Outside* separates our memory from that of other processes, which the
+driver's free bytes alone cannot do.
 
-The driver of a device that uses the host's memory reports only untouched memory as free, although the system would
-drop its file caches for us. There the host's available memory is used.
+On a device that uses the host's memory, the driver reports only unused memory as free, although the system can drop
+file caches. There the host's available memory is used.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class MemoryStats:
     """Memory of a device at one moment, in bytes, from the driver, torch's allocator and the host.
 
     Attributes:
-        total, driver_free: Of the device.
-        allocated, peak_allocated, reserved: Of torch's allocator.
+        total, driver_free: Memory of the device.
+        allocated, peak_allocated, reserved: Statistics of torch's allocator.
         outside: Held by this process outside of torch's allocator.
         host_free: Available memory of the host if the device uses it; else None.
     """
@@ -101,9 +101,9 @@ class DeviceMemory:
 
     Args:
         device: The device.
-        driver: Its driver's view.
+        driver: The driver's view of it.
         bound_bytes: Memory that binding the device has used.
-        unified: It uses the host's memory.
+        unified: The device uses the host's memory.
         others_counted: Torch's free bytes exclude memory of other processes; else the driver is asked as well.
         module: Torch's module for the device.
     """
@@ -132,9 +132,9 @@ class DeviceMemory:
         reported = None if self._others_counted else self._driver.free()
         reserved = api.memory_reserved(self._device)
         mine = self._driver.held_by_this_process()
-        # Less than torch's reserve belongs to another process: one with our pid outside of our container.
+        # A value below torch's reserved memory is that of another process, with our pid outside of our container.
         outside = self._bound_bytes if mine is None or mine < reserved else mine - reserved
-        if driver_free is None:  # then only our own use is known; for unified memory, host_free is used
+        if driver_free is None:  # only our own use is known; for unified memory, host_free is used
             driver_free = 0 if self._unified else max(0, total - reserved - outside)
         return MemoryStats(
             total=total,

@@ -1,6 +1,6 @@
-"""Op providers of the shared Triton kernels: one or a few launches where torch needs many.
+"""Op providers of the shared Triton kernels: one or a few launches instead of torch's many.
 
-Linear layers with unquantized weights are left to torch, whose library has the fastest kernels.
+Linear layers with unquantized weights use torch, whose library has the fastest kernels.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def providers(float8: str = "float8_e4m3fn", *, multiplies_float8: bool = False)
     """One provider per operation.
 
     Args:
-        float8: The format of 8-bit floats in which the devices compute, one of FLOAT8.
-        multiplies_float8: Whether they multiply in that format; otherwise codes are widened before the product.
+        float8: Float8 format of the devices, one of FLOAT8.
+        multiplies_float8: Whether the devices multiply in that format; otherwise codes are widened before the product.
     """
     functions: dict[str, Callable[..., Any]] = {
         "argmax": argmax.argmax,

@@ -13,7 +13,7 @@ class PagedMetadata:
     """Metadata of one step for all layers of a KV cache group.
 
     Attributes:
-        query_start_loc, seq_lens, block_table, slot_mapping: On the device, int32, as in BatchLayout.
+        query_start_loc, seq_lens, block_table, slot_mapping: Those of BatchLayout, int32 on the device.
         max_query_len, max_seq_len: As in BatchLayout, or larger.
         block_size: Tokens per block.
     """
@@ -52,7 +52,7 @@ class PagedMetadata:
         )
 
     def parts_to_fill(self, step: PagedMetadata) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of a buffer of this metadata and the step's tensor to copy into it; other table columns are unused."""
+        """Pairs of a buffer of this metadata and the step's tensor to copy into it."""
         yield self.query_start_loc, step.query_start_loc
         yield self.seq_lens, step.seq_lens
         yield self.block_table[:, : step.pages], step.block_table

@@ -1,7 +1,7 @@
 """TorchGpuPlatform: the part of a platform that is the same for every device with a torch module like `torch.cuda`.
 
-A vendor's package derives from `TorchGpuPlatform` and adds what torch does not provide: the list of devices, which are
-visible, memory of other processes, and texts for its users.
+A vendor's package derives from `TorchGpuPlatform` and adds what torch does not provide: the installed and the visible
+devices, memory of other processes, and texts for its users.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class TorchGpuPlatform(Platform):
         return found
 
     def attention_without_kernels(self) -> Sequence[type[AttentionBackend]]:
-        """Backends in plain torch for specs that the kernels do not support; the first that supports a spec is used."""
+        """Backends in plain torch for specs without a kernel; the first one that supports a spec is used."""
         from mvllm.plugin_api import ReferenceAttention
 
         return (ReferenceAttention,)
@@ -175,10 +175,10 @@ class TorchGpuPlatform(Platform):
         return None, list(dict.fromkeys(problems))
 
     def _fastest_attention(self, spec: AttentionSpec) -> AttentionBackend:
-        """The Triton kernels, which support the layer, with the installed libraries.
+        """Backend over the Triton kernels, which support the layer, and the installed libraries that support it.
 
         Raises:
-            PlatformError: The user has named a library that does not support the layer.
+            PlatformError: The user has selected a library that does not support the layer.
         """
         from mvllm_torch_gpu.attention import TritonAttention
         from mvllm_torch_gpu.attention_libraries import LIBRARIES, libraries_for

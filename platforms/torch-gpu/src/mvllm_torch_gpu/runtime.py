@@ -1,8 +1,8 @@
 """TorchGpuRuntime: one device, bound to a worker.
 
-All work is submitted to the current stream and runs in that order. Copies use page-locked memory on the host's side, so
-that the host waits in neither direction: a copy to the host is done when the event behind it is reached, and the host
-waits for that event when it reads the values.
+All work is submitted to the current stream and runs in that order. Copies use page-locked memory on the host, so the
+host waits in neither direction: a copy to the host is done when the event after it is reached, and the host waits for
+that event when it reads the values.
 
     device   step N │ tokens of N to the host ──event │ step N + 1 ...
     host     submits N, the copy, N + 1 ...           └> `wait` returns
@@ -32,7 +32,7 @@ class DeviceEvent:
     """A point in a stream's order of work.
 
     Args:
-        event: Torch's.
+        event: Torch's event.
     """
 
     def __init__(self, event: Any) -> None:
@@ -56,7 +56,7 @@ class PendingCopy:
 
     Args:
         tensor: Its destination.
-        done: Event recorded behind it.
+        done: Event recorded after it.
     """
 
     def __init__(self, tensor: torch.Tensor, done: Any) -> None:
@@ -74,7 +74,7 @@ class TorchGpuRuntime(DeviceRuntime):
 
     Attributes:
         library: Name of the library that shows devices to a process, for messages.
-        after_failure: What to do about a device that does not answer.
+        after_failure: Hint for a device that does not answer.
         others_counted: Torch's free bytes exclude memory of other processes.
         module: Torch's module for such devices.
 
@@ -199,7 +199,7 @@ class TorchGpuRuntime(DeviceRuntime):
         try:
             self.module.api.synchronize(self.device)
             self.module.api.empty_cache()
-        except RuntimeError as e:  # a failed device stays as it is
+        except RuntimeError as e:  # the device has failed
             logger.warning("Shutdown of the device %s failed: %s", self.device, first_line(e))
 
     @contextmanager

@@ -4,7 +4,7 @@
               inductor: torch.compile fuses the model's operations first, then as above
               none: neither; `--enforce-eager` does the same on any platform
 ..._SUMS      the vendor's library of collectives (default)
-              direct: all-reduce of small tensors through memory that ranks map from each other, where that works
+              direct: all-reduce of small tensors through memory that ranks map from each other, if that works
 ..._ATTENTION measured (default): the Triton kernels, or flash_attn or flashinfer if installed, whichever is faster for
               the kind of step
               triton: the Triton kernels
@@ -27,7 +27,7 @@ class Settings:
     """Reads the environment variables of one platform.
 
     Attributes:
-        prefix: Prefix of their names, without the last underscore.
+        prefix: Prefix of the variables' names, without the last underscore.
         library: The library of collectives, as a value of the variable; None if there is no choice.
         compile_modes: All of COMPILE_MODES, the default first.
         attentions: Supported values of ATTENTION, the default first.

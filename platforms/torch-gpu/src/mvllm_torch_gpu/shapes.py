@@ -1,8 +1,8 @@
 """Sizes to which decode steps are padded, so that a few captured graphs serve all of them.
 
 A decode step has as many tokens as requests. It is bound by reading the weights and the cache, so a few rows of padding
-are free; small sizes are dense because padding costs most there. A step with prompt tokens is bound by arithmetic: it
-is never captured, and its padding stays below a sixteenth of its size.
+are free; small sizes are dense because padding costs most there. A step with prompt tokens is compute-bound: it is
+never captured, and its padding stays below a sixteenth of its size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from mvllm.plugin_api import ShapePolicy
 
 LARGEST_CAPTURE = 512
-"""Most rows of a captured step. Larger steps compute long enough for the host to stay ahead of the device."""
+"""Maximum rows of a captured step. Larger steps compute long enough for the host to stay ahead of the device."""
 
 _LARGEST_STEP = 1 << 22
 """Upper bound of the tokens and requests of a step."""
@@ -22,7 +22,7 @@ def decode_sizes() -> tuple[int, ...]:
 
 
 def policy() -> ShapePolicy:
-    """The buckets. Block tables have any width, because kernels read only as far as a sequence goes."""
+    """The buckets. Block tables have any width, because kernels read only the entries of a sequence."""
     sizes = [*decode_sizes()]
     while sizes[-1] < _LARGEST_STEP:
         step = max(16, 1 << (sizes[-1].bit_length() - 5))

@@ -1,4 +1,4 @@
-"""Reads from the installed torch's files what it was built for; importing torch would take a probe seconds."""
+"""Reads from the files of the installed torch what it was built for, because importing torch takes seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TorchBuild:
         version: For messages, for example `2.13.0+cu130`.
         cuda: CUDA version that it was built with, (major, minor); None for another build.
         hip: HIP version that it was built with, likewise.
-        other: What it was built for otherwise.
+        other: Another device type that it was built for.
     """
 
     version: str

@@ -3,9 +3,9 @@
     keys, values: [num_blocks, block_size, num_kv_heads, head_size or value_size]
 
 Each tile (see `tiles`) gathers all blocks of its request's row of the block table, computes scores of its queries
-against all of them in float32, and masks the keys that a query does not attend to. Keys and values are written by one
-scatter into the flat cache, in place; slots of padding are out of range, and XLA drops them. All of a step's indices
-are computed on the host and copied to the device at once.
+against all of them in float32, and masks the keys that a query does not attend to. One scatter writes keys and values
+to the flat cache, in place; slots of padding are out of range, and XLA drops them. All of a step's indices are computed
+on the host and copied to the device at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mvllm_tpu.tiles import NOWHERE, TileShape, cut
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 8, 4, 2, 1)
 _MOST_GATHERED = 1 << 28
-"""Most bytes of keys, values and scores in use at a time."""
+"""Maximum bytes of gathered keys, values and scores at a time."""
 
 Cache = tuple[torch.Tensor, ...]
 """Keys, and values unless they are part of the keys."""
@@ -33,10 +33,10 @@ class XlaMetadata:
     """Metadata of one step. All tensors are int32, on the device.
 
     Attributes:
-        shape: Of the tiles.
+        shape: Shape of the tiles.
         slots: [T]: slot of each token; NOWHERE for padding.
         place: [T]: see Tiles.
-        request, first_token, first_position, length: [tiles], see Tiles.
+        request, first_token, first_position, length: [tiles]: see Tiles.
         block_table: [R, pages].
     """
 
@@ -73,7 +73,7 @@ class XlaAttention(AttentionBackend):
             caches = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
             self.place(caches)
             self.materialize()
-        except RuntimeError as e:  # runtimes raise it with various texts
+        except RuntimeError as e:  # the text depends on the runtime
             raise MemoryError(f"A KV cache of {num_blocks} blocks of {block_size} tokens does not fit: {e}") from e
         return caches
 
@@ -81,7 +81,7 @@ class XlaAttention(AttentionBackend):
         """Checks that `size` bytes are free.
 
         Raises:
-            MemoryError: They are not.
+            MemoryError: Fewer bytes are free.
         """
 
     def place(self, caches: Cache) -> None:
@@ -113,7 +113,7 @@ class XlaAttention(AttentionBackend):
     ) -> torch.Tensor:
         size, count = metadata.shape.size, metadata.shape.count
         along = torch.arange(size, device=query.device, dtype=torch.int32)
-        within = torch.minimum(along, metadata.length.unsqueeze(1) - 1)  # past the end: the last query again
+        within = torch.minimum(along, metadata.length.unsqueeze(1) - 1)  # after the end: the last query again
         tokens = (metadata.first_token.unsqueeze(1) + within).flatten()
         queries = query.index_select(0, tokens).unflatten(0, (count, size)).float()
         positions = metadata.first_position.unsqueeze(1) + within
@@ -137,7 +137,7 @@ class XlaAttention(AttentionBackend):
         return tuple((spec.num_kv_heads, size) for size in sizes)
 
     def _gathered(self, kv: Cache, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of these blocks, [len(blocks), block_size, num_kv_heads, size] each, stored as they are."""
+        """Keys and values of these blocks, [len(blocks), block_size, num_kv_heads, size] each, in the cache's dtype."""
         parts = [cache.index_select(0, blocks) for cache in kv]
         return parts[0], parts[-1]
 
@@ -154,7 +154,7 @@ class XlaAttention(AttentionBackend):
         kv: Cache,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Queries [n, size, heads, head_size] at positions [n, size]; tables [n, pages] name their blocks.
+        """Attention of queries [n, size, heads, head_size] at positions [n, size] over the blocks of tables [n, pages].
 
         Returns:
             float32 [n, size, heads, value_size].
@@ -171,7 +171,7 @@ class XlaAttention(AttentionBackend):
             seen = seen & (key_at > positions[:, :1] - spec.sliding_window)
             hidden = hidden | (key_at <= positions.unsqueeze(-1) - spec.sliding_window)
         value = torch.where(seen[..., None, None], value, 0.0)
-        # Query heads that share a key/value head are neighbours: [n, size, kv_heads, group, head_size].
+        # Query heads that share a key/value head are adjacent: [n, size, kv_heads, group, head_size].
         grouped = query.unflatten(2, (spec.num_kv_heads, -1))
         scores = torch.einsum("nqkgd,nmkd->nkgqm", grouped, key) * spec.scale
         if spec.soft_cap is not None:

@@ -25,10 +25,10 @@ def make_communicator(group: GroupSpec, device: torch.device) -> Communicator:
 
 
 def replica_groups(ranks: Sequence[int], world_size: int) -> list[list[int]]:
-    """All groups of the engine's world with this group's structure: XLA's programs list them all, on every rank.
+    """All groups of the engine's world with this group's structure, which XLA's programs list on every rank.
 
-    Groups are cut from the world at equal distances, as tensor-parallel (neighbours) and pipeline-parallel ranks
-    (every n-th) are:
+    The ranks of a group have equal distances: adjacent ranks for tensor parallelism, every n-th rank for pipeline
+    parallelism:
 
         ranks 2 3 of 4 -> [0 1] [2 3]       ranks 1 3 of 4 -> [0 2] [1 3]
 

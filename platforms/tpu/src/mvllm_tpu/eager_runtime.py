@@ -85,10 +85,10 @@ class EagerRuntime(DeviceRuntime):
         return host.to(self.device)
 
     def to_host(self, tensor: torch.Tensor) -> HostCopy:
-        return EagerCopy(tensor.clone())  # in order on the device: later writes to the tensor come later
+        return EagerCopy(tensor.clone())  # runs in order on the device, before later writes to the tensor
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)  # this device's generators, too
+        torch.manual_seed(seed)  # seeds this device's generators, too
 
     def health(self) -> None:
         try:
@@ -99,7 +99,7 @@ class EagerRuntime(DeviceRuntime):
     def shutdown(self) -> None:
         try:
             self.synchronize()
-        except RuntimeError as e:  # a failed device stays as it is
+        except RuntimeError as e:  # the device has failed
             logger.warning("Shutdown of the device %s failed: %s", self.device, _first_line(e))
 
     def num_compilations(self) -> int:
@@ -110,7 +110,7 @@ class EagerRuntime(DeviceRuntime):
 
 
 def require_room(size: int, device: torch.device, what: str) -> None:
-    """Checks for free memory before an allocation; on the host, the system would kill the process.
+    """Checks for free memory before an allocation, because the host's system would kill the process.
 
     Raises:
         MemoryError: There are fewer free bytes than `size`.
@@ -126,7 +126,7 @@ def _open(on_host: bool) -> torch.device:
 
     _loader.load()
     if on_host:
-        _loader._init_device("tpu")  # `load` counts chips on the PCI bus: XLA's CPU device is on none
+        _loader._init_device("tpu")  # `load` counts chips on the PCI bus, where XLA's CPU device is missing
     return torch.device("tpu", torch.empty(0, device="tpu").device.index)
 
 

@@ -1,4 +1,4 @@
-"""Memory statistics of the host, used for XLA's CPU device, which has none of its own."""
+"""Memory statistics of the host, for XLA's CPU device, which reports none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def free() -> int:
 
 
 def resident() -> tuple[int, int]:
-    """Bytes of this process in memory: now, and at most since `reset_peak`."""
+    """Resident bytes of this process: now, and the peak since `reset_peak`."""
     fields = _fields("self/status")
     used = fields.get("VmRSS", 0)
     return used, max(used, fields.get("VmHWM", 0))

@@ -7,7 +7,7 @@ program with these operations and shapes exists, and runs while the host continu
     device                       [ program           ][ program   ]
 
 Reading a single tensor would run its part of the graph alone, and again at the next sync, so every read by the host
-ends the graph first. A tensor written in place reuses its old buffer (XLA's donation), so there is one KV cache.
+ends the graph first. A tensor that is written in place reuses its buffer (XLA's donation), so the KV cache exists once.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _NAN_FLAG = "xla_cpu_enable_fast_min_max"
 
 
 class LazyRuntime(DeviceRuntime):
-    """The device that this process opens.
+    """Runtime of the device that this process opens.
 
     Raises:
-        PlatformError: XLA opens none.
+        PlatformError: XLA opens no device.
     """
 
     def __init__(self, ctx: WorkerContext) -> None:
@@ -78,7 +78,7 @@ class LazyRuntime(DeviceRuntime):
             return MemoryInfo(host_memory.total(), host_memory.free(), used, peak)
         found = xm.get_memory_info(self.device)
         used, limit, most = (int(found[name]) for name in ("bytes_used", "bytes_limit", "peak_bytes_used"))
-        peak = most if most > self._peak_before else used  # the device's peak cannot be set back
+        peak = most if most > self._peak_before else used  # the device's peak cannot be reset
         return MemoryInfo(limit, limit - used, used, max(peak, used))
 
     def reset_peak_memory(self) -> None:
@@ -98,18 +98,18 @@ class LazyRuntime(DeviceRuntime):
         return torch.empty(shape, dtype=dtype)
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        return host.to(self.device)  # keeps a copy until the next sync sends it
+        return host.to(self.device)  # keeps a copy until it is sent at the next sync
 
     def to_host(self, tensor: torch.Tensor) -> HostCopy:
         torch_xla.sync()
-        return FinishedHostCopy(tensor.cpu())  # at once: later work may write into the same buffer
+        return FinishedHostCopy(tensor.cpu())  # copied now, because later work may write to the same buffer
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
         xm.set_rng_state(seed, str(self.device))
 
     def inference_mode(self) -> AbstractContextManager[object]:
-        return torch.no_grad()  # views of lazy tensors made outside cannot be taken within torch's inference mode
+        return torch.no_grad()  # in inference mode, views of lazy tensors from outside are not allowed
 
     def step_mark(self) -> None:
         torch_xla.sync()
@@ -126,7 +126,7 @@ class LazyRuntime(DeviceRuntime):
         self._open = False
         try:
             torch_xla.sync(wait=True)
-        except RuntimeError as e:  # a device that has failed is left as it is
+        except RuntimeError as e:  # the device has failed
             logger.warning("Shutdown of the device %s failed: %s", self.device, str(e).splitlines()[0])
 
     def num_compilations(self) -> int:
@@ -134,26 +134,26 @@ class LazyRuntime(DeviceRuntime):
 
 
 def find_nan_as_tpus_do() -> None:
-    """Has XLA's CPU device find a NaN where it looks for the largest element, as TPUs do. Before XLA starts."""
+    """Makes maxima on XLA's CPU device return NaN if an element is NaN, as on TPUs. Call it before XLA starts."""
     if xla_devices.find().on_host and _NAN_FLAG not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_NAN_FLAG}=false".strip()
 
 
 def num_compilations() -> int:
-    """Programs that XLA has compiled in this process, by its own counter."""
+    """Number of programs that XLA has compiled in this process, from its counter."""
     data = metrics.metric_data("CompileTime")
     return 0 if data is None else int(data[0])
 
 
 def require_room(size: int, device: torch.device, what: str) -> None:
-    """Fails before the device would: on the host, the system would end the process.
+    """Checks for free memory before an allocation, because the host's system would kill the process.
 
     Raises:
         MemoryError: There are fewer free bytes than `size`.
     """
     if xr.device_type() == "CPU":
         free = host_memory.free()
-    elif xr.is_spmd():  # XLA has no figures then, and fails itself
+    elif xr.is_spmd():  # XLA has no statistics in SPMD mode; it raises its own error
         return
     else:
         found = xm.get_memory_info(device)

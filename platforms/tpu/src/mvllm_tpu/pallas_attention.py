@@ -1,9 +1,9 @@
-"""Paged attention by a kernel for the chip: torch_xla's ragged paged attention, which is written in Pallas.
+"""Paged attention by torch_xla's ragged paged attention, a Pallas kernel for TPUs.
 
-    keys and values: [num_blocks, block_size, 2 * num_kv_heads, head_size], each head's values behind its keys
+    keys and values: [num_blocks, block_size, 2 * num_kv_heads, head_size], each head's value after its key
 
-The kernel reads the block table itself, and only the blocks that a request has, where XLA's operations gather all that
-a bucket has room for. It is compiled for TPUs alone, and takes less than XlaAttention does: see `reasons_against`.
+The kernel reads the block table and only the blocks of a request; XLA's operations gather all pages of a bucket. It is
+compiled for TPUs only, and supports fewer layers than XlaAttention: see `reasons_against`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mvllm_tpu.tiles import NOWHERE
 
 VARIABLE = "MVLLM_TPU_ATTENTION"
 _LANES = 128
-"""Elements of a chip's registers: a head fills whole registers."""
+"""Elements of a row of a chip's vector registers; a head fills whole rows."""
 _BYTES = {"bfloat16": 2, "float32": 4}
 _CHIPS = ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e")
-"""Chips that the kernel has block sizes for; it rejects others."""
+"""Chips with tuned block sizes in the kernel; it rejects others."""
 _LARGEST_TABLE = 1 << 19
-"""Most bytes of a block table: half of a chip's scalar memory."""
+"""Maximum bytes of a block table: half of a chip's scalar memory."""
 _BLOCK_SIZES = (64, 128, 32, 16, 256)
 """Large block sizes first: the kernel stores the block table in a chip's small scalar memory."""
 
@@ -37,10 +37,10 @@ def kernel_chosen(spec: AttentionSpec, against: Sequence[str] = ()) -> bool:
     """Whether layers of this kind use the kernel: on a chip, if it supports them, unless VARIABLE disables it.
 
     Args:
-        against: What else speaks against it, of how the worker runs.
+        against: Further reasons against it, from the worker's configuration.
 
     Raises:
-        PlatformError: VARIABLE asks for the kernel where it cannot run, or for something else.
+        PlatformError: VARIABLE requires the kernel where it cannot run, or has an invalid value.
     """
     asked = os.environ.get(VARIABLE, "auto").strip().lower()
     if asked not in ("auto", "pallas", "xla"):
@@ -58,7 +58,7 @@ def kernel_chosen(spec: AttentionSpec, against: Sequence[str] = ()) -> bool:
 
 
 def _fills_tiles(spec: AttentionSpec) -> bool:
-    """Whether the heads of a token's keys and values make up registers that the kernel can cut, in words of 32 bits."""
+    """Whether the kernel can split the heads of a token's keys and values, packed in 32-bit words, along registers."""
     words, rest = divmod(2 * spec.num_kv_heads * _BYTES[spec.kv_dtype], 4)
     return rest == 0 and (words in (1, 2, 4) or words % 8 == 0)
 
@@ -70,9 +70,9 @@ class PallasMetadata:
     Attributes:
         slots: [T]: slot of each token; NOWHERE for padding.
         seq_lens: [R].
-        block_table: [R, pages]. Undefined past a request's blocks.
+        block_table: [R, pages]. Undefined after a request's blocks.
         query_start_loc: [R + 1].
-        num_requests: [1]: how many of the R are real; these come first.
+        num_requests: [1]: number of real requests, which come first.
     """
 
     slots: torch.Tensor
@@ -83,7 +83,7 @@ class PallasMetadata:
 
 
 class PallasAttention(XlaAttention):
-    """XlaAttention with the kernel for `forward`."""
+    """XlaAttention whose `forward` uses the kernel."""
 
     @classmethod
     def reasons_against(cls, spec: AttentionSpec) -> list[str]:
@@ -111,7 +111,7 @@ class PallasAttention(XlaAttention):
         if batch.block_table_device.numel() * 4 > _LARGEST_TABLE:
             return super().build_metadata(batch)
         slots = np.where(batch.slot_mapping < 0, NOWHERE, batch.slot_mapping).astype(np.int32)
-        num_requests = int(np.count_nonzero(batch.seq_lens))  # padding has none, and comes last
+        num_requests = int(np.count_nonzero(batch.seq_lens))  # padding has length 0 and comes last
         packed = torch.from_numpy(np.append(slots, np.int32(num_requests))).to(batch.block_table_device.device)
         return PallasMetadata(
             packed[: len(slots)],
@@ -142,7 +142,7 @@ class PallasAttention(XlaAttention):
             query,
             cache,
             metadata.seq_lens,
-            metadata.block_table.clamp(0, len(cache) - 1),  # it fetches blocks ahead, past a request's last
+            metadata.block_table.clamp(0, len(cache) - 1),  # the kernel prefetches blocks after a request's last one
             metadata.query_start_loc,
             metadata.num_requests,
             sm_scale=self.spec.scale,

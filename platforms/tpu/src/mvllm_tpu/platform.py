@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float32")
 KV_DTYPES = DTYPES
 HOST_MEMORY_SHARE = 0.5
-"""Share of memory taken on XLA's CPU device when the user names none: it is the host's."""
+"""Default share of memory on XLA's CPU device, which uses the host's memory."""
 
 DEVICES_VARIABLE = "MVLLM_TPU_DEVICES_PER_WORKER"
-"""With 1, every device has a worker of its own. Unset, a worker drives tensor_parallel_size of them."""
+"""With 1, every device has its own worker. Unset: one worker drives tensor_parallel_size devices."""
 
 COLLECTIVES = frozenset(
     {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "send_recv", "gather", "all_to_all", "barrier"}
@@ -55,7 +55,7 @@ def make_platform() -> Platform:
 
 
 class TPUPlatform(Platform):
-    """Workers on devices that XLA compiles for."""
+    """Platform whose workers drive one or several XLA devices."""
 
     @property
     def spec(self) -> PlatformSpec:
@@ -110,7 +110,7 @@ class TPUPlatform(Platform):
         in_process = num_workers == 1 and (runtime is None or runtime.runs_in_engine_process(num_devices))
         if num_devices > 1 and found.on_host:
             variables[xla_devices.NUM_CPUS_VARIABLE] = str(num_devices)
-            in_process = in_process and len(found.names) == num_devices  # what XLA shows is settled once in a process
+            in_process = in_process and len(found.names) == num_devices  # a process cannot change its visible devices
         return LaunchTopology(
             num_workers=num_workers,
             devices_per_worker=num_devices,
@@ -149,7 +149,7 @@ def _runtime() -> Runtime:
     """The runtime of this process.
 
     Raises:
-        PlatformError: None is installed.
+        PlatformError: No runtime is installed.
     """
     found = runtimes.choose()
     if found is None:

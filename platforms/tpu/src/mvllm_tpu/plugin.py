@@ -1,4 +1,4 @@
-"""Entry point of the TPU platform: who it is, before anything heavy is imported."""
+"""Entry point of the TPU platform: its PlatformSpec. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SPEC = PlatformSpec(
     probe="mvllm_tpu.probe:probe",
     factory="mvllm_tpu.platform:make_platform",
     torch_floor="2.6",
-    torch_backend="tpu",  # torch_tpu's name in torch; torch_xla takes none
+    torch_backend="tpu",  # torch_tpu's backend name in torch; torch_xla registers none
     priority=10,
 )
 
 
 @hookimpl
 def mvllm_platform() -> PlatformSpec:
-    """The TPU platform's identity card."""
+    """The PlatformSpec of the TPU platform."""
     return SPEC

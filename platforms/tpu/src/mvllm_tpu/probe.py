@@ -1,4 +1,4 @@
-"""Probe of the TPU platform: reads files and environment variables; loads neither torch nor XLA."""
+"""Probe of the TPU platform: reads files and environment variables without loading torch or XLA."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mvllm_tpu import runtimes, xla_devices
 
 
 def probe(root: Path | None = None) -> ProbeResult:
-    """Looks for devices that XLA would open, and for a package that connects torch and XLA.
+    """Checks that there are devices that XLA can open, and a package that connects torch and XLA.
 
     Args:
         root: Root folder of the files.

@@ -1,7 +1,8 @@
-"""The sizes that steps are padded up to: each combination is a program, compiled before the first request.
+"""The sizes to which steps are padded. Each combination is a program, compiled before the first request.
 
-Buckets multiply, so they are far apart. Padded tokens cost what real ones do in all matrix products, so tokens double;
-padded requests and pages cost in attention alone, and quadruple.
+The number of programs is the product of the numbers of buckets, so there are few buckets. Padding tokens cost as much
+as real ones in all matrix products, so token buckets double; padding requests and pages cost only in attention, so
+their buckets quadruple.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Several devices behind one worker: torch_xla's SPMD mode, where a tensor lies on all devices of a mesh.
+"""Several devices behind one worker: torch_xla's SPMD mode, in which a tensor is distributed over a device mesh.
 
-The process has one device then, a virtual one. A tensor on it says how the devices share it; one that says nothing is
-on each of them, whole. Programs are written as for one device: XLA divides the work by where weights and KV cache lie,
-and puts in what the devices have to tell each other.
+The process has one virtual device. A tensor on it is sharded over the devices or, by default, replicated on all of
+them. Programs are written as for one device: XLA partitions the work by the sharding of weights and KV cache, and
+inserts the collectives.
 
     weight [8, 4], place(0)      device 0: rows 0-3      device 1: rows 4-7
-    step's inputs, norms         on both
+    step's inputs, norms         replicated
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _HEADS = 2
 
 
 class SpmdRuntime(LazyRuntime):
-    """All devices that this process sees.
+    """Runtime of all devices that this process sees.
 
     Raises:
-        PlatformError: They are not as many as the worker is to drive, or XLA opens none.
+        PlatformError: Their number is not the worker's number of devices, or XLA opens none.
     """
 
     def __init__(self, ctx: WorkerContext) -> None:
@@ -65,9 +65,9 @@ class SpmdRuntime(LazyRuntime):
             super().reset_peak_memory()
 
     def place(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
-        torch_xla.sync(wait=True)  # tensors still being computed, such as transposed weights, have no memory yet
+        torch_xla.sync(wait=True)  # lazy tensors, such as transposed weights, have no memory yet
         shard_tensor(tensor, self._mesh, dim)
-        torch_xla.sync()  # now, so that at most one layer's weights are on one device
+        torch_xla.sync()  # at once, so that at most one layer's unsharded weights are on a device
         return tensor
 
     def parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -80,7 +80,7 @@ class SpmdAttention(LazyAttention):
     """LazyAttention with a cache sharded by heads; replicated if their number is not divisible by the devices.
 
     Args:
-        spec: Its heads are those of all devices.
+        spec: The layer, with the heads of all devices.
         num_devices: Number of devices.
     """
 

@@ -1,6 +1,6 @@
-"""A model's step as one program, made by torch.compile for torch_tpu.
+"""Compiles a model's step to one program with torch.compile, for torch_tpu.
 
-Shapes are padded to few sizes (see `shapes`), so each is compiled for itself, during the warm-up.
+Shapes are padded to a few sizes (see `shapes`), and each shape is compiled separately in the warm-up.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from mvllm.plugin_api import CompileBackend
 from mvllm_tpu.compile_cache import version
 
 _MOST_SHAPES = 1 << 16
-"""More than the number of shapes: by default torch stops compiling a function after a few shapes."""
+"""Upper bound of the number of shapes. By default torch stops compiling a function after a few shapes."""
 
 
 class StepCompiler(CompileBackend):
-    """See CompileBackend."""
+    """CompileBackend over torch.compile."""
 
     def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
         """One program per shape: XLA has static shapes only, so `dynamic` has no effect."""

@@ -1,14 +1,14 @@
-"""Cuts a step's tokens into tiles that have one shape, whatever the requests' lengths are.
+"""Divides a step's tokens into tiles of a static shape, independent of the requests' lengths.
 
-Attention gathers the keys of a request for queries of that request. Tokens of a request are neighbours, so they are cut
-into tiles of a fixed number of queries, the last tile of a request filled up:
+Attention gathers the keys of a request for queries of that request. Tokens of a request are adjacent, so they are
+divided into tiles of a fixed number of queries; the last tile of a request is padded:
 
     tokens   a a a a a b b c c c c . .          3 requests, 13 tokens with padding, tiles of 4
     tiles    [a a a a] [a - - -] [b b - -] [c c c c] [- - - -] [- - - -]
 
-T tokens of R requests fit into T // size + R tiles: those two say all that the shapes depend on. With size = T // R,
-these are 2 R tiles and 2 T queries at most: keys are gathered for twice the requests, and scores computed for twice the
-tokens, that there are. Where there are no more tokens than requests, each token is a tile.
+T tokens of R requests fit into T // size + R tiles, so shapes depend only on T and R. With size = T // R there are at
+most 2 R tiles and 2 T queries: keys are gathered for at most twice the requests, and scores are computed for at most
+twice the tokens. If there are no more tokens than requests, each token is a tile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TileShape:
 
 
 def tile_shape(num_tokens: int, num_requests: int) -> TileShape:
-    """The tiles of every step of this many tokens and requests, both after padding."""
+    """The tiles of every step with these numbers of tokens and requests, both after padding."""
     if num_tokens <= num_requests:
         return TileShape(1, num_tokens)
     size = min(LARGEST_TILE, num_tokens // num_requests)
@@ -65,7 +65,7 @@ class Tiles:
 
 
 def cut(query_start_loc: np.ndarray, seq_lens: np.ndarray, num_tokens: int) -> Tiles:
-    """The tiles of a step, see BatchLayout for the arguments."""
+    """The tiles of a step; BatchLayout describes the arguments."""
     num_requests = len(seq_lens)
     shape = tile_shape(num_tokens, num_requests)
     starts, lengths = query_start_loc[:-1], np.diff(query_start_loc)

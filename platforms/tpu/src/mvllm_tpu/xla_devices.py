@@ -1,8 +1,8 @@
 """Lists the devices that XLA would find, from files and environment variables, without starting XLA's runtime.
 
-A TPU chip is a PCI device of its maker. Its driver gives it a file in /dev: `accel0` and so on for the older chips, a
-VFIO group for the newer ones. PJRT_DEVICE says what XLA opens: TPU, or CPU, which is XLA's own device on the host and
-needs no hardware; CPU_NUM_DEVICES makes several of that one.
+A TPU chip is a PCI device of Google. Its driver gives it a file in /dev: `accel0` and so on for older chips, a VFIO
+group for newer ones. PJRT_DEVICE selects what XLA opens: TPU, or CPU, which is XLA's device on the host and needs no
+hardware; CPU_NUM_DEVICES sets the number of CPU devices.
 
     PJRT_DEVICE   TPU or unset, with chips: the chips      CPU: CPU_NUM_DEVICES devices, one if unset
 """
@@ -37,7 +37,7 @@ class Devices:
 
     Attributes:
         kind: `TPU`, `CPU`, or another value of PJRT_DEVICE.
-        names: Of the devices, in order.
+        names: Names of the devices, in order.
         problem: Why there is none; None if there is one.
         remedy: What to do about it.
     """
@@ -49,7 +49,7 @@ class Devices:
 
     @property
     def on_host(self) -> bool:
-        """Whether these are XLA's own, on the host's processor."""
+        """Whether these are XLA's CPU devices."""
         return self.kind == "CPU"
 
 
@@ -58,7 +58,7 @@ def find(root: Path | None = None, environ: Mapping[str, str] | None = None) -> 
 
     Args:
         root: Root folder of the files.
-        environ: The variables; None for this process's.
+        environ: The environment variables; None for those of this process.
     """
     environ = os.environ if environ is None else environ
     root = ROOT if root is None else root
@@ -114,7 +114,7 @@ def _chips(root: Path, environ: Mapping[str, str]) -> Devices:
 
 
 def _on_the_bus(root: Path) -> tuple[str, ...]:
-    """The chips on the PCI bus, by name, in the order of the bus."""
+    """Names of the chips on the PCI bus, in the order of the bus."""
     found = []
     for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
         if _read(folder / "vendor") == _VENDOR and (device := _read(folder / "device")) in _CHIPS:
@@ -123,7 +123,7 @@ def _on_the_bus(root: Path) -> tuple[str, ...]:
 
 
 def _device_files(root: Path) -> list[Path]:
-    """The files through which chips are opened. A VFIO group may be another device's: it counts beside the bus only."""
+    """The device files of chips. A VFIO group may belong to another device; it counts only with a chip on the bus."""
     accel = [path for path in sorted((root / "dev").glob("accel*")) if re.fullmatch(r"accel\d+", path.name)]
     folder = root / "dev/accel"
     accel += sorted(folder.glob("accel*")) if folder.is_dir() and _on_the_bus(root) else []

@@ -1,1 +1,4 @@
-"""Triton kernels as functions over torch tensors. Importing this imports neither; each module of functions does."""
+"""Triton kernels as functions over torch tensors.
+
+Only the modules with functions import torch and Triton; this package imports neither.
+"""

@@ -1,7 +1,7 @@
 """Gated activations: an activation of the first half of each row, times the second half.
 
-All take [..., 2 * size] and return [..., size] of the same dtype; they round where the activation and the product, done
-one after the other, would.
+All take [..., 2 * size] and return [..., size] of the same dtype. The activation is rounded before the product, as two
+separate operations would do.
 """
 
 from __future__ import annotations

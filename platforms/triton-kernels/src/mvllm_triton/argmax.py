@@ -9,13 +9,13 @@ from mvllm_triton.tiles import argmax_piece, power_of_two
 
 
 def argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest element of each row, and where it is.
+    """The largest element of each row, and its index.
 
     Args:
         x: [n, size], size >= 1; rows may be strided. A NaN is larger than any number.
 
     Returns:
-        Elements [n], x's dtype, and their places, int64 [n]: among equal elements the first.
+        Elements [n], x's dtype, and their indices, int64 [n]; the first of equal elements.
     """
     if x.stride(1) != 1:
         x = x.contiguous()

@@ -1,7 +1,7 @@
 """Paged attention for prefill, chunked prefill, decode and mixed steps in one function; plain and latent (MLA).
 
-Launches depend on shapes and on what the host gives as numbers (`max_query_len`, `max_seq_len`), never on what tensors
-hold, so a launch can be captured in a graph and replayed with other lengths up to those.
+Launches depend on shapes and on numbers from the host (`max_query_len`, `max_seq_len`), never on the content of
+tensors. So a launch can be captured in a graph and replayed with other lengths up to those maxima.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mvllm_triton.tiles import (
 )
 
 Scale = torch.Tensor | float | None
-"""What stored keys or values are multiplied with: a number, a float32 tensor of one element, or one
-[num_blocks, block_size, kv_heads] with a scale for each token and head; None for 1."""
+"""Factor on stored keys or values: a number, a float32 tensor of one element, or a float32 tensor
+[num_blocks, block_size, kv_heads] with a scale for each token and head. None means 1."""
 
 
 def paged_attention(
@@ -50,23 +50,22 @@ def paged_attention(
 
     Args:
         q: [T, heads, head_size], the compute dtype: bfloat16, float16 or float32. The last dimension is contiguous.
-        k_cache: [num_blocks, block_size, kv_heads, head_size]; a float dtype, a float8 dtype, int8, or uint8 for codes
-            of float8 on a device that has no conversions of these. The last dimension is contiguous.
+        k_cache: [num_blocks, block_size, kv_heads, head_size]; a float dtype, a float8 dtype, int8, or uint8 for float8
+            codes on a device without float8 conversions. The last dimension is contiguous.
         v_cache: [num_blocks, block_size, kv_heads, value_size], likewise.
-        block_table: int32 [R, P]. Entries past a request's last block, and those before its window, are not followed.
+        block_table: int32 [R, P]. Entries after a request's last block and before its window are ignored.
         query_start_loc: int32 [R + 1]. Tokens from query_start_loc[R] on are padding; their results are zeros.
         seq_lens: int32 [R], this step's tokens included.
         scale: Factor on query-key products.
-        max_query_len: At least the most query tokens of a request.
-        max_seq_len: About the longest sequence. Decides how work is divided, nothing else: a rough one costs time.
+        max_query_len: Upper bound of the query tokens of a request.
+        max_seq_len: Estimate of the longest sequence. It affects only how work is divided: a bad estimate costs speed.
         window: A query at position p sees keys at positions > p - window.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap).
-        sinks: [heads]: a logit of each head that takes part in the softmax and has no value.
-        k_scale, v_scale: What the stored keys and values are multiplied with; both None, both numbers, or both tensors
-            of the same kind.
-        out: [T, heads, value_size], where the result goes; the last dimension is contiguous. None makes one.
+        sinks: [heads]: one additional softmax logit per head, without a value.
+        k_scale, v_scale: Factors on stored keys and values: both None, both numbers, or both tensors of the same kind.
+        out: [T, heads, value_size]: output tensor; the last dimension is contiguous. None allocates one.
         float8: Format of codes in uint8.
-        splits: Programs that share a tile's keys; None for as many as keep the device busy.
+        splits: Programs that share a tile's keys; None chooses as many as keep the device busy.
 
     Returns:
         [T, heads, value_size], compute dtype.
@@ -107,10 +106,10 @@ def latent_attention(
     """Causal attention over latents: the first `value_size` elements of a key are its value.
 
     Args:
-        q: [T, heads, head_size]: queries in the latent's space, then their rotated parts.
-        cache: [num_blocks, block_size, kv_heads, head_size]: latents, then the rotated parts; kv_heads is 1 as a rule.
+        q: [T, heads, head_size]: queries in the latent space, then their rotary parts.
+        cache: [num_blocks, block_size, kv_heads, head_size]: latents, then the rotary parts; kv_heads is usually 1.
         value_size: Elements of the latent, less than head_size.
-        kv_scale: As `paged_attention` has it of keys.
+        kv_scale: Like `k_scale` of `paged_attention`.
 
     The other arguments are those of `paged_attention`.
 
@@ -152,10 +151,10 @@ def _launch(
     float8: torch.dtype,
     splits: int | None,
 ) -> torch.Tensor:
-    """Both kinds of attention; `rest_size` elements of a key are not its value, where any are.
+    """Launches both kinds of attention. `rest_size`: elements of a latent key that are not part of its value, or 0.
 
-    A batch of decodes takes the short launch, one request's prompt the long one, and a mixture both
-    (kernels/attention.py): so decodes are split beside prompts, too.
+    A batch of decodes takes the short launch, the prompt of one request the long launch, and a mixed batch both
+    (kernels/attention.py). So the keys of decodes are split in mixed batches, too.
     """
     num_tokens, num_heads, head_size = q.shape
     block_size, num_kv_heads = keys.shape[1:3]
@@ -168,7 +167,7 @@ def _launch(
     if num_tokens == 0:
         return out
     kind, k_factor, v_factor = scale_kind(k_scale, v_scale)
-    k_scales = k_scale if isinstance(k_scale, torch.Tensor) else q  # a pointer that is not followed
+    k_scales = k_scale if isinstance(k_scale, torch.Tensor) else q  # an unused pointer
     v_scales = v_scale if isinstance(v_scale, torch.Tensor) else q
     k_scale_strides = k_scales.stride() if kind == 2 else (0, 0, 0)
     v_scale_strides = v_scales.stride() if kind == 2 else (0, 0, 0)
@@ -239,10 +238,10 @@ def _launch(
         programs = num_tiles * num_kv_heads * -(-group // tiles.heads)
         return num_splits(programs, seen, tiles.columns, processors(q.device), num_slots * num_heads * value_size * 4)
 
-    # Few sizes of tiles: each is compiled when the first step of it comes, which then takes seconds.
+    # Few tile sizes: each one is compiled in the first step that needs it, which then takes seconds.
     short = tiles_for(MOST_DRAFTED if 1 < max_query_len <= MOST_DRAFTED else 1)
     if max_query_len <= short.tokens:
-        num_slots = num_requests * short.tokens + num_tokens  # the last for padding
+        num_slots = num_requests * short.tokens + num_tokens  # the second term is for padding
         num_tiles = num_requests + -(-num_tokens // short.tokens)
         launch(short, num_tiles, num_slots, splits_of(short, num_requests, num_slots), short=True, skipped=0)
         return out
@@ -262,7 +261,7 @@ def scale_kind(k_scale: Scale, v_scale: Scale) -> tuple[int, float, float]:
     """The kind of scales: 0 for numbers, 1 for tensors of one element, 2 for one scale per token and head.
 
     Returns:
-        The kind, and the numbers; 1.0 where there are tensors.
+        The kind, and the numbers; 1.0 for tensors.
 
     Raises:
         ValueError: Keys and values have scales of different kinds.

@@ -8,12 +8,12 @@ import torch
 
 _INTERPRETED_PROCESSORS = 8
 _NAMES = ("multi_processor_count", "gpu_subslice_count", "max_compute_units")
-"""What torch's properties of a device call them; the last counts parts of them, and is there in any case."""
+"""Names of the count in torch's device properties. The last one counts parts of multiprocessors and always exists."""
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Programs that run side by side at least: the device's multiprocessors, or what it has in their place; a small
+    """Number of programs that run in parallel at least: the device's multiprocessors or their equivalent; a small
     number without a device.
     """
     if device.type in ("cpu", "meta"):

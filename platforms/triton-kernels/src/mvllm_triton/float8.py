@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 BIAS = {torch.float8_e4m3fn: 7, torch.float8_e4m3fnuz: 8, torch.float8_e5m2: 15}
-"""The exponent's bias, by which kernels know a format."""
+"""The exponent bias, which identifies a format in kernels."""
 
 LARGEST = {
     torch.float8_e4m3fn: 448.0,
@@ -13,11 +13,11 @@ LARGEST = {
     torch.float8_e5m2: 57344.0,
     torch.int8: 127.0,
 }
-"""Largest number of a storage dtype of 8 bits."""
+"""Largest number of each 8-bit storage dtype."""
 
 
 def read_as(stored: torch.dtype, float8: torch.dtype) -> int:
-    """How `numbers.widen` reads elements of a dtype: 0 by the target's own conversion, else the bias of their format.
+    """How `numbers.widen` reads a dtype: 0 for the target's own conversion, else the exponent bias of the codes.
 
     Args:
         stored: Dtype of the tensor; uint8 holds codes.

@@ -15,14 +15,14 @@ def float8_rows(
     float8: torch.dtype = torch.float8_e4m3fn,
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows rounded to float8, a scale for each group of columns.
+    """Rounds rows to float8 with one scale for each group of columns.
 
     Args:
         x: [rows, size], a float dtype; the last dimension is contiguous.
         group_size: Columns that share a scale, a power of two; None for whole rows.
         float8: The format.
-        scale: float32, one element: of all groups; what is out of range becomes the largest number of its sign. None
-            finds for each group the scale that makes its largest magnitude the format's largest number.
+        scale: float32, one element: the scale of all groups; numbers out of range are clamped. None computes the scale
+            of each group, which maps its largest magnitude to the format's largest number.
 
     Returns:
         [rows, size] of `float8`, and float32 [rows, groups]: value = code * scale. The scale of a group with a NaN is
@@ -59,18 +59,19 @@ def float8_linear(
     native: bool = True,
     rounded: bool = True,
 ) -> torch.Tensor:
-    """x · weightᵀ + bias, where the weight is float8, and x is rounded to it as well unless told otherwise.
+    """x · weightᵀ + bias with a float8 weight. x is rounded to float8 as well, except with `rounded=False`.
 
     Args:
-        x: [..., in_features], bfloat16, float16 or float32. Rounded here, row by row, or group by group with `block`.
+        x: [..., in_features], bfloat16, float16 or float32. Rounded here, with one scale per row, or per group with
+            `block`.
         weight: [out_features, in_features], a float8 dtype; the last dimension is contiguous.
         weight_scale: float32: one element for all, [out_features] or [out_features, 1] for each row, or with `block`
             [ceil(out_features / rows), ceil(in_features / columns)].
         bias: [out_features] or None.
         block: Rows and columns of the weight that share a scale; columns are a power of two, at least 32.
-        x_scale: float32, one element: what `x` is divided by, found in calibration. None finds the scales.
+        x_scale: float32, one element: the calibrated scale by which `x` is divided. None computes the scales.
         native: Whether the device multiplies this format; otherwise codes are widened before the product.
-        rounded: Whether `x` is rounded at all; otherwise the weight is widened and multiplied with it as it is.
+        rounded: Whether `x` is rounded; otherwise the weight is widened and multiplied with the unquantized `x`.
 
     Returns:
         [..., out_features], x's dtype.
@@ -90,7 +91,7 @@ def float8_linear(
     if num_rows == 0:
         return out.view(*x.shape[:-1], out_features)
     scale_strides, x_scale_strides = _scale_strides(weight, weight_scale, block), (0, 0)
-    row_scales = weight_scale  # a pointer that is not followed
+    row_scales = weight_scale  # an unused pointer
     if rounded:
         by_group = block is not None and x_scale is None
         rows, row_scales = float8_rows(rows, block[1] if by_group and block else None, weight.dtype, x_scale)
@@ -121,7 +122,7 @@ def float8_linear(
 
 
 def _scale_strides(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
-    """From a row's (or block of rows') scale to the next one's, and from a group of columns' to the next one's."""
+    """Strides of the scales: between rows (or blocks of rows), and between groups of columns."""
     out_features, in_features = weight.shape
     if block is not None:
         expected = (-(-out_features // block[0]), -(-in_features // block[1]))

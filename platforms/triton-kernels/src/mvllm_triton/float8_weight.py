@@ -11,7 +11,7 @@ from mvllm_triton.float8_linear import float8_linear
 
 
 class Float8Weight(Protocol):
-    """Codes of E4M3 with scales, as core's `Float8Weight` has it."""
+    """E4M3 codes with scales. Core's `Float8Weight` implements it."""
 
     @property
     def codes(self) -> torch.Tensor:
@@ -35,18 +35,18 @@ class Float8Weight(Protocol):
 
     @property
     def input_scale(self) -> torch.Tensor | None:
-        """[1], float32, where inputs are static."""
+        """[1], float32, if inputs are static."""
 
 
 @dataclass(frozen=True)
 class PackedFloat8:
-    """A weight as `float8_product` takes it. Made by `pack`.
+    """A weight in the layout of `float8_product`. Made by `pack`.
 
     Attributes:
         weight: [out_features, in_features], a float8 dtype.
-        scale: float32, as `float8_linear` has it for `block`.
-        block: Rows and columns that share a scale; None where a row has one, or all have.
-        input_scale: [1], float32, where inputs are rounded with that one.
+        scale: float32, the `weight_scale` of `float8_linear`.
+        block: Rows and columns that share a scale; None for a scale per row or one for all.
+        input_scale: [1], float32: the static scale of inputs, if there is one.
         rounded: Whether inputs are rounded.
         native: Whether the device multiplies this format.
     """
@@ -60,7 +60,7 @@ class PackedFloat8:
 
 
 def refusals(in_features: int, block_columns: int) -> list[str]:
-    """Reasons why a weight cannot be packed; empty where it can."""
+    """Reasons why a weight cannot be packed; empty if it can."""
     if block_columns < in_features and (block_columns < 32 or block_columns & (block_columns - 1)):
         return [f"blocks have columns of a power of two from 32 on, or all {in_features}, not {block_columns}"]
     return []
@@ -70,13 +70,13 @@ def pack(weight: Float8Weight, float8: torch.dtype = torch.float8_e4m3fn, *, nat
     """The weight in a format of the device.
 
     Args:
-        weight: Codes of E4M3.
-        float8: `float8_e4m3fn`, whose codes these are, or `float8_e4m3fnuz`: there a code says half as much, so that
+        weight: E4M3 codes.
+        float8: `float8_e4m3fn`, the format of these codes, or `float8_e4m3fnuz`, in which a code has half the value, so
             scales are doubled.
         native: Whether the device multiplies this format.
 
     Raises:
-        ValueError: It cannot be packed; see `refusals`.
+        ValueError: The weight cannot be packed; see `refusals`.
     """
     codes, scales, input_scale = weight.codes, weight.scales.float(), weight.input_scale
     out_features, in_features = codes.shape
@@ -86,7 +86,7 @@ def pack(weight: Float8Weight, float8: torch.dtype = torch.float8_e4m3fn, *, nat
     block = (weight.block_rows, weight.block_columns)
     scales = _with_nan(codes, scales, block)
     if float8 == torch.float8_e4m3fnuz:
-        codes = codes.masked_fill(codes == 0x80, 0)  # minus zero, which is no number there
+        codes = codes.masked_fill(codes == 0x80, 0)  # minus zero, whose code is NaN in e4m3fnuz
         scales, input_scale = scales * 2, None if input_scale is None else input_scale * 2
     whole = weight.block_columns >= in_features
     if whole and scales.numel() > 1:
@@ -102,11 +102,11 @@ def pack(weight: Float8Weight, float8: torch.dtype = torch.float8_e4m3fn, *, nat
 
 
 def float8_product(x: torch.Tensor, weight: PackedFloat8, bias: torch.Tensor | None) -> torch.Tensor:
-    """x · weightᵀ + bias, where the weight is 8-bit floats with scales.
+    """x · weightᵀ + bias with a weight of 8-bit floats with scales.
 
     Args:
         x: [..., in_features], compute dtype.
-        weight: What `pack` made.
+        weight: The packed weight.
         bias: [out_features] or None.
 
     Returns:
@@ -119,13 +119,13 @@ def float8_product(x: torch.Tensor, weight: PackedFloat8, bias: torch.Tensor | N
         bias,
         block=weight.block,
         x_scale=weight.input_scale,
-        native=weight.native and x.element_size() == 2,  # devices add such products with fewer bits than float32 has
+        native=weight.native and x.element_size() == 2,  # devices sum float8 products with fewer bits than float32
         rounded=weight.rounded,
     )
 
 
 def _with_nan(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Scales that are NaN where a code of their block is: not every way to read codes knows one."""
+    """The scales, with NaN for each block that has a NaN code, because not every conversion of codes keeps NaN."""
     bad = torch.zeros_like(scales, dtype=torch.bool)
     for index, rows in enumerate(codes.split(block[0])):
         in_columns = ((rows & 0x7F) == 0x7F).any(dim=0)

@@ -23,16 +23,16 @@ def write_kv(
 ) -> None:
     """Stores each token's key and value in its slot.
 
-    In 8 bits what is stored is the key or value divided by its scale. Scales that are tensors
-    [num_blocks, block_size, kv_heads] are found here, the largest magnitude of a head becoming the largest number of
-    the dtype, and stored as well; others are taken as they are, and what is out of range is clamped.
+    An 8-bit cache stores keys and values divided by their scales. Scales in tensors [num_blocks, block_size, kv_heads]
+    are computed and stored here: the largest magnitude of a head becomes the largest number of the dtype. Other scales
+    are used as given, and numbers out of range are clamped.
 
     Args:
         k: [T, kv_heads, head_size], a float dtype; the last dimension is contiguous.
         v: [T, kv_heads, value_size], likewise.
-        k_cache, v_cache: As `paged_attention` takes them.
-        slot_mapping: int32 [T]: block * block_size + place within it; -1 stores nothing.
-        k_scale, v_scale: As `paged_attention` takes them; float caches have none.
+        k_cache, v_cache: Like those of `paged_attention`.
+        slot_mapping: int32 [T]: block * block_size + offset within the block; -1 stores nothing.
+        k_scale, v_scale: Like those of `paged_attention`; None for float caches.
         float8: Format of codes in uint8.
 
     Raises:
@@ -49,7 +49,7 @@ def write_latent(
     kv_scale: Scale = None,
     float8: torch.dtype = torch.float8_e4m3fn,
 ) -> None:
-    """Stores each token's latent, with its rotated part, in its slot of the cache that `latent_attention` reads.
+    """Stores each token's latent and rotary part in its slot of the cache that `latent_attention` reads.
 
     Args:
         latents: [T, kv_heads, head_size], a float dtype; the last dimension is contiguous.
@@ -88,9 +88,9 @@ def _launch(
             raise ValueError(f"The last dimension of {name} must be contiguous; its strides are {x.stride()}.")
     if num_tokens == 0:
         return
-    if format_ in BIAS:  # kernels make the codes themselves
+    if format_ in BIAS:  # the kernel encodes float8
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    k_scales = k_scale if isinstance(k_scale, torch.Tensor) else slot_mapping  # a pointer that is not followed
+    k_scales = k_scale if isinstance(k_scale, torch.Tensor) else slot_mapping  # an unused pointer
     v_scales = v_scale if isinstance(v_scale, torch.Tensor) else slot_mapping
     k_scale_strides = k_scales.stride() if kind == 2 else (0, 0, 0)
     v_scale_strides = v_scales.stride() if kind == 2 else (0, 0, 0)

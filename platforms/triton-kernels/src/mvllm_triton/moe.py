@@ -1,6 +1,6 @@
 """Mixture-of-experts layers: two grouped products over tokens sorted by expert.
 
-Nothing is looked at on the host: the number of launches and their grids depend on shapes alone.
+The number of launches and their grids depend on shapes only; the host reads no tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def clamped_moe(
         gate_up_bias: [num_experts, 2 * intermediate_size].
         down_bias: [num_experts, hidden_size].
         alpha: Steepness of the sigmoid.
-        limit: Bound of gates from above, and of what they multiply on both sides; > 0.
+        limit: Upper bound of `gate`, and bound of the magnitude of `up`; > 0.
 
     The other arguments and the result are those of `moe`.
     """
@@ -91,7 +91,7 @@ def _experts(
         (parts, inner, down, down_bias, False),
     ):
         size = target.shape[1]
-        columns = min(64, tiles.columns) if gated else tiles.columns  # a gate and what it multiplies: sums of both
+        columns = min(64, tiles.columns) if gated else tiles.columns  # accumulators of both gate and up
         kernels.multiply[(max_tiles, -(-size // columns))](
             target, rows, weight.contiguous(), x if bias is None else bias.contiguous(), order, experts,
             num_entries, max_tiles, rows.stride(0), alpha, limit,
@@ -117,7 +117,7 @@ def _experts(
 def _ordered(
     expert_ids: torch.Tensor, num_experts: int, max_tiles: int, tiles: ProductTiles
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries ordered by expert, and the expert of each tile; kernels/moe.py draws them."""
+    """Entries ordered by expert, and the expert of each tile; see kernels/moe.py."""
     device, num_entries = expert_ids.device, expert_ids.numel()
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
     order = torch.empty(max_tiles * tiles.rows, dtype=torch.int32, device=device)

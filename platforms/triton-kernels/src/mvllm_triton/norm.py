@@ -25,7 +25,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out
-    if x.dim() == 3:  # heads, perhaps among those of others
+    if x.dim() == 3:  # heads, perhaps a slice of a wider tensor
         inner, outer_stride, inner_stride = x.shape[1], x.stride(0), x.stride(1)
     else:
         rows = x.reshape(-1, size)
@@ -47,7 +47,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds x to the residual stream and normalises the sum, both in place.
+    """Adds x to the residual stream and normalizes the sum, both in place.
 
     Args:
         x, residual: [T, hidden_size], contiguous; overwritten.
@@ -55,7 +55,7 @@ def add_rms_norm(
         eps: Added to the mean square.
 
     Returns:
-        The normalised sum, in the place of `x`, and the sum rounded to their dtype, in the place of `residual`.
+        The normalized sum, stored in `x`, and the sum rounded to their dtype, stored in `residual`.
     """
     x, residual = x.contiguous(), residual.contiguous()
     size = x.shape[-1]

@@ -12,7 +12,7 @@ from mvllm_triton.tiles import power_of_two, quantized_tiles
 
 
 class IntegerWeight(Protocol):
-    """A matrix of small integers, w = (value - zero_point) * scale, as core's `QuantizedWeight` has it."""
+    """A matrix of small integers, w = (value - zero_point) * scale. Core's `QuantizedWeight` implements it."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -24,7 +24,7 @@ class IntegerWeight(Protocol):
 
     @property
     def zero_points(self) -> torch.Tensor | None:
-        """[out_features, groups], int8; None where all are zero."""
+        """[out_features, groups], int8; None if all are zero."""
 
     @property
     def group_size(self) -> int:
@@ -36,12 +36,12 @@ class IntegerWeight(Protocol):
 
     @property
     def int8_activations(self) -> bool:
-        """Whether the input is rounded to int8, a scale per row."""
+        """Whether the input is rounded to int8 with a scale per row."""
 
 
 @dataclass(frozen=True)
 class PackedIntegers:
-    """A weight as the kernel reads it (kernels/quantized_linear.py). Made by `pack`.
+    """A weight in the layout of the kernel (kernels/quantized_linear.py). Made by `pack`.
 
     Attributes:
         data: The integers.
@@ -62,7 +62,7 @@ class PackedIntegers:
 
 
 def refusals(in_features: int, group_size: int, bits: int) -> list[str]:
-    """Reasons why a weight cannot be packed; empty where it can."""
+    """Reasons why a weight cannot be packed; empty if it can."""
     reasons = []
     if bits not in (4, 8):
         reasons.append(f"weights have 8 or 4 bits, not {bits}")
@@ -75,7 +75,7 @@ def pack(weight: IntegerWeight) -> PackedIntegers:
     """The weight in the kernel's layout.
 
     Raises:
-        ValueError: It cannot be packed; see `refusals`.
+        ValueError: The weight cannot be packed; see `refusals`.
     """
     values = weight.values
     out_features, in_features = values.shape
@@ -102,14 +102,15 @@ def pack(weight: IntegerWeight) -> PackedIntegers:
 
 
 def quantized_linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor | None) -> torch.Tensor:
-    """x · weightᵀ + bias, where the weight is integers with scales.
+    """x · weightᵀ + bias with a weight of integers with scales.
 
-    Weight-only: integers times `x`, summed in float32 and multiplied with the scale of their group, rounded once. With
-    int8 activations each row of `x` becomes int8 as well, a scale per row, and sums are exact.
+    Weight-only: the products of integers and `x` are summed in float32 and multiplied with the scale of their group;
+    the result is rounded once. With int8 activations each row of `x` is rounded to int8 with its own scale, and sums
+    are exact.
 
     Args:
         x: [..., in_features], compute dtype.
-        weight: What `pack` made.
+        weight: The packed weight.
         bias: [out_features] or None.
 
     Returns:
@@ -120,7 +121,7 @@ def quantized_linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor
     num_rows = rows.shape[0]
     out = torch.empty((num_rows, weight.out_features), dtype=x.dtype, device=x.device)
     if num_rows:
-        row_scales = rows  # a pointer that is not followed
+        row_scales = rows  # an unused pointer
         if weight.int8_activations:
             rows, row_scales = _rounded(rows)
         tiles = quantized_tiles(num_rows, weight.out_features, x.element_size())
@@ -153,7 +154,7 @@ def _inner(in_features: int, group_size: int) -> int:
 
 
 def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows rounded to int8, and the scale of each."""
+    """Rows rounded to int8, and a scale for each row."""
     num_rows, size = rows.shape
     codes = torch.empty((num_rows, size), dtype=torch.int8, device=rows.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=rows.device)

@@ -13,7 +13,7 @@ def rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotates the first rotary_dim elements of every head by the angles of its token, in place.
 
-    The first half of these elements pairs with the second half.
+    Element i of the first half pairs with element i of the second half.
 
     Args:
         index: [T], int32 or int64: each token's row of `cos_sin`.
@@ -22,7 +22,7 @@ def rotary(
         cos_sin: [rows, rotary_dim], float32: cosines of the rotary_dim / 2 angles, then their sines.
 
     Returns:
-        `query` and `key`; copies where their heads' elements do not lie side by side.
+        `query` and `key`; copies of those whose last dimension is not contiguous.
     """
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     num_tokens, num_heads, num_kv_heads = index.shape[0], query.shape[1], key.shape[1]

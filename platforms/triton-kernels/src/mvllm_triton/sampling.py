@@ -20,20 +20,21 @@ def sample(
     peaks: torch.Tensor | None = None,
     block_size: int | None = None,
 ) -> torch.Tensor:
-    """Draws one token per row.
+    """Samples one token per row.
 
-    A token stays if its logit reaches the peak plus `min_p_gap` and the top_k-th largest logit, and if it is among the
-    most probable of these that hold top_p of their mass. Tokens that tie with the last one kept stay, too.
+    A token is kept if its logit is at least the row maximum plus `min_p_gap` and at least the top_k-th largest logit,
+    and if it is among the most probable of these tokens, which hold top_p of their mass. Tokens that tie with the last
+    one are kept, too.
 
     Args:
         logits: float32 [n, vocab]; the last dimension is contiguous.
         inv_temperature: float32 [n]: 1 / temperature.
-        min_p_gap: float32 [n], <= 0; -inf where min_p is off, else temperature * ln(min_p).
-        top_k: int32 or int64 [n], from 1 to vocab; vocab where it is off.
-        top_p: float32 [n]; 1 where it is off.
-        coarse, fine: float32 [n]; independent uniforms in [0, 1): the first decides about a block of tokens, the
-            second about the token within it.
-        peaks: float32 [n]: the largest logit of each row, where that is known.
+        min_p_gap: float32 [n], <= 0: temperature * ln(min_p); -inf disables min_p.
+        top_k: int32 or int64 [n], from 1 to vocab; vocab disables it.
+        top_p: float32 [n]; 1 disables it.
+        coarse, fine: float32 [n]; independent uniforms in [0, 1): the first selects a block of tokens, the second a
+            token of the block.
+        peaks: float32 [n]: the largest logit of each row, if known.
         block_size: Tokens of a block, a power of two; None for `tiles.sampled_block`.
 
     Returns:
@@ -67,7 +68,7 @@ def filtered_draw(
     fine: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    """`sample` with core's parameters: the peaks are known, and blocks are of the size that core says."""
+    """`sample` with the signature of core's op: row maxima and block size are given."""
     settings = inv_temperature, min_p_gap, top_k, top_p
     return sample(logits, *settings, coarse, fine, peaks=peaks, block_size=block_size)
 
@@ -80,10 +81,10 @@ def filters(
     top_p: torch.Tensor,
     peaks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit of each row, float32 [n], and of the smallest that stays the order, int32 [n].
+    """The largest logit of each row, float32 [n], and the order of its smallest kept logit, int32 [n].
 
-    Orders compare as logits do: a logit's bits where it is not negative, else those with all but the sign inverted.
-    The arguments are those of `sample`.
+    The order of a logit is an integer that compares as the logit does: the logit's bits, all but the sign inverted for
+    negative logits. The arguments are those of `sample`.
     """
     num_rows, size = logits.shape
     known = peaks is not None

@@ -1,7 +1,7 @@
 """Tile sizes as pure functions of shapes: no autotuning at run time, and equal shapes launch equal grids.
 
-A tile of keys or values takes 16 KiB, one of latents, which are both, 32: two stages of these fit the 64 KiB of on-chip
-memory that the smallest of the targets has.
+A tile of keys or of values takes 16 KiB, a tile of latents, which are both, 32 KiB: two stages of these fit the 64 KiB
+of shared memory of the smallest target.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 TILE_BYTES = 16 << 10
 MAX_SPLITS = 64
 MOST_DRAFTED = 8
-"""Most query tokens of requests that are all decodes, with drafts that are verified."""
+"""Maximum query tokens of a decode: one token, and the draft tokens to verify."""
 
 LONGEST = 1 << 20
-"""Query tokens of a prompt that fills its tiles."""
+"""Query tokens of a prompt that fills its tiles in any case."""
 
 PARTIAL_BYTES = 64 << 20
-"""Most memory for what splits have summed."""
+"""Memory limit for the partial sums of splits."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class AttentionTiles:
 
     Attributes:
         rows: Rows of a tile: tokens times the query heads that share a key/value head.
-        columns: Keys that are looked at at once.
+        columns: Keys per iteration.
         heads: Query heads in a tile.
         tokens: Query tokens in a tile.
         num_warps, num_stages: Of a program.
@@ -58,75 +58,75 @@ def attention_tiles(
     """Tiles of attention.
 
     Args:
-        head_size: Elements of a key or a value, whichever is more; of the latent alone where there are latents.
+        head_size: Elements of a key or a value, whichever is more; with latents, those of the latent alone.
         block_size: Tokens per block of the cache.
         itemsize: Bytes of an element of the compute dtype.
         group: Query heads that share a key/value head.
-        max_query_len: Most query tokens of a request.
+        max_query_len: Maximum query tokens of a request.
         latent: Whether values are parts of their keys.
-        narrow: Whether the cache has 8 bits: widening them takes registers.
+        narrow: Whether the cache has 8-bit elements; widening them takes registers.
     """
     row_bytes = power_of_two(head_size, 16) * itemsize
     columns = max(32 if latent else 16, min(128, TILE_BYTES // row_bytes))
-    while columns > max(block_size, 64):  # more keys at once is more lookups at once, too
+    while columns > max(block_size, 64):  # more keys per iteration need more block_table lookups
         columns //= 2
     most_rows = max(16, min(128, (2 if itemsize == 2 else 1) * TILE_BYTES // row_bytes))
     rows = min(most_rows, power_of_two(group * max_query_len, 16))
     if narrow and rows >= 64:
         columns = min(columns, 32)
     heads = min(group, rows)
-    held = rows * power_of_two(head_size, 16) * max(itemsize, 2) // 2  # what a program keeps in registers
+    held = rows * power_of_two(head_size, 16) * max(itemsize, 2) // 2  # elements that a program keeps in registers
     num_warps = 8 if rows >= 128 or held >= 1 << 14 else 4
     num_stages = 2 if itemsize > 2 or rows >= 64 or latent else 3
     return AttentionTiles(rows, columns, heads, rows // heads, num_warps, num_stages)
 
 
 def num_splits(num_programs: int, num_keys: int, columns: int, processors: int, partial_bytes: int) -> int:
-    """Among how many programs the keys of each tile are divided, so that all processors have work.
+    """Number of programs among which the keys of each tile are split, so that all processors have work.
 
     Args:
-        num_programs: Programs without splits that have something to do.
-        num_keys: Most keys that a tile sees.
-        columns: Keys that are looked at at once.
-        processors: Of the device.
+        num_programs: Programs without splits that have work.
+        num_keys: Maximum keys of a tile.
+        columns: Keys per iteration.
+        processors: Multiprocessors of the device.
         partial_bytes: Memory that each split takes.
     """
     wanted = 2 * processors // max(num_programs, 1)
-    useful = num_keys // (2 * columns)  # fewer keys than two tiles are no share worth a program
+    useful = num_keys // (2 * columns)  # a split has at least two tiles of keys
     return max(1, min(wanted, useful, MAX_SPLITS, PARTIAL_BYTES // max(partial_bytes, 1)))
 
 
 def combining_warps(elements: int) -> int:
-    """Warps of a program that adds up `elements` of all splits, a power of two: 64 to a thread at most."""
+    """Warps of a program that reduces `elements` of all splits, a power of two: at most 64 elements per thread."""
     return max(1, min(16, elements // 2048))
 
 
 def write_heads(num_heads: int, size: int) -> int:
-    """Heads of a token that one program stores, where a head takes `size` elements, a power of two."""
+    """Heads of a token that one program stores; a head takes `size` elements, a power of two."""
     return min(power_of_two(num_heads), max(1, 4096 // size))
 
 
 @dataclass(frozen=True)
 class RowTiles:
-    """How rows are divided among programs: `rows` of them to one of `num_warps`."""
+    """How rows are divided among programs: `rows` per program of `num_warps` warps."""
 
     rows: int
     num_warps: int
 
 
 def row_tiles(size: int) -> RowTiles:
-    """For kernels that hold whole rows of `size` elements, a power of two: 1024 elements at least, 16 to a thread."""
+    """For kernels that hold whole rows of `size` elements, a power of two: at least 1024 elements, 16 per thread."""
     rows = max(1, 1024 // size)
     return RowTiles(rows, max(1, min(16, rows * size // 512)))
 
 
 def rotated_heads(num_heads: int, pairs: int) -> int:
-    """Heads of a token that one program rotates, where a head has `pairs` pairs, a power of two."""
+    """Heads of a token that one program rotates; a head has `pairs` pairs, a power of two."""
     return min(power_of_two(num_heads), max(1, 1024 // pairs))
 
 
 def argmax_piece(num_rows: int, size: int) -> tuple[int, int]:
-    """Elements of a row that one program looks at, and how many at once; few rows are divided among more programs."""
+    """Elements of a row per program, and per iteration. With few rows, each row is divided among more programs."""
     block = min(1024, power_of_two(size))
     pieces = max(1, min(-(-size // block), 1024 // num_rows))
     return -(-size // (pieces * block)) * block, block
@@ -134,7 +134,7 @@ def argmax_piece(num_rows: int, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """How a product of matrices [m, k] and [k, n] is divided: `rows` of m, `columns` of n, `inner` of k at once."""
+    """Tile sizes of a product of matrices [m, k] and [k, n]: `rows` of m, `columns` of n, `inner` of k."""
 
     rows: int
     columns: int
@@ -144,7 +144,7 @@ class ProductTiles:
 
 
 def expert_tiles(num_entries: int, num_experts: int, itemsize: int) -> ProductTiles:
-    """For the products of experts, of which each gets `num_entries / num_experts` rows on average."""
+    """Tiles for the products of experts; each expert gets `num_entries / num_experts` rows on average."""
     rows = min(128 if itemsize == 2 else 64, power_of_two(-(-num_entries // num_experts), 16))
     inner = 64 if itemsize == 2 else 32
     columns = 64 if rows <= 64 and itemsize == 2 else 32 if itemsize > 2 else 128
@@ -152,14 +152,14 @@ def expert_tiles(num_entries: int, num_experts: int, itemsize: int) -> ProductTi
 
 
 def quantized_tiles(num_rows: int, out_features: int, itemsize: int) -> ProductTiles:
-    """For products with integers; `inner` is the weight's own. Few rows get narrow tiles, so that there are many."""
+    """Tiles for products with integers; the weight sets `inner`. Few rows get narrow tiles, for more programs."""
     rows = min(128 if itemsize == 2 else 64, power_of_two(num_rows, 16))
     columns = 32 if rows <= 16 or itemsize > 2 else 64 if rows <= 64 or out_features < 4096 else 128
     return ProductTiles(rows, columns, 0, 8 if rows >= 128 else 4, 2 if rows >= 64 or itemsize > 2 else 3)
 
 
 def float8_tiles(num_rows: int, out_features: int, in_features: int, group_size: int) -> ProductTiles:
-    """For products of float8 with float8; `inner` divides a group where there are several."""
+    """Tiles for products of float8 with float8; `inner` divides a group if there are several."""
     rows = min(128, power_of_two(num_rows, 16))
     columns = 32 if rows <= 16 else 64 if rows <= 64 or out_features < 4096 else 128
     inner = min(128, group_size) if group_size < in_features else 128
@@ -167,5 +167,5 @@ def float8_tiles(num_rows: int, out_features: int, in_features: int, group_size:
 
 
 def sampled_block(size: int) -> int:
-    """Tokens of a block: a power of two near the square root of the vocabulary's size, so that blocks are as many."""
+    """Tokens per block: a power of two near the square root of the vocabulary size, like the number of blocks."""
     return 1 << (size.bit_length() + 1) // 2

@@ -1,11 +1,12 @@
 """Attention backend without Triton: torch's `scaled_dot_product_attention` over keys and values gathered from the
 cache.
 
-For what Triton does not take, or where there is none. The blocks of a sequence are gathered into one piece, and torch's
-library does the rest. Requests with one query each, decodes, go together, as many as fit in one piece:
+For layers that the Triton kernels do not support, and for installations without Triton. The blocks of a sequence are
+gathered into contiguous tensors for torch's attention. Decodes (requests with one query) are batched, up to
+GATHERED_TOKENS:
 
-    decodes    lengths 3 7 5     [3, heads, 1, size] over [3, heads, longest, size], a mask hides what is behind each
-    the rest   one by one        [1, heads, queries, size] over [1, heads, keys, size], a mask as the window says
+    decodes    lengths 3 7 5     [3, heads, 1, size] over [3, heads, longest, size], with a mask for lengths and window
+    others     one by one        [1, heads, queries, size] over [1, heads, keys, size], with a causal or window mask
 
     cache of a layer   keys, values   [num_blocks, block_size, num_kv_heads, head_size or value_size]
 """
@@ -25,7 +26,7 @@ from mvllm.plugin_api import AttentionBackend, AttentionSpec, BatchLayout, KVLay
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BLOCK_SIZES = (16, 32, 64, 128, 256, 8, 4, 2, 1)
 GATHERED_TOKENS = 1 << 16
-"""Most tokens, padding included, whose keys and values are gathered at once in decode steps."""
+"""Maximum tokens, padding included, whose keys and values are gathered at once for decodes."""
 
 Cache = tuple[torch.Tensor, ...]
 """Keys, and values unless they are part of the keys."""
@@ -33,14 +34,14 @@ Cache = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class _RequestGroup:
-    """Requests computed together: one, or several with one query each.
+    """Requests computed together: one request, or several with one query each.
 
     Attributes:
-        tokens: Device, int64: their rows among the step's tokens, [n] or [queries].
+        tokens: Device, int64: indices of their tokens in the step, [n] or [queries].
         blocks: Device, int64 [n, blocks]: the blocks that hold the keys from the first visible one on.
         seen: Device, bool [n, queries, keys]: the keys that each query attends to.
         real: Device, bool [n, keys]: the keys that belong to the request.
-        decodes: Each request has one query.
+        decodes: Whether each request has one query.
     """
 
     tokens: torch.Tensor
@@ -55,9 +56,9 @@ class SdpaMetadata:
     """Metadata of one step.
 
     Attributes:
-        pieces: The requests.
-        slots: Device, int64: the slots that are written.
-        rows: Device, int64: the tokens written there; None for all, in order.
+        pieces: Groups of requests.
+        slots: Device, int64: the slots to write.
+        rows: Device, int64: indices of the tokens written there; None for all tokens in order.
     """
 
     pieces: tuple[_RequestGroup, ...]
@@ -66,7 +67,7 @@ class SdpaMetadata:
 
 
 class SdpaAttention(AttentionBackend):
-    """Supports layers without soft caps and sinks, and caches that are not 8-bit."""
+    """Attention by `scaled_dot_product_attention`. Supports layers without soft caps, sinks and 8-bit caches."""
 
     @classmethod
     def validate(cls, spec: AttentionSpec) -> list[str]:
@@ -137,7 +138,7 @@ class SdpaAttention(AttentionBackend):
         return (spec.head_size,) if spec.values_in_keys else (spec.head_size, spec.value_size)
 
     def _gathered(self, kv: Cache, piece: _RequestGroup, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a piece, [n, num_kv_heads, keys, size]; unused slots, which may be NaN, become zero."""
+        """Keys and values of a group, [n, num_kv_heads, keys, size]; unused slots, which may be NaN, become zero."""
         parts = []
         for cache in kv:
             part = cache[piece.blocks].flatten(1, 2)[:, : piece.real.shape[1]]
@@ -145,7 +146,7 @@ class SdpaAttention(AttentionBackend):
         return parts[0], parts[-1][..., : self.spec.value_size]
 
     def _pieces(self, batch: BatchLayout) -> Iterator[_RequestGroup]:
-        """The step's requests, decodes together, sorted by length, so that little is padding."""
+        """Groups of the step's requests. Decodes are batched, sorted by length to reduce padding."""
         lengths = np.diff(batch.query_start_loc[: batch.num_requests + 1])
         for request in np.flatnonzero(lengths > 1):
             yield self._piece(batch, np.array([request]))
@@ -160,7 +161,7 @@ class SdpaAttention(AttentionBackend):
             begin = end
 
     def _piece(self, batch: BatchLayout, requests: np.ndarray) -> _RequestGroup:
-        """Requests together; all have one query, or there is only one request."""
+        """The group of these requests: one request, or several with one query each."""
         window, size = self.spec.sliding_window, batch.block_size
         start, stop = batch.query_start_loc[requests], batch.query_start_loc[requests + 1]
         end = batch.seq_lens[requests].astype(np.int64)
@@ -183,6 +184,6 @@ class SdpaAttention(AttentionBackend):
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
         real = key_at < end[:, None]
-        # Columns behind a request's last block are undefined: block 0 is read instead.
+        # Columns after a request's last block are undefined, so block 0 is read instead.
         blocks = np.where(columns * size < end[:, None], batch.block_table[requests[:, None], columns], 0)
         return _RequestGroup(placed(tokens), placed(blocks.astype(np.int64)), placed(seen), placed(real), decodes)

@@ -1,7 +1,7 @@
 """Intel GPU models by PCI id: names and properties.
 
-Only what the probe must know without a driver is here: whether torch computes on a chip, whether that has memory of its
-own, and how many tiles a card has where the kernel's driver does not say.
+Only properties that the probe needs without a driver are here: whether torch supports a chip, whether it has its own
+memory, and the number of tiles of a card if the kernel's driver does not report it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Chip:
     Attributes:
         family: Architecture.
         name: Product name; None if it has none.
-        integrated: Part of a processor: it uses the host's memory.
-        supported: Torch computes on it.
-        tiles: Number of tiles of a card, by default.
-        flat: Its driver shows tiles instead of cards by default.
+        integrated: Whether it is part of a processor and uses the host's memory.
+        supported: Whether torch supports it.
+        tiles: Default number of tiles of a card.
+        flat: Whether its driver shows tiles instead of cards by default.
     """
 
     family: str
@@ -102,5 +102,5 @@ def of_id(device: int) -> Chip | None:
 
 
 def newer(integrated: bool) -> Chip:
-    """Properties of a chip newer than this list, which the kernel's driver for new chips supports."""
+    """Properties of an unlisted newer chip, which the kernel's driver for new chips supports."""
     return Chip("unknown", None, integrated)

@@ -1,6 +1,6 @@
 """Chooses torch's backend for collectives: XCCL, or oneCCL's own package for older stacks.
 
-Older stacks have oneCCL in a package of its own instead, which registers the backend `ccl` when it is imported.
+Older stacks have oneCCL in a separate package, which registers the backend `ccl` when it is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def backend() -> str:
     """Torch's name of the backend.
 
     Raises:
-        PlatformError: There is none.
+        PlatformError: No backend is installed.
     """
     if getattr(dist.distributed_c10d, "is_xccl_available", lambda: False)():
         return "xccl"

@@ -1,7 +1,7 @@
 """Checks that the compute runtime is installed: Level Zero's loader and the driver that it loads.
 
-They are looked for, not loaded: loading the driver starts it. Where the system's linker looks is in its cache, a file
-that has each library's name; beside that there are the folders of LD_LIBRARY_PATH and of Python's environment.
+The libraries are searched, not loaded, because loading the driver starts it. The search covers the linker's cache file,
+which lists each library's name, and the folders of LD_LIBRARY_PATH and of Python's environment.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _is_installed(name: str, root: Path, environ: Mapping[str, str]) -> bool:
         if f"{name}\0".encode() in (root / _CACHE).read_bytes():
             return True
     except OSError:
-        pass  # a system without such a cache
+        pass  # a system without a linker cache
     named = [Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     folders = [*named, Path(sys.prefix) / "lib", *(root / folder for folder in _FOLDERS)]
     return any((folder / name).exists() for folder in folders)

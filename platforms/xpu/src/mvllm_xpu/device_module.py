@@ -1,9 +1,9 @@
 """DeviceModule for `torch.xpu`, with its differences from `torch.cuda`.
 
-counting     before it is initialised, it may count by another library, which does not know the selector
-free bytes   processors' GPUs do not tell, nor do some drivers of cards: it raises then
-graphs       of another class, in newer versions of torch; their captures do not mind what other threads do
-waiting      cannot be forbidden: what waits within a capture fails there
+device count   before the initialization it may come from another library, which ignores ONEAPI_DEVICE_SELECTOR
+free bytes     integrated GPUs and some drivers of cards do not report them; torch raises then
+graphs         another class, in newer versions of torch; other threads may make driver calls during a capture
+waiting        cannot be forbidden; an operation that waits fails in the capture
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = get_logger("mvllm.xpu.device_module")
 
 
 class XpuModule(DeviceModule):
-    """See DeviceModule."""
+    """DeviceModule of `torch.xpu`."""
 
     type = "xpu"
 

@@ -16,7 +16,7 @@ from mvllm_xpu.topology import XpuDevice, read_inventory
 
 
 def checks(root: Path | None = None) -> list[Check]:
-    """Driver, devices, chips, runtime, torch, kernels and memory, in this order; the first alone where it is broken.
+    """Checks of driver, devices, chips, runtime, torch, kernels and memory; only the driver's check if that fails.
 
     Args:
         root: Root folder of the files.

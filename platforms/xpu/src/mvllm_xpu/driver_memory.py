@@ -17,13 +17,13 @@ class FdinfoDriverMemory:
         self._device = device
 
     def free(self) -> int | None:
-        """None: the kernel reports it to the superuser only."""
+        """None: the kernel reports free memory to root only."""
         return None
 
     def held_by_this_process(self) -> int | None:
         """Bytes of a card's own memory that this process holds; None if the kernel does not report them.
 
-        A processor's GPU has none, and its use of the host's memory is not reported separately.
+        An integrated GPU has no own memory, and its use of the host's memory is not reported separately.
         """
         if self._device is None or self._device.integrated:
             return None

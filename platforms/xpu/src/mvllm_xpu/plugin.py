@@ -17,5 +17,5 @@ SPEC = PlatformSpec(
 
 @hookimpl
 def mvllm_platform() -> PlatformSpec:
-    """The XPU platform's identity card."""
+    """The PlatformSpec of the XPU platform."""
     return SPEC

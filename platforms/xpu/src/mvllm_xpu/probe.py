@@ -1,4 +1,4 @@
-"""Probe of the XPU platform: reads the kernel's and torch's files; loads neither torch nor Level Zero."""
+"""Probe of the XPU platform: reads the kernel's and torch's files without loading torch or Level Zero."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OTHER_TORCH = f"Install torch's build for XPU in its place{_SEE}; then reinstal
 
 
 def probe(root: Path | None = None) -> ProbeResult:
-    """Looks for devices that a process would see, for the compute runtime, and for a torch that can use them.
+    """Checks that there are visible devices, the compute runtime, and a torch that can use them.
 
     Args:
         root: Root folder of the files.
@@ -46,7 +46,7 @@ def probe(root: Path | None = None) -> ProbeResult:
 
 
 def torch_problem() -> tuple[str, str] | None:
-    """Why the installed torch cannot use such devices, and what to do; None where it can."""
+    """Why the installed torch cannot use such devices, and what to do; None if it can."""
     build = torch_build.find()
     if build is None:
         return "torch is not installed in this environment.", f"Install its build for XPU{_SEE}."
@@ -56,6 +56,6 @@ def torch_problem() -> tuple[str, str] | None:
 
 
 def torch_has_graphs() -> bool:
-    """Whether the installed torch can capture work on such devices: told by its files, which a front end can read."""
+    """Whether the installed torch can capture graphs on such devices, from its files, without importing it."""
     folder = torch_build.folder()
     return folder is not None and (folder / "xpu" / "graphs.py").exists()

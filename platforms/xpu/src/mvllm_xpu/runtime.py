@@ -22,7 +22,7 @@ logger = get_logger("mvllm.xpu.runtime")
 
 
 class XpuRuntime(TorchGpuRuntime):
-    """See TorchGpuRuntime."""
+    """TorchGpuRuntime of an XPU device."""
 
     library = "Level Zero"
     after_failure = "See the kernel's log (dmesg, entries of xe or i915); restart the engine."
@@ -38,7 +38,7 @@ class XpuRuntime(TorchGpuRuntime):
         return FdinfoDriverMemory(device_at(index))
 
     def refusal(self, properties: Any) -> str | None:
-        chip = chips.of_id(int(getattr(properties, "device_id", 0)))  # older versions of torch do not tell
+        chip = chips.of_id(int(getattr(properties, "device_id", 0)))  # older versions of torch do not have it
         if chip is None or chip.supported:
             return None
         return (
@@ -48,10 +48,10 @@ class XpuRuntime(TorchGpuRuntime):
 
 
 def check_build() -> None:
-    """Fails where the torch that is loaded cannot know XPU devices.
+    """Checks that the loaded torch supports XPU devices.
 
     Raises:
-        PlatformError: It was built for something else.
+        PlatformError: It was built for other devices.
     """
     if getattr(torch.version, "xpu", None) is None:
         raise PlatformError(
@@ -61,7 +61,7 @@ def check_build() -> None:
 
 
 def device_at(index: int) -> XpuDevice | None:
-    """The device that torch counts as `index`; None where it cannot be worked out."""
+    """The device that torch numbers `index`; None if it is unknown."""
     try:
         devices = visible.resolve(read_inventory(), os.environ).devices
     except TopologyError as e:

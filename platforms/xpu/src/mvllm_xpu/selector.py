@@ -2,10 +2,11 @@
 
     term ; term ; ...      term    = [!] backend : device , device , ...
                            backend = level_zero, opencl, ... or * for any
-                           device  = number, gpu, cpu, ... or *; with .number or .* behind it: tiles of it
+                           device  = number, gpu, cpu, ... or *; the suffix .number or .* selects its tiles
 
-A device stays that some term names, and none with a `!`, which come last; without any other term, all are named. Case
-does not matter, blanks do. Devices keep their order, whatever the order of terms. What SYCL cannot read makes it fail.
+A device is selected if a term without `!` names it and no term with `!` does. Terms with `!` come last; if there are no
+others, they apply to all devices. Letter case does not matter, blanks do. The order of terms does not change the order
+of devices. SYCL fails at a selector that it cannot parse.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ OURS = "level_zero"
 
 _BACKENDS = frozenset({OURS, "opencl", "cuda", "hip", "native_cpu", "offload", "host", "*"})
 _TYPES = frozenset({"gpu", "cpu", "fpga", "acc", "mca", "npu", "host", "*"})
-_NUMBER = re.compile(r"\s*[+-]?\d+")  # as C++ reads numbers: what follows does not matter
+_NUMBER = re.compile(r"\s*[+-]?\d+")  # C++ ignores text after the number
 
 
 class SelectorError(Exception):
-    """SYCL would not read the selector."""
+    """SYCL cannot parse the selector."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One device of a term, where its backend is ours or any.
+    """One device of a term with the backend `level_zero` or `*`.
 
     Attributes:
-        text: As written.
-        discards: It has a `!`.
-        kind: `gpu`, another type, or `*`; empty where there is a number.
-        number: Of the device, among those that Level Zero shows.
-        tile: Number of a tile, or `*` for each one; None for the device as a whole.
+        text: Text of the device in the selector.
+        discards: The term has a `!`.
+        kind: `gpu`, another type, or `*`; empty if there is a number.
+        number: Number of the device among those that Level Zero shows.
+        tile: Number of a tile, or `*` for each one; None for the whole device.
     """
 
     text: str
@@ -44,15 +45,15 @@ class Target:
     tile: int | str | None = None
 
     def names(self, number: int) -> bool:
-        """Whether the device with a number is meant; all of ours are GPUs."""
+        """Whether the target includes the device with this number; all Level Zero devices here are GPUs."""
         return self.kind in ("gpu", "*") or self.number == number
 
 
 def parse(text: str) -> list[Target]:
-    """The targets that concern Level Zero; with one for all devices where there are none but discarded ones.
+    """The targets of Level Zero's devices; if all terms have a `!`, with a target for all devices.
 
     Raises:
-        SelectorError: It cannot be read.
+        SelectorError: SYCL cannot parse it.
     """
     targets: list[Target] = []
     num_all = num_discarding = 0

@@ -1,7 +1,7 @@
 """The XPU platform's own environment variables (MVLLM_XPU_*).
 
-MVLLM_XPU_COMPILE   none (default): the model's operations run one by one; so says `--enforce-eager`, too
-                    graphs: decode steps are captured in XPU graphs, where torch has them
+MVLLM_XPU_COMPILE   none (default): the model's operations run eagerly, as with `--enforce-eager`
+                    graphs: decode steps are captured in XPU graphs, if torch has them
                     inductor: torch.compile fuses the model's operations first, then as above
 """
 

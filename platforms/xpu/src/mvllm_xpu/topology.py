@@ -42,12 +42,12 @@ class XpuDevice:
     """A card, or an integrated GPU, that this process may open.
 
     Attributes:
-        index: Among these, in Level Zero's order.
+        index: Index among these devices, in Level Zero's order.
         address: PCI address, `0000:03:00.0`.
         name: For messages.
-        chip: Its properties.
+        chip: Properties of its chip.
         driver: The kernel's driver: `xe` or `i915`.
-        tiles: Number of parts with processors and memory of their own.
+        tiles: Number of tiles, each with its own processors and memory.
         memory_bytes: None if it uses the host's memory, or if the kernel does not report it.
     """
 
@@ -72,7 +72,7 @@ def read_inventory(root: Path | None = None) -> Inventory[XpuDevice]:
         root: Root folder of the files; None for ROOT.
 
     Raises:
-        TopologyError: There is no GPU of this maker, or none that this process may use.
+        TopologyError: There is no Intel GPU, or none that this process may use.
     """
     root = ROOT if root is None else root
     found = [folder for folder in sorted((root / _PCI).glob("*")) if _is_gpu(folder)]
@@ -106,7 +106,7 @@ def held_by_process(address: str, fdinfo: Path = Path("/proc/self/fdinfo")) -> i
         fdinfo: Folder with the statistics.
 
     Returns:
-        None where no file of the card is open, or where its driver keeps no account.
+        None if no file of the card is open, or if its driver has no statistics.
     """
     clients: dict[str, int] = {}  # files of one client report the same numbers
     try:
@@ -166,7 +166,7 @@ def _unopenable(root: Path, node: str) -> tuple[str, str] | None:
 
 
 def _memory(folder: Path) -> int | None:
-    """Bytes of a card's memory, from its tiles or the card; None with most kernels, which report neither."""
+    """Bytes of a card's memory, from the files of its tiles or of the card; None if the kernel has neither."""
     tiles = [read_int(path) for path in sorted(folder.glob("tile[0-9]*/physical_vram_size_bytes"))]
     if tiles and all(tiles):
         return sum(size for size in tiles if size)

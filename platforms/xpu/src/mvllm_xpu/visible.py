@@ -30,7 +30,7 @@ VARIABLES = (HIERARCHY, MASK, SELECTOR)
 
 FLAT, COMPOSITE, COMBINED = "FLAT", "COMPOSITE", "COMBINED"
 
-_NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9]\d*)")  # as C parses integers
+_NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9]\d*)")  # an integer in C's syntax
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _shown_by_driver(
 def _selected_by_sycl(
     devices: Sequence[CountedDevice], environ: Mapping[str, str], problems: _Problems
 ) -> list[CountedDevice]:
-    """The devices that the selector selects of those that the driver shows."""
+    """The devices that the selector selects among those that the driver shows."""
     text = environ.get(SELECTOR)
     if not text:
         return list(devices)
@@ -179,7 +179,7 @@ def _selected_by_sycl(
 def _tiles(
     shown: CountedDevice, targets: Sequence[selector.Target], said: str, remedy: str, problems: _Problems
 ) -> list[CountedDevice]:
-    """The tiles of a device that targets select, as devices of their own."""
+    """The tiles of a device that targets select, as separate devices."""
     wanted: set[int] = set()
     for target in targets:
         of_it = range(len(shown.tiles)) if len(shown.tiles) > 1 else range(0)  # else no sub-devices

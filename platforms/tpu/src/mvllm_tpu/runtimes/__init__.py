@@ -1,6 +1,7 @@
 """Packages that connect torch and XLA; a process uses one of them.
 
-MVLLM_TPU_RUNTIME names it; unset, the first that is installed. A runtime is chosen without importing its library.
+MVLLM_TPU_RUNTIME selects it; by default, it is the first one that is installed. A runtime is chosen without importing
+its library.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ KNOWN = {
     "torch_xla": "mvllm_tpu.runtimes.torch_xla:TorchXla",
     "torch_tpu": "mvllm_tpu.runtimes.torch_tpu:TorchTpu",
 }
-"""`module:class` by the name of the library, the preferred one first."""
+"""`module:class` by the name of the library, in the order of preference."""
 
 
 def choose() -> Runtime | None:
     """The runtime to use, or None if none is installed.
 
     Raises:
-        ConfigError: The variable names one that is not known, or not installed.
+        ConfigError: The variable names an unknown runtime, or one that is not installed.
     """
     asked = os.environ.get(VARIABLE)
     if asked is None:

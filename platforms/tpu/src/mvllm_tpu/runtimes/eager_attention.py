@@ -9,7 +9,7 @@ from mvllm_tpu.eager_runtime import require_room
 
 
 class EagerAttention(XlaAttention):
-    """See XlaAttention."""
+    """XlaAttention that checks for free memory before an allocation."""
 
     def require_room(self, size: int, device: torch.device) -> None:
         require_room(size, device, "The KV cache of a layer")

@@ -1,6 +1,6 @@
 """Interface of a package that connects torch and XLA.
 
-Building a Runtime, and reading its facts, imports neither torch nor its library: the front end does that, too.
+Creating a Runtime and reading its attributes imports neither torch nor the library, because the front end does both.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Runtime(ABC):
 
     Attributes:
         name: The library's import name.
-        lazy: As in Capabilities: operations are recorded, and run at `DeviceRuntime.step_mark`.
-        compiles: Whether `compiler` gives something: Capabilities.compile.
-        spreads: Whether one worker can drive several devices.
-        fork_safe: As in Capabilities.
+        lazy: Capabilities.lazy: operations are recorded, and run at `DeviceRuntime.step_mark`.
+        compiles: Capabilities.compile: whether `compiler` returns a backend.
+        supports_spmd: Whether one worker can drive several devices.
+        fork_safe: Capabilities.fork_safe.
     """
 
     name: ClassVar[str]
@@ -42,7 +42,7 @@ class Runtime(ABC):
     fork_safe: ClassVar[bool] = True
 
     def problem(self, devices: Devices) -> str | None:
-        """Why it cannot open these devices, from files and variables; None if it can. Phase: any."""
+        """Why the package cannot open these devices, from files and variables; None if it can. Phase: any."""
         return None
 
     @abstractmethod
@@ -50,7 +50,7 @@ class Runtime(ABC):
         """Environment variables of every worker. Phase: engine."""
 
     def runs_in_engine_process(self, num_devices: int) -> bool:
-        """Whether a worker with that many devices can run in this process now. Phase: engine."""
+        """Whether a worker with this number of devices can run in this process now. Phase: engine."""
         return True
 
     @abstractmethod
@@ -70,5 +70,5 @@ class Runtime(ABC):
         """Attention for a spec that `XlaAttention.validate` has accepted. Phase: worker."""
 
     def compiler(self) -> CompileBackend | None:
-        """The compiler, where `compiles`. Phase: worker."""
+        """The compiler if `compiles`, else None. Phase: worker."""
         return None

@@ -1,4 +1,4 @@
-"""Attention on lazy tensors: memory is claimed when the graph that asks for it has run."""
+"""Attention on lazy tensors, whose memory is allocated when the graph runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mvllm_tpu.pallas_attention import PallasAttention
 
 
 class LazyAttention(XlaAttention):
-    """See XlaAttention."""
+    """XlaAttention on lazy tensors."""
 
     def require_room(self, size: int, device: torch.device) -> None:
         require_room(size, device, "The KV cache of a layer")
@@ -21,4 +21,4 @@ class LazyAttention(XlaAttention):
 
 
 class LazyPallasAttention(PallasAttention, LazyAttention):
-    """See PallasAttention."""
+    """PallasAttention on lazy tensors."""

@@ -1,6 +1,6 @@
-"""torch_tpu, the successor of torch_xla: tensors of torch's foreign device, eager operations, torch.compile to XLA.
+"""torch_tpu, the successor of torch_xla: a torch device (PrivateUse1), eager operations, and torch.compile to XLA.
 
-Each operation is a program of its own, compiled when it is first met; torch.compile makes one of a whole model.
+Each eager operation is a separate program, compiled at its first use; torch.compile makes one program of a whole model.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from mvllm_tpu.xla_devices import Devices
 
 LIBRARY_VARIABLE = "TPU_LIBRARY_PATH"
-"""The library behind which its devices are; unset, that of the package libtpu."""
+"""Path of the library that provides the devices; by default, the library of the package libtpu."""
 
 
 class TorchTpu(Runtime):
-    """See Runtime."""
+    """Runtime of torch_tpu."""
 
     name: ClassVar[str] = "torch_tpu"
     lazy: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
-    fork_safe: ClassVar[bool] = False  # the child of a process that had torch has been seen to hang
+    fork_safe: ClassVar[bool] = False  # a fork of a process that had loaded torch was observed to hang
 
     def problem(self, devices: Devices) -> str | None:
         if devices.on_host and not os.environ.get(LIBRARY_VARIABLE):
@@ -46,7 +46,7 @@ class TorchTpu(Runtime):
         return None
 
     def variables(self, devices: Devices) -> Mapping[str, str]:
-        """None: it finds the chips that a process may see by itself."""
+        """No variables: torch_tpu finds the visible chips itself."""
         return {}
 
     def bind(self, ctx: WorkerContext) -> DeviceRuntime:

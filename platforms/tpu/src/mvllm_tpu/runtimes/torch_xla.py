@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 class TorchXla(Runtime):
-    """See Runtime."""
+    """Runtime of torch_xla."""
 
     name: ClassVar[str] = "torch_xla"
     lazy: ClassVar[bool] = True
     supports_spmd: ClassVar[bool] = True
     _num_devices: ClassVar[int] = 0
-    """Of this process's workers; 0 until one has bound its own."""
+    """Number of devices of this process's worker; 0 before it has bound them."""
 
     def runs_in_engine_process(self, num_devices: int) -> bool:
-        """XLA spreads tensors in all of a process or in none: it crashes over what was made before it began to."""
+        """False if the process has bound another number of devices: XLA cannot enter or leave SPMD mode afterwards."""
         return self._num_devices in (0, num_devices)
 
     def variables(self, devices: Devices) -> Mapping[str, str]:
-        """PJRT_DEVICE, so that XLA does not guess."""
+        """PJRT_DEVICE, so that XLA does not choose the device type itself."""
         return {"PJRT_DEVICE": devices.kind}
 
     def bind(self, ctx: WorkerContext) -> DeviceRuntime:

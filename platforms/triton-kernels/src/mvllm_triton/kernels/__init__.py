@@ -1,1 +1,1 @@
-"""Device code: each module holds the kernels that the module of the same name one folder up launches."""
+"""Device code. Each module holds the kernels of the module with the same name in the parent package."""

@@ -1,4 +1,4 @@
-"""Kernels of gated activations: a program computes some columns of a row from its two halves."""
+"""Kernel of gated activations: a program computes one block of columns of a row."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def gated(
     mask = column < size
     gate = tl.load(x + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * row_stride + size + column, mask=mask, other=0.0).to(tl.float32)
-    # Rounded where two operations would have rounded.
+    # Rounded before the product, as two separate operations would do.
     active = activate(gate, FUNCTION).to(DTYPE).to(tl.float32)
     tl.store(out + row * size + column, (active * up).to(DTYPE), mask=mask)

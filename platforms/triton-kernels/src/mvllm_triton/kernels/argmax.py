@@ -1,7 +1,8 @@
 """Kernels of argmax in two steps: over pieces of each row, then over the pieces' results.
 
-Elements are compared as integers that have the same order, with the place, counted from the end, in the lower half: so
-the first of equal ones is the largest, whatever the pieces are, and a NaN is larger than any number.
+Elements are compared as int64: the upper half is an integer with the order of the element, the lower half its index,
+counted from the end. So the first of equal elements is the largest, whatever the pieces are, and a NaN is larger than
+any number.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ LEAST = tl.constexpr(-0x8000000000000000)
 
 @triton.jit
 def ordered(value, place):
-    """int64 that compare as float32 values do, and among equal ones the other way round than their places."""
+    """int64 that compare as float32 values do; among equal values, the smaller index is larger."""
     value = tl.where(value == 0.0, 0.0, value)  # minus zero equals zero
     bits = value.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -1,25 +1,25 @@
 """Kernels of paged attention, for any number of query tokens per request.
 
-The idea: a program takes the query heads that share a key/value head, of some tokens of one request, as the rows of a
-tile, and walks that request's keys once for all of them.
+The idea: the rows of a program's tile are the query heads that share a key/value head, for some tokens of one request.
+The program reads that request's keys once for all rows.
 
     rows of a tile   token 0: head 0, 1, .. HEADS - 1 | token 1: head 0, .. | ..    BLOCK_Q tokens, BLOCK_M rows
 
-Requests are *short* where one tile of the short launch holds all their tokens: decodes, and drafts that are verified.
+A request is *short* if one tile of the short launch holds all its tokens: a decode, with or without draft tokens.
 
-    the short launch  tile r is request r's; those after the last request's are padding's
-    the long launch   request 0: 0 1 2 | request 1: 3 | request 2: 4 5 | padding: 6  (some have no tokens)
+    short launch   tile r belongs to request r; the tiles after the last request belong to padding
+    long launch    request 0: 0 1 2 | request 1: 3 | request 2: 4 5 | padding: 6  (some tiles have no tokens)
 
-There, tile numbers must be known without looking at the lengths, so request r begins at tile
-query_start_loc[r] // BLOCK_Q + r, which leaves room for every request's last, partly filled tile; a program finds its
-request by bisection. A batch of both kinds of requests takes both launches, of which each leaves the other's alone.
-Tokens that are padding make one request more, of sequence length 0, whose result is zeros.
+The grid of the long launch depends on shapes only, so request r begins at tile query_start_loc[r] // BLOCK_Q + r, which
+leaves room for the partly filled last tile of every request. A program finds its request by bisection. A batch with
+both kinds of requests takes both launches; each skips the requests of the other. Padding tokens form one more request,
+of sequence length 0, whose result is zeros.
 
-Where there are few tiles, the keys of each are divided among `num_splits` programs, which store what they have summed;
-`combine` makes one result of these. Sums are stored by *slot*: a slot is a token in a long launch, and in a short one
-request * BLOCK_Q plus the token's number in the request.
+If there are few tiles, the keys of each tile are split among `num_splits` programs, which store partial sums; `combine`
+reduces them to one result. Partial sums are stored by *slot*: a token in a long launch; request * BLOCK_Q plus the
+token's index in the request in a short launch.
 
-Scores are kept in units of log2(e), since exp2 is what the hardware has.
+Scores are in units of log2(e), because the hardware computes exp2.
 
 Sources: FlashAttention, arXiv:2205.14135; split keys: Flash-Decoding (Dao et al., 2023).
 """
@@ -32,12 +32,12 @@ import triton.language as tl
 from mvllm_triton.kernels.numbers import tanh, widen
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)  # a maximum over no scores: finite, so that differences of two are no NaN
+LOWEST = tl.constexpr(-1e30)  # maximum over no scores: finite, so that the difference of two is not NaN
 
 
 @triton.jit
 def find_request(query_start_loc, num_requests, tile, BLOCK_Q: tl.constexpr):
-    """The request that a tile belongs to, `num_requests` for padding, and the tile's number within it."""
+    """The request of a tile (`num_requests` for padding), and the index of the tile within the request."""
     low = 0
     high = num_requests
     while low < high:
@@ -48,13 +48,13 @@ def find_request(query_start_loc, num_requests, tile, BLOCK_Q: tl.constexpr):
     return low, tile - (tl.load(query_start_loc + low) // BLOCK_Q + low)
 
 
-# What differs from step to step is not compiled for: neither numbers, nor where in a step's buffer its tables begin.
+# Not specialized, because they differ from step to step: numbers, and the alignment of tables in a step's buffer.
 _BY_STEP = ["block_table", "query_start_loc", "seq_lens", "table_stride", "out_split_stride"]
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_tokens", "num_splits", "num_slots", *_BY_STEP])
 def attend(
-    out,  # [T, heads, VALUE_SIZE]: the result; or [num_splits, slots, heads, VALUE_SIZE]: what each split has summed
+    out,  # [T, heads, VALUE_SIZE]: the result; or [num_splits, slots, heads, VALUE_SIZE]: partial sums
     out_max,  # [num_splits, slots, heads] float32, with splits only
     out_sum,
     query,  # [T, heads, HEAD_SIZE + REST_SIZE]
@@ -92,12 +92,12 @@ def attend(
     num_heads,
     num_slots,
     SHORT: tl.constexpr,  # the short launch
-    SKIPPED: tl.constexpr,  # in a long one: tokens of requests that the short one has, or 0
+    SKIPPED: tl.constexpr,  # long launch: skip requests of up to this many tokens, which the short launch takes; or 0
     GROUP: tl.constexpr,  # query heads of a key/value head
-    HEADS: tl.constexpr,  # of these, how many are in a tile
+    HEADS: tl.constexpr,  # how many of these are in a tile
     HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,  # the power of two that it fits in; likewise below
-    REST_SIZE: tl.constexpr,  # LATENT: elements of a key behind those that are the value, too
+    HEAD_PAD: tl.constexpr,  # rounded up to a power of two; likewise below
+    REST_SIZE: tl.constexpr,  # LATENT: elements of a key after its value
     REST_PAD: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     VALUE_PAD: tl.constexpr,
@@ -105,7 +105,7 @@ def attend(
     BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,  # whether there is more than one
+    SPLIT: tl.constexpr,  # whether num_splits > 1
     WINDOW: tl.constexpr,  # 0 for none
     SOFT_CAP: tl.constexpr,  # 0 for none
     SINKS: tl.constexpr,
@@ -170,7 +170,8 @@ def attend(
     if SOFT_CAP == 0.0:
         score_scale = score_scale * LOG2_E
 
-    # Keys that some row sees: [first, end). This split's: [low, high). Those before `plain` are seen by every row.
+    # Keys that some row attends to: [first, end). Keys of this split: [low, high). Every row attends to those before
+    # `plain`, which need no mask.
     first = 0
     if WINDOW > 0:
         first = tl.maximum(first_position - WINDOW + 1, 0)
@@ -255,7 +256,7 @@ def attend(
                         mask=is_key,
                         other=0.0,
                     )
-                # A small weight times a small scale may be below what float16 has.
+                # A small weight times a small scale may underflow in float16.
                 if query.dtype.element_ty == tl.float16:
                     v = (v.to(tl.float32) * value_scale[:, None]).to(DTYPE)
                 else:
@@ -275,7 +276,7 @@ def attend(
         tl.store(out_max + partial, best, mask=is_row)
         tl.store(out_sum + partial, total, mask=is_row)
         if low >= high:
-            return  # `combine` doesn't look at what has a sum of 0
+            return  # `combine` ignores partial results with a sum of 0
     tl.store(out + place[:, None] + value_dim[None, :], summed.to(out.dtype.element_ty), mask=out_mask)
 
 
@@ -300,7 +301,7 @@ def combine(
     SPLITS_PAD: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One result of what each split has summed."""
+    """Reduces the partial sums of all splits to one result."""
     slot = tl.program_id(0)
     head = tl.program_id(1)
     token = slot

@@ -1,6 +1,6 @@
-"""Kernels of float8 products: tiles are multiplied in float8, and their sums by the scales.
+"""Kernels of products with a float8 weight: tiles are multiplied, and their sums are multiplied with the scales.
 
-The other side is float8 as well (W8A8), multiplied as it is where the device can, or floats as they are.
+The input is either float8 (W8A8; multiplied in float8 if the device can) or unquantized floats.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ def quantize_rows(
     codes,  # [rows, SIZE] uint8, contiguous
     scales,  # [rows, groups] float32, contiguous
     x,  # [rows, SIZE]
-    given,  # [1] float32, where GIVEN
+    given,  # [1] float32, with GIVEN
     x_stride,
     SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,  # GROUP_SIZE where there are several groups
+    BLOCK: tl.constexpr,  # GROUP_SIZE if there are several groups
     FP8: tl.constexpr,
     LARGEST: tl.constexpr,
     GIVEN: tl.constexpr,
 ):
-    """Rounds each group of a row to float8, by the scale given, or so that its largest magnitude is the largest number.
+    """Rounds each group of a row to float8, with the given scale or one that maps its largest magnitude to LARGEST.
 
-    The scale of a group with a NaN is NaN: not every way to read codes knows one.
+    The scale of a group with a NaN is NaN, because not every conversion of codes keeps NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -53,10 +53,10 @@ def quantize_rows(
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
     out,  # [num_rows, OUT], contiguous
-    x,  # [num_rows, IN], float8 or codes; or as they are, of out's dtype
-    x_scales,  # [num_rows, x groups] float32, where X_SCALED
+    x,  # [num_rows, IN], float8 or codes; or unquantized, of out's dtype
+    x_scales,  # [num_rows, x groups] float32, with X_SCALED
     weight,  # [OUT, IN], float8 or codes
-    scales,  # float32, by what the strides say
+    scales,  # float32, addressed with the strides below
     bias,  # [OUT]
     num_rows,
     x_stride,
@@ -67,7 +67,7 @@ def multiply(
     scale_group_stride,
     IN: tl.constexpr,
     OUT: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,  # columns that share scales, of x and of the weight; IN where one pair serves all
+    GROUP_SIZE: tl.constexpr,  # columns that share scales, of x and of the weight; IN if all do
     GROUP_ROWS: tl.constexpr,  # rows of the weight that share a scale
     BIAS: tl.constexpr,
     X_SCALED: tl.constexpr,

@@ -12,7 +12,7 @@ from mvllm_triton.kernels.numbers import float8_codes, int8_codes
 def store_heads(
     x,  # a token's heads: [kv_heads, SIZE]
     cache,  # its slot's heads
-    scales,  # its slot's scales, or the one of all
+    scales,  # its slot's scales, or the one scale of all
     scale,
     head,
     x_head_stride,
@@ -25,7 +25,7 @@ def store_heads(
     FP8: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Stores heads as they are, or as codes of 8 bits (LARGEST > 0) divided by a scale."""
+    """Stores heads unquantized, or (LARGEST > 0) divided by a scale and rounded to 8-bit codes."""
     dim = tl.arange(0, PAD)
     is_head = head < NUM_HEADS
     mask = is_head[:, None] & (dim < SIZE)[None, :]
@@ -49,7 +49,7 @@ def store_heads(
         tl.store(target, row.to(cache.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["slot_mapping"])  # begins anywhere in a step's buffer
+@triton.jit(do_not_specialize=["slot_mapping"])  # its alignment in a step's buffer varies
 def write(
     keys,  # [T, kv_heads, KEY_SIZE]
     values,  # [T, kv_heads, VALUE_SIZE]; unused with VALUE_SIZE 0

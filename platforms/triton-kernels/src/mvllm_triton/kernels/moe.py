@@ -1,10 +1,10 @@
 """Kernels of mixture of experts: tokens are sorted by expert, and each expert multiplies its own tokens.
 
-    entry    a token and one of its experts: token * TOP_K + which of them
-    order    entries of expert 0, then of expert 1, ...; each expert's run is filled up to whole tiles of BLOCK_M rows
+    entry    a token and one of its experts: token * TOP_K + index of the expert among them
+    order    entries of expert 0, then of expert 1, ...; each expert's run is padded to whole tiles of BLOCK_M rows
     tiles    the expert of each tile; -1 for unused tiles
 
-How many tiles there are is not known without looking, so grids are of the most there could be.
+The host does not know the number of tiles, so grids have the maximum size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mvllm_triton.kernels.activation import SILU, activate
 
 @triton.jit(do_not_specialize=["num_entries"])
 def count(counts, expert_ids, num_entries, BLOCK: tl.constexpr):
-    """Counts the entries of each expert: [experts] int32. A program per expert."""
+    """Counts the entries of each expert: [experts] int32. One program per expert."""
     expert = tl.program_id(0)
     found = tl.zeros([BLOCK], dtype=tl.int32)
     for start in tl.range(0, num_entries, BLOCK):
@@ -29,7 +29,7 @@ def count(counts, expert_ids, num_entries, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_entries", "max_tiles"])
 def arrange(
-    order,  # [max_tiles * BLOCK_M] int32: entries, `num_entries` where a tile is filled up
+    order,  # [max_tiles * BLOCK_M] int32: entries; `num_entries` for padding
     tiles,  # [max_tiles] int32
     counts,
     expert_ids,
@@ -40,7 +40,7 @@ def arrange(
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Orders entries by expert. A program per expert, each of which writes its own run."""
+    """Orders entries by expert. One program per expert writes the run of that expert."""
     expert = tl.program_id(0)
     each = tl.arange(0, EXPERTS_PAD)
     tiles_of_each = (tl.load(counts + each, mask=each < NUM_EXPERTS, other=0) + BLOCK_M - 1) // BLOCK_M
@@ -80,7 +80,7 @@ def multiply(
     limit,
     IN: tl.constexpr,
     OUT: tl.constexpr,
-    TOP_K: tl.constexpr,  # 1 where there is a row for each entry
+    TOP_K: tl.constexpr,  # 1 if there is a row for each entry
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -88,10 +88,10 @@ def multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Rows of `x` times the weights of their experts, through the gate where there is one."""
+    """Rows of `x` times the weights of their experts; with GATED, followed by the gated activation."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     ROWS: tl.constexpr = 2 * OUT if GATED else OUT
-    tile = tl.program_id(0)  # neighbours share an expert, and so its weights
+    tile = tl.program_id(0)  # adjacent tiles often share an expert and its weights
     expert = tl.load(tiles + tile).to(tl.int64)
     if expert < 0:
         return
@@ -123,7 +123,7 @@ def multiply(
         if GATED:
             up_total += tl.load(added + OUT, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        # Rounded where a product, an activation and another product, one after the other, would have rounded.
+        # Rounded after each step, as a separate product, activation and product would do.
         gate, up = total.to(DTYPE).to(tl.float32), up_total.to(DTYPE).to(tl.float32)
         if CLAMPED:
             gate = tl.minimum(gate, limit)
@@ -144,7 +144,7 @@ def add_up(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums what a token's experts gave, times their shares."""
+    """Weighted sum of the outputs of a token's experts."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE

@@ -1,4 +1,4 @@
-"""Kernels of RMS norms: a program normalizes some whole rows."""
+"""Kernels of RMS norms: a program normalizes one or more whole rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def normalised(wide, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows [rows, PAD] of float32, zeros past SIZE, in units of their root mean square; rounded, then times weight."""
+    """Rows [rows, PAD] of float32, zeros past SIZE, divided by their root mean square; rounded, then times weight."""
     inverse = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)
     rounded = (wide * inverse[:, None]).to(DTYPE).to(tl.float32)
     return (rounded * weight.to(tl.float32)[None, :]).to(DTYPE)

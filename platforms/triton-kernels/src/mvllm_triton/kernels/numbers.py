@@ -1,8 +1,8 @@
 """Device functions for 8-bit numbers, and for operations that Triton lacks on some targets.
 
-The exponent bias identifies a float8 format: 7 is e4m3fn, 8 is e4m3fnuz, 15 is e5m2. Codes are made by integer
-arithmetic, which gives every target the same nearest-even codes. They are read by a conversion of the target where the
-tensor has a float8 dtype (bias 0 below), and otherwise by shifting them to where float16 has the same fields:
+The exponent bias identifies a float8 format: 7 is e4m3fn, 8 is e4m3fnuz, 15 is e5m2. Encoding uses integer arithmetic,
+which gives the same nearest-even codes on every target. Decoding uses the target's conversion if the tensor has a
+float8 dtype (bias 0 below); otherwise the fields of a code are shifted to those of float16:
 
     e4m3   s eeee mmm          float16   s eeeee mmmmmmmmmm         value of the code = float16 * 2 ** (15 - bias)
            | |                           | 0eeee mmm0000000
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def widen(x, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """Elements of a cache or weight as DTYPE: of any dtype where FP8 is 0, else uint8 codes of that bias."""
+    """Converts elements of a cache or weight to DTYPE: any dtype if FP8 is 0, else uint8 codes of that bias."""
     if FP8 == 0:
         wide = x.to(DTYPE)
     elif FP8 == 15:
@@ -30,7 +30,7 @@ def widen(x, DTYPE: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def float8_codes(x, FP8: tl.constexpr):
-    """The nearest codes, uint8, of float32 numbers; what is out of range becomes the largest number of its sign."""
+    """The nearest codes, uint8, of float32 numbers; numbers out of range are clamped."""
     MANTISSA: tl.constexpr = 2 if FP8 == 15 else 3
     LARGEST: tl.constexpr = 57344.0 if FP8 == 15 else (240.0 if FP8 == 8 else 448.0)
     DROPPED: tl.constexpr = 23 - MANTISSA
@@ -38,13 +38,13 @@ def float8_codes(x, FP8: tl.constexpr):
     magnitude = tl.minimum(tl.abs(x), LARGEST)
     u = magnitude.to(tl.int32, bitcast=True)
     normal = ((u + ((1 << (DROPPED - 1)) - 1) + ((u >> DROPPED) & 1)) >> DROPPED) - ((127 - FP8) << MANTISSA)
-    # Below the smallest normal number codes are multiples of one step; adding 1.5 * 2**23 rounds to a whole number.
+    # Subnormal codes are multiples of one step; adding 1.5 * 2**23 rounds to an integer.
     steps = magnitude * (1 << (FP8 - 1 + MANTISSA)) + 12582912.0
     subnormal = steps.to(tl.int32, bitcast=True) - 0x4B400000
     code = tl.where(magnitude < 1.0 / (1 << (FP8 - 1)), subnormal, normal)
     sign = (bits >> 24) & 0x80
     if FP8 == 8:
-        sign = tl.where(code == 0, 0, sign)  # there, minus zero is what stands for no number
+        sign = tl.where(code == 0, 0, sign)  # in e4m3fnuz the code of minus zero is NaN
     code = tl.where(x != x, 0x80 if FP8 == 8 else 0x7F, code | sign)
     return code.to(tl.uint8)
 
@@ -58,7 +58,7 @@ def int8_codes(x):
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent of float32 numbers, off by 2e-7 at most; nothing in it overflows."""
+    """Hyperbolic tangent of float32 numbers, with an error of at most 2e-7; nothing overflows."""
     faded = tl.exp(-2.0 * tl.abs(x))
     magnitude = (1.0 - faded) / (1.0 + faded)
     return tl.where(x < 0.0, -magnitude, magnitude)

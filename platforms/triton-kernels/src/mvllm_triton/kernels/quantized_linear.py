@@ -1,11 +1,11 @@
 """Kernels of products with int8 and int4 weights.
 
     weight of 8 bits   [OUT, IN_PAD] int8
-    weight of 4 bits   [OUT, IN_PAD / 2] uint8: of each BLOCK_K columns, a byte has one of the first half below and the
-                       one as far into the second half above; both plus 8
+    weight of 4 bits   [OUT, IN_PAD / 2] uint8: byte i of a block of BLOCK_K columns has column i in its lower half and
+                       column BLOCK_K / 2 + i in its upper half; both plus 8
 
-Integers up to 255 are exact in every compute dtype, so they are multiplied as they are, and the sums of one group of
-columns are multiplied with its scale.
+Integers up to 255 are exact in every compute dtype. So the kernel multiplies the integers, and multiplies the sum over
+each group of columns with the group's scale.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def quantize_rows(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rounds each row to int8: its largest magnitude becomes 127. A program per row, which is read twice."""
+    """Rounds each row to int8: its largest magnitude becomes 127. One program per row reads it twice."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], dtype=tl.float32)
@@ -48,9 +48,7 @@ def add_product(total, x, x_mask, w, zero, scale, DTYPE: tl.constexpr, ZEROS: tl
     """`total` plus the product of a tile of rows, at `x`, and a tile of integers [k, n], in units of their scales."""
     row = tl.load(x, mask=x_mask, other=0)
     if INT8:
-        if (
-            w.shape[0] < 32
-        ):  # fewer than what integers are multiplied by; as floats they are exact, and so are their sums
+        if w.shape[0] < 32:  # too few columns for an integer product; as floats the integers and their sums are exact
             sums = tl.dot(row.to(tl.float32).to(tl.bfloat16), w.to(tl.float32).to(tl.bfloat16)).to(tl.int32)
         else:
             sums = tl.dot(row, w, out_dtype=tl.int32)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def rotate(heads, head, head_stride, cos, sin, NUM_HEADS: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr):
-    """Rotates heads of one token, [NUM_HEADS, ...], by the angles whose cosines and sines are given."""
+    """Rotates heads of one token, [NUM_HEADS, ...], by the angles with the given cosines and sines."""
     pair = tl.arange(0, PAD)
     mask = (head < NUM_HEADS)[:, None] & (pair < HALF)[None, :]
     first = heads + head[:, None] * head_stride + pair[None, :]
@@ -19,7 +19,7 @@ def rotate(heads, head, head_stride, cos, sin, NUM_HEADS: tl.constexpr, HALF: tl
     tl.store(first + HALF, (b * c + a * s).to(heads.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["index"])  # begins anywhere in a step's buffer
+@triton.jit(do_not_specialize=["index"])  # its alignment in a step's buffer varies
 def rotary(
     index,  # [T]
     query,  # [T, NUM_HEADS, head_size]

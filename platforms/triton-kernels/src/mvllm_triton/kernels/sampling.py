@@ -1,13 +1,13 @@
 """Kernels of token sampling with min_p, top_k and top_p, without sorting the vocabulary.
 
-Each filter keeps the most probable tokens of a row, so each amounts to a smallest logit that stays. Floats have the
-order of integers (kernels/argmax.py), and such a logit is found bit by bit, two at a time: of four quarters of what is
-left of the integers, the highest one above whose lower end lies enough. 16 passes over the row give it exactly, and
-tokens that tie with the last one kept stay.
+Each filter keeps the most probable tokens of a row, so each is a threshold: the smallest kept logit. Logits are
+compared as integers of the same order (kernels/argmax.py). Each pass over the row finds two bits of the threshold: of
+the four quarters of the remaining range, it takes the highest whose lower end has enough tokens (or mass) at or above
+it. 16 passes give the exact threshold. Tokens that tie with the last one are kept.
 
-    low                                                   what is left: 4 * step integers
+    low                                                   remaining range: 4 * step integers
     |----------|----------|----------|----------|
-          low + step  low + 2 step  low + 3 step          `enough` holds at low, and at as many of these as it does
+          low + step  low + 2 step  low + 3 step          candidates for the next low
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def order_of(value):
 
 @triton.jit
 def find(logits, size, least, peak, inv_temperature, enough, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest order at and above which lie `enough` tokens from `least` on, or as much of their weights."""
+    """The highest order with `enough` tokens (or weight) at or above it, counting only orders >= `least`."""
     low = tl.full([], -0x80000000, dtype=tl.int64)
     step = tl.full([], 0x40000000, dtype=tl.int64)
     for _ in tl.range(0, 16):
@@ -59,7 +59,7 @@ def find(logits, size, least, peak, inv_temperature, enough, BY_MASS: tl.constex
 @triton.jit
 def filter_rows(
     peaks,  # [rows] float32
-    thresholds,  # [rows] int32: the order of the smallest logit that stays
+    thresholds,  # [rows] int32: the order of the smallest kept logit
     logits,  # [rows, size] float32
     row_stride,
     inv_temperature,  # [rows] float32, likewise below
@@ -67,7 +67,7 @@ def filter_rows(
     top_k,  # [rows] int32 or int64
     top_p,
     size,
-    GIVEN: tl.constexpr,  # the peaks are known; otherwise they are found
+    GIVEN: tl.constexpr,  # the row maxima are inputs; otherwise they are computed and stored
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -116,7 +116,7 @@ def sum_blocks(
     size,
     BLOCK: tl.constexpr,
 ):
-    """What the weights of each block of BLOCK tokens add up to."""
+    """Sums the weights of each block of BLOCK tokens."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -127,7 +127,7 @@ def sum_blocks(
 
 @triton.jit
 def invert(weights, uniform, SIZE: tl.constexpr):
-    """The first place of positive weight at which the running sum exceeds `uniform` of the total."""
+    """The first index of positive weight at which the running sum exceeds `uniform` times the total."""
     place = tl.arange(0, SIZE)
     sums = tl.where(weights > 0.0, tl.cumsum(weights, 0), 0.0)
     target = tl.max(sums, 0) * uniform
@@ -150,7 +150,7 @@ def draw(
     BLOCKS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Draws a block by its share of the row, then a token by its share of the block."""
+    """Samples a block by its share of the row's weights, then a token by its share of the block's weights."""
     row = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, BLOCKS_PAD)
     shares = tl.load(sums + row * num_blocks + each, mask=each < num_blocks, other=0.0)
