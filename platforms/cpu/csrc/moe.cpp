@@ -8,7 +8,7 @@
 //                  (expert, up to LINEAR_ROWS of its rows, panel of columns)              (down)
 //     tokens       t0 = w * row of e0 + w * row of e4                                     (combine, in float32)
 //
-// Everything is one parallel region, in which threads take items dynamically. A panel is a separate product for the
+// Threads take the items of each step dynamically. A panel is a separate product for the
 // kernels of linear_tile.h, with at most `linear_tile` outputs. Panels of gate and up contain the same columns of both,
 // so that one thread can compute silu(gate) * up.
 //

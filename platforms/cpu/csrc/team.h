@@ -8,7 +8,7 @@
 
 namespace mvllm {
 
-// Which threads of a region execute a recorded call.
+// Which threads execute a recorded call.
 enum class ThreadMode {
     OWN_DIVISION,  // the call divides its work itself
     ONE_THREAD,    // the calling thread, for small calls
