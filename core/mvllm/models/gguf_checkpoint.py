@@ -301,6 +301,7 @@ def _values(
 
     size = kind.block_values
     first, stop = columns.start // size, -(-columns.stop // size)
-    blocks = np.ascontiguousarray(raw[:, first * kind.block_bytes : stop * kind.block_bytes])
-    values: NDArray[Any] = dequantize(blocks, GGMLQuantizationType(kind.number))
+    # As one row: `dequantize` processes a few rows at a time, which is slow for short ones.
+    blocks = raw[:, first * kind.block_bytes : stop * kind.block_bytes].reshape(1, -1)
+    values: NDArray[Any] = dequantize(blocks, GGMLQuantizationType(kind.number)).reshape(len(raw), -1)
     return values[:, columns.start - first * size : columns.stop - first * size]

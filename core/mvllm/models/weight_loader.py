@@ -293,6 +293,9 @@ def _copy(reader: TensorReader, entry: TensorEntry, target: WeightTarget, buffer
     every_one = slice(None, None, columns.step)
     column_bytes = math.prod(shape[2:]) * dtype.itemsize  # dimensions after the second are read whole
     row_bytes, part_bytes = shape[1] * column_bytes, (columns.stop - columns.start) * column_bytes
+    if len(shape) > 2 and columns.step not in (None, 1):
+        _copy_every(reader, entry, target, buffer)
+        return buffer
     if part_bytes > len(buffer):
         buffer = bytearray(part_bytes)
     rows_at_once = len(buffer) // part_bytes
@@ -304,6 +307,23 @@ def _copy(reader: TensorReader, entry: TensorEntry, target: WeightTarget, buffer
         chunk = torch.frombuffer(view, dtype=dtype).view(stop - start, columns.stop - columns.start, *shape[2:])
         destination[start - rows.start : stop - rows.start].copy_(chunk[(slice(None), every_one, *source[2:])])
     return buffer
+
+
+def _copy_every(reader: TensorReader, entry: TensorEntry, target: WeightTarget, buffer: bytearray) -> None:
+    """Copies every n-th row of each matrix of a stack, without reading those in between."""
+    dtype = _DTYPES[entry.dtype]
+    shape, (matrices, rows, *rest), destination = _rectangle(target)
+    row_bytes = math.prod(shape[2:]) * dtype.itemsize
+    at_once = max(1, len(buffer) // row_bytes)
+    view = memoryview(buffer if row_bytes <= len(buffer) else bytearray(row_bytes))
+    for i, matrix in enumerate(range(matrices.start, matrices.stop)):
+        for start in range(0, destination.shape[1], at_once):
+            count = min(at_once, destination.shape[1] - start)
+            first = matrix * shape[1] + rows.start + start * rows.step
+            part = view[: count * row_bytes]
+            reader.read_strided(part, entry, first * row_bytes, row_bytes, rows.step * row_bytes)
+            chunk = torch.frombuffer(part, dtype=dtype).view(count, *shape[2:])
+            destination[i, start : start + count].copy_(chunk[(slice(None), *rest)])
 
 
 def _fill_dummy(targets: dict[str, list[WeightTarget]], seed: int, on_loaded: Callable[[str], None]) -> None:
