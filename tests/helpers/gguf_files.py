@@ -56,8 +56,9 @@ def write_gguf(
     fused: bool = False,
     merged_latent: bool = False,
     extra: dict[str, Any] | None = None,
+    split_from: str | None = None,
 ) -> Path:
-    """Writes the checkpoint in `folder` as one file.
+    """Writes the checkpoint in `folder` as one file, or as two.
 
     Args:
         folder: A checkpoint.
@@ -66,25 +67,33 @@ def write_gguf(
         fused: Query, key and value in one tensor, gate and up of experts in one, as newer converters can write them.
         merged_latent: `attn_kv_b` as older files have it.
         extra: Further metadata, or other values, by key.
+        split_from: Tensors whose names begin so are in a second file. `path` ends in `-00001-of-00002.gguf`.
 
     Returns:
         `path`.
     """
     writer = _Writer(folder, fused, merged_latent)
-    out = gguf.GGUFWriter(path, writer.arch)
+    paths = [path] if split_from is None else [path, path.with_name(path.name.replace("-00001-of", "-00002-of"))]
+    outs = [gguf.GGUFWriter(each, writer.arch) for each in paths]
     for key, value in {**writer.metadata(), **(extra or {})}.items():
-        _add_value(out, key, value)
+        _add_value(outs[0], key, value)
+    for i, out in enumerate(outs):
+        if split_from is not None:
+            out.add_uint16("split.no", i)
+            out.add_uint16("split.count", len(outs))
     for name, tensor in writer.tensors():
         kind = gguf.GGMLQuantizationType[type_of(name)]
         values = tensor.contiguous().float().numpy()
         block = gguf.GGML_QUANT_SIZES[kind][0]
         if values.ndim < 2 or name.endswith(".bias") or "ffn_gate_inp" in name or values.shape[-1] % block:
             kind = gguf.GGMLQuantizationType.F32
+        out = outs[-1 if split_from is not None and name.startswith(split_from) else 0]
         out.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    out.write_header_to_file()
-    out.write_kv_data_to_file()
-    out.write_tensors_to_file()
-    out.close()
+    for out in outs:
+        out.write_header_to_file()
+        out.write_kv_data_to_file()
+        out.write_tensors_to_file()
+        out.close()
     return path
 
 
