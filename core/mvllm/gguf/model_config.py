@@ -19,6 +19,7 @@ from mvllm.gguf.rope_config import rope_config
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _GATING_SIGMOID = 2  # as llama.cpp numbers the functions of expert_gating_func
+_PARTIAL_ROTARY = ("phi3", "glm4", "chatglm")
 _EXPERT_GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
 """Groups and chosen groups by layers and experts: DeepSeek V2 and V3 in files from before these numbers were stored."""
 
@@ -99,7 +100,9 @@ def _gated(values: Metadata, architecture: str, model_type: str, **settings: Any
         hidden_act="silu",
         rms_norm_eps=values.number("attention.layer_norm_rms_epsilon"),
     )
-    return {**config, **rope_config(values, head_dim, config["max_position_embeddings"]), **settings}
+    partial = values.architecture in _PARTIAL_ROTARY
+    rope = rope_config(values, head_dim, config["max_position_embeddings"], partial=partial)
+    return {**config, **rope, **settings}
 
 
 def _num_layers(values: Metadata) -> int:

@@ -15,23 +15,22 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _LONG, _SHORT, _FACTORS = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
 
 
-def rope_config(values: Metadata, head_dim: int, max_position: int) -> dict[str, Any]:
+def rope_config(values: Metadata, head_dim: int, max_position: int, *, partial: bool = False) -> dict[str, Any]:
     """`rope_theta`, and if needed `rope_scaling` and `partial_rotary_factor`.
 
     Args:
         values: The file's metadata.
         head_dim: Elements per head.
         max_position: `max_position_embeddings`.
+        partial: Whether the family can rotate a part of each head; files of others must rotate whole heads.
 
     Raises:
         ModelError: A value or tensor is missing, has the wrong type, or the scaling is not supported.
     """
     rotary_dim = values.integer("rope.dimension_count", head_dim)
-    if rotary_dim % 2 or rotary_dim > head_dim:
-        raise values.error(
-            f"has {rotary_dim} as '{values.architecture}.rope.dimension_count', expected an even number of at most "
-            f"{head_dim}"
-        )
+    if rotary_dim % 2 or rotary_dim > head_dim or (rotary_dim != head_dim and not partial):
+        expected = f"an even number of at most {head_dim}" if partial else f"the head size {head_dim}"
+        raise values.error(f"has {rotary_dim} as '{values.architecture}.rope.dimension_count', expected {expected}")
     config: dict[str, Any] = {"rope_theta": values.number("rope.freq_base", 10000.0)}
     if rotary_dim != head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim

@@ -174,8 +174,8 @@ class _Translation:
         elif base == "exp_probs_b":
             yield self._plain(f"{name}mlp.gate.e_score_correction_bias", tensor)
         elif base == "ffn_gate_inp_shexp":
-            shape = (1, math.prod(tensor.shape))
-            yield HFTensor(f"{name}mlp.shared_expert_gate.weight", shape, (Source(tensor),), in_order(1))
+            shape, source = (1, math.prod(tensor.shape)), Source(tensor)
+            yield HFTensor(f"{name}mlp.shared_expert_gate.weight", shape, (source,), in_order(source.num_rows))
         elif base == "ffn_gate_inp" and self._is_mixtral:
             yield self._plain(f"{name}block_sparse_moe.gate.{suffix}", tensor)
         elif self._is_falcon and base in ("attn_norm", "attn_norm_2") and self._has(layer, "attn_norm_2.weight"):
@@ -234,7 +234,9 @@ class _Translation:
         rows = in_order(total)
         if self._is_falcon:
             head_size = self._head_size(parts[0], total, self._num_heads + 2 * self._num_kv_heads)
-            in_group = self._num_heads // self._num_kv_heads
+            in_group, rest = divmod(self._num_heads, self._num_kv_heads)
+            if rest:
+                raise self._values.error(f"has {self._num_heads} heads for {self._num_kv_heads} key/value heads")
             rows = joined_by_group(self._num_kv_heads, in_group * head_size, head_size, head_size)
         sources = tuple(self._source(part, single) for part in parts)
         shape = (total,) if single else (total, sources[0].row_length)
@@ -310,7 +312,7 @@ class _Translation:
         return Source(tensor, single=single)
 
     def _checked(self, tensor: HFTensor) -> HFTensor:
-        """The tensor, if all its sources have rows of one length, and as many as it needs."""
+        """The tensor, if all its sources have rows of one length."""
         first, *others = tensor.sources
         for other in others:
             if other.row_length != first.row_length:

@@ -172,7 +172,7 @@ def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
         ({"attention.head_count_kv": [1, 2]}, r"has \[1, 2\] as 'llama.attention.head_count_kv'"),
         ({"attention.layer_norm_rms_epsilon": 0.0}, "expected a number > 0"),
         ({"rope.scaling.type": "su"}, "has 'su' as 'llama.rope.scaling.type', expected 'none', 'linear'"),
-        ({"rope.dimension_count": 7}, "expected an even number of at most 16"),
+        ({"rope.dimension_count": 8}, "has 8 as 'llama.rope.dimension_count', expected the head size 16"),
         ({"attention.key_length": 32}, "expected one size"),
     ],
 )
