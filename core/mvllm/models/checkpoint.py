@@ -6,7 +6,7 @@ Reads names and headers only, so that a bad checkpoint is refused before any ten
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 
@@ -26,18 +26,21 @@ _NOT_THE_MODEL = ("consolidated", "adapter_model", "optimizer", "scheduler")
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
 
-def read_checkpoint(folder: Path, most_tensors: int = MOST_TENSORS) -> dict[str, TensorEntry]:
+def read_checkpoint(
+    folder: Path, most_tensors: int = MOST_TENSORS, *, packed: Callable[[str], bool] | None = None
+) -> dict[str, TensorEntry]:
     """Every tensor of the checkpoint in `folder`, by name.
 
     Args:
         most_tensors: A checkpoint that has more is refused before it is parsed.
+        packed: As in `read_gguf_folder`.
 
     Raises:
         ModelError: There are no weights in safetensors or GGUF files, a file is missing, damaged or outside the folder,
             there are too many tensors, or a tensor is in two files.
     """
     if is_gguf_folder(folder):
-        return read_gguf_folder(folder, most_tensors)
+        return read_gguf_folder(folder, most_tensors, packed=packed)
     if (folder / SINGLE_FILE).is_file():
         return _merge({}, folder / SINGLE_FILE, most_tensors)
     if (folder / INDEX_FILE).is_file():

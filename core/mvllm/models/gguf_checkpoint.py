@@ -28,7 +28,7 @@ from mvllm.gguf.hf_tensor import HFTensor, Source
 from mvllm.gguf.tensor_names import hf_tensors
 from mvllm.gguf.tensor_types import TensorType
 from mvllm.models.safetensors_file import ITEM_SIZES, MOST_TENSORS
-from mvllm.models.tensor_entry import TensorEntry
+from mvllm.models.tensor_entry import TensorEntry, packed_name
 
 FILES_NAME = "gguf_files.json"
 
@@ -74,9 +74,8 @@ def read_gguf_folder(
     Args:
         folder: A model folder with `gguf_files.json`.
         most_tensors: Maximum number of tensors, each expert's matrices counted.
-        packed: Which matrices are offered as stored, by the name of their weight. A weight `x.weight` becomes
-            `x.packed_weight`: uint8 [..., rows, bytes of a row's blocks], rows permuted as those of the weight. Asked
-            for the weights in `packed_types` only.
+        packed: Which weights of those in `packed_types` are offered as stored, by name: uint8 [..., rows, bytes of a
+            row's blocks], rows permuted as those of the weight, named by `packed_name`.
 
     Raises:
         ModelError: A file is missing, damaged, or has changed since the folder was written; its architecture is not
@@ -150,7 +149,7 @@ def _entry(tensor: HFTensor, packed: bool) -> GGUFEntry:
     name, shape, dtype = tensor.name, tensor.shape, "F32"
     types = {source.tensor.type for source in tensor.sources}
     if packed:
-        name = f"{name.removesuffix('weight')}packed_weight"
+        name = packed_name(name)
         shape, dtype = (*shape[:-1], first.type.num_bytes(shape[-1])), "U8"
     elif len(types) == 1 and not first.type.is_quantized and not tensor.offset:
         dtype = first.type.name

@@ -42,3 +42,8 @@ class TensorReader(Protocol):
 
     def read_strided(self, target: memoryview, entry: TensorEntry, offset: int, length: int, stride: int) -> None:
         """Fills `target` with pieces of `entry` of `length` bytes, from `offset` on, `stride` bytes apart."""
+
+
+def packed_name(weight: str) -> str:
+    """The name under which a checkpoint offers a weight as it is stored, in blocks: `x.packed_weight`."""
+    return f"{weight.removesuffix('weight')}packed_weight"

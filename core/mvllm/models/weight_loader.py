@@ -25,7 +25,7 @@ from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.checkpoint import open_reader, read_checkpoint
 from mvllm.models.dummy_weights import DummyTensors
 from mvllm.models.safetensors_file import MOST_TENSORS
-from mvllm.models.tensor_entry import TensorEntry, TensorReader
+from mvllm.models.tensor_entry import TensorEntry, TensorReader, packed_name
 from mvllm.progress import show_progress
 
 __all__ = ["LoadableModel", "check_tokenizer", "load_weights"]
@@ -91,7 +91,8 @@ def load_weights(
         return
     if load_format not in ("auto", "safetensors"):
         raise ConfigError(f"load_format must be one of 'auto', 'safetensors', 'dummy', found {load_format!r}.")
-    entries = match_names(read_checkpoint(folder, _most_tensors(len(targets))), model, targets, folder)
+    checkpoint = read_checkpoint(folder, _most_tensors(len(targets)), packed=lambda name: packed_name(name) in targets)
+    entries = match_names(checkpoint, model, targets, folder)
     _transpose_targets(entries, targets)
     check_tensors(entries, targets, _vocab_size(model))
     _zero_padding(targets)

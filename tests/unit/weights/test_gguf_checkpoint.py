@@ -19,10 +19,12 @@ from mvllm.errors import ModelError
 from mvllm.gguf.header import read_gguf
 from mvllm.gguf.model_config import model_config
 from mvllm.gguf.tensor_types import TENSOR_TYPES
+from mvllm.layers.weight_target import WeightTarget
 from mvllm.models.causal_lm import CausalLM
 from mvllm.models.checkpoint import open_reader, read_checkpoint
 from mvllm.models.gguf_checkpoint import GGUFEntry, packed_types, read_gguf_folder
-from mvllm.models.tensor_entry import TensorEntry
+from mvllm.models.tensor_entry import TensorEntry, packed_name
+from mvllm.models.weight_loader import load_weights
 from tests.helpers.gguf_files import make_folder, random_blocks, write_gguf
 from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import load_model, make_context
@@ -182,6 +184,32 @@ def test_packed_weights_are_the_stored_blocks_in_the_order_of_the_rows(tmp_path:
     assert np.array_equal(dequantize(rows, gguf.GGMLQuantizationType.Q8_0), expected)
     second_blocks = read(packed, 8 * 68 + 34, 34, 68, 40).reshape(40, 34)
     assert np.array_equal(second_blocks, rows[:, 34:])
+
+
+def test_a_model_with_packed_targets_is_given_stored_blocks(tmp_path: Path) -> None:
+    folder, blocks = one_matrix(tmp_path, gguf.GGMLQuantizationType.Q4_K)
+
+    class Model(torch.nn.Module):
+        """Half of the rows, and of these the second block."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.Parameter(torch.zeros(20, 144, dtype=torch.uint8), requires_grad=False)
+
+        def weight_targets(self) -> dict[str, list[WeightTarget]]:
+            source = (slice(20, 40), slice(144, 288))
+            target = WeightTarget(self.blocks, (ROWS, 288), source, (slice(0, 20), slice(0, 144)))
+            return {packed_name(VALUE): [target]}
+
+        def ignores(self, name: str) -> bool:
+            return "embed" in name
+
+        def given_name(self, name: str) -> str:
+            return name
+
+    model = Model()
+    load_weights(model, folder, use_tqdm=False)
+    assert np.array_equal(model.blocks.numpy(), blocks[20:, 144:])
 
 
 def test_refusals(tmp_path: Path) -> None:
