@@ -56,7 +56,9 @@ def model_config(model: GGUFModel) -> dict[str, Any]:
         "dtype": _dtype(model),
     }
     ids = {key: values.token_id(key) for key in ("bos_token_id", "eos_token_id")}
-    return {**config, **{key: token for key, token in ids.items() if token is not None}}
+    known = {key: token for key, token in ids.items() if token is not None}
+    # Null rather than absent: the defaults of some families are beyond a small vocabulary.
+    return {**config, **known, "pad_token_id": values.token_id("padding_token_id")}
 
 
 def _vocab_size(values: Metadata) -> int:
@@ -231,7 +233,7 @@ def _phi3(values: Metadata) -> dict[str, Any]:
     window = values.integer("attention.sliding_window", 0, at_least=0)
     config = _gated(values, "Phi3ForCausalLM", "phi3", sliding_window=window or None)
     del config["head_dim"]  # always hidden_size / num_attention_heads in this family
-    return {"pad_token_id": None, **config}
+    return config
 
 
 def _granite(values: Metadata) -> dict[str, Any]:
@@ -257,7 +259,7 @@ def _glm(values: Metadata, architecture: str, model_type: str) -> dict[str, Any]
         raise values.error("has RoPE sections for images ('rope.dimension_sections'), which are not supported")
     config = _gated(values, architecture, model_type, attention_bias=_attention_bias(values))
     config.setdefault("partial_rotary_factor", 1.0)
-    return {"pad_token_id": None, **config}
+    return config
 
 
 def _glm4(values: Metadata) -> dict[str, Any]:
@@ -271,8 +273,7 @@ def _chatglm(values: Metadata) -> dict[str, Any]:
 def _olmo2(values: Metadata) -> dict[str, Any]:
     if values.integer("attention.sliding_window", 0, at_least=0):
         raise values.error("has a sliding window, as OLMo 3 has, which is not supported in GGUF files")
-    config = _gated(values, "Olmo2ForCausalLM", "olmo2", attention_bias=_attention_bias(values))
-    return {"pad_token_id": None, **config}
+    return _gated(values, "Olmo2ForCausalLM", "olmo2", attention_bias=_attention_bias(values))
 
 
 def _starcoder2(values: Metadata) -> dict[str, Any]:
@@ -388,7 +389,7 @@ def _gpt_oss(values: Metadata) -> dict[str, Any]:
         attention_bias=_attention_bias(values),
     )
     if "rope_scaling" in config:
-        config["rope_scaling"]["truncate"] = False
+        config["rope_scaling"]["truncate"] = False  # as in all published models; files do not store it
     return config
 
 

@@ -68,6 +68,7 @@ def test_values_become_keys_of_the_checkpoint() -> None:
         "vocab_size": 320,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
+        "pad_token_id": None,
     }
 
 
@@ -218,5 +219,6 @@ def test_a_published_file_has_the_keys_that_transformers_derives() -> None:
         "tie_word_embeddings": True,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        "pad_token_id": 2,
         "dtype": "bfloat16",
     }
