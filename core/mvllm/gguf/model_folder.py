@@ -116,8 +116,8 @@ def _derive(model: GGUFModel, with_tokenizer: bool) -> dict[str, bytes]:
             "model itself."
         )
     # Imported here, as an existing folder needs none of them.
-    from mvllm.gguf.generation_config import generation_config  # type: ignore[import-not-found, unused-ignore]
-    from mvllm.gguf.model_config import model_config  # type: ignore[import-not-found, unused-ignore]
+    from mvllm.gguf.generation_config import generation_config
+    from mvllm.gguf.model_config import model_config
 
     contents: dict[str, bytes] = {}
     for name, values in (
@@ -132,7 +132,7 @@ def _derive(model: GGUFModel, with_tokenizer: bool) -> dict[str, bytes]:
                 "another file of the model."
             ) from e
     if with_tokenizer:
-        from mvllm.gguf.tokenizer import tokenizer_files  # type: ignore[import-not-found, unused-ignore]
+        from mvllm.gguf.tokenizer import tokenizer_files
 
         contents.update(tokenizer_files(model))
     return contents

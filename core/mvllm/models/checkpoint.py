@@ -1,4 +1,4 @@
-"""Finds the weight files of a model folder and lists their tensors.
+"""Finds the weight files of a model folder, lists their tensors, and opens them for reading.
 
 Reads names and headers only, so that a bad checkpoint is refused before any tensor is read.
 """
@@ -6,12 +6,15 @@ Reads names and headers only, so that a bad checkpoint is refused before any ten
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 
 from mvllm.config.hf_config import read_json_object
 from mvllm.errors import ModelError
-from mvllm.models.safetensors_file import MOST_TENSORS, TensorEntry, header_limit, read_header
+from mvllm.models.gguf_checkpoint import GGUFEntry, GGUFReader, is_gguf_folder, read_gguf_folder
+from mvllm.models.safetensors_file import MOST_TENSORS, SafetensorsReader, header_limit, read_header
+from mvllm.models.tensor_entry import TensorEntry, TensorReader
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -23,16 +26,21 @@ _NOT_THE_MODEL = ("consolidated", "adapter_model", "optimizer", "scheduler")
 _SHARD_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
 
-def read_checkpoint(folder: Path, most_tensors: int = MOST_TENSORS) -> dict[str, TensorEntry]:
+def read_checkpoint(
+    folder: Path, most_tensors: int = MOST_TENSORS, *, packed: Callable[[str], bool] | None = None
+) -> dict[str, TensorEntry]:
     """Every tensor of the checkpoint in `folder`, by name.
 
     Args:
         most_tensors: A checkpoint that has more is refused before it is parsed.
+        packed: As in `read_gguf_folder`.
 
     Raises:
-        ModelError: There are no safetensors weights, a file is missing, damaged or outside the folder, there are too
-            many tensors, or a tensor is in two files.
+        ModelError: There are no weights in safetensors or GGUF files, a file is missing, damaged or outside the folder,
+            there are too many tensors, or a tensor is in two files.
     """
+    if is_gguf_folder(folder):
+        return read_gguf_folder(folder, most_tensors, packed=packed)
     if (folder / SINGLE_FILE).is_file():
         return _merge({}, folder / SINGLE_FILE, most_tensors)
     if (folder / INDEX_FILE).is_file():
@@ -41,6 +49,11 @@ def read_checkpoint(folder: Path, most_tensors: int = MOST_TENSORS) -> dict[str,
     for path in _shards_without_index(folder):
         _merge(tensors, path, most_tensors)
     return tensors
+
+
+def open_reader(entry: TensorEntry) -> AbstractContextManager[TensorReader]:
+    """A reader for tensors of the same checkpoint that are in the same file."""
+    return GGUFReader() if isinstance(entry, GGUFEntry) else SafetensorsReader(entry.file)
 
 
 def _read_indexed(folder: Path, most_tensors: int) -> dict[str, TensorEntry]:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from mvllm.errors import ModelError
-from mvllm.models.safetensors_file import TensorEntry, read_header
+from mvllm.models.safetensors_file import read_header
+from mvllm.models.tensor_entry import TensorEntry
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 

@@ -21,12 +21,12 @@ import stat
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, TypeGuard
 
 from mvllm.errors import ModelError
+from mvllm.models.tensor_entry import TensorEntry
 
 # Bytes per element. Formats narrower than a byte belong to quantized checkpoints.
 ITEM_SIZES = {
@@ -66,27 +66,6 @@ _DOWNLOAD_AGAIN = "The file is damaged: download or copy it again."
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 200
 _shown.maxlist = _MOST_DIMENSIONS
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor's entry in the header.
-
-    Attributes:
-        name: Its name in the checkpoint.
-        file: The file that holds it.
-        dtype: As the format spells it (`BF16`).
-        shape: Sizes of its dimensions; row-major, contiguous.
-        start: Position of its first byte in the file.
-        num_bytes: Its size.
-    """
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
 
 
 def header_limit(most_tensors: int) -> int:

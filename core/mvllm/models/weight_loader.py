@@ -12,6 +12,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,9 +22,10 @@ from torch import nn
 from mvllm.config.tokenizer_check import check_tokenizer
 from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.weight_target import WeightTarget
-from mvllm.models.checkpoint import read_checkpoint
+from mvllm.models.checkpoint import open_reader, read_checkpoint
 from mvllm.models.dummy_weights import DummyTensors
-from mvllm.models.safetensors_file import MOST_TENSORS, SafetensorsReader, TensorEntry
+from mvllm.models.safetensors_file import MOST_TENSORS
+from mvllm.models.tensor_entry import TensorEntry, TensorReader, packed_name
 from mvllm.progress import show_progress
 
 __all__ = ["LoadableModel", "check_tokenizer", "load_weights"]
@@ -89,7 +91,9 @@ def load_weights(
         return
     if load_format not in ("auto", "safetensors", "gguf"):
         raise ConfigError(f"load_format must be one of 'auto', 'safetensors', 'gguf', 'dummy', found {load_format!r}.")
-    entries = match_names(read_checkpoint(folder, _most_tensors(len(targets))), model, targets, folder)
+    checkpoint = read_checkpoint(folder, _most_tensors(len(targets)), packed=lambda name: packed_name(name) in targets)
+    entries = match_names(checkpoint, model, targets, folder)
+    _transpose_targets(entries, targets)
     check_tensors(entries, targets, _vocab_size(model))
     _zero_padding(targets)
     _copy_all(entries, targets, use_tqdm, on_loaded)
@@ -158,6 +162,19 @@ def _mismatch(
         lines.append(f"  and {len(missing) - most} more missing tensors")
     lines.append("Check that config.json and the weights belong together, or download the model again.")
     return "\n".join(lines)
+
+
+def _transpose_targets(entries: Mapping[str, TensorEntry], targets: dict[str, list[WeightTarget]]) -> None:
+    """Adapts the targets of tensors that are stored the other way around than the model expects."""
+    for name, entry in entries.items():
+        if entry.transposed:
+            targets[name] = [_transposed(target) for target in targets[name]]
+
+
+def _transposed(target: WeightTarget) -> WeightTarget:
+    (*outer, rows, columns), (*leading, height, width) = target.source, target.source_shape
+    source, shape = (*outer, columns, rows), (*leading, width, height)
+    return replace(target, source=source, source_shape=shape, transpose=not target.transpose)
 
 
 def check_tensors(
@@ -242,12 +259,13 @@ def _copy_all(
     ordered = sorted(entries.items(), key=lambda item: (item[1].file, item[1].start))
     with ExitStack() as stack:
         progress = stack.enter_context(_progress(sum(e.num_bytes for e in entries.values()), use_tqdm))
-        reader, open_file = None, None
+        reader: TensorReader | None = None
+        open_file: Path | None = None
         with ExitStack() as files:
             for name, entry in ordered:
                 if entry.file != open_file:
                     files.close()
-                    reader, open_file = files.enter_context(SafetensorsReader(entry.file)), entry.file
+                    reader, open_file = files.enter_context(open_reader(entry)), entry.file
                     progress.set_postfix_str(entry.file.name, refresh=False)
                 assert reader is not None
                 for target in targets.pop(name):
@@ -257,7 +275,7 @@ def _copy_all(
                 progress.update(entry.num_bytes)
 
 
-def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, buffer: bytearray) -> bytearray:
+def _copy(reader: TensorReader, entry: TensorEntry, target: WeightTarget, buffer: bytearray) -> bytearray:
     """Copies one rectangle, a few rows at a time; returns the buffer, which grows if one row needs it.
 
     Only the columns of the rectangle are read of each row, so a rank reads only its shard.
@@ -276,6 +294,9 @@ def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, b
     every_one = slice(None, None, columns.step)
     column_bytes = math.prod(shape[2:]) * dtype.itemsize  # dimensions after the second are read whole
     row_bytes, part_bytes = shape[1] * column_bytes, (columns.stop - columns.start) * column_bytes
+    if len(shape) > 2 and columns.step not in (None, 1):
+        _copy_every(reader, entry, target, buffer)
+        return buffer
     if part_bytes > len(buffer):
         buffer = bytearray(part_bytes)
     rows_at_once = len(buffer) // part_bytes
@@ -287,6 +308,23 @@ def _copy(reader: SafetensorsReader, entry: TensorEntry, target: WeightTarget, b
         chunk = torch.frombuffer(view, dtype=dtype).view(stop - start, columns.stop - columns.start, *shape[2:])
         destination[start - rows.start : stop - rows.start].copy_(chunk[(slice(None), every_one, *source[2:])])
     return buffer
+
+
+def _copy_every(reader: TensorReader, entry: TensorEntry, target: WeightTarget, buffer: bytearray) -> None:
+    """Copies every n-th row of each matrix of a stack, without reading those in between."""
+    dtype = _DTYPES[entry.dtype]
+    shape, (matrices, rows, *rest), destination = _rectangle(target)
+    row_bytes = math.prod(shape[2:]) * dtype.itemsize
+    at_once = max(1, len(buffer) // row_bytes)
+    view = memoryview(buffer if row_bytes <= len(buffer) else bytearray(row_bytes))
+    for i, matrix in enumerate(range(matrices.start, matrices.stop)):
+        for start in range(0, destination.shape[1], at_once):
+            count = min(at_once, destination.shape[1] - start)
+            first = matrix * shape[1] + rows.start + start * rows.step
+            part = view[: count * row_bytes]
+            reader.read_strided(part, entry, first * row_bytes, row_bytes, rows.step * row_bytes)
+            chunk = torch.frombuffer(part, dtype=dtype).view(count, *shape[2:])
+            destination[i, start : start + count].copy_(chunk[(slice(None), *rest)])
 
 
 def _fill_dummy(targets: dict[str, list[WeightTarget]], seed: int, on_loaded: Callable[[str], None]) -> None:

@@ -1,0 +1,456 @@
+"""Writes config.json from the metadata of a GGUF file, with the keys of the family's Hugging Face checkpoints.
+
+What a file does not store is taken from llama.cpp, which runs these files: activation functions, the pattern of sliding
+windows, the scale of attention scores. Biases and tied embeddings follow from which tensors the file has.
+
+Sources: convert_hf_to_gguf.py and src/models of llama.cpp; the config classes of transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from mvllm.errors import ModelError
+from mvllm.gguf.header import GGUFModel
+from mvllm.gguf.metadata import Metadata
+from mvllm.gguf.rope_config import rope_config
+
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_GATING_SIGMOID = 2  # as llama.cpp numbers the functions of expert_gating_func
+_PARTIAL_ROTARY = ("phi3", "glm4", "chatglm")
+_EXPERT_GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
+"""Groups and chosen groups by layers and experts: DeepSeek V2 and V3 in files from before these numbers were stored."""
+
+
+def supported_gguf_architectures() -> tuple[str, ...]:
+    """Supported values of `general.architecture`, sorted."""
+    return tuple(sorted(_FAMILIES))
+
+
+def model_config(model: GGUFModel) -> dict[str, Any]:
+    """`config.json` of the same model's Hugging Face checkpoint.
+
+    Args:
+        model: The headers of the files.
+
+    Returns:
+        A JSON object. `dtype` is float16 or float32 if all matrices are stored so, else bfloat16.
+
+    Raises:
+        ModelError: The architecture is not supported, or a key or tensor is missing or has another type than expected.
+    """
+    values = Metadata(model)
+    family = _FAMILIES.get(values.architecture)
+    if family is None:
+        raise ModelError(
+            f"{values.file}: the architecture {values.architecture!r} is not supported in GGUF files. Supported: "
+            f"{', '.join(supported_gguf_architectures())}. Use a safetensors checkpoint of the model, which may be "
+            "supported."
+        )
+    config: dict[str, Any] = {
+        **family(values),
+        "vocab_size": _vocab_size(values),
+        "tie_word_embeddings": not values.has_tensor(_HEAD),
+        "dtype": _dtype(model),
+    }
+    ids = {key: values.token_id(key) for key in ("bos_token_id", "eos_token_id")}
+    known = {key: token for key, token in ids.items() if token is not None}
+    # Null rather than absent: the defaults of some families are beyond a small vocabulary.
+    return {**config, **known, "pad_token_id": values.token_id("padding_token_id")}
+
+
+def _vocab_size(values: Metadata) -> int:
+    """Rows of the embedding: some files have fewer rows than the checkpoint had, and others more than tokens."""
+    shape = values.tensor(_EMBEDDING).shape
+    if len(shape) != 2:
+        raise values.error(f"has tensor {_EMBEDDING!r} of shape {list(shape)}, expected two dimensions")
+    return shape[0]
+
+
+def _dtype(model: GGUFModel) -> str:
+    types = {tensor.type.name for tensor in model.tensors.values() if len(tensor.shape) > 1}
+    return {"F16": "float16", "F32": "float32"}.get(types.pop() if len(types) == 1 else "", "bfloat16")
+
+
+def _decoder(values: Metadata, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
+    """The keys that all families but GPT-2 share, and `settings`."""
+    hidden_size, num_heads = values.integer("embedding_length"), values.integer("attention.head_count")
+    max_position = values.integer("context_length")
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": _num_layers(values),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": values.integer("attention.head_count_kv", num_heads),
+        "max_position_embeddings": max_position,
+        **settings,
+    }
+
+
+def _gated(values: Metadata, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
+    """The keys of the families like Llama: heads of one size, RoPE, RMSNorm and gated MLPs."""
+    head_dim = _head_dim(values)
+    config = _decoder(
+        values,
+        architecture,
+        model_type,
+        head_dim=head_dim,
+        intermediate_size=values.integer("feed_forward_length"),
+        hidden_act="silu",
+        rms_norm_eps=values.number("attention.layer_norm_rms_epsilon"),
+    )
+    partial = values.architecture in _PARTIAL_ROTARY
+    rope = rope_config(values, head_dim, config["max_position_embeddings"], partial=partial)
+    return {**config, **rope, **settings}
+
+
+def _num_layers(values: Metadata) -> int:
+    """Layers without those for multi-token prediction, which are stored after the others."""
+    count = values.integer("block_count") - values.integer("nextn_predict_layers", 0, at_least=0)
+    if not 1 <= count <= values.num_tensors:
+        raise values.error(
+            f"has {count} layers according to '{values.architecture}.block_count', but no tensors for them"
+        )
+    return count
+
+
+def _head_dim(values: Metadata) -> int:
+    usual = values.integer("embedding_length") // values.integer("attention.head_count")
+    size = values.integer("attention.key_length", usual)
+    if values.integer("attention.value_length", usual) != size:
+        raise values.error("has different values as attention.key_length and attention.value_length, expected one size")
+    return size
+
+
+def _has(values: Metadata, *names: str) -> bool:
+    """Whether the first layer, or another one, has one of these tensors."""
+    return any(values.has_tensor(f"blk.{layer}.{name}") for layer in range(_num_layers(values)) for name in names)
+
+
+def _attention_bias(values: Metadata) -> bool:
+    return _has(values, "attn_q.bias", "attn_qkv.bias")
+
+
+def _layer_types(values: Metadata, pattern: int) -> list[str]:
+    """`layer_types` of a family in which the last of every `pattern` layers has no window.
+
+    A file may store another pattern, or a list that says of each layer whether it has a window.
+    """
+    num_layers, stored = _num_layers(values), values.list_or_integer("attention.sliding_window_pattern", pattern)
+    if isinstance(stored, list):
+        if len(stored) != num_layers:
+            raise values.error(f"has {len(stored)} sliding window flags, expected one for each of {num_layers} layers")
+        windows = [bool(flag) for flag in stored]
+    else:
+        windows = [stored == 0 or layer % stored < stored - 1 for layer in range(num_layers)]
+    return ["sliding_attention" if window else "full_attention" for window in windows]
+
+
+def _refuse_experts(values: Metadata) -> None:
+    if values.integer("expert_count", 0, at_least=0):
+        raise values.error(f"is a model of the architecture {values.architecture!r} with experts, not supported here")
+
+
+# ----------------------------------------------------------------------------------------------------- dense families
+
+
+def _llama(values: Metadata) -> dict[str, Any]:
+    if values.integer("expert_count", 0, at_least=0):
+        return _gated(
+            values,
+            "MixtralForCausalLM",
+            "mixtral",
+            num_local_experts=values.integer("expert_count"),
+            num_experts_per_tok=values.integer("expert_used_count"),
+            sliding_window=values.integer("attention.sliding_window", 0, at_least=0) or None,
+        )
+    window = values.integer("attention.sliding_window", 0, at_least=0)
+    if window:
+        return _gated(values, "MistralForCausalLM", "mistral", sliding_window=window)
+    mlp_bias = _has(values, "ffn_up.bias")
+    return _gated(values, "LlamaForCausalLM", "llama", attention_bias=_attention_bias(values), mlp_bias=mlp_bias)
+
+
+def _qwen2(values: Metadata) -> dict[str, Any]:
+    return _gated(values, "Qwen2ForCausalLM", "qwen2", use_sliding_window=False)
+
+
+def _qwen3(values: Metadata) -> dict[str, Any]:
+    bias = _attention_bias(values)
+    return _gated(values, "Qwen3ForCausalLM", "qwen3", use_sliding_window=False, attention_bias=bias)
+
+
+def _gemma(values: Metadata, largest: int) -> dict[str, Any]:
+    """Keys of Gemma 2 and 3; the model with `largest` layers scales scores by another number than the head size."""
+    size = _head_dim(values)
+    if _num_layers(values) == largest:
+        size = values.integer("embedding_length") // values.integer("attention.head_count")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": size,
+        "attention_bias": _attention_bias(values),
+    }
+
+
+def _gemma2(values: Metadata) -> dict[str, Any]:
+    config = _gated(
+        values,
+        "Gemma2ForCausalLM",
+        "gemma2",
+        **_gemma(values, largest=46),
+        sliding_window=values.integer("attention.sliding_window", 4096),
+        layer_types=_layer_types(values, 2),
+        attn_logit_softcapping=values.number("attn_logit_softcapping", 50.0),
+        final_logit_softcapping=values.number("final_logit_softcapping", 30.0),
+    )
+    del config["hidden_act"]
+    return config
+
+
+def _gemma3(values: Metadata) -> dict[str, Any]:
+    window = values.integer("attention.sliding_window", 0, at_least=0)
+    config = _gated(
+        values,
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        **_gemma(values, largest=62),
+        layer_types=_layer_types(values, 6) if window else ["full_attention"] * _num_layers(values),
+        rope_local_base_freq=values.number("rope.freq_base_swa", 10000.0),
+        final_logit_softcapping=None,
+    )
+    if window:
+        config["sliding_window"] = window
+    if "final_logit_softcapping" in values:
+        config["final_logit_softcapping"] = values.number("final_logit_softcapping")
+    del config["hidden_act"]
+    return config
+
+
+def _phi3(values: Metadata) -> dict[str, Any]:
+    window = values.integer("attention.sliding_window", 0, at_least=0)
+    config = _gated(values, "Phi3ForCausalLM", "phi3", sliding_window=window or None)
+    del config["head_dim"]  # always hidden_size / num_attention_heads in this family
+    return config
+
+
+def _granite(values: Metadata) -> dict[str, Any]:
+    _refuse_experts(values)
+    if not values.boolean("rope.scaling.finetuned", True):
+        raise values.error("is a Granite model without RoPE, which is not supported")
+    head_dim = _head_dim(values)
+    return _gated(
+        values,
+        "GraniteForCausalLM",
+        "granite",
+        attention_bias=_attention_bias(values),
+        mlp_bias=_has(values, "ffn_up.bias"),
+        attention_multiplier=values.number("attention.scale", 1 / math.sqrt(head_dim)),
+        embedding_multiplier=values.number("embedding_scale", 1.0),
+        residual_multiplier=values.number("residual_scale", 1.0),
+        logits_scaling=values.number("logit_scale"),
+    )
+
+
+def _glm(values: Metadata, architecture: str, model_type: str) -> dict[str, Any]:
+    if "rope.dimension_sections" in values:
+        raise values.error("has RoPE sections for images ('rope.dimension_sections'), which are not supported")
+    config = _gated(values, architecture, model_type, attention_bias=_attention_bias(values))
+    config.setdefault("partial_rotary_factor", 1.0)
+    return config
+
+
+def _glm4(values: Metadata) -> dict[str, Any]:
+    return _glm(values, "Glm4ForCausalLM", "glm4")
+
+
+def _chatglm(values: Metadata) -> dict[str, Any]:
+    return _glm(values, "GlmForCausalLM", "glm")
+
+
+def _olmo2(values: Metadata) -> dict[str, Any]:
+    if values.integer("attention.sliding_window", 0, at_least=0):
+        raise values.error("has a sliding window, as OLMo 3 has, which is not supported in GGUF files")
+    return _gated(values, "Olmo2ForCausalLM", "olmo2", attention_bias=_attention_bias(values))
+
+
+def _starcoder2(values: Metadata) -> dict[str, Any]:
+    config = _decoder(
+        values,
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        intermediate_size=values.integer("feed_forward_length"),
+        hidden_act="gelu_pytorch_tanh",
+        norm_epsilon=values.number("attention.layer_norm_epsilon"),
+        use_bias=_attention_bias(values),
+        sliding_window=values.integer("attention.sliding_window", 0, at_least=0) or None,
+    )
+    return {**config, **rope_config(values, _head_dim(values), config["max_position_embeddings"])}
+
+
+def _falcon(values: Metadata) -> dict[str, Any]:
+    config = _decoder(values, "FalconForCausalLM", "falcon")
+    num_kv_heads = config.pop("num_key_value_heads")
+    own_norms = _has(values, "attn_norm_2.weight")
+    rope = rope_config(values, _head_dim(values), config["max_position_embeddings"])
+    return {
+        **config,
+        **rope,
+        "num_kv_heads": num_kv_heads,
+        "multi_query": num_kv_heads == 1,
+        "new_decoder_architecture": num_kv_heads != 1 or own_norms,
+        "num_ln_in_parallel_attn": 2 if own_norms else 1,
+        "parallel_attn": True,
+        "alibi": False,
+        "bias": _attention_bias(values),
+        "activation": "gelu",
+        "ffn_hidden_size": values.integer("feed_forward_length", 4 * config["hidden_size"]),
+        "layer_norm_epsilon": values.number("attention.layer_norm_epsilon"),
+    }
+
+
+def _gpt2(values: Metadata) -> dict[str, Any]:
+    context_length = values.integer("context_length")
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": values.integer("embedding_length"),
+        "n_layer": _num_layers(values),
+        "n_head": values.integer("attention.head_count"),
+        "n_inner": values.integer("feed_forward_length", 4 * values.integer("embedding_length")),
+        "n_positions": context_length,
+        "n_ctx": context_length,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": values.number("attention.layer_norm_epsilon"),
+    }
+
+
+# ----------------------------------------------------------------------------------------------- families with experts
+
+
+def _qwen2_moe(values: Metadata) -> dict[str, Any]:
+    return _gated(
+        values,
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        **_qwen_experts(values),
+        qkv_bias=_attention_bias(values),
+        norm_topk_prob=False,
+        shared_expert_intermediate_size=_rows(values, "ffn_up_shexp.weight", "expert_shared_feed_forward_length"),
+    )
+
+
+def _qwen3_moe(values: Metadata) -> dict[str, Any]:
+    bias = _attention_bias(values)
+    return _gated(
+        values,
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        **_qwen_experts(values),
+        attention_bias=bias,
+        norm_topk_prob=True,
+    )
+
+
+def _qwen_experts(values: Metadata) -> dict[str, Any]:
+    dense = [layer for layer in range(_num_layers(values)) if not values.has_tensor(f"blk.{layer}.ffn_gate_inp.weight")]
+    return {
+        "num_experts": values.integer("expert_count"),
+        "num_experts_per_tok": values.integer("expert_used_count"),
+        "moe_intermediate_size": _rows(values, "ffn_up_exps.weight", "expert_feed_forward_length"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+        "use_sliding_window": False,
+    }
+
+
+def _rows(values: Metadata, name: str, key: str) -> int:
+    """The value of `key`, or in files from before it was stored, the output features of a layer's tensor."""
+    if key in values:
+        return values.integer(key)
+    layers = (f"blk.{layer}.{name}" for layer in range(_num_layers(values)))
+    first = next((layer for layer in layers if values.has_tensor(layer)), f"blk.0.{name}")
+    shape = values.tensor(first).shape
+    return shape[-2] if len(shape) > 1 else shape[0]
+
+
+def _gpt_oss(values: Metadata) -> dict[str, Any]:
+    config = _gated(
+        values,
+        "GptOssForCausalLM",
+        "gpt_oss",
+        intermediate_size=values.integer("expert_feed_forward_length"),
+        num_local_experts=values.integer("expert_count"),
+        num_experts_per_tok=values.integer("expert_used_count"),
+        sliding_window=values.integer("attention.sliding_window"),
+        layer_types=_layer_types(values, 2),
+        attention_bias=_attention_bias(values),
+    )
+    if "rope_scaling" in config:
+        config["rope_scaling"]["truncate"] = False  # as in all published models; files do not store it
+    return config
+
+
+def _deepseek2(values: Metadata) -> dict[str, Any]:
+    is_v3 = values.integer("expert_gating_func", 0, at_least=0) == _GATING_SIGMOID
+    # Files with split key and value projections store the sizes of heads under keys of their own.
+    rope_dim = values.integer("rope.dimension_count")
+    key_length = values.integer("attention.key_length_mla", values.integer("attention.key_length"))
+    if key_length <= rope_dim:
+        raise values.error(f"has query heads of {key_length} elements, expected more than the {rope_dim} with RoPE")
+    config = _decoder(
+        values,
+        "DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM",
+        "deepseek_v3" if is_v3 else "deepseek_v2",
+        hidden_act="silu",
+        intermediate_size=values.integer("feed_forward_length"),
+        rms_norm_eps=values.number("attention.layer_norm_rms_epsilon"),
+        attention_bias=_has(values, "attn_output.bias"),
+        q_lora_rank=values.integer("attention.q_lora_rank") if "attention.q_lora_rank" in values else None,
+        kv_lora_rank=values.integer("attention.kv_lora_rank"),
+        qk_nope_head_dim=key_length - rope_dim,
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=values.integer("attention.value_length_mla", values.integer("attention.value_length")),
+        n_routed_experts=values.integer("expert_count"),
+        n_shared_experts=values.integer("expert_shared_count", 0, at_least=0) or None,
+        num_experts_per_tok=values.integer("expert_used_count"),
+        moe_intermediate_size=values.integer("expert_feed_forward_length"),
+        first_k_dense_replace=values.integer("leading_dense_block_count", 0, at_least=0),
+        routed_scaling_factor=values.number("expert_weights_scale", 1.0),
+        norm_topk_prob=values.boolean("expert_weights_norm", False),
+        num_nextn_predict_layers=values.integer("nextn_predict_layers", 0, at_least=0),
+    )
+    config["num_key_value_heads"] = config["num_attention_heads"]  # files store that of the shared latent, 1
+    known = _EXPERT_GROUPS.get((config["num_hidden_layers"], config["n_routed_experts"]), (1, 1))
+    config["n_group"] = values.integer("expert_group_count", known[0])
+    config["topk_group"] = values.integer("expert_group_used_count", known[1])
+    if not is_v3:
+        config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
+    config |= rope_config(values, rope_dim, config["max_position_embeddings"])
+    if "rope.scaling.yarn_log_multiplier" in values and "rope_scaling" in config:
+        scale = round(10 * values.number("rope.scaling.yarn_log_multiplier"), 6)
+        config["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}
+    return config
+
+
+_FAMILIES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
+    "chatglm": _chatglm,
+    "deepseek2": _deepseek2,
+    "falcon": _falcon,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "glm4": _glm4,
+    "gpt-oss": _gpt_oss,
+    "gpt2": _gpt2,
+    "granite": _granite,
+    "llama": _llama,
+    "olmo2": _olmo2,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen2moe": _qwen2_moe,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
+    "starcoder2": _starcoder2,
+}

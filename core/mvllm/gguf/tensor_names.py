@@ -1,0 +1,333 @@
+"""Translates the tensors of a GGUF file to those of the Hugging Face checkpoint: names, and what became of the values.
+
+A table for each architecture names the modules. Rules cover the tensors that llama.cpp's converter changes:
+
+    attn_q, attn_k          rotary pairs adjacent                     architectures llama and granite
+    attn_qkv                query, key and value in one, or not       any
+    ffn_*_exps              experts stacked                           all with experts
+    attn_k_b, attn_v_b      kv_b_proj in two, keys transposed         deepseek2
+    *norm                   one added                                 gemma2, gemma3
+    matrices                transposed                                gpt2; experts of gpt-oss
+
+Source: convert_hf_to_gguf.py of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from mvllm.errors import ModelError
+from mvllm.gguf.header import GGUFModel, GGUFTensor
+from mvllm.gguf.hf_tensor import HFTensor, Rows, Source, in_order, interleaved, joined_by_group, rotary_halves
+from mvllm.gguf.metadata import Metadata
+from mvllm.gguf.model_config import model_config
+
+_LAYER = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<base>.+)\.(?P<suffix>weight|bias)")
+_EXPERT = re.compile(r"ffn_(?P<kind>gate|up|down)\.(?P<expert>\d{1,5})")
+_STACK = re.compile(r"ffn_(?P<kind>gate|up|down|gate_up)_exps")
+_ROPE = re.compile(r"(blk\.\d+\.)?(rope_freqs|rope_factors_long|rope_factors_short|attn_rot_embd)(\.weight)?")
+"""Tensors that config.json covers."""
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_GEMMA = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_SHARED_EXPERT = {f"ffn_{kind}_shexp": f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")}
+_OWN_MODULES: dict[str, dict[str, str]] = {
+    "chatglm": {"ffn_up": "mlp.gate_up_proj"},
+    "deepseek2": {
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        **{base: name.replace("shared_expert", "shared_experts") for base, name in _SHARED_EXPERT.items()},
+    },
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "glm4": {
+        "ffn_up": "mlp.gate_up_proj",
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+    "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "qwen2moe": _SHARED_EXPERT,
+    "starcoder2": {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+}
+_GPT2 = {
+    "attn_norm": "ln_1",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_FALCON = {
+    "attn_norm": "input_layernorm",
+    "attn_output": "self_attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+_FUSED_QKV = {"phi3": "self_attn.qkv_proj", "gpt2": "attn.c_attn", "falcon": "self_attention.query_key_value"}
+_ADJACENT_PAIRS = ("llama", "granite")
+_EXPERT_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_MIXTRAL_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+def hf_tensors(model: GGUFModel, most_tensors: int) -> dict[str, HFTensor]:
+    """The tensors of the Hugging Face checkpoint, by name. Reads no tensor data.
+
+    Tensors of the file that have no counterpart keep their names.
+
+    Args:
+        model: The headers of the files.
+        most_tensors: Maximum number of tensors, each expert's matrices counted.
+
+    Raises:
+        ModelError: The architecture is not supported, a tensor does not have the shape that the metadata imply, or
+            there are too many tensors.
+    """
+    found: dict[str, HFTensor] = {}
+    for tensor in _Translation(model).tensors():
+        if tensor.name in found:
+            raise ModelError(f"{model.files[0]} has two tensors for {tensor.name!r}. Convert the model again.")
+        found[tensor.name] = tensor
+        if len(found) > most_tensors:
+            raise ModelError(
+                f"{model.files[0]} has more than {most_tensors} tensors, each expert's counted, which is more than the "
+                "model has. Check that config.json and the file belong together."
+            )
+    return found
+
+
+class _Translation:
+    """The tensors of one model."""
+
+    def __init__(self, model: GGUFModel) -> None:
+        self._model = model
+        self._values = Metadata(model)
+        self._config = model_config(model)
+        self._arch = arch = self._values.architecture
+        self._is_gpt2, self._is_falcon = arch == "gpt2", arch == "falcon"
+        self._modules: Mapping[str, str] = {**_MODULES, **_OWN_MODULES.get(arch, {})}
+        self._top, self._prefix = _TOP, "model.layers."
+        if self._is_gpt2 or self._is_falcon:
+            embedding = "wte" if self._is_gpt2 else "word_embeddings"
+            self._prefix, self._modules = "transformer.h.", _GPT2 if self._is_gpt2 else _FALCON
+            self._top = {
+                "token_embd": f"transformer.{embedding}",
+                "position_embd": "transformer.wpe",
+                "output_norm": "transformer.ln_f",
+                "output": "lm_head",
+            }
+        self._is_mixtral = self._config["model_type"] == "mixtral"
+        self._num_layers = int(self._config.get("num_hidden_layers") or self._config["n_layer"])
+        self._num_heads = int(self._config.get("num_attention_heads") or self._config["n_head"])
+        kv_heads = self._config.get("num_key_value_heads") or self._config.get("num_kv_heads")
+        self._num_kv_heads = int(kv_heads or self._num_heads)
+
+    def tensors(self) -> Iterator[HFTensor]:
+        for name, tensor in self._model.tensors.items():
+            if _ROPE.fullmatch(name):
+                continue
+            match = _LAYER.fullmatch(name)
+            if match is None:
+                base, _, suffix = name.rpartition(".")
+                yield self._plain(f"{self._top[base]}.{suffix}" if base in self._top else name, tensor)
+            elif int(match["layer"]) >= self._num_layers:  # multi-token prediction
+                yield self._plain(f"{self._prefix}{match['layer']}.{match['base']}.{match['suffix']}", tensor)
+            else:
+                yield from self._of_layer(tensor, int(match["layer"]), match["base"], match["suffix"])
+
+    def _of_layer(self, tensor: GGUFTensor, layer: int, base: str, suffix: str) -> Iterator[HFTensor]:
+        name = f"{self._prefix}{layer}."
+        if base in ("attn_qkv", "attn_q", "attn_k", "attn_v"):
+            yield from self._projections(tensor, layer, base, suffix)
+        elif stack := _STACK.fullmatch(base):
+            yield from self._experts(tensor, layer, stack["kind"], suffix)
+        elif expert := _EXPERT.fullmatch(base):
+            yield self._plain(self._expert_name(layer, int(expert["expert"]), expert["kind"]), tensor)
+        elif base in ("attn_k_b", "attn_v_b"):
+            yield from self._latent_projections(layer, base)
+        elif base == "attn_sinks":
+            yield self._plain(f"{name}self_attn.sinks", tensor)
+        elif base == "exp_probs_b":
+            yield self._plain(f"{name}mlp.gate.e_score_correction_bias", tensor)
+        elif base == "ffn_gate_inp_shexp":
+            shape, source = (1, math.prod(tensor.shape)), Source(tensor)
+            yield HFTensor(f"{name}mlp.shared_expert_gate.weight", shape, (source,), in_order(source.num_rows))
+        elif base == "ffn_gate_inp" and self._is_mixtral:
+            yield self._plain(f"{name}block_sparse_moe.gate.{suffix}", tensor)
+        elif self._is_falcon and base in ("attn_norm", "attn_norm_2") and self._has(layer, "attn_norm_2.weight"):
+            yield self._plain(f"{name}{'ln_mlp' if base == 'attn_norm' else 'ln_attn'}.{suffix}", tensor)
+        elif base in self._modules:
+            yield self._plain(f"{name}{self._modules[base]}.{suffix}", tensor)
+        else:
+            yield self._plain(tensor.name, tensor)
+
+    def _plain(self, name: str, tensor: GGUFTensor) -> HFTensor:
+        """A tensor with another name; of Gemma and GPT-2 also with other values."""
+        offset = -1.0 if self._arch in ("gemma2", "gemma3") and name.endswith("norm.weight") else 0.0
+        source = Source(tensor)
+        transposed = self._is_gpt2 and name.startswith(self._prefix) and len(tensor.shape) == 2
+        return HFTensor(name, tensor.shape, (source,), in_order(source.num_rows), transposed, offset)
+
+    # ------------------------------------------------------------------------------------------------------ attention
+
+    def _projections(self, tensor: GGUFTensor, layer: int, base: str, suffix: str) -> Iterator[HFTensor]:
+        """Query, key and value, which the file and the checkpoint may store as one matrix each, or as one in all."""
+        if self._arch in _FUSED_QKV:
+            if base not in ("attn_qkv", "attn_q"):  # with the query
+                return
+            parts = [tensor]
+            if base == "attn_q":
+                parts += [self._values.tensor(f"blk.{layer}.{other}.{suffix}") for other in ("attn_k", "attn_v")]
+            yield self._fused(f"{self._prefix}{layer}.{_FUSED_QKV[self._arch]}.{suffix}", parts)
+            return
+        total, single = tensor.shape[0], len(tensor.shape) == 1
+        if base != "attn_qkv":
+            rows = self._head_rows(tensor, base, 0, total)
+            yield self._rows_of(f"{self._prefix}{layer}.{self._modules[base]}.{suffix}", tensor, total, rows, single)
+            return
+        head_size = self._head_size(tensor, total, self._num_heads + 2 * self._num_kv_heads)
+        start = 0
+        for each, heads in (
+            ("attn_q", self._num_heads),
+            ("attn_k", self._num_kv_heads),
+            ("attn_v", self._num_kv_heads),
+        ):
+            name, count = f"{self._prefix}{layer}.{self._modules[each]}.{suffix}", heads * head_size
+            yield self._rows_of(name, tensor, count, self._head_rows(tensor, each, start, count), single)
+            start += count
+
+    def _head_rows(self, tensor: GGUFTensor, base: str, first: int, count: int) -> Rows:
+        if self._arch not in _ADJACENT_PAIRS or base == "attn_v":
+            return in_order(count, first)
+        heads = self._num_heads if base == "attn_q" else self._num_kv_heads
+        head_size = self._head_size(tensor, count, heads)
+        if head_size % 2:
+            raise self._wrong_shape(tensor, f"heads with an even number of rows, found {head_size}")
+        return rotary_halves(heads, head_size, first)
+
+    def _fused(self, name: str, parts: list[GGUFTensor]) -> HFTensor:
+        total, single = sum(part.shape[0] for part in parts), len(parts[0].shape) == 1
+        rows = in_order(total)
+        if self._is_falcon:
+            head_size = self._head_size(parts[0], total, self._num_heads + 2 * self._num_kv_heads)
+            in_group, rest = divmod(self._num_heads, self._num_kv_heads)
+            if rest:
+                raise self._values.error(f"has {self._num_heads} heads for {self._num_kv_heads} key/value heads")
+            rows = joined_by_group(self._num_kv_heads, in_group * head_size, head_size, head_size)
+        sources = tuple(self._source(part, single) for part in parts)
+        shape = (total,) if single else (total, sources[0].row_length)
+        return self._checked(HFTensor(name, shape, sources, rows, self._is_gpt2 and not single))
+
+    def _latent_projections(self, layer: int, base: str) -> Iterator[HFTensor]:
+        if base == "attn_v_b" or self._has(layer, "attn_kv_b.weight"):  # with the keys, or there as one matrix
+            return
+        keys, heads = self._values.tensor(f"blk.{layer}.attn_k_b.weight"), self._num_heads
+        found = self._values.tensor(f"blk.{layer}.attn_v_b.weight")
+        for tensor in (keys, found):
+            if len(tensor.shape) != 3 or tensor.shape[0] != heads:
+                raise self._wrong_shape(tensor, f"three dimensions, the first of {heads} heads")
+        sizes = keys.shape[2], found.shape[1]
+        shape = (heads * sum(sizes), keys.shape[1])
+        sources = Source(keys, swapped=True), Source(found)
+        name = f"{self._prefix}{layer}.self_attn.kv_b_proj.weight"
+        yield self._checked(HFTensor(name, shape, sources, joined_by_group(heads, *sizes)))
+
+    # -------------------------------------------------------------------------------------------------------- experts
+
+    def _experts(self, tensor: GGUFTensor, layer: int, kind: str, suffix: str) -> Iterator[HFTensor]:
+        if self._arch == "gpt-oss":
+            yield from self._stacked_experts(tensor, layer, kind, suffix)
+            return
+        if len(tensor.shape) != 3:
+            raise self._wrong_shape(tensor, "three dimensions")
+        num_experts, num_rows, _ = tensor.shape
+        kinds = ("gate", "up") if kind == "gate_up" else (kind,)
+        if num_rows % len(kinds):
+            raise self._wrong_shape(tensor, "as many rows of gate as of up")
+        count = num_rows // len(kinds)
+        for expert in range(num_experts):
+            for i, each in enumerate(kinds):
+                rows = in_order(count, expert * num_rows + i * count)
+                yield self._rows_of(self._expert_name(layer, expert, each), tensor, count, rows, False)
+
+    def _expert_name(self, layer: int, expert: int, kind: str) -> str:
+        block, names = ("block_sparse_moe", _MIXTRAL_NAMES) if self._is_mixtral else ("mlp", _EXPERT_NAMES)
+        return f"{self._prefix}{layer}.{block}.experts.{expert}.{names[kind]}.weight"
+
+    def _stacked_experts(self, tensor: GGUFTensor, layer: int, kind: str, suffix: str) -> Iterator[HFTensor]:
+        """The experts of GPT-OSS: one tensor for all, in which rows of gate and up alternate."""
+        name = f"{self._prefix}{layer}.mlp.experts.{'down' if kind == 'down' else 'gate_up'}_proj"
+        single = suffix == "bias"
+        if len(tensor.shape) != (2 if single else 3):
+            raise self._wrong_shape(tensor, f"{2 if single else 3} dimensions")
+        if kind == "up":  # with the gate
+            return
+        parts = [tensor]
+        if kind == "gate":
+            parts.append(self._values.tensor(f"blk.{layer}.ffn_up_exps.{suffix}"))
+            if parts[0].shape != parts[1].shape:
+                raise self._wrong_shape(parts[1], f"the shape {list(parts[0].shape)}")
+        num_experts, num_rows = tensor.shape[:2]
+        shape = (num_experts, num_rows * len(parts), *tensor.shape[2:])
+        rows = interleaved(num_experts, num_rows) if kind == "gate" else in_order(num_experts * num_rows)
+        if kind == "gate_up":
+            raise self._wrong_shape(tensor, "gate and up in two tensors")
+        sources = tuple(self._source(part, single) for part in parts)
+        full_name = f"{name}_bias" if single else name
+        yield self._checked(HFTensor(full_name, shape, sources, rows, transposed=not single))
+
+    # --------------------------------------------------------------------------------------------------------- helpers
+
+    def _rows_of(self, name: str, tensor: GGUFTensor, count: int, rows: Rows, single: bool) -> HFTensor:
+        source = self._source(tensor, single)
+        return HFTensor(name, (count,) if single else (count, source.row_length), (source,), rows)
+
+    def _source(self, tensor: GGUFTensor, single: bool) -> Source:
+        if single and tensor.type.is_quantized:
+            raise self._wrong_shape(tensor, "a type that is not quantized")
+        return Source(tensor, single=single)
+
+    def _checked(self, tensor: HFTensor) -> HFTensor:
+        """The tensor, if all its sources have rows of one length."""
+        first, *others = tensor.sources
+        for other in others:
+            if other.row_length != first.row_length:
+                raise self._wrong_shape(other.tensor, f"rows of {first.row_length} values")
+        return tensor
+
+    def _head_size(self, tensor: GGUFTensor, rows: int, heads: int) -> int:
+        if rows % heads:
+            raise self._wrong_shape(tensor, f"a multiple of {heads} heads as rows")
+        return rows // heads
+
+    def _has(self, layer: int, name: str) -> bool:
+        return self._values.has_tensor(f"blk.{layer}.{name}")
+
+    def _wrong_shape(self, tensor: GGUFTensor, expected: str) -> ModelError:
+        return self._values.error(
+            f"has tensor {tensor.name!r} as {tensor.type} of shape {list(tensor.shape)}, expected {expected}"
+        )

