@@ -40,7 +40,7 @@ def plugin_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def make(checkpoint: Path, plugin_path: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Builds engines with one worker process per device; upper-case settings are environment variables of the plugin."""
+    """Builds engines with one worker process per device; upper-case settings are the plugin's environment variables."""
     tag = new_tag()
     monkeypatch.setenv(TAG, tag)
     before = shared_memory_names()
