@@ -52,7 +52,7 @@ The listings are the sources of `plugins/null-device`
 
 
 def page() -> str:
-    """The whole page."""
+    """The complete page."""
     parts = [HEAD]
     for source, language in SOURCES.items():
         text = (PROJECT / source).read_text(encoding="utf-8").replace('readme = "README.md"\n', "")
