@@ -52,7 +52,7 @@ class OptionRow:
 
 
 def page() -> str:
-    """The whole page."""
+    """The complete page."""
     commands = dict(all_commands())
     rows = {name: list(option_rows(parser)) for name, parser in commands.items()}
     counts = Counter(row for found in rows.values() for row in found)

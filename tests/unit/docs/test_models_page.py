@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers import model_coverage
 from tests.unit.docs import models_page
-from tests.unit.docs.models_page import PAGE, ROOT, read_record, table, merged_record, with_table
+from tests.unit.docs.models_page import PAGE, ROOT, merged_record, read_record, table, with_table
 
 COMMAND = "run: python -m tests.unit.docs.models_page"
 

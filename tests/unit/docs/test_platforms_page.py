@@ -21,8 +21,8 @@ from tests.unit.docs.platforms_page import (
     WITHOUT_DEVICE,
     is_shown,
     read_records,
+    record_of,
     tables,
-    take_in,
     with_tables,
 )
 
@@ -89,20 +89,20 @@ def cells(record: dict[str, object]) -> dict[str, str]:
 
 
 def test_passed_capabilities_are_shown_and_others_claimed() -> None:
-    record = take_in(REPORT, on="a device", command="mvllm conformance", date="2026-01-01")
+    record = record_of(REPORT, on="a device", command="mvllm conformance", date="2026-01-01")
     assert cells(record)["sinks"] == "shown" and cells(record)["dtypes"] == "float32: shown"
     assert cells(record)["mla"] == "–" and cells(record)["max_head_size"] == "any: shown"
     waived = copy.deepcopy(REPORT)
     waived["clauses"]["ATT-09"]["status"] = "waived"  # type: ignore[index, call-overload]
-    assert cells(take_in(waived, on="a device", command="c", date="d"))["sinks"] == "claimed"
+    assert cells(record_of(waived, on="a device", command="c", date="d"))["sinks"] == "claimed"
 
 
 def test_without_a_computing_device_nothing_is_shown() -> None:
-    record = take_in(REPORT, on="", command="mvllm conformance", date="2026-01-01")
+    record = record_of(REPORT, on="", command="mvllm conformance", date="2026-01-01")
     assert not any(is_shown(record, name) for name in CLAUSES_OF)
     assert "**not run on hardware**" in tables({"acme": record})["platforms"]
 
 
 def test_devices_and_waivers_are_listed() -> None:
-    shown = tables({"acme": take_in(REPORT, on="a device", command="c", date="2026-01-01")})
+    shown = tables({"acme": record_of(REPORT, on="a device", command="c", date="2026-01-01")})
     assert "a device, 2 devices" in shown["platforms"] and "- `acme` ATT-07: slow sums" in shown["waivers"]
