@@ -13,9 +13,9 @@ from mvllm.structured_output.mask_worker import INLINE_SECONDS, MaskTimeBudget, 
 from tests.unit.structured_output.test_grammar_compiler import (  # noqa: F401  (fixtures)
     StructuredOutputManager,
     Vocabulary,
-    kept,
     outcomes,
     request,
+    shared_manager,
     tokens_of,
     vocabulary,
 )
@@ -104,7 +104,7 @@ def test_the_time_budget_grows_with_the_tokens() -> None:
 
 
 def test_sequences_of_an_ambiguous_grammar_end_in_an_error_together(
-    kept: StructuredOutputManager,  # noqa: F811
+    shared_manager: StructuredOutputManager,  # noqa: F811
     vocabulary: Vocabulary,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -115,8 +115,8 @@ def test_sequences_of_an_ambiguous_grammar_end_in_an_error_together(
     for name in ("one", "other"):
         asked = request(name, grammar='start: s\ns: s s | "a" |')
         asked.sibling_group = "group"
-        kept.submit(asked)
-        found.append(outcomes(kept, 1)[name].grammar)
+        shared_manager.submit(asked)
+        found.append(outcomes(shared_manager, 1)[name].grammar)
     one, other = found
     assert one is not None and other is not None
     for _ in range(1000):
