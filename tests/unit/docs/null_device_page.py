@@ -38,7 +38,7 @@ What a worker that computes does in each method:
 |---|---|---|
 | `init_device` | nothing | bind the device with the index `WorkerContext.local_rank` |
 | `load_model` | nothing | read the weights in the folder `EngineConfig.model.path` |
-| `kv_cache_needs`, `available_kv_bytes` | constants | bytes per token; the memory left by a profiling step |
+| `kv_cache_needs`, `available_kv_bytes` | constants | bytes per token, all layers; memory left by a profiling step |
 | `allocate_kv_cache` | nothing | claim the blocks; `MemoryError` if they do not fit |
 | `warm_up` | nothing | compile what steps will need |
 | `execute_model` | one token for every row | apply the plan, run the model, sample; see `SchedulerOutput` |
