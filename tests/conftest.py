@@ -20,7 +20,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 for name in [name for name in os.environ if name.startswith("MVLLM_")]:
     del os.environ[name]
 
-# In CI the examples are the same every time; at a developer's desk they are new ones, and find what CI has not seen.
+# In CI the examples are the same every time. On a developer's machine they are new, and find failures that CI has
+# not seen.
 settings.register_profile("mvllm", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.load_profile("mvllm")
 

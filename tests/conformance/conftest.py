@@ -1,6 +1,7 @@
-"""The conformance suite within the project's own tests: every clause, on thinned-out grids, for the CPU platform.
+"""The conformance suite in the project's own tests: every clause, on reduced parameter grids, for the CPU platform.
 
-`python3 ci/dev.py conform cpu` runs all of it; here `pytest tests/conformance --mvllm-platform NAME` examines another.
+`python3 ci/dev.py conform cpu` runs the full grids; `pytest tests/conformance --mvllm-platform NAME` tests another
+platform.
 """
 
 from __future__ import annotations

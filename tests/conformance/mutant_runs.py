@@ -1,7 +1,7 @@
-"""Examining the mutants of the example device.
+"""Runs the conformance suite on the mutants of the example device.
 
-Each is a copy of the device's sources with its edits in it, so the fault is there in every process that imports them.
-`python -m tests.conformance.mutant_runs FOLDER` examines all of them, with numbers behind it only those:
+Each mutant is a copy of the device's sources with its edits, so the fault is in every process that imports them.
+`python -m tests.conformance.mutant_runs FOLDER` runs all of them, or those whose numbers follow:
 
     one process imports torch ──fork──> the suite on a copy of the device ──> its JSON report
                               ──fork──> the suite on the next copy        ──> ...
@@ -25,14 +25,14 @@ from tests.helpers.plugins import EXAMPLE_SOURCE, write_metadata
 
 PACKAGE = "mvllm_example_device"
 AT_ONCE = 2
-"""Mutants that are examined side by side."""
+"""Number of mutants that run in parallel."""
 
 
 def plant(mutant: Mutant, folder: Path) -> Path:
-    """A copy of the device with the fault in it, installed in `folder`.
+    """Installs a copy of the device with the fault in `folder`.
 
     Raises:
-        AssertionError: The text that it changes is not there once.
+        AssertionError: The text to replace does not occur exactly once.
     """
     write_metadata(folder, "mvllm-example-device", f"[mvllm.platforms]\nexample = {PACKAGE}.plugin\n")
     package = folder / PACKAGE
@@ -49,11 +49,12 @@ def plant(mutant: Mutant, folder: Path) -> Path:
 
 
 _QUICKLY = ("-ra", "--assert=plain", "-p", "pytest_timeout")
-"""Nobody reads what is compared in a mutant's output: rewriting the suite's assertions would be a third of its time."""
+"""Disables the assertion rewriting of pytest: nobody reads the comparisons of a mutant, and it would take a third of
+the time."""
 
 
 def examine(mutant: Mutant, clauses: tuple[str, ...], folder: Path) -> None:
-    """Runs the suite on what was planted in `folder` and ends the process; report.json and output.txt say the rest."""
+    """Runs the suite on the device in `folder` and ends the process; the results are in report.json and output.txt."""
     from mvllm.testing.run import Settings, run
 
     sink = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -64,7 +65,7 @@ def examine(mutant: Mutant, clauses: tuple[str, ...], folder: Path) -> None:
     try:
         run(Settings("example", folder / "report.json", only=",".join(clauses), quick=True, pytest_arguments=_QUICKLY))
         sys.stdout.flush()
-    except BaseException:  # whoever looks for the report will say that it is missing
+    except BaseException:  # the caller reports the missing report
         traceback.print_exc()
     finally:
         sys.stderr.flush()
@@ -72,10 +73,10 @@ def examine(mutant: Mutant, clauses: tuple[str, ...], folder: Path) -> None:
 
 
 def statuses(folder: Path) -> dict[str, str]:
-    """What the suite says about each clause, in the order of the contract's page.
+    """The suite's status of each clause, in the order of the contract's page.
 
     Raises:
-        AssertionError: The suite came to no end.
+        AssertionError: The suite did not finish.
     """
     path = folder / "report.json"
     assert path.exists(), (folder / "output.txt").read_text(encoding="utf-8", errors="replace")[-3000:]
@@ -84,10 +85,10 @@ def statuses(folder: Path) -> dict[str, str]:
 
 
 def unchanged(chosen: Collection[int] | None = None) -> list[tuple[Mutant, tuple[str, ...]]]:
-    """The device as it is, against all that any mutant is examined against, under the same variables.
+    """The unmodified device as mutants without an edit: one per environment, with the clauses of all mutants in it.
 
     Args:
-        chosen: Places in MUTANTS of those that are examined; None for all. Variables of none of them have no clauses.
+        chosen: Indices in MUTANTS of the mutants to run; None for all.
     """
     runs: dict[tuple[tuple[str, str], ...], set[str]] = {}
     for number, mutant in enumerate(MUTANTS):
@@ -101,10 +102,10 @@ def unchanged(chosen: Collection[int] | None = None) -> list[tuple[Mutant, tuple
 
 
 def main(folder: Path, chosen: Collection[int] | None = None) -> None:
-    """Examines them, each in `folder`/number, the unchanged first.
+    """Runs the suite on each in `folder`/number, first on the unmodified device.
 
     Args:
-        chosen: Places in MUTANTS; None for all. A place where none is: only the unchanged.
+        chosen: Indices in MUTANTS; None for all. An index out of range: only the unmodified device.
     """
     import pytest  # noqa: F401  (these are imported before the forks, once for all)
     import torch  # noqa: F401
@@ -113,7 +114,7 @@ def main(folder: Path, chosen: Collection[int] | None = None) -> None:
     import mvllm.entrypoints.llm
     import mvllm.worker.worker  # noqa: F401
 
-    gc.freeze()  # each pytest collects garbage more than once, and would look through all that was imported
+    gc.freeze()  # each pytest collects garbage more than once, and would scan all imported objects
     running: set[int] = set()
     against = unchanged({number for number in chosen or () if number >= 0} or None)
     first = len(against)

@@ -1,6 +1,7 @@
-"""The example device with one thing broken, many times over: what the conformance suite must find, and name.
+"""Mutants of the example device: each has one fault, which the conformance suite must detect and name.
 
-A mutant is an edit of one line or two of the device's sources; `mutant_runs.py` makes the copies and examines them.
+A mutant is an edit of one or two lines of the device's sources; `mutant_runs.py` makes the copies and runs the suite on
+them.
 """
 
 from __future__ import annotations
@@ -9,22 +10,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 ALWAYS = ("PLG-02", "CFG-02", "DEV-02", "DEV-04", "MEM-01", "KVL-01", "KVL-02", "ATT-05", "OPS-02")
-"""Clauses that every mutant is examined against, beside the one that names its fault."""
+"""Clauses that every mutant is tested against, in addition to the one that names its fault."""
 COMMUNICATION = ("COM-01", "COM-02")
-"""The same for those whose fault is in the communicator, whose ranks are processes of their own."""
+"""Further clauses for faults in the communicator, whose ranks are separate processes."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One breakage.
+    """One fault.
 
     Attributes:
-        name: What is wrong.
-        clause: The clause that says so: the first that fails, in the order of docs/reference/contract.md.
+        name: The fault.
+        clause: The clause that must detect it: the first that fails, in the order of docs/reference/contract.md.
         file: Source file of the example device.
         old: Text that occurs there exactly once.
-        new: What stands in its place.
-        environment: Variables under which it is examined.
+        new: Replacement of that text.
+        environment: Environment variables of the run.
     """
 
     name: str
@@ -36,20 +37,20 @@ class Mutant:
 
     @property
     def clauses(self) -> tuple[str, ...]:
-        """Those it is examined against."""
+        """The clauses that it is tested against."""
         further = COMMUNICATION if self.clause.startswith("COM") else ()
         return tuple(sorted({*ALWAYS, *further, self.clause}))
 
 
 def _method(code: str) -> tuple[str, str, str]:
-    """A method more in the attention backend; `code` is indented like a module's."""
+    """Adds a method to the attention backend; `code` is indented like a module's."""
     before = "    def build_metadata(self, batch"
     indented = "".join(f"    {line}\n" if line else "\n" for line in code.splitlines())
     return "attention.py", before, f"{indented}\n{before}"
 
 
 def _collective(code: str) -> tuple[str, str, str]:
-    """A method more in the communicator; `code` is indented like a module's."""
+    """Adds a method to the communicator; `code` is indented like a module's."""
     before = "    def close(self"
     indented = "".join(f"    {line}\n" for line in code.splitlines())
     return "communicator.py", before, f"{indented}\n{before}"
@@ -67,18 +68,18 @@ _OPENED = "    torch.ops.mvllm_example_device.open(settings.devices, settings.me
 
 
 _LOGSUMEXP_OFF = "(torch.logsumexp(*h) + 1e-3).to(a[0].device)"
-# Of more rows than the operations' own trials have: those would say it first.
+# With more rows than the tests of the operations use: otherwise those would fail first.
 _MAX_OF_HALF = "tuple(x.to(a[0].device) for x in torch.max(h[0][:, : h[0].shape[1] // (1 + (len(h[0]) > 32))], *h[1:]))"
 
 
 def _before_doctor(signature: str) -> tuple[str, str]:
-    """A method more of the platform, which returns something."""
+    """Adds a method to the platform; the method returns a value."""
     before = "    def doctor(self)"
     return before, f"    def {signature}:\n        return object()\n\n{before}"
 
 
 def _kernel(name: str, code: str) -> tuple[str, str, str]:
-    """A kernel of the device's own for an operation of torch; `code` is an expression of its arguments on the host."""
+    """Registers a device kernel for a torch operation; `code` is an expression of its arguments on the host."""
     kernel = f"lambda *a, **k: [h := [x.cpu() if isinstance(x, torch.Tensor) else x for x in a], {code}][-1]"
     added = (
         '    global _KERNELS\n    if "_KERNELS" in globals():\n        return\n'
@@ -501,7 +502,7 @@ MUTANTS = (
     # Graphs.
     Mutant("there are graphs that nobody claims", "GRF-01", "platform.py", *_before_doctor("graphs(self, device)")),
     Mutant("there is a compiler that nobody claims", "GRF-03", "platform.py", *_before_doctor("compiler(self)")),
-    # Models, engines and their ends.
+    # Models, engines and their shutdown.
     Mutant(
         "weights that are square are not transposed, in one place of two",
         "RUN-01",
@@ -552,4 +553,4 @@ FURTHER_EDITS = {
         "        return PendingCopy(self, lambda: tensor)\n",
     ),
 }
-"""Mutants whose fault takes a second edit."""
+"""Mutants whose fault needs a second edit."""

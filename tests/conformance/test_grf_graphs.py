@@ -1,3 +1,3 @@
-"""Clauses GRF; see the module imported."""
+"""Runs the tests of the GRF clauses (graphs) of the platform contract; they are in mvllm.testing.suite."""
 
 from mvllm.testing.suite.test_grf_graphs import *  # noqa: F403

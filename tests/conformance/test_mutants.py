@@ -1,4 +1,4 @@
-"""The suite's own test: a device with one thing broken fails the clause that names the fault, and none before it."""
+"""Tests of the conformance suite: on a device with one fault, the first failing clause names the fault."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ UNCHANGED = unchanged()
 
 
 COSTLY = {"COM-04", "COM-08", "COM-09", "E2E-01", "LIF-05"}
-"""Clauses whose mutants start processes or engines, where others of the same family do, too."""
+"""Clauses whose mutants start processes or engines, and that are covered by others of the same family."""
 
 
 def places() -> Iterator[ParameterSet]:
-    """Of every mutant. Only with all tests are examined: a second one for the same clause, costly ones, and of the
-    clauses every third; a fault of the suite as a whole shows in the others."""
+    """Indices of all mutants. Exhaustive tests only: further mutants of the same clause, slow ones, and two thirds of
+    the clauses. The others detect a general fault of the suite."""
     seen: list[str] = []
     for number, mutant in enumerate(MUTANTS):
         if is_new := mutant.clause not in seen:
@@ -37,18 +37,19 @@ def places() -> Iterator[ParameterSet]:
 
 @pytest.fixture(scope="module")
 def chosen(request: pytest.FixtureRequest) -> set[int] | None:
-    """The mutants that are asked for; None where only the unchanged device is."""
+    """Indices of the mutants whose tests are selected; None if only the test of the unmodified device is."""
     return {
         item.callspec.params["number"]
         for item in request.session.items
         if isinstance(item, pytest.Function)
-        and item.function is test_the_first_clause_that_fails_names_the_fault  # another file has one of that name
+        and item.function
+        is test_the_first_clause_that_fails_names_the_fault  # another file has a test of the same name
     } or None
 
 
 @pytest.fixture(scope="module")
 def examined(chosen: set[int] | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the suite says about those that are asked for, by number."""
+    """A folder with the suite's results for the selected mutants, by number."""
     folder = tmp_path_factory.mktemp("mutants")
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("MVLLM_", "FAULT_INJECTION"))}
     path = os.pathsep.join(folder for folder in sys.path if folder)
@@ -65,7 +66,7 @@ def examined(chosen: set[int] | None, tmp_path_factory: pytest.TempPathFactory) 
 
 
 NOT_CLAIMED = {"GRF-01", "GRF-03"}
-"""The device has no graphs and no compiler; two mutants claim them."""
+"""The device has no graphs and no compiler; two mutants declare them."""
 
 
 @pytest.mark.parametrize("number", range(len(UNCHANGED)), ids=[mutant.name for mutant, _ in UNCHANGED])

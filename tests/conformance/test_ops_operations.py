@@ -1,3 +1,3 @@
-"""Clauses OPS; see the module imported."""
+"""Runs the tests of the OPS clauses (operations) of the platform contract; they are in mvllm.testing.suite."""
 
 from mvllm.testing.suite.test_ops_operations import *  # noqa: F403

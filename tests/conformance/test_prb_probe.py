@@ -1,3 +1,3 @@
-"""Clauses PRB; see the module imported."""
+"""Runs the tests of the PRB clauses (probe) of the platform contract; they are in mvllm.testing.suite."""
 
 from mvllm.testing.suite.test_prb_probe import *  # noqa: F403

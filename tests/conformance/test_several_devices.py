@@ -1,4 +1,4 @@
-"""Clauses about workers of several devices: a platform of the tests keeps them, and breaks them when it is told to."""
+"""Clauses about workers of several devices, on a test platform that satisfies them and violates them on request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.helpers.multi_device_plugin import FAULT, VARIABLE
 from tests.helpers.plugins import multi_device_platform_path
 
 CLAUSES = ("DEV-09", "MEM-05", "KVL-06", "RUN-03")
-"""Whole engines are tests/engine/test_several_devices.py's."""
+"""tests/engine/test_several_devices.py tests whole engines."""
 
 
 def examine(folder: Path, fault: str, clauses: tuple[str, ...]) -> dict[str, str]:
-    """What the suite says about each clause, in the order of the contract's page."""
+    """The suite's status of each clause, in the order of the contract's page."""
     path = os.pathsep.join([*multi_device_platform_path(folder), *(entry for entry in sys.path if entry)])
     report = folder / "report.json"
     command = [*["-m", "mvllm.entrypoints.cli.main", "conformance", "--quick", "--platform", "several"]]

@@ -1,3 +1,3 @@
-"""Clauses SMP; see the module imported."""
+"""Runs the tests of the SMP clauses (sampling) of the platform contract; they are in mvllm.testing.suite."""
 
 from mvllm.testing.suite.test_smp_sampling import *  # noqa: F403

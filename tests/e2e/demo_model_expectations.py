@@ -1,6 +1,6 @@
-"""What the demo model must say, greedily, whoever runs it.
+"""Expected greedy answers of the demo model, independent of the engine.
 
-Each answer is the whole text up to the end-of-text token, or, where it ends in an ellipsis, its beginning.
+Each answer is the whole text up to the end-of-text token, or its beginning if it ends in an ellipsis.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ REPLIES: dict[tuple[tuple[str, str], ...], str] = {
 
 
 def says(text: str, expected: str) -> bool:
-    """Whether ``text`` is what was expected; space around it and the way it is set off from the prompt are free."""
+    """Whether ``text`` equals the expected text; whitespace around it and the separator from the prompt are ignored."""
     if expected.endswith("..."):
         return text.strip().startswith(expected.removesuffix("...").strip())
     return text.strip() == expected.strip()
 
 
 def messages(chat: tuple[tuple[str, str], ...]) -> list[dict[str, str]]:
-    """The conversation in the form that chat templates take."""
+    """The conversation in the format of chat templates."""
     return [{"role": role, "content": content} for role, content in chat]

@@ -56,7 +56,7 @@ def test_chat_answers_each_line_of_a_pipe(folder: str) -> None:
     assert "output tokens/s, platform cpu" in ran.stdout
 
 
-def test_ctrl_c_ends_it_with_130_and_without_a_traceback(folder: str) -> None:
+def test_ctrl_c_exits_with_130_and_without_a_traceback(folder: str) -> None:
     command = [
         str(Path(sys.executable).parent / "mvllm"),
         "generate",

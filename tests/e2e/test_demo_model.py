@@ -1,4 +1,4 @@
-"""The demo model that ships with the package, run by transformers: how well it predicts, and what it says."""
+"""The demo model that ships with the package, run by transformers: its perplexity, and its answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_it_predicts_heldout_text(model, tokenizer):
     assert 1.0 < train.perplexity(model, tokenizer, texts) < MAX_HELDOUT_PERPLEXITY
 
 
-def test_it_predicts_stories_whose_hero_never_met_this_plot(model, tokenizer):
+def test_it_predicts_stories_with_unseen_pairs_of_hero_and_plot(model, tokenizer):
     assert 1.0 < train.perplexity(model, tokenizer, corpus.heldout_stories(40)) < MAX_STORY_PERPLEXITY
 
 
@@ -75,7 +75,7 @@ def test_a_story_keeps_its_hero_and_comes_to_an_end(model, tokenizer, request_te
     assert output[0, -1] in model.generation_config.eos_token_id, "the story did not end"
 
 
-def test_chat_template_writes_what_the_model_was_trained_on(tokenizer):
+def test_the_chat_template_gives_the_training_format(tokenizer):
     chat = [Message("system", "Be kind."), Message("user", "Hello!")]
     written = tokenizer.apply_chat_template(
         [{"role": message.role, "content": message.content} for message in chat],
@@ -85,14 +85,14 @@ def test_chat_template_writes_what_the_model_was_trained_on(tokenizer):
     assert written == corpus.render_chat(chat, add_generation_prompt=True)
 
 
-def test_tokenizer_begins_plain_prompts_once_and_gives_every_text_back(tokenizer):
+def test_the_tokenizer_adds_one_bos_token_and_decodes_every_text(tokenizer):
     text = "Zoë has 1,234 apples — naïve?\n\tYes! 日本"
     token_ids = tokenizer.encode(text)
     assert token_ids.count(tokenizer.bos_token_id) == 1 and token_ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(token_ids, skip_special_tokens=True) == text
 
 
-def test_the_model_was_trained_on_the_corpus_as_it_stands():
+def test_the_model_was_trained_on_the_current_corpus():
     figures = json.loads((demo_model_path().parent / "figures.json").read_text())
     assert figures["corpus_fingerprint"] == corpus.fingerprint(), "the corpus changed: train the model anew"
 

@@ -1,4 +1,4 @@
-"""The demo model through ``LLM("demo")``: the same greedy answers that transformers gives."""
+"""The demo model through ``LLM("demo")``: the same greedy answers as transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_replies_in_conversations(llm):
     assert not wrong
 
 
-def test_an_answer_ends_by_itself(llm):
+def test_an_answer_ends_with_an_eos_token(llm):
     (output,) = llm.chat([{"role": "user", "content": "What is the capital of Italy?"}], GREEDY, use_tqdm=False)
     assert output.outputs[0].finish_reason == "stop"
     assert len(output.outputs[0].token_ids) < 20

@@ -1,6 +1,6 @@
-"""Every script in docs/examples runs on the demo model and prints what it is about.
+"""Every script in docs/examples runs on the demo model and prints the expected text.
 
-Scripts that need no process of their own run in this one, which has imported torch already.
+Scripts that need no separate process run in this one, which has imported torch already.
 """
 
 from __future__ import annotations

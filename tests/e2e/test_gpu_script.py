@@ -1,4 +1,4 @@
-"""`python -m tests.gpu` on the CPU platform: small runs of a script that is made for machines with a device."""
+"""`python -m tests.gpu` on the CPU platform: short runs of a script that is made for machines with a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gpu.settings import ROOT
 
 
 def run(folder: Path, parts: list[str], items: list[str]) -> dict[str, Row]:
-    """The rows of a quick run, by name; nothing may have failed, and the table is printed."""
+    """The rows of a quick run, by name; asserts that none failed, and prints the table."""
     command = [sys.executable, "-m", "tests.gpu", *parts, "--platform", "cpu", "--quick", "--out", str(folder)]
     for item in items:
         command += ["--only", item]
@@ -25,7 +25,7 @@ def run(folder: Path, parts: list[str], items: list[str]) -> dict[str, Row]:
     return {row.name: row for row in ResultLog(folder).rows()}
 
 
-def test_figures_stand_beside_ceilings_of_the_same_run(tmp_path: Path) -> None:
+def test_results_are_compared_with_the_limits_of_the_same_run(tmp_path: Path) -> None:
     rows = run(tmp_path, ["environment", "bench"], ["platform", "ceilings", "tiny:engine"])
     assert rows["platform cpu"].status == OK
     decode = rows["tiny: decode, batch 4"].figures
@@ -34,7 +34,7 @@ def test_figures_stand_beside_ceilings_of_the_same_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_parity_and_ways_to_run(tmp_path: Path) -> None:
+def test_parity_and_execution_modes(tmp_path: Path) -> None:
     rows = run(tmp_path, ["parity", "graphs"], ["llama-gqa"])
     assert len(rows) == 12 and {row.status for row in rows.values()} == {OK}
     assert rows["llama-gqa:bfloat16"].figures["within"] == 1.0

@@ -1,4 +1,4 @@
-"""The program in README.md works as it stands: it is run unchanged, beside a model folder of the name that it uses."""
+"""The program in README.md runs unchanged, next to a model folder with the name that it uses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def first_program(page: Path) -> str:
     return str(first)
 
 
-def test_it_is_what_users_of_this_field_know(program: str) -> None:
+def test_it_uses_the_api_of_vllm(program: str) -> None:
     for line in (
         "from mvllm import LLM, SamplingParams",
         'llm = LLM(model="path-or-name")',

@@ -1,4 +1,4 @@
-"""A tiny checkpoint for the tests of this folder, and engines on it."""
+"""A tiny checkpoint for the tests of this folder, and engines that use it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_llm(checkpoint: Path) -> Iterator[MakeLLM]:
-    """Builds engines that are closed at the end of the test."""
+    """Builds engines that are shut down at the end of the test."""
     with ExitStack() as stack:
         yield lambda **settings: stack.enter_context(engine(settings.pop("model", checkpoint), **settings))

@@ -1,6 +1,6 @@
-"""The engine with its worker in this process, on the example device, beside transformers: `<checkpoint> ...`.
+"""Compares the engine with an in-process worker on the example device with transformers: `<checkpoint> ...`.
 
-A program of its own, because a process has one place for a foreign torch device and gives it up to nobody.
+It is a separate program, because a process can register only one foreign torch device and cannot unregister it.
 """
 
 from __future__ import annotations

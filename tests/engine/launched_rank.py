@@ -1,9 +1,9 @@
-"""What each rank runs under a launcher: the engines that a job file describes, one after the other.
+"""Program of each rank under a launcher: runs the engines that a job file describes, one after the other.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 launched_rank.py job.json out
 
 `job.json` holds {"engines": [{"settings": ..., "blocks": ..., "prompts": ...}, ...]}; rank r writes `out/r.json`.
-Imports nothing but the package, so that ranks start quickly.
+Imports only the package, so that ranks start quickly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DRAWN = {"temperature": 1.1, "top_p": 0.95, "ignore_eos": True, "logprobs": 0, "
 
 
 def describe(outputs: list[RequestOutput]) -> list[dict[str, Any]]:
-    """Everything about the outputs that has to be equal, as JSON holds it."""
+    """All parts of the outputs that must be equal, as JSON values."""
     return [
         {
             "tokens": list(output.outputs[0].token_ids),
@@ -38,10 +38,10 @@ def run_engine(job: dict[str, Any]) -> dict[str, Any]:
     """Generates greedily, again from the prefix cache, and with and without seeds."""
     settings = dict(job["settings"])
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    if "blocks" in job:  # for so many blocks on each rank, whatever its share of a token costs
+    if "blocks" in job:  # the same number of blocks on each rank, whatever its KV bytes per token
         with LLM(**settings) as llm:
             summary = llm.llm_engine.cache_summary
-        num_blocks = max(job["blocks"], summary.blocks_per_request)  # layers with windows take blocks of their own
+        num_blocks = max(job["blocks"], summary.blocks_per_request)  # layers with windows have their own blocks
         settings["kv_cache_memory_bytes"] = summary.total_bytes // summary.num_blocks * num_blocks
     with LLM(**settings) as llm:
         length = {"max_tokens": job["num_tokens"]}

@@ -1,9 +1,9 @@
-"""Front ends for tests that kill things: each is a real `LLM` in a process of its own.
+"""Front ends for tests that kill processes: each is a real `LLM` in a separate process.
 
-The program imports everything once and then forks a front end for each line of JSON on stdin (`model`, `tag`, `faults`,
-`settings`), so that a test does not pay for the imports; what the front end starts is started as ever. The front end
-says on stdout how far it is, one JSON line each, and goes on from idle when it gets a line; the program says how the
-front end ended.
+The program imports all modules once and forks a front end for each line of JSON on stdin (`model`, `tag`, `faults`,
+`settings`), so that a test does not pay for the imports; the processes that the front end starts are started as usual.
+The front end reports its phase on stdout, one JSON line each, and continues from idle when it reads a line; the program
+reports how the front end ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import mvllm_fault_injection.platform
 from mvllm import LLM, SamplingParams
 from tests.helpers.processes import TAG
 
-assert mvllm_fault_injection.platform and torch  # imported so that front ends need not
+assert mvllm_fault_injection.platform and torch  # imported so that front ends need not import them
 
 PROMPTS = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(4)]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""A program that writes as JSON what it sees of itself, and of a child with the remaining arguments if it has some."""
+"""Writes the state of its own process as JSON, and that of a child with the remaining arguments, if there are any."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""An engine of two ranks where /dev/shm is small; says on stdout what came of it, as one line of JSON.
+"""Runs an engine of two ranks with a small /dev/shm; prints the result as one line of JSON.
 
     python small_memory_program.py CHECKPOINT PROMPTS [--without-anonymous-memory]
 
 PROMPTS is JSON: lists of token ids. The option forbids memfd_create in every process, as some sandboxes do, so that
-shared memory has to come from /dev/shm.
+shared memory must come from /dev/shm.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(folder: str, prompts: list[list[int]]) -> dict[str, object]:
     except Exception as e:
         return {"refusal": f"{type(e).__name__}: {e}", "used": used_bytes()}
     with llm:
-        # The log-probabilities of all prompts together are larger than the slots of a ring that had to shrink.
+        # The log-probabilities of all prompts together are larger than the slots of the reduced ring.
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, prompt_logprobs=100, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         found = {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "while": used_bytes()}

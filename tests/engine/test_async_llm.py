@@ -63,8 +63,8 @@ def run(loop: asyncio.AbstractEventLoop) -> Run:
 
 
 @pytest.fixture(autouse=True)
-def nothing_goes_on(llm: AsyncLLM, run: Run) -> Iterator[None]:
-    """After each test the engine that they share is at rest: no request, and no block that belongs to one."""
+def engine_is_idle(llm: AsyncLLM, run: Run) -> Iterator[None]:
+    """After each test the shared engine is idle: no requests, and no blocks in use."""
     yield
     requests = llm._output_processor
     assert llm.num_requests == 0 and not requests._sequences and not requests._requests
@@ -74,7 +74,7 @@ def nothing_goes_on(llm: AsyncLLM, run: Run) -> Iterator[None]:
     assert llm.heartbeat_age == 0.0
 
 
-def shown(output: RequestOutput) -> object:
+def comparable(output: RequestOutput) -> object:
     return (
         output.prompt,
         output.prompt_token_ids,
@@ -87,7 +87,7 @@ def test_prompts_that_wait_for_a_thread_are_in_the_queue(checkpoint: Path, run: 
     with async_engine(checkpoint, max_num_seqs=2, max_queued_requests=3) as llm:
 
         async def use() -> None:
-            text = "x y " * 50_000  # much too long, which takes a while to find out
+            text = "x y " * 50_000  # too long; rejecting it takes a while
             found = await asyncio.gather(*(llm.add_request(text) for _ in range(12)), return_exceptions=True)
             assert [type(each) for each in found].count(QueueFullError) == 12 - (2 + 3)
             assert llm.num_requests == 0 and llm._admission.num_tokenizing == 0
@@ -96,7 +96,7 @@ def test_prompts_that_wait_for_a_thread_are_in_the_queue(checkpoint: Path, run: 
         run(use())
 
 
-# --- what it gives
+# --- outputs
 
 
 @pytest.mark.parametrize("kind", [CUMULATIVE, FINAL_ONLY])
@@ -104,7 +104,7 @@ def test_a_single_request_gives_the_output_of_llm(llm: AsyncLLM, offline: LLM, r
     asked = params(logprobs=2, prompt_logprobs=1, stop_token_ids=[9], output_kind=kind)
     for prompt in PROMPTS:
         (expected,) = offline.generate(prompt, asked, use_tqdm=False)
-        assert shown(run(last(llm.generate(prompt, asked)))) == shown(expected)
+        assert comparable(run(last(llm.generate(prompt, asked)))) == comparable(expected)
 
 
 @pytest.mark.parametrize("stop", [None, ["e", "the"]])
@@ -156,22 +156,22 @@ def test_cumulative_outputs_only_grow_and_times_are_in_order(llm: AsyncLLM, run:
     assert times.first_token_time <= times.last_token_time <= times.finished_time
 
 
-def test_a_final_output_knows_when_its_first_token_was_there(llm: AsyncLLM, run: Run) -> None:
+def test_a_final_output_has_the_time_of_its_first_token(llm: AsyncLLM, run: Run) -> None:
     times = run(last(llm.generate(PROMPTS[2], params(max_tokens=100, output_kind=FINAL_ONLY)))).metrics
     assert times.first_scheduled_time < times.first_token_time < times.last_token_time
 
 
-# --- callers that leave
+# --- callers that abort
 
 
-async def leave_by_break(llm: AsyncLLM, prompt: Any, asked: SamplingParams) -> None:
+async def abort_by_break(llm: AsyncLLM, prompt: Any, asked: SamplingParams) -> None:
     outputs = llm.generate(prompt, asked)
     async for _ in outputs:
         break
     await outputs.aclose()
 
 
-async def leave_by_cancellation(llm: AsyncLLM, prompt: Any, asked: SamplingParams) -> None:
+async def abort_by_cancellation(llm: AsyncLLM, prompt: Any, asked: SamplingParams) -> None:
     started = asyncio.Event()
 
     async def read() -> None:
@@ -185,7 +185,7 @@ async def leave_by_cancellation(llm: AsyncLLM, prompt: Any, asked: SamplingParam
         await task
 
 
-async def leave_by_error(llm: AsyncLLM, prompt: Any, asked: SamplingParams) -> None:
+async def abort_by_error(llm: AsyncLLM, prompt: Any, asked: SamplingParams) -> None:
     stream = await llm.add_request(prompt, asked)
     with pytest.raises(ZeroDivisionError):
         async with stream:
@@ -195,7 +195,7 @@ async def leave_by_error(llm: AsyncLLM, prompt: Any, asked: SamplingParams) -> N
         await anext(stream)
 
 
-LEAVE = [leave_by_break, leave_by_cancellation, leave_by_error]
+LEAVE = [abort_by_break, abort_by_cancellation, abort_by_error]
 
 
 @pytest.mark.parametrize("leave", LEAVE)
@@ -206,7 +206,7 @@ def test_closing_the_iterator_aborts_a_running_request(llm: AsyncLLM, run: Run, 
 
 def test_closing_the_iterator_before_the_first_output_aborts_the_request(llm: AsyncLLM, run: Run) -> None:
     async def leave() -> None:
-        stream = await llm.add_request(PROMPTS[0], LONG)  # not even sent
+        stream = await llm.add_request(PROMPTS[0], LONG)  # not sent yet
         stream.close()
         task = asyncio.create_task(last(llm.generate(PROMPTS[0], LONG)))
         await asyncio.sleep(0)
@@ -218,7 +218,7 @@ def test_closing_the_iterator_before_the_first_output_aborts_the_request(llm: As
 
 
 def test_waiting_and_preempted_requests_can_be_aborted(checkpoint: Path, offline: LLM, run: Run) -> None:
-    """Twelve blocks of KV cache, three requests that grow to ten each: one runs, one gave way, one never ran."""
+    """Twelve blocks of KV cache, three requests that grow to ten each: one runs, one is preempted, one never ran."""
     with async_engine(checkpoint, max_num_seqs=2, kv_cache_memory_bytes=bytes_of_blocks(offline, 12)) as llm:
 
         async def states() -> None:
@@ -226,7 +226,7 @@ def test_waiting_and_preempted_requests_can_be_aborted(checkpoint: Path, offline
             while not llm.stats.num_preemptions:
                 await anext(streams[0])
             assert llm.stats.num_waiting >= 1
-            await llm.abort(["r1", "r2", "unknown"])  # the one that gave way, and the one that never ran
+            await llm.abort(["r1", "r2", "unknown"])  # the preempted request, and the one that never ran
             ends = [await last(stream) for stream in streams[1:]]
             assert [end.outputs[0].finish_reason for end in ends] == ["abort", "abort"]
             streams[0].close()
@@ -254,10 +254,10 @@ def test_an_aborted_request_returns_its_output_so_far(llm: AsyncLLM, run: Run) -
     run(abort())
 
 
-# --- callers that share a name, lag, or err
+# --- duplicate ids, slow callers, invalid requests
 
 
-def test_one_id_twice_at_once_is_two_requests(llm: AsyncLLM, offline: LLM, run: Run) -> None:
+def test_two_concurrent_requests_may_have_the_same_id(llm: AsyncLLM, offline: LLM, run: Run) -> None:
     expected = [o.outputs[0].token_ids for o in offline.generate(PROMPTS[:2], params(), use_tqdm=False)]
 
     async def both() -> None:
@@ -278,7 +278,9 @@ def test_a_slow_caller_gets_one_output_and_delays_no_other(llm: AsyncLLM, run: R
         slow = await llm.add_request(PROMPTS[0], LONG)
         first = await anext(slow)
         quick = await joined(llm.generate(PROMPTS[0], LONG))
-        assert await llm.wait_for_requests_to_drain(60)  # the slow one's, too: its caller does not matter for that
+        assert await llm.wait_for_requests_to_drain(
+            60
+        )  # also the slow caller's request: its tokens are generated at full speed
         rest = await anext(slow)
         assert rest.finished and first.outputs[0].token_ids + rest.outputs[0].token_ids == quick[0]
         assert first.outputs[0].text + rest.outputs[0].text == quick[1]
@@ -346,14 +348,14 @@ def test_requests_beyond_the_queue_limit_are_rejected_until_there_is_room(checkp
                 await llm.add_request([9], params(n=2, temperature=1.0))
             for stream in streams:
                 stream.close()
-            # To an engine at rest, even what is more than may wait can be sent.
+            # An idle engine accepts one request even if it has more sequences than the queue limit.
             output = await last(llm.generate([9] * 120, params(n=9, temperature=1.0, max_tokens=3)))
             assert len(output.outputs) == 9
 
         run(fill())
 
 
-# --- the loop, the engine's state, its end
+# --- the event loop, the engine's state, shutdown
 
 
 def test_use_from_another_event_loop_is_an_error(llm: AsyncLLM, run: Run) -> None:
@@ -363,7 +365,7 @@ def test_use_from_another_event_loop_is_an_error(llm: AsyncLLM, run: Run) -> Non
     assert llm.num_requests == 0
 
 
-def test_the_loop_goes_on_while_a_long_text_is_tokenized(llm: AsyncLLM, run: Run) -> None:
+def test_tokenizing_a_long_text_does_not_block_the_event_loop(llm: AsyncLLM, run: Run) -> None:
     turns = 0
 
     async def count() -> None:
@@ -426,11 +428,11 @@ def test_closing_the_iterator_before_the_embedding_aborts_the_request(llm: Async
                 with pytest.raises(UnavailableError, match="aborted"):
                     PoolingRequestOutput.from_request_output(output)
 
-    run(main())  # and after it, as after each test, nothing is left
+    run(main())  # the fixture checks that no requests are left
 
 
 def test_requests_are_rejected_while_asleep_and_accepted_when_awake(llm: AsyncLLM, run: Run) -> None:
-    async def nap(level: int) -> None:
+    async def sleep_and_wake_up(level: int) -> None:
         stream = await llm.add_request(PROMPTS[0], LONG)
         await llm.sleep(level)
         assert (await last(stream)).outputs[0].finish_reason == "abort"
@@ -449,11 +451,11 @@ def test_requests_are_rejected_while_asleep_and_accepted_when_awake(llm: AsyncLL
         assert len((await joined(llm.generate(PROMPTS[0], LONG)))[0]) == 150
 
     for level in (1, 2):
-        run(nap(level))
+        run(sleep_and_wake_up(level))
 
 
 def test_a_sleeping_core_rejects_requests_of_other_front_ends(llm: AsyncLLM, run: Run) -> None:
-    """Another front end's requests, which this one's sleep does not abort."""
+    """A core that sleeps on one front end's request rejects requests of the others."""
 
     async def main() -> None:
         stream = await llm.add_request(PROMPTS[0], LONG)
@@ -467,7 +469,7 @@ def test_a_sleeping_core_rejects_requests_of_other_front_ends(llm: AsyncLLM, run
     run(main())
 
 
-def test_its_properties(llm: AsyncLLM, offline: LLM, run: Run) -> None:
+def test_properties(llm: AsyncLLM, offline: LLM, run: Run) -> None:
     assert llm.is_running and not llm.errored and llm.dead_error is None
     assert llm.model_config.max_model_len == offline.llm_engine.model_config.max_model_len == 176
     assert llm.cache_summary == offline.llm_engine.cache_summary
@@ -500,8 +502,8 @@ def test_metrics_of_several_front_ends_add_up(checkpoint: Path, run: Run) -> Non
                 *(last(llm.generate([5, 6, 7], params(output_kind=kind))) for kind in RequestOutputKind)
             )
             await last(llm.generate([5, 6, 7, 8], params(n=2, temperature=1.0)))
-            await leave_by_break(llm, [5], LONG)
-            await llm.reset_prefix_cache()  # by then, the core has heard of it
+            await abort_by_break(llm, [5], LONG)
+            await llm.reset_prefix_cache()  # the core has processed the abort by then
 
         run(some_requests())
         registry = client.CollectorRegistry()
@@ -519,7 +521,7 @@ def test_metrics_of_several_front_ends_add_up(checkpoint: Path, run: Run) -> Non
     assert [of[reason.format(r)] for r in ("stop", "length", "abort", "error")] == [0, 5, 1, 0]
     assert of["mvllm:request_params_n_sum"] == 6 and of["mvllm:request_params_n_count"] == 5
     assert of["mvllm:time_to_first_token_seconds_count"] == 5
-    assert of["mvllm:e2e_request_latency_seconds_count"] == 4  # the one that was left has no end
+    assert of["mvllm:e2e_request_latency_seconds_count"] == 4  # the aborted request has no end-to-end latency
     assert 2 * 19 + 2 * 19 <= of["mvllm:inter_token_latency_seconds_count"] <= 2 * 19 + 2 * 19 + 150
     assert of["mvllm:request_generation_tokens_sum"] >= 5 * 20 + 1
     assert of["mvllm:num_requests_running"] == 0
@@ -539,7 +541,9 @@ def test_a_line_is_logged_while_busy_and_none_while_idle(
         earlier = llm.stats.num_generated_tokens
         stream = await llm.add_request(PROMPTS[0], params(max_tokens=150, output_kind=FINAL_ONLY))
         deadline = time.monotonic() + 60
-        while not lines() or llm.stats.num_generated_tokens == earlier:  # though none of its tokens has been delivered
+        while (
+            not lines() or llm.stats.num_generated_tokens == earlier
+        ):  # although none of its tokens has been delivered
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
         stream.close()
@@ -559,11 +563,11 @@ def test_a_line_is_logged_while_busy_and_none_while_idle(
 def test_after_shutdown_nothing_is_left_and_use_is_an_error(checkpoint: Path, run: Run) -> None:
     process = psutil.Process()
 
-    def held() -> tuple[set[psutil.Process], int, set[str]]:
+    def resources() -> tuple[set[psutil.Process], int, set[str]]:
         names = {thread.name for thread in threading.enumerate() if "tokenizer" not in thread.name}
         return set(process.children(recursive=True)), process.num_fds(), names
 
-    before = held()
+    before = resources()
     with async_engine(checkpoint, step_timeout=30) as llm:
 
         async def use() -> None:
@@ -571,7 +575,7 @@ def test_after_shutdown_nothing_is_left_and_use_is_an_error(checkpoint: Path, ru
             await anext(stream)
             answer = asyncio.ensure_future(llm.check_health())
             texts = [asyncio.ensure_future(llm.tokenize("x" * 2_000_000)) for _ in range(6)]  # in threads
-            await asyncio.sleep(0)  # they are asked, and shut down before it can answer
+            await asyncio.sleep(0)  # they are in progress; the shutdown comes before the answer
             llm.shutdown()
             llm.shutdown()
             with pytest.raises(EngineDeadError, match="shut down"):
@@ -588,7 +592,7 @@ def test_after_shutdown_nothing_is_left_and_use_is_an_error(checkpoint: Path, ru
             assert not llm.is_running
 
         run(use())
-    assert held() == before
+    assert resources() == before
 
 
 def test_offline_executors_are_rejected(checkpoint: Path) -> None:

@@ -28,7 +28,7 @@ Make = Callable[..., AsyncLLM]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Builds engines on scripted workers; after the test nothing may be left of them."""
+    """Builds engines with scripted workers; after the test none of their processes may be left."""
     prepend(monkeypatch, scripted_platform_path(tmp_path))
     tag, before = new_tag(), shared_memory_names()
     monkeypatch.setenv(TAG, tag)
@@ -69,7 +69,7 @@ async def begin(llm: AsyncLLM, count: int = 4) -> list[RequestOutputStream]:
 
 
 async def end(stream: RequestOutputStream) -> Exception:
-    """The exception that a caller gets that reads on."""
+    """The exception that a caller gets on its next read."""
     with pytest.raises(EngineDeadError) as caught:
         async for _ in stream:
             pass
@@ -112,7 +112,7 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def test_a_step_that_fails_ends_all_requests_after_what_they_have(make: Make) -> None:
+def test_a_failed_step_ends_all_requests_after_their_pending_outputs(make: Make) -> None:
     llm = make("yes")  # fails in step 13
 
     async def fail() -> None:
@@ -132,7 +132,7 @@ def test_the_death_of_an_idle_engine_is_noticed(make: Make) -> None:
     llm = make("slow")
     assert llm.dead_error is None
     process("EngineCore").kill()
-    wait_until(lambda: llm.errored, 30, "its death is noticed")  # no loop has ever run
+    wait_until(lambda: llm.errored, 30, "its death is noticed")  # no event loop has run yet
     assert "SIGKILL" in str(llm.dead_error)
 
     async def use() -> None:
@@ -179,13 +179,13 @@ def test_a_core_that_hangs_for_too_long_is_ended(make: Make, monkeypatch: pytest
     within_a_minute(hang())
 
 
-def test_an_error_at_start_is_the_cores_own(make: Make) -> None:
+def test_a_startup_error_is_the_error_of_the_core(make: Make) -> None:
     with pytest.raises(CacheError, match=r"max_model_len .* needs .* of KV cache"):
         make("slow", kv_cache_memory_bytes=1000)
 
 
 def test_an_engine_whose_loop_has_ended_can_be_shut_down(make: Make) -> None:
     llm = make("slow")
-    within_a_minute(begin(llm))  # and the fixture looks for what is left
+    within_a_minute(begin(llm))  # the fixture checks that no process is left
     llm.shutdown()
     assert not worker_processes(os.environ[TAG], "EngineCore") and not worker_processes(os.environ[TAG], "Worker")

@@ -1,4 +1,4 @@
-"""Planning a step while the one before is under way changes no token, whatever a request asks for and goes through."""
+"""Planning a step while the previous one runs changes no token, for all sampling settings and under preemption."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIGHT = {"kv_cache_memory_bytes": 12 * BLOCK_BYTES}
 
 
 def requests(seed: int) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
-    """Prompts that share prefixes, and settings of every kind that looks back at what was generated."""
+    """Prompts that share prefixes, with every kind of setting that depends on the generated tokens."""
     rng = random.Random(seed)
     shared = [rng.randrange(2, VOCAB_SIZE) for _ in range(100)]
     prompts, params = [], []
@@ -37,8 +37,8 @@ def requests(seed: int) -> tuple[list[dict[str, list[int]]], list[SamplingParams
     return prompts, params
 
 
-def told(output: RequestOutput) -> list[tuple[object, ...]]:
-    """What a caller sees of a request, but for the exact log-probabilities, which depend on the batch."""
+def visible_outputs(output: RequestOutput) -> list[tuple[object, ...]]:
+    """The caller's view of a request without the exact log-probabilities, which depend on the batch."""
     return [
         (list(c.token_ids), c.text, c.finish_reason, c.stop_reason, [set(p) for p in c.logprobs or ()])
         for c in output.outputs
@@ -56,17 +56,17 @@ def told(output: RequestOutput) -> list[tuple[object, ...]]:
         {**TIGHT, "enable_prefix_caching": False, "scheduling_policy": "priority"},
     ],
 )
-def test_every_token_is_the_same(make_llm: MakeLLM, settings: dict[str, Any]) -> None:
+def test_async_scheduling_changes_no_token(make_llm: MakeLLM, settings: dict[str, Any]) -> None:
     prompts, params = requests(seed=5)
-    expected = [told(output) for output in make_llm().generate(prompts, params, use_tqdm=False)]
+    expected = [visible_outputs(output) for output in make_llm().generate(prompts, params, use_tqdm=False)]
     llm = make_llm(async_scheduling=True, **settings)
     for _ in range(2):  # the second time with prefixes in the cache
-        assert [told(output) for output in llm.generate(prompts, params, use_tqdm=False)] == expected
+        assert [visible_outputs(output) for output in llm.generate(prompts, params, use_tqdm=False)] == expected
     stats = llm.llm_engine.stats
     assert stats is not None and (stats.num_preemptions > 0) == ("kv_cache_memory_bytes" in settings)
 
 
-def test_nothing_stays_behind_a_request_that_ends_while_its_next_step_is_under_way(make_llm: MakeLLM) -> None:
+def test_a_request_that_ends_while_its_next_step_runs_leaves_no_state(make_llm: MakeLLM) -> None:
     llm = make_llm(async_scheduling=True)
     prompt = {"prompt_token_ids": [7, 8, 9]}
     token = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)[0].outputs[0].token_ids[0]
@@ -80,7 +80,7 @@ def test_nothing_stays_behind_a_request_that_ends_while_its_next_step_is_under_w
     engine.step()
     engine.abort_request("dropped")
     assert not engine.has_unfinished_requests()
-    # The row and the blocks are another's now; the step under way must not reach it.
+    # The row and the blocks now belong to another request; the step in flight must not write to them.
     after = llm.generate({"prompt_token_ids": [30] * 20}, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
     fresh = make_llm().generate(
         {"prompt_token_ids": [30] * 20}, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False

@@ -1,4 +1,4 @@
-"""Beam search beside transformers' `generate(num_beams=...)`: the same sequences, the same scores, best first."""
+"""Beam search compared with transformers' `generate(num_beams=...)`: same sequences, same scores, best first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.parity import engine
 
 PROMPTS = [[5, 6, 7], list(range(10, 43)), [200]]
 ENDS = [[], [17], list(range(3, 320, 9)), list(range(2, 320, 3))]
-"""Tokens that end a sequence: none, one, and so many that searches end early, at different lengths."""
+"""Tokens that end a sequence: none, one, or so many that searches end early, at different lengths."""
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +34,19 @@ def llm(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[LLM]:
 _known: dict[str, list[tuple[list[int], float]]] = {}
 
 
-def by_transformers(model: Any, prompt: list[int], ends: list[int], **settings: Any) -> list[tuple[list[int], float]]:
-    """Generated tokens and scores, best first; kept, since all tests have one model."""
+def transformers_beams(
+    model: Any, prompt: list[int], ends: list[int], **settings: Any
+) -> list[tuple[list[int], float]]:
+    """Generated tokens and scores, best first; cached, since all tests use one model."""
     key = str((prompt, ends, settings))
     if key not in _known:
-        _known[key] = _by_transformers(model, prompt, ends, **settings)
+        _known[key] = _transformers_beams(model, prompt, ends, **settings)
     return _known[key]
 
 
-def _by_transformers(model: Any, prompt: list[int], ends: list[int], **settings: Any) -> list[tuple[list[int], float]]:
+def _transformers_beams(
+    model: Any, prompt: list[int], ends: list[int], **settings: Any
+) -> list[tuple[list[int], float]]:
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         found = model.generate(
@@ -92,7 +96,7 @@ def test_sequences_and_scores_are_those_of_transformers(
     del theirs["beam_width"]
     theirs.pop("min_tokens", None)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        expected = by_transformers(reference, prompt, ends, max_new_tokens=12, **theirs)
+        expected = transformers_beams(reference, prompt, ends, max_new_tokens=12, **theirs)
         found = [(s.tokens[len(prompt) :], s.score) for s in output.sequences]
         assert close(found, expected), (found, expected)
         for sequence in output.sequences:
@@ -104,8 +108,8 @@ def test_sequences_and_scores_are_those_of_transformers(
     assert stats is not None and stats.kv_cache_usage == 0 and stats.num_waiting == 0
 
 
-def test_forks_find_what_their_beams_had(llm: LLM) -> None:
-    """A step of a beam computes no more than its last block: what stands before it is there."""
+def test_forked_beams_reuse_the_cached_prefix(llm: LLM) -> None:
+    """A beam's step computes at most its last block; the prefix is cached."""
     before = llm.llm_engine.stats
     was = 0 if before is None else before.prefix_cache_hits
     llm.beam_search(
@@ -113,13 +117,13 @@ def test_forks_find_what_their_beams_had(llm: LLM) -> None:
     )
     after = llm.llm_engine.stats
     assert after is not None
-    assert after.prefix_cache_hits - was == 4 * 9 * 32  # two full blocks, for each beam of each round but the first
+    assert after.prefix_cache_hits - was == 4 * 9 * 32  # two full blocks, for each beam of each round except the first
 
 
-def test_beams_may_be_more_than_run_at_once(llm: LLM, reference: Any) -> None:
+def test_more_beams_than_max_num_seqs(llm: LLM, reference: Any) -> None:
     params = BeamSearchParams(beam_width=12, max_tokens=5, ignore_eos=True)
     output = llm.beam_search([PROMPTS[0]], params)[0]
-    expected = by_transformers(reference, PROMPTS[0], [], max_new_tokens=5, num_beams=12)
+    expected = transformers_beams(reference, PROMPTS[0], [], max_new_tokens=5, num_beams=12)
     assert close([(s.tokens[3:], s.score) for s in output.sequences], expected)
 
 
@@ -140,7 +144,7 @@ def test_generate_gives_the_best_n_with_their_log_probabilities(llm: LLM) -> Non
         assert all(len(position) in (2, 3) for position in each.logprobs)
 
 
-def test_an_aborted_search_leaves_nothing(llm: LLM) -> None:
+def test_an_aborted_search_leaves_no_requests_or_blocks(llm: LLM) -> None:
     engine = llm.llm_engine
     for num_steps in (0, 1, 3):
         engine.add_request("1", {"prompt_token_ids": [5, 6]}, SamplingParams(use_beam_search=True, n=4, max_tokens=50))
@@ -156,18 +160,16 @@ def test_an_aborted_search_leaves_nothing(llm: LLM) -> None:
     assert stats is not None and stats.kv_cache_usage == 0 and stats.num_running == stats.num_waiting == 0
 
 
-def test_where_nothing_can_end_there_is_an_error(llm: LLM) -> None:
+def test_a_search_whose_every_candidate_is_forbidden_is_an_error(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=4, min_tokens=2, stop_token_ids=list(range(320)))
     with pytest.raises(RequestError, match="every candidate token"):
         llm.beam_search([5, 6], params)
     assert not llm.llm_engine.has_unfinished_requests()
 
 
-def test_in_an_event_loop_searches_run_beside_others_and_end_with_their_callers(
-    checkpoint: Path, reference: Any
-) -> None:
+def test_async_searches_run_concurrently_and_end_with_their_callers(checkpoint: Path, reference: Any) -> None:
     params = SamplingParams(use_beam_search=True, beam_width=3, n=3, max_tokens=6, ignore_eos=True)
-    expected = by_transformers(reference, [5, 6, 7], [], max_new_tokens=6, num_beams=3)
+    expected = transformers_beams(reference, [5, 6, 7], [], max_new_tokens=6, num_beams=3)
     with async_engine(checkpoint) as engine:
 
         async def main() -> None:

@@ -1,4 +1,4 @@
-"""An engine that is closed lets go of its weights and its cache at once: the next one in the process needs the room."""
+"""A closed engine frees its weights and its cache at once, because the next engine in the process needs the memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engine.conftest import MakeLLM
 
 @pytest.fixture
 def without_collector() -> Iterator[None]:
-    """Garbage stays until somebody looks for it, which may be never: devices' memory does not make Python look."""
+    """Disables garbage collection: device memory does not trigger it, so it may never run."""
     gc.collect()
     gc.disable()
     yield
@@ -56,7 +56,7 @@ def test_weights_and_cache_are_gone(make_llm: MakeLLM, monkeypatch: pytest.Monke
 
 
 def test_captured_steps_go_before_the_groups_whose_collectives_they_hold() -> None:
-    """A library of collectives waits for the graphs that have captured some before it ends."""
+    """A collective library waits at shutdown for the graphs that have captured its collectives."""
     order: list[str] = []
     nothing: Any = None
     worker = Worker(nothing, nothing, nothing)

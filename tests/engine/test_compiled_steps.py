@@ -1,6 +1,6 @@
-"""What a platform's compiler makes of the model gives the model's tokens: in bfloat16, and for batches that shrink.
+"""The platform's compiler preserves the model's tokens: in bfloat16, and for batches that shrink.
 
-So steps of several shapes are seen for the first time, and then again.
+So steps of several shapes are compiled, and then reused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_compiled_steps_give_the_models_tokens(name, settings, tmp_path):
 
 
 class AnySize(CompileBackend):
-    """Makes a program for sizes of one and another for all others, of each dimension, as compilers do."""
+    """Like a compiler with dynamic shapes: one program for dimensions of size one, another for all other sizes."""
 
     def __init__(self) -> None:
         self.programs: set[tuple[object, ...]] = set()
@@ -60,7 +60,7 @@ class AnySize(CompileBackend):
 
 
 @pytest.mark.parametrize("needed", [True, False])
-def test_a_compiler_for_any_size_has_its_programs_before_the_first_request(needed, tmp_path, monkeypatch):
+def test_a_dynamic_shape_compiler_compiles_before_the_first_request(needed, tmp_path, monkeypatch):
     compiler = AnySize()
     monkeypatch.setattr(compiler, "needs_warm_up", lambda: needed)
     monkeypatch.setattr(CPUPlatform, "compiler", lambda self: compiler)

@@ -1,4 +1,4 @@
-"""Two replicas behind one AsyncLLM give what one engine gives, share the work, and die together."""
+"""Two replicas behind one AsyncLLM give the tokens of one engine, share the work, and fail together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def client_of(llm: AsyncLLM) -> DPLBAsyncMPClient:
     return llm._client
 
 
-def test_tokens_are_those_of_one_engine_and_both_have_worked(
+def test_tokens_are_those_of_one_engine_and_both_replicas_generate(
     llm: AsyncLLM, checkpoint: Path, loop: asyncio.AbstractEventLoop
 ) -> None:
     prompts = [f"{i} times {PROMPTS[i % 2]}" for i in range(40)]
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_one_engine_and_both_have_worked(
     assert len(after) == 2 and all(late > early for early, late in zip(before, after))
 
 
-def test_requests_are_dealt_out_aborted_and_forgotten(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+def test_requests_are_distributed_aborted_and_removed(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
     async def some() -> None:
         streams = [await llm.add_request([5 + i, 6], LONG) for i in range(6)]
         several = await llm.add_request([4, 4], params(max_tokens=150, n=4, temperature=1.0))
@@ -79,7 +79,9 @@ def test_requests_are_dealt_out_aborted_and_forgotten(llm: AsyncLLM, loop: async
     loop.run_until_complete(some())
 
 
-def test_a_prompt_goes_where_its_beginning_is_cached(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_prompt_is_routed_to_the_replica_that_caches_its_prefix(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
+) -> None:
     async def again() -> list[int]:
         await llm.reset_prefix_cache()
         beginning = [list(range(10 + i, 90 + i)) for i in range(2)]
@@ -89,18 +91,18 @@ def test_a_prompt_goes_where_its_beginning_is_cached(llm: AsyncLLM, loop: asynci
     assert loop.run_until_complete(again()) == [0, 0] + [80] * 6
 
 
-def test_each_replica_says_who_it_is(llm: AsyncLLM) -> None:
+def test_each_replica_has_its_rank_in_its_process_title(llm: AsyncLLM) -> None:
     for rank, pid in enumerate(llm.core_pids):
         assert f"EngineCore_DP{rank}" in psutil.Process(pid).cmdline()
 
 
-def test_room_is_for_what_all_replicas_can_run_and_one_that_dies_is_the_death_of_all(checkpoint: Path) -> None:
+def test_the_queue_limit_counts_all_replicas_and_a_dead_replica_ends_the_engine(checkpoint: Path) -> None:
     async def fill(llm: AsyncLLM) -> None:
         streams = [await llm.add_request([5 + i], LONG) for i in range(4)]
         with pytest.raises(QueueFullError, match="4 can run at once"):
             await llm.add_request([5], LONG)
         living, dead = map(psutil.Process, llm.core_pids)
-        living.suspend()  # or it might be done before anybody notices
+        living.suspend()  # so that it cannot finish the requests before the death is noticed
         dead.kill()
         for stream in streams:  # also those of the other replica
             with pytest.raises(EngineDeadError, match=r"EngineCore_DP1 .* was killed by SIGKILL"):
@@ -116,7 +118,7 @@ def test_room_is_for_what_all_replicas_can_run_and_one_that_dies_is_the_death_of
     assert set(psutil.Process().children()) <= children
 
 
-def test_one_that_cannot_start_ends_the_other(checkpoint: Path) -> None:
+def test_a_replica_that_fails_to_start_ends_the_other(checkpoint: Path) -> None:
     children = set(psutil.Process().children())
     with pytest.raises(CacheError, match="max_model_len"):
         AsyncLLM.from_engine_args(

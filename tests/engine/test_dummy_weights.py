@@ -18,7 +18,7 @@ def without_weights(checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors*")))
 
 
-def test_it_generates_and_the_seed_decides_what(make_llm: MakeLLM, without_weights: Path) -> None:
+def test_it_generates_tokens_that_depend_on_the_seed(make_llm: MakeLLM, without_weights: Path) -> None:
     def tokens(seed: int) -> list[int]:
         llm = make_llm(model=without_weights, load_format="dummy", seed=seed)
         return list(llm.generate({"prompt_token_ids": [5, 6, 7]}, PARAMS, use_tqdm=False)[0].outputs[0].token_ids)
@@ -29,6 +29,8 @@ def test_it_generates_and_the_seed_decides_what(make_llm: MakeLLM, without_weigh
     assert tokens(2) != first
 
 
-def test_otherwise_the_missing_weights_are_named_with_the_way_out(make_llm: MakeLLM, without_weights: Path) -> None:
+def test_without_it_the_error_names_the_missing_weights_and_the_option(
+    make_llm: MakeLLM, without_weights: Path
+) -> None:
     with pytest.raises(ModelError, match=r"bare.*model\.safetensors.*dummy"):
         make_llm(model=without_weights)

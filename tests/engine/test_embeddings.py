@@ -1,4 +1,4 @@
-"""Vectors of prompts are those of transformers, whatever the engine does meanwhile, and wherever it runs."""
+"""Embeddings equal those of transformers, under chunking, prefix caching and preemption, on every executor."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ LAST, MEAN, CLS = PoolingType.LAST, PoolingType.MEAN, PoolingType.CLS
 TOLERANCE = 1e-4
 THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}"
 CHUNKS = {"max_num_batched_tokens": 32}
-"""Cuts the longer prompts, and leaves room for a few of the others."""
+"""Cuts the longer prompts into chunks, and runs only a few at once."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint, prompts that begin alike, and what transformers makes of each: float32 [length, hidden_size]."""
+    """A checkpoint, prompts with common prefixes, and transformers' hidden states of each: float32 [length,
+    hidden_size]."""
 
     folder: Path
     prompts: list[list[int]]
@@ -69,7 +70,7 @@ def check(expected: Reference, outputs: list[PoolingRequestOutput], kind: Poolin
 
 
 def check_all_ways(expected: Reference, llm: LLM) -> None:
-    """Together and cut into chunks, then once more with what the cache has."""
+    """All prompts in chunked batches, then again with cached prefixes."""
     for kind in (MEAN, CLS, LAST):
         check(expected, encode(llm, expected.prompts, pooling_type=kind, normalize=False), kind)
     again = encode(llm, expected.prompts, pooling_type=LAST, normalize=False)
@@ -90,7 +91,7 @@ def test_every_family_gives_the_states_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["opt-projected", "opt-norm-after-projected", "llama-without-prefix"])
-def test_so_do_models_that_end_otherwise(name: str) -> None:
+def test_models_with_other_final_layers_give_the_states_of_transformers(name: str) -> None:
     expected = reference(name)
     with parity.engine(expected.folder, **CHUNKS) as llm:
         check(expected, encode(llm, expected.prompts, normalize=False), LAST)
@@ -100,7 +101,7 @@ def test_so_do_models_that_end_otherwise(name: str) -> None:
     ("name", "tensor", "pipeline"),
     [("llama-gqa", 2, 1), ("opt-projected", 1, 2), ("gpt2", 2, 2), ("qwen3", 1, 3)],
 )
-def test_so_do_shards_and_stages(name: str, tensor: int, pipeline: int) -> None:
+def test_tensor_and_pipeline_parallel_give_the_states_of_transformers(name: str, tensor: int, pipeline: int) -> None:
     expected = reference(name)
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     with parity.engine(expected.folder, distributed_executor_backend=THREADS, **sizes, **CHUNKS) as llm:
@@ -112,7 +113,7 @@ def test_so_do_shards_and_stages(name: str, tensor: int, pipeline: int) -> None:
     ("tensor", "pipeline"),
     [(1, 2), *(pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in ((2, 1), (2, 2)))],
 )
-def test_so_do_processes(tensor: int, pipeline: int) -> None:
+def test_worker_processes_give_the_states_of_transformers(tensor: int, pipeline: int) -> None:
     expected = reference("llama-gqa")
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     with parity.engine(expected.folder, distributed_executor_backend="mp", **sizes, **CHUNKS) as llm:
@@ -120,10 +121,10 @@ def test_so_do_processes(tensor: int, pipeline: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_beside_texts_that_take_its_blocks_a_prompt_begins_again_and_comes_out_the_same(ahead: bool) -> None:
+def test_a_pooling_request_that_is_preempted_by_generation_gives_the_same_embedding(ahead: bool) -> None:
     expected = reference("llama-gqa")
     texts = parity.oracle("llama-gqa", (2, 4), 40)
-    blocks = 12 * 16 * 3 * 2 * 2 * 16 * 4  # of 16 tokens, 3 layers, key and value, 2 heads of 16 float32
+    blocks = 12 * 16 * 3 * 2 * 2 * 16 * 4  # blocks of 16 tokens, 3 layers, key and value, 2 heads of 16 float32
     with parity.engine(
         expected.folder,
         kv_cache_memory_bytes=blocks,
@@ -153,7 +154,7 @@ def test_beside_texts_that_take_its_blocks_a_prompt_begins_again_and_comes_out_t
         np.testing.assert_allclose(found, expected.vector(3, MEAN), atol=TOLERANCE, rtol=0)
 
 
-def test_vectors_are_scaled_and_cut_as_asked(make_llm: MakeLLM) -> None:
+def test_embeddings_are_normalized_and_truncated_as_requested(make_llm: MakeLLM) -> None:
     expected = reference("llama-gqa")
     llm = make_llm(model=expected.folder)
     [by_default, _] = llm.encode(expected.prompts[1:3], use_tqdm=False)
@@ -165,7 +166,7 @@ def test_vectors_are_scaled_and_cut_as_asked(make_llm: MakeLLM) -> None:
     assert cut.outputs.hidden_size == 8 and isinstance(cut.outputs.embedding[0], float)
 
 
-def test_the_models_own_files_decide_what_a_request_leaves_open(make_llm: MakeLLM, checkpoint: Path) -> None:
+def test_the_models_files_give_the_pooling_defaults(make_llm: MakeLLM, checkpoint: Path) -> None:
     modules = checkpoint / "modules.json"
     (checkpoint / "1_Pooling").mkdir()
     kinds = ["Transformer", "Pooling"]
@@ -188,7 +189,7 @@ def test_the_models_own_files_decide_what_a_request_leaves_open(make_llm: MakeLL
         modules.unlink()
 
 
-def test_prompts_come_as_for_texts_and_may_fill_the_context(make_llm: MakeLLM) -> None:
+def test_prompt_formats_are_those_of_generate_and_prompts_may_fill_the_context(make_llm: MakeLLM) -> None:
     llm = make_llm(max_model_len=32)
     prompts = ["Hello world", [5] * 32, {"prompt_token_ids": [5] * 32}]
     text, ids, mapping = llm.embed(prompts, use_tqdm=False)  # type: ignore[arg-type]
@@ -209,9 +210,7 @@ def test_prompts_come_as_for_texts_and_may_fill_the_context(make_llm: MakeLLM) -
         llm.encode([[5]], changed, use_tqdm=False)
 
 
-def test_a_model_that_gives_no_numbers_ends_that_prompt_and_not_the_engine(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_embeddings_fail_the_prompt_and_not_the_engine(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from mvllm.pooling import pooler
 
     llm = make_llm()

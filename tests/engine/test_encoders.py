@@ -1,4 +1,4 @@
-"""Encoders, decoders without a head, and classifiers: vectors and scores are those of transformers."""
+"""Encoders, decoders without an LM head, and classifiers: embeddings and scores equal those of transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
 
 def make(folder: Path, **settings: Any) -> LLM:
-    """An engine whose steps hold a few of the prompts."""
+    """An engine whose steps fit only some of the prompts."""
     defaults = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 160, "use_tqdm_on_load": False}
     if "skip_tokenizer_init" not in settings and not (folder / "tokenizer.json").exists():
         settings["skip_tokenizer_init"] = True
@@ -45,7 +45,7 @@ def combined(states: np.ndarray, kind: PoolingType) -> np.ndarray:
 
 
 def check_vectors(llm: LLM, folder: Path, prompts: list[list[int]]) -> None:
-    """Every way of pooling at once, one prompt each and more; then the whole batch."""
+    """Every pooling type in one batch, one prompt each and more; then the whole batch."""
     states = zoo.states(folder, prompts)
     kinds = [list(PoolingType)[i % len(PoolingType)] for i in range(len(prompts))]
     asked = [PoolingParams(pooling_type=kind, normalize=False) for kind in kinds]
@@ -82,7 +82,7 @@ def test_encoders_give_the_states_of_transformers(family: str, head: str) -> Non
         assert llm.llm_engine.cache_summary.num_blocks == 0
         with pytest.raises(RequestError, match="generates nothing"):
             llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
-        longest = 128 if "Roberta" in family else 130  # the first positions that RoBERTa has are never used
+        longest = 128 if "Roberta" in family else 130  # RoBERTa does not use its first positions
         with pytest.raises(RequestError, match=f"may have {longest}"):
             llm.embed([[5] * (longest + 1)], use_tqdm=False)
 
@@ -120,7 +120,7 @@ def test_decoders_classify_by_their_last_state(family: str) -> None:
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 3), (2, 2)])
-def test_so_do_shards_and_stages(tensor: int, pipeline: int) -> None:
+def test_tensor_and_pipeline_parallel_give_the_outputs_of_transformers(tensor: int, pipeline: int) -> None:
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     prompts = zoo.prompts(LENGTHS)
     folder = zoo.checkpoint("RobertaModel")
@@ -131,7 +131,7 @@ def test_so_do_shards_and_stages(tensor: int, pipeline: int) -> None:
         check_scores(llm, folder, prompts)
 
 
-def test_an_encoder_goes_to_sleep_and_wakes_up_as_it_was() -> None:
+def test_an_encoder_gives_the_same_outputs_after_sleep() -> None:
     folder, prompts = zoo.checkpoint("BertModel"), zoo.prompts((4, 9))
     with make(folder, async_scheduling=True) as llm:
         before = llm.encode(prompts, use_tqdm=False)
@@ -141,7 +141,7 @@ def test_an_encoder_goes_to_sleep_and_wakes_up_as_it_was() -> None:
         assert [output.outputs for output in again] == [output.outputs for output in before]
 
 
-def test_limits_that_an_encoder_cannot_keep_are_refused() -> None:
+def test_invalid_settings_of_an_encoder_are_rejected() -> None:
     folder = zoo.checkpoint("BertModel")
     with pytest.raises(ConfigError, match="with an encoder it must be at least max_model_len"):
         make(folder, max_num_batched_tokens=100)
@@ -168,7 +168,7 @@ def cross_encoder() -> Iterator[tuple[LLM, Path]]:
 
 
 def expected_scores(folder: Path, pairs: list[tuple[str, str]], **settings: Any) -> list[float]:
-    """What transformers makes of pairs of texts."""
+    """transformers' scores of text pairs."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     found = []
     for pair in pairs:
@@ -179,7 +179,7 @@ def expected_scores(folder: Path, pairs: list[tuple[str, str]], **settings: Any)
     return found
 
 
-def test_a_cross_encoder_reads_both_texts_and_knows_which_is_which(cross_encoder: tuple[LLM, Path]) -> None:
+def test_a_cross_encoder_scores_depend_on_the_order_of_the_texts(cross_encoder: tuple[LLM, Path]) -> None:
     llm, folder = cross_encoder
     scores = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
     expected = expected_scores(folder, [(TEXTS[0], text) for text in TEXTS])
@@ -190,7 +190,7 @@ def test_a_cross_encoder_reads_both_texts_and_knows_which_is_which(cross_encoder
 
 
 @pytest.mark.parametrize("limit", [4, 5, 12, 31, 60, 100])
-def test_what_is_too_long_is_cut_as_transformers_cuts_it(cross_encoder: tuple[LLM, Path], limit: int) -> None:
+def test_long_pairs_are_truncated_like_in_transformers(cross_encoder: tuple[LLM, Path], limit: int) -> None:
     llm, folder = cross_encoder
     pairs = [("y" * 40, "z" * 90), ("q" * 90, "w" * 8), ("a b c", "d"), ("e" * 60, "f" * 61)]
     cut = PoolingParams(truncate_prompt_tokens=limit)
@@ -205,7 +205,7 @@ def test_what_is_too_long_is_cut_as_transformers_cuts_it(cross_encoder: tuple[LL
     assert ids.prompt_token_ids == [*range(9, 9 + limit)]
 
 
-def test_what_cannot_be_compared_is_refused(cross_encoder: tuple[LLM, Path]) -> None:
+def test_invalid_score_requests_are_rejected(cross_encoder: tuple[LLM, Path]) -> None:
     llm, _ = cross_encoder
     for first, second, wrong in (
         ([], "x", "data_1"),
@@ -227,7 +227,7 @@ def test_what_cannot_be_compared_is_refused(cross_encoder: tuple[LLM, Path]) -> 
     assert llm.score("x", "y", use_tqdm=False)[0].outputs.score > 0
 
 
-def test_the_function_that_a_model_names_makes_its_scores(tmp_path: Path) -> None:
+def test_scores_use_the_activation_function_of_the_models_config(tmp_path: Path) -> None:
     source = zoo.checkpoint("BertForSequenceClassification", labels=1, tokenizer=True)
     folder = Path(shutil.copytree(source, tmp_path / "named"))
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""`LLM` with its engine core in a process of its own does what it does with the core in the caller's process."""
+"""`LLM` behaves the same with its engine core in a separate process and in the caller's process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def here(checkpoint: Path) -> Iterator[LLM]:
+def inproc_llm(checkpoint: Path) -> Iterator[LLM]:
     with engine(checkpoint, engine_core_process=False) as llm:
         yield llm
 
@@ -48,7 +48,7 @@ def client_of(llm: LLM) -> SyncMPClient:
     return client
 
 
-def shown(outputs: list[RequestOutput]) -> list[object]:
+def comparable(outputs: list[RequestOutput]) -> list[object]:
     return [
         (
             output.prompt,
@@ -61,39 +61,40 @@ def shown(outputs: list[RequestOutput]) -> list[object]:
     ]
 
 
-def test_outputs_are_the_same_to_the_last_logprob(llm: LLM, here: LLM) -> None:
-    assert llm.reset_prefix_cache() and here.reset_prefix_cache()
+def test_outputs_are_the_same_to_the_last_logprob(llm: LLM, inproc_llm: LLM) -> None:
+    assert llm.reset_prefix_cache() and inproc_llm.reset_prefix_cache()
     for _ in range(2):  # the second time with prefixes in the cache
-        assert shown(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == shown(
-            here.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert comparable(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == comparable(
+            inproc_llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         )
 
 
-def test_steps_bring_the_same_pieces_in_the_same_order(llm: LLM, here: LLM) -> None:
+def test_steps_return_the_same_outputs_in_the_same_order(llm: LLM, inproc_llm: LLM) -> None:
     pieces = [
-        [o.outputs[0].token_ids for o in stream_request(each.llm_engine, PROMPTS[0], LONG)] for each in (llm, here)
+        [o.outputs[0].token_ids for o in stream_request(each.llm_engine, PROMPTS[0], LONG)]
+        for each in (llm, inproc_llm)
     ]
     assert pieces[0] == pieces[1] and len(pieces[0]) == 150
 
 
-def test_what_an_engine_tells_of_itself_is_the_same(llm: LLM, here: LLM) -> None:
-    for each in (llm, here):
+def test_engine_summaries_and_stats_are_the_same(llm: LLM, inproc_llm: LLM) -> None:
+    for each in (llm, inproc_llm):
         each.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert llm.llm_engine.cache_summary == here.llm_engine.cache_summary
-    assert llm.llm_engine.platform_summary == here.llm_engine.platform_summary
+    assert llm.llm_engine.cache_summary == inproc_llm.llm_engine.cache_summary
+    assert llm.llm_engine.platform_summary == inproc_llm.llm_engine.platform_summary
     stats = llm.llm_engine.stats
     assert stats is not None
     assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
     phases = ["start workers", "load model", "size KV cache", "allocate KV cache"]
     assert list(client_of(llm).start_seconds) == ["start engine core", *phases]
     assert list(llm.llm_engine.start_seconds) == ["platform", "tokenizer", "start engine core", *phases, "first token"]
-    assert list(here.llm_engine.start_seconds) == ["platform", "tokenizer", *phases, "first token"]
+    assert list(inproc_llm.llm_engine.start_seconds) == ["platform", "tokenizer", *phases, "first token"]
     assert all(seconds >= 0 for seconds in llm.llm_engine.start_seconds.values())
-    assert llm.llm_engine.step() == []  # without requests, nothing is waited for
+    assert llm.llm_engine.step() == []  # without requests, it does not wait
     client_of(llm).call_utility("check_health")
 
 
-def test_an_aborted_request_leaves_nothing_and_the_cache_can_be_reset_at_once(llm: LLM) -> None:
+def test_after_an_abort_the_prefix_cache_can_be_reset_at_once(llm: LLM) -> None:
     engine = llm.llm_engine
     engine.add_request("a", PROMPTS[2], LONG)
     engine.step()
@@ -102,7 +103,7 @@ def test_an_aborted_request_leaves_nothing_and_the_cache_can_be_reset_at_once(ll
     assert engine.step() == [] and not engine.has_unfinished_requests()
 
 
-def test_a_request_that_the_core_cannot_read_ends_alone(llm: LLM) -> None:
+def test_a_request_that_the_core_cannot_decode_fails_alone(llm: LLM) -> None:
     expected = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     client = client_of(llm)
     for request_id, ids in (("unreadable", ["five", 6]), ("good", PROMPTS[2])):
@@ -146,9 +147,9 @@ def test_random_bytes_on_its_sockets_are_dropped(llm: LLM) -> None:
 
 
 def test_ctrl_c_takes_effect_at_once_and_leaves_a_usable_engine(llm: LLM) -> None:
-    expected = shown(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    expected = comparable(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     core = psutil.Process(client_of(llm).core_pid)
-    core.suspend()  # no step will end
+    core.suspend()  # no step ends before the interrupt
     before = signal.getsignal(signal.SIGINT)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -160,7 +161,7 @@ def test_ctrl_c_takes_effect_at_once_and_leaves_a_usable_engine(llm: LLM) -> Non
         core.resume()
     assert signal.getsignal(signal.SIGINT) is before
     assert not llm.llm_engine.has_unfinished_requests()
-    assert shown(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+    assert comparable(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
 
 
 def test_an_idle_engine_core_sleeps(llm: LLM) -> None:
@@ -176,11 +177,11 @@ def test_an_idle_engine_core_sleeps(llm: LLM) -> None:
     (cpu, switches) = used()
     time.sleep(2.0)
     (cpu_after, switches_after) = used()
-    assert cpu_after - cpu <= 0.02  # two ticks of the clock that the kernel counts in
-    assert switches_after - switches <= 4  # nothing looks whether there is something to do
+    assert cpu_after - cpu <= 0.02  # two ticks of the kernel's CPU clock
+    assert switches_after - switches <= 4  # no polling
 
 
-def test_an_error_at_start_is_the_cores_own_and_nothing_is_left(checkpoint: Path) -> None:
+def test_a_startup_error_is_the_error_of_the_core_and_no_process_is_left(checkpoint: Path) -> None:
     children = set(psutil.Process().children())
     with pytest.raises(CacheError, match=r"max_model_len .* needs .* of KV cache") as caught:
         LLM(str(checkpoint), engine_core_process=True, kv_cache_memory_bytes=1000, use_tqdm_on_load=False)
@@ -189,7 +190,7 @@ def test_an_error_at_start_is_the_cores_own_and_nothing_is_left(checkpoint: Path
     assert set(psutil.Process().children()) <= children
 
 
-def test_a_stranger_who_comes_before_the_core_does_not_take_its_place(
+def test_another_process_that_connects_first_cannot_impersonate_the_core(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = CoreChildProcess.launch
@@ -198,7 +199,7 @@ def test_a_stranger_who_comes_before_the_core_does_not_take_its_place(
     opened = ClientChannel.__init__
     monkeypatch.setattr(ClientChannel, "__init__", lambda self, names: (opened(self, names), channels.append(self))[0])
 
-    def come_first(process: CoreChildProcess) -> None:
+    def connect_first(process: CoreChildProcess) -> None:
         for name in (b"core-0", b"core-1", b"EngineCore"):
             stranger = context.socket(zmq.DEALER)
             stranger.setsockopt(zmq.ROUTING_ID, name)
@@ -207,7 +208,7 @@ def test_a_stranger_who_comes_before_the_core_does_not_take_its_place(
         time.sleep(0.5)
         launch(process)
 
-    monkeypatch.setattr(CoreChildProcess, "launch", come_first)
+    monkeypatch.setattr(CoreChildProcess, "launch", connect_first)
     try:
         with engine(checkpoint, engine_core_process=True, step_timeout=5) as llm:
             assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)
@@ -215,7 +216,7 @@ def test_a_stranger_who_comes_before_the_core_does_not_take_its_place(
         context.destroy(linger=0)
 
 
-def test_a_closed_engine_says_so_and_its_process_is_gone(checkpoint: Path) -> None:
+def test_using_a_closed_engine_is_an_error_and_its_process_has_ended(checkpoint: Path) -> None:
     with engine(checkpoint, engine_core_process=True) as llm:
         core = psutil.Process(client_of(llm).core_pid)
         held, client = llm.llm_engine, client_of(llm)

@@ -1,6 +1,5 @@
-"""The whole engine on a device that is not the host: its own memory, its own rules, and no other names than those of
-the contract. What core assumes about devices beyond the contract fails here.
-"""
+"""The whole engine on a device that is not the host, with its own memory and rules, through the contract only. Core's
+assumptions about devices beyond the contract fail here."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def plugin_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def make(checkpoint: Path, plugin_path: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Engines whose workers are processes, one for each device; capital letters set the plugin's variables."""
+    """Builds engines with one worker process per device; upper-case settings are the plugin's environment variables."""
     tag = new_tag()
     monkeypatch.setenv(TAG, tag)
     before = shared_memory_names()
@@ -61,7 +60,7 @@ def run(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
-# --------------------------------------------------------------------------------------------------------- right tokens
+# ------------------------------------------------------------------------------------------------------- correct tokens
 
 
 def test_a_worker_in_the_engines_process_gives_the_tokens_of_transformers(plugin_path: list[str]) -> None:
@@ -92,8 +91,8 @@ def test_worker_processes_give_the_tokens_of_transformers(make: Make, name: str,
 
 
 @pytest.mark.parametrize("mode", ["static", "lazy", pytest.param("", marks=pytest.mark.exhaustive)])
-def test_modes_give_the_same_tokens_and_their_rules_are_kept(make: Make, mode: str) -> None:
-    """In mode `static` a shape that the warm-up has not seen is an error, in mode `lazy` a step that nobody ended."""
+def test_modes_give_the_same_tokens_and_core_keeps_their_rules(make: Make, mode: str) -> None:
+    """Mode `static` raises on a shape that the warm-up has not compiled, mode `lazy` on a step that was not ended."""
     expected = parity.oracle("llama-gqa")
     llm = make(expected.folder, tensor_parallel_size=2, MVLLM_EXAMPLE_MODE=mode)
     parity.check(expected, parity.generate(llm, expected.prompts[:8]))
@@ -104,7 +103,7 @@ def test_modes_give_the_same_tokens_and_their_rules_are_kept(make: Make, mode: s
 def test_prompt_log_probabilities_of_a_short_model_need_no_shape_beyond_the_warm_up(
     make: Make, checkpoint: Path
 ) -> None:
-    """The largest buckets hold more than the model's positions; a prompt has as many rows of logits as it likes."""
+    """The largest buckets exceed the model's positions; a prompt may have any number of logits rows."""
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, prompt_logprobs=1)
     prompts = [{"prompt_token_ids": [5 + i % 7 for i in range(length)]} for length in (2, 6, 20)]
 
@@ -126,7 +125,7 @@ def test_prompt_log_probabilities_of_a_short_model_need_no_shape_beyond_the_warm
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def test_the_cache_is_what_the_devices_memory_leaves(make: Make) -> None:
+def test_the_cache_is_sized_by_the_devices_free_memory(make: Make) -> None:
     limit = 4 << 20
     llm = make(MVLLM_EXAMPLE_MEMORY=limit, kv_cache_memory_bytes=None, **MANY)
     summary = llm.llm_engine.cache_summary
@@ -134,7 +133,7 @@ def test_the_cache_is_what_the_devices_memory_leaves(make: Make) -> None:
     assert all(len(tokens) == 12 for tokens in run(llm)), "and it is really there"
 
 
-def test_what_does_not_fit_the_device_is_an_error_in_the_users_terms(make: Make) -> None:
+def test_out_of_memory_at_start_is_an_error_that_names_the_settings(make: Make) -> None:
     with pytest.raises(
         ModelError, match=r"cannot be allocated on the device: out of memory on example:0.*quantization"
     ):
@@ -166,7 +165,7 @@ def test_a_worker_that_hangs_is_found_by_the_steps_deadline(make: Make) -> None:
     assert isinstance(caught.value.__cause__, WorkerStuckError)
 
 
-def test_a_step_without_memory_fails_its_requests_says_what_helps_and_no_later_ones(make: Make) -> None:
+def test_a_step_without_memory_fails_its_requests_with_a_hint_and_no_later_ones(make: Make) -> None:
     llm = make(FAULT_INJECTION="oom@execute:step=2")
     outputs = [each.outputs[0] for each in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
     assert [len(output.token_ids) for output in outputs] == [2] * 4, "two steps went well"
@@ -176,7 +175,7 @@ def test_a_step_without_memory_fails_its_requests_says_what_helps_and_no_later_o
     assert run(llm) == run(make(FAULT_INJECTION="none"))
 
 
-def test_ranks_that_wait_for_one_without_memory_end_with_it(make: Make) -> None:
+def test_a_rank_without_memory_ends_the_ranks_that_wait_for_it(make: Make) -> None:
     llm = make(tensor_parallel_size=2, step_timeout=50, FAULT_INJECTION="oom@execute:rank=1,step=2")
     with pytest.raises(EngineDeadError, match=r"out of memory on example:1: \d+ bytes were asked for"):
         run(llm)
@@ -194,12 +193,12 @@ def test_nan_fails_the_requests_of_that_step_and_no_later_ones_and_a_slow_rank_c
 # ---------------------------------------------------------------------------------------------------------------- rules
 
 
-def test_more_workers_than_devices_are_refused_by_the_one_without(make: Make) -> None:
+def test_a_worker_without_a_device_is_rejected(make: Make) -> None:
     with pytest.raises(PlatformError, match=r"Rank 1 is worker 1 of this machine, which has 1 devices"):
         make(tensor_parallel_size=2, MVLLM_EXAMPLE_DEVICES=1)
 
 
-def test_it_runs_only_where_it_is_named(plugin_path: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_platform_runs_only_if_it_is_named(plugin_path: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MVLLM_PLATFORM", raising=False)
     assert choose_platform().platform.spec.name == "cpu"
     assert choose_platform("example").platform.spec.name == "example"

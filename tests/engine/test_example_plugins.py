@@ -1,4 +1,4 @@
-"""The examples of plugins that are no platforms, installed beside each other: each does what it is there for."""
+"""The example plugins that are not platforms, installed together: each does its job."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXAMPLES = (
 
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
-    """All installed; their sources are those of the repository, their entry points those of pyproject.toml."""
+    """All examples, installed from the repository with the entry points of their pyproject.toml."""
     paths = []
     for name in EXAMPLES:
         declared = tomllib.loads((ROOT / "plugins" / name / "pyproject.toml").read_text())["project"]
@@ -63,7 +63,7 @@ def generate(model, prompts=PROMPTS, **settings):
 
 
 def plain_forward(weights: dict[str, torch.Tensor], ids: list[int]) -> torch.Tensor:
-    """Logits of the last token, from the definition alone: no cache, no batch, no layer of the engine."""
+    """Logits of the last token, computed directly: no cache, no batch, no engine layers."""
 
     def norm(x, name):
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weights[f"{name}.weight"]
@@ -102,13 +102,13 @@ class TestModel:
     def test_its_tokens_are_those_of_a_plain_forward_in_torch(self, model):
         assert generate(model) == expected()
 
-    def test_also_in_chunks_with_preemption_and_a_cached_prefix(self, model):
+    def test_tokens_are_the_same_with_chunks_preemption_and_a_cached_prefix(self, model):
         prompts = [*PROMPTS, [*range(40), 3]]
         tight = {"max_num_batched_tokens": 9, "max_num_seqs": 3, "max_model_len": 80, "kv_cache_memory_bytes": 49152}
         assert generate(model, prompts, **tight) == expected(prompts)
 
     @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
-    def test_also_over_two_workers_that_find_the_plugin_themselves(self, model, sizes):
+    def test_tokens_are_the_same_with_two_workers_that_load_the_plugin(self, model, sizes):
         assert generate(model, **sizes) == expected()
 
     def test_without_the_plugin_the_error_lists_what_is_supported(self, model, monkeypatch):
@@ -118,7 +118,7 @@ class TestModel:
         with pytest.raises(ModelError, match="'ParallelBlockForCausalLM' is not supported"):
             generate(model)
 
-    def test_outside_the_allow_list_it_is_refused_and_its_package_named(self, model, monkeypatch):
+    def test_outside_the_allow_list_it_is_rejected_with_the_name_of_its_package(self, model, monkeypatch):
         monkeypatch.setenv("MVLLM_PLUGINS", "mvllm-example-ops")
         with pytest.raises(ConfigError, match=r"mvllm-example-model 0\.1\.0"):
             generate(model)
@@ -133,7 +133,7 @@ class TestExecutor:
 
 
 class TestOps:
-    def test_they_run_where_they_are_asked_for_and_change_no_token(self, model, monkeypatch):
+    def test_they_run_if_requested_and_change_no_token(self, model, monkeypatch):
         import mvllm_example_ops
 
         calls = []
@@ -147,7 +147,7 @@ class TestOps:
         [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rms_norm ")]
         assert line.split()[1] == "torch-rms-norm,"
 
-    def test_a_set_that_nobody_offers_is_refused_before_anything_is_loaded(self, model):
+    def test_an_unknown_op_set_is_rejected_before_loading(self, model):
         with pytest.raises(ConfigError, match=r"'warp'.*There are: torch-norms"):
             generate(model, op_providers="warp")
 
@@ -179,23 +179,23 @@ class TestQuantization:
         with pytest.raises(ModelError, match=r"'ternary', which is not supported\. Supported: awq"):
             generate(checkpoints[0])
 
-    def test_outside_the_allow_list_it_is_refused_and_its_package_named(self, checkpoints, monkeypatch):
+    def test_outside_the_allow_list_it_is_rejected_with_the_name_of_its_package(self, checkpoints, monkeypatch):
         monkeypatch.setenv("MVLLM_PLUGINS", "mvllm-example-ops")
         with pytest.raises(ConfigError, match=r"mvllm-example-quantization 0\.1\.0"):
             generate(checkpoints[0])
 
-    def test_its_objections_are_heard_before_anything_is_loaded(self, checkpoints):
+    def test_its_unsupported_reasons_are_raised_before_loading(self, checkpoints):
         ternary, _ = checkpoints
         with pytest.raises(ModelError, match="'ignore' should be a list of module names, found 'lm_head'"):
             generate(ternary, hf_overrides={"quantization_config": {"quant_method": "ternary", "ignore": "lm_head"}})
 
-    def test_it_stores_weights_and_so_is_not_for_a_checkpoint_of_floats(self, checkpoints):
+    def test_it_is_rejected_for_an_unquantized_checkpoint(self, checkpoints):
         with pytest.raises(ConfigError, match=r"'ternary', which is a way to store weights.*quantization='int8'"):
             generate(checkpoints[1], quantization="ternary")
 
 
 class TestStatLogger:
-    def test_it_writes_a_line_per_step_and_the_command_sums_them_up(self, model, capsys):
+    def test_it_writes_a_line_per_step_and_the_command_summarizes_them(self, model, capsys):
         generate(model, stat_loggers="csv")
         with open("stats.csv", newline="") as file:
             rows = list(csv.DictReader(file))
@@ -205,7 +205,7 @@ class TestStatLogger:
         assert main(["stats", "stats.csv"]) == 0
         assert f"tokens          {24 * len(PROMPTS)}" in capsys.readouterr().out
 
-    def test_installed_and_not_asked_for_it_does_nothing(self, model):
+    def test_it_does_nothing_unless_requested(self, model):
         generate(model)
         assert not Path("stats.csv").exists()
 
@@ -259,7 +259,7 @@ class TestLogitsProcessor:
                 llm.generate(PROMPTS[0], bad, use_tqdm=False)
         assert found == [expected(prompt, size) for prompt, size in zip(PROMPTS, sizes, strict=True)]
 
-    def test_one_that_fails_ends_its_requests_one_by_one_and_nothing_else(self, examples):
+    def test_a_failing_logits_processor_fails_only_its_own_requests(self, examples):
         site = write_metadata(examples / "site", "acme", "[mvllm.logits_processors]\nfailing = acme_fails:Failing\n")
         (site / "acme_fails.py").write_text(FAILING)
         folder = make_checkpoint("llama-gqa", examples / "llama", tokenizer=False)
@@ -280,7 +280,7 @@ class TestLogitsProcessor:
             assert text in outputs[at].error, outputs[at].error
             assert at == 4 or "the logits processor 'failing'" in outputs[at].error
 
-    def test_what_is_none_is_refused_before_anything_is_loaded(self, examples):
+    def test_an_invalid_logits_processor_is_rejected_before_loading(self, examples):
         site = write_metadata(examples / "site", "acme", "[mvllm.logits_processors]\nnone = json:dumps\n")
         assert site.exists()
         folder = make_checkpoint("llama-gqa", examples / "llama", tokenizer=False)

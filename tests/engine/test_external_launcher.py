@@ -1,8 +1,8 @@
-"""Two and four ranks under torchrun, each a whole engine: the tokens of one process, the same on every rank.
+"""Two and four ranks under torchrun, each with its own engine: the tokens of one process, the same on every rank.
 
-A launch takes longer than everything that is run in it, so each layout is launched once, with several checkpoints. With
-`ci/dev.py test --all` it is one of every family; what a rank has of a tensor does not depend on who started it. Each
-engine has a step budget that cuts prompts into chunks and a KV cache that is too small for its requests.
+Starting a launch takes longer than running it, so each layout is launched once, with several checkpoints; `ci/dev.py
+test --all` uses one of every family. The shards of a rank do not depend on the launcher. Each engine has a step budget
+that cuts prompts into chunks and a KV cache that is too small for its requests.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ NAMES = (
     "gpt2",
 )
 ODDEST = ("llama-rope-dynamic", "qwen2-mqa-tied")
-"""Angles by the prompt's length; copied heads, and an embedding for two stages."""
+"""RoPE angles that depend on the prompt's length; replicated heads, and tied embeddings over two stages."""
 WHICH = (0, 3, 5, 6, 8)
 """Prompts of the oracle, of 1 to 48 tokens. Some share prefixes."""
 NUM_TOKENS = 28
 NUM_BLOCKS = MAX_LEN // BLOCK_SIZE
-"""Enough for one sequence of the greatest length."""
+"""Enough for one sequence of the maximum length."""
 SCRIPT = Path(launched_rank.__file__)
 
 
 def launch(world_size: int, arguments: list[str], env: dict[str, str] | None = None) -> tuple[int, str]:
-    """Exit code and text of a launch; nothing of it is left running."""
+    """Exit code and output of a launch; no process of it is left."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     process = subprocess.Popen(
         [*command, *arguments],
@@ -83,8 +83,8 @@ def job_of(name: str, **settings: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def alone(name: str) -> dict[str, Any]:
-    """What one process makes of the same job."""
+def single_process(name: str) -> dict[str, Any]:
+    """Results of one process for the same job."""
     return launched_rank.run_engine(job_of(name))
 
 
@@ -132,18 +132,20 @@ def test_every_family_gives_the_tokens_of_one_process_on_every_rank(
     for rank, results in enumerate(by_rank):
         assert results == by_rank[0], f"rank {rank} and rank 0 differ"
     for name, found in zip(names, by_rank[0], strict=True):
-        if "window" not in name:  # such layers give their blocks back, and may need no more than at first
+        if (
+            "window" not in name
+        ):  # layers with windows free their blocks, and may need no more blocks than the first allocation
             assert found["num_blocks"] == NUM_BLOCKS
             assert found["num_preemptions"] > 0
             assert any(output["num_cached_tokens"] for output in found["again"])
         check_against_oracle(name, found["greedy"])
         check_against_oracle(name, found["again"])
         for kind in ("drawn", "prompts"):
-            check_close(found[kind], alone(name)[kind])
+            check_close(found[kind], single_process(name)[kind])
 
 
 @pytest.mark.exhaustive
-def test_ranks_that_guess_agree_on_the_tokens_of_one_process(tmp_path: Path) -> None:
+def test_speculative_ranks_agree_on_the_tokens_of_one_process(tmp_path: Path) -> None:
     name = "qwen2-mqa-tied"
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
     itself = {"model": str(parity.oracle(name, WHICH, NUM_TOKENS).folder), "num_speculative_tokens": 3}
@@ -163,12 +165,12 @@ def test_ranks_that_guess_agree_on_the_tokens_of_one_process(tmp_path: Path) -> 
         check_against_oracle(name, found["greedy"])
         check_against_oracle(name, found["again"])
         for kind in ("drawn", "prompts"):
-            check_close(found[kind], alone(name)[kind])
+            check_close(found[kind], single_process(name)[kind])
 
 
 @pytest.mark.parametrize("poor", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_the_rank_with_the_least_memory_decides_for_every_engine(poor: int, tmp_path: Path) -> None:
-    free = 200 << 20  # for two ranks, less a tenth of what the engine may use
+    free = 200 << 20  # for two ranks, minus the tenth that the engine must not use
     paths = [*fault_platform_path(tmp_path / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"FAULT_INJECTION": f"poor@memory:rank={poor},free={free}", "PYTHONPATH": os.pathsep.join(paths)}
     settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "platform": "faulty"}
@@ -227,7 +229,7 @@ dist.destroy_process_group()
 """
 
 
-def test_wrong_settings_are_refused_on_every_rank_and_a_world_that_the_program_made_is_used_and_left_alone(
+def test_wrong_settings_are_rejected_on_every_rank_and_an_existing_process_group_is_reused_and_kept(
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "program.py"

@@ -1,4 +1,4 @@
-"""A stranger's executor, installed with its own distribution: found by its name or its path, and it runs the model."""
+"""A third-party executor in its own distribution: it is found by its name or its import path, and runs the model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ assert len(tokens[0]) == 12 and tokens[0] == tokens[1], tokens
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder that is to Python what site-packages is: the code and the metadata of acme-executor."""
+    """A folder like site-packages: the code and the metadata of acme-executor."""
     site = write_metadata(
         tmp_path / "site", "acme-executor", "[mvllm.executors]\nacme = acme_executor:ThreadExecutor\n"
     )
@@ -85,7 +85,7 @@ def test_an_executor_of_another_distribution_runs_the_model(backend: str, site: 
     assert len(steps.read_text().split()) >= 12, "every step has passed through the stranger's hands"
 
 
-def test_the_refusal_of_a_broken_one_names_the_distribution(
+def test_the_error_of_a_broken_executor_names_its_distribution(
     make_llm: MakeLLM, site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (site / "acme_executor.py").write_text("import there_is_no_such_package\n")

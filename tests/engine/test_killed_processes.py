@@ -1,5 +1,5 @@
-"""A real model on two workers behind an engine core's process: whatever of it is killed or interrupted, at whatever
-moment, the caller is told which process it was and what that was doing, and nothing is left behind."""
+"""A real model on two workers behind an engine-core process: whenever one of its processes is killed or interrupted,
+the caller gets an error that names the process and its activity, and no process is left."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PHASES = {
     "idle": "none",
     "mid-request": "hang@execute:rank=-1,step=2",
 }
-"""Phase -> what holds the workers there."""
+"""Phase -> the fault that holds the workers in it."""
 WORKER_ACTIVITY = {
     "start-up": "starting the interpreter|loading the platform faulty|importing the worker|init_device",
     "loading": "load_model",
@@ -62,7 +62,7 @@ SETTINGS = {
 
 
 class Forker:
-    """A running llm_program."""
+    """A running llm_program, which forks front ends."""
 
     def __init__(self, plugin_path: list[str], errors: Path) -> None:
         self.errors = errors
@@ -81,7 +81,7 @@ class Forker:
         self.process.stdin.flush()
 
     def expect(self, phase: str) -> dict[str, Any]:
-        """The next line that speaks of `phase`."""
+        """The next line about `phase`."""
         assert self.process.stdout is not None
         while line := self.process.stdout.readline():
             facts = json.loads(line)
@@ -92,7 +92,7 @@ class Forker:
 
 
 class FrontEnd:
-    """One front end of it, with all that it starts."""
+    """One front end with all processes that it starts."""
 
     def __init__(self, forker: Forker, model: Path, phase: str) -> None:
         self.tag = new_tag()
@@ -110,7 +110,7 @@ class FrontEnd:
             return
         if phase != "loading":
             self.expect("idle")
-            # A signal just before Python enters the read is seen only after the next line has come.
+            # A signal just before Python enters the read would be handled only after the next line.
             wait_until(lambda: is_reading_stdin(self.pid), 60, "it waits for its next line")
         if phase == "mid-request":
             self.go()
@@ -126,7 +126,7 @@ class FrontEnd:
         return process.pid
 
     def wait(self) -> int:
-        """How it ended."""
+        """Its exit status."""
         if self._ended is None:
             self._ended = self.expect("ended")["status"]
         return self._ended
@@ -140,7 +140,7 @@ class FrontEnd:
             try:
                 self.wait()
             except AssertionError:
-                self._forker.process.kill()  # it will not be of use to anybody
+                self._forker.process.kill()  # the forker cannot be used again
 
     def _hangs(self) -> bool:
         workers = worker_processes(self.tag, "Worker_TP0") + worker_processes(self.tag, "Worker_TP1")
@@ -174,10 +174,10 @@ def start(forker: Forker, checkpoint: Path) -> Iterator[Start]:
             process.kill()
 
 
-def often(ids: Iterable[tuple[object, ...]], kept: Container[tuple[object, ...]]) -> list[Any]:
-    """All of them, those not kept only where all tests are asked for.
+def mark_exhaustive(ids: Iterable[tuple[object, ...]], kept: Container[tuple[object, ...]]) -> list[Any]:
+    """All cases; those not in `kept` run only with the exhaustive tests.
 
-    test_multiproc_leftovers has every phase and rank, and every phase and signal, with workers that are quick to start.
+    test_multiproc_leftovers has every phase and rank, and every phase and signal, with workers that start quickly.
     """
     return [pytest.param(*one, marks=() if one in kept else pytest.mark.exhaustive) for one in ids]
 
@@ -197,13 +197,13 @@ SIGNALLED = {
 }
 
 
-@pytest.mark.parametrize(("phase", "victim"), often(itertools.product(PHASES, VICTIMS), KILLED))
+@pytest.mark.parametrize(("phase", "victim"), mark_exhaustive(itertools.product(PHASES, VICTIMS), KILLED))
 def test_a_killed_process_is_named_to_the_caller_and_nothing_is_left(start: Start, phase: str, victim: str) -> None:
     front_end = start(phase)
     front_end.reach(phase, needed=victim)
     pid = front_end.pid_of(victim)
     os.kill(pid, signal.SIGKILL)
-    if phase == "idle":  # all that it started ends with nobody asking; itself it does not
+    if phase == "idle":  # all processes that it started end by themselves; the front end continues
         front_end.assert_nothing_left()
         front_end.go()
     killed = time.monotonic()
@@ -224,7 +224,7 @@ def test_a_killed_process_is_named_to_the_caller_and_nothing_is_left(start: Star
 @pytest.mark.parametrize(
     "phase", [pytest.param(phase, marks=pytest.mark.exhaustive if phase == "idle" else ()) for phase in PHASES]
 )
-def test_killing_the_front_end_leaves_nothing(start: Start, phase: str) -> None:
+def test_killing_the_front_end_leaves_no_process(start: Start, phase: str) -> None:
     front_end = start(phase)
     front_end.reach(phase, needed="Worker_TP0")
     assert worker_processes(front_end.tag, "EngineCore")
@@ -233,7 +233,7 @@ def test_killing_the_front_end_leaves_nothing(start: Start, phase: str) -> None:
     assert front_end.wait() == -signal.SIGKILL
 
 
-def test_killing_the_front_end_before_its_core_has_workers_leaves_nothing(start: Start) -> None:
+def test_killing_the_front_end_before_its_core_has_workers_leaves_no_process(start: Start) -> None:
     front_end = start("start-up")
     front_end.reach("start-up", needed="EngineCore")
     os.kill(front_end.pid, signal.SIGKILL)
@@ -241,9 +241,9 @@ def test_killing_the_front_end_before_its_core_has_workers_leaves_nothing(start:
     assert front_end.wait() == -signal.SIGKILL
 
 
-@pytest.mark.serial  # of the five seconds, a busy machine takes its part
+@pytest.mark.serial  # a busy machine uses part of the five seconds
 @pytest.mark.parametrize(
-    ("number", "phase"), often(itertools.product((signal.SIGINT, signal.SIGTERM), PHASES), SIGNALLED)
+    ("number", "phase"), mark_exhaustive(itertools.product((signal.SIGINT, signal.SIGTERM), PHASES), SIGNALLED)
 )
 def test_ctrl_c_and_sigterm_end_everything_soon(start: Start, phase: str, number: signal.Signals) -> None:
     front_end = start(phase)
@@ -256,7 +256,7 @@ def test_ctrl_c_and_sigterm_end_everything_soon(start: Start, phase: str, number
     front_end.assert_nothing_left()
 
 
-def test_every_process_says_who_it_is(start: Start, forker: Forker) -> None:
+def test_every_process_has_a_title(start: Start, forker: Forker) -> None:
     front_end = start("idle")
     front_end.reach("idle", needed="")
     core = psutil.Process(front_end.pid_of("EngineCore"))
@@ -264,7 +264,7 @@ def test_every_process_says_who_it_is(start: Start, forker: Forker) -> None:
     assert {core.pid} == {psutil.Process(front_end.pid_of(f"Worker_TP{rank}")).ppid() for rank in (0, 1)}
     assert "EngineCore" in (Path(f"/proc/{core.pid}/comm").read_text().strip() + " ".join(core.cmdline()))
     assert f"(EngineCore pid={core.pid}) INFO" in forker.errors.read_text()
-    os.kill(core.pid, signal.SIGINT)  # Ctrl-C is the front end's business
+    os.kill(core.pid, signal.SIGINT)  # the front end handles Ctrl-C
     front_end.go()
     assert [len(tokens) for tokens in front_end.expect("done")["tokens"]] == [12] * 4
     assert front_end.wait() == 0

@@ -1,4 +1,4 @@
-"""An engine whose keys and values are stored in fewer bits than it computes in."""
+"""KV caches that store keys and values with fewer bits than the compute dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=0)
 
 
 def run(**settings) -> tuple[float, list[list[int]], int]:
-    """Mean loss of the texts, greedy tokens after them, and the bytes that a token takes in the cache."""
+    """Mean loss of the texts, greedy tokens after them, and KV cache bytes per token."""
     with LLM("demo", kv_cache_memory_bytes=1 << 24, max_num_seqs=16, max_num_batched_tokens=64, **settings) as llm:
         outputs = llm.generate(TEXTS, PARAMS, use_tqdm=False)
         summary = llm.llm_engine.cache_summary

@@ -1,4 +1,4 @@
-"""Layers with windows give their blocks back while a request goes on, and every token stays what transformers gives."""
+"""Layers with sliding windows free their blocks while a request runs, and every token equals that of transformers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mvllm import LLM, SamplingParams
 from tests.helpers import parity
 from tests.helpers.parity import BLOCK_SIZE, NUM_TOKENS
 
-ALL = "mistral-window"  # three layers that see 11 tokens
-WIDER = "mistral-window-yarn"  # 24 tokens
-SOME = "qwen2-layer-types"  # of three layers, two see 9 tokens: three groups of one
+ALL_LAYERS = "mistral-window"  # three layers with a window of 11 tokens
+WIDE_WINDOW = "mistral-window-yarn"  # window of 24 tokens
+SOME_LAYERS = "qwen2-layer-types"  # two of three layers have a window of 9 tokens: three groups of one
 LONG = [10, 11, 14, 15]  # prompts of 64, 97, 40 and 48 tokens
 
 
@@ -24,15 +24,15 @@ def stack() -> Iterator[ExitStack]:
 
 
 def make(stack: ExitStack, name: str, num_blocks: int, **settings: object) -> LLM:
-    """An engine with so many blocks."""
+    """An engine with `num_blocks` blocks."""
     folder = parity.oracle(name).folder
     with parity.engine(folder) as llm:
         size = parity.bytes_of_blocks(llm, num_blocks)
     return stack.enter_context(parity.engine(folder, kv_cache_memory_bytes=size, **settings))
 
 
-def most_used(llm: LLM, prompt: list[int]) -> list[int]:
-    """The blocks that are used after each step of a request, the last of which ends it."""
+def blocks_in_use(llm: LLM, prompt: list[int]) -> list[int]:
+    """The number of blocks in use after each step of a request, including the last."""
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     engine.add_request("watched", {"prompt_token_ids": prompt}, params)
@@ -45,32 +45,32 @@ def most_used(llm: LLM, prompt: list[int]) -> list[int]:
 
 
 def test_three_blocks_serve_sequences_of_eleven(stack: ExitStack) -> None:
-    llm = make(stack, ALL, 3, max_num_batched_tokens=16)
+    llm = make(stack, ALL_LAYERS, 3, max_num_batched_tokens=16)
     summary = llm.llm_engine.cache_summary
     assert (summary.num_blocks, summary.blocks_per_request, summary.num_tokens) == (3, 3, 176)
-    expected = parity.oracle(ALL)
+    expected = parity.oracle(ALL_LAYERS)
     parity.check(expected, parity.generate(llm, [expected.prompts[i] for i in LONG]), LONG)
-    used = most_used(llm, expected.prompts[11])
+    used = blocks_in_use(llm, expected.prompts[11])
     assert max(used) == 3 and used[-1] == 0
-    assert max(used[30:]) == 2  # 11 tokens that are not in one block
+    assert max(used[30:]) == 2  # 11 tokens that do not fit one block
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_local_layers_hold_no_more_than_they_see(stack: ExitStack, asynchronous: bool) -> None:
-    llm = make(stack, SOME, 40, max_num_batched_tokens=16, async_scheduling=asynchronous)
+def test_layers_with_windows_keep_only_the_blocks_of_their_window(stack: ExitStack, asynchronous: bool) -> None:
+    llm = make(stack, SOME_LAYERS, 40, max_num_batched_tokens=16, async_scheduling=asynchronous)
     assert llm.llm_engine.cache_summary.windows == (None, 9, 9)
-    expected = parity.oracle(SOME)
-    used = most_used(llm, expected.prompts[11])
-    assert used[0] == 7 + 2 * 3  # of 97 tokens, and what 8 tokens behind and a step of 16 touch
-    assert max(used[30:-1]) == used[-3] == 10 + 2 * 2  # of 160 tokens, and 9 tokens that are not in one block
+    expected = parity.oracle(SOME_LAYERS)
+    used = blocks_in_use(llm, expected.prompts[11])
+    assert used[0] == 7 + 2 * 3  # 97 tokens, and the blocks of 8 previous tokens and a step of 16
+    assert max(used[30:-1]) == used[-3] == 10 + 2 * 2  # 160 tokens, and 9 tokens that do not fit one block
     assert used[-1] == 0
 
 
-@pytest.mark.parametrize("name", [SOME, WIDER])
+@pytest.mark.parametrize("name", [SOME_LAYERS, WIDE_WINDOW])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_tight_cache_changes_no_token(stack: ExitStack, name: str, asynchronous: bool) -> None:
     settings = {"max_num_batched_tokens": 40, "max_num_seqs": 8, "async_scheduling": asynchronous}
-    llm = make(stack, name, 24 if name == SOME else 6, **settings)
+    llm = make(stack, name, 24 if name == SOME_LAYERS else 6, **settings)
     expected = parity.oracle(name)
     for _ in range(2):
         parity.check(expected, parity.generate(llm, expected.prompts))
@@ -78,14 +78,14 @@ def test_a_tight_cache_changes_no_token(stack: ExitStack, name: str, asynchronou
     assert stats is not None and stats.num_preemptions > 0 and stats.kv_cache_usage == 0
 
 
-@pytest.mark.parametrize("name", [SOME, ALL])
-def test_prefixes_are_found_though_the_windows_have_passed(stack: ExitStack, name: str) -> None:
+@pytest.mark.parametrize("name", [SOME_LAYERS, ALL_LAYERS])
+def test_prefixes_are_cached_after_the_windows_have_moved_on(stack: ExitStack, name: str) -> None:
     llm = make(stack, name, 300, max_num_batched_tokens=16, max_num_seqs=4)
     expected = parity.oracle(name)
     prompts = [expected.prompts[i] for i in LONG]
     first = parity.generate(llm, prompts)
     parity.check(expected, first, LONG)
-    # A conversation goes on from all that was said.
+    # The next turn of a conversation continues the whole previous turn.
     longer = [prompt + list(output.outputs[0].token_ids)[:40] for prompt, output in zip(prompts, first, strict=True)]
     outputs = parity.generate(llm, longer, max_tokens=NUM_TOKENS - 40)
     for i, prompt, output in zip(LONG, longer, outputs, strict=True):
@@ -94,9 +94,9 @@ def test_prefixes_are_found_though_the_windows_have_passed(stack: ExitStack, nam
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_that_slept_has_its_groups_again(stack: ExitStack, level: int) -> None:
-    llm = make(stack, SOME, 60, max_num_batched_tokens=32)
-    expected = parity.oracle(SOME)
+def test_after_sleep_the_groups_are_restored(stack: ExitStack, level: int) -> None:
+    llm = make(stack, SOME_LAYERS, 60, max_num_batched_tokens=32)
+    expected = parity.oracle(SOME_LAYERS)
     prompts = [expected.prompts[i] for i in LONG]
     parity.check(expected, parity.generate(llm, prompts), LONG)
     llm.sleep(level)
@@ -106,7 +106,7 @@ def test_an_engine_that_slept_has_its_groups_again(stack: ExitStack, level: int)
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("parallel", ["pipeline_parallel_size", "tensor_parallel_size"])
-@pytest.mark.parametrize("name", [SOME, WIDER])
+@pytest.mark.parametrize("name", [SOME_LAYERS, WIDE_WINDOW])
 def test_stages_and_shards_give_the_same_tokens(stack: ExitStack, name: str, parallel: str) -> None:
     llm = make(stack, name, 40, max_num_batched_tokens=24, **{parallel: 2})
     expected = parity.oracle(name)

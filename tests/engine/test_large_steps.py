@@ -1,4 +1,4 @@
-"""The largest plans reach every worker whole: through a slot where they fit, through the overflow socket where not."""
+"""The largest plans reach every worker whole: through a slot if they fit, else through the overflow socket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGEST_ID = 2**20
 
 
 def plan(prompt_tokens: int, step: int = 1) -> SchedulerOutput:
-    """256 requests that all begin in one step; token ids, rows and blocks as wide as they come."""
+    """256 requests that all begin in one step, with token ids, rows and blocks of the largest encoded size."""
     blocks = -(-prompt_tokens // BLOCK_SIZE)
     new = [
         NewRequestData(
@@ -88,7 +88,7 @@ def test_256_prompts_that_fill_the_token_budget_fit_a_slot_of_the_default_size()
 def test_plans_of_any_size_reach_every_worker_whole_and_in_order(make) -> None:
     executor = make()
     slot = request_settings(ParallelConfig()).slot_bytes
-    small, large = plan(BUDGET // NUM_REQUESTS), plan(2000)  # prompts far over the budget travel whole, too
+    small, large = plan(BUDGET // NUM_REQUESTS), plan(2000)  # prompts far beyond the budget are sent whole as well
     assert message_bytes(small) <= slot < message_bytes(large)
     for number in range(6):
         step = msgspec.structs.replace(large if number % 2 else small, step=number)

@@ -1,4 +1,4 @@
-"""LoRA adapters: what an engine computes with them equals what transformers computes with the merged weights."""
+"""LoRA adapters: the engine's outputs with them equal those of transformers with the merged weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPTS = draw_prompts((5, 17, 33, 48))
 
 
 class Family:
-    """A checkpoint, three adapters for it, and transformers' model with each of them."""
+    """A checkpoint, three adapters for it, and transformers' model with each of them merged."""
 
     def __init__(self, folder: Path, name: str, targets: tuple[str, ...]) -> None:
         self.checkpoint = make_checkpoint(name, folder / name)
@@ -57,7 +57,7 @@ class Family:
         return LoRARequest(name, list(self.paths).index(name) + 1, str(self.paths[name]))
 
     def generate(self, llm: LLM, prompts: list[list[int]], names: list[str]) -> list[RequestOutput]:
-        """Outputs of `prompts`, each with the adapter of the same place, after they have been checked."""
+        """Outputs of `prompts`, each with the adapter at the same index, compared with transformers."""
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=[self.request(name) for name in names])
         for name, output in zip(names, outputs, strict=True):
             assert output.lora_request == self.request(name)
@@ -82,15 +82,15 @@ EVERYONE = [BASE, "one", "two", "three"]
 
 @pytest.mark.shows("lora", family="llama")
 def test_several_adapters_and_the_model_itself_in_one_batch(llm: LLM, llama: Family) -> None:
-    # 24 tokens per step: long prompts are cut into chunks, of several adapters' requests in one step.
+    # 24 tokens per step: long prompts are cut into chunks, and one step has requests of several adapters.
     prompts = [prompt for prompt in PROMPTS for _ in EVERYONE]
     outputs = llama.generate(llm, prompts, EVERYONE * len(PROMPTS))
     by_prompt = [outputs[i : i + 4] for i in range(0, len(outputs), 4)]
-    for four in by_prompt:  # else nothing has been tested
+    for four in by_prompt:  # otherwise the test would be vacuous
         assert len({tuple(output.outputs[0].token_ids) for output in four}) == 4
 
 
-def test_a_prefix_is_found_again_with_the_same_adapter_only(llm: LLM, llama: Family) -> None:
+def test_a_cached_prefix_is_reused_only_with_the_same_adapter(llm: LLM, llama: Family) -> None:
     [prompt] = draw_prompts((40,), seed=9)
     for name in EVERYONE:
         [output] = llama.generate(llm, [prompt], [name])
@@ -100,7 +100,7 @@ def test_a_prefix_is_found_again_with_the_same_adapter_only(llm: LLM, llama: Fam
         assert output.num_cached_tokens == 32, name
 
 
-def test_adapters_beyond_the_slots_wait_their_turn_and_are_read_again(llama: Family) -> None:
+def test_adapters_beyond_max_loras_wait_and_are_reloaded(llama: Family) -> None:
     with engine(llama.checkpoint, enable_lora=True, max_loras=1, kv_cache_memory_bytes=2**18) as llm:
         names = [*EVERYONE, *reversed(EVERYONE)] * 2
         prompts = draw_prompts((30,) * len(names), seed=4)
@@ -108,7 +108,7 @@ def test_adapters_beyond_the_slots_wait_their_turn_and_are_read_again(llama: Fam
         assert llm.llm_engine.stats is not None and llm.llm_engine.list_loras() == {1, 2, 3}
 
 
-def test_it_is_the_same_under_preemption(llama: Family) -> None:
+def test_outputs_are_the_same_under_preemption(llama: Family) -> None:
     with engine(
         llama.checkpoint,
         enable_lora=True,
@@ -126,7 +126,7 @@ def test_it_is_the_same_under_preemption(llama: Family) -> None:
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
-def test_it_is_the_same_over_ranks(llama: Family, tensor: int, pipeline: int) -> None:
+def test_outputs_are_the_same_over_ranks(llama: Family, tensor: int, pipeline: int) -> None:
     with engine(
         llama.checkpoint,
         enable_lora=True,
@@ -147,22 +147,24 @@ def test_it_is_the_same_over_ranks(llama: Family, tensor: int, pipeline: int) ->
         ("opt", ("q_proj", "fc1", "k_proj", "out_proj", "fc2")),
     ],
 )
-def test_so_it_is_with_other_families(name: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+def test_other_families_give_the_outputs_of_the_merged_weights(
+    name: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
     family = Family(tmp_path, name, targets)
     with engine(family.checkpoint, enable_lora=True, max_loras=3) as llm:
         family.generate(llm, PROMPTS[:2] * 4, [name for name in EVERYONE for _ in range(2)])
 
 
-def test_adapters_stand_beside_quantized_weights(llama: Family) -> None:
-    """Rounded weights are not transformers': the same model without an adapter, merged by hand, cannot be had. But an
-    adapter that adds nothing changes nothing, and one that adds something does."""
+def test_adapters_work_with_quantized_weights(llama: Family) -> None:
+    """Quantized weights differ from transformers', so there is no merged reference. The test checks that an adapter
+    with zero weights changes no token, and that one with large weights does."""
     with engine(llama.checkpoint, enable_lora=True, quantization="int8") as llm:
         plain, other = (
             llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=llama.request(name))[0].outputs[0]
             for name in (BASE, "one")
         )
         assert plain.token_ids != other.token_ids
-        # int8 rounding moves log-probabilities by little: the adapter's effect is there in full.
+        # int8 rounding changes log-probabilities little: the adapter has its full effect.
         reference = torch.log_softmax(
             llama.models["one"](torch.tensor([PROMPTS[0]])).logits[0, -1].float().detach(), dim=-1
         )
@@ -171,13 +173,13 @@ def test_adapters_stand_beside_quantized_weights(llama: Family) -> None:
             assert abs(entry.logprob - float(reference[token])) < 0.3
 
 
-def test_after_deep_sleep_adapters_are_read_again(llm: LLM, llama: Family) -> None:
+def test_after_level_2_sleep_adapters_are_reloaded(llm: LLM, llama: Family) -> None:
     llm.sleep(2)
     llm.wake_up()
     llama.generate(llm, PROMPTS[:2], ["one", "two"])
 
 
-def test_a_step_without_adapters_goes_the_way_of_an_engine_without(llm: LLM, llama: Family) -> None:
+def test_a_step_without_adapters_runs_without_lora(llm: LLM, llama: Family) -> None:
     runner = llm.llm_engine._client._core._executor._worker._worker.runner  # type: ignore[union-attr]
     calls: list[bool] = []
     decoder = runner._forward.decoder
@@ -197,10 +199,10 @@ def test_a_step_without_adapters_goes_the_way_of_an_engine_without(llm: LLM, lla
         del decoder.call_model
 
 
-# ------------------------------------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------------------------------------------- errors
 
 
-def refused(llm: LLM, request: object, *words: str) -> None:
+def expect_rejection(llm: LLM, request: object, *words: str) -> None:
     with pytest.raises(RequestError) as info:
         llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=request)  # type: ignore[arg-type]
     assert info.value.parameter == "lora_request"
@@ -209,23 +211,21 @@ def refused(llm: LLM, request: object, *words: str) -> None:
     assert not llm.llm_engine.has_unfinished_requests()
 
 
-def test_a_request_for_what_is_no_adapter_is_refused_and_nothing_else_happens(
-    llm: LLM, llama: Family, tmp_path: Path
-) -> None:
+def test_an_invalid_lora_request_is_rejected_without_side_effects(llm: LLM, llama: Family, tmp_path: Path) -> None:
     good = str(llama.paths["one"])
-    refused(llm, LoRARequest("x", 0, good), "lora_int_id")
-    refused(llm, LoRARequest("", 9, good), "lora_name")
-    refused(llm, LoRARequest("x", 9, str(tmp_path / "nowhere")), "no adapter folder")
-    refused(llm, LoRARequest("x", 9, "a\0b"), "lora_path")
-    refused(llm, "one", "LoRARequest(")
-    refused(llm, LoRARequest(["x"], 9, good), "lora_name")  # type: ignore[arg-type]
+    expect_rejection(llm, LoRARequest("x", 0, good), "lora_int_id")
+    expect_rejection(llm, LoRARequest("", 9, good), "lora_name")
+    expect_rejection(llm, LoRARequest("x", 9, str(tmp_path / "nowhere")), "no adapter folder")
+    expect_rejection(llm, LoRARequest("x", 9, "a\0b"), "lora_path")
+    expect_rejection(llm, "one", "LoRARequest(")
+    expect_rejection(llm, LoRARequest(["x"], 9, good), "lora_name")  # type: ignore[arg-type]
     llama.generate(llm, PROMPTS[:1], ["one"])
-    refused(llm, LoRARequest("another", 1, good), "id 1 belongs to 'one'")
+    expect_rejection(llm, LoRARequest("another", 1, good), "id 1 belongs to 'one'")
     with pytest.raises(RequestError, match="2 entries for 1 prompts"):
         llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=[None, None])
 
 
-def test_an_adapter_of_another_model_or_a_damaged_one_is_refused(llm: LLM, llama: Family, tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_or_a_damaged_one_is_rejected(llm: LLM, llama: Family, tmp_path: Path) -> None:
     number = 10
 
     def adapter(name: str, **settings: object) -> Path:
@@ -234,7 +234,7 @@ def test_an_adapter_of_another_model_or_a_damaged_one_is_refused(llm: LLM, llama
     def expect(folder: Path, *words: str) -> None:
         nonlocal number
         number += 1
-        refused(llm, LoRARequest(folder.name, number, str(folder)), folder.name, *words)
+        expect_rejection(llm, LoRARequest(folder.name, number, str(folder)), folder.name, *words)
 
     other = make_checkpoint("llama-head-dim", tmp_path / "other")
     expect(write_adapter(tmp_path / "wrong-shape", other, targets=("k_proj",)), "k_proj", "belongs to another model")
@@ -245,17 +245,17 @@ def test_an_adapter_of_another_model_or_a_damaged_one_is_refused(llm: LLM, llama
     edit_config(incomplete, target_modules=["q_proj", "o_proj"])
     expect(incomplete, "incomplete", "o_proj")
     expect(adapter("rank", targets=("q_proj",), rank=17), "max_lora_rank")
-    llama.generate(llm, PROMPTS, EVERYONE)  # nothing was lost
+    llama.generate(llm, PROMPTS, EVERYONE)  # the loaded adapters are intact
 
 
-def test_files_that_change_or_go_fail_the_request_that_needs_them_alone(llama: Family, tmp_path: Path) -> None:
+def test_changed_or_missing_adapter_files_fail_only_the_request_that_needs_them(llama: Family, tmp_path: Path) -> None:
     targets = ("q_proj",)
     doomed = write_adapter(tmp_path / "doomed", llama.checkpoint, targets=targets, seed=6)
     with engine(llama.checkpoint, enable_lora=True, max_loras=1) as llm:
         request = LoRARequest("doomed", 8, str(doomed))
         before = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=request)[0]
         check_against(merged(llama.checkpoint, doomed), [before])
-        llama.generate(llm, PROMPTS[:1], ["one"])  # takes the only place
+        llama.generate(llm, PROMPTS[:1], ["one"])  # takes the only slot
         (doomed / "adapter_model.safetensors").rename(tmp_path / "elsewhere")
         outputs = llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False, lora_request=[None, request, llama.request("one")])
         assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
@@ -266,7 +266,7 @@ def test_files_that_change_or_go_fail_the_request_that_needs_them_alone(llama: F
         again = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=request)[0]
         assert again.outputs[0].token_ids == before.outputs[0].token_ids
 
-        # What was computed with the old files is in the prefix cache, also when the adapter was forgotten meanwhile.
+        # The prefix cache has KV computed with the old files, even after the adapter was removed.
         assert llm.llm_engine.remove_lora(8)
         shutil.rmtree(doomed)
         write_adapter(doomed, llama.checkpoint, targets=targets, seed=7)
@@ -277,8 +277,8 @@ def test_files_that_change_or_go_fail_the_request_that_needs_them_alone(llama: F
         check_against(merged(llama.checkpoint, doomed), [output])
 
 
-def test_an_engine_without_adapters_says_so(llama: Family) -> None:
+def test_a_lora_request_without_enable_lora_is_an_error(llama: Family) -> None:
     with engine(llama.checkpoint) as llm:
-        refused(llm, llama.request("one"), "enable_lora")
+        expect_rejection(llm, llama.request("one"), "enable_lora")
     with pytest.raises(ConfigError, match="max_cpu_loras"):
         LLM(str(llama.checkpoint), enable_lora=True, max_loras=4, max_cpu_loras=2)

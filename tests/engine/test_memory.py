@@ -1,4 +1,4 @@
-"""How the KV cache is sized, and what is said when it does not fit."""
+"""Sizing of the KV cache, and the errors if it does not fit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4  # layers, key and value, heads, head size,
 BLOCK = 16 * BYTES_PER_TOKEN
 
 
-def test_the_cache_takes_the_memory_it_is_given_and_keeps_prefixes_in_it(make_llm: MakeLLM) -> None:
+def test_the_cache_uses_the_given_memory_and_keeps_prefixes(make_llm: MakeLLM) -> None:
     llm = make_llm(max_num_seqs=1, max_model_len=40, kv_cache_memory_bytes=32 * BLOCK)
     assert llm.llm_engine.cache_summary.num_blocks == 32
     prompts = [{"prompt_token_ids": [5 + i] * 33} for i in range(10)]
     params = SamplingParams(temperature=0, max_tokens=1)
-    for hits in (0, 32):  # the second time all of them are found, though only one runs at a time
+    for hits in (0, 32):  # the second time all prefixes are cached, though only one request runs at a time
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [output.num_cached_tokens for output in outputs] == [hits] * 10
 
@@ -33,7 +33,7 @@ def test_without_prefix_caching_the_cache_is_no_larger_than_all_requests_togethe
     assert (summary.num_blocks, summary.max_concurrency) == (3 * 3, 3)
 
 
-def test_explicit_bytes_are_used_to_the_last_block(make_llm: MakeLLM) -> None:
+def test_explicit_bytes_are_fully_used(make_llm: MakeLLM) -> None:
     summary = make_llm(kv_cache_memory_bytes=20 * BLOCK + BLOCK - 1).llm_engine.cache_summary
     assert (summary.num_blocks, summary.total_bytes) == (20, 20 * BLOCK)
 
@@ -43,8 +43,8 @@ def test_the_start_line_names_tokens_and_concurrent_requests(make_llm: MakeLLM) 
     assert "352 tokens" in text and "2.0 concurrent requests of 176 tokens" in text
 
 
-def test_measured_memory_is_what_a_profiling_step_leaves(make_llm: MakeLLM) -> None:
-    """On this platform half of what other programs leave; claimed, but taken only as it is used."""
+def test_the_cache_is_sized_by_the_free_memory_after_a_profiling_step(make_llm: MakeLLM) -> None:
+    """This platform claims half of the free memory, but allocates it only as it is used."""
     before = resident_bytes()
     summary = make_llm(kv_cache_memory_bytes=None, max_num_seqs=2).llm_engine.cache_summary
     assert summary.num_blocks > 2 * 11, "more than two sequences could use"
@@ -53,12 +53,12 @@ def test_measured_memory_is_what_a_profiling_step_leaves(make_llm: MakeLLM) -> N
 
 
 def resident_bytes() -> int:
-    """Of this process, now."""
+    """Resident bytes of this process."""
     with open("/proc/self/statm", encoding="ascii") as text:
         return int(text.read().split()[1]) * resource.getpagesize()
 
 
-def test_too_little_memory_for_one_request_is_refused_with_the_length_that_fits(make_llm: MakeLLM) -> None:
+def test_too_little_memory_for_one_request_is_an_error_with_the_length_that_fits(make_llm: MakeLLM) -> None:
     with pytest.raises(CacheError) as caught:
         make_llm(kv_cache_memory_bytes=7 * BLOCK, max_model_len=176)
     message = str(caught.value)
@@ -66,17 +66,17 @@ def test_too_little_memory_for_one_request_is_refused_with_the_length_that_fits(
     fits = re.search(r"set max_model_len to (\d+) or less", message)
     needs = re.search(r"raise kv_cache_memory_bytes to (\d+)", message)
     assert fits and needs and (int(fits[1]), int(needs[1])) == (7 * 16, 11 * BLOCK)
-    # Both remedies work.
+    # Both hints of the error work.
     make_llm(kv_cache_memory_bytes=7 * BLOCK, max_model_len=int(fits[1]))
     make_llm(kv_cache_memory_bytes=int(needs[1]), max_model_len=176)
 
 
-def test_a_block_size_that_no_backend_takes_is_refused(make_llm: MakeLLM) -> None:
+def test_a_block_size_that_no_backend_supports_is_rejected(make_llm: MakeLLM) -> None:
     with pytest.raises(CacheError, match="block_size 7"):
         make_llm(block_size=7)
 
 
-def test_a_model_or_a_cache_that_finds_no_memory_is_an_error_in_the_users_terms(make_llm: MakeLLM) -> None:
+def test_out_of_memory_for_the_model_or_the_cache_is_an_error_that_names_the_settings(make_llm: MakeLLM) -> None:
     with pytest.raises(ModelError, match=r"config\.json gives, cannot be allocated"):
         make_llm(hf_overrides={"intermediate_size": 2**45}, load_format="dummy")
     with pytest.raises(CacheError, match=r"KV cache of .* cannot be allocated"):

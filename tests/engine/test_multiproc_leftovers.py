@@ -1,4 +1,4 @@
-"""Processes killed or interrupted at any moment: the caller gets an error, and nothing is left behind."""
+"""Processes killed or interrupted in every phase: the caller gets an error, and no process or shared memory is left."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Engine:
         """Returns when the engine is in `phase`."""
         if phase in ("idle", "mid-request"):
             self.expect("idle")
-            # A signal just before Python enters the read is seen only after the next line has come.
+            # A signal just before Python enters the read would be handled only after the next line.
             wait_until(lambda: is_reading_stdin(self.process.pid), 30, "it waits for its next line")
         else:
             wait_until(self._hangs, 30, f"workers hang in {phase}")
@@ -124,7 +124,7 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_killed_worker_is_named_and_nothing_is_left(start: StartEngine, phase: str, rank: int) -> None:
+def test_a_killed_worker_is_named_and_no_process_is_left(start: StartEngine, phase: str, rank: int) -> None:
     engine = start(PHASES[phase])
     engine.reach(phase)
     pid = engine.worker(rank)

@@ -1,9 +1,9 @@
-"""Several worker processes give the tokens of transformers: shards, stages, and both.
+"""Several worker processes give the tokens of transformers: tensor parallel, pipeline parallel, and both.
 
-Each engine is under every pressure at once: a step budget that cuts prompts into chunks, a cache that is too small for
-the sequences that run, so that they are preempted and recomputed, and prompts whose beginnings are in the cache.
-Every family and all that there is to cut runs on threads, where a rank costs no interpreter; on processes run shards,
-stages, both, and plans made ahead, and with `ci/dev.py test --all` everything.
+Each engine combines a step budget that cuts prompts into chunks, a cache that is too small for the running sequences,
+so that they are preempted and recomputed, and prompts with cached prefixes. Every family and every sharding case runs
+with ranks as threads, which start quickly. Worker processes run tensor parallel, pipeline parallel, both, and
+asynchronous scheduling, and with `ci/dev.py test --all` every case.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ WHICH = (0, 5, 6, 8, 10, 11, 15)
 NUM_TOKENS = 24
 SETTINGS = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 32}
 NUM_BLOCKS = 11
-"""A few more than the longest sequence needs, where six would run."""
+"""A few more than the longest sequence needs; six sequences would run."""
 
-# Why each stands here: what it cuts in a way of its own. As (checkpoint, shards, stages).
+# Each case covers a different way of sharding: (checkpoint, tensor parallel, pipeline parallel).
 LAYOUTS = {
     "one embedding serves the first stage and the head of the last": ("llama-mha-tied", 2, 2),
     "one key/value head is copied to both ranks; a bias is added by one rank alone": ("llama-mqa-biases", 2, 2),
@@ -51,7 +51,7 @@ LAYOUTS = {
 
 
 def block_bytes(expected: Oracle, tensor: int, pipeline: int) -> int:
-    """What one block of the cache takes on the rank that holds most."""
+    """Bytes of one KV cache block on the rank with the largest share."""
     config = AutoConfig.from_pretrained(expected.folder)
     heads = config.num_attention_heads
     kv_heads = max(1, (getattr(config, "num_key_value_heads", None) or heads) // tensor)
@@ -65,11 +65,11 @@ def has_windows(expected: Oracle) -> bool:
 
 
 def check_under_pressure(name: str, tensor: int, pipeline: int, devices: int = 1, **settings: object) -> None:
-    """Of `tensor` x `pipeline` ranks, as workers that drive `devices` of them each."""
+    """Runs `tensor` x `pipeline` ranks, with workers that drive `devices` ranks each."""
     expected = parity.oracle(name, WHICH, NUM_TOKENS)
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     memory = NUM_BLOCKS * block_bytes(expected, tensor, pipeline) * devices
-    if has_windows(expected):  # which decide on how large a block is, and how many a sequence needs
+    if has_windows(expected):  # windows determine the size of a block, and the number that a sequence needs
         with parity.engine(expected.folder, **sizes, **SETTINGS, **settings) as llm:
             memory = parity.bytes_of_blocks(llm, llm.llm_engine.cache_summary.blocks_per_request)
     with parity.engine(expected.folder, kv_cache_memory_bytes=memory, **sizes, **SETTINGS, **settings) as llm:
@@ -79,13 +79,13 @@ def check_under_pressure(name: str, tensor: int, pipeline: int, devices: int = 1
         assert max(map(len, expected.prompts)) > SETTINGS["max_num_batched_tokens"]
         parity.check(expected, parity.generate(llm, expected.prompts, max_tokens=NUM_TOKENS))
         stats = llm.llm_engine.stats
-        # Layers with a window may never need more than they were given when their request began.
+        # Layers with a window may never need more blocks than their first allocation.
         assert stats is not None and (stats.num_preemptions > 0 or summary.windows != (None,))
 
-        backwards = list(range(len(expected.prompts)))[::-1]  # what came last is what the cache still has
+        backwards = list(range(len(expected.prompts)))[::-1]  # the most recent prompts are still cached
         again = parity.generate(llm, [expected.prompts[i] for i in backwards], max_tokens=NUM_TOKENS)
         parity.check(expected, again, backwards)
-        # What a window has passed is the first to be used for something else.
+        # Blocks that a window has passed are reused first.
         assert sum(output.num_cached_tokens for output in again) > 0 or summary.windows != (None,)
 
 
@@ -117,8 +117,8 @@ CUTS = pytest.mark.parametrize(
 
 @pytest.mark.shows("layout")
 @CUTS
-def test_so_does_every_way_of_cutting_a_checkpoint(name: str, tensor: int, pipeline: int) -> None:
-    """Which element of a tensor a rank has does not depend on where the rank runs: here, in a thread."""
+def test_every_sharding_case_gives_the_tokens_of_transformers(name: str, tensor: int, pipeline: int) -> None:
+    """A rank's shard of a tensor does not depend on where the rank runs: here, in a thread."""
     threads = f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}"
     check_under_pressure(name, tensor, pipeline, distributed_executor_backend=threads)
 
@@ -127,7 +127,9 @@ def test_so_does_every_way_of_cutting_a_checkpoint(name: str, tensor: int, pipel
 @pytest.mark.exhaustive
 @pytest.mark.shows("layout")
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_so_does_every_way_of_cutting_it_over_processes(name: str, tensor: int, pipeline: int) -> None:
+def test_every_sharding_case_gives_the_tokens_of_transformers_in_processes(
+    name: str, tensor: int, pipeline: int
+) -> None:
     check_under_pressure(name, tensor, pipeline)
 
 
@@ -135,5 +137,5 @@ def test_so_does_every_way_of_cutting_it_over_processes(name: str, tensor: int, 
 @pytest.mark.parametrize(
     ("tensor", "pipeline"), [pytest.param(*SHARDS, marks=pytest.mark.exhaustive), BOTH], ids=["2-1", "2-2"]
 )
-def test_so_do_plans_that_are_made_ahead(tensor: int, pipeline: int) -> None:
+def test_async_scheduling_gives_the_tokens_of_transformers(tensor: int, pipeline: int) -> None:
     check_under_pressure("qwen3", tensor, pipeline, async_scheduling=True)

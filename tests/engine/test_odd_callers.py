@@ -1,4 +1,4 @@
-"""Programs that were started in odd ways: without standard streams, in a folder that is gone, with odd paths."""
+"""Programs started in unusual conditions: without standard streams, in a deleted folder, with unusual paths."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ SETTINGS = {
         ("no stdout", "core"),
         ("gone", "core"),
         *(
-            pytest.param(*one, marks=pytest.mark.exhaustive)  # one stream is less odd than none
+            pytest.param(*one, marks=pytest.mark.exhaustive)  # one stream is less unusual than none
             for one in [("", "uni"), ("no stdout", "mp"), ("no stdin", "core"), ("no stderr", "mp")]
         ),
         ("path object", "core"),
     ],
 )
-def test_a_model_runs_all_the_same(checkpoint: Path, tmp_path: Path, odd: str, engine: str) -> None:
+def test_a_model_runs_in_unusual_conditions(checkpoint: Path, tmp_path: Path, odd: str, engine: str) -> None:
     tag, before = new_tag(), shared_memory_names()
     folder = tmp_path / "here"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""A platform with a ShapePolicy sees only sizes among its buckets, and the tokens are those of free shapes."""
+"""A platform with a ShapePolicy gets only bucket sizes, and the tokens equal those of unpadded steps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_step_has_sizes_among_the_buckets(
         (ShapePolicy(tokens=()), "max_num_batched_tokens is 40.* is none"),
     ],
 )
-def test_limits_that_no_bucket_holds_are_refused(
+def test_limits_beyond_the_largest_bucket_are_rejected(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, shapes: ShapePolicy, limit: str
 ) -> None:
     monkeypatch.setattr(Platform, "shapes", lambda self: shapes)

@@ -1,4 +1,4 @@
-"""A forked program is what a fresh one would be: arguments, variables, descriptors, folder, parent, exit status."""
+"""A forked program equals a new process: arguments, variables, descriptors, folder, parent, exit status."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def report_of(
 
 
 @here
-def test_it_has_all_that_it_was_started_with(tmp_path: Path) -> None:
+def test_it_has_the_arguments_variables_and_folder_of_its_start(tmp_path: Path) -> None:
     report, done = report_of("one", "two", folder=tmp_path, REPORT="yes")
     assert done.returncode == 7 and done.stderr == "to stderr\n"
     assert report["is forked"] and report["input"] == "hello"
@@ -43,8 +43,8 @@ def test_it_has_all_that_it_was_started_with(tmp_path: Path) -> None:
     assert child["is forked"] and child["parent"] == report["pid"] and child["command"] == [*COMMAND, "two"]
 
 
-def test_it_has_the_descriptors_of_a_fresh_one() -> None:
-    own = 1 if program_server.is_possible() else 0  # to the server of its own
+def test_it_has_the_descriptors_of_a_new_process() -> None:
+    own = 1 if program_server.is_possible() else 0  # the connection to its own program server
     reading, writing = os.pipe()
     with program_server.programs(fresh=True):
         fresh = subprocess.run(COMMAND, input="", capture_output=True, text=True, pass_fds=[writing])
@@ -55,18 +55,18 @@ def test_it_has_the_descriptors_of_a_fresh_one() -> None:
     assert writing in found and len(found) == len(expected) + own
 
 
-def test_one_whose_libraries_would_read_other_variables_is_fresh() -> None:
+def test_other_values_of_library_variables_start_a_new_process() -> None:
     report, _ = report_of(OMP_NUM_THREADS="3")
     assert not report["is forked"]
 
 
 @pytest.mark.fresh_programs
-def test_one_of_a_test_that_says_so_is_fresh() -> None:
+def test_the_mark_fresh_programs_starts_a_new_process() -> None:
     report, _ = report_of()
     assert not report["is forked"]
 
 
-def test_killed_it_is_a_child_that_was_killed() -> None:
+def test_a_killed_program_has_the_exit_status_of_a_killed_child() -> None:
     process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
     wait_until(lambda: os.getpgid(process.pid) == process.pid, 10, "a group of its own")
     process.send_signal(signal.SIGKILL)

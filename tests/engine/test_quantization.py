@@ -1,4 +1,4 @@
-"""Quantized models through the whole engine, on the platform under test with its own kernels."""
+"""Quantized models through the whole engine, on the platform under test with its kernels."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_tokens_are_those_of_transformers_with_the_dequantized_weights(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_the_demo_model_quantized_on_load_still_knows_what_it_learned(quantization: str) -> None:
+def test_the_demo_model_quantized_on_load_gives_correct_completions(quantization: str) -> None:
     with LLM("demo", quantization=quantization, use_tqdm_on_load=False, kv_cache_memory_bytes=1 << 24) as llm:
         params = SamplingParams(temperature=0, max_tokens=4)
         outputs = llm.generate(["The capital of France is", "The opposite of hot is"], params, use_tqdm=False)
@@ -64,9 +64,9 @@ def test_random_weights_can_be_quantized(tmp_path: Path) -> None:
         assert [o.outputs[0].cumulative_logprob for o in found] != [o.outputs[0].cumulative_logprob for o in plain]
 
 
-def test_what_cannot_be_run_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_an_unsupported_quantization_is_rejected_before_loading(tmp_path: Path) -> None:
     checkpoint = make_quantized("awq", tmp_path)
-    (checkpoint.quantized / "model.safetensors").unlink()  # it would be missed
+    (checkpoint.quantized / "model.safetensors").unlink()  # the error would be missed
     with pytest.raises(ConfigError, match="stored as 'awq' already"), engine(checkpoint.quantized, quantization="int8"):
         pass
     overrides = {"quantization_config": {"quant_method": "awq", "bits": 3}}

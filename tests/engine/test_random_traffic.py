@@ -1,4 +1,4 @@
-"""A whole engine under random requests, refusals and aborts, in a cache that is too small for them."""
+"""A whole engine under random requests, rejections and aborts, with a cache that is too small for them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_it_stays_whole_and_serves_as_before(make_llm: MakeLLM, async_scheduling: bool) -> None:
+def test_its_state_stays_consistent_and_outputs_stay_correct(make_llm: MakeLLM, async_scheduling: bool) -> None:
     rng = random.Random(11)
     llm = make_llm(
         **TIGHT,
@@ -83,7 +83,7 @@ def test_it_stays_whole_and_serves_as_before(make_llm: MakeLLM, async_scheduling
         assert llm.reset_prefix_cache()
 
 
-def test_salts_keep_caches_apart(make_llm: MakeLLM) -> None:
+def test_requests_with_different_cache_salts_share_no_blocks(make_llm: MakeLLM) -> None:
     llm, params = make_llm(), SamplingParams(temperature=0, max_tokens=2)
     ids = list(range(20, 70))
 

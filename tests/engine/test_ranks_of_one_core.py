@@ -1,4 +1,4 @@
-"""One engine core and several ranks: the tokens and log-probabilities of one rank, whatever is asked for."""
+"""One engine core and several ranks give the tokens and log-probabilities of one rank, for all request settings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def alone(checkpoint: Path) -> list[tuple]:
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
-def test_ranks_together_give_what_one_gives(
+def test_several_ranks_give_the_outputs_of_one(
     make_llm: MakeLLM, alone: list[tuple], tp: int, pp: int, async_scheduling: bool
 ) -> None:
     llm = several(make_llm, tp, pp, max_num_batched_tokens=24, async_scheduling=async_scheduling)
@@ -71,7 +71,9 @@ def test_ranks_together_give_what_one_gives(
 
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
-def test_preempted_requests_too(make_llm: MakeLLM, alone: list[tuple], tp: int, pp: int) -> None:
+def test_preempted_requests_give_the_outputs_of_one_rank(
+    make_llm: MakeLLM, alone: list[tuple], tp: int, pp: int
+) -> None:
     layers, heads = -(-3 // pp), max(1, 2 // tp)
     share = BYTES_PER_TOKEN * layers * heads // 6
     llm = several(make_llm, tp, pp, kv_cache_memory_bytes=11 * 16 * share)
@@ -82,7 +84,7 @@ def test_preempted_requests_too(make_llm: MakeLLM, alone: list[tuple], tp: int, 
 
 
 @pytest.mark.parametrize("pp", [2, 3])
-def test_as_many_steps_are_under_way_as_there_are_stages(make_llm: MakeLLM, pp: int) -> None:
+def test_one_step_per_pipeline_stage_is_in_flight(make_llm: MakeLLM, pp: int) -> None:
     ThreadExecutor.max_in_flight = 0
     generate(several(make_llm, 1, pp))
     assert ThreadExecutor.max_in_flight == pp

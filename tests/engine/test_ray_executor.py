@@ -44,7 +44,7 @@ from tests.helpers.scripted_worker import RAISE, SLEEP_MS, TELL
 TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
 """A small budget cuts prompts into chunks."""
 NUM_BLOCKS = 24
-"""Enough for two sequences of the greatest length, so that eight are preempted."""
+"""Enough for two sequences of the maximum length, so that eight are preempted."""
 DEVICE = "GPU"
 """A resource that Ray numbers, without checking that the devices exist."""
 
@@ -159,7 +159,7 @@ def _bytes_of_blocks(folder: Path) -> int:
     return NUM_BLOCKS * parity.BLOCK_SIZE * 2 * layers * -(-kv_heads // 2) * head_size * 4
 
 
-def test_inside_a_placement_group_ray_is_chosen_and_each_rank_goes_to_a_bundle() -> None:
+def test_inside_a_placement_group_ray_is_chosen_and_each_rank_gets_a_bundle() -> None:
     expected = parity.oracle("llama-gqa")
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], "STRICT_SPREAD")
     try:
@@ -185,7 +185,7 @@ def _run_in_a_task(folder: str, prompt: list[int]) -> tuple[str, list[str], list
         )
 
 
-def test_a_node_lost_in_the_middle_of_a_request_ends_the_engine_with_its_rank(nodes: TwoNodes) -> None:
+def test_a_node_lost_during_a_request_ends_the_engine_with_an_error_that_names_its_rank(nodes: TwoNodes) -> None:
     expected = parity.oracle("llama-gqa")
     with parity.engine(expected.folder, tensor_parallel_size=2, distributed_executor_backend="ray") as llm:
         worker = executor_of(llm).workers[1]
@@ -394,7 +394,7 @@ def test_a_cluster_that_the_engine_joined_is_left_at_its_end_and_leaving_it_earl
 # --- choice and errors
 
 
-def test_more_workers_than_devices_choose_ray_where_a_cluster_is(
+def test_more_workers_than_devices_choose_ray_if_there_is_a_cluster(
     monkeypatch: pytest.MonkeyPatch, nodes: TwoNodes
 ) -> None:
     executor = make_executor(config(2, distributed_executor_backend=None), choose_platform("cpu").platform)

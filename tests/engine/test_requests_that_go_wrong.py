@@ -1,4 +1,4 @@
-"""A request that is refused, dropped or fails by itself changes nothing for the others."""
+"""A request that is rejected, aborted or fails does not affect the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_one_bad_prompt_in_a_list_is_named_and_nothing_is_queued(make_llm: MakeL
     assert llm.generate(GOOD, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(make_llm: MakeLLM) -> None:
+def test_a_too_long_prompt_is_rejected_with_both_numbers(make_llm: MakeLLM) -> None:
     llm = make_llm(max_model_len=32)
     with pytest.raises(RequestError, match=r"33.*32|32.*33"):
         llm.generate({"prompt_token_ids": [5] * 33}, GREEDY, use_tqdm=False)
@@ -38,7 +38,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(make_llm: Mak
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
-def test_an_aborted_request_gives_its_blocks_back_whatever_state_it_was_in(make_llm: MakeLLM, num_steps: int) -> None:
+def test_an_aborted_request_frees_its_blocks_in_every_state(make_llm: MakeLLM, num_steps: int) -> None:
     engine = make_llm(max_num_seqs=2, max_num_batched_tokens=16).llm_engine
     for i in range(4):  # two run, one of them in chunks, two wait
         engine.add_request(str(i), {"prompt_token_ids": [5 + i] * 30}, GREEDY)
@@ -69,9 +69,7 @@ def test_nan_logits_end_the_requests_that_have_them_and_no_other(make_llm: MakeL
     assert stats is not None and stats.kv_cache_usage == 0
 
 
-def test_a_step_that_fails_as_a_whole_stops_the_engine_and_keeps_the_cause(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_stops_the_engine_and_keeps_the_cause(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from mvllm.worker.model_runner import ModelRunner
 
     llm = make_llm()
@@ -89,9 +87,7 @@ def test_a_step_that_fails_as_a_whole_stops_the_engine_and_keeps_the_cause(
     llm.close()
 
 
-def test_an_interrupted_step_leaves_no_engine_that_would_give_wrong_tokens(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_step_stops_the_engine(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from mvllm.worker.model_runner import ModelRunner
 
     engine = make_llm().llm_engine
@@ -110,7 +106,7 @@ def test_an_interrupted_step_leaves_no_engine_that_would_give_wrong_tokens(
     engine.shutdown()
 
 
-def test_a_closed_engine_says_so(make_llm: MakeLLM) -> None:
+def test_using_a_closed_engine_is_an_error(make_llm: MakeLLM) -> None:
     llm = make_llm()
     llm.close()
     llm.close()

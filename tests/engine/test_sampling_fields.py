@@ -1,4 +1,4 @@
-"""The sampling fields that change single logits, rank sequences or cut prompts; transformers is the oracle."""
+"""The sampling fields that change single logits, rank sequences or truncate prompts; transformers is the oracle."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plain(checkpoint: Path) -> Iterator[LLM]:
         yield llm
 
 
-def by_transformers(model: Any, prompt: list[int], **settings: Any) -> list[int]:
+def transformers_tokens(model: Any, prompt: list[int], **settings: Any) -> list[int]:
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         found = model.generate(
@@ -83,16 +83,16 @@ def greedy(**settings: Any) -> SamplingParams:
 
 
 def bad_words_of(reference: Any, prompt: list[int]) -> list[list[int]]:
-    """Words that the model would write: of one, two and three tokens, and one that begins in the prompt."""
-    free = by_transformers(reference, prompt)
+    """Words that the model would generate: of one, two and three tokens, and one that begins in the prompt."""
+    free = transformers_tokens(reference, prompt)
     return [[free[9]], free[3:5], free[5:8], [*prompt[-2:], free[0]], [prompt[-1]] * 90]
 
 
 def test_bad_words_are_those_of_transformers(llm: LLM, reference: Any) -> None:
     words = [bad_words_of(reference, prompt) for prompt in PROMPTS]
-    expected = [by_transformers(reference, p, bad_words_ids=w) for p, w in zip(PROMPTS, words, strict=True)]
+    expected = [transformers_tokens(reference, p, bad_words_ids=w) for p, w in zip(PROMPTS, words, strict=True)]
     assert generate(llm, [greedy(bad_words_token_ids=w) for w in words]) == expected
-    assert expected != [by_transformers(reference, prompt) for prompt in PROMPTS]
+    assert expected != [transformers_tokens(reference, prompt) for prompt in PROMPTS]
     stats = llm.llm_engine.stats
     assert stats is not None
     assert (stats.num_preemptions > 0) == (llm.llm_engine.cache_summary.num_blocks < 11)
@@ -101,30 +101,30 @@ def test_bad_words_are_those_of_transformers(llm: LLM, reference: Any) -> None:
 def test_logit_bias_is_that_of_transformers(llm: LLM, reference: Any) -> None:
     biases = [{i % 320: (-1.0) ** i * (i % 7) for i in range(at, at + 250)} for at in range(4)]
     expected = [
-        by_transformers(reference, p, sequence_bias={(token,): value for token, value in bias.items()})
+        transformers_tokens(reference, p, sequence_bias={(token,): value for token, value in bias.items()})
         for p, bias in zip(PROMPTS, biases, strict=True)
     ]
     assert generate(llm, [greedy(logit_bias=bias) for bias in biases]) == expected
-    assert expected != [by_transformers(reference, prompt) for prompt in PROMPTS]
+    assert expected != [transformers_tokens(reference, prompt) for prompt in PROMPTS]
 
 
 def test_allowed_tokens_are_those_of_transformers(llm: LLM, reference: Any) -> None:
     allowed = [[5, 6, 7, 300], list(range(0, 320, 2)), [319], list(range(100, 120))]
     expected = [
-        by_transformers(reference, p, prefix_allowed_tokens_fn=lambda batch, ids, a=a: a)
+        transformers_tokens(reference, p, prefix_allowed_tokens_fn=lambda batch, ids, a=a: a)
         for p, a in zip(PROMPTS, allowed, strict=True)
     ]
     assert generate(llm, [greedy(allowed_token_ids=a) for a in allowed]) == expected
 
 
-def test_all_at_once_and_neighbours_without(llm: LLM, reference: Any) -> None:
-    """One row has all of them, the others none: these must not notice."""
-    free = [by_transformers(reference, prompt) for prompt in PROMPTS]
+def test_all_fields_in_one_row_do_not_affect_the_other_rows(llm: LLM, reference: Any) -> None:
+    """One row has all fields, the other rows none; the other rows must not change."""
+    free = [transformers_tokens(reference, prompt) for prompt in PROMPTS]
     allowed = [token for token in range(320) if token != free[1][0]]
     params = [greedy(), greedy(allowed_token_ids=allowed, logit_bias={9: 4.0}, bad_words_token_ids=[[31], [5, 6]])]
     found = generate(llm, [*params, greedy(), greedy()])
     bias = {"sequence_bias": {(9,): 4.0}, "bad_words_ids": [[31], [5, 6], [free[1][0]]]}
-    assert found == [free[0], by_transformers(reference, PROMPTS[1], **bias), *free[2:]]
+    assert found == [free[0], transformers_tokens(reference, PROMPTS[1], **bias), *free[2:]]
 
 
 def test_log_probabilities_are_those_before_any_change(plain: LLM) -> None:
@@ -138,7 +138,7 @@ def test_log_probabilities_are_those_before_any_change(plain: LLM) -> None:
     assert changed.logprobs[0][changed.token_ids[0]].rank == 2
 
 
-def test_random_rows_stay_within_what_is_allowed(plain: LLM) -> None:
+def test_random_rows_sample_only_allowed_tokens(plain: LLM) -> None:
     params = SamplingParams(
         temperature=2.0, n=8, seed=5, max_tokens=20, ignore_eos=True, allowed_token_ids=[3, 4, 5, 6],
         bad_words_token_ids=[[4], [3, 3]],
@@ -150,14 +150,14 @@ def test_random_rows_stay_within_what_is_allowed(plain: LLM) -> None:
     assert len({tuple(sequence.token_ids) for sequence in output.outputs}) > 1
 
 
-def test_where_nothing_is_left_the_request_fails_and_no_other(plain: LLM) -> None:
+def test_a_request_without_an_allowed_token_fails_alone(plain: LLM) -> None:
     params = [greedy(allowed_token_ids=[5], bad_words_token_ids=[[5]]), greedy()]
     bad, good = plain.generate([{"prompt_token_ids": PROMPTS[0]}] * 2, params, use_tqdm=False)
     assert bad.outputs[0].finish_reason == "error" and "masked out" in (bad.outputs[0].error or "")
     assert good.outputs[0].finish_reason == "length"
 
 
-def test_forms_and_lists_of_tokens_hold_together(plain: LLM) -> None:
+def test_structured_outputs_and_allowed_tokens_apply_together(plain: LLM) -> None:
     tokenizer = plain.get_tokenizer()
     form = StructuredOutputsParams(choice=["cat", "dog"])
     prompt = {"prompt_token_ids": PROMPTS[0]}

@@ -1,4 +1,4 @@
-"""Requests for several sequences, and what a seed promises, in a whole engine."""
+"""Requests for several sequences, and the guarantees of a seed, in a whole engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_sequences_of_one_prompt_share_its_blocks(make_llm: MakeLLM, enable_
     assert round(stats.kv_cache_usage * num_blocks) == 4 + 8
 
 
-def test_without_prefix_caching_strangers_do_not_share(make_llm: MakeLLM) -> None:
+def test_without_prefix_caching_different_requests_share_no_blocks(make_llm: MakeLLM) -> None:
     llm = make_llm(enable_prefix_caching=False)
     engine = llm.llm_engine
     for i in range(3):
@@ -53,7 +53,7 @@ def test_each_sequence_gets_its_index_and_tokens_of_its_own(make_llm: MakeLLM) -
         assert sequence.cumulative_logprob == pytest.approx(total)
 
 
-def test_a_seed_gives_the_same_tokens_alone_in_any_company_and_after_preemption(make_llm: MakeLLM) -> None:
+def test_a_seed_gives_the_same_tokens_alone_in_any_batch_and_after_preemption(make_llm: MakeLLM) -> None:
     seeded = SamplingParams(temperature=1.2, top_p=0.9, max_tokens=40, ignore_eos=True, seed=42)
     unseeded = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
     alone = tokens_of(make_llm(), [PROMPT], seeded)[0]

@@ -1,4 +1,4 @@
-"""One worker that drives several devices: the whole model is one to core, and each device has its part of it."""
+"""One worker that drives several devices: core sees one whole model, and each device has its shard."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.helpers.thread_executor import ThreadExecutor
 Drive = Callable[[int], None]
 
 
-def some(cases: Mapping[str, tuple[Any, ...]], *kept: str) -> list[ParameterSet]:
-    """The cases; those of other checkpoints are run with all tests only."""
+def mark_exhaustive(cases: Mapping[str, tuple[Any, ...]], *kept: str) -> list[ParameterSet]:
+    """The cases; those of checkpoints not in `kept` are exhaustive tests."""
     return [
         pytest.param(*case, id=name, marks=() if case[0] in kept else pytest.mark.exhaustive)
         for name, case in cases.items()
@@ -42,13 +42,15 @@ PARTS = {
 
 @pytest.fixture
 def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drive:
-    """Says how many devices a worker of the platform `several` drives."""
+    """Sets the number of devices that a worker of the platform `several` drives."""
     prepend(monkeypatch, multi_device_platform_path(tmp_path))
     monkeypatch.setattr(multi_device_platform, "GATHERED", [])
     return lambda count: monkeypatch.setenv(VARIABLE, str(count))
 
 
-@pytest.mark.parametrize(("name", "devices"), some(PARTS, "llama-mqa-biases", "qwen2-odd-vocabulary", "gpt2"))
+@pytest.mark.parametrize(
+    ("name", "devices"), mark_exhaustive(PARTS, "llama-mqa-biases", "qwen2-odd-vocabulary", "gpt2")
+)
 def test_a_model_on_several_devices_gives_the_tokens_of_transformers(drive: Drive, name: str, devices: int) -> None:
     drive(devices)
     check_under_pressure(name, devices, 1, devices, platform="several")
@@ -62,7 +64,7 @@ BOTH_WAYS = {
 }
 
 
-@pytest.mark.parametrize(("name", "tensor", "pipeline", "devices"), some(BOTH_WAYS, "qwen2"))
+@pytest.mark.parametrize(("name", "tensor", "pipeline", "devices"), mark_exhaustive(BOTH_WAYS, "qwen2"))
 def test_workers_of_several_devices_share_layers_and_stages(
     drive: Drive, name: str, tensor: int, pipeline: int, devices: int
 ) -> None:
@@ -73,7 +75,7 @@ def test_workers_of_several_devices_share_layers_and_stages(
 
 
 @pytest.mark.exhaustive
-def test_two_processes_of_two_devices_answer_as_one(drive: Drive) -> None:
+def test_two_processes_of_two_devices_give_the_tokens_of_transformers(drive: Drive) -> None:
     drive(2)
     check_under_pressure("llama-gqa", 4, 1, 2, platform="several")
 
@@ -87,7 +89,7 @@ OTHERS: dict[str, tuple[str, bool, dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "stays_cut", "settings"), some(OTHERS, "gptoss", "deepseek2"))
+@pytest.mark.parametrize(("name", "stays_cut", "settings"), mark_exhaustive(OTHERS, "gptoss", "deepseek2"))
 def test_two_devices_give_the_tokens_of_one(
     drive: Drive, name: str, stays_cut: bool, settings: dict[str, object]
 ) -> None:
@@ -103,7 +105,7 @@ def test_two_devices_give_the_tokens_of_one(
     assert multi_device_platform.GATHERED == [] or not stays_cut
 
 
-def test_weights_and_cache_are_spread_and_the_memory_of_all_devices_is_divided(drive: Drive) -> None:
+def test_weights_and_cache_are_sharded_over_the_memory_of_all_devices(drive: Drive) -> None:
     folder = parity.oracle("llama-gqa", (0,), 2).folder
     blocks, held = {}, {}
     for devices in (1, 2, 4):
@@ -119,7 +121,9 @@ def test_weights_and_cache_are_spread_and_the_memory_of_all_devices_is_divided(d
             max_num_seqs=512,
         ) as llm:
             summary = llm.llm_engine.cache_summary
-            blocks[devices] = summary.num_blocks * (2 if devices == 4 else 1)  # four hold two key/value heads twice
+            blocks[devices] = summary.num_blocks * (
+                2 if devices == 4 else 1
+            )  # four devices replicate two key/value heads
             held[devices] = sum(multi_device_platform.HELD.values()) - before - summary.total_bytes * (devices > 1)
     assert held[1] == 0, "nothing is placed on one device"
     assert held[2] < held[4] < 1.5 * held[2], "norms are on each, the rest is shared; so are copies of heads"

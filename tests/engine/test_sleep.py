@@ -1,4 +1,4 @@
-"""An engine that sleeps gives memory back, and awake again it is the same engine."""
+"""A sleeping engine frees memory; after waking up it gives the same outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.thread_executor import ThreadExecutor
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 10, 11]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
 WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4, "head_dim": 64}
-WEIGHTS = 4 * (3 * 768 * 2048 + 2 * 768 * 256 + 2 * 768 * 128) * 4  # bytes, but for the embeddings
+WEIGHTS = 4 * (3 * 768 * 2048 + 2 * 768 * 256 + 2 * 768 * 128) * 4  # bytes, without the embeddings
 CACHE = 40 << 20
 
 
@@ -28,13 +28,13 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def resident() -> int:
-    """What is in memory that no file holds: libraries' code comes and goes."""
+    """Resident memory without file-backed pages, which change with the libraries' code in use."""
     info = psutil.Process().memory_info()
     return info.rss - info.shared
 
 
 @pytest.mark.serial
-def test_each_level_gives_back_what_it_says(make_llm: MakeLLM) -> None:
+def test_each_level_frees_the_documented_memory(make_llm: MakeLLM) -> None:
     llm = make_llm(
         hf_overrides=WIDE,
         load_format="dummy",
@@ -43,7 +43,7 @@ def test_each_level_gives_back_what_it_says(make_llm: MakeLLM) -> None:
         max_num_batched_tokens=512,
     )
     expected = tokens(llm)
-    gc.collect()  # of what was before; nothing of what is measured
+    gc.collect()  # garbage of earlier tests; nothing of the measured engine
     cache = llm.llm_engine.cache_summary.total_bytes
     assert cache > 0.9 * CACHE
     llm.sleep(1)
@@ -81,7 +81,7 @@ def test_each_level_gives_back_what_it_says(make_llm: MakeLLM) -> None:
     ],
     ids=["as it is", "planned ahead", "shards", "stages", "quantized"],
 )
-def test_awake_again_it_gives_the_same_tokens_and_nothing_of_the_cache(
+def test_after_waking_up_tokens_are_the_same_and_the_prefix_cache_is_empty(
     make_llm: MakeLLM, level: int, settings: dict[str, object]
 ) -> None:
     llm = make_llm(**settings)
@@ -95,7 +95,7 @@ def test_awake_again_it_gives_the_same_tokens_and_nothing_of_the_cache(
         assert again[0].num_cached_tokens == 0
 
 
-def test_asleep_it_refuses_prompts_and_has_dropped_those_under_way(make_llm: MakeLLM) -> None:
+def test_a_sleeping_engine_rejects_requests_and_has_aborted_those_in_flight(make_llm: MakeLLM) -> None:
     llm = make_llm()
     expected = tokens(llm)
     engine = llm.llm_engine
@@ -106,15 +106,15 @@ def test_asleep_it_refuses_prompts_and_has_dropped_those_under_way(make_llm: Mak
     for ask in (lambda: llm.generate(PROMPTS, GREEDY), lambda: llm.encode(PROMPTS)):
         with pytest.raises(EngineSleepingError, match="wake_up"):
             ask()
-    llm.sleep()  # nothing more to give
-    llm.sleep(2)  # more
+    llm.sleep()  # no effect
+    llm.sleep(2)  # frees more
     llm.wake_up()
     assert not engine.is_sleeping
     llm.wake_up()
     assert tokens(llm) == expected
 
 
-def test_it_wakes_up_by_parts_in_their_order(make_llm: MakeLLM) -> None:
+def test_weights_wake_up_before_the_kv_cache(make_llm: MakeLLM) -> None:
     llm = make_llm()
     expected = tokens(llm)
     llm.sleep(2)
@@ -129,7 +129,7 @@ def test_it_wakes_up_by_parts_in_their_order(make_llm: MakeLLM) -> None:
 
 
 @pytest.mark.parametrize("level", [0, 3, "1", True, None])
-def test_there_are_two_levels(make_llm: MakeLLM, level: object) -> None:
+def test_other_levels_are_rejected(make_llm: MakeLLM, level: object) -> None:
     llm = make_llm()
     with pytest.raises(RequestError, match="must be 1 or 2"):
         llm.sleep(level)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def test_there_are_two_levels(make_llm: MakeLLM, level: object) -> None:
     assert not llm.llm_engine.is_sleeping
 
 
-def test_a_checkpoint_that_is_gone_keeps_it_asleep_until_it_is_back(make_llm: MakeLLM, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_keeps_it_asleep_until_it_is_restored(make_llm: MakeLLM, tmp_path: Path) -> None:
     folder = make_checkpoint("gpt2", tmp_path / "gpt2")
     llm = make_llm(model=folder)
     expected = tokens(llm)
@@ -162,7 +162,7 @@ def test_a_checkpoint_that_is_gone_keeps_it_asleep_until_it_is_back(make_llm: Ma
     ],
     ids=["a worker", "an engine core and two workers"],
 )
-def test_processes_of_their_own_sleep_as_well(make_llm: MakeLLM, settings: dict[str, object]) -> None:
+def test_engines_with_separate_processes_sleep_as_well(make_llm: MakeLLM, settings: dict[str, object]) -> None:
     llm = make_llm(**settings)
     expected = tokens(llm)
     for level in (1, 2):
@@ -174,7 +174,7 @@ def test_processes_of_their_own_sleep_as_well(make_llm: MakeLLM, settings: dict[
         assert tokens(llm) == expected
 
 
-def test_a_worker_that_can_neither_sleep_nor_make_vectors_is_told_on_and_goes_on(
+def test_a_worker_without_sleep_and_pooling_raises_errors_and_keeps_working(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     prepend(monkeypatch, null_platform_path(tmp_path / "plugins"))

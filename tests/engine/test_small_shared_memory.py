@@ -1,6 +1,6 @@
-"""Two ranks where /dev/shm is as small as in a container: the right tokens or a refusal with the remedy, no signal.
+"""Two ranks with a /dev/shm as small as in a container: correct tokens or an error with a hint, never a signal.
 
-Each engine runs in a mount namespace of its own with a file system of that size on /dev/shm.
+Each engine runs in a separate mount namespace with a file system of that size on /dev/shm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.helpers.small_shared_memory import MIB, mount, needs_mount
 
 WHICH = (0, 5, 6, 8, 10, 11, 15)
 OTHERS = 32 << 10
-"""Bytes that are not ours: libraries have semaphores there."""
+"""Bytes used by others: libraries have semaphores there."""
 
 SIZES = pytest.mark.parametrize("size", [pytest.param(64 * MIB, marks=pytest.mark.exhaustive), 1 * MIB])
 
@@ -27,7 +27,7 @@ pytestmark = needs_mount
 
 
 def run(size: int, *options: str) -> tuple[dict[str, Any], str]:
-    """What the engine's program said, and its stderr; it must end by itself, killed by no signal."""
+    """The engine program's output and stderr; it must exit by itself, without a signal."""
     expected = parity.oracle("llama-gqa", WHICH, 24)
     program = [sys.executable, str(Path(small_memory_program.__file__)), str(expected.folder)]
     done = subprocess.run(
@@ -55,7 +55,7 @@ def test_without_anonymous_memory_rings_shrink_into_the_file_system(size: int) -
 
 
 @pytest.mark.slow
-def test_where_not_even_the_smallest_rings_fit_the_engine_refuses_with_the_remedy() -> None:
+def test_if_not_even_the_smallest_rings_fit_the_engine_fails_with_a_hint() -> None:
     found, _ = run(MIB // 4, "--without-anonymous-memory")
     assert "SharedMemoryError: 3 message queues request" in found["refusal"]
     assert "/dev/shm has" in found["refusal"] and "--shm-size" in found["refusal"]

@@ -1,4 +1,4 @@
-"""Tokens that were guessed and checked are those that come one by one, whatever guesses and whatever is asked for."""
+"""Speculative decoding gives the tokens of decoding without it, for every draft method and all request settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mvllm import LLM, BeamSearchParams, LoRARequest, RequestError, RequestOutpu
 from mvllm.messages.sampling_params import RequestOutputKind, StructuredOutputsParams
 from mvllm.sampling.sampler import Sampler
 from tests.engine.conftest import MakeLLM
-from tests.engine.test_async_scheduling import requests, told
+from tests.engine.test_async_scheduling import requests, visible_outputs
 from tests.helpers import parity
 from tests.helpers.async_engine import async_engine, joined, params
 from tests.helpers.lora_adapters import write_adapter
@@ -34,7 +34,7 @@ THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__qualname__}"
 
 @cache
 def drafts(name: str = "llama-gqa", *, seed: int = 0, noise: float = 0.0, **edits: Any) -> Path:
-    """A checkpoint to guess with: that of the fixture `checkpoint`, one near it, or another."""
+    """A draft checkpoint: equal to the fixture `checkpoint`, close to it, or different."""
     folder = make_checkpoint(name, Path(tempfile.mkdtemp(prefix="mvllm-draft-")) / name, seed=seed)
     if noise:
         path, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
@@ -68,14 +68,14 @@ def shorter() -> Path:
 
 @cache
 def larger() -> Path:
-    """A draft model with three tokens more than the model, which it finds more likely than all others."""
+    """A draft model whose vocabulary has three more tokens, which it finds more likely than all others."""
     folder = make_checkpoint("llama-odd-vocabulary-tied", Path(tempfile.mkdtemp(prefix="mvllm-draft-")) / "larger")
     edit_tensor(folder, "model.embed_tokens.weight", lambda table: torch.cat((table[:320], table[320:] * 50)))
     return folder
 
 
-def guessing(kind: str, count: int = 4) -> dict[str, Any]:
-    """Settings of a guesser that is always right (greedily), often right, or hardly ever."""
+def spec_config(kind: str, count: int = 4) -> dict[str, Any]:
+    """Settings of a drafter whose drafts are always accepted (greedily), often, or rarely."""
     if kind == "ngram":
         return {**NGRAM, "num_speculative_tokens": count}
     folder = {"same": drafts(), "near": drafts(noise=0.05), "other": drafts(seed=5)}[kind]
@@ -83,11 +83,11 @@ def guessing(kind: str, count: int = 4) -> dict[str, Any]:
 
 
 def check_close(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
-    """Fails unless callers see the same, but for what rounding does to log-probabilities."""
+    """Asserts equal outputs, except for rounding differences of log-probabilities."""
     for mine, theirs in zip(found, expected, strict=True):
-        assert told(mine) == told(theirs)
+        assert visible_outputs(mine) == visible_outputs(theirs)
         pairs = [(a.logprobs or [], b.logprobs or []) for a, b in zip(mine.outputs, theirs.outputs, strict=True)]
-        if mine.outputs[0].error is None:  # else those there are which were complete before
+        if mine.outputs[0].error is None:  # otherwise only the entries that were complete before the error
             pairs.append((mine.prompt_logprobs or [], theirs.prompt_logprobs or []))
         for mine_here, theirs_here in pairs:
             for a, b in zip(mine_here, theirs_here, strict=True):
@@ -110,13 +110,13 @@ def draw(rng: random.Random, length: int) -> list[int]:
 
 
 def acceptance(llm: LLM) -> tuple[int, int]:
-    """Tokens guessed, and guessed right, since the start."""
+    """Numbers of draft tokens and accepted tokens since the start."""
     stats = llm.llm_engine.stats
     assert stats is not None
     return stats.num_draft_tokens, stats.num_accepted_tokens
 
 
-# --------------------------------------------------------------------------------------------- whatever is asked for
+# ---------------------------------------------------------------------------------------- for all request settings
 
 
 @pytest.mark.parametrize(
@@ -130,12 +130,12 @@ def acceptance(llm: LLM) -> tuple[int, int]:
         pytest.param("other", 8, {"enable_chunked_prefill": False}, 12, marks=pytest.mark.exhaustive),
     ],
 )
-def test_every_request_is_served_as_without(
+def test_every_request_gives_the_outputs_without_speculation(
     make_llm: MakeLLM, kind: str, count: int, settings: dict[str, Any], num_blocks: int | None
 ) -> None:
     prompts, params = requests(seed=count)
     expected = make_llm().generate(prompts, params, use_tqdm=False)
-    settings = {**settings, "speculative_config": guessing(kind, count)}
+    settings = {**settings, "speculative_config": spec_config(kind, count)}
     if num_blocks is not None:
         settings["kv_cache_memory_bytes"] = bytes_of_blocks(make_llm(**settings), num_blocks)
     llm = make_llm(**settings)
@@ -172,8 +172,8 @@ SOMETIMES: dict[str, Callable[[random.Random], Any]] = {
 MODELS = ("llama-gqa", "mistral-window", "qwen2-layer-types", "gpt2", "opt", "gemma3")
 
 
-def anything(rng: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts, some of which share beginnings or repeat themselves, with settings that go together."""
+def random_requests(rng: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts, some of which share prefixes or repeat themselves, with compatible settings."""
     shared, loop = draw(rng, 100), draw(rng, rng.randrange(1, 6))
     prompts, wanted = [], []
     while len(prompts) < 9:
@@ -183,7 +183,7 @@ def anything(rng: random.Random) -> tuple[list[list[int]], list[SamplingParams]]
         settings |= {name: choose(rng) for name, choose in SOMETIMES.items() if rng.random() < 0.2}
         try:
             wanted.append(SamplingParams(**settings))
-        except RequestError:  # two settings that exclude each other
+        except RequestError:  # these two settings exclude each other
             continue
         repeats = rng.random() < 0.4
         prompts.append((loop * 100)[:length] if repeats else shared[: length - own] + draw(rng, own))
@@ -191,11 +191,11 @@ def anything(rng: random.Random) -> tuple[list[list[int]], list[SamplingParams]]
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(3, 60))])
-def test_random_engines_serve_random_requests_as_without(seed: int) -> None:
+def test_random_engines_and_requests_give_the_outputs_without_speculation(seed: int) -> None:
     rng = random.Random(seed)
     name = rng.choice(MODELS)
     folder = drafts(name)
-    prompts, wanted = anything(rng)
+    prompts, wanted = random_requests(rng)
     guess: dict[str, Any] = {"num_speculative_tokens": rng.choice([1, 2, 3, 5, 8, 16])}
     if rng.random() < 0.4:
         guess |= {"method": "ngram", "prompt_lookup_min": rng.randrange(1, 4)}
@@ -217,9 +217,9 @@ def test_random_engines_serve_random_requests_as_without(seed: int) -> None:
         llm.llm_engine._client._core.scheduler.check_integrity()
 
 
-def test_a_stop_string_within_a_run_cuts_tokens_text_and_log_probabilities(make_llm: MakeLLM) -> None:
+def test_a_stop_string_within_a_draft_cuts_tokens_text_and_log_probabilities(make_llm: MakeLLM) -> None:
     prompt = draw(random.Random(1), 20)
-    plain, llm = make_llm(), make_llm(speculative_config=guessing("same", 16))
+    plain, llm = make_llm(), make_llm(speculative_config=spec_config("same", 16))
     text = run(plain, [prompt], SamplingParams(temperature=0, max_tokens=17))[0].outputs[0].text
     for include in (False, True):
         for stop in [text[i : i + 2] for i in range(2, len(text) - 2, 5)]:
@@ -239,7 +239,7 @@ def test_a_stop_string_within_a_run_cuts_tokens_text_and_log_probabilities(make_
                 assert found.logprobs is not None and len(found.logprobs) == len(found.token_ids)
 
 
-def test_pooling_beams_and_siblings_beside_guesses(make_llm: MakeLLM) -> None:
+def test_pooling_beam_search_and_parallel_sampling_give_the_outputs_without_speculation(make_llm: MakeLLM) -> None:
     prompts = [draw(random.Random(i), 10 + 11 * i) for i in range(4)]
     several = SamplingParams(n=3, temperature=0.8, seed=4, max_tokens=20, detokenize=False)
     beams = BeamSearchParams(beam_width=3, max_tokens=9, ignore_eos=True)
@@ -252,19 +252,19 @@ def test_pooling_beams_and_siblings_beside_guesses(make_llm: MakeLLM) -> None:
 
     *expected, vectors = everything(make_llm())
     for kind in ("ngram", "same"):
-        *found, mine = everything(make_llm(speculative_config=guessing(kind), max_num_batched_tokens=32))
+        *found, mine = everything(make_llm(speculative_config=spec_config(kind), max_num_batched_tokens=32))
         assert found == expected
         for a, b in zip(mine, vectors, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-def test_adapters_are_those_of_each_request(checkpoint: Path, make_llm: MakeLLM, tmp_path: Path) -> None:
+def test_each_request_uses_its_own_lora_adapter(checkpoint: Path, make_llm: MakeLLM, tmp_path: Path) -> None:
     adapter = LoRARequest("one", 1, str(write_adapter(tmp_path / "one", checkpoint, seed=1)))
     prompts = [draw(random.Random(7), 20)] * 4 + [[5, 6] * 12] * 2
     whose = [None, adapter, None, adapter, adapter, None]
     greedy = SamplingParams(max_tokens=24, **GREEDY)
     outputs = []
-    for speculative in (None, guessing("same"), guessing("ngram")):
+    for speculative in (None, spec_config("same"), spec_config("ngram")):
         llm = make_llm(enable_lora=True, speculative_config=speculative, max_num_batched_tokens=32)
         found = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False, lora_request=whose)
         outputs.append(tokens(found))
@@ -272,8 +272,8 @@ def test_adapters_are_those_of_each_request(checkpoint: Path, make_llm: MakeLLM,
     assert outputs[0][0] != outputs[0][1]
 
 
-def test_a_request_that_is_aborted_half_way_leaves_nothing(make_llm: MakeLLM) -> None:
-    llm = make_llm(speculative_config=guessing("near"))
+def test_an_aborted_request_leaves_no_state(make_llm: MakeLLM) -> None:
+    llm = make_llm(speculative_config=spec_config("near"))
     prompts = [draw(random.Random(i), 20) for i in range(4)]
     greedy = SamplingParams(max_tokens=40, **GREEDY)
     expected = tokens(run(make_llm(), prompts, greedy))
@@ -294,12 +294,13 @@ def test_a_request_that_is_aborted_half_way_leaves_nothing(make_llm: MakeLLM) ->
     assert scheduler.make_stats().kv_cache_usage == 0
 
 
-# ---------------------------------------------------------------------------------------------------- whatever guesses
+# ------------------------------------------------------------------------------------------------ for every draft
+# method
 
 
-def test_the_model_itself_guesses_everything_right(make_llm: MakeLLM) -> None:
+def test_all_drafts_of_the_target_model_are_accepted(make_llm: MakeLLM) -> None:
     prompts = [draw(random.Random(i), length) for i, length in enumerate((1, 15, 16, 17, 31, 32, 48, 100))]
-    llm = make_llm(speculative_config=guessing("same", 3), max_num_batched_tokens=40)
+    llm = make_llm(speculative_config=spec_config("same", 3), max_num_batched_tokens=40)
     sampling = [SamplingParams(max_tokens=30, ignore_eos=True, temperature=t, seed=1) for t in (0, 0.7)]
     for each in sampling:
         run(llm, prompts, each)
@@ -307,20 +308,20 @@ def test_the_model_itself_guesses_everything_right(make_llm: MakeLLM) -> None:
     assert guessed == right > 8 * 2 * 15
 
 
-def test_prompts_that_fill_their_blocks_all_at_once(make_llm: MakeLLM) -> None:
-    """None of them has a slot for the draft model's next token, and more prompts come with the next step."""
+def test_prompts_that_all_fill_their_blocks_in_one_step(make_llm: MakeLLM) -> None:
+    """No request has a slot for the draft model's next token, and more prompts come with the next step."""
     prompts = [draw(random.Random(i), 16) for i in range(24)]
     greedy = SamplingParams(max_tokens=20, **GREEDY)
-    llm = make_llm(max_num_batched_tokens=64, max_num_seqs=8, speculative_config=guessing("same", 3))
+    llm = make_llm(max_num_batched_tokens=64, max_num_seqs=8, speculative_config=spec_config("same", 3))
     assert tokens(run(llm, prompts, greedy)) == tokens(run(make_llm(), prompts, greedy))
     guessed, right = acceptance(llm)
     assert guessed == right > 0
 
 
 @pytest.mark.parametrize("first", [{"structured_outputs": StructuredOutputsParams(regex="[a-z]{3,9}")}, {"n": 1}])
-def test_a_draft_model_has_what_others_find_in_the_cache(make_llm: MakeLLM, first: dict[str, Any]) -> None:
-    """The request that was there before asked for no guesses, or ended before the draft model came to its prompt."""
-    llm = make_llm(speculative_config=guessing("same", 3))
+def test_the_draft_model_computes_prefixes_that_the_target_has_cached(make_llm: MakeLLM, first: dict[str, Any]) -> None:
+    """The earlier request used no drafts, or ended before the draft model had computed its prompt."""
+    llm = make_llm(speculative_config=spec_config("same", 3))
     prompt = draw(random.Random(3), 64)
     run(llm, [prompt], SamplingParams(max_tokens=4 if "n" not in first else 1, temperature=0, **first))
     before = acceptance(llm)
@@ -341,7 +342,7 @@ def test_a_draft_model_has_what_others_find_in_the_cache(make_llm: MakeLLM, firs
     ],
     ids=["larger vocabulary", "shorter", "learned positions", "windows", "other heads"],
 )
-def test_a_draft_model_may_be_another_kind(make_llm: MakeLLM, draft: Callable[[], Path]) -> None:
+def test_a_draft_model_may_have_another_architecture(make_llm: MakeLLM, draft: Callable[[], Path]) -> None:
     prompts = [draw(random.Random(i), length) for i, length in enumerate((1, 16, 40, 62, 63, 64, 65, 90))]
     greedy = SamplingParams(max_tokens=40, logprobs=1, **GREEDY)
     speculative = {"model": str(draft()), "num_speculative_tokens": 3}
@@ -350,8 +351,8 @@ def test_a_draft_model_may_be_another_kind(make_llm: MakeLLM, draft: Callable[[]
     assert acceptance(llm)[0] > 0
 
 
-def guesses(llm: LLM, prompt: list[int]) -> list[tuple[int, list[int]]]:
-    """After each step of a request: how many tokens it has, and the guesses at what follows."""
+def draft_lengths(llm: LLM, prompt: list[int]) -> list[tuple[int, list[int]]]:
+    """After each step of a request: its number of tokens, and the draft of the next ones."""
     llm.llm_engine.add_request("watched", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=30, **GREEDY))
     found = []
     while llm.llm_engine.has_unfinished_requests():
@@ -362,17 +363,17 @@ def guesses(llm: LLM, prompt: list[int]) -> list[tuple[int, list[int]]]:
     return found
 
 
-def test_nothing_is_guessed_behind_the_last_position_of_a_draft_model(make_llm: MakeLLM) -> None:
+def test_there_are_no_drafts_beyond_the_last_position_of_the_draft_model(make_llm: MakeLLM) -> None:
     llm = make_llm(speculative_config={"model": str(shorter()), "num_speculative_tokens": 5})
-    found = guesses(llm, draw(random.Random(0), 52))
+    found = draft_lengths(llm, draw(random.Random(0), 52))
     assert all(length + len(drafts) <= 65 for length, drafts in found if drafts)
     assert any(length + len(drafts) == 65 for length, drafts in found)
     assert max(length for length, _ in found) > 70
 
 
-def test_tokens_that_only_the_draft_model_has_are_never_guessed(make_llm: MakeLLM) -> None:
+def test_tokens_that_only_the_draft_model_has_are_never_drafted(make_llm: MakeLLM) -> None:
     llm = make_llm(speculative_config={"model": str(larger()), "num_speculative_tokens": 5})
-    found = [token for _, drafts in guesses(llm, draw(random.Random(0), 20)) for token in drafts]
+    found = [token for _, drafts in draft_lengths(llm, draw(random.Random(0), 20)) for token in drafts]
     assert len(found) > 50 and max(found) < VOCAB_SIZE
 
 
@@ -381,20 +382,20 @@ def test_a_draft_model_with_fewer_tokens_than_the_model(make_llm: MakeLLM) -> No
     prompts = [[5, 6, 322, 320, 9] * 5, [321] * 7]
     sampling = SamplingParams(max_tokens=40, temperature=0, logit_bias={321: 8.0, 322: 8.0}, ignore_eos=True)
     found = []
-    for speculative in (None, guessing("same"), {"model": str(large), "num_speculative_tokens": 3}):
+    for speculative in (None, spec_config("same"), {"model": str(large), "num_speculative_tokens": 3}):
         found.append(tokens(run(make_llm(model=large, speculative_config=speculative), prompts, sampling)))
     assert found[0] == found[1] == found[2]
     assert {321, 322} & set(found[0][0] + found[0][1])
 
 
-# ------------------------------------------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------------------------------------------------- failures
 
 
-def spoiled_at(monkeypatch: pytest.MonkeyPatch, length: int, value: float) -> None:
-    """Spoils the logits behind the first `length` tokens of row 0."""
+def replace_logits_at(monkeypatch: pytest.MonkeyPatch, length: int, value: float) -> None:
+    """Replaces the logits after the first `length` tokens of row 0."""
     sample = Sampler.sample
 
-    def spoiled(self: Sampler, logits: torch.Tensor, rows: np.ndarray, *args: Any, **settings: Any) -> Any:
+    def sample_replaced(self: Sampler, logits: torch.Tensor, rows: np.ndarray, *args: Any, **settings: Any) -> Any:
         seq_lens = settings.get("seq_lens")
         seq_lens = args[1].num_tokens[rows] if seq_lens is None else seq_lens
         at = np.flatnonzero((rows == 0) & (seq_lens == length))
@@ -403,29 +404,29 @@ def spoiled_at(monkeypatch: pytest.MonkeyPatch, length: int, value: float) -> No
             logits[at] = value
         return sample(self, logits, rows, *args, **settings)
 
-    monkeypatch.setattr(Sampler, "sample", spoiled)
+    monkeypatch.setattr(Sampler, "sample", sample_replaced)
 
 
 @pytest.mark.parametrize("kind", ["same", "ngram"])
 @pytest.mark.parametrize("length", [12, 14, 16])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=["not a number", "nothing to sample"])
-def test_logits_that_are_no_numbers_fail_where_they_stand(
+def test_invalid_logits_fail_the_request_at_their_position(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, kind: str, length: int, value: float
 ) -> None:
     prompts = [[7, 8, 9] * 4, [5, 6] * 5]
     greedy = [SamplingParams(max_tokens=20, logprobs=0, output_kind=k, **GREEDY) for k in (0, 2)]
-    plain, llm = make_llm(), make_llm(speculative_config=guessing(kind, 8))
+    plain, llm = make_llm(), make_llm(speculative_config=spec_config(kind, 8))
     whole = tokens(run(plain, prompts, greedy))
-    spoiled_at(monkeypatch, length, value)
-    told_by = []
+    replace_logits_at(monkeypatch, length, value)
+    results = []
     for each in (plain, llm):
         first, second = run(each, prompts, greedy)
-        told_by.append((list(first.outputs[0].token_ids), first.outputs[0].finish_reason, first.outputs[0].error))
+        results.append((list(first.outputs[0].token_ids), first.outputs[0].finish_reason, first.outputs[0].error))
         assert list(second.outputs[0].token_ids) == whole[1]
-    assert told_by[0] == told_by[1]
-    assert told_by[0][1] == "error"
+    assert results[0] == results[1]
+    assert results[0][1] == "error"
 
-    # The tokens before the place stand: who ends there ends well.
+    # The tokens before this position are valid: a request that ends there succeeds.
     if length > 12:
         ending = SamplingParams(max_tokens=20, temperature=0, stop_token_ids=[whole[0][length - 13]])
         a, b = (run(each, [prompts[0]], ending)[0].outputs[0] for each in (plain, llm))
@@ -434,8 +435,8 @@ def test_logits_that_are_no_numbers_fail_where_they_stand(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_that_slept_guesses_as_before(make_llm: MakeLLM, level: int) -> None:
-    llm = make_llm(speculative_config=guessing("same", 3))
+def test_after_sleep_drafts_are_accepted_as_before(make_llm: MakeLLM, level: int) -> None:
+    llm = make_llm(speculative_config=spec_config("same", 3))
     prompts = [draw(random.Random(i), 33) for i in range(3)]
     greedy = SamplingParams(max_tokens=20, **GREEDY)
     expected = tokens(run(llm, prompts, greedy))
@@ -448,7 +449,8 @@ def test_an_engine_that_slept_guesses_as_before(make_llm: MakeLLM, level: int) -
     assert guessed == right > 0
 
 
-# ---------------------------------------------------------------------------------------------------- wherever it runs
+# ------------------------------------------------------------------------------------------------------ on every
+# executor
 
 WHICH, NUM_TOKENS = (0, 5, 6, 8, 10, 11, 15), 24
 
@@ -492,13 +494,13 @@ def test_several_workers_agree(make_llm: MakeLLM, kind: str, tensor: int, pipeli
     expected = make_llm().generate(prompts, params, use_tqdm=False)
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     llm = make_llm(
-        **sizes, distributed_executor_backend=backend, speculative_config=guessing(kind), max_num_batched_tokens=32
+        **sizes, distributed_executor_backend=backend, speculative_config=spec_config(kind), max_num_batched_tokens=32
     )
     check_close(llm.generate(prompts, params, use_tqdm=False), expected)
     assert acceptance(llm)[1] > 0
 
 
-def test_pieces_of_a_stream_make_the_whole(checkpoint: Path) -> None:
+def test_stream_deltas_add_up_to_the_output(checkpoint: Path) -> None:
     prompts = [[5, 6, 7] * 6, draw(random.Random(0), 30), draw(random.Random(1), 16)]
     settings = [
         {"max_tokens": 40},
@@ -516,5 +518,5 @@ def test_pieces_of_a_stream_make_the_whole(checkpoint: Path) -> None:
 
     with engine(checkpoint) as llm:
         expected = [(list(o.outputs[0].token_ids), o.outputs[0].text) for o in run(llm, prompts, asked)]
-    with async_engine(checkpoint, speculative_config=guessing("near")) as llm:
+    with async_engine(checkpoint, speculative_config=spec_config("near")) as llm:
         assert asyncio.run(all_of(llm, RequestOutputKind.DELTA)) == expected

@@ -146,7 +146,7 @@ def test_tokens_are_the_same_alone_and_in_any_batch(llm: LLM, make_llm: MakeLLM)
     engines = [
         llm,
         make_llm(**ROOM, async_scheduling=True),
-        make_llm(**tight),  # one row after another, chunks of prompts, and requests that give way
+        make_llm(**tight),  # row by row, with chunked prompts, and with preemption
         make_llm(**tight, async_scheduling=True),
     ]
     for other in engines:
@@ -187,7 +187,7 @@ class FirstHalfOnlyWorker(Worker):
 def test_a_row_with_a_grammar_advances_in_every_step(
     llm: LLM, make_llm: MakeLLM, settings: dict[str, Any], num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without deferred masks, in every second step next to another row."""
+    """Without deferred masks, it advances in every second step next to another row."""
     if worker := settings.pop("worker_class", None):
         monkeypatch.setattr(CPUPlatform, "worker_class", lambda self: worker)
     other = make_llm(**ROOM, **{"async_scheduling": True, **settings})
@@ -195,7 +195,7 @@ def test_a_row_with_a_grammar_advances_in_every_step(
         wanted(regex="[a-f0-9]{400}", seed=1, max_tokens=40),
         SamplingParams(temperature=1.0, seed=2, max_tokens=20, ignore_eos=True),
     ]
-    run(other, asked)  # the grammar is compiled, and the masks' automata are there
+    run(other, asked)  # compiles the grammar and computes the masks' automata
     before = core_of(other).scheduler.next_step
     found = run(other, asked)
     assert core_of(other).scheduler.next_step - before == num_steps
@@ -230,13 +230,13 @@ def test_sequences_end_only_where_the_text_is_complete(llm: LLM) -> None:
     assert fourth.logprobs is not None and len(fourth.logprobs) == len(fourth.token_ids)
 
 
-def test_a_schema_that_cannot_be_compiled_fails_alone_and_names_the_place(llm: LLM) -> None:
+def test_a_schema_that_cannot_be_compiled_fails_alone_with_the_error_position(llm: LLM) -> None:
     asked = [
         wanted(json={"type": "object", "properties": {"q": {"items": {"type": "strng"}, "type": "array"}}}),
         wanted(regex="(["),
         wanted(grammar="start: nowhere"),
         wanted(json=POINT),
-        wanted(json={"type": "integer", "multipleOf": 999983}),  # minutes of work
+        wanted(json={"type": "integer", "multipleOf": 999983}),  # compiling takes minutes
         SamplingParams(max_tokens=4),
     ]
     schema, pattern, grammar, fine, slow, free = run(llm, asked)
@@ -251,7 +251,7 @@ def test_a_schema_that_cannot_be_compiled_fails_alone_and_names_the_place(llm: L
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """An event: grammars are compiled when it is set."""
+    """An event that lets grammar compilation start."""
     opened = threading.Event()
     compile_now = GrammarCompiler.compile
 
@@ -304,7 +304,7 @@ def test_other_requests_run_while_a_mask_is_computed(llm: LLM, monkeypatch: pyte
         texts |= {output.request_id: output.outputs[0].text for output in core.step() if output.finished}
         num_steps += 1
     assert list(texts) == ["free"] and num_steps <= 10
-    for _ in range(3):  # with nobody else there, no steps are run
+    for _ in range(3):  # without other requests, no steps are run
         next_step = core_of(llm).scheduler.next_step
         assert core.step() == [] and core_of(llm).scheduler.next_step == next_step
     may_go.set()
@@ -327,10 +327,10 @@ def test_an_engine_whose_requests_all_wait_for_grammars_runs_no_steps(make_llm: 
     assert re.fullmatch("[a-z]{1,9}", outputs[-1].outputs[0].text)
 
 
-def test_engines_that_must_make_equal_plans_wait_for_the_grammar(make_llm: MakeLLM) -> None:
+def test_engines_with_identical_plans_on_every_rank_wait_for_the_grammar(make_llm: MakeLLM) -> None:
     other = make_llm(**ROOM)
     core = core_of(other)
-    core._needs_identical_plans = True  # as where every rank runs the whole engine
+    core._needs_identical_plans = True  # as if every rank ran the whole engine
     other.llm_engine.add_request("here", {"prompt_token_ids": PROMPT}, wanted(regex="[a-z]{3}"))
     assert core.scheduler.num_waiting == 1 and not core.scheduler.is_waiting_for_masks
 

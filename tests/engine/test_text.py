@@ -1,4 +1,4 @@
-"""Text out of a whole engine: streamed or in one go, and cut at stop strings."""
+"""Text outputs of a whole engine: streamed or complete, and cut at stop strings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def llm(make_llm: MakeLLM) -> LLM:
     return make_llm()
 
 
-def test_text_is_what_the_tokenizer_makes_of_the_tokens(llm: LLM) -> None:
+def test_text_equals_the_detokenized_tokens(llm: LLM) -> None:
     for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False):
         sequence = output.outputs[0]
         assert sequence.text == llm.get_tokenizer().decode(sequence.token_ids, skip_special_tokens=True)
 
 
-def test_streamed_pieces_add_up_to_the_text_in_one_go(llm: LLM) -> None:
+def test_streamed_deltas_add_up_to_the_complete_text(llm: LLM) -> None:
     for prompt, whole in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
         pieces = [sequence for output in stream_request(llm.llm_engine, prompt, GREEDY) for sequence in output.outputs]
         assert len(pieces) > 1
@@ -47,17 +47,17 @@ def test_a_stop_string_cuts_the_text_where_it_first_occurs(llm: LLM, kind: Reque
     shown = "".join(o.outputs[0].text for o in outputs) if kind == RequestOutputKind.DELTA else last.text
     assert shown == text[: text.index(stop)]
     assert (last.finish_reason, last.stop_reason) == ("stop", stop)
-    assert engine.reset_prefix_cache()  # the core was told: no block is in use
+    assert engine.reset_prefix_cache()  # the core aborted the request: no block is in use
 
 
-def test_leaving_a_stream_early_frees_the_engine(llm: LLM) -> None:
+def test_closing_a_stream_early_aborts_the_request(llm: LLM) -> None:
     for _ in stream_request(llm.llm_engine, "Hello world", GREEDY):
         break
     assert not llm.llm_engine.has_unfinished_requests()
     assert llm.reset_prefix_cache()
 
 
-def test_the_end_token_is_listed_but_not_written(llm: LLM) -> None:
+def test_the_eos_token_is_in_the_token_ids_but_not_in_the_text(llm: LLM) -> None:
     (whole,) = llm.generate(["Hello world"], GREEDY, use_tqdm=False)
     tokens = whole.outputs[0].token_ids
     end = next(t for t in tokens[5:] if t not in tokens[:5])

@@ -20,7 +20,7 @@ from mvllm.errors import EngineDeadError
 from mvllm.messages.pooling_params import PoolingType
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.platform.choose import choose_platform
-from tests.engine.test_async_scheduling import TIGHT, requests, told
+from tests.engine.test_async_scheduling import TIGHT, requests, visible_outputs
 from tests.helpers import parity
 from tests.helpers.late_plugin import LOG, read_log
 from tests.helpers.plugins import late_platform_path, prepend
@@ -30,7 +30,10 @@ EXECUTORS = {
     "uni": {},
     "mp": {"distributed_executor_backend": "mp"},
     "mp-tp2": {"distributed_executor_backend": "mp", "tensor_parallel_size": 2},
-    "mp-pp2": {"distributed_executor_backend": "mp", "pipeline_parallel_size": 2},  # tokens go by way of the host
+    "mp-pp2": {
+        "distributed_executor_backend": "mp",
+        "pipeline_parallel_size": 2,
+    },  # tokens are transferred through the host
 }
 
 IN_BOTH = pytest.mark.parametrize("executor", ["uni", pytest.param("mp-tp2", marks=pytest.mark.exhaustive)])
@@ -68,7 +71,7 @@ def generate(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
 
 
 def events_of(llm: LLM, log: Path) -> dict[int, list[tuple[str, int]]]:
-    """Events of each rank, after all have ended: the caller has its tokens before the other ranks are done."""
+    """Events of each rank, after all ranks have ended: the caller gets its tokens before the other ranks finish."""
     llm.llm_engine.shutdown()
     return read_log(log)
 
@@ -106,8 +109,8 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(
 
 
 @IN_BOTH
-def test_masks_follow_while_the_device_computes(make: MakeLLM, log: Path, executor: str) -> None:
-    """A step with a grammar runs before the previous tokens are read, and samples when its masks are there."""
+def test_grammar_masks_arrive_while_the_device_computes(make: MakeLLM, log: Path, executor: str) -> None:
+    """A step with a grammar runs before the previous tokens are read, and samples when its masks are ready."""
     llm = make(executor, model="demo")
     params = [
         SamplingParams(seed=1, max_tokens=20, structured_outputs={"regex": "[a-f0-9]{400}"}),
@@ -152,18 +155,18 @@ def test_only_a_batch_that_reads_tokens_waits_and_does_so_while_the_device_compu
         pytest.param("mp-pp2", {"max_num_batched_tokens": 33}, marks=pytest.mark.exhaustive),
     ],
 )
-def test_every_token_is_the_same(make: MakeLLM, executor: str, settings: dict[str, Any]) -> None:
+def test_asynchronous_tokens_equal_synchronous_ones(make: MakeLLM, executor: str, settings: dict[str, Any]) -> None:
     prompts, params = requests(seed=5)
-    if executor != "uni":  # whose every sum takes the ranks a millisecond: each kind once
+    if executor != "uni":  # one request of each kind: every all-reduce of the ranks takes a millisecond
         prompts, params = prompts[-7:], params[-7:]
-    settings = {"max_model_len": 112, **settings}  # some requests go on until there
+    settings = {"max_model_len": 112, **settings}  # some requests run until this length
     plain = make(async_scheduling=False, max_model_len=112)
-    expected = [told(output) for output in plain.generate(prompts, params, use_tqdm=False)]
+    expected = [visible_outputs(output) for output in plain.generate(prompts, params, use_tqdm=False)]
     if "tensor_parallel_size" in EXECUTORS[executor] and "kv_cache_memory_bytes" in settings:
         settings = {**settings, "kv_cache_memory_bytes": settings["kv_cache_memory_bytes"] // 2}  # half of it per rank
     llm = make(executor, **settings)
     for _ in range(2):  # the second time with prefixes in the cache
-        assert [told(output) for output in llm.generate(prompts, params, use_tqdm=False)] == expected
+        assert [visible_outputs(output) for output in llm.generate(prompts, params, use_tqdm=False)] == expected
     stats = llm.llm_engine.stats
     assert stats is not None and (stats.num_preemptions > 0) == ("kv_cache_memory_bytes" in settings)
     assert stats.prefix_cache_hits > 0

@@ -1,4 +1,4 @@
-"""What a worker does not import, it does not wait for: each worker process pays for its imports when it starts."""
+"""A worker imports only the modules that it needs: each worker process pays for its imports at startup."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.exit(f"loaded {sorted(loaded)}" if (loaded := needless & set(sys.modules)) e
 
 
 def test_a_worker_that_loads_and_runs_a_model_imports_no_library_for_text_or_the_hub() -> None:
-    """In one process with the engine, which has no tokenizer here: so the worker imports less still."""
+    """In one process with the engine, which has no tokenizer here: a separate worker imports even less."""
     command = [sys.executable, "-c", WORKER_PROGRAM]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert ran.returncode == 0, ran.stderr

@@ -1,1 +1,1 @@
-"""Builders that tests of several tiers share."""
+"""Helpers for tests of several tiers."""

@@ -1,4 +1,4 @@
-"""AsyncLLM on a test's checkpoint, and ways to read what its requests give."""
+"""AsyncLLM on a test's checkpoint, and functions that collect a request's outputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 async def joined(outputs: AsyncIterator[RequestOutput]) -> tuple[list[int], str]:
-    """The complete text and tokens of a single-sequence request, from its deltas."""
+    """The complete token ids and text of a single-sequence request, from its deltas."""
     ids: list[int] = []
     text = ""
     async for output in outputs:

@@ -19,7 +19,7 @@ SECONDS = 120
 
 
 class Browser:
-    """A page in a browser process of its own."""
+    """A page in a separate browser process."""
 
     def __init__(self) -> None:
         assert PROGRAM
@@ -28,7 +28,7 @@ class Browser:
         self._read, write_answers = os.pipe()
 
         def as_3_and_4() -> None:
-            # What it reads is 3 and what it writes is 4; neither may be overwritten before it is copied.
+            # The browser reads descriptor 3 and writes descriptor 4; neither may be overwritten before it is copied.
             first, second = os.dup(read_commands), os.dup(write_answers)
             os.dup2(first, 3)
             os.dup2(second, 4)
@@ -94,11 +94,11 @@ class Browser:
         wait_until(lambda: self.evaluate(expression), SECONDS, expression)
 
     def screenshot(self) -> bytes:
-        """The page as PNG."""
+        """The page as a PNG image."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def problems(self) -> list[str]:
-        """Exceptions of the page, and requests that the browser has blocked."""
+        """Exceptions of the page, and requests that the browser blocked."""
         kinds = ("Runtime.exceptionThrown", "Log.entryAdded")
         return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
 

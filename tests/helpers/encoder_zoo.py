@@ -64,19 +64,22 @@ _HEADS = ("ForSequenceClassification", "ForMaskedLM", "Model")
 
 @functools.cache
 def checkpoint(architecture: str, *, labels: int = 2, tokenizer: bool = False, **settings: Any) -> Path:
-    """A folder with a model with random weights, created once.
+    """A folder with a random-weight model, created once.
 
     Args:
-        labels: Of a classifier.
-        tokenizer: With one that has a token per character.
-        settings: Of its config.
+        labels: Labels of a classifier.
+        tokenizer: Whether to add a tokenizer with one token per character.
+        settings: Config settings.
     """
     [head] = [head for head in _HEADS if architecture.endswith(head)]
     config = _CONFIGS[architecture.removesuffix(head)](num_labels=labels, **settings)
     torch.manual_seed(sum(map(ord, architecture)) + labels)
     model = getattr(transformers, architecture)(config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # so that attention is peaked and norms and biases count
+        for (
+            name,
+            parameter,
+        ) in model.named_parameters():  # large enough that attention is peaked and norms and biases matter
             if parameter.dim() > 1:
                 parameter.normal_(std=1.2 * parameter.shape[1] ** -0.5)
             else:
@@ -116,7 +119,7 @@ def prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer with a token per ASCII character and BERT's special tokens."""
+    """A tokenizer with one token per ASCII character and BERT's special tokens."""
     vocabulary = {token: i for i, token in enumerate(SPECIAL)}
     for code in range(33, 127):
         vocabulary[chr(code)] = len(vocabulary)

@@ -1,7 +1,7 @@
 """FP8 checkpoints of the zoo, written by code independent of the engine's.
 
-    folder/quantized    what the engine reads: FP8 with scales, under the names that the format gives them
-    folder/plain        what transformers reads: the same weights as floats
+    folder/quantized    for the engine: FP8 with scales, with the tensor names of the format
+    folder/plain        for transformers: the same weights as floats
 
 Weights are rounded block by block, one at a time, so that both hold exactly the same numbers.
 """
@@ -31,10 +31,10 @@ class Float8Scheme:
 
     Attributes:
         config: `quantization_config`.
-        block: Rows and columns that share a scale; None for all of them.
-        scale: What the tensor of scales is called.
-        scale_dims: Its dimensions, where the whole matrix has one.
-        extra: Tensors of one element that stand beside it.
+        block: Rows and columns that share a scale; None for the whole matrix.
+        scale: Name of the scale tensor.
+        scale_dims: Its dimensions, if the whole matrix has one scale.
+        extra: Further tensors of one element.
         floats: Matches the modules that are not quantized.
     """
 
@@ -57,7 +57,7 @@ _DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic
 
 FLOAT8_SCHEMES: dict[str, Float8Scheme] = {
     "fp8-blocks": Float8Scheme({**_DEEPSEEK, "weight_block_size": [32, 16]}, (32, 16), "weight_scale_inv"),
-    # Blocks that neither heads nor ranks respect, and modules that stay floats, one named like another.
+    # Blocks that cross head and shard boundaries, and unquantized modules, one with a name similar to another's.
     "fp8-odd-blocks": Float8Scheme(
         {
             **_DEEPSEEK,
@@ -93,7 +93,7 @@ FLOAT8_SCHEMES: dict[str, Float8Scheme] = {
 
 
 def make_float8(scheme: str, folder: Path, name: str = "llama-gqa") -> QuantizedCheckpoint:
-    """Writes checkpoint `name` of the zoo in the form of `scheme`, and plainly, into `folder`."""
+    """Writes checkpoint `name` of the zoo, quantized by `scheme` and as floats, into `folder`."""
     how = FLOAT8_SCHEMES[scheme]
     plain, quantized = make_checkpoint(name, folder / "plain", tokenizer=False), folder / "quantized"
     quantized.mkdir()

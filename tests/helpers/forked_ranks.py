@@ -2,8 +2,8 @@
 
     start_ranks(body, 2, "args")      body(rank, "args") in two processes
 
-A rank that imports torch by itself takes two seconds of a core before it does anything. A fork of the tests' own
-process would have its threads' locks and none of its threads.
+A rank that imports torch itself needs two seconds of a core. A fork of the test process would inherit the locks of its
+threads without the threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PRELOADED = [
 def start_ranks(body: Callable[..., None], world_size: int, *args: object) -> None:
     """Runs `body(rank, *args)` in `world_size` processes; raises if one fails.
 
-    Their environment variables are those of the first call.
+    Their environment variables are those at the time of the first call.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
     torch.multiprocessing.start_processes(body, args=args, nprocs=world_size, start_method="forkserver")

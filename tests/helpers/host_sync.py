@@ -1,4 +1,4 @@
-"""Detects operations for which the host would wait for the device."""
+"""Detects operations that make the host wait for the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _READ_HERE = (
 
 
 class ForbidSynchronizingOps(TorchDispatchMode):
-    """Raises on operations whose result or shape the host has to read from the device."""
+    """Raises on operations whose result or shape the host must read from the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func.overloadpacket.__name__
@@ -40,8 +40,7 @@ class ForbidSynchronizingOps(TorchDispatchMode):
 class ForbidHostReads(TorchFunctionMode):
     """Raises on calls that read values of device tensors on the host.
 
-    Needed beside ForbidSynchronizingOps where device tensors are really host tensors: `tolist` of those is no
-    operation.
+    Complements ForbidSynchronizingOps when device tensors are host tensors: their `tolist` dispatches no operation.
 
     Args:
         is_host: Whether a tensor may be read.

@@ -70,8 +70,8 @@ class LateRuntime(FaultyRuntime):
     """Runtime of the late device.
 
     Attributes:
-        step: The step under way.
-        host_storages: Whose values may be read.
+        step: The step in progress.
+        host_storages: Storages whose values may be read.
     """
 
     def __init__(self, rank: int) -> None:
@@ -88,7 +88,7 @@ class LateRuntime(FaultyRuntime):
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         buffer = torch.empty(shape, dtype=dtype)
-        self._kept.append(buffer)  # so that no storage takes its place
+        self._kept.append(buffer)  # keeps the storage alive, so that no other takes its address
         self.host_storages.add(buffer.untyped_storage()._cdata)
         return buffer
 
@@ -136,7 +136,7 @@ class LatePlatform(FaultyPlatform):
 
 
 class LateWorker(Worker):
-    """Core's worker, with a log of its steps."""
+    """The default worker, with a log of its steps."""
 
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
         super().__init__(config, platform, ctx)
@@ -146,16 +146,16 @@ class LateWorker(Worker):
         super().load_model()
         compute_logits = self.runner.loader.model.compute_logits
 
-        def noted(hidden: torch.Tensor) -> torch.Tensor:
+        def logged_forward(hidden: torch.Tensor) -> torch.Tensor:
             assert isinstance(self.runtime, LateRuntime)
             self.runtime.note("submitted", self.runtime.step)
             return compute_logits(hidden)
 
-        self.runner.loader.model.compute_logits = noted  # type: ignore[method-assign]
+        self.runner.loader.model.compute_logits = logged_forward  # type: ignore[method-assign]
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         assert isinstance(self.runtime, LateRuntime)
-        if not self._reads_later:  # it reads its tokens at the end of each step, as it should
+        if not self._reads_later:  # the worker reads its tokens at the end of each step, as required
             return super().execute_model(plan)
         with self.runtime.guarded(plan.step):
             return super().execute_model(plan)

@@ -1,7 +1,7 @@
-"""LoRA adapters with random values for the zoo's checkpoints, in PEFT's layout; and models with them merged.
+"""LoRA adapters with random values for the zoo's checkpoints, in PEFT's format; and models with them merged.
 
-transformers on the merged weights is the oracle. What it says after each token of an engine's own output is compared,
-so that a tie cannot part the two.
+transformers on the merged weights is the oracle. It scores the engine's own output token by token, so that a tie does
+not make the two sequences diverge.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def write_adapter(
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:
-    """An adapter as PEFT saves it.
+    """Writes an adapter as PEFT saves it.
 
     Args:
-        ranks: Ranks of modules by the ends of their names, where they differ.
-        size: How much it adds: about this times a random matrix of the layer's shape.
+        ranks: LoRA ranks by module name suffix, if they differ.
+        size: Scale of the weight delta: about this times a random matrix of the layer's shape.
         config: Further keys of its configuration.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -116,7 +116,7 @@ def merged(checkpoint: Path, adapter: Path | None) -> PreTrainedModel:
 
 @torch.inference_mode()
 def check_against(model: PreTrainedModel, outputs: Sequence[RequestOutput], where: str = "") -> None:
-    """Asserts that greedy outputs and log-probabilities are those of the model."""
+    """Asserts that greedy outputs and log-probabilities equal the model's."""
     for output in outputs:
         found = output.outputs[0]
         prompt, tokens = output.prompt_token_ids, list(found.token_ids)

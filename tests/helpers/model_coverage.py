@@ -1,14 +1,14 @@
-"""Marks for what a test shows of a model family, and records of the marked tests that passed.
+"""Marks for the model family and feature that a test covers, and records of the marked tests that passed.
 
-    @pytest.mark.shows("tokens")                     of the family that the parameter `checkpoint` or `name` is of
-    @pytest.mark.shows("layout")                     shards, stages: whichever the test's parameters have several of
-    @pytest.mark.shows("quantization", by="scheme")  how: what the parameter `scheme` begins with
-    @pytest.mark.shows("lora", family="llama")       a test without a parameter that says it
+    @pytest.mark.shows("tokens")                     family from the parameter `checkpoint` or `name`
+    @pytest.mark.shows("layout")                     tp or pp: every size parameter above 1
+    @pytest.mark.shows("quantization", by="scheme")  how: the first part of the parameter `scheme`
+    @pytest.mark.shows("lora", family="llama")       for a test without such a parameter
     @pytest.mark.shows("tokens", impl="transformers")
 
-A test that shows it with some of its parameters only has the mark on those (`pytest.param(..., marks=...)`). A class
-may hold what the marks of its tests leave open, as its attributes `shown_family` and `shown_impl`. The environment
-variable TESTS_SHOWN_FILE names a file for the notes; `tests.unit.docs.models_page` writes docs/reference/models.md.
+A test that covers a feature only with some parameters has the mark on those (`pytest.param(..., marks=...)`). A class
+can give defaults for the marks of its tests as its attributes `shown_family` and `shown_impl`. The environment variable
+TESTS_SHOWN_FILE names the output file; `tests.unit.docs.models_page` writes docs/reference/models.md.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class CoverageRecorder:
     """The pytest plugin, in this process or in the workers of xdist.
 
     Attributes:
-        collected: What the collected tests could show, whatever is chosen of them.
-        passed: What those show that have passed.
+        collected: Claims of all collected tests, before deselection.
+        passed: Claims of the tests that passed.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class CoverageRecorder:
         self._claims: dict[str, list[Claim]] = {}
         self._functions: dict[str, str] = {}
 
-    @pytest.hookimpl(tryfirst=True)  # before marks and names choose
+    @pytest.hookimpl(tryfirst=True)  # before `-m` and `-k` deselect tests
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             if claims := list(coverage_of(item)):

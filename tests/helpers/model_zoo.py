@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every architecture, made with transformers.
 
-Weights are drawn so that attention is peaked and logits are spread: a wrong mask, a wrong angle or a swapped head
+Weights are drawn so that attention is peaked and logits are spread: a wrong mask, a wrong RoPE angle or a swapped head
 changes the greedy token, and the greedy token is far from a tie.
 
     for name in ZOO: folder = make_checkpoint(name, tmp_path / name)
@@ -71,9 +71,9 @@ _GPT2 = {
     "bos_token_id": BOS_TOKEN_ID,
     "eos_token_id": EOS_TOKEN_ID,
 }
-_ODD = VOCAB_SIZE + 3  # tokens that neither two nor four ranks share evenly
-_HALF = 8  # pairs of elements in a head of 16
-_OFFSET_NORMS = ("gemma2", "gemma3_text")  # whose norms hold their gain less one
+_ODD = VOCAB_SIZE + 3  # divisible by neither two nor four ranks
+_HALF = 8  # rotary pairs in a head of 16
+_OFFSET_NORMS = ("gemma2", "gemma3_text")  # norms that store weight - 1
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class ZooEntry:
 
     Attributes:
         config: Makes its transformers config.
-        max_prompt_len: Prompts up to this length have one right answer whatever the engine does with them. Only RoPE
-            scalings that depend on the sequence's length set it.
+        max_prompt_len: Prompts up to this length have one correct result, independent of batching. Only RoPE scalings
+        that depend on the sequence's length set it.
         edit_config: Changes `config.json` after saving.
         edit_tensors: Changes the saved tensors.
-        max_shard_size: As save_pretrained takes it.
-        exhaustive: Only the long run tests it.
+        max_shard_size: As in save_pretrained.
+        exhaustive: Whether only the exhaustive tests use it.
     """
 
     config: Callable[[], PreTrainedConfig]
@@ -147,7 +147,7 @@ def _drop_prefix(prefix: str) -> Callable[[dict[str, torch.Tensor]], dict[str, t
 
 
 def _as_original_gpt2(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Names without prefix, and the causal mask of each layer among the weights."""
+    """Names without prefix, and each layer's causal mask stored with the weights."""
     tensors = _drop_prefix("transformer.")(tensors)
     for layer in range(_GPT2["n_layer"]):
         tensors[f"h.{layer}.attn.bias"] = torch.tril(torch.ones(1, 1, 8, 8))
@@ -249,9 +249,9 @@ def make_checkpoint(name: str, folder: Path, *, seed: int = 0, tokenizer: bool =
 
     Args:
         name: A key of ZOO.
-        folder: Where to; made if need be.
-        seed: Of the weights.
-        tokenizer: Whether to put a tokenizer there.
+        folder: Output folder; created if missing.
+        seed: Seed of the weights.
+        tokenizer: Whether to write a tokenizer.
 
     Returns:
         `folder`.
@@ -280,7 +280,7 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) 
         for parameter_name, parameter in model.named_parameters():
             parameter.copy_(_draw(parameter_name, parameter.shape, generator))
             if "c_attn" in parameter_name and not model.config.scale_attn_weights:
-                parameter *= 0.5  # the same spread of scores as with the usual scale
+                parameter *= 0.5  # same spread of scores as with the usual scale
             if model.config.model_type in _OFFSET_NORMS and "norm" in parameter_name:
                 parameter -= 1.0
         for buffer_name, buffer in model.named_buffers():
@@ -317,7 +317,7 @@ def _tokenizer_json() -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - 8,  # tokenizer classes add tokens of their own
+        vocab_size=VOCAB_SIZE - 8,  # tokenizer classes add their own tokens
         special_tokens=["<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -327,7 +327,7 @@ def _tokenizer_json() -> str:
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Puts a byte-level BPE tokenizer of at most VOCAB_SIZE tokens, with a chat template, into `folder`."""
+    """Writes a byte-level BPE tokenizer of at most VOCAB_SIZE tokens, with a chat template, into `folder`."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 

@@ -1,10 +1,11 @@
 """A platform whose worker drives several devices: separate parts of the host's memory.
 
-A weight that core has placed is a `Spread`: a tensor that is nothing but its devices' parts. Products and lookups work
-part by part, as devices would, with what they would send each other in between; whatever else asks for a tensor that is
-cut gets it, but that is written down in `GATHERED`. The KV cache is cut along its heads.
+A weight that core has placed is a `ShardedTensor`, which stores only its devices' shards. Products and lookups compute
+shard by shard, as devices would, including the communication between them. Any other operation on a sharded tensor
+gathers it, and is recorded in `GATHERED`. The KV cache is sharded by heads.
 
-Chosen with SEVERAL_DEVICES, devices per worker. `SEVERAL_DEVICES_FAULT` breaks it in one way that clauses name.
+Enabled with SEVERAL_DEVICES, the number of devices per worker. `SEVERAL_DEVICES_FAULT` injects one fault that the
+conformance clauses detect.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class ShardedTensor(torch.Tensor):
     """A tensor sharded over several devices.
 
     Attributes:
-        parts: What each device has.
-        cut: The dimension along which they lie side by side; None where each has everything.
+        parts: The tensor of each device.
+        cut: The sharded dimension; None if replicated.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -174,7 +175,7 @@ _OF_SHAPE = {"__get__", "__set__", "requires_grad_", "__hash__", "dim", "size", 
 
 
 def count_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Counts a shard while it is alive."""
+    """Counts a live shard."""
     number = id(tensor)
     HELD[number] = tensor.numel() * tensor.element_size()
     weakref.finalize(tensor, HELD.pop, number, None)
@@ -214,7 +215,7 @@ class MultiDeviceRuntime(DeviceRuntime):
     def place(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
         if fault() == "place":
             return tensor
-        large = tensor.shape != (24, 48)  # other than what the clause about tensors tries
+        large = tensor.shape != (24, 48)  # different from the case that the clause about tensors tests
         if dim is None or fault() == "copies" or (fault() == "weights" and large):
             return ShardedTensor([count_part(tensor.clone()) for _ in range(self.num_devices)], None)
         assert tensor.shape[dim] % self.num_devices == 0, f"{tuple(tensor.shape)} is not cut evenly along {dim}"
@@ -224,7 +225,7 @@ class MultiDeviceRuntime(DeviceRuntime):
     def parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         if isinstance(tensor, ShardedTensor):
             return tensor.parts
-        nothing = tensor.new_empty(0)  # what was not placed is on the first
+        nothing = tensor.new_empty(0)  # unplaced tensors are on the first device
         return [tensor, *(nothing for _ in range(self.num_devices - 1))]
 
 

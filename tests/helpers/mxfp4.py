@@ -1,4 +1,4 @@
-"""MXFP4 packer, value by value from the format's description, independent of the engine's unpacking."""
+"""MXFP4 packer, written from the format's specification, independent of the engine's unpacking."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def make_context(
     pp: GroupCoordinator | None = None,
     providers: Sequence[OpProvider] = (),
 ) -> BuildContext:
-    """A build context on the host, with the oracle for attention."""
+    """A build context on the host, with reference attention."""
     backends: dict[AttentionSpec, ReferenceAttention] = {}
     return BuildContext(
         dtype=dtype,
@@ -55,7 +55,7 @@ def read_config(folder: Path, **settings: object) -> ModelConfig:
 
 
 def load_model(folder: Path, ctx: BuildContext | None = None, **settings: object) -> CausalLM:
-    """A checkpoint's model, loaded."""
+    """A checkpoint's loaded model."""
     config = read_config(folder, **settings)
     ctx = dataclasses.replace(ctx or make_context(), quantization=quantization_method(config))
     model = resolve_model_class(config.architecture, config.model_impl)(config, ctx)
@@ -67,7 +67,7 @@ def load_model(folder: Path, ctx: BuildContext | None = None, **settings: object
 def make_layout(
     query_lens: Sequence[int], seq_lens: Sequence[int], tables: Sequence[Sequence[int]], block_size: int
 ) -> BatchLayout:
-    """The layout of a step: request r computes the last query_lens[r] of seq_lens[r] tokens."""
+    """The attention metadata of a step: request r computes the last query_lens[r] of seq_lens[r] tokens."""
     width = max(len(table) for table in tables)
     block_table = np.full((len(tables), width), 10**6, dtype=np.int32)  # unspecified entries are out of range
     slots = []
@@ -107,7 +107,7 @@ class PagedDriver:
     Args:
         stages: The model, or its pipeline stages in order.
         block_size: Tokens per block.
-        num_blocks: Blocks in the cache; handed out in a shuffled order.
+        num_blocks: Blocks in the cache; allocated in a shuffled order.
     """
 
     def __init__(self, *stages: CausalLM, block_size: int = 8, num_blocks: int = 256, seed: int = 0) -> None:

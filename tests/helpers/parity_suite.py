@@ -1,4 +1,4 @@
-"""Parity tests of one model family; each family has a file of its own, so that they run in parallel.
+"""Parity tests of one model family; each family has its own file, so that they run in parallel.
 
 class TestLlama(ParitySuite):
     names = names_of("llama")
@@ -16,7 +16,7 @@ from tests.helpers.parity import BLOCK_SIZE, Oracle
 
 @pytest.mark.shows("tokens")
 class ParitySuite:
-    """`checkpoint` iterates over `names`. In every mode of the engine the outputs are those of transformers."""
+    """`checkpoint` iterates over `names`. The engine's outputs equal those of transformers in every mode."""
 
     names: ClassVar[list[str]] = []
 
@@ -45,10 +45,10 @@ class ParitySuite:
     def test_preempted_and_recomputed(self, expected: Oracle) -> None:
         with parity.engine(expected.folder, kv_cache_memory_bytes=None, memory_utilization=0.9) as llm:
             summary = llm.llm_engine.cache_summary
-            most = 2 if None in summary.windows else 1  # layers with a window soon need less than at first
+            most = 2 if None in summary.windows else 1  # layers with a window soon need fewer blocks than at first
             enough_for_few = parity.bytes_of_blocks(llm, most * summary.blocks_per_request)
         with parity.engine(expected.folder, kv_cache_memory_bytes=enough_for_few) as llm:
             parity.check(expected, parity.generate(llm, expected.prompts))
             stats = llm.llm_engine.stats
-            # A request whose layers all have a window may never need more than it was given when it began.
+            # A request whose layers all have a window may never need more blocks than its first allocation.
             assert stats is not None and (stats.num_preemptions > 0 or None not in summary.windows)

@@ -25,7 +25,7 @@ def write_metadata(folder: Path, name: str, entry_points: str) -> Path:
 
 
 def fault_platform_path(folder: Path) -> list[str]:
-    """Search path entries with which mvllm-fault-injection is installed."""
+    """Search path entries that install mvllm-fault-injection."""
     metadata = write_metadata(
         folder, "mvllm-fault-injection", "[mvllm.platforms]\nfaulty = mvllm_fault_injection.plugin\n"
     )
@@ -33,7 +33,7 @@ def fault_platform_path(folder: Path) -> list[str]:
 
 
 def example_platform_path(folder: Path) -> list[str]:
-    """The same for mvllm-example-device, which must be compiled in its source folder (an editable install)."""
+    """Search path entries of mvllm-example-device, compiled in its source folder (an editable install)."""
     library = EXAMPLE_SOURCE / "mvllm_example_device" / "_device.so"
     assert library.exists(), f"{library} is not there: `python3 ci/dev.py setup` compiles it"
     metadata = write_metadata(
@@ -43,19 +43,19 @@ def example_platform_path(folder: Path) -> list[str]:
 
 
 def null_platform_path(folder: Path) -> list[str]:
-    """The same for mvllm-null-device."""
+    """Search path entries of mvllm-null-device."""
     metadata = write_metadata(folder, "mvllm-null-device", "[mvllm.platforms]\nnull = mvllm_null_device.plugin\n")
     return [str(metadata), str(NULL_SOURCE)]
 
 
 def scripted_platform_path(folder: Path) -> list[str]:
-    """The same for the platform whose worker does what the arguments of its methods say."""
+    """Search path entries of the platform in scripted_worker.py."""
     metadata = write_metadata(folder, "mvllm-scripted", "[mvllm.platforms]\nscripted = tests.helpers.scripted_worker\n")
     return [str(metadata), str(ROOT)]
 
 
 def late_platform_path(folder: Path) -> list[str]:
-    """The same for the platform of late_device.py."""
+    """Search path entries of the platform in late_device.py."""
     metadata = write_metadata(folder, "mvllm-late-device", "[mvllm.platforms]\nlate = tests.helpers.late_plugin\n")
     return [str(metadata), str(FAULT_SOURCE), str(EXAMPLE_SOURCE), str(ROOT)]
 
@@ -66,7 +66,7 @@ def prepend(monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
 
 
 def multi_device_platform_path(folder: Path) -> list[str]:
-    """The same for the platform of multi_device_platform.py."""
+    """Search path entries of the platform in multi_device_platform.py."""
     metadata = write_metadata(
         folder, "mvllm-several", "[mvllm.platforms]\nseveral = tests.helpers.multi_device_plugin\n"
     )

@@ -1,18 +1,18 @@
 """Runs Python programs of tests as forks of a process that has imported torch.
 
-A program that imports torch takes two seconds of a core before it does anything, and the tests start hundreds. While
-`programs` is open, `subprocess` starts some of them, workers, engine cores and `mvllm` commands, as forks of a server:
+A program that imports torch needs two seconds of a core to start, and the tests start hundreds. While `programs` is
+open, `subprocess` starts workers, engine cores and `mvllm` commands as forks of a server:
 
     test process ──job──> program server          imports torch once, has one thread
                               └─ fork ─ fork ─>  the program: its own arguments, variables, descriptors, folder
 
-The intermediate fork ends at once, so that the program becomes a child of the process that asked for it. A program has
-a program server of its own, forked before it does anything, for what it starts itself. Programs of one server share the
-seed of Python's hashes.
+The intermediate fork exits at once, so that the program becomes a child of the test process. Each program has its own
+program server, forked at its start, for the programs that it starts. Programs of one server share the seed of Python's
+hashes.
 
-A program is started afresh, as always, where a fork would differ: another interpreter or other options of it, other
-values of variables that libraries read when they are loaded, a test that is marked `fresh_programs`, and everywhere
-where the variable TESTS_FRESH_PROGRAMS is set, as `ci/dev.py test --all` does.
+A program is started as a new process if a fork would differ: another interpreter or other interpreter options, other
+values of variables that libraries read at import, a test with the mark `fresh_programs`, or the variable
+TESTS_FRESH_PROGRAMS, which `ci/dev.py test --all` sets.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class Job:
     """A program to run.
 
     Attributes:
-        arguments: As of a command line, the interpreter first.
-        variables: Its environment.
-        folder: Its working directory.
-        descriptors: The numbers that the descriptors sent along have there.
+        arguments: The command line, the interpreter first.
+        variables: Environment variables.
+        folder: Working directory.
+        descriptors: File descriptor numbers in the program for the descriptors sent with the job.
         ignored: Signals that it ignores.
-        processors: Those that it may run on.
-        new_session: Whether it leads a session of its own.
-        group: Its process group otherwise; 0 for one of its own.
-        parent: The process that asks.
+        processors: CPU affinity.
+        new_session: Whether it starts a new session.
+        group: Its process group if it starts no session; 0 for a new group.
+        parent: The requesting process.
     """
 
     arguments: list[str]
@@ -84,7 +84,7 @@ class Job:
     parent: int
 
 
-# ------------------------------------------------------------------------------------------------ the process that asks
+# ------------------------------------------------------------------------------------------------ the client's process
 
 
 @dataclass
@@ -92,9 +92,9 @@ class ProgramServer:
     """The client of the program server.
 
     Attributes:
-        owner: The process that may ask: a fork of it may not.
+        owner: The process that may send jobs: a fork of it may not.
         variables: The environment that the server is started with.
-        socket: To the server, when it has been started.
+        socket: Connection to the server, once it is started.
         is_enabled: Whether programs are forked at the moment.
     """
 
@@ -107,7 +107,7 @@ class ProgramServer:
     def can_run(self, arguments: Sequence[str], variables: Mapping[str, str]) -> bool:
         return (
             self.is_enabled
-            # The kernel ends the server with the thread that has started it.
+            # The kernel ends the server together with the thread that started it.
             and (self.socket is not None or threading.current_thread() is threading.main_thread())
             and self.owner == os.getpid()
             and is_forkable(arguments)
@@ -115,7 +115,7 @@ class ProgramServer:
         )
 
     def start(self) -> None:
-        """Starts the server, if it has not been started."""
+        """Starts the server if it is not running."""
         with self._lock:
             if self.socket is None:
                 self.socket = start_server(self.variables)
@@ -155,7 +155,7 @@ def programs(*, fresh: bool) -> Iterator[None]:
 
 
 def is_possible() -> bool:
-    """Whether a program server is possible: with OMP_NUM_THREADS=1, so that libraries start no threads."""
+    """Whether a program server is possible: it needs OMP_NUM_THREADS=1, so that libraries start no threads."""
     suits = sys.platform == "linux" and sys.version_info >= (3, 11) and os.environ.get("OMP_NUM_THREADS") == "1"
     return suits and FRESH not in os.environ
 
@@ -232,7 +232,7 @@ def _execute_child(
 
 
 def is_forkable(arguments: Sequence[str]) -> bool:
-    """Whether it is a command line of one of FORKED_MODULES, or of a script of tests/, in this interpreter."""
+    """Whether the command line runs one of FORKED_MODULES, or a script of tests/, in this interpreter."""
     if not arguments or arguments[0] != sys.executable:
         return False
     rest = list(arguments[1:])
@@ -257,7 +257,7 @@ def start_server(variables: Mapping[str, str]) -> socket.socket:
         padded = {**variables, PADDING: "x" * _SPACE_FOR_VARIABLES}
         null = subprocess.DEVNULL
         popen = subprocess.Popen(command, env=padded, cwd=ROOT, stdin=null, pass_fds=[theirs.fileno()], process_group=0)
-    popen.returncode = 0  # it ends with this process and is not waited for
+    popen.returncode = 0  # it ends with this process; nobody waits for it
     return ours
 
 
@@ -275,7 +275,7 @@ def _is_open(fd: int) -> bool:
 def serve(end: socket.socket, parent: int) -> Job:
     """Handles jobs until the client closes its socket. Returns in the forked programs, with the job of each."""
     _die_with(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it may share the group of the process that asks
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it may share the group of the requesting process
         signal.signal(number, signal.SIG_IGN)
     while True:
         message, descriptors, _, _ = socket.recv_fds(end, _MAX_JOB, 250)
@@ -291,7 +291,7 @@ def serve(end: socket.socket, parent: int) -> Job:
                 os.write(writing, str(program).encode())
                 os._exit(0)
             os.close(writing)
-            while os.getppid() == own:  # until it is the child of the process that asked
+            while os.getppid() == own:  # until it is a child of the requesting process
                 pass
             end.close()
             job = Job(**json.loads(message))
@@ -330,7 +330,7 @@ def _become(job: Job, descriptors: Sequence[int]) -> None:
 
 
 def _take_descriptors(targets: Mapping[int, int]) -> None:
-    """Leaves only `targets` open: number in the program → descriptor here."""
+    """Leaves only `targets` open: descriptor number in the program → descriptor here."""
     import fcntl
 
     spare = max(_FIRST_SPARE_FD, *targets) + 1
@@ -342,7 +342,7 @@ def _take_descriptors(targets: Mapping[int, int]) -> None:
 
 
 def run_program(job: Job) -> None:
-    """Runs the program as the interpreter would; returns or raises as it does."""
+    """Runs the program like the interpreter; returns or raises in the same cases."""
     _start_own_server(job)
     _rewrite_process_table(job)
     _open_standard_streams()
@@ -364,7 +364,7 @@ def _start_own_server(job: Job) -> None:
     if os.fork() == 0:
         ours.close()
         null = os.open(os.devnull, os.O_RDWR)
-        for target in job.descriptors:  # a pipe whose reader waits for its end
+        for target in job.descriptors:  # a pipe whose reader waits for end of file
             os.dup2(null, target) if target <= 2 else os.close(target)
         run_program(serve(theirs, program))
         raise SystemExit
@@ -384,7 +384,7 @@ def _open_standard_streams() -> None:
 
 
 def _rewrite_process_table(job: Job) -> None:
-    """Sets the name, arguments and variables that /proc shows of the program."""
+    """Sets the name, arguments and variables of the process that /proc shows."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     argument_start, argument_end, variable_start, variable_end = map(int, fields[45:49])
     arguments = b"".join(one.encode() + b"\0" for one in job.arguments)
@@ -403,11 +403,11 @@ _PATH: list[str] = []
 
 
 def main() -> None:
-    """The program of the first server."""
+    """The main program of the first server."""
     end, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     _die_with(parent)
     variables = {name: value for name, value in os.environ.items() if name != PADDING}
-    _libc.clearenv()  # what it held lies where forks write their own
+    _libc.clearenv()  # forks write to the freed memory
     os.environ.clear()
     os.environ.update(variables)
     given = [os.path.abspath(part) for part in variables.get("PYTHONPATH", "").split(os.pathsep) if part]
@@ -427,7 +427,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # As the module that programs find it under, so that its state is one.
+    # Import it under the name that programs use, so that there is one copy of its state.
     from tests.helpers import program_server
 
     program_server.main()

@@ -1,7 +1,7 @@
 """Quantized checkpoints of the zoo, packed by code independent of the engine's.
 
-    folder/quantized    what the engine reads: integers, packed element by element as the format's description says
-    folder/plain        what transformers reads: the same weights as floats
+    folder/quantized    for the engine: integers, packed element by element as the format specifies
+    folder/plain        for transformers: the same weights as floats
 
 Values are drawn by rounding the zoo's own weights, so that both hold exactly the same numbers.
 """
@@ -31,14 +31,14 @@ _MATRICES = re.compile(r"(_proj|lm_head|c_attn|c_proj|c_fc|query_key_value|dense
 
 @dataclass
 class Rounded:
-    """A matrix of integers.
+    """A quantized matrix.
 
     Attributes:
         values: [out, in], from 0 up to 2**bits - 1.
         zeros: [out, groups], likewise.
-        scales: [out, groups], float32, numbers that float16 holds.
+        scales: [out, groups], float32, exactly representable in float16.
         groups: [in]: the group of each column.
-        bits: Of a value.
+        bits: Bits per value.
     """
 
     values: np.ndarray
@@ -81,7 +81,7 @@ def round_matrix(
 
 
 def words(values: np.ndarray, bits: int, places: tuple[int, ...] | None = None) -> torch.Tensor:
-    """[a, n] as int32 [a, ceil(n · bits / 32)]: one value after the other into its word."""
+    """[a, n] as int32 [a, ceil(n · bits / 32)]: values packed in order."""
     per_word = 32 // bits
     packed = np.zeros((values.shape[0], -(-values.shape[1] // per_word)), dtype=np.uint64)
     for column in range(values.shape[1]):
@@ -205,7 +205,7 @@ SCHEMES: dict[str, Scheme] = {
         group_size=16,
         floats=r"lm_head|layers\.1\.|down_proj",
     ),
-    "awq-latent": Scheme(  # what makes latents stays floats
+    "awq-latent": Scheme(  # the projections that make MLA's latents stay floats
         {
             "quant_method": "awq",
             "bits": 4,
@@ -258,11 +258,11 @@ SCHEMES: dict[str, Scheme] = {
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """A checkpoint twice.
+    """A quantized checkpoint and the same weights as floats.
 
     Attributes:
-        quantized: The folder of the packed one.
-        plain: The folder of the same weights in float32.
+        quantized: Folder of the packed checkpoint.
+        plain: Folder of the same weights in float32.
         matrices: The quantized matrices by module name.
     """
 
@@ -272,7 +272,7 @@ class QuantizedCheckpoint:
 
 
 def make_quantized(scheme: str, folder: Path, name: str = "llama-gqa") -> QuantizedCheckpoint:
-    """Writes checkpoint `name` of the zoo in the form of `scheme`, and plainly, into `folder`."""
+    """Writes checkpoint `name` of the zoo, quantized by `scheme` and as floats, into `folder`."""
     how = SCHEMES[scheme]
     plain = make_checkpoint(name, folder / "plain", tokenizer=False)
     quantized = folder / "quantized"

@@ -2,13 +2,13 @@
 
     python -m tests.helpers.queue_boundaries reader 100
 
-The idea: Python can call back before each of its own instructions. A forked process counts those that run inside the
-queue's modules, during one operation, and kills itself at the n-th; the rest of the queue lives in this process, which
-looks at what is left. A first process counts how many boundaries there are. Prints one line of JSON: per boundary, what
-the survivors saw.
+Python can call a trace function before each of its instructions. A forked process counts the instructions inside the
+queue's modules during one operation, and kills itself at the n-th. The other side of the queue is in this process,
+which checks the remaining state. A first process counts the boundaries. Prints one line of JSON: for each boundary, the
+results of the surviving side.
 
-    role      reader | writer: who dies
-    size      bytes beside each message; more than a slot has go through the socket
+    role      reader | writer: the side that is killed
+    size      payload bytes of each message; more than a slot holds are sent through the socket
     --line    boundaries are those of source lines, not of instructions
     --wait    the operation has to wait for the other side in its middle
 """
@@ -37,11 +37,11 @@ BEFORE_IT_WAITS = 0.01
 
 
 class Boundaries:
-    """Counts the boundaries inside the queue's modules, and dies at one.
+    """Counts the boundaries inside the queue's modules, and kills the process at one.
 
     Args:
         kind: The trace event that counts: "opcode" or "line".
-        fatal: At which to die, counting from 1; 0 for none.
+        fatal: The boundary of the kill, counting from 1; 0 for none.
     """
 
     def __init__(self, kind: str, fatal: int) -> None:
@@ -89,7 +89,7 @@ def fork(body: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
 
 
 def count_of(pid: int, connection: socket.socket) -> int:
-    """Waits for the end of the child; returns the number of boundaries that it reported, 0 if it died before."""
+    """Waits until the child exits; returns the number of boundaries that it reported, 0 if it was killed before."""
     os.waitpid(pid, 0)
     said = connection.recv(8)
     connection.close()
@@ -97,12 +97,12 @@ def count_of(pid: int, connection: socket.socket) -> int:
 
 
 def kill_reader(boundaries: Boundaries, size: int, *, wait: bool) -> dict[str, int]:
-    """Reader 1 of two dies while it takes its second message.
+    """Reader 1 of two is killed while it receives its second message.
 
     Returns:
-        boundaries: How many there were, where none was fatal.
+        boundaries: Number of boundaries, in the run without a kill.
         sent: Messages that the writer could send before the kill was reported.
-        after: Messages that it sent, and reader 0 got, after that.
+        after: Messages that it sent, and reader 0 received, after that.
     """
     queue = MessageQueue.create("q", ["survivor", "victim"], settings=SETTINGS)
 
@@ -112,7 +112,7 @@ def kill_reader(boundaries: Boundaries, size: int, *, wait: bool) -> dict[str, i
         reader.dequeue(10)
         connection.sendall(b"\0")
         if not wait:
-            connection.recv(1)  # the second message is there, and its token was not taken with the first
+            connection.recv(1)  # the second message has arrived, and its wake-up token was not consumed with the first
         with boundaries.watching():
             reader.dequeue(10)
         connection.sendall(boundaries.count.to_bytes(8, "little"))
@@ -147,11 +147,11 @@ def kill_reader(boundaries: Boundaries, size: int, *, wait: bool) -> dict[str, i
 
 
 def kill_writer(boundaries: Boundaries, size: int, *, wait: bool) -> dict[str, int]:
-    """The writer dies while it sends its second message, or, where it has to wait, the first that has no slot.
+    """The writer is killed while it sends its second message, or, with `wait`, the first message that has no free slot.
 
     Returns:
         boundaries: As `kill_reader`.
-        first, second: Messages that the two readers got before the kill was reported.
+        first, second: Messages that the two readers received before the kill was reported.
     """
     queue = MessageQueue.create("q", ["first", "second"], settings=SETTINGS)
     before = SETTINGS.num_slots if wait else 1
@@ -198,7 +198,7 @@ def main(role: str, size: int, *options: str) -> None:
     kind = "line" if "--line" in options else "opcode"
     kill = kill_reader if role == "reader" else kill_writer
     wait = "--wait" in options
-    # Where sockets and waits are involved, no two runs have the same length: a few more, which end with a whole one.
+    # With sockets and waits the number of boundaries varies between runs: SPARE more runs, some of which complete.
     total = max(kill(Boundaries(kind, 0), size, wait=wait)["boundaries"] for _ in range(3)) + SPARE
     print(json.dumps([kill(Boundaries(kind, fatal), size, wait=wait) for fatal in range(1, total + 1)]))
 

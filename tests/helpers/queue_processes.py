@@ -18,7 +18,7 @@ SPAWN = multiprocessing.get_context("spawn")
 PAUSE = 0.002
 PATTERN = random.Random(0).randbytes(16 << 10)
 
-# Between which two instructions a process dies: (class, method, whether before or after it runs).
+# Instruction boundaries at which a process is killed: (class, method, whether before or after it runs).
 READER_DEATHS = {
     "before it takes the token": ("notifier", "drain", "before"),
     "after it took the token": ("notifier", "drain", "after"),
@@ -65,7 +65,7 @@ def start(target, *args):
 
 
 def read_until_death(handle, point, call) -> None:
-    """Reads until it dies at `point`."""
+    """Reads until it is killed at `point`."""
     reader = MessageReader.attach(handle, dict)
     die_at(point, call)
     while True:
@@ -73,7 +73,7 @@ def read_until_death(handle, point, call) -> None:
 
 
 def write_until_death(handle, point, call) -> None:
-    """Writes until it dies at `point`."""
+    """Writes until it is killed at `point`."""
     writer = MessageWriter.attach(handle)
     die_at(point, call)
     number = 0
@@ -113,13 +113,13 @@ def count_cpu_seconds(handle, seconds: float, result) -> None:
 
 
 def size_of(number: int, slot_bytes: int) -> int:
-    """The size of the buffer of message `number`: near zero, near the slot's limit, or above it."""
+    """The buffer size of message `number`: near zero, near the slot's limit, or above it."""
     draw = zlib.crc32(number.to_bytes(8, "little"))
     kind, size = draw % 100, draw // 100
     if kind < 90:
         return size % 300
     if kind < 97:
-        return max(0, slot_bytes - size % 400)  # the message and its table take part of the slot
+        return max(0, slot_bytes - size % 400)  # the message header and its buffer table take part of the slot
     return slot_bytes + size % (2 * slot_bytes)
 
 

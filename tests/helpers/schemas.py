@@ -13,7 +13,7 @@ _COUNTS = ("", "?", "+", "*", "{2}", "{1,3}", "{0,2}")
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
-    """A schema, most of whose values are short."""
+    """A random schema whose values are mostly short."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
     if depth > 0:
         kinds += ["object", "object", "array", "array", "tuple", "anyOf", "ref", "types"]
@@ -66,7 +66,7 @@ def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
 
 
 def random_regex(rng: random.Random) -> str:
-    """A pattern that Python's `re` reads in the same way."""
+    """A pattern with the same meaning in Python's `re`."""
     pieces = [rng.choice(_PIECES) + rng.choice(_COUNTS) for _ in range(rng.randrange(1, 7))]
     pattern = "".join(pieces)
     return f"(?:{pattern}|{rng.choice(_PIECES)})" if rng.random() < 0.3 else pattern

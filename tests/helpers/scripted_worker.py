@@ -1,6 +1,6 @@
-"""A platform whose worker has no model and no torch: the arguments of its methods say what they do.
+"""A platform whose worker has no model and no torch: the arguments of its methods determine its behaviour.
 
-`allocate_kv_cache(code, value)` runs an action that a test sends. The environment variable SCRIPTED_WORKER names an
+`allocate_kv_cache(code, value)` runs an action that a test sends. The environment variable SCRIPTED_WORKER injects an
 earlier failure: `fail-<rank>`, `hang-<rank>`, `hang-starting`, `hang-loading`, or `slow` for slow steps.
 """
 
@@ -86,7 +86,7 @@ class ScriptedPlatform(Platform):
 
 class ScriptedWorker:
     def __init__(self, config: EngineConfig, platform: Platform, ctx: WorkerContext) -> None:
-        self.device = os.environ["SCRIPTED_WORKER_DEVICE"]  # must be there before anything is imported
+        self.device = os.environ["SCRIPTED_WORKER_DEVICE"]  # must be set before anything is imported
         self.rank = ctx.rank
         if os.environ["SCRIPTED_WORKER"] == f"fail-{ctx.rank}":
             raise ValueError(f"no strings on rank {ctx.rank}")
@@ -109,7 +109,7 @@ class ScriptedWorker:
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         code, value = num_blocks, block_size
         if code > FORGE_ON_RANK_1:
-            return  # an engine that really wants a cache
+            return  # an engine that needs a cache
         if code == SLEEP_MS:
             time.sleep(value / 1e3)
         elif code == RAISE:
@@ -127,7 +127,9 @@ class ScriptedWorker:
         elif code == PRINT:
             print(f"scripted_worker on {self.device}\nsecond line", flush=True)
         elif code == SPAWN:
-            multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,)).start()  # a daemon must not
+            multiprocessing.get_context("fork").Process(
+                target=time.sleep, args=(3600,)
+            ).start()  # a daemon process may not start children
         elif code == TELL:
             raise RuntimeError(f"{self.device} {os.environ.get('HF_SCRIPTED_WORKER_MARK')}")
         elif code == FORGE_ON_RANK_1 and self.rank == 1:
@@ -145,7 +147,7 @@ class ScriptedWorker:
         if os.environ["SCRIPTED_WORKER"] == "slow":
             time.sleep(0.1)
         assert "torch" not in sys.modules
-        if os.environ["SCRIPTED_WORKER"] == "count":  # what arrived, told back
+        if os.environ["SCRIPTED_WORKER"] == "count":  # returns the received arguments
             tokens = [sum(request.token_ids) for request in plan.new_requests]
             return ModelRunnerOutput(step=plan.step, sampled_token_ids=tokens)
         return ModelRunnerOutput(step=plan.step, sampled_token_ids=[self.rank] * max(1, len(plan.rows)))
@@ -158,7 +160,7 @@ class ScriptedWorker:
 
 
 def forge_replies(rank: int) -> None:
-    """Answers the first calls in the name of another rank, past the loop that this worker runs in."""
+    """Sends replies to the first calls under another rank's name, bypassing this worker's loop."""
     [writer] = [thing for thing in gc.get_objects() if isinstance(thing, MessageWriter)]
     for request_id in range(1, 5):
         writer.enqueue(Reply(request_id, rank, b"\xc0"))

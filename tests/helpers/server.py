@@ -1,4 +1,4 @@
-"""Starts a server in a process of its own, and sends requests to it."""
+"""Starts a server process, and sends requests to it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SMALL = ("--kv-cache-memory-bytes", str(64 << 20))
 
 
 class ServerProcess:
-    """`mvllm serve` with some arguments, from its start to its end.
+    """A `mvllm serve` process, from its start to its end.
 
     Args:
-        folder: Where its log goes.
-        arguments: After `serve`.
-        environment: Beside this process's own.
+        folder: Folder for its log.
+        arguments: Arguments after `serve`.
+        environment: Additional environment variables.
     """
 
     def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
@@ -57,7 +57,7 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Waits until it listens; its address."""
+        """Waits until the server listens; returns its address."""
         self.wait_for_log(r"Listening at (http\S+);")
         found = re.search(r"Listening at (http\S+);", self.log)
         assert found
@@ -69,15 +69,15 @@ class ServerProcess:
         return host, int(port)
 
     def wait_for_log(self, pattern: str, seconds: float = START_SECONDS) -> None:
-        """Waits until the log matches the pattern; raises if the server ends before."""
+        """Waits until the log matches the pattern; raises if the server exits before."""
 
-        def there() -> bool:
+        def is_found() -> bool:
             if re.search(pattern, self.log):
                 return True
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.log[-3000:]}"
             return False
 
-        wait_until(there, seconds, lambda: f"{pattern} in the log:\n{self.log[-3000:]}")
+        wait_until(is_found, seconds, lambda: f"{pattern} in the log:\n{self.log[-3000:]}")
 
     def wait_ready(self) -> ServerProcess:
         self.wait_for_log(r"Ready at ")
@@ -128,14 +128,14 @@ class ServerProcess:
             self.process.wait(30)
 
     def exchange(self, data: bytes, *, wait: float = 60.0, close_after: int | None = None) -> bytes:
-        """Sends raw bytes over a connection of their own; returns all that comes back until its end.
+        """Sends raw bytes over a new connection; returns all received bytes until its end.
 
         Args:
-            wait: Seconds that an answer may take.
-            close_after: Leave when this many bytes have come.
+            wait: Timeout of the answer in seconds.
+            close_after: Close the connection after this many received bytes.
         """
         with socket.create_connection(self.address, timeout=wait) as connection:
-            with contextlib.suppress(ConnectionError):  # it may answer and close before everything is sent
+            with contextlib.suppress(ConnectionError):  # the server may answer and close before everything is sent
                 connection.sendall(data)
             return b"".join(self._answers(connection, close_after))
 
@@ -167,7 +167,7 @@ def wait_idle(client: httpx.Client, seconds: float = 30) -> None:
 
 @contextlib.contextmanager
 def as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
-    """Context after which an ordinary request must be answered by the same processes."""
+    """Context manager; afterwards an ordinary request must be answered by the same processes."""
     before = server.pids()
     yield
     ask = {"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 4, "ignore_eos": True}
@@ -177,27 +177,27 @@ def as_before(server: ServerProcess, client: httpx.Client) -> Iterator[None]:
 
 
 def assert_idle(server: ServerProcess, share: float = 0.01) -> None:
-    """Asserts that all processes together use less than a share of one processor's time.
+    """Asserts that all processes together use less than a share of one CPU.
 
-    Read from the kernel's own account of each thread, in nanoseconds. The best of a few looks: a machine may have
-    something left to do for it after the last request.
+    Reads the kernel's scheduler statistics of each thread, in nanoseconds. Uses the lowest of a few measurements: the
+    machine may still do work for the last request.
     """
     measured = []
     for _ in range(4):
-        before, begun = processor_seconds(server), time.monotonic()
+        before, begun = cpu_seconds(server), time.monotonic()
         time.sleep(2.0)
-        measured.append((processor_seconds(server) - before) / (time.monotonic() - begun))
+        measured.append((cpu_seconds(server) - before) / (time.monotonic() - begun))
         if measured[-1] < share:
             return
     raise AssertionError(f"it used these shares of a processor: {measured}")
 
 
-def processor_seconds(server: ServerProcess) -> float:
-    """Processor time of all threads of a server since each one's start."""
+def cpu_seconds(server: ServerProcess) -> float:
+    """CPU time of all threads of a server since each one's start."""
     total, found = 0, 0
     for pid in server.pids():
         for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
                 total += int(path.read_text().split()[0])
                 found += 1
     assert found, "the kernel keeps no account of threads"

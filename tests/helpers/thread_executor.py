@@ -1,4 +1,4 @@
-"""An executor with several workers as threads of this process, on one core, with the semantics of processes.
+"""An executor with several workers as threads of this process, on one core, with the same call semantics as processes.
 
 LLM(..., distributed_executor_backend="tests.helpers.thread_executor.ThreadExecutor")
 """

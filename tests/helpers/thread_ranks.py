@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _ThreadRendezvous:
-    """Exchange of values between the ranks of a group."""
+    """Exchanges values between the ranks of a group."""
 
     def __init__(self, world_size: int) -> None:
         self._barrier = threading.Barrier(world_size, timeout=60)
@@ -64,7 +64,7 @@ class ThreadCommunicator(Communicator):
 
 
 def fake_group(name: str, rank: int, world_size: int) -> GroupCoordinator:
-    """A rank of a group whose collectives are not called."""
+    """Communicator of a group whose collectives are not called."""
     rendezvous = _ThreadRendezvous(world_size)
     spec = GroupSpec(name, tuple(range(world_size)), rank)
     return GroupCoordinator(spec, ThreadCommunicator(rendezvous, rank, world_size))
@@ -87,7 +87,7 @@ def run_ranks(world_size: int, body: Callable[[GroupCoordinator], T], name: str 
 
 
 def make_groups(name: str, world_size: int) -> list[GroupCoordinator]:
-    """All ranks of one group, to be used from one thread: they may send and receive."""
+    """Communicators of all ranks of one group, for use from one thread: they support send and receive."""
     rendezvous, ranks = _ThreadRendezvous(world_size), tuple(range(world_size))
     return [
         GroupCoordinator(GroupSpec(name, ranks, rank), ThreadCommunicator(rendezvous, rank, world_size))

@@ -34,8 +34,8 @@ class Family:
 
     Attributes:
         config: Name of transformers' config class.
-        settings: Its settings beside the usual sizes; None leaves one out.
-        ranks: How many can share it.
+        settings: Settings in addition to the usual sizes; None omits one.
+        ranks: Maximum tensor-parallel size.
     """
 
     config: str
@@ -45,13 +45,13 @@ class Family:
 
 # A name begins with the checkpoint's `model_type`.
 TRANSFORMERS_BACKEND_ZOO: dict[str, Family] = {
-    # Families that have classes of our own, too.
+    # Families that also have native classes.
     "llama": Family("Llama"),
     "llama-tied-biases": Family("Llama", {"tie_word_embeddings": True, "attention_bias": True}),
     "qwen3": Family("Qwen3", {"head_dim": 16}),
     "mistral": Family("Mistral", {"sliding_window": 9}),
     "qwen2-layer-types": Family("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "layer_types": _MIXED}),
-    # Soft caps of scores and logits, embeddings that are scaled, windows on every other layer.
+    # Soft caps of scores and logits, scaled embeddings, windows on every other layer.
     "gemma2": Family(
         "Gemma2",
         {
@@ -66,20 +66,20 @@ TRANSFORMERS_BACKEND_ZOO: dict[str, Family] = {
     "gpt_oss": Family(
         "GptOss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}, ranks=1
     ),
-    # Logits that are scaled, layers in parallel, norms over whole heads: their weights are not in the plan for ranks.
+    # Scaled logits, parallel layers, norms over whole heads: their weights are not in the tensor-parallel plan.
     "cohere": Family("Cohere", {"use_qk_norm": True, "logit_scale": 0.5}, ranks=1),
     "cohere2": Family("Cohere2", {"sliding_window": 9, "logit_scale": 0.5, "layer_types": _MIXED}),
-    # Queries, keys and values in one matrix, head by head; half of each head is rotated; a head of another name.
+    # Queries, keys and values in one matrix, head by head; half of each head is rotated; an LM head with another name.
     "gpt_neox": Family("GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": None}),
-    # A head with a bias.
+    # An LM head with a bias.
     "phi": Family("Phi", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
-    # Layers without positions.
+    # Layers without positional encoding.
     "smollm3": Family("SmolLM3", {"no_rope_layer_interval": 2}),
-    # No plan for ranks.
+    # No tensor-parallel plan.
     "hunyuan_v1_dense": Family("HunYuanDenseV1", {"head_dim": 16}, ranks=1),
-    # Experts that lie one by one in the checkpoint, and a part of whose name is another there.
+    # Experts in separate tensors in the checkpoint, with other names in part.
     "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, ranks=1),
-    # Experts beside one that all tokens take; a mask that no layer takes.
+    # Experts and a shared expert; a mask that no layer uses.
     "qwen2_moe": Family(
         "Qwen2Moe",
         {
@@ -90,7 +90,7 @@ TRANSFORMERS_BACKEND_ZOO: dict[str, Family] = {
         },
         ranks=1,
     ),
-    # Latent attention, computed as heads whose values are smaller than their keys.
+    # MLA, computed as heads whose values are smaller than their keys.
     "deepseek_v3": Family(
         "DeepseekV3",
         {
@@ -109,7 +109,7 @@ TRANSFORMERS_BACKEND_ZOO: dict[str, Family] = {
         },
         ranks=1,
     ),
-    # A head that calls a part of the model, and is narrower than its layers.
+    # An LM head that calls a part of the model, and is narrower than its layers.
     "opt": Family(
         "OPT",
         {
@@ -121,7 +121,7 @@ TRANSFORMERS_BACKEND_ZOO: dict[str, Family] = {
         },
         ranks=1,
     ),
-    # Matrices that ranks gather and split.
+    # Matrices that are all-gathered and split.
     "olmo2": Family("Olmo2"),
 }
 

@@ -1,7 +1,7 @@
 """Checkpoints of further dense families, for `model_zoo.ZOO`.
 
-One or two of each family are for every run, the others for the long one. `as_published` spells a config the way it
-stands on the hub, so that transformers and the engine both read the old keys.
+Every run tests one or two of each family; exhaustive runs test all. `as_published` writes a config with the keys of the
+hub, so that transformers and the engine both read the old keys.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _of(config: Callable[..., PreTrainedConfig], *sizes: dict[str, Any], **setti
 
 
 def as_published(config: dict[str, Any]) -> None:
-    """What transformers writes in its own way, in the way of the checkpoints on the hub."""
+    """Rewrites transformers' config keys in the form of the checkpoints on the hub."""
     rope = config.pop("rope_parameters")
     match config["model_type"]:
         case "gemma2":

@@ -1,6 +1,6 @@
 """Checkpoints of mixture-of-experts families, for `model_zoo.ZOO`.
 
-Two of each family are for every run, the others for the long one.
+Every run tests two of each family; exhaustive runs test all.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _deepseek_v3(**settings: Any) -> Config:
 
 
 def as_published(config: dict[str, Any]) -> None:
-    """What transformers writes in its own way, in the way of the checkpoints on the hub."""
+    """Rewrites transformers' config keys in the form of the checkpoints on the hub."""
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     if rope.pop("rope_type") == "yarn":

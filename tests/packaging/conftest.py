@@ -1,8 +1,8 @@
-"""Environments and throwaway distributions for the packaging tests.
+"""Environments and temporary distributions for the packaging tests.
 
-The idea: one virtual environment, made once and kept in pytest's cache, holds the *built wheel* of the core, its
-requirements and pytest, but neither torch nor a platform. A platform plugin is then only a folder on PYTHONPATH with a
-`.dist-info` inside, which takes a millisecond to make instead of a pip installation.
+One virtual environment, made once and kept in pytest's cache, holds the *built wheel* of the core, its requirements and
+pytest, but neither torch nor a platform. A platform plugin is then only a folder on PYTHONPATH with a `.dist-info`
+inside, which takes a millisecond to make instead of a pip installation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONSTRAINTS = REPOSITORY / "ci" / "constraints" / "cpu.txt"
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment that tests start programs in."""
+    """A virtual environment in which tests run programs."""
 
     folder: Path
     wheel: Path
@@ -38,7 +38,7 @@ class Environment:
         return self.folder / "bin" / "python"
 
     def run(self, *arguments, path=(), cwd=None, timeout=120, **variables) -> subprocess.CompletedProcess[str]:
-        """Runs this environment's Python with `arguments`, with only the folders of `path` added to what it finds."""
+        """Runs this environment's Python with `arguments`; only the folders of `path` are added to its search path."""
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, path)), **variables}
         return subprocess.run(
@@ -51,7 +51,7 @@ class Environment:
         )
 
     def evaluate(self, program: str, **options) -> str:
-        """Runs a program that is expected to succeed; returns what it printed."""
+        """Runs a program that must succeed; returns its output."""
         done = self.run("-c", textwrap.dedent(program), **options)
         assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout.strip()
@@ -84,7 +84,8 @@ def core_only(request) -> Environment:
 
 
 def load_script(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A script of ci/ as a module, with the scripts beside it as its neighbours, whatever was loaded before."""
+    """Loads a script of ci/ as a module, with its folder on the search path. Replaces modules of the same names that
+    were loaded before."""
     monkeypatch.syspath_prepend(path.parent)
     for neighbour in path.parent.glob("*.py"):
         monkeypatch.delitem(sys.modules, neighbour.stem, raising=False)

@@ -1,4 +1,5 @@
-"""mvllm-cpu builds with and without a compiler, without torch in its build, and carries no leftovers."""
+"""mvllm-cpu builds with and without a compiler, without torch as a build requirement, and without files of earlier
+builds."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ extern "C" int mvllm_answer() {
 
 @pytest.fixture
 def project(tmp_path):
-    """The distribution's frame around one small source file, with a library that an earlier build left behind."""
+    """A minimal copy of the distribution: one small source file, and a library that an earlier build left behind."""
     folder = tmp_path / "cpu"
     package = folder / "src" / "mvllm_cpu"
     package.mkdir(parents=True)
@@ -46,7 +47,7 @@ def project(tmp_path):
 
 
 def build(project, kind, **variables):
-    """Builds a `wheel` or `sdist`, returns its path; CC and CXX choose the compiler."""
+    """Builds a `wheel` or `sdist` and returns its path; CC and CXX choose the compiler."""
     command = [sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", project / "dist", project]
     done = subprocess.run(
         [str(part) for part in command], env={**os.environ, **variables}, capture_output=True, text=True

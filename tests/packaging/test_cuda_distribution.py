@@ -1,4 +1,4 @@
-"""mvllm-cuda is a plain Python wheel that asks for no exact torch, and can be looked at where there is no device."""
+"""mvllm-cuda is a pure Python wheel that requires no exact torch version, and can be inspected without a device."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_the_wheel_is_for_any_machine_and_holds_the_package_alone(wheel):
     assert {name for name in names if not name.startswith("mvllm_cuda-")} == {*modules, "mvllm_cuda/py.typed"}
 
 
-def test_it_declares_floors_and_no_exact_builds():
+def test_it_requires_minimum_versions_and_no_exact_versions():
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     requirements = {Requirement(text).name: Requirement(text) for text in project["dependencies"]}
     assert set(requirements) == {"mvllm", "mvllm-torch-gpu", "torch"}
     assert str(requirements["torch"].specifier).startswith(">=")
 
 
-def test_what_is_in_the_wheel_says_whether_it_can_be_used(wheel, tmp_path):
+def test_the_installed_wheel_reports_whether_it_can_be_used(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY / "core"), *filter(None, sys.path)])
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""ci/dev.py: an environment is made once, made again when it was abandoned, and a failure fits one screen."""
+"""ci/dev.py: an environment is created once, recreated if its setup was interrupted, and a failure fits one screen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOOLS = ("python", "mvllm", "pytest", "ruff", "mypy", "lint-imports")
 
 @pytest.fixture
 def frame(tmp_path):
-    """A copy of what ci/dev.py reads, in a folder of its own."""
+    """A copy of the files that ci/dev.py reads, in a temporary folder."""
     compiled = ("platforms/cpu", "plugins/example-device")
     builds = [f"{folder}/{name}" for folder in compiled for name in ("pyproject.toml", "setup.py")]
     builds += [
@@ -34,7 +34,7 @@ def frame(tmp_path):
 
 @pytest.fixture
 def dev(frame, monkeypatch):
-    """The module of that copy. Its commands are recorded, not run; making an environment makes empty files."""
+    """The module of that copy. Its commands are recorded, not run; creating an environment creates empty files."""
     module = load_script(frame / "ci" / "dev.py", monkeypatch)
     module.commands = []
     module.compiler = lambda: "/usr/bin/c++"
@@ -55,12 +55,12 @@ def dev(frame, monkeypatch):
     return module
 
 
-def made_anew(dev):
+def is_recreated(dev):
     return any("-m venv" in command for command in dev.commands)
 
 
 def built(dev):
-    """The compiled distributions that were installed."""
+    """Names of the compiled distributions that were installed."""
     folders = ("platforms/cpu", "plugins/example-device")
     return [folder for folder in folders for command in dev.commands if command.endswith(folder)]
 
@@ -68,7 +68,7 @@ def built(dev):
 def test_a_first_setup_makes_the_environment_with_the_pinned_torch_first(dev):
     dev.setup()
     installs = [command for command in dev.commands if " pip install " in command]
-    assert made_anew(dev)
+    assert is_recreated(dev)
     assert installs[0].endswith(f"torch=={dev.pinned('torch', dev.CONSTRAINTS)}")
     assert all(f"-c {dev.CONSTRAINTS}" in command for command in installs)
     assert "--no-build-isolation" in installs[-1]
@@ -93,19 +93,19 @@ def test_a_second_setup_does_nothing(dev, capsys):
         ("ci/constraints/cpu.txt", ["plugins/example-device"]),  # which may pin another torch
     ],
 )
-def test_a_changed_input_brings_the_environment_up_to_date_without_making_it_anew(dev, frame, file, compiled):
+def test_a_changed_input_updates_the_environment_without_recreating_it(dev, frame, file, compiled):
     dev.setup()
     dev.commands.clear()
     with open(frame / file, "a") as changed:
         changed.write("\n# changed\n")
     dev.setup()
-    assert not made_anew(dev)
+    assert not is_recreated(dev)
     assert any(" pip install " in command for command in dev.commands)
     assert built(dev) == compiled, "what is compiled is compiled when it changed, and only then"
 
 
 @pytest.mark.parametrize("folder", ["platforms/cpu", "plugins/example-device"])
-def test_a_new_source_file_rebuilds_what_it_belongs_to(dev, frame, folder):
+def test_a_new_source_file_rebuilds_its_distribution(dev, frame, folder):
     dev.setup()
     assert built(dev) == ["platforms/cpu", "plugins/example-device"]
     dev.commands.clear()
@@ -137,22 +137,22 @@ def test_kernels_that_no_compiler_built_are_mentioned(dev, frame, capsys):
     assert "no C++ compiler" not in capsys.readouterr().out
 
 
-def test_an_environment_abandoned_half_way_is_made_anew(dev):
+def test_an_environment_whose_setup_was_interrupted_is_recreated(dev):
     dev.failing = "torch=="
     with pytest.raises(dev.StepFailed):
         dev.setup()
     dev.failing = None
     dev.commands.clear()
     dev.setup()
-    assert made_anew(dev)
+    assert is_recreated(dev)
 
 
-def test_an_environment_that_lost_a_part_is_made_anew(dev):
+def test_an_environment_with_missing_files_is_recreated(dev):
     dev.setup()
     dev.commands.clear()
     (dev.BIN / "mvllm").unlink()
     dev.setup()
-    assert made_anew(dev)
+    assert is_recreated(dev)
 
 
 def test_an_environment_of_the_developers_own_is_used_not_deleted(dev):
@@ -165,11 +165,11 @@ def test_an_environment_of_the_developers_own_is_used_not_deleted(dev):
         dev.setup()
     dev.failing = None
     dev.setup()
-    assert not made_anew(dev)
+    assert not is_recreated(dev)
     assert (dev.VENV / "precious").exists()
 
 
-def test_an_update_that_failed_is_tried_again_without_making_everything_anew(dev, frame):
+def test_a_failed_update_is_retried_without_recreating_the_environment(dev, frame):
     dev.setup()
     (frame / "pyproject.toml").write_text("# changed")
     dev.commands.clear()
@@ -178,14 +178,14 @@ def test_an_update_that_failed_is_tried_again_without_making_everything_anew(dev
         dev.setup()
     dev.failing = None
     dev.setup()
-    assert not made_anew(dev)
+    assert not is_recreated(dev)
     assert sum("[dev]" in command for command in dev.commands) == 2
 
 
 def test_a_folder_that_is_no_environment_is_replaced(dev):
     dev.VENV.mkdir()
     dev.setup()
-    assert made_anew(dev)
+    assert is_recreated(dev)
 
 
 def test_a_failure_names_the_command_shows_the_end_of_its_output_and_fits_a_screen(dev):
@@ -197,7 +197,7 @@ def test_a_failure_names_the_command_shows_the_end_of_its_output_and_fits_a_scre
     assert len(screen.splitlines()) < 40
 
 
-def test_it_works_from_any_folder_and_a_failed_step_ends_it_with_one_screen(frame, tmp_path_factory):
+def test_it_works_from_any_folder_and_stops_at_a_failed_step_with_one_screen_of_output(frame, tmp_path_factory):
     done = subprocess.run(
         [sys.executable, str(frame / "ci" / "dev.py"), "run"],
         cwd=tmp_path_factory.mktemp("elsewhere"),
@@ -212,7 +212,7 @@ def test_it_works_from_any_folder_and_a_failed_step_ends_it_with_one_screen(fram
     assert len(done.stderr.splitlines()) < 40
 
 
-# --------------------------------------------------------------------------------------- the end of a run of tests
+# --------------------------------------------------------------------------------------------- summary of a test run
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_it_works_from_any_folder_and_a_failed_step_ends_it_with_one_screen(fram
         (["3 deselected in 0.10s"], "no tests ran in 0.10s"),
     ],
 )
-def test_the_closing_lines_of_all_passes_add_up(dev, closings, total):
+def test_the_summary_adds_up_the_results_of_all_passes(dev, closings, total):
     assert dev.closing_line(closings) == total
 
 
@@ -279,7 +279,7 @@ def test_conform_runs_the_suite_on_the_platform_named(dev, monkeypatch):
     assert started[-1] == (["conformance", "--platform", "acme"], "1"), "a folder of plugins/ is its platform"
 
 
-def test_the_exhaustive_are_left_out_unless_all_are_asked_for(dev, monkeypatch):
+def test_exhaustive_tests_run_only_with_all(dev, monkeypatch):
     dev.setup()
     passes, environments = [], []
     monkeypatch.setattr(dev.tpu_lane, "run", lambda parts, patience: 0)
@@ -305,7 +305,7 @@ def test_the_exhaustive_are_left_out_unless_all_are_asked_for(dev, monkeypatch):
         )
 
 
-def test_the_inner_loop_is_one_pass_without_linters_and_may_be_narrowed(dev, monkeypatch):
+def test_selected_tests_run_in_one_pass_without_linters(dev, monkeypatch):
     dev.setup()
     dev.commands.clear()
     passes = []
@@ -319,7 +319,7 @@ def test_the_inner_loop_is_one_pass_without_linters_and_may_be_narrowed(dev, mon
 
 
 @pytest.mark.parametrize(("lane", "gate"), [(0, 0), (77, 0), (1, 1)], ids=["passed", "not run", "failed"])
-def test_the_gate_ends_with_a_part_of_the_lane_tpu_and_fails_if_that_ran_and_failed(dev, monkeypatch, lane, gate):
+def test_the_gate_ends_with_part_of_the_tpu_lane_and_fails_if_that_fails(dev, monkeypatch, lane, gate):
     dev.setup()
     monkeypatch.setattr(dev, "stream_pytest", lambda arguments, extra: (0, "1 passed in 1s"))
     started = []
@@ -331,7 +331,7 @@ def test_the_gate_ends_with_a_part_of_the_lane_tpu_and_fails_if_that_ran_and_fai
     assert len(started) == 1, "whoever asks for some tests gets those"
 
 
-def test_the_platform_tpu_is_examined_in_an_environment_of_its_own(dev, monkeypatch):
+def test_conform_runs_the_tpu_platform_in_a_separate_environment(dev, monkeypatch):
     started = []
     monkeypatch.setattr(dev.tpu_lane, "run", lambda parts: started.append(parts) or 77)
     assert dev.main(["conform", "tpu", "--only", "ATT"]) == 77
@@ -339,7 +339,7 @@ def test_the_platform_tpu_is_examined_in_an_environment_of_its_own(dev, monkeypa
     assert dev.commands == [], "the other environment is not needed for it"
 
 
-def test_children_may_keep_what_they_compile(dev, monkeypatch):
-    """Tests start hundreds of interpreters; without it each would compile every module again."""
+def test_child_processes_may_write_bytecode(dev, monkeypatch):
+    """Tests start hundreds of interpreters; without a bytecode cache each would compile every module again."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     assert "PYTHONDONTWRITEBYTECODE" not in dev.MAIN.variables()

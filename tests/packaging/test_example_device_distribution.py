@@ -1,4 +1,4 @@
-"""mvllm-example-device is nothing without its compiled device: without a compiler it says so and is not installed."""
+"""mvllm-example-device needs its compiled device: without a compiler the build fails with a clear error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROJECT = REPOSITORY / "plugins" / "example-device"
 
 @pytest.fixture
 def project(tmp_path):
-    """The distribution's frame around a small source file, with a library that an earlier build left behind."""
+    """A minimal copy of the distribution: a small source file, and a library that an earlier build left behind."""
     folder = tmp_path / "example-device"
     shutil.copytree(PROJECT, folder, ignore=shutil.ignore_patterns("build", "*.egg-info", "*.so", "__pycache__"))
     (folder / "csrc" / "device.cpp").write_text('extern "C" int answer() { return 42; }\n')

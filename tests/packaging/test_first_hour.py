@@ -1,8 +1,7 @@
-"""The commands of docs/tutorials/writing-a-platform.md, run in an environment that has never seen this repository, with
-the wheel of the core.
+"""The commands of docs/tutorials/writing-a-platform.md, run in a new environment with the wheel of the core.
 
-What takes no part in the story is not installed again: torch and the other requirements are links to those of the
-environment that runs the tests. mvllm itself and every plugin are left out of the links, and come from wheels.
+torch and the other requirements are links to those of the environment that runs the tests. mvllm and all plugins are
+excluded from the links and installed from wheels.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tests.packaging.conftest import REPOSITORY, build_wheel
 pytestmark = pytest.mark.slow
 
 MACHINE_SECONDS = 300
-"""Of processor time: what the hour may take of a machine, however much else that has to do."""
+"""Limit of the CPU time of all commands, independent of the machine's other load."""
 FURTHER_CLAUSES = {"E2E-02", "E2E-03", "LIF-01", "LIF-02", "LIF-05", "LIF-06"}
 """Clauses that start many engines or processes. They run with the exhaustive tests only."""
 FEWER_CLAUSES = f" --only={','.join(sorted(set(CLAUSES) - FURTHER_CLAUSES))}"
@@ -37,7 +36,7 @@ NOT_LINKED = re.compile(r"(pip|distutils-precedence)([-.].*)?|.*\.(pth|egg-link)
 
 
 def commands_of(page: str) -> list[str]:
-    """The lines of every block that the page marks to be run, in their order."""
+    """The lines of every block with the marker `<!-- run -->`, in order."""
     blocks = re.findall(r"<!-- run -->\n```console\n(.*?)```", page, flags=re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.strip()]
 
@@ -46,20 +45,20 @@ COMMANDS = commands_of(PAGE.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
-class Desk:
-    """A folder and a fresh environment, outside the repository."""
+class VendorEnvironment:
+    """A working folder and a new virtual environment, outside the repository."""
 
     folder: Path
     bin: Path
     wheels: Path
 
     def run(self, command: str, *, timeout: int = 900, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Runs one line as a vendor would type it; packages come from the wheels at hand and from nowhere else."""
+        """Runs one command line; packages come only from the local wheels."""
         kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
         pip = {
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.wheels),
-            "PIP_NO_BUILD_ISOLATION": "0",  # pip's way of saying yes: the build tools are those that are there
+            "PIP_NO_BUILD_ISOLATION": "0",  # 0 disables isolation: the build tools are those of the environment
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
             "PIP_CONFIG_FILE": os.devnull,
         }
@@ -75,7 +74,7 @@ class Desk:
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory) -> Desk:
+def vendor(tmp_path_factory) -> VendorEnvironment:
     root = tmp_path_factory.mktemp("vendor")
     wheels = root / "wheels"
     build_wheel(REPOSITORY, wheels)
@@ -91,22 +90,22 @@ def desk(tmp_path_factory) -> Desk:
     (environment / "lib" / version / "site-packages" / "requirements.pth").write_text(f"{links}\n")
     folder = root / "desk"
     folder.mkdir()
-    return Desk(folder, environment / "bin", wheels)
+    return VendorEnvironment(folder, environment / "bin", wheels)
 
 
 @pytest.fixture(scope="module")
 def machine_seconds() -> dict[str, float]:
-    """Processor time of each command, and of all that it started."""
+    """CPU time of each command, including its child processes."""
     return {}
 
 
 @pytest.fixture(scope="module")
-def hour(desk, machine_seconds) -> dict[str, subprocess.CompletedProcess[str]]:
-    """Every command of the page with what came of it; one that fails ends the hour."""
+def tutorial(vendor, machine_seconds) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Runs every command of the page and returns its result; a failing command ends the run."""
     done: dict[str, subprocess.CompletedProcess[str]] = {}
     for command in COMMANDS:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done[command] = desk.run(f"{command}{FEWER_CLAUSES if command == COMMANDS[-1] else ''}")
+        done[command] = vendor.run(f"{command}{FEWER_CLAUSES if command == COMMANDS[-1] else ''}")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         machine_seconds[command] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         if done[command].returncode != 0:
@@ -114,89 +113,93 @@ def hour(desk, machine_seconds) -> dict[str, subprocess.CompletedProcess[str]]:
     return done
 
 
-def output(hour, beginning: str) -> str:
-    [found] = [done.stdout + done.stderr for command, done in hour.items() if command.startswith(beginning)]
+def output(tutorial, beginning: str) -> str:
+    [found] = [done.stdout + done.stderr for command, done in tutorial.items() if command.startswith(beginning)]
     return found
 
 
-def test_the_page_tells_the_whole_hour():
+def test_the_page_contains_all_steps_in_order():
     steps = ["pip install", "mvllm plugin new acme", "pip install -e mvllm-acme", "mvllm platforms", "mvllm generate"]
     places = [next(i for i, command in enumerate(COMMANDS) if command.startswith(step)) for step in steps]
     assert places == sorted(places)
     assert COMMANDS[-1].startswith("mvllm conformance --platform acme")
 
 
-def test_the_hour_takes_less_than_five_minutes_of_the_machine(hour, machine_seconds):
+def test_the_commands_take_less_than_five_minutes_of_cpu_time(tutorial, machine_seconds):
     for command, seconds in machine_seconds.items():
         print(f"{seconds:6.1f} s  {command}")
     print(f"{sum(machine_seconds.values()):6.1f} s  in all")
     assert sum(machine_seconds.values()) < MACHINE_SECONDS
 
 
-def test_mvllm_comes_from_the_wheel_and_nothing_else_of_ours_is_there(hour, desk):
-    listed = desk.run("python -m pip list").stdout
+def test_mvllm_comes_from_the_wheel_and_nothing_else_of_ours_is_there(tutorial, vendor):
+    listed = vendor.run("python -m pip list").stdout
     assert {line.split()[0] for line in listed.splitlines() if line.startswith("mvllm")} == {"mvllm", "mvllm-acme"}
-    where = desk.run("python -c 'import mvllm, mvllm_acme; print(mvllm.__file__, mvllm_acme.__file__)'").stdout.split()
-    assert Path(where[0]).is_relative_to(desk.bin.parent) and Path(where[1]).is_relative_to(desk.folder)
+    where = vendor.run(
+        "python -c 'import mvllm, mvllm_acme; print(mvllm.__file__, mvllm_acme.__file__)'"
+    ).stdout.split()
+    assert Path(where[0]).is_relative_to(vendor.bin.parent) and Path(where[1]).is_relative_to(vendor.folder)
 
 
-def test_the_platform_is_found_and_available(hour):
-    found = output(hour, "mvllm platforms")
+def test_the_platform_is_found_and_available(tutorial):
+    found = output(tutorial, "mvllm platforms")
     assert "acme: available" in found and "mvllm-acme 0.1.0" in found
 
 
-def test_the_doctor_has_run_its_check(hour):
-    assert "platform.acme.device" in output(hour, "mvllm doctor")
+def test_the_doctor_runs_the_platforms_check(tutorial):
+    assert "platform.acme.device" in output(tutorial, "mvllm doctor")
 
 
-def test_its_operation_stands_before_the_reference(hour):
-    assert re.search(r"^rms_norm +acme-rms-norm, reference", output(hour, "mvllm ops"), flags=re.MULTILINE)
+def test_its_operation_has_priority_over_the_reference(tutorial):
+    assert re.search(r"^rms_norm +acme-rms-norm, reference", output(tutorial, "mvllm ops"), flags=re.MULTILINE)
 
 
-def test_text_is_generated_on_it(hour):
-    text = output(hour, "mvllm generate")
+def test_the_platform_generates_text(tutorial):
+    text = output(tutorial, "mvllm generate")
     assert "Paris" in text and "platform acme, from mvllm-acme 0.1.0" in text
 
 
-def test_it_passes_the_conformance_suite(hour):
-    closing = output(hour, "mvllm conformance").strip().splitlines()[-1]
+def test_it_passes_the_conformance_suite(tutorial):
+    closing = output(tutorial, "mvllm conformance").strip().splitlines()[-1]
     assert re.search(r"\b[1-9]\d* passed", closing) and "failed" not in closing and "error" not in closing
 
 
 @pytest.mark.exhaustive
-def test_it_passes_the_clauses_that_start_many_processes(hour, desk):
-    done = desk.run(f"{COMMANDS[-1]} --only={','.join(sorted(FURTHER_CLAUSES))}")
+def test_it_passes_the_clauses_that_start_many_processes(tutorial, vendor):
+    done = vendor.run(f"{COMMANDS[-1]} --only={','.join(sorted(FURTHER_CLAUSES))}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\b[1-9]\d* passed", done.stdout.strip().splitlines()[-1])
 
 
-def test_its_own_tests_are_the_suite_through_pytest(hour, desk):
-    done = desk.run("python -m pytest -q -p no:cacheprovider --mvllm-only=PLG,PRB", cwd=desk.folder / "mvllm-acme")
+def test_its_own_tests_are_the_suite_through_pytest(tutorial, vendor):
+    done = vendor.run("python -m pytest -q -p no:cacheprovider --mvllm-only=PLG,PRB", cwd=vendor.folder / "mvllm-acme")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\b[1-9]\d* passed", done.stdout)
 
 
 @pytest.mark.exhaustive
-def test_what_was_written_is_fully_typed(hour, desk, tmp_path):
-    mypy = f"{sys.executable} -m mypy --strict --cache-dir {tmp_path} --python-executable {desk.bin}/python mvllm_acme"
-    done = desk.run(mypy, cwd=desk.folder / "mvllm-acme" / "src")
+def test_the_generated_package_is_fully_typed(tutorial, vendor, tmp_path):
+    mypy = (
+        f"{sys.executable} -m mypy --strict --cache-dir {tmp_path} --python-executable {vendor.bin}/python mvllm_acme"
+    )
+    done = vendor.run(mypy, cwd=vendor.folder / "mvllm-acme" / "src")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_was_written_is_neatly_formatted(hour, desk):
-    source = desk.folder / "mvllm-acme" / "src"
+def test_the_generated_package_is_formatted(tutorial, vendor):
+    source = vendor.folder / "mvllm-acme" / "src"
     for command in (
         f"{sys.executable} -m ruff check --isolated --no-cache --line-length 120 --select E,F,W,I,UP,B mvllm_acme",
         f"{sys.executable} -m ruff format --isolated --no-cache --line-length 120 --check mvllm_acme",
     ):
-        done = desk.run(command, cwd=source)
+        done = vendor.run(command, cwd=source)
         assert done.returncode == 0, f"$ {command}\n{done.stdout}{done.stderr}"
 
 
-def test_the_package_builds_into_a_wheel_with_its_entry_point(hour, desk, tmp_path):
+def test_the_package_builds_into_a_wheel_with_its_entry_point(tutorial, vendor, tmp_path):
     import zipfile
 
-    done = desk.run(f"pip wheel -q --no-deps -w {tmp_path} ./mvllm-acme")
+    done = vendor.run(f"pip wheel -q --no-deps -w {tmp_path} ./mvllm-acme")
     assert done.returncode == 0, done.stderr
     [wheel] = tmp_path.glob("mvllm_acme-0.1.0-*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -223,15 +226,15 @@ class TestRefusals:
             ("zeta --dir mvllm-acme/README.md/below", "cannot be written"),
         ],
     )
-    def test_a_name_or_folder_that_will_not_do_is_refused_and_nothing_is_written(self, hour, desk, arguments, says):
-        before = sorted(desk.folder.rglob("*"))
-        done = desk.run(f"mvllm plugin new {arguments}")
+    def test_an_invalid_name_or_folder_is_rejected_and_nothing_is_written(self, tutorial, vendor, arguments, says):
+        before = sorted(vendor.folder.rglob("*"))
+        done = vendor.run(f"mvllm plugin new {arguments}")
         assert done.returncode == 1 and says in done.stderr, done.stderr
-        assert sorted(desk.folder.rglob("*")) == before
+        assert sorted(vendor.folder.rglob("*")) == before
 
-    def test_a_name_of_several_words_gives_a_package_that_is_found(self, hour, desk):
-        (desk.folder / "elsewhere").mkdir()
-        assert desk.run("mvllm plugin new zeta-2 --dir elsewhere").returncode == 0, "an empty folder will do"
-        assert desk.run("pip install -q --no-deps ./elsewhere").returncode == 0
-        assert "zeta-2: available" in desk.run("mvllm platforms --platform zeta-2").stdout
-        assert desk.run("pip uninstall -q -y mvllm-zeta-2").returncode == 0
+    def test_a_name_with_a_hyphen_gives_a_package_that_is_found(self, tutorial, vendor):
+        (vendor.folder / "elsewhere").mkdir()
+        assert vendor.run("mvllm plugin new zeta-2 --dir elsewhere").returncode == 0, "an empty folder will do"
+        assert vendor.run("pip install -q --no-deps ./elsewhere").returncode == 0
+        assert "zeta-2: available" in vendor.run("mvllm platforms --platform zeta-2").stdout
+        assert vendor.run("pip uninstall -q -y mvllm-zeta-2").returncode == 0

@@ -1,4 +1,4 @@
-"""The lanes of CI: one table, a workflow that says the same, and never "passed" for what was not run."""
+"""The lanes of CI: one table, a workflow generated from it, and a lane that was not run is never reported as passed."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def lane(**facts):
 
 
 class TestTable:
-    def test_every_platform_of_the_repository_has_a_lane_that_examines_it(self):
+    def test_every_platform_of_the_repository_has_a_lane_that_tests_it(self):
         examined = {folder for one in LANES if one.does in ("conform", "xla") for folder in one.folders}
         assert {f"platforms/{path.name}" for path in (REPOSITORY / "platforms").iterdir()} <= examined
 
-    def test_every_python_that_the_core_names_has_a_lane(self):
+    def test_every_python_that_the_core_declares_has_a_lane(self):
         oldest = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["requires-python"]
         assert {one.python for one in LANES} >= {oldest.removeprefix(">="), "3.12", "3.13"}
 
@@ -56,7 +56,7 @@ class TestTable:
         assert {one.torch for one in LANES if one.device == "cpu"} >= {pinned, f"{floor}.0"}
         assert "none" in {one.torch for one in LANES}
 
-    def test_contracts_are_those_that_this_core_speaks(self):
+    def test_contracts_are_those_that_this_core_supports(self):
         spoken = {f"{CONTRACT[0]}.{minor}" for minor in range(CONTRACT[1] + 1)}
         assert {one.contract for one in LANES} <= spoken
         assert f"{CONTRACT[0]}.{CONTRACT[1]}" in {one.contract for one in LANES}
@@ -71,7 +71,7 @@ class TestTable:
             ('name = "a"\ndevice="x"\npython="3"\ntorch="2"\ncontract=1.0\ndoes="gate"', "contract must be given"),
         ],
     )
-    def test_a_wrong_row_is_named(self, tmp_path, row, says):
+    def test_an_invalid_row_is_an_error_that_names_it(self, tmp_path, row, says):
         (tmp_path / "matrix.toml").write_text(f"[[lane]]\n{row}\n")
         with pytest.raises(matrix.TableError, match=says):
             matrix.read_lanes(tmp_path / "matrix.toml")
@@ -93,7 +93,7 @@ class TestRunningHere:
         assert status == 77
         assert "NOT RUN" in printed and says in printed and "passed" not in printed
 
-    def test_a_version_managers_command_without_the_version_is_no_python(self, tmp_path, monkeypatch):
+    def test_a_version_manager_shim_without_the_version_is_not_used_as_python(self, tmp_path, monkeypatch):
         shim = tmp_path / "python3.99"
         shim.write_text("#!/bin/sh\nexit 127\n")
         shim.chmod(0o755)
@@ -120,19 +120,19 @@ class TestRunningHere:
         printed = capsys.readouterr().out
         assert "acme: NOT RUN" in printed and "passed" not in printed and "FAILED" not in printed
 
-    def test_a_lane_of_xla_is_run_by_the_command_that_makes_its_environment(self):
+    def test_an_xla_lane_is_run_by_the_command_that_creates_its_environment(self):
         [xla] = [one for one in LANES if one.does == "xla"]
         assert [command[1:] for command in matrix.commands_of(xla)] == [["ci/dev.py", "conform", "tpu"]]
         assert not xla.needs, "XLA's CPU device is everywhere"
         pins = (REPOSITORY / "ci/constraints/tpu.txt").read_text()
         assert f"\ntorch=={xla.torch}\n" in pins, "the table says what is installed"
 
-    def test_extras_are_asked_of_a_package_and_are_no_part_of_its_folder(self):
+    def test_extras_are_requested_of_a_package_and_not_part_of_its_folder(self):
         texts = [" ".join(command) for command in matrix.commands_of(lane(packages=("platforms/cpu[fast]",)))]
         assert [text for text in texts if "./platforms/cpu[fast]" in text]
         assert matrix.why_not(lane(packages=("platforms/cpu[fast]",))) == ""
 
-    def test_the_template_lane_examines_what_the_command_wrote(self):
+    def test_the_template_lane_tests_the_generated_package(self):
         [template] = [one for one in LANES if one.does == "template"]
         texts = [" ".join(command) for command in matrix.commands_of(template)]
         [new] = [i for i, text in enumerate(texts) if "plugin new acme" in text]
@@ -147,7 +147,7 @@ class TestRunningHere:
         pins = (tmp_path / "acme" / "constraints.txt").read_text()
         assert "\nnumpy==" in pins and "\ntorch==" not in pins
 
-    def test_the_list_shows_every_lane_and_what_would_not_run(self):
+    def test_the_list_shows_every_lane_and_those_that_would_not_run(self):
         done = subprocess.run([sys.executable, "ci/matrix.py", "list"], cwd=REPOSITORY, capture_output=True, text=True)
         assert done.returncode == 0
         assert all(re.search(rf"^{one.name} ", done.stdout, flags=re.MULTILINE) for one in LANES)
@@ -172,7 +172,7 @@ class TestWorkflow:
             assert {"python-version": one.python} in [step.get("with") for step in steps]
             assert ("if" in jobs[one.name]) == bool(one.needs), "a job without hardware always runs"
 
-    def test_the_verdict_waits_for_every_lane_and_runs_whatever_became_of_them(self):
+    def test_the_summary_job_waits_for_every_lane_and_always_runs(self):
         job = yaml.safe_load((WORKFLOWS / "ci.yml").read_text())["jobs"]["verdict"]
         assert job["needs"] == [one.name for one in LANES] and job["if"] == "always()"
         told = {matrix.variable_of(one, what) for one in LANES for what in ("RESULT", "NOT_RUN")}
@@ -184,7 +184,7 @@ class TestWorkflow:
         [near, far] = text.splitlines()[2:]
         assert status == 0 and "passed" in near and "not run" in far and "passed" not in far
 
-    def test_a_lane_that_found_out_itself_that_it_cannot_run_is_not_run_and_says_why(self, tmp_path, monkeypatch):
+    def test_a_lane_that_detects_that_it_cannot_run_counts_as_not_run_and_says_why(self, tmp_path, monkeypatch):
         monkeypatch.setenv("GITHUB_OUTPUT", str(tmp_path / "outputs"))
         assert matrix.run_lane(lane(until="the vendor ships in spring")) == 77
         name, _, reason = (tmp_path / "outputs").read_text().strip().partition("=")
@@ -195,11 +195,11 @@ class TestWorkflow:
         assert status == 1, "nobody takes it for a lane that has passed"
 
     @pytest.mark.parametrize("result", ["failure", "cancelled", "skipped", ""])
-    def test_anything_but_success_of_a_lane_that_needs_nothing_fails_the_whole(self, result):
+    def test_a_lane_without_requirements_must_succeed(self, result):
         text, status = matrix.verdict([lane()], {"acme": result})
         assert status == 1 and "passed" not in text
 
-    def test_the_reusable_workflow_takes_what_the_template_gives_it(self):
+    def test_the_reusable_workflow_accepts_the_inputs_of_the_template(self):
         text = (REPOSITORY / "core/mvllm/entrypoints/plugin_template/conformance-shared.yml.tmpl").read_text()
         for word, value in {"name": "acme", "workflow_repository": "a/b", "workflow_ref": "v1"}.items():
             text = text.replace(f"@{word}@", value)
@@ -221,7 +221,7 @@ class TestDockerfiles:
         assert {path.name.removesuffix(".Dockerfile") for path in DOCKERFILES.iterdir()} == devices
 
     @pytest.mark.parametrize("device", sorted({one.device for one in LANES if one.needs}))
-    def test_those_that_nobody_has_run_say_so(self, device):
+    def test_untested_dockerfiles_say_so(self, device):
         text = (DOCKERFILES / f"{device}.Dockerfile").read_text()
         assert "NOT RUN ON HARDWARE" in text and 'mvllm.tested-on-hardware="no"' in text
 

@@ -1,6 +1,6 @@
-"""What a user reads when core and plugins do not belong together: from wheels, installed by pip in a clean environment.
+"""Errors and doctor reports for mismatched core and plugins: wheels installed by pip in a clean environment.
 
-For each combination the doctor is run and a platform is chosen, both in one fresh interpreter.
+Each combination runs the doctor and selects a platform, both in one new interpreter.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ print(json.dumps({"checks": report["checks"], "answers": answers}))
 
 @dataclass
 class Seen:
-    """What was read: the doctor's checks by id (the last of each), and what choosing came to, by name asked for."""
+    """The doctor's checks by id (the last of each), and the result of platform selection by requested name."""
 
     checks: dict
     answers: dict
 
     def found(self, check_id, status, *words):
-        """The check has this status and says all of `words`, in what it found or in what to do."""
+        """Asserts that the check has this status and contains all of `words`, in `found` or `remedy`."""
         check = self.checks[check_id]
         assert check["status"] == status, check
         text = f"{check['found']} -> {check['remedy']}"
@@ -52,7 +52,7 @@ class Seen:
         assert status == "ok" or check["remedy"], "it says what to do"
 
     def refused(self, name, *words):
-        """Asking for the platform (or, with "", for any) failed with all of `words`."""
+        """Asserts that selecting the platform (or, with "", any platform) failed with all of `words`."""
         answer = self.answers[name]
         assert answer.startswith(("PlatformError: ", "ContractError: ")), answer
         assert [word for word in words if word not in answer] == [], answer
@@ -123,7 +123,7 @@ def test_another_contract(seen_with, acme, contract, command):
     ],
     ids=["name", "module", "attribute", "field"],
 )
-def test_a_stale_plugin_that_does_not_get_as_far_as_saying_its_contract(seen_with, acme, peculiarity, lacking):
+def test_a_stale_plugin_that_fails_before_it_reports_its_contract(seen_with, acme, peculiarity, lacking):
     seen = seen_with(acme(**peculiarity), ask=["acme"])
     facts = ("mvllm-acme 1.2.3 was built for another platform contract", lacking, f"contract {MAJOR}.{MINOR} of mvllm")
     seen.found("platform.acme.contract", "broken", *facts, "-> pip install -U mvllm mvllm-acme")
@@ -132,13 +132,13 @@ def test_a_stale_plugin_that_does_not_get_as_far_as_saying_its_contract(seen_wit
     assert seen.answers["acme"].startswith("ContractError: ")
 
 
-def test_a_stale_device_module_is_told_when_the_platform_is_made(seen_with, acme):
+def test_a_stale_device_module_is_reported_when_the_platform_is_created(seen_with, acme):
     seen = seen_with(acme(device_line="from mvllm.plugin_api import DeviceWarp"), ask=["acme"])
     seen.found("platform.acme.doctor", "broken", "DeviceWarp")
     seen.refused("acme", "mvllm-acme 1.2.3 was built for another platform contract", "DeviceWarp", "pip install -U")
 
 
-def test_a_plugin_whose_metadata_want_another_core(seen_with, acme, core_only, tmp_path):
+def test_a_plugin_whose_metadata_requires_another_core(seen_with, acme, core_only, tmp_path):
     wheel = acme(requires=["mvllm>=7,<8", "rocket-fuel"])
     seen = seen_with(wheel)
     seen.found(
@@ -171,7 +171,7 @@ def test_no_torch_at_all(seen_with, acme):
     )
 
 
-def test_the_torch_of_a_platform_without_a_device_is_in_nobodys_way(seen_with, tmp_path, acme):
+def test_the_torch_requirement_of_an_unavailable_platform_is_ignored(seen_with, tmp_path, acme):
     absent = acme(spec="torch_floor='2.10',", probe="return ProbeResult(False, 'no device', remedy='buy one')")
     seen = seen_with(absent, wheels.plugin_wheel(tmp_path, "zeta"))
     assert "mvllm-zeta" in seen.answers[""]
@@ -186,7 +186,7 @@ def test_two_distributions_with_one_name(seen_with, acme):
         seen.refused(name, *facts)
 
 
-def test_a_broken_import_is_never_skipped_in_silence(seen_with, tmp_path, acme):
+def test_a_broken_import_is_never_skipped_silently(seen_with, tmp_path, acme):
     broken = acme(first_line="raise ImportError('libacme.so.7: cannot open shared object file')")
     seen = seen_with(broken, wheels.plugin_wheel(tmp_path, "zeta"), ask=["acme", "zeta"])
     facts = (
@@ -201,21 +201,21 @@ def test_a_broken_import_is_never_skipped_in_silence(seen_with, tmp_path, acme):
     assert "mvllm-zeta" in seen.answers["zeta"]
 
 
-def test_two_platforms_that_want_the_one_place_in_torch(seen_with, tmp_path, acme):
+def test_two_platforms_that_want_torchs_only_privateuse1_backend(seen_with, tmp_path, acme):
     zeta = wheels.plugin_wheel(tmp_path, "zeta", spec="torch_backend='zeta',")
     seen = seen_with(acme(spec="torch_backend='acme',"), zeta)
     facts = ("PrivateUse1", "'acme' of mvllm-acme 1.2.3", "'zeta' of mvllm-zeta 1.2.3")
     seen.found("torch.backends", "warning", *facts, "--platform acme or --platform zeta")
 
 
-def test_two_owners_of_which_torch_loads_one_by_itself(seen_with, tmp_path, acme):
+def test_two_platforms_with_backends_of_which_torch_autoloads_one(seen_with, tmp_path, acme):
     library = wheels.library_wheel(tmp_path, "torch-zeta", "7.0", "def start(): ...\n", autoload=True)
     zeta = wheels.plugin_wheel(tmp_path, "zeta", spec="torch_backend='zeta',", requires=["torch-zeta"])
     seen = seen_with(acme(spec="torch_backend='acme',"), zeta, library)
     seen.found("torch.backends", "broken", "PrivateUse1", "TORCH_DEVICE_BACKEND_AUTOLOAD=0", "pip uninstall")
 
 
-def test_a_stranger_that_torch_loads_by_itself_is_suspected(seen_with, tmp_path, acme):
+def test_an_unrelated_library_that_torch_autoloads_is_a_warning(seen_with, tmp_path, acme):
     library = wheels.library_wheel(tmp_path, "torch-lava", "7.0", "def start(): ...\n", autoload=True)
     seen = seen_with(acme(spec="torch_backend='acme',"), library)
     seen.found(
@@ -223,14 +223,14 @@ def test_a_stranger_that_torch_loads_by_itself_is_suspected(seen_with, tmp_path,
     )
 
 
-def test_one_owner_with_its_library_is_no_clash(seen_with, tmp_path, acme):
+def test_one_platform_with_its_autoloaded_library_is_ok(seen_with, tmp_path, acme):
     library = wheels.library_wheel(tmp_path, "torch-acme", "7.0", "def start(): ...\n", autoload=True)
     seen = seen_with(acme(spec="torch_backend='acme',", requires=["torch-acme"]), library)
     seen.found("torch.backends", "ok", "'acme' of mvllm-acme 1.2.3")
 
 
 def test_hidden_devices(seen_with, acme):
-    """The variable is the one that the platform names in its topology; core knows none."""
+    """The variable is the one that the platform declares in its topology; core knows none."""
     probe = "import os\n    if os.environ.get('ACME_CHIPS') == '': return ProbeResult(False, 'ACME_CHIPS hides all')"
     wheel = acme(probe=probe)
     hidden = seen_with(wheel, ask=["acme"], ACME_CHIPS="")

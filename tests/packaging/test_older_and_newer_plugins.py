@@ -1,7 +1,8 @@
-"""A plugin goes on working with every later minor version of the contract, and is refused by name with any other.
+"""A plugin works with every later minor version of the contract; any other version is rejected with an error that names
+it.
 
-`frozen_plugin_1_0` was written against contract 1.0. Its wheel is installed beside the wheel of today's core, and that
-core is also made to believe that it speaks another version, as one of next year will.
+`frozen_plugin_1_0` was written against contract 1.0. Its wheel is installed next to the wheel of the current core, and
+the core is patched to report other contract versions, as a future release will.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def beside_torch(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def install_frozen(tmp_path_factory, core_only):
-    """Installs the wheel of a copy of the frozen plugin in which some text was replaced by another."""
+    """Installs the wheel of a copy of the frozen plugin in which one text was replaced."""
 
     def install(*replacements):
         folder = tmp_path_factory.mktemp("frozen")
@@ -68,7 +69,7 @@ def frozen(install_frozen):
 
 @pytest.fixture
 def core_of(tmp_path):
-    """A folder that makes every Python that has it on its search path take the core for one of that contract."""
+    """A folder that, on the search path, makes the core report this contract version."""
 
     def make(major, minor):
         folder = tmp_path / f"core_{major}_{minor}"
@@ -80,7 +81,7 @@ def core_of(tmp_path):
     return make
 
 
-def test_the_frozen_plugin_is_the_one_of_old():
+def test_the_frozen_plugin_is_unchanged():
     digest = hashlib.sha256()
     for file in sorted(FROZEN.rglob("*")):
         if file.suffix in (".py", ".toml"):
@@ -89,11 +90,11 @@ def test_the_frozen_plugin_is_the_one_of_old():
 
 
 @pytest.mark.parametrize("contract", [CONTRACT, (CONTRACT[0], CONTRACT[1] + 1)], ids=["this_core", "the_next_minor"])
-def test_a_plugin_of_an_older_minor_generates_the_right_text(core_only, beside_torch, frozen, core_of, contract):
+def test_a_plugin_of_an_older_minor_generates_the_expected_text(core_only, beside_torch, frozen, core_of, contract):
     folders = [] if contract == CONTRACT else [core_of(*contract)]
     path = [*folders, frozen, beside_torch]
-    spoken = core_only.evaluate("from mvllm.plugin_api import CONTRACT; print(*CONTRACT)", path=path)
-    assert spoken == f"{contract[0]} {contract[1]}"
+    reported = core_only.evaluate("from mvllm.plugin_api import CONTRACT; print(*CONTRACT)", path=path)
+    assert reported == f"{contract[0]} {contract[1]}"
     prompts = list(COMPLETIONS)[:6]
     printed = core_only.evaluate(GENERATE.format(prompts=prompts), path=path, timeout=300)
     texts = json.loads(printed.splitlines()[-1])
@@ -101,7 +102,7 @@ def test_a_plugin_of_an_older_minor_generates_the_right_text(core_only, beside_t
     assert not wrong
 
 
-def test_its_plan_its_operations_and_its_checks_are_heeded(core_only, beside_torch, frozen):
+def test_its_plan_its_operations_and_its_checks_are_used(core_only, beside_torch, frozen):
     path = [frozen, beside_torch]
     printed = core_only.evaluate(
         """
@@ -149,7 +150,9 @@ def test_a_plugin_of_a_later_contract_is_refused_by_this_core(core_only, install
     assert f"mvllm 0.1.0 speaks {CONTRACT[0]}.{CONTRACT[1]}. Run: pip install -U mvllm\n" in text + "\n"
 
 
-def test_a_platform_that_finds_its_place_in_torch_taken_says_by_whom(core_only, beside_torch, install_frozen, tmp_path):
+def test_a_platform_whose_torch_backend_name_is_taken_names_the_owner(
+    core_only, beside_torch, install_frozen, tmp_path
+):
     owner = install_frozen(("torch_floor=", 'torch_backend="ice", torch_floor='))
     code = "def start():\n    import torch\n    torch.utils.rename_privateuse1_backend('lava')\n"
     wheel = wheels.library_wheel(tmp_path, "torch-lava", "7.0", code, autoload=True)

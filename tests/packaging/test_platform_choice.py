@@ -1,7 +1,7 @@
-"""Which platform runs, and what a user reads when none, several or a broken one is installed.
+"""Platform selection, and the errors when no platform, several, or a broken one is installed.
 
-Every test starts a fresh interpreter in an environment without torch and without a platform, and gives it throwaway
-plugin distributions. So each also shows that the choice needs no torch.
+Every test starts a new interpreter in an environment without torch and without a platform, with temporary plugin
+distributions. So each test also shows that platform selection needs no torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TRACE = "import os; open(os.environ['TRACE'], 'a').write(__name__ + chr(10))"
 
 
 class Plugins:
-    """A folder of throwaway plugin distributions."""
+    """A folder of temporary plugin distributions."""
 
     def __init__(self, folder, environment):
         self.folder = folder
@@ -101,7 +101,7 @@ class Plugins:
         return set(self.trace.read_text().split())
 
     def outcome(self, program, **variables):
-        """Runs a program; returns what it printed, or the name and the text of the error that ended it."""
+        """Runs a program; returns its output, or the type and message of the error that ended it."""
         wrapped = (
             "import json\ntry:\n"
             + textwrap.indent(textwrap.dedent(program), "    ")
@@ -137,7 +137,7 @@ def plugins(tmp_path, core_only):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A model folder that is well described; no test here gets as far as its weights."""
+    """A model folder with a valid config; no test here loads its weights."""
     folder = tmp_path_factory.mktemp("model")
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -211,7 +211,7 @@ def test_an_argument_outranks_the_variable(plugins):
     assert plugins.choose("acme", MVLLM_PLATFORM="zeta")["name"] == "acme"
 
 
-def test_asking_for_one_that_is_not_installed_lists_those_that_are(plugins):
+def test_requesting_a_platform_that_is_not_installed_lists_the_installed_ones(plugins):
     plugins.add("acme")
     text = plugins.choose("zeta")["text"]
     assert "'zeta'" in text and "acme" in text and "pip install mvllm-zeta" in text
@@ -225,7 +225,7 @@ def test_none_available_gives_every_reason_and_remedy(plugins):
         assert word in text
 
 
-def test_asking_for_an_unavailable_one_says_why_and_what_to_do(plugins):
+def test_requesting_an_unavailable_platform_says_why_and_what_to_do(plugins):
     plugins.add("acme", available=False, reason="no device file", remedy="load the driver").add("zeta")
     text = plugins.choose("acme")["text"]
     assert "no device file" in text and "load the driver" in text
@@ -234,14 +234,14 @@ def test_asking_for_an_unavailable_one_says_why_and_what_to_do(plugins):
 # ------------------------------------------------------------------------------------------------------- what breaks
 
 
-def test_a_broken_plugin_is_not_skipped_in_silence(plugins):
+def test_a_broken_plugin_is_not_skipped_silently(plugins):
     plugins.add("acme").add("zeta", first_line="raise ImportError('libzeta.so: cannot open')")
     text = plugins.choose()["text"]
     assert "libzeta.so: cannot open" in text and "mvllm-zeta 1.2.3" in text
     assert "--platform acme" in text, "the way to go on without it"
 
 
-def test_one_can_go_on_without_the_broken_plugin(plugins):
+def test_choosing_another_platform_avoids_the_broken_plugin(plugins):
     plugins.add("acme").add("zeta", first_line="raise ImportError('libzeta.so: cannot open')")
     assert plugins.choose("acme")["name"] == "acme"
 
@@ -259,7 +259,7 @@ def test_one_can_go_on_without_the_broken_plugin(plugins):
         ({"entry_point": "mvllm_acme.probe"}, "mvllm_platform()"),
     ],
 )
-def test_each_way_to_break_is_told_with_the_plugins_name(plugins, flaw, sign):
+def test_each_plugin_failure_is_reported_with_the_plugins_name(plugins, flaw, sign):
     plugins.add("acme", **flaw)
     for outcome in (plugins.choose(), plugins.choose("acme")):
         assert "PlatformError" in outcome["error"]

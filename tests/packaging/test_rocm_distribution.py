@@ -1,4 +1,4 @@
-"""mvllm-rocm, and what it shares with mvllm-cuda, are plain Python wheels that can be looked at without a device."""
+"""mvllm-rocm and its shared code with mvllm-cuda are pure Python wheels that can be inspected without a device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_wheel_is_for_any_machine_and_holds_the_package_alone(wheels, name, pa
     ("name", "expected"),
     [("rocm", {"mvllm", "mvllm-torch-gpu", "torch"}), ("torch-gpu", {"mvllm", "mvllm-triton-kernels", "torch"})],
 )
-def test_floors_and_no_exact_builds_are_declared(name, expected):
+def test_they_require_minimum_versions_and_no_exact_versions(name, expected):
     project = tomllib.loads((REPOSITORY / "platforms" / name / "pyproject.toml").read_text())["project"]
     requirements = {Requirement(text).name: Requirement(text) for text in project["dependencies"]}
     assert set(requirements) == expected
@@ -60,7 +60,7 @@ def test_floors_and_no_exact_builds_are_declared(name, expected):
     assert ("entry-points" in project) == (name == "rocm"), "what is shared is no platform"
 
 
-def test_what_is_in_the_wheels_says_whether_it_can_be_used(wheels, tmp_path):
+def test_the_installed_wheels_report_whether_they_can_be_used(wheels, tmp_path):
     for wheel in wheels.values():
         zipfile.ZipFile(wheel).extractall(tmp_path)
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY / "core"), *filter(None, sys.path)])

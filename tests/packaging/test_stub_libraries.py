@@ -1,4 +1,4 @@
-"""ci/stub_libraries.py: a library that was linked with others is loaded without them."""
+"""ci/stub_libraries.py: stub libraries let a library be loaded whose dependencies are missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stubs(monkeypatch):
 
 @pytest.fixture
 def folder(stubs, tmp_path):
-    """torch/lib of an environment: a library that needs libacme.so.3, partly by version, and no libacme.so.3."""
+    """torch/lib of an environment: a library that needs libacme.so.3, with versioned symbols, and no libacme.so.3."""
     lib, elsewhere = tmp_path / "lib", tmp_path / "elsewhere"
     lib.mkdir()
     elsewhere.mkdir()
@@ -50,28 +50,28 @@ def folder(stubs, tmp_path):
 
 
 def call(folder, name, function):
-    """What a function of a library returns, in a process of its own: a library is loaded once in a process."""
+    """Result of a library function, called in a new process because a process loads a library only once."""
     program = f"import ctypes; print(ctypes.CDLL({str(folder / name)!r}).{function}())"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
 
-def test_a_library_whose_others_are_missing_is_loaded_once_stubs_stand_there(stubs, folder):
+def test_a_library_with_missing_dependencies_can_be_loaded_with_stubs(stubs, folder):
     with pytest.raises(OSError, match=r"libacme\.so\.3"):
         ctypes.CDLL(str(folder / stubs.ROOT_LIBRARY))
     assert stubs.make_stubs(folder) == {"libacme.so.3": 3}
     assert call(folder, stubs.ROOT_LIBRARY, "multiply").stdout.strip() == "200", "each says that there is no device"
 
 
-def test_a_function_that_words_errors_returns_a_text(stubs, folder):
+def test_a_stub_that_formats_errors_returns_a_text(stubs, folder):
     stubs.make_stubs(folder)
     assert call(folder, stubs.ROOT_LIBRARY, "first_letter").stdout.strip() == str(ord("a"))
 
 
-def test_a_second_call_makes_the_same_again(stubs, folder):
+def test_a_second_run_creates_the_same_stubs(stubs, folder):
     assert stubs.make_stubs(folder) == stubs.make_stubs(folder)
 
 
-def test_what_cannot_be_made_is_an_error_that_says_why(stubs, folder, monkeypatch, tmp_path, capsys):
+def test_a_stub_that_cannot_be_created_is_an_error_that_says_why(stubs, folder, monkeypatch, tmp_path, capsys):
     assert stubs.main([str(tmp_path)]) == 1
     assert "expected the folder torch/lib" in capsys.readouterr().err
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,4 +1,4 @@
-"""mvllm-tpu is a plain Python wheel that asks for no runtime, and can be looked at where there is none."""
+"""mvllm-tpu is a pure Python wheel that requires no TPU runtime, and can be inspected without one."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_the_wheel_is_for_any_machine_and_holds_the_package_alone(wheel):
     assert names == {*modules, "mvllm_tpu/py.typed"}
 
 
-def test_runtimes_are_extras_since_each_wants_a_torch_of_its_own():
+def test_runtimes_are_extras_because_each_requires_its_own_torch():
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     assert {Requirement(text).name for text in project["dependencies"]} == {"mvllm", "torch"}
     assert "torch-xla" in project["optional-dependencies"]
 
 
-def test_what_is_in_the_wheel_says_whether_it_can_be_used(wheel, tmp_path):
+def test_the_installed_wheel_reports_whether_it_can_be_used(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY / "core"), *filter(None, sys.path)])
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""ci/tpu_lane.py: an environment of its own, a lane that is not run where there is none, and never passed then."""
+"""ci/tpu_lane.py: it has a separate environment; without one the lane is not run and never reported as passed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COPIED = (
 
 @pytest.fixture
 def lane(tmp_path, monkeypatch):
-    """The script in a repository of few files. Its commands are recorded, not run; those of pip make empty files."""
+    """The script in a minimal repository. Its commands are recorded, not run; those of pip create empty files."""
     for name in COPIED:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
@@ -56,7 +56,7 @@ def lane(tmp_path, monkeypatch):
     return module
 
 
-def test_the_environment_is_made_once_and_without_resolving_what_torch_requires(lane):
+def test_the_environment_is_created_once_without_resolving_torchs_requirements(lane):
     lane.setup()
     installs = [command for command in lane.commands if " pip install " in command]
     assert all("--no-deps" in command for command in installs)
@@ -78,7 +78,7 @@ def test_the_environment_is_made_once_and_without_resolving_what_torch_requires(
         ("pyproject.toml", False),
     ],
 )
-def test_a_changed_input_brings_it_up_to_date_and_only_what_is_fetched_makes_it_anew(lane, file, anew):
+def test_a_changed_input_updates_it_and_only_changed_pins_recreate_it(lane, file, anew):
     lane.setup()
     lane.commands.clear()
     with open(lane.ROOT / file, "a") as changed:
@@ -110,7 +110,7 @@ def test_where_there_is_no_environment_nothing_runs_and_the_reason_is_given(lane
     assert lane.started == []
 
 
-def test_an_environment_that_failed_is_tried_again(lane):
+def test_an_environment_whose_setup_failed_is_retried(lane):
     lane.failing = "torch_xla=="
     with pytest.raises(lane.NotRun):
         lane.setup()
@@ -120,7 +120,7 @@ def test_an_environment_that_failed_is_tried_again(lane):
     assert "-m venv" in lane.commands[0]
 
 
-def test_all_runs_on_xlas_host_with_one_device_and_with_two_then_its_tests_and_parity(lane, capsys):
+def test_everything_runs_on_xlas_cpu_with_one_and_two_devices_then_tests_and_parity(lane, capsys):
     assert lane.run(lane.whole(), start_command=lane.start_recorded) == 0
     assert {variables["PJRT_DEVICE"] for _, variables in lane.started} == {"CPU"}
     suites = [variables for command, variables in lane.started if "conformance" in command]
@@ -140,7 +140,7 @@ def test_arguments_go_to_the_suite_which_then_runs_alone(lane):
     assert all(command[1] == "conformance" and command[-2:] == ("--only", "ATT") for command, _ in lane.started)
 
 
-def test_waivers_of_the_platform_are_given_unless_others_are(lane):
+def test_the_platforms_waivers_are_passed_unless_others_are_given(lane):
     assert "--waivers" not in lane.conformance()
     lane.WAIVERS.touch()
     assert str(lane.WAIVERS) in lane.conformance()
@@ -148,7 +148,7 @@ def test_waivers_of_the_platform_are_given_unless_others_are(lane):
 
 
 @pytest.mark.parametrize("failing", ["conformance", "pytest"])
-def test_what_fails_fails_the_lane_and_the_rest_runs_all_the_same(lane, capsys, failing):
+def test_a_failed_part_fails_the_lane_and_the_other_parts_still_run(lane, capsys, failing):
     lane.statuses[failing] = 3
     assert lane.run(lane.smoke(), start_command=lane.start_recorded) == 1
     printed = capsys.readouterr().out
@@ -157,7 +157,7 @@ def test_what_fails_fails_the_lane_and_the_rest_runs_all_the_same(lane, capsys, 
 
 
 class Slow:
-    """A process that ends when told to."""
+    """A process that runs until it is terminated."""
 
     def __init__(self):
         self.status = None
@@ -180,7 +180,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("cores", [1, 2, 16])
-def test_as_many_parts_run_at_once_as_there_are_cores_and_each_shows_what_it_printed(lane, monkeypatch, capsys, cores):
+def test_one_part_per_core_runs_at_a_time_and_each_shows_its_output(lane, monkeypatch, capsys, cores):
     monkeypatch.setattr(lane.os, "cpu_count", lambda: cores)
     monkeypatch.setattr(lane, "SECONDS_BETWEEN_LINES", 0.0)
     under_way, most = [], []
@@ -191,10 +191,10 @@ def test_as_many_parts_run_at_once_as_there_are_cores_and_each_shows_what_it_pri
         most.append(sum(each.status is None for each in under_way))
         return under_way[-1]
 
-    def end_the_last_that_began(seconds):
+    def end_the_newest(seconds):
         next(each for each in reversed(under_way) if each.status is None).status = 0
 
-    monkeypatch.setattr(lane.time, "sleep", end_the_last_that_began)
+    monkeypatch.setattr(lane.time, "sleep", end_the_newest)
     parts = lane.whole()
     assert lane.run(parts, start_command=start) == 0
     assert max(most) == min(cores, len(parts)) and len(most) == len(parts)
@@ -203,7 +203,7 @@ def test_as_many_parts_run_at_once_as_there_are_cores_and_each_shows_what_it_pri
     assert "conformance, 1 device: 50% after 0 min" in printed
 
 
-def test_whoever_interrupts_the_lane_leaves_nothing_running(lane, monkeypatch):
+def test_interrupting_the_lane_stops_all_parts(lane, monkeypatch):
     started = []
 
     def interrupt(seconds):
@@ -215,7 +215,7 @@ def test_whoever_interrupts_the_lane_leaves_nothing_running(lane, monkeypatch):
     assert started and all(each.asked and each.status == -9 for each in started)
 
 
-def test_a_part_that_cannot_be_started_costs_none_of_the_others(lane, capsys):
+def test_a_part_that_cannot_be_started_does_not_stop_the_others(lane, capsys):
     def start(command, variables, log):
         if command[0] == "pytest":
             raise FileNotFoundError(2, "No such file or directory", "pytest")
@@ -234,7 +234,7 @@ def test_two_runs_write_two_reports(lane, given):
     assert "found.json" in first and "found-2-devices.json" in second and "found.json" not in second
 
 
-def test_what_takes_longer_than_one_has_patience_for_is_ended(tmp_path, monkeypatch):
+def test_a_part_that_exceeds_its_time_limit_is_ended(tmp_path, monkeypatch):
     environments = load_script(REPOSITORY / "ci" / "environments.py", monkeypatch)
     steps = environments.Steps(environments.Environment(tmp_path, tmp_path / "venv"), total=1, ends=0.0)
     with pytest.raises(environments.StepFailed, match="ended after 1 s"):

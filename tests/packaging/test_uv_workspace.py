@@ -18,7 +18,7 @@ MEMBERS = sorted(
 
 
 def resolve(tmp_path, *folders):
-    """What uv would install, without fetching or building anything; an error of uv's fails the test."""
+    """The packages that uv would install, without downloading or building anything; an error of uv fails the test."""
     found = subprocess.run(
         [
             *(sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--no-deps", "--offline", "--no-cache"),
@@ -38,8 +38,8 @@ def test_the_command_of_the_readme_resolves(tmp_path):
     assert resolve(tmp_path, ".", "./platforms/cpu") == {"mvllm", "mvllm-cpu"}
 
 
-def test_every_distribution_of_the_repository_can_be_asked_for(tmp_path):
+def test_every_distribution_of_the_repository_can_be_requested(tmp_path):
     projects = [tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"] for folder in MEMBERS]
     assert resolve(tmp_path, ".", *MEMBERS) == {"mvllm", *projects}
-    # One that is missing here is refused by uv's resolution of whatever requires it.
+    # uv reports a distribution that is missing here while it resolves a package that requires it.
     assert set(WORKSPACE["sources"]) == {"mvllm", *projects}

@@ -1,4 +1,4 @@
-"""The core stands without torch: it installs, imports, and its scheduler's tests pass where no torch exists."""
+"""The core without torch: it installs, imports, and passes its scheduler's tests."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def test_the_installed_command_answers_without_torch(core_only, arguments):
 
 
 @pytest.mark.parametrize("tier", ["scheduler", "kv_cache"])
-def test_the_brains_own_tests_pass_without_torch(core_only, tier):
+def test_the_scheduler_tests_pass_without_torch(core_only, tier):
     folder = REPOSITORY / "tests" / "unit" / tier
     assert list(folder.glob("test_*.py")), f"no tests in {folder}"
-    quickly = ["-q", "-p", "no:cacheprovider", "-m", "not slow"]  # what runs for long imports no more than the rest
+    quickly = ["-q", "-p", "no:cacheprovider", "-m", "not slow"]  # slow tests import the same modules as the others
     done = core_only.run("-m", "pytest", *quickly, folder, cwd=REPOSITORY, timeout=550)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

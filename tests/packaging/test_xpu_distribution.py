@@ -1,4 +1,4 @@
-"""mvllm-xpu is a plain Python wheel that can be looked at without a device."""
+"""mvllm-xpu is a pure Python wheel that can be inspected without a device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_wheel_is_for_any_machine_and_holds_the_package_alone(wheel):
     assert {file for file in names if not file.startswith("mvllm_xpu-")} == {*modules, "mvllm_xpu/py.typed"}
 
 
-def test_floors_and_no_exact_builds_are_declared():
+def test_it_requires_minimum_versions_and_no_exact_versions():
     project = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]
     requirements = {Requirement(text).name: Requirement(text) for text in project["dependencies"]}
     assert set(requirements) == {"mvllm", "mvllm-torch-gpu", "torch"}
@@ -51,7 +51,7 @@ def test_floors_and_no_exact_builds_are_declared():
     assert project["entry-points"] == {"mvllm.platforms": {"xpu": "mvllm_xpu.plugin"}}
 
 
-def test_what_is_in_the_wheel_says_whether_it_can_be_used(wheel, tmp_path):
+def test_the_installed_wheel_reports_whether_it_can_be_used(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     shared = REPOSITORY / "platforms" / "torch-gpu" / "src"
     path = os.pathsep.join([str(tmp_path), str(shared), str(REPOSITORY / "core"), *filter(None, sys.path)])

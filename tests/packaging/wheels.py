@@ -1,4 +1,4 @@
-"""Platform plugins that vendors might publish, as real wheels, installed by pip into a folder of their own."""
+"""Third-party platform plugins for tests, as real wheels that pip installs into a folder."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def plugin_wheel(
     device_line="",
     entry_point=None,
 ) -> Path:
-    """A wheel with a platform that can be chosen; the keywords say what is peculiar about it."""
+    """A wheel with an available platform; the keywords change parts of it."""
     distribution = distribution or f"mvllm-{name}"
     package = distribution.replace("-", "_")
     values = {key: value for key, value in locals().items() if key not in ("folder", "requires")}
@@ -98,7 +98,7 @@ def plugin_wheel(
 
 
 def library_wheel(folder: Path, distribution: str, version: str, code: str, *, autoload: bool = False) -> Path:
-    """A wheel with one module; with `autoload`, torch calls its function `start` as soon as torch is imported."""
+    """A wheel with one module; with `autoload`, torch calls its function `start` when torch is imported."""
     package = distribution.replace("-", "_")
     project = folder / f"{distribution}-{version}"
     text = PROJECT.format(
@@ -122,9 +122,9 @@ def write(folder: Path, name: str, text: str) -> None:
 
 
 def install(environment, folder: Path, *wheels: Path) -> Path:
-    """Has pip install the wheels into `folder`, to be put on a search path.
+    """Installs the wheels with pip into `folder`, to be put on a search path.
 
-    One after the other: two of them may have a file in common, as two distributions of one environment may.
+    One at a time: two of them may contain the same file, as two distributions of one environment may.
     """
     for wheel in wheels:
         options = ["--no-deps", "--no-index", "--no-compile", "--quiet", "--disable-pip-version-check", "--upgrade"]
@@ -135,7 +135,7 @@ def install(environment, folder: Path, *wheels: Path) -> Path:
 
 
 def link_torch(folder: Path) -> Path:
-    """Makes `folder` hold the torch of this environment, with what it needs and nothing else of it, by links."""
+    """Links torch of this environment and its requirements, and nothing else, into `folder`."""
     folder.mkdir()
     for name in distributions_below("torch"):
         found = importlib.metadata.distribution(name)
@@ -146,7 +146,7 @@ def link_torch(folder: Path) -> Path:
 
 @functools.cache
 def distributions_below(name: str) -> frozenset[str]:
-    """A distribution and all that it requires on this machine."""
+    """A distribution and its installed requirements, recursively."""
     required = [Requirement(text) for text in importlib.metadata.requires(name) or []]
     needed = [r.name for r in required if r.marker is None or r.marker.evaluate({"extra": ""})]
     return frozenset({name}).union(*(distributions_below(r) for r in needed))

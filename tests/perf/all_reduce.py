@@ -43,7 +43,7 @@ def measure(comm: Communicator, shape: tuple[int, int], dtype: torch.dtype, seco
 
 
 def run(rank: int, world_size: int, address: str, seconds: float) -> None:
-    """One rank's part."""
+    """Runs the benchmark on one rank."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
     spec = GroupSpec("tp", tuple(range(world_size)), rank, init_method=address)

@@ -1,9 +1,10 @@
-"""Delay of other requests while the n sequences of one request follow an ambiguous grammar.
+"""Latency of other requests while the n sequences of one request follow an ambiguous grammar.
 
     python tests/perf/ambiguous_grammar.py [--n 128] [--seconds 60]
 
-On the demo model, in this process: a request for 20 tokens alone, then one after another beside the sequences. Prints
-for each how long it took, the processor time of the engine core's thread, and how far the sequences were.
+Runs the demo model in this process. First a request for 20 tokens runs alone, then such requests run one at a time next
+to the sequences. Prints for each request its latency, the CPU time of the engine core's thread, and the length of the
+longest sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main() -> None:
         def step() -> None:
             progress.update({output.request_id: output for output in engine.step()})
 
-        def bystander(name: str) -> None:
+        def run_request(name: str) -> None:
             started, cpu = time.perf_counter(), time.thread_time()
             engine.add_request(name, PROMPT, SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0))
             while name not in progress or not progress[name].finished:
@@ -38,8 +39,8 @@ def main() -> None:
             far = [len(sequence.token_ids) for sequence in progress["ambiguous"].outputs] if len(progress) > 2 else [0]
             print(f"{name:14} {took:7.3f} s, {cpu:7.3f} s of processor time; the longest has {max(far)} tokens")
 
-        bystander("warm-up")
-        bystander("alone")
+        run_request("warm-up")
+        run_request("alone")
         form = StructuredOutputsParams(grammar=AMBIGUOUS)
         many = SamplingParams(n=args.n, max_tokens=900, min_tokens=900, seed=1, structured_outputs=form)
         engine.add_request("ambiguous", PROMPT, many)
@@ -48,7 +49,7 @@ def main() -> None:
         started, number = time.monotonic(), 0
         while not progress["ambiguous"].finished and time.monotonic() < started + args.seconds:
             number += 1
-            bystander(f"beside {number}")
+            run_request(f"beside {number}")
             for _ in range(20):
                 step()
         print(f"the sequences: {progress['ambiguous'].outputs[0].error or 'not ended'}")

@@ -2,11 +2,11 @@
 
     python tests/perf/async_llm.py [--streams 1 64 256] [--seconds 4] [--kind delta|cumulative|final] [--profile]
 
-Each of as many callers as there are streams sends one request after the other: 32 prompt tokens, 64 output tokens,
-detokenized with the demo model's tokenizer. Prints rates, the mean number of tokens that one output carried, and what
-the front end's and the engine core's process used of a processor; then the same number of tokens through `LLM`,
-offline, with the engine core in its process and in one of its own. With `--profile`, the front end's functions by own
-time. mvllm-null-device must be installed or on PYTHONPATH with metadata; run it on an idle machine.
+Each of `--streams` concurrent callers sends one request after the other: 32 prompt tokens, 64 output tokens,
+detokenized with the demo model's tokenizer. Prints the rates, the mean number of tokens per output, and the CPU use of
+the front-end and engine-core processes; then the rates of the same number of tokens through `LLM`, with the engine core
+in the same process and in its own process. `--profile` prints the front end's functions by own time. mvllm-null-device
+must be installed or on PYTHONPATH with metadata; run it on an idle machine.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Gain of asynchronous scheduling, and cost of an engine core in a process of its own.
+"""Gain of asynchronous scheduling, and cost of a separate engine-core process.
 
     python tests/perf/async_scheduling.py [--runs 3] [--model tiny small]
 
-Offline generation with greedy sampling: 32 requests of 32 prompt and 64 output tokens, with the worker in the engine's
-process (`uni`) or in one of its own (`mp`), the engine core in the caller's process or in its own, and asynchronous
-scheduling off and on. The ways take turns, each time in a fresh program, so that a machine that drifts is fair to each.
-Prints the median of output tokens per second, and the median of the ratios to the first way in the same turn. Run it on
-an idle machine.
+Offline generation with greedy sampling: 32 requests of 32 prompt and 64 output tokens. The configurations combine the
+worker in the engine's process (`uni`) or in its own (`mp`), the engine core in the caller's process or in its own, and
+asynchronous scheduling off and on. Configurations alternate, each time in a new process, so that slow changes of the
+machine's speed affect all of them alike. Prints the median of output tokens per second, and the median ratio to the
+first configuration in the same round. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from perf_models import SHAPES, checkpoint
 
 REQUESTS, PROMPT, OUTPUT = 32, 32, 64
-GENERATIONS = 5  # per program; the first is to warm up
+GENERATIONS = 5  # per program; the first is a warm-up
 WAYS = [
     {"executor": executor, "own_process": own_process, "asynchronous": asynchronous}
     for executor in ("uni", "mp")
@@ -34,7 +34,7 @@ WAYS = [
 
 
 def measure(name: str, way: dict) -> float:
-    """Output tokens per second of one way, the best of a few generations."""
+    """Output tokens per second of one configuration, the best of a few generations."""
     from mvllm import LLM, SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False)

@@ -1,11 +1,12 @@
-"""CPU attention beside the machine's limits: decode against memory bandwidth, prefill against the GEMM rate.
+"""Speed of CPU attention compared with the machine's limits: memory bandwidth for decode, the GEMM rate for prefill.
 
     python tests/perf/attention.py [--models S,M] [--kv-dtypes bfloat16,int8] [--decode 64,512,4096] [--prefill 2048]
 
-Decode: one new token per request. The caches of many layers take turns, so that no layer finds its keys and values in
-the processor's own cache; the floor is the bytes of all keys and values (padding excluded) over the read bandwidth,
-which is measured before and after each row, because it changes from minute to minute. Prefill: one prompt from position
-0; the floor is the multiply-adds under the causal diagonal over torch's rate in a large bfloat16 matrix product.
+Decode: one new token per request. Calls alternate between the caches of many layers, so that no layer finds its keys
+and values in the CPU's cache. The floor is the bytes of all keys and values (padding excluded) divided by the read
+bandwidth, which is measured before and after each row because it changes from minute to minute. Prefill: one prompt
+from position 0. The floor is the multiply-adds under the causal diagonal divided by torch's rate in a large bfloat16
+matrix product.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ uint64_t read_all(const uint64_t* p, size_t n) {
 
 
 def best(call: Callable[[], object], seconds: float = 0.15, least: int = 3) -> float:
-    """Seconds of the quickest call."""
+    """Seconds of the fastest call."""
     found, end = [], time.perf_counter() + seconds
     while len(found) < least or time.perf_counter() < end:
         begin = time.perf_counter()
@@ -56,7 +57,7 @@ def best(call: Callable[[], object], seconds: float = 0.15, least: int = 3) -> f
 
 
 def median(call: Callable[[], object], seconds: float = 0.2, least: int = 5) -> float:
-    """Seconds of the middle call."""
+    """Median seconds of a call."""
     found, end = [], time.perf_counter() + seconds
     while len(found) < least or time.perf_counter() < end:
         begin = time.perf_counter()
@@ -66,7 +67,7 @@ def median(call: Callable[[], object], seconds: float = 0.2, least: int = 5) -> 
 
 
 class Bandwidth:
-    """Reads a buffer beyond the processor's caches with all threads."""
+    """Reads a buffer larger than the CPU's caches with all threads."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -91,7 +92,7 @@ def gemm_rate() -> float:
 
 
 def layout_of(requests: list[tuple[int, int]], block_size: int, rng: np.random.Generator) -> BatchLayout:
-    """A step of (tokens before, new tokens), its blocks strewn over the cache."""
+    """Attention metadata of a step of (computed tokens, new tokens) per request, with blocks in random order."""
     starts = np.concatenate([[0], np.cumsum([new for _, new in requests])]).astype(np.int32)
     seq_lens = np.array([sum(request) for request in requests], dtype=np.int32)
     needs = -(-seq_lens // block_size)
@@ -109,7 +110,7 @@ def layout_of(requests: list[tuple[int, int]], block_size: int, rng: np.random.G
 
 
 def fill(backend: PagedAttention, num_blocks: int, block_size: int) -> object:
-    """A layer's cache full of random keys and values."""
+    """A layer's KV cache filled with random values."""
     spec, kv = backend.spec, backend.allocate(num_blocks, block_size, HOST)
     rng = np.random.default_rng(1)
     for begin in range(0, num_blocks, 256):
@@ -157,7 +158,7 @@ def decode(model: str, kv_dtype: str, batch: int, context: int, bandwidth: Bandw
 
 
 def prefill(model: str, kv_dtype: str, tokens: int, chunk: int, gemm: float) -> None:
-    """A prompt in chunks of `chunk` tokens; all of them are timed together."""
+    """A prompt in chunks of `chunk` tokens; all chunks are timed together."""
     backend, rng = PagedAttention(spec_of(model, kv_dtype)), np.random.default_rng(0)
     spec, block_size = backend.spec, backend.kv_layout().block_sizes[0]
     kv = fill(backend, -(-tokens // block_size), block_size)

@@ -1,9 +1,9 @@
-"""Cost of the client of `mvllm bench serve` per stream chunk, beside a common HTTP client.
+"""Cost of the `mvllm bench serve` client per stream chunk, compared with httpx.
 
 python tests/perf/bench_client.py [--streams 256] [--tokens 200]
 
-A server in a process of its own does nothing but write: one chunk to every stream in turn. So a client's own time is
-what limits the tokens per second, and that time is a processor's, per chunk that it took in.
+A server in a separate process writes one chunk to every stream in turn and does nothing else. The client therefore
+limits the tokens per second, and its CPU time per chunk is its cost.
 """
 
 from __future__ import annotations

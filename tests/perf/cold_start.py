@@ -1,16 +1,17 @@
 """Time of a cold start to the first token, by phase, and its peak memory: python tests/perf/cold_start.py
 
-Each start is a program of its own; the forms take turns, and the one with the median total is shown. `interpreter` is
-what passes between the launch of the program and its first line, `import` the import of mvllm's front end; the phases
-are those of the log (`Started in ...`), the first token is counted from its request. Phases may overlap, which makes
-`other` negative. Beside each phase stands its part of the total: on a busy machine parts tell more than seconds.
+Each start is a new process. The configurations alternate; the start with the median total is shown. `interpreter` is
+the time from the launch of the program to its first line, `import` the import of mvllm's front end; the phases are
+those of the log (`Started in ...`), and the first token is timed from its request. Phases may overlap, which makes
+`other` negative. Each phase is printed with its share of the total: on a busy machine the shares are more reliable than
+the seconds.
 
 `--model smollm2` and `--model gemma3` are the shapes of SmolLM2-135M and Gemma 3 270M with random weights:
 
     python tests/perf/cold_start.py --model smollm2 --dtype float32 --form uni
 
-The peak counts everything that the process that holds the weights ever had in memory at once, less the weights: the
-interpreter, torch, the step that sizes the KV cache, and what of the KV cache was used.
+The peak is the largest resident memory of the process that holds the weights, minus the weights. It includes the
+interpreter, torch, the step that sizes the KV cache, and the used part of the KV cache.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ llm.close()
 
 
 def start(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Seconds from the launch to the first token, by phase; and bytes."""
+    """Seconds from the launch to the first token, by phase, and bytes of memory."""
     env = dict(os.environ, MVLLM_LOGGING_LEVEL="WARNING")
     command = [sys.executable, "-c", _PROGRAM, str(time.time()), str(folder), json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
@@ -110,7 +111,7 @@ def start(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_shape(name: str) -> Path:
-    """A folder with the config of one of SHAPES."""
+    """Creates a folder with the config of one of SHAPES."""
     folder = Path(tempfile.gettempdir()) / "mvllm-bench-shapes" / name
     folder.mkdir(parents=True, exist_ok=True)
     config = {"tie_word_embeddings": True, "dtype": "bfloat16", "eos_token_id": 0, **SHAPES[name]}

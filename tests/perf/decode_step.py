@@ -1,10 +1,11 @@
-"""Milliseconds of a decode step with and without replay, beside the time to read the weights.
+"""Milliseconds of a decode step with and without replay, compared with the time to read the weights.
 
     python tests/perf/decode_step.py [--batch 1 16 32] [--rounds 3]
 
-Llama of 162 M parameters, bf16, greedy, random token ids. Two engines in one process take turns, one with
-`enforce_eager`; the figure is the smallest of the rounds. The floor is the bytes of the weights that a step reads over
-the read bandwidth, which is measured between the rounds with huge pages and as many threads. Run it on an idle machine.
+Llama of 162 M parameters, bf16, greedy, random token ids. Two engines in one process alternate, one with
+`enforce_eager`; the result is the minimum over the rounds. The floor is the bytes of the weights that a step reads
+divided by the read bandwidth, which is measured between the rounds with huge pages and as many threads. Run it on an
+idle machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ BUFFER_BYTES = 160 << 20
 
 
 def weight_bytes() -> int:
-    """Bytes of the weights that one step reads: all but the embedding's."""
+    """Bytes of the weights that one step reads: all except the embedding."""
     shape = SHAPES["small"]
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     return 2 * (shape["num_hidden_layers"] * (4 * hidden**2 + 3 * hidden * inner) + shape["vocab_size"] * hidden)

@@ -1,9 +1,9 @@
-"""Output tokens per second and peak memory of mvllm beside transformers' `generate`: same model, prompts and threads.
+"""Output tokens per second and peak memory of mvllm and of transformers' `generate`: same model, prompts and threads.
 
     python tests/perf/end_to_end.py [--runs 3]
 
-Greedy, end-of-text ignored, bf16, random token ids. The two engines run in turn, each in a process of its own; the
-figure is the median over the runs, the ratio that of the medians. Run it on an idle machine.
+Greedy, end-of-text ignored, bf16, random token ids. The two engines run alternately, each in its own process. Prints
+the median of each engine over the runs, and the ratio of the medians. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def timed(generate, batches: list[int]) -> dict:
 
 
 def peak_rss() -> int:
-    """This process's largest resident size in bytes; getrusage would count what the parent held when it forked."""
+    """This process's peak resident memory in bytes; getrusage would include the parent's memory at the fork."""
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 

@@ -3,8 +3,8 @@
     python tests/perf/engine_overhead.py [--runs 5] [--platform null]
 
 256 requests of 32 prompt and 64 output tokens on a one-layer model of width 64, offline. Prints the median rate and the
-engine's time per step and per request and step. With `--platform null` there is no model at all (mvllm-null-device must
-be installed): what is left is the engine without a worker's preparation and sampling. Run it on an idle machine.
+engine's time per step and per request and step. `--platform null` runs no model at all (mvllm-null-device must be
+installed): this measures the engine without a worker's input preparation and sampling. Run it on an idle machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Overhead per step of a worker process, beside a worker in the engine's: `python -m tests.perf.executor_overhead`.
+"""Overhead per step of a worker process over an in-process worker: `python -m tests.perf.executor_overhead`.
 
 Both run the worker of mvllm-null-device, which computes nothing, on a plan of 64 generating requests, a fourth of which
-get a block. Figures are microseconds from `execute_model` to the result.
+get a block. Prints microseconds from `execute_model` to the result.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ KV_DTYPES = ("auto", "bfloat16", "float16", "int8", "fp8")
 
 
 def perplexity(texts: list[str], **settings: object) -> tuple[float, int]:
-    """Of all texts' tokens but the first of each, and the bytes of a token's keys and values in all layers."""
+    """Perplexity over all tokens except the first of each text, and KV cache bytes per token over all layers."""
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     total, count = 0.0, 0
     with LLM("demo", enable_prefix_caching=False, kv_cache_memory_bytes=1 << 26, **settings) as llm:

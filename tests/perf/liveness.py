@@ -2,10 +2,10 @@
 
     python tests/perf/liveness.py [--megabytes 50] [--api-servers 1]
 
-A real server around a platform that computes nothing, on a model with the demo model's tokenizer and a context that is
-long enough for the text to be tokenized in earnest, and too short for it to be taken: the answer is 400, after seconds
-of tokenizing. One probe after the other goes over a connection of its own meanwhile. Prints the probes' times in
-milliseconds, at rest first. mvllm-null-device must be installed or on PYTHONPATH with metadata.
+Starts a server on a platform that computes nothing, with the demo model's tokenizer. The context is long enough that
+the server tokenizes the text, and too short to accept it: the answer is 400, after seconds of tokenizing. Meanwhile
+probes run one after the other on a separate connection. Prints the probes' times in milliseconds, first without load.
+mvllm-null-device must be installed or on PYTHONPATH with metadata.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def long_context(folder: Path) -> Path:
-    """The demo model's files, with a context of its own."""
+    """The demo model's files with a longer context."""
     import mvllm
 
     shutil.copytree(Path(mvllm.__file__).parent / "demo" / "model", folder)

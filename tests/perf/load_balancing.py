@@ -1,12 +1,12 @@
 """Simulation of data-parallel load balancing: prefix-cache hits of the replicas and their balance.
 
-Conversations with one system prompt of 8k tokens, over four replicas whose caches hold some of the conversations each.
-A replica computes prompts one after the other and generates for all its sequences at once. Run:
+Conversations with one system prompt of 8k tokens run on four replicas, each of which can cache some of the
+conversations. A replica computes prompts one after the other and generates for all its sequences at once. Run:
 
     python -m tests.perf.load_balancing
 
-Prints, for each rule: the share of prompt tokens found in a cache, the busiest replica's work over the mean, how long
-requests wait for their first token (mean and 95th percentile), and what a choice costs for a prompt of 100k tokens.
+Prints, for each rule: the share of prompt tokens found in a cache, the busiest replica's work over the mean, the time
+to first token (mean and 95th percentile), and the cost of a choice for a prompt of 100k tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = 16
 
 
 class Rule(Protocol):
-    """Chooses a replica, and is told of ends, and of what waits."""
+    """Chooses a replica; is informed of finished sequences and of waiting tokens."""
 
     def choose(self, prompt: Sequence[int], salt: str | None, num_sequences: int) -> int: ...
     def finish_sequence(self, replica: int) -> None: ...
@@ -102,12 +102,12 @@ class Workload:
 
 @dataclass
 class Replica:
-    """A replica: when it has computed the prompts that it has, and which blocks it holds."""
+    """A replica: when it finishes its prompts, and which blocks it caches."""
 
     num_blocks: int
     free_at: float = 0.0
     work: int = 0
-    queued: list[tuple[float, int]] = field(default_factory=list)  # when each prompt is done, and its tokens
+    queued: list[tuple[float, int]] = field(default_factory=list)  # when each prompt is done, and its number of tokens
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def num_cached(self, names: Sequence[int]) -> int:
@@ -123,7 +123,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of all requests."""
+    """Results of all requests."""
 
     hits: float
     imbalance: float
@@ -132,7 +132,7 @@ class Outcome:
 
 
 def simulate(rule: Rule, load: Workload, seed: int = 0) -> Outcome:
-    """Plays all conversations."""
+    """Simulates all conversations."""
     rng = random.Random(seed)
     replicas = [Replica(load.cache // BLOCK) for _ in range(load.num_replicas)]
     shared = [rng.randrange(1 << 17) for _ in range(load.system)]

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Latency of messages between processes, and the cost of waiting.
+"""Latency of messages between processes, and CPU cost of waiting.
 
     python tests/perf/message_queue.py [--sizes 100 10000] [--readers 1 2 4] [--messages 2000]
 
-One process sends and 1, 2 or 4 others wait, at two paces: each message as soon as the one before was answered, and at
-an --interval after it, so that readers have gone to sleep. Per way of sending, size and number of readers:
+One process sends and 1, 2 or 4 others wait, at two paces: each message as soon as the previous one was answered, and at
+an --interval after it, so that readers have gone to sleep. Per transport, size and number of readers:
 
-    one-way    from before the send to the moment a reader has the payload at hand, over all readers
-    round      until the sender has every reader's short answer, which comes the same way
+    one-way    from before the send until a reader has the payload, over all readers
+    round      until the sender has every reader's short answer, sent over the same transport
     writer     CPU time of the sender per message; readers: of each reader per message
-    idle       CPU of one reader that gets nothing, as a share of one core
+    idle       CPU use of one waiting reader, as a share of one core
 
-The ways: MessageQueue (read in place), pickle through the same ring, multiprocessing.Pipe, ZeroMQ PUB/SUB over ipc; and
-the limit, an eventfd without any message. What a sleep costs is the machine's: on a virtual one the first instructions
-after it, on cold caches, take several times as long as the rest.
+The transports: MessageQueue (read in place), pickle through the same ring, multiprocessing.Pipe, ZeroMQ PUB/SUB over
+ipc; and the limit, an eventfd without any message. The cost of a sleep depends on the machine: on a virtual machine the
+first instructions after it, with cold caches, take several times as long as the rest.
 Targets, on two idle cores: one-way p50 under 20 µs for 10 kB to one reader, idle under 1 %.
 """
 
@@ -43,7 +43,7 @@ IDLE_TARGET_PERCENT = 1.0
 
 
 class QueueTransport:
-    """Sender and receivers over message queues: one out, one back per reader."""
+    """Sender and receivers over message queues: one queue out, one back per reader."""
 
     title = "MessageQueue"
 
@@ -92,7 +92,7 @@ class QueueTransport:
 
 
 class PickleTransport(QueueTransport):
-    """As QueueTransport, but the message is a pickled object, built again at the other side."""
+    """Like QueueTransport, but the message is a pickled object, unpickled by the receiver."""
 
     title = "pickle, same ring"
 
@@ -214,7 +214,7 @@ class PubSubTransport:
 
 
 class EventfdTransport:
-    """The limit: one eventfd each way and a stamp in shared memory. No message, no back-pressure, no dead peers."""
+    """The limit: one eventfd each way and a timestamp in shared memory. No message, no back-pressure, no dead peers."""
 
     title = "eventfd alone"
 

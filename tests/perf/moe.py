@@ -1,8 +1,8 @@
-"""The op `moe` on the CPU beside its reference and the machine's limit: python tests/perf/moe.py [--dtype bfloat16]
+"""The op `moe` on the CPU, compared with its reference and the machine's limit: python tests/perf/moe.py [--dtype
+bfloat16]
 
-Few tokens are bound by reading the weights of the experts that were chosen, many by arithmetic. Both limits are
-measured in the same run: the bandwidth by summing a buffer beyond the caches, the rate by torch's product of large
-matrices.
+Few tokens are bound by reading the weights of the chosen experts, many by arithmetic. Both limits are measured in the
+same run: the bandwidth by summing a buffer larger than the caches, the rate by torch's product of large matrices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mvllm_cpu.moe import Moe
 
 
 def seconds(call: Callable[[int], object], runs: int) -> float:
-    """The median; `call` gets the number of the run."""
+    """Median seconds; `call` gets the number of the run."""
     call(0)
     taken = []
     for i in range(1, runs + 1):

@@ -1,9 +1,9 @@
 """Host time of penalties in a step: python tests/perf/penalties.py
 
-Rows with a repetition penalty, as every default request of some models has, beside the same rows without one: CPU time
-of the host's part of a step, which is deciding, listing, and copying to a device that is the host; the work on logits
-is left out. `host` is the way of devices whose tokens the host reads in each step, `device` that of devices where they
-stay.
+Compares requests with a repetition penalty, the default of some models, with the same requests without one. Measured is
+the CPU time of the host's part of a step: preparing and copying the sampling inputs to a device that is the host. The
+work on logits is excluded. `host` is the path of devices whose tokens the host reads in each step, `device` the path of
+devices that keep the sampled tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.unit.worker.builders import HostRuntime
 
 
 class TimedSampler(Sampler):
-    """Records when the host half is done and the work on logits begins."""
+    """Records when the host's part is done and the work on logits begins."""
 
     planned = 0.0
 
@@ -64,7 +64,7 @@ def measure(params: SamplingParams, args: argparse.Namespace, *, on_device: bool
 
 
 def make_state(args: argparse.Namespace, runtime: HostRuntime, *, on_device: bool) -> SamplingState:
-    """With counts on the device, if asked for."""
+    """Sampling state, with counts on the device if requested."""
     try:
         from mvllm.sampling.penalties import DeviceTokenCounts
     except ImportError:  # an older version

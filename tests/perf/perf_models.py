@@ -1,7 +1,7 @@
 """Random-weight checkpoints for the benchmarks, written once with transformers and kept in a folder.
 
 small   Llama, 162 M parameters: 12 layers of width 768 (the shape of the public llama-160m)
-tiny    one layer of width 64: next to no arithmetic, so that what is measured is the engine around the model
+tiny    one layer of width 64: almost no arithmetic, so that the time is that of the engine around the model
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def checkpoint(name: str) -> Path:
     config = LlamaConfig(**SHAPES[name], tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, pad_token_id=0)
     model = LlamaForCausalLM(config)
     with torch.no_grad():
-        # Wide enough logits that the greedy choice has a margin.
+        # Large enough logits that the greedy choice has a margin.
         model.lm_head.weight.normal_(0, 4.0 / config.hidden_size**0.5)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(folder)

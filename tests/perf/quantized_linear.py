@@ -1,12 +1,12 @@
-"""Quantized products of a whole model beside bf16 and the machine's limits.
+"""Quantized products of a whole model, compared with bf16 and the machine's limits.
 
     OMP_NUM_THREADS=2 python tests/perf/quantized_linear.py [--rows 1 16 32 256 2048] [--only int8 int4]
 
-Each line is one pass over all matrices of a model (sizes by arguments), layer after layer, in one way to store them.
-Few rows are bound by reading the weights: so many layers are read one after the other that no cache holds them, and
-the table gives GB/s of packed bytes beside the rate at which the same threads read memory. Many rows are bound by
-arithmetic: GOP/s (two per multiply-add), beside torch's product of bytes. All take turns in each round, because the
-machine's bandwidth changes from minute to minute; medians over rounds, and ratios to bf16 of the same rounds.
+Each line is one pass over all matrices of a model (sizes by arguments), layer after layer, in one weight format. Few
+rows are bound by reading the weights: the pass reads more layers than any cache holds, and the table gives GB/s of
+packed bytes and the rate at which the same threads read memory. Many rows are bound by arithmetic: the table gives
+GOP/s (two per multiply-add) and torch's rate of int8 products. All formats run in each round, because the machine's
+bandwidth changes from minute to minute; the table shows medians over rounds, and ratios to bf16 of the same rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mvllm_cpu.quantized_linear import PackedQuantizedWeight, QuantizedLinear
 
 COLD = 160 << 20
 FEW_LAYERS = 2
-"""Layers that a pass of many rows takes: their weights are read once for hundreds of rows."""
+"""Layers in a pass of many rows: their weights are read once for hundreds of rows."""
 
 READ = """
 #include <stdint.h>
@@ -68,14 +68,14 @@ def compiled_reader(folder: Path) -> ctypes.CDLL:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
-def in_turns(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, all called once per round."""
+def interleaved_seconds(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, all called once per round."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 1):
         for name, function in functions.items():
@@ -93,22 +93,22 @@ def weight_of(name: str, shape: tuple[int, int]) -> QuantizedWeight:
     groups, top = -(-in_features // group_size), 2 ** (bits - 1)
     values = torch.randint(-top, top, shape, dtype=torch.int8)
     zeros = torch.randint(-top, top, (out_features, groups), dtype=torch.int8) if zero_points else None
-    scales = torch.randint(1, 9, (out_features, groups)) * 2.0**-10  # as int4 makes them: small multiples of one number
+    scales = torch.randint(1, 9, (out_features, groups)) * 2.0**-10  # the format of int4: small multiples of one number
     return QuantizedWeight(values, scales, zeros, group_size, bits, int8_activations)
 
 
 def packed_bytes(weight: PackedQuantizedWeight) -> int:
-    """What a product has to read."""
+    """Bytes that a product reads."""
     zeros = 0 if weight.zero_points is None else weight.zero_points.nbytes
     return weight.values.nbytes + weight.scales.nbytes + zeros
 
 
 class Model:
-    """All matrices of a model in one form.
+    """All matrices of a model in one weight format.
 
     Args:
         shapes: (out_features, in_features) of a layer's matrices.
-        layers: How many layers there are.
+        layers: Number of layers.
         pack: Makes a matrix, given its shape.
         product: Multiplies rows with one.
         size: Bytes of one.
@@ -127,7 +127,7 @@ class Model:
         self.layer_bytes = sum(size(weight) for weight in self.layers[0])
 
     def run(self, inputs: dict[int, torch.Tensor], layers: int, only: int | None = None) -> None:
-        """Multiplies, with all matrices of `layers` layers, or one of each."""
+        """Multiplies with all matrices of `layers` layers, or one of each."""
         for layer in self.layers[:layers]:
             for i, ((_, in_features), weight) in enumerate(zip(self.shapes, layer, strict=True)):
                 if only is None or i == only:
@@ -151,7 +151,7 @@ def table(models: dict[str, Model], rows: int, rounds: int, reader: ctypes.CDLL,
         if each:
             for i, (o, k) in enumerate(model.shapes):
                 functions[f"{name}: {o}x{k}"] = lambda model=model, i=i: model.run(inputs, layers, i)
-    times = {name: statistics.median(taken) for name, taken in in_turns(functions, rounds).items()}
+    times = {name: statistics.median(taken) for name, taken in interleaved_seconds(functions, rounds).items()}
     limit = memory.nbytes / times["read"] / 1e9
     head = f"\n{rows} rows, {layers} layers; memory is read at {limit:.1f} GB/s"
     if rows > 64:
@@ -174,7 +174,7 @@ def table(models: dict[str, Model], rows: int, rounds: int, reader: ctypes.CDLL,
 
 
 def accuracy(op: QuantizedLinear, shape: tuple[int, int]) -> None:
-    """Root mean square errors over the product's, against float64."""
+    """Root mean square errors over the product's RMS, against float64."""
     print("\nroot mean square error of the product / root mean square of the product, against float64")
     x = torch.randn(64, shape[1]).bfloat16()
     for name in SCHEMES:

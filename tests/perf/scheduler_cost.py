@@ -1,11 +1,11 @@
 """Microseconds to plan a step and to process its results: python tests/perf/scheduler_cost.py
 
-Steady decode: every request is past its prompt and none ends. No torch, no worker; tokens are made up beforehand. Each
-figure is the median of several runs of whole multiples of the block size in steps, so that block allocation is in it.
+Steady decode: every request has finished prefill and none ends. No torch, no worker; tokens are generated beforehand.
+Each result is the median of several runs whose number of steps is a multiple of the block size, so that block
+allocation is included.
 
-With `--long-prompts` it prints instead how long short requests wait beside a long prompt, in steps and in tokens that
-were computed until their first one, and how many steps the long prompt takes alone. These are counts, the same on every
-machine.
+With `--long-prompts` it prints how long short requests wait next to a long prompt, in steps and in computed tokens
+until their first token, and how many steps the long prompt takes alone. These are counts, the same on every machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROMPT_LEN = 32
 
 
 def decoding_scheduler(num_running: int, output_kind: RequestOutputKind) -> Scheduler:
-    """A scheduler whose requests have all been through their first step."""
+    """A scheduler whose requests have all finished their first step."""
     max_model_len = 8192
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=max(2048, num_running * PROMPT_LEN)),
@@ -65,11 +65,11 @@ def measure(scheduler: Scheduler, num_running: int, num_steps: int) -> tuple[flo
 
 
 def run_long_prompt(threshold: int | None, num_short: int, *, budget: int = 2048, length: int = 100_000) -> list[int]:
-    """Computes a long prompt; `num_short` requests of 300 tokens come after its first step.
+    """Computes a long prompt; `num_short` requests of 300 tokens arrive after its first step.
 
     Returns:
-        Steps until the first and the last of the short ones have their first token, tokens computed until then, and
-        steps until the long prompt has its own.
+        Steps until the first and the last short request has its first token, tokens computed until then, and steps
+        until the long prompt has its own.
     """
     config = SchedulerConfig(max_num_batched_tokens=budget, long_prefill_token_threshold=threshold)
     scheduler = Scheduler(

@@ -1,7 +1,7 @@
 """Resident memory of serving a model, phase by phase: python tests/perf/serving_memory.py --model FOLDER
 
-One process with engine and worker. The peak is VmHWM: everything that was resident at once, the clean pages of
-libraries included, which `file` counts. The KV cache is used to its end, so `beside` is neither weights nor cache.
+One process with engine and worker. The peak is VmHWM: all memory resident at the same time, including the clean pages
+of libraries, which `file` counts. The requests fill the KV cache, so `beside` is neither weights nor cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def fields() -> dict[str, int]:
 
 
 def show(phase: str, beside: int) -> None:
-    """Prints a line, and has the peak begin anew."""
+    """Prints a line, and resets the peak."""
     found = fields()
     now, peak, anon, file = (found[name] / 1e6 for name in ("VmRSS", "VmHWM", "RssAnon", "RssFile"))
     rest = f"{peak - beside / 1e6:>9.0f}" if beside else " " * 9

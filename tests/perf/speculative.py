@@ -1,20 +1,20 @@
-"""Speculative decoding: acceptance and tokens per second, beside the engine without it.
+"""Speculative decoding: acceptance rate and tokens per second, compared with the engine without it.
 
     python -m tests.perf.speculative [--padded] [--model demo] [--draft FOLDER] [--runs 3] [--threads 1]
 
-One stream at a time, float32. The work: stories (nothing to copy), and stories that are already in the prompt, as where
-a text is quoted or edited. Each greedily and at temperature 0.8. The engines take turns in one process; medians. Every
-engine's tokens are compared with those of the first: a difference ends the run.
+One request at a time, float32. There are two workloads, each with greedy sampling and at temperature 0.8: stories whose
+text is not in the prompt, and stories that the prompt already contains, as when a text is quoted or edited. The engines
+alternate in one process; the table shows medians. Every engine's tokens are compared with those of the first; a
+difference ends the run.
 
-Without `--draft` and for the demo model, a draft model of one layer is trained first, from the demo's corpus and with
-its tokenizer, which takes a minute. `--draft demo` guesses with the model itself: all guesses are right and nothing is
-gained, which shows what a pass of the draft costs.
+Without `--draft` and for the demo model, a one-layer draft model is trained first, from the demo's corpus and with its
+tokenizer, which takes a minute. `--draft demo` drafts with the target model itself: all drafts are accepted and nothing
+is gained, which shows the cost of a draft pass.
 
-`--padded` makes the demo model's MLPs 24 times as wide, with zeros: it gives the same tokens, and reads 36 million
-weights for each step, as a model would for which guessing is meant.
+`--padded` makes the demo model's MLPs 24 times as wide, with zeros: it generates the same tokens, and reads 36 million
+weights per step, like a model large enough to benefit from speculative decoding.
 
-Beside the speed-up stands its bound, the tokens that a step has given: no engine is faster by more, whatever guessing
-costs.
+The table shows the speed-up next to its upper bound, the tokens per step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PADDING = 24
 
 
 def train_draft(folder: Path) -> None:
-    """A model of one layer with the demo model's tokenizer, trained from its corpus."""
+    """Trains a one-layer model with the demo model's tokenizer on its corpus."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from mvllm.demo import demo_model_path
@@ -98,7 +98,7 @@ def pad(folder: Path) -> None:
 
 
 def prompts_of(llm: LLM, copied: bool) -> list[list[int]]:
-    """The beginnings of stories; behind the stories that follow from them, if `copied`."""
+    """The beginnings of stories; if `copied`, preceded by the whole stories."""
     tokenizer = llm.get_tokenizer()
     begun = [tokenizer.encode(text) for text in BEGINNINGS]
     if not copied:
@@ -119,7 +119,7 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tuple[lis
 
 
 def difference(after: SchedulerStats, before: SchedulerStats) -> tuple[int, int, int]:
-    """Guesses, their tokens, and those that were right."""
+    """Numbers of drafts, draft tokens and accepted tokens between two states of the counters."""
     return (
         after.num_drafts - before.num_drafts,
         after.num_draft_tokens - before.num_draft_tokens,

@@ -1,8 +1,8 @@
 """Time to build a step's inputs: python tests/perf/step_inputs.py
 
-A table of 1,024 rows and 2,048 blocks each (32,768 tokens in blocks of 16), of which a step has a few rows, each with
-one token behind a sequence of some length. Prints CPU time per step and the most bytes that Python and NumPy held at
-once for it.
+The input batch has 1,024 rows of 2,048 blocks each (32,768 tokens in blocks of 16), of which a step uses a few, each
+with one new token after a sequence of some length. Prints CPU time per step and the peak of the memory that Python and
+NumPy allocated for it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Peak memory of loading a checkpoint, beside the size of its weights.
+"""Peak memory of loading a checkpoint, compared with the size of its weights.
 
     python tests/perf/weight_loading_memory.py [--mib 600]
 
-A synthetic checkpoint (three shards, a large embedding) is loaded by a fresh process into a model of the same dtype.
-Each tensor takes the form that the CPU platform's kernels want (packed) as soon as it is loaded, as layers do. The peak
-is that process's largest resident size (VmHWM; ru_maxrss would count what the parent held when it forked), so it counts
-the interpreter and torch as well; the promise is at most the weights plus 300 MB.
+A new process loads a synthetic checkpoint (three shards, a large embedding) into a model of the same dtype. Each tensor
+is packed for the CPU platform's kernels as soon as it is loaded, as layers do. The peak is that process's largest
+resident memory (VmHWM; ru_maxrss would include the parent's memory at the fork), so it includes the interpreter and
+torch. The limit is the weights plus 300 MB.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`import mvllm` costs next to nothing, and so does asking for its names."""
+"""`import mvllm` is fast, and resolving its names imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core names no hardware and reads nothing that can run code; and the check that says so can tell."""
+"""The core names no hardware and loads no formats that can run code; and tests of the check itself."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_core_names_no_hardware():
         ("tensor.cuda()", "cuda"),
     ],
 )
-def test_a_vendor_is_seen_wherever_it_hides(source, word):
+def test_vendor_names_are_detected_in_every_kind_of_source(source, word):
     assert any(f"({word})" in text for text in offences(source)), offences(source)
 
 
@@ -72,7 +72,7 @@ def test_a_vendor_is_seen_wherever_it_hides(source, word):
         ("torch.cpu.synchronize()", "torch.cpu"),
     ],
 )
-def test_a_device_is_never_spelt_out(source, sign):
+def test_literal_device_names_are_detected(source, sign):
     assert any(sign in text for text in offences(source)), offences(source)
 
 
@@ -102,12 +102,12 @@ def test_a_device_is_never_spelt_out(source, sign):
         ("torch.utils.rename_privateuse1_backend('x')", "privateuse1"),
     ],
 )
-def test_a_vendor_is_seen_in_pieces_and_in_disguise(source, word):
+def test_disguised_vendor_names_are_detected(source, word):
     assert any(f"({word})" in text for text in offences(source)), offences(source)
 
 
 @pytest.mark.parametrize("name", ["is_apple", "is_apple_silicon", "has_metal", "use_metal_kernels", "is_really_neuron"])
-def test_a_question_about_a_maker_with_an_ordinary_name_is_seen(name):
+def test_checks_for_vendors_with_ordinary_names_are_detected(name):
     assert any("asks for a maker" in text for text in offences(f"if {name}(): ...")), offences(name)
 
 
@@ -146,7 +146,7 @@ def test_a_question_about_a_maker_with_an_ordinary_name_is_seen(name):
         "impl('PrivateUse1')",
     ],
 )
-def test_torch_has_no_back_door_to_a_device(source):
+def test_device_access_through_torch_is_detected(source):
     assert offences(source), source
 
 
@@ -167,7 +167,7 @@ def test_torch_has_no_back_door_to_a_device(source):
         ("os.system('ls')", "os.system()"),
     ],
 )
-def test_nothing_is_read_that_can_run_code(source, sign):
+def test_loading_formats_that_can_run_code_is_detected(source, sign):
     assert any(sign in text for text in offences(source)), offences(source)
 
 
@@ -210,10 +210,10 @@ def test_the_core_imports_no_plugin(source):
         "import core_utils",
     ],
 )
-def test_innocent_code_passes(source):
+def test_allowed_code_passes(source):
     assert offences(source) == []
 
 
-def test_an_offence_says_where_it_is():
+def test_an_offence_has_its_location():
     [offence] = checker.check_source("a = 1\n\nb = '''x\nand NVIDIA\n'''\n")
     assert offence.line == 4

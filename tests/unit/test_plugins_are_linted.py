@@ -1,4 +1,4 @@
-"""Every platform and plugin of the repository stands under the same checks; forgetting a new one is noticed."""
+"""Every platform and plugin of the repository is covered by the same linters; a missing one fails the test."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ENTRY_POINTS = {
 PLATFORMS = {name for name, points in ENTRY_POINTS.items() if "mvllm.platforms" in points}
 LIBRARIES = {
     name for name, points in ENTRY_POINTS.items() if not points
-}  # which platforms use, and the core never sees; what they know of the engine is what platforms may know
+}  # platforms use them, and the core does not; they may import the same modules as platforms
 
 
-def test_there_are_some() -> None:
+def test_there_are_platforms_and_plugins() -> None:
     assert {"mvllm_cpu", "mvllm_fault_injection"} <= {package.name for package in PACKAGES}
 
 
@@ -33,7 +33,7 @@ def test_types_and_imports_of_every_source_folder_are_checked(source: Path) -> N
 
 
 @pytest.mark.parametrize("package", [package.name for package in PACKAGES])
-def test_every_package_comes_through_the_front_door_only(package: str) -> None:
+def test_every_package_imports_only_the_plugin_api(package: str) -> None:
     linter = TOOLS["importlinter"]
     contracts = {contract["id"]: contract for contract in linter["contracts"]}
     assert package in linter["root_packages"]
@@ -48,5 +48,5 @@ def test_every_package_comes_through_the_front_door_only(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_every_package_says_that_it_is_typed(package: Path) -> None:
+def test_every_package_has_py_typed(package: Path) -> None:
     assert (package / "py.typed").is_file()

@@ -22,7 +22,7 @@ def log(caplog):
         yield
 
 
-def test_long_work_is_a_line_every_ten_seconds_and_one_at_the_end(clock, caplog, capsys):
+def test_long_work_logs_a_line_every_ten_seconds_and_one_at_the_end(clock, caplog, capsys):
     with progress.show_progress(1 << 30, "Loading", unit="B", unit_scale=True, unit_divisor=1024) as bar:
         for _ in range(256):
             clock.now += 0.1
@@ -37,7 +37,7 @@ def test_long_work_is_a_line_every_ten_seconds_and_one_at_the_end(clock, caplog,
     assert capsys.readouterr().err == ""
 
 
-def test_quick_work_is_one_line_and_empty_or_disabled_work_none(clock, caplog):
+def test_quick_work_logs_one_line_and_empty_or_disabled_work_none(clock, caplog):
     with progress.show_progress(None, "Requests") as bar:
         for _ in range(1000):
             bar.update(1)

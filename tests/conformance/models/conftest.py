@@ -1,4 +1,4 @@
-"""Runs the classes of this folder over the checkpoints that they name."""
+"""Parametrizes the classes of this folder with the checkpoints that they name."""
 
 import pytest
 

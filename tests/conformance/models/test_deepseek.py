@@ -1,4 +1,4 @@
-"""DeepSeek checkpoints give what transformers gives."""
+"""DeepSeek checkpoints give the outputs of transformers."""
 
 from tests.helpers.parity import names_of
 from tests.helpers.parity_suite import ParitySuite

@@ -1,4 +1,4 @@
-"""Gemma 3 checkpoints give what transformers gives."""
+"""Gemma 3 checkpoints give the outputs of transformers."""
 
 from tests.helpers.parity import names_of
 from tests.helpers.parity_suite import ParitySuite

@@ -1,4 +1,4 @@
-"""GLM-4 checkpoints give what transformers gives."""
+"""GLM-4 checkpoints give the outputs of transformers."""
 
 from tests.helpers.parity import names_of
 from tests.helpers.parity_suite import ParitySuite

@@ -1,4 +1,4 @@
-"""Llama checkpoints give what transformers gives."""
+"""Llama checkpoints give the outputs of transformers."""
 
 from tests.helpers.parity import names_of
 from tests.helpers.parity_suite import ParitySuite

@@ -1,4 +1,4 @@
-"""Mistral checkpoints give what transformers gives."""
+"""Mistral checkpoints give the outputs of transformers."""
 
 from tests.helpers.parity import names_of
 from tests.helpers.parity_suite import ParitySuite

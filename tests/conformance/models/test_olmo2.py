@@ -1,4 +1,4 @@
-"""OLMo 2 checkpoints give what transformers gives."""
+"""OLMo 2 checkpoints give the outputs of transformers."""
 
 from tests.helpers.parity import names_of
 from tests.helpers.parity_suite import ParitySuite

@@ -1,4 +1,4 @@
-"""Phi-3 checkpoints give what transformers gives."""
+"""Phi-3 checkpoints give the outputs of transformers."""
 
 from tests.helpers.parity import names_of
 from tests.helpers.parity_suite import ParitySuite

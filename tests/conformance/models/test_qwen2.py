@@ -1,4 +1,4 @@
-"""Tests that Qwen2 checkpoints produce the same outputs as transformers."""
+"""Qwen2 checkpoints give the outputs of transformers."""
 
 from tests.helpers.parity import names_of
 from tests.helpers.parity_suite import ParitySuite

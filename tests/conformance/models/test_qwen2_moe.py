@@ -1,4 +1,4 @@
-"""Qwen2-MoE checkpoints give what transformers gives."""
+"""Qwen2-MoE checkpoints give the outputs of transformers."""
 
 from tests.helpers.parity import names_of
 from tests.helpers.parity_suite import ParitySuite

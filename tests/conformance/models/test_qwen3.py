@@ -1,4 +1,4 @@
-"""Qwen3 checkpoints produce the same results as transformers."""
+"""Qwen3 checkpoints give the outputs of transformers."""
 
 from tests.helpers.parity import names_of
 from tests.helpers.parity_suite import ParitySuite

@@ -1,4 +1,4 @@
-"""Qwen3-MoE checkpoints give what transformers gives."""
+"""Qwen3-MoE checkpoints give the outputs of transformers."""
 
 from tests.helpers.parity import names_of
 from tests.helpers.parity_suite import ParitySuite

@@ -1,7 +1,7 @@
-"""Models through transformers' modules give what transformers gives, whatever the engine does with a prompt.
+"""Models that run through transformers' modules give the outputs of transformers in every mode of the engine.
 
-Two checkpoints stand for all in the everyday run: one whose family may have no class here, with layers that see
-everything between layers with windows, and one with soft caps and embeddings of its own kind.
+Normal runs test two checkpoints: one whose family may have no native class, with full-attention layers between
+sliding-window layers, and one with soft caps and a different embedding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.helpers.parity import BLOCK_SIZE, Oracle
 from tests.helpers.transformers_backend_zoo import TRANSFORMERS_BACKEND_ZOO, make_transformers_backend_checkpoint
 
 WHICH = (0, 1, 3, 4, 6, 9, 11, 12)
-"""Prompts by their place in PROMPT_LENGTHS; five of them begin alike."""
+"""Prompts by their index in PROMPT_LENGTHS; five of them share prefixes."""
 NUM_TOKENS = 64
 EVERY_DAY = ("cohere2", "gemma2")
 NAMES = [
@@ -71,7 +71,7 @@ def test_preempted_and_recomputed(expected: Oracle) -> None:
     with parity.engine(expected.folder, kv_cache_memory_bytes=enough_for_one, **settings) as llm:
         parity.check(expected, generate(llm, expected.prompts))
         stats = llm.llm_engine.stats
-        # A request whose layers all have a window may never need more than it was given when it began.
+        # A request whose layers all have a window may never need more blocks than its first allocation.
         assert stats is not None and (stats.num_preemptions > 0 or None not in summary.windows)
 
 

@@ -1,4 +1,4 @@
-"""One server with the demo model for all tests of this folder that need no other."""
+"""One server with the demo model, shared by the tests of this folder that need no special server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: only health is open, however a path is spelled, and no output contains a key."""
+"""API keys: only health routes are open, however a path is spelled, and no output contains a key."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def routes() -> list[APIRoute]:
 ROUTES = [(method, route.path, "admin" in route.tags) for route in routes() for method in sorted(route.methods)]
 
 
-def test_the_routes_are_known() -> None:
+def test_the_list_of_routes_is_complete() -> None:
     paths = {path for _, path, _ in ROUTES}
     assert {
         "/v1/completions",
@@ -72,7 +72,8 @@ def app() -> object:
 
 
 class TestEveryRoute:
-    """The whole application, in this process and with its model still loading: what the gate decides is all here."""
+    """The whole application, in this process and with its model still loading: only the authentication middleware
+    matters here."""
 
     @staticmethod
     def ask(app: object, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> httpx.Response:
@@ -84,7 +85,7 @@ class TestEveryRoute:
         return asyncio.run(run())
 
     @pytest.mark.parametrize(("method", "path", "is_admin"), ROUTES)
-    def test_asks_for_its_key(self, app: object, method: str, path: str, is_admin: bool) -> None:
+    def test_requires_its_key(self, app: object, method: str, path: str, is_admin: bool) -> None:
         for who, bearer in BEARERS.items():
             headers = {"Authorization": bearer} if bearer else {}
             answer = self.ask(app, method, path.replace("{model_id:path}", "m"), headers)
@@ -168,7 +169,8 @@ def test_sleep_and_wake_up_need_an_admin_key(guarded: ServerProcess) -> None:
 
 
 def test_clients_without_a_key_cannot_exhaust_the_descriptors(guarded: ServerProcess) -> None:
-    """More half-sent heads than the server may have files, all it is permitted: probes and users are answered."""
+    """More half-sent request heads than the server may open files, the maximum that it permits: probes and users are
+    answered."""
     assert psutil.Process(guarded.process.pid).rlimit(psutil.RLIMIT_NOFILE) == (MAX_FILES, MAX_FILES)
     with guarded.client(headers={"Authorization": f"Bearer {USER}"}) as client, ExitStack() as stack:
         for index in range(MAX_FILES + 100):
@@ -192,7 +194,7 @@ def test_keys_appear_in_no_log_and_no_response(guarded: ServerProcess) -> None:
 
 
 class TestKeys:
-    def test_without_keys_users_need_none_and_administration_is_closed(self) -> None:
+    def test_without_keys_users_need_none_and_admin_routes_are_closed(self) -> None:
         keys = APIKeys()
         assert keys.authenticate([]).role is Role.USER
         assert keys.authenticate([(b"authorization", b"Bearer x")]).role is Role.USER

@@ -1,4 +1,4 @@
-"""The commands that send requests to a server, with a real one; and a batch file, which has the same responses."""
+"""The commands that send requests to a server, with a real one; and a batch file, which gets the same responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def test_bench_serve(server, tmp_path, kind):
     assert (result["completed"], result["failed"], result["model_id"]) == (12, 0, "demo")
     assert result["output_lens"] == [9] * 12 and result["errors"] == [""] * 12
     assert result["request_goodput"] == pytest.approx(result["request_throughput"])
-    assert all(20 <= length <= 45 for length in result["input_lens"])  # with what the template or the tokenizer adds
+    assert all(
+        20 <= length <= 45 for length in result["input_lens"]
+    )  # including the tokens that the template or the tokenizer adds
     assert 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"]
     assert 1 <= result["max_concurrent_requests"] <= 4
 

@@ -1,4 +1,4 @@
-"""The Grafana dashboard uses all metrics of a running server, by their right names and labels."""
+"""The Grafana dashboard uses all metrics of a running server, with their correct names and labels."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def dashboard() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def told(client: httpx.Client) -> dict[str, set[str]]:
-    """Names of samples on /metrics, each with its labels."""
+def samples(client: httpx.Client) -> dict[str, set[str]]:
+    """Sample names on /metrics, each with its labels."""
     for stream in (False, True):
         ask = {"prompt": "Once upon a time", "max_tokens": 4, "n": 2, "stream": stream}
         assert client.post("/v1/completions", json=ask).status_code == 200
@@ -39,7 +39,7 @@ def told(client: httpx.Client) -> dict[str, set[str]]:
 
 
 def queries(dashboard: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Title, expression and legend of each."""
+    """Title, expression and legend of each query."""
     for panel in dashboard["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"], target.get("legendFormat", "")
@@ -49,28 +49,28 @@ def queries(dashboard: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def test_every_metric_of_the_dashboard_exists_on_a_running_server(
-    dashboard: dict[str, Any], told: dict[str, set[str]]
+    dashboard: dict[str, Any], samples: dict[str, set[str]]
 ) -> None:
     asked = {name for _, expression, _ in queries(dashboard) for name in NAME.findall(expression)}
-    assert asked and asked <= told.keys(), asked - told.keys()
+    assert asked and asked <= samples.keys(), asked - samples.keys()
 
 
-def test_every_label_of_the_dashboard_exists(dashboard: dict[str, Any], told: dict[str, set[str]]) -> None:
+def test_every_label_of_the_dashboard_exists(dashboard: dict[str, Any], samples: dict[str, set[str]]) -> None:
     for title, expression, legend in queries(dashboard):
         if expression.startswith("label_values("):
             metric, label = re.fullmatch(r"label_values\(([\w:]+)[^,]*, (\w+)\)", expression).groups()  # type: ignore
-            assert label in told[metric] | SCRAPED, title
+            assert label in samples[metric] | SCRAPED, title
             continue
-        known = set.intersection(*(told[name] for name in NAME.findall(expression))) | SCRAPED
+        known = set.intersection(*(samples[name] for name in NAME.findall(expression))) | SCRAPED
         for name, selector in SELECTOR.findall(expression):
             labels = re.findall(r"(\w+)=", selector)
-            assert labels and set(labels) <= told[name] | SCRAPED, (title, name, labels)
+            assert labels and set(labels) <= samples[name] | SCRAPED, (title, name, labels)
         grouped = {label.strip() for group in GROUPED.findall(expression) for label in group.split(",")}
         assert grouped <= known, (title, grouped - known)
         assert set(IN_LEGEND.findall(legend)) <= (grouped or known), (title, legend)
 
 
-def test_rates_are_of_counters_and_quantiles_of_buckets(dashboard: dict[str, Any]) -> None:
+def test_rates_use_counters_and_quantiles_use_buckets(dashboard: dict[str, Any]) -> None:
     for title, expression, _ in queries(dashboard):
         for function, name in re.findall(r"\b(rate|increase)\(((?:mvllm:|process_)\w+)\{", expression):
             assert name.endswith(("_total", "_bucket", "_sum", "_count")), (title, function, name)
@@ -81,18 +81,18 @@ def test_rates_are_of_counters_and_quantiles_of_buckets(dashboard: dict[str, Any
         assert expression.count("(") == expression.count(")") and expression.count("{") == expression.count("}"), title
 
 
-def test_every_metric_of_the_engine_is_shown(dashboard: dict[str, Any], told: dict[str, set[str]]) -> None:
+def test_every_metric_of_the_engine_is_shown(dashboard: dict[str, Any], samples: dict[str, set[str]]) -> None:
     asked = {name for _, expression, _ in queries(dashboard) for name in NAME.findall(expression)}
 
     def is_shown(name: str) -> bool:
         base = re.sub(r"_(bucket|sum|count)$", "", name)
         return bool({name, base, f"{base}_bucket", f"{base}_sum"} & asked)
 
-    engine = {name for name in told if name.startswith("mvllm:") and not name.endswith("_created")}
+    engine = {name for name in samples if name.startswith("mvllm:") and not name.endswith("_created")}
     assert {name for name in engine if not is_shown(name)} == set()
 
 
-def test_panels_have_numbers_of_their_own_and_do_not_overlap(dashboard: dict[str, Any]) -> None:
+def test_panels_have_unique_ids_and_do_not_overlap(dashboard: dict[str, Any]) -> None:
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 20
     taken: set[tuple[int, int]] = set()

@@ -32,7 +32,7 @@ def llm() -> Iterator[LLM]:
 
 
 def assert_close(found: list[list[float]], expected: list[list[float]]) -> None:
-    """In bfloat16, as the demo model computes, last digits depend on who shares a step; tests/engine has float32."""
+    """The tolerance covers bfloat16, whose last digits depend on the batch; tests/engine uses float32."""
     for one, other in zip(np.array(found), np.array(expected), strict=True):
         assert one @ other > 0.999 * np.linalg.norm(one) * np.linalg.norm(other)
         assert abs(np.linalg.norm(one) / np.linalg.norm(other) - 1) < 0.05
@@ -68,7 +68,7 @@ def test_dimensions_and_normalize(sdk: OpenAI, llm: LLM) -> None:
         assert_close([found.embedding], [expected.outputs.embedding])
 
 
-def test_many_inputs_at_once_and_beside_completions(sdk: OpenAI, llm: LLM) -> None:
+def test_many_concurrent_inputs_next_to_completions(sdk: OpenAI, llm: LLM) -> None:
     texts = [f"{TEXTS[i % 3]} {i}" for i in range(40)]
     expected = [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
 

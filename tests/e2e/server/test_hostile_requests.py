@@ -1,4 +1,4 @@
-"""Hostile requests: each gets an error in the usual format, and the server works as before."""
+"""Hostile requests: each gets an error in the usual format, and the server keeps working."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def works_as_before(server: ServerProcess, client: httpx.Client) -> Iterator[Non
 
 
 def error_of(answer: httpx.Response | bytes) -> tuple[int, dict[str, Any]]:
-    """Status and error of an answer, whose shape is checked."""
+    """Status and error of an answer; checks the error's format."""
     if isinstance(answer, bytes):
         head, _, body = answer.partition(b"\r\n\r\n")
         status = int(head.split()[1])
@@ -52,13 +52,13 @@ class TestHeads:
         answer = server.exchange(data)
         assert not answer or error_of(answer)[0] == 431  # the connection may break before the answer is read
 
-    def test_a_header_just_too_long_and_one_just_not(self, server: ServerProcess) -> None:
+    def test_headers_just_above_and_below_the_limit(self, server: ServerProcess) -> None:
         assert error_of(server.exchange(head_of("GET", "/version", "X-Long: " + "a" * (MAX_HEAD_BYTES + 1))))[0] == 431
         assert b" 200 OK" in server.exchange(head_of("GET", "/version", "X-Long: " + "a" * (MAX_HEAD_BYTES - 200)))
 
     @pytest.mark.parametrize("tail", [b"0\r\nX-Long: ", b"4;name=", b"0000"], ids=["trailer", "extension", "size"])
     def test_endless_overhead_of_a_chunked_body(self, server: ServerProcess, tail: bytes) -> None:
-        """The parser would gather all of it, for clients without a key, too."""
+        """The parser would buffer all of it, even for clients without a key."""
         head = head_of("POST", "/no-such-path", "Transfer-Encoding: chunked")
         with socket.create_connection(server.address, timeout=60) as connection, pytest.raises(ConnectionError):
             connection.sendall(head.replace(b"Connection: close\r\n", b"") + tail)
@@ -119,7 +119,7 @@ class TestBodies:
         said = head_of("POST", PATH, "Content-Type: application/json", "Content-Length: 100000000")
         assert error_of(server.exchange(said + b"[" * 1000))[0] == 413
 
-    def test_one_that_does_not_say_how_long_it_is(self, server: ServerProcess) -> None:
+    def test_one_without_a_content_length(self, server: ServerProcess) -> None:
         head = head_of("POST", PATH, "Content-Type: application/json", "Transfer-Encoding: chunked")
         good = json.dumps(STORY).encode()
         assert b" 200 OK" in server.exchange(head + b"%x\r\n" % len(good) + good + b"\r\n0\r\n\r\n")
@@ -158,14 +158,14 @@ class TestBodies:
         ],
         ids=range(20),
     )
-    def test_one_that_is_not_acceptable_json(self, client: httpx.Client, body: bytes) -> None:
+    def test_one_with_invalid_json(self, client: httpx.Client, body: bytes) -> None:
         answer = client.post(PATH, content=body, headers={"Content-Type": "application/json"})
         assert error_of(answer)[0] == 400
 
-    def test_of_equal_keys_the_last_one_counts(self, client: httpx.Client) -> None:
+    def test_of_duplicate_keys_the_last_one_counts(self, client: httpx.Client) -> None:
         body = b'{"prompt": "x", "max_tokens": "no", "max_tokens": 2, "ignore_eos": true}'
         answer = client.post(PATH, content=body, headers={"Content-Type": "application/json"})
-        # A value of the wrong type is refused wherever it stands.
+        # A value of the wrong type is rejected in every position.
         assert error_of(answer)[0] == 400
         body = body.replace(b'"no"', b"3")
         answer = client.post(PATH, content=body, headers={"Content-Type": "application/json"})
@@ -268,10 +268,8 @@ class TestPrompts:
         assert client.post("/v1/chat/completions", json={**CHAT, "messages": odd}).status_code == 200
 
     @pytest.mark.parametrize("words", [190_000, 10_000_000])
-    def test_that_are_huge_while_health_is_asked_for(
-        self, server: ServerProcess, client: httpx.Client, words: int
-    ) -> None:
-        """One is tokenized, beside the event loop; the other cannot fit whatever its tokens are."""
+    def test_that_are_huge_during_health_checks(self, server: ServerProcess, client: httpx.Client, words: int) -> None:
+        """The shorter text is tokenized, outside the event loop; the longer one is rejected by its length."""
         body = json.dumps({**STORY, "prompt": "word " * words}).encode()
         with socket.create_connection(server.address, timeout=200) as connection:
             connection.sendall(raw_post(PATH, body))
@@ -333,12 +331,12 @@ class TestConversations:
         assert error_of(client.post("/v1/chat/completions", json={**CHAT, **extra}))[0] == 400
 
 
-class TestClientsThatLeave:
+class TestClientsThatDisconnect:
     @pytest.mark.parametrize("stream", [False, True])
     def test_with_further_requests_waiting_behind_the_first(
         self, server: ServerProcess, client: httpx.Client, stream: bool
     ) -> None:
-        """All of them are ended, and none of them fails for want of a reader."""
+        """All of them are aborted, and none of them is logged as failed."""
         ask = {**STORY, "max_tokens": 900, "n": 3, "temperature": 1, "ignore_eos": True, "stream": stream}
         data = raw_post(PATH, json.dumps(ask).encode()).replace(b"Connection: close\r\n", b"")
         failures = server.log.count("A request failed.")
@@ -369,7 +367,7 @@ class TestClientsThatLeave:
                 connection.sendall(raw_post(PATH, json.dumps(STORY).encode())[:cut])
 
     def test_without_reading_the_response(self, server: ServerProcess, client: httpx.Client) -> None:
-        """Many unread streams at once: nobody else waits for them, and they end when their clients leave."""
+        """Many unread streams at once: other requests do not wait for them, and they end with their clients."""
         body = json.dumps({**STORY, "max_tokens": 500, "ignore_eos": True, "stream": True}).encode()
         slow = [socket.create_connection(server.address, timeout=60) for _ in range(20)]
         for connection in slow:

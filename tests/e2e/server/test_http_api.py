@@ -1,4 +1,4 @@
-"""HTTP responses, byte by byte where clients depend on it."""
+"""HTTP responses, compared exactly where clients depend on the bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "te
 
 
 def events(answer: httpx.Response) -> list[Any]:
-    """The JSON of each event; checks how they are framed."""
+    """The JSON of each event; checks the framing of events."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     *parts, end = answer.text.split("\n\n")
@@ -62,7 +62,7 @@ def test_usage_at_the_end_and_with_every_chunk(client: httpx.Client) -> None:
         assert counted == sorted(counted) and counted[-1] == last["usage"]["completion_tokens"] > 0
 
 
-def test_a_chat_stream_opens_with_the_role_and_closes_with_the_reason(client: httpx.Client) -> None:
+def test_a_chat_stream_begins_with_the_role_and_ends_with_the_finish_reason(client: httpx.Client) -> None:
     first, *pieces, last = events(client.post("/v1/chat/completions", json={**CHAT, "stream": True}))
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"] == [
@@ -89,7 +89,7 @@ def test_lists_of_prompts_in_every_form(client: httpx.Client) -> None:
 
 
 def test_log_likelihoods_of_a_prompt_are_those_of_llm(client: httpx.Client) -> None:
-    """As lm_eval asks for them: token ids, echo, one token more."""
+    """As lm_eval requests them: token ids, echo, one more token."""
     prompts = ["The capital of France is Paris", "Once upon a time there was a cat"]
     with LLM("demo", kv_cache_memory_bytes=64 << 20) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
@@ -133,7 +133,7 @@ def test_tokens_by_their_ids_and_logprobs_of_the_prompt(client: httpx.Client) ->
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_logprobs_of_the_prompt_come_with_the_first_chunk_of_a_stream(client: httpx.Client, count: int) -> None:
-    # Long enough that a busy reader does not find all of its pieces put together.
+    # Long enough that a slow reader does not get all chunks merged into one.
     ask = {**STORY, "prompt_logprobs": count, "stream": True, "max_tokens": 200, "ignore_eos": True}
     choices = [event["choices"][0] for event in events(client.post("/v1/completions", json=ask))]
     assert len(choices) > 1 and choices[0]["prompt_logprobs"][0] is None
@@ -159,7 +159,7 @@ def test_a_repeated_prompt_is_counted_as_cached(client: httpx.Client) -> None:
     assert other["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_null_and_unknown_fields_count_as_not_given(client: httpx.Client) -> None:
+def test_null_and_unknown_fields_are_ignored(client: httpx.Client) -> None:
     nothing = dict.fromkeys(("stop", "n", "seed", "logprobs", "stream", "suffix", "logit_bias", "user", "top_p"))
     plain = client.post("/v1/completions", json=STORY).json()["choices"]
     odd = client.post("/v1/completions", json={**STORY, **nothing, "made_up": {"by": ["somebody"]}})
@@ -215,13 +215,13 @@ def test_models_version_load_and_health(client: httpx.Client) -> None:
     page = client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "/v1/chat/completions" in page.text and "max_completion_tokens" in page.text
-    assert "//" not in re.sub(r"<code>.*?</code>", "", page.text).replace("</", "")  # nothing from elsewhere
+    assert "//" not in re.sub(r"<code>.*?</code>", "", page.text).replace("</", "")  # no resources from other hosts
     document = client.get("/openapi.json").json()
     assert "prompt" in document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert "/v1/completions" in document["paths"]
 
 
-def test_at_rest_it_uses_less_than_a_hundredth_of_a_processor(server: ServerProcess, client: httpx.Client) -> None:
+def test_an_idle_server_uses_less_than_one_percent_of_a_cpu(server: ServerProcess, client: httpx.Client) -> None:
     wait_idle(client)
     assert_idle(server)
 
@@ -239,7 +239,7 @@ def test_the_playground_is_one_file_that_connects_to_this_server_only(client: ht
         assert f'id="{name}"' in answer.text
 
 
-def test_metrics_have_short_lists_of_labels(client: httpx.Client, server: ServerProcess) -> None:
+def test_metrics_have_few_label_values(client: httpx.Client, server: ServerProcess) -> None:
     client.post("/v1/completions", json=STORY)
     for i in range(20):
         client.get(f"/made/up/{i}")
@@ -252,8 +252,8 @@ def test_metrics_have_short_lists_of_labels(client: httpx.Client, server: Server
     assert "other" in handlers and len(handlers) < 25
 
 
-def test_chunks_of_characters_are_whole_characters(client: httpx.Client) -> None:
-    """Whatever bytes the model makes, pieces are text, and add up to the text of the whole answer."""
+def test_multi_byte_characters_are_not_split_between_chunks(client: httpx.Client) -> None:
+    """Whatever bytes the model generates, chunks are valid text, and add up to the text of the whole answer."""
     ask = {
         "model": "demo",
         "prompt": "Ωδ ü 猫 🦊",

@@ -1,4 +1,5 @@
-"""HTTP plugins on a real server: they need keys like its own routes, and a broken one does not harm it."""
+"""HTTP plugins on a real server: their routes need keys like the server's own, and a broken plugin does not harm the
+server."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RANK = {"question": "The capital of France is", "answers": [" Paris.", " xylopho
 
 
 def install_example(site: Path) -> list[str]:
-    """What to put on the search path so that mvllm-example-http is installed."""
+    """The search path entry that installs mvllm-example-http."""
     folder = ROOT / "plugins" / "example-http"
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     [(name, value)] = project["entry-points"]["mvllm.http"].items()
@@ -30,7 +31,7 @@ def install_example(site: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def plugged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server_with_plugins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("plugged")
     path = [*install_example(folder / "site"), os.environ.get("PYTHONPATH", "")]
     broken = folder / "broken"
@@ -44,8 +45,8 @@ def plugged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 
 
 @pytest.fixture(scope="module")
-def client(plugged: ServerProcess) -> Iterator[httpx.Client]:
-    with plugged.client(headers=KEY) as client:
+def client(server_with_plugins: ServerProcess) -> Iterator[httpx.Client]:
+    with server_with_plugins.client(headers=KEY) as client:
         yield client
 
 
@@ -87,15 +88,19 @@ def test_a_stream_has_the_lines_of_a_completion(client: httpx.Client) -> None:
         ("GET", "nothing", None, 404),
     ],
 )
-def test_errors_have_the_servers_shape(client: httpx.Client, method: str, path: str, body: object, status: int) -> None:
+def test_errors_have_the_servers_format(
+    client: httpx.Client, method: str, path: str, body: object, status: int
+) -> None:
     answer = client.request(method, f"/plugins/answers/{path}", json=body)
     assert answer.status_code == status, answer.text
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_its_routes_need_the_key_and_are_in_the_documents(plugged: ServerProcess, client: httpx.Client) -> None:
+def test_its_routes_need_the_key_and_are_in_the_openapi_schema(
+    server_with_plugins: ServerProcess, client: httpx.Client
+) -> None:
     assert client.get("/plugins/answers/count", params={"text": "a b"}).json()["count"] > 0
-    with plugged.client() as stranger:
+    with server_with_plugins.client() as stranger:
         answer = stranger.post("/plugins/answers/rank", json=RANK)
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
         assert stranger.get("/plugins/acme").status_code == 401
@@ -103,36 +108,38 @@ def test_its_routes_need_the_key_and_are_in_the_documents(plugged: ServerProcess
     assert "/plugins/answers/rank" in document["paths"] and "/v1/responses" in document["paths"]
     assert client.get("/docs").status_code == 200
     assert 'handler="/plugins/answers/..."' in client.get("/metrics").text
-    assert b" 401 " in plugged.exchange(raw_post("/plugins/answers/rank", b"{}"))
+    assert b" 401 " in server_with_plugins.exchange(raw_post("/plugins/answers/rank", b"{}"))
 
 
-def test_fields_that_a_route_does_not_know_are_reported(client: httpx.Client, plugged: ServerProcess) -> None:
+def test_fields_that_a_route_does_not_know_are_reported(
+    client: httpx.Client, server_with_plugins: ServerProcess
+) -> None:
     answer = client.post("/plugins/answers/rank", json={**RANK, "questoin": "x"})
     assert answer.status_code == 200 and answer.headers["x-mvllm-unknown-fields"] == "questoin"
     with (
-        plugged.client(headers=KEY) as client,
+        server_with_plugins.client(headers=KEY) as client,
         client.stream(
             "POST", "/v1/completions", json={"prompt": "x", "topk": 3, "stream": True, "max_tokens": 1}
         ) as stream,
     ):
         assert stream.headers["x-mvllm-unknown-fields"] == "topk"
-    assert "unknown field topk of a request to /v1/completions. Did you mean top_k?" in plugged.log
+    assert "unknown field topk of a request to /v1/completions. Did you mean top_k?" in server_with_plugins.log
 
 
-def test_the_chat_template_selects_the_parser_of_calls(client: httpx.Client, plugged: ServerProcess) -> None:
-    """It has nothing to do with plugins; this server has a template that shows a format."""
-    assert "Tool call parser hermes, detected from the chat template" in plugged.log
+def test_the_chat_template_selects_the_tool_parser(client: httpx.Client, server_with_plugins: ServerProcess) -> None:
+    """Not about plugins: this server's template contains a tool-call format."""
+    assert "Tool call parser hermes, detected from the chat template" in server_with_plugins.log
     ask = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL], "max_tokens": 2}
     assert client.post("/v1/chat/completions", json=ask).status_code == 200
 
 
 def test_a_plugin_that_raises_while_loading_loses_only_its_own_routes(
-    plugged: ServerProcess, client: httpx.Client
+    server_with_plugins: ServerProcess, client: httpx.Client
 ) -> None:
     for path in ("/plugins/acme/rank", "/plugins/acme/anything/else"):
         answer = client.get(path)
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "plugin_failed"
-    assert "acme-routes 0.1.0" in plugged.log and "no licence" in plugged.log
+    assert "acme-routes 0.1.0" in server_with_plugins.log and "no licence" in server_with_plugins.log
     assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
 

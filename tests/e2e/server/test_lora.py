@@ -1,4 +1,4 @@
-"""A server with LoRA adapters: each is a model of its own name, and administrators load and unload them."""
+"""A server with LoRA adapters: each is a model with its own name, and administrators load and unload them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Adapters:
         self.paths = {name: write_adapter(folder / name, self.checkpoint, seed=i) for i, name in enumerate("ab")}
 
     def tokens(self, name: str | None) -> list[int]:
-        """Greedy, by transformers."""
+        """Greedy tokens by transformers."""
         model: PreTrainedModel = merged(self.checkpoint, None if name is None else self.paths[name])
         ids = list(PROMPT)
         with torch.inference_mode():
@@ -80,7 +80,7 @@ def cards(client: httpx.Client) -> dict[str, Any]:
     return {card["id"]: card for card in client.get("/v1/models").json()["data"]}
 
 
-def test_an_adapter_is_a_model_of_its_own_name(client: httpx.Client, adapters: Adapters) -> None:
+def test_an_adapter_is_a_model_with_its_own_name(client: httpx.Client, adapters: Adapters) -> None:
     listed = cards(client)
     assert list(listed) == ["plain", "first"]
     assert listed["first"]["parent"] == "plain" and listed["first"]["root"] == str(adapters.paths["a"])
@@ -103,14 +103,14 @@ def test_administrators_load_and_unload_adapters(client: httpx.Client, adapters:
     loaded = post(client, "/v1/load_lora_adapter", lora_name="second", lora_path=path)
     assert loaded.status_code == 200 and loaded.json()["id"] == "second", loaded.text
     assert generated(client, "second") == adapters.tokens("b")
-    for name in ("second", "first", "plain"):  # taken
+    for name in ("second", "first", "plain"):  # the name is taken
         again = post(client, "/v1/load_lora_adapter", lora_name=name, lora_path=path)
         assert again.status_code == 400 and again.json()["error"]["param"] == "lora_name"
 
     assert post(client, "/v1/unload_lora_adapter", lora_name="second").status_code == 200
     assert post(client, "/v1/unload_lora_adapter", lora_name="second").status_code == 404
     assert client.post("/v1/completions", json={"model": "second", "prompt": "x"}).status_code == 404
-    # The same name for another adapter: nothing of what the other one computed is found again.
+    # The same name for another adapter: no cached prefix of the earlier adapter is reused.
     other = post(client, "/v1/load_lora_adapter", lora_name="second", lora_path=str(adapters.paths["a"]))
     assert other.status_code == 200
     assert generated(client, "second") == adapters.tokens("a")

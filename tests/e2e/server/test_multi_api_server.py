@@ -29,7 +29,7 @@ def process(server: ServerProcess, name: str) -> psutil.Process:
 
 
 def clients_of_each(server: ServerProcess, stack: ExitStack, count: int = 2) -> list[httpx.Client]:
-    """For each API server a client with one connection, which is to that one: the others stood still as it was made."""
+    """One client per API server, with one connection to it: the other servers are suspended while it connects."""
     servers = [process(server, f"ApiServer_{index}") for index in range(count)]
     clients = []
     for one in servers:
@@ -48,7 +48,7 @@ def clients_of_each(server: ServerProcess, stack: ExitStack, count: int = 2) -> 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The last test of this module ends it by killing one of its processes."""
+    """The last test of this module ends the server by killing one of its processes."""
     folder = tmp_path_factory.mktemp("several")
     with ServerProcess(folder, "demo", "--port", "0", *TWO_AND_TWO, *SMALL, **ADMIN) as server:
         yield server.wait_ready()
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_a_request_alone_on_each_server(server: ServerProces
     cores = [process(server, f"EngineCore_DP{rank}") for rank in range(2)]
     busy = [sum(core.cpu_times()[:2]) for core in cores]
     ask = [(server, prompt) for prompt in prompts * 4]
-    with ThreadPoolExecutor(16) as pool, server.client() as anybody:  # over many connections, to both
+    with ThreadPoolExecutor(16) as pool, server.client() as anybody:  # over many connections, to both servers
         together = list(pool.map(lambda each: complete(anybody, each[1])["choices"][0]["text"], ask))
     assert together == alone * 4
     assert all(sum(core.cpu_times()[:2]) > earlier for core, earlier in zip(cores, busy))
@@ -102,7 +102,7 @@ def test_metrics_of_each_api_server_cover_all_of_them(both: list[httpx.Client]) 
         wait_until(lambda client=client: counter(client, completions) - before[completions] == 5, 60, str(before))
         assert counter(client, names[0]) - before[names[0]] == 35
     blocks = [line for client in both for line in client.get("/metrics").text.splitlines() if "cache_config" in line]
-    assert len(set(blocks)) == 3 and len(blocks) == 6  # the same, with its two lines of comment
+    assert len(set(blocks)) == 3 and len(blocks) == 6  # the same, with its two comment lines
 
 
 def test_running_requests_are_seen_by_both_servers_and_counted_once(
@@ -111,7 +111,7 @@ def test_running_requests_are_seen_by_both_servers_and_counted_once(
     for client in both:
         wait_idle(client)
     with server.client() as third, third.stream("POST", "/v1/completions", json=LONG) as stream:
-        lines = stream.iter_lines()  # whose end would be the stream's
+        lines = stream.iter_lines()  # the iterator must stay alive: closing it closes the stream
         next(lines)
         for client in both:
             seen: list[tuple[int, int]] = []
@@ -127,7 +127,7 @@ def test_running_requests_are_seen_by_both_servers_and_counted_once(
         wait_idle(client)
 
 
-def test_the_same_request_id_at_both_servers_is_two_requests(both: list[httpx.Client]) -> None:
+def test_both_servers_may_have_requests_with_the_same_id(both: list[httpx.Client]) -> None:
     prompts = ["A cat sat on", "The moon is a"]
     alone = [complete(both[0], prompt)["choices"][0]["text"] for prompt in prompts]
 
@@ -145,7 +145,7 @@ def test_the_same_request_id_at_both_servers_is_two_requests(both: list[httpx.Cl
             assert list(pool.map(ask, range(2))) == alone
 
 
-def test_sleep_at_one_server_is_sleep_at_both(both: list[httpx.Client]) -> None:
+def test_sleep_on_one_server_applies_to_both(both: list[httpx.Client]) -> None:
     key = {"Authorization": "Bearer boss"}
     assert both[0].post("/sleep", headers=key).json() == {"is_sleeping": True}
     assert both[1].get("/is_sleeping", headers=key).json() == {"is_sleeping": True}
@@ -156,15 +156,15 @@ def test_sleep_at_one_server_is_sleep_at_both(both: list[httpx.Client]) -> None:
     assert complete(both[0], "x")["choices"]
 
 
-def test_a_signal_to_the_group_reaches_the_started_process_alone(server: ServerProcess) -> None:
-    """As a terminal's Ctrl-C does: the others hear of it from their parent, in good order."""
+def test_a_signal_to_the_process_group_reaches_only_the_parent(server: ServerProcess) -> None:
+    """As Ctrl-C in a terminal does: the parent then stops the other processes in order."""
     children = server.pids() - {server.process.pid}
     assert len(children) == 5 and all(os.getpgid(pid) == pid for pid in children)
     assert os.getpgid(server.process.pid) == os.getpgid(0)
 
 
 def test_other_users_can_reach_only_the_port(server: ServerProcess) -> None:
-    """Of all sockets of all processes, one address listens on a network; the rest has no name in any folder."""
+    """Of all sockets of all processes, one address listens on a network; the other sockets have no file system path."""
     listening, unix = set(), set()
     for pid in server.pids():
         for connection in psutil.Process(pid).net_connections("all"):
@@ -173,20 +173,20 @@ def test_other_users_can_reach_only_the_port(server: ServerProcess) -> None:
             elif connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM:
                 listening.add((connection.laddr.ip, connection.laddr.port))
     assert listening == {server.address}
-    assert any(name.startswith("@mvllm-") for name in unix)  # abstract: the kernel says who connects
+    assert any(name.startswith("@mvllm-") for name in unix)  # abstract socket: the server checks the peer's credentials
     assert all(not name or name.startswith("@") for name in unix), unix
 
 
-def test_at_rest_it_uses_less_than_a_hundredth_of_a_processor(server: ServerProcess, both: list[httpx.Client]) -> None:
+def test_an_idle_server_uses_less_than_one_percent_of_a_cpu(server: ServerProcess, both: list[httpx.Client]) -> None:
     for client in both:
         wait_idle(client)
     assert_idle(server)
 
 
 def test_the_death_of_the_coordinator_ends_the_server(server: ServerProcess, both: list[httpx.Client]) -> None:
-    """Keep it last: it ends the server of this module."""
+    """Must be the last test: it ends the server of this module."""
     for rank in range(2):
-        process(server, f"EngineCore_DP{rank}").suspend()  # so that the request is under way
+        process(server, f"EngineCore_DP{rank}").suspend()  # so that the request stays in flight
     before = shared_memory_names()
     with both[0].stream("POST", "/v1/completions", json=LONG) as stream:
         process(server, "DPCoordinator").kill()
@@ -200,13 +200,14 @@ def test_the_death_of_the_coordinator_ends_the_server(server: ServerProcess, bot
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_when_an_api_server_dies_or_hangs_the_others_finish_their_requests(tmp_path: Path, number: int) -> None:
-    """Its own requests are dropped, so that nothing computes for nobody meanwhile. The server ends, with status 1."""
+    """The requests of the dead or hung server are aborted, so that nothing computes for them. The server exits with
+    status 1."""
     before = shared_memory_names()
     arguments = ("--port", "0", "--api-server-count", "2", "--shutdown-timeout", "300", "--api-server-timeout", "8")
     with ServerProcess(tmp_path, "demo", *arguments, *SMALL) as server, ExitStack() as stack:
         clients = clients_of_each(server.wait_ready(), stack)
         core = server.engine_core()
-        core.suspend()  # so that both are under way for as long as we look
+        core.suspend()  # so that both requests stay in flight
         asks = [{**LONG, "max_tokens": 40}, LONG]
         streams = [
             stack.enter_context(client.stream("POST", "/v1/completions", json=ask))
@@ -236,7 +237,7 @@ def test_the_death_or_hang_of_each_process_ends_the_server(tmp_path: Path, victi
             complete(client, "Once upon")
         if victim == "the parent":
             server.process.kill()
-        elif victim == "DPCoordinator":  # whose death ends the server of this module
+        elif victim == "DPCoordinator":  # its death is tested by test_the_death_of_the_coordinator_ends_the_server
             process(server, victim).suspend()
         else:
             process(server, victim).kill()
@@ -246,7 +247,7 @@ def test_the_death_or_hang_of_each_process_ends_the_server(tmp_path: Path, victi
 
 
 @pytest.mark.exhaustive
-def test_sigterm_lets_all_of_them_finish(tmp_path: Path) -> None:
+def test_after_sigterm_all_requests_finish(tmp_path: Path) -> None:
     before = shared_memory_names()
     path = tmp_path / "socket"
     arguments = ("--uds", str(path), *TWO_AND_TWO, "--shutdown-timeout", "300", *SMALL)
@@ -287,7 +288,7 @@ def test_a_hung_core_is_ended_by_its_parent_with_its_stacks(tmp_path: Path) -> N
         assert "has given no sign of life" in server.log
 
 
-def test_errors_at_the_start_are_those_of_a_single_server(tmp_path: Path) -> None:
+def test_startup_errors_are_those_of_a_single_server(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

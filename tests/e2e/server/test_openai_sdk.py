@@ -1,4 +1,4 @@
-"""The real OpenAI SDK with a real server: it reads what `LLM` generates."""
+"""The real OpenAI SDK with a real server: it returns the text of `LLM`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_greedy_completions_have_the_tokens_of_llm(sdk: OpenAI, llm: LLM) -> Non
     assert together.usage is not None and together.usage.completion_tokens == 4 * 24
 
 
-def test_streams_of_many_at_once_have_the_tokens_of_llm(server: ServerProcess, llm: LLM) -> None:
+def test_many_concurrent_streams_have_the_tokens_of_llm(server: ServerProcess, llm: LLM) -> None:
     prompts = [f"{PROMPTS[i % 4]} {i}" for i in range(24)]
     expected = [output.outputs[0] for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
@@ -108,14 +108,14 @@ def test_chat_logprobs(sdk: OpenAI) -> None:
     for entry in content:
         assert len(entry.top_logprobs) == 2 and entry.logprob == entry.top_logprobs[0].logprob <= 0
         assert bytes(entry.bytes).decode(errors="replace") == entry.token
-    text = b"".join(bytes(entry.bytes) for entry in content[:-1])  # the last one ends the answer
+    text = b"".join(bytes(entry.bytes) for entry in content[:-1])  # the EOS token ends the answer
     assert text.decode() == answer.choices[0].message.content
     pieces = [chunk.choices[0].logprobs for chunk in sdk.chat.completions.create(**ask, stream=True)]
     assert [e for piece in pieces if piece is not None for e in piece.content] == content
 
 
-def test_tools_are_called_and_answered(sdk: OpenAI) -> None:
-    """At once and in pieces, put together by the SDK itself; what was called goes back with the tool's answer."""
+def test_tool_calls_and_tool_answers(sdk: OpenAI) -> None:
+    """Complete and streamed, assembled by the SDK; the tool call is sent back with the tool's answer."""
     ask: dict[str, Any] = {"model": "demo", "messages": QUESTION, "temperature": 0, "max_tokens": 600}
     tools = {"tools": [openai.pydantic_function_tool(City)], "tool_choice": "required", "parallel_tool_calls": False}
     answer = sdk.chat.completions.parse(**ask, **tools)

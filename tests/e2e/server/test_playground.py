@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser. With WRITE_PICTURES in the environment, the picture in the docs is taken anew."""
+"""The page at `/` in a real browser. If the variable WRITE_PICTURES is set, the test renews the picture in the docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings, classes, scores and ranks over HTTP, compared with `LLM` for the same texts; and their errors."""
+"""Embeddings, classification, scores and reranking over HTTP, compared with `LLM` for the same texts; and errors."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def judge_scores() -> np.ndarray:
-    """Of the documents for the query."""
+    """Scores of the documents for the query."""
     with LLM(str(zoo.checkpoint("BertForSequenceClassification", labels=1, tokenizer=True))) as llm:
         return np.array([output.outputs.score for output in llm.score(QUERY, DOCUMENTS, use_tqdm=False)])
 
 
 @pytest.fixture(scope="module")
 def vectors() -> np.ndarray:
-    """Of the query and the documents."""
+    """Embeddings of the query and the documents."""
     with LLM(str(zoo.checkpoint("BertModel", labels=1, tokenizer=True))) as llm:
         return np.array([output.outputs.embedding for output in llm.embed([QUERY, *DOCUMENTS], use_tqdm=False)])
 
@@ -114,7 +114,7 @@ def test_an_encoder_returns_embeddings_and_scores(encoder: httpx.Client, vectors
     np.testing.assert_allclose(found, vectors, **CLOSE)
     each_token = ask(encoder, "/pooling", input=QUERY, task="token_embed")["data"][0]["data"]
     assert len(each_token) == ask(encoder, "/v1/embeddings", input=QUERY)["usage"]["prompt_tokens"]
-    np.testing.assert_allclose(each_token[0], vectors[0], **CLOSE)  # that of the first token is the prompt's
+    np.testing.assert_allclose(each_token[0], vectors[0], **CLOSE)  # the score of the prompt is at its first token
     np.testing.assert_allclose(
         scores_of(ask(encoder, "/score", text_1=QUERY, text_2=DOCUMENTS)), vectors[1:] @ vectors[0], **CLOSE
     )

@@ -96,7 +96,7 @@ def test_none_of_many_random_bodies_causes_a_500(client: httpx.Client, request: 
 
 
 async def traffic(url: str, num_requests: int, at_once: int, seed: int) -> dict[str, int]:
-    """Random requests, good and bad, read to their end or left; returns how each kind ended."""
+    """Random valid and invalid requests, read to their end or disconnected; returns how many of each kind ended."""
     rng = random.Random(seed)
     ended = {"answered": 0, "refused": 0, "left": 0}
     limit = asyncio.Semaphore(at_once)
@@ -129,19 +129,19 @@ async def traffic(url: str, num_requests: int, at_once: int, seed: int) -> dict[
     return ended
 
 
-def soak(server: ServerProcess, client: httpx.Client, num_requests: int, at_once: int) -> None:
-    """Warms up, takes stock, lets the traffic pass, and takes stock again."""
+def check_resources(server: ServerProcess, client: httpx.Client, num_requests: int, at_once: int) -> None:
+    """Warms up, records the server's resources, runs the traffic, and compares the resources."""
     me = psutil.Process(server.process.pid)
     processes = [me, server.engine_core()]
 
-    def stock() -> tuple[list[int], list[int], int]:
+    def resources() -> tuple[list[int], list[int], int]:
         wait_idle(client)
         lines = client.get("/metrics").text.splitlines()
         series = sum(not line.startswith("#") and "http_re" not in line for line in lines)
         return [p.num_fds() for p in processes], [p.num_threads() for p in processes], series
 
     def memory() -> list[int]:
-        """Bytes, once they no longer grow: while nobody computes, a fresh KV cache is being touched."""
+        """Resident bytes, once they no longer grow: an idle core still touches the pages of a new KV cache."""
         found = [p.memory_info().rss for p in processes]
         for _ in range(30):
             time.sleep(1)
@@ -151,10 +151,10 @@ def soak(server: ServerProcess, client: httpx.Client, num_requests: int, at_once
         return found
 
     asyncio.run(traffic(server.url, min(num_requests, 400), at_once, seed=1))
-    before, bytes_before = stock(), memory()
+    before, bytes_before = resources(), memory()
     ended = asyncio.run(traffic(server.url, num_requests, at_once, seed=2))
     assert sum(ended.values()) == num_requests and all(ended.values()), ended
-    after = stock()
+    after = resources()
     for was, now in zip(before[0] + before[1], after[0] + after[1], strict=True):
         assert now <= was + 3, (before, after)
     assert after[2] == before[2]
@@ -166,10 +166,10 @@ def soak(server: ServerProcess, client: httpx.Client, num_requests: int, at_once
 
 
 def test_no_state_is_left_after_300_requests(server: ServerProcess, client: httpx.Client) -> None:
-    soak(server, client, 300, 40)
+    check_resources(server, client, 300, 40)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_no_state_is_left_after_20000_requests(server: ServerProcess, client: httpx.Client) -> None:
-    soak(server, client, 20_000, 200)
+    check_resources(server, client, 20_000, 200)

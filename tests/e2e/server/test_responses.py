@@ -72,13 +72,13 @@ def test_a_response_has_the_text_of_a_chat_completion_with_and_without_stream(sd
 
 
 def test_a_long_response_arrives_while_it_is_generated(sdk: OpenAI) -> None:
-    """Pieces that wait for a busy reader are put together, so a short answer may well be a single one."""
+    """Deltas that wait for a slow reader are merged, so a short answer may be a single delta."""
     ask: dict[str, Any] = {"model": "demo", "input": QUESTION, "max_output_tokens": 300, "stream": True}
     events = list(sdk.responses.create(**ask, extra_body={"ignore_eos": True}))
     assert sum(event.type == "response.output_text.delta" for event in events) > 1
 
 
-def test_a_model_of_pydantic_is_what_parse_returns(sdk: OpenAI) -> None:
+def test_parse_returns_a_pydantic_model(sdk: OpenAI) -> None:
     ask: dict[str, Any] = {"model": "demo", "input": QUESTION, "max_output_tokens": 300, "text_format": City}
     assert isinstance(sdk.responses.parse(**ask).output_parsed, City)
     with sdk.responses.stream(**ask) as stream:
@@ -103,7 +103,7 @@ def test_a_conversation_continues_until_it_is_deleted(sdk: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         sdk.responses.create(model="demo", input="x", previous_response_id=first.id)
     assert caught.value.param == "previous_response_id"
-    # What came after it stands on its own.
+    # The later response does not depend on the deleted one.
     assert sdk.responses.create(model="demo", input="x", previous_response_id=second.id, temperature=0).output_text
 
 

@@ -1,4 +1,4 @@
-"""Sampling fields over HTTP: biases of logits, ranked outputs, truncated prompts."""
+"""Sampling fields over HTTP: logit bias, ranked outputs, truncated prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def choices(client: httpx.Client, path: str = PATH, **ask: Any) -> list[dict[str
     return found
 
 
-def test_single_logits(client: httpx.Client) -> None:
+def test_logit_bias_allowed_tokens_and_bad_words(client: httpx.Client) -> None:
     [free] = choices(client, return_token_ids=True)
     first, second = free["token_ids"][0], free["token_ids"][1]
     [biased] = choices(client, return_token_ids=True, logit_bias={str(second): 100})
@@ -34,7 +34,7 @@ def test_single_logits(client: httpx.Client) -> None:
     assert f" {word}" not in without["text"] and not without["text"].startswith(word)
 
 
-def test_best_of_gives_the_most_probable_of_all(client: httpx.Client) -> None:
+def test_best_of_returns_the_most_probable_sequences(client: httpx.Client) -> None:
     ask = {"temperature": 1.2, "seed": 7, "logprobs": 0}
     every = choices(client, n=5, **ask)
     ranked = sorted(every, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
@@ -89,7 +89,7 @@ def test_vllm_xargs_are_accepted_and_have_no_effect_without_a_plugin(client: htt
 
 
 def test_long_lists_for_many_sequences_are_rejected_at_once(server: ServerProcess, client: httpx.Client) -> None:
-    """They would be checked and sent for each sequence, and hold up everybody for half a minute."""
+    """They would be checked and sent for each sequence, and block other requests for half a minute."""
     words = ["ab cd ef " * 8 + str(i) for i in range(128)]
     many = {"prompt": [[5]] * 2048, "max_tokens": 1}
     long = {"allowed_token_ids": list(range(320)), "stop_token_ids": list(range(320))}

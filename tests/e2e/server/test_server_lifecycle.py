@@ -1,4 +1,4 @@
-"""Start and end of a server: its logs, its requests, and its exit status."""
+"""Start and shutdown of a server: its logs, its requests, and its exit status."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def test_a_port_in_use_is_reported_before_the_model_is_loaded(tmp_path: Path) ->
         (["demo", "--skip-tokenizer-init"], "--skip-tokenizer-init"),
     ],
 )
-def test_errors_at_the_start_are_one_line(tmp_path: Path, arguments: list[str], says: str) -> None:
+def test_startup_errors_are_one_line(tmp_path: Path, arguments: list[str], says: str) -> None:
     with ServerProcess(tmp_path, *arguments, "--port", "0", *SMALL) as server:
         assert server.wait(120) in (1, 2)
     assert says in server.log and "Traceback" not in server.log
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_during_the_start_ends_the_server_in_order(tmp_path: Path, number: int, status: int) -> None:
-    """As soon as Python runs our first lines; and again when there is something on disk."""
+def test_a_signal_during_startup_shuts_the_server_down_cleanly(tmp_path: Path, number: int, status: int) -> None:
+    """As soon as Python runs mvllm's first lines, and again once the socket file exists."""
     path = tmp_path / "socket"
     for moment in (handles_signals, lambda pid: path.exists()):
         with ServerProcess(tmp_path, "demo", "--uds", str(path), *SMALL) as server:
@@ -63,16 +63,16 @@ def test_a_signal_during_the_start_ends_the_server_in_order(tmp_path: Path, numb
 
 
 def handles_signals(pid: int) -> bool:
-    """Whether a process has a handler of its own for SIGTERM, as the kernel knows."""
+    """Whether a process has a handler for SIGTERM, according to the kernel."""
     caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_while_the_model_is_loaded_the_server_is_live_but_not_ready(tmp_path: Path) -> None:
-    """And Ctrl-C ends it at once, with all that it has started."""
+    """Ctrl-C ends it at once, with all processes that it started."""
     before = shared_memory_names()
     with ServerProcess(tmp_path, "demo", "--port", "0", *SMALL) as server, server.client() as client:
-        server.engine_core().suspend()  # it cannot begin while its process stands still
+        server.engine_core().suspend()  # it cannot start while its process is suspended
         assert client.get("/health/live").status_code == client.get("/health").status_code == 200
         ready = client.get("/health/ready")
         assert (ready.status_code, ready.json()) == (503, {"status": "the server is loading"})
@@ -97,7 +97,7 @@ def test_a_full_queue_is_429_and_sigterm_lets_requests_finish(tmp_path: Path) ->
         core = server.engine_core()
         transport = httpx.HTTPTransport(uds=str(socket_path))
         with httpx.Client(transport=transport, base_url="http://server", timeout=120) as client, ExitStack() as stack:
-            core.suspend()  # so that requests are under way for as long as we look
+            core.suspend()  # so that the requests stay in flight
             ask = {**LONG, "stream": True}
             streams = [stack.enter_context(client.stream("POST", "/v1/completions", json=ask)) for _ in range(2)]
             refused = client.post("/v1/completions", json=LONG)
@@ -124,14 +124,14 @@ def test_a_hung_engine_is_unhealthy_and_a_second_signal_aborts_its_requests(tmp_
         server.wait_ready()
         core = server.engine_core()
         core.suspend()
-        assert client.get("/health/live").status_code == 200  # it has nothing to do
+        assert client.get("/health/live").status_code == 200  # it is idle
         with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
             wait_until(lambda: client.get("/health/live").status_code == 503, 60, "it has, and does nothing")
             assert "no sign of life" in client.get("/health").json()["status"]
             assert client.get("/health/ready").status_code == 503
             server.signal(signal.SIGHUP)
             server.wait_for_log("SIGHUP: no new requests")
-            server.signal(signal.SIGHUP)  # as a terminal that closes
+            server.signal(signal.SIGHUP)  # like a terminal that closes
             for _ in range(20):
                 assert client.get("/health/ready").status_code == 503
             assert "Aborting" not in server.log
@@ -147,7 +147,7 @@ def test_when_the_engine_dies_requests_fail_and_the_exit_status_is_1(tmp_path: P
     with ServerProcess(tmp_path, "demo", "--port", "0", *SMALL) as server, server.client() as client:
         server.wait_ready()
         core = server.engine_core()
-        core.suspend()  # else it may have finished before it is killed
+        core.suspend()  # otherwise it may finish before it is killed
         with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
             with socket.create_connection(server.address, timeout=60) as other:
                 other.sendall(raw_post("/v1/completions", json.dumps(LONG).encode()))

@@ -33,11 +33,11 @@ POINT = {
 }
 POINT_FORMAT = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT}}
 NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "point", "schema": {"type": "made up"}}}
-SLOW = {"type": "integer", "multipleOf": 999983}  # compiling it takes many seconds, and memory
+SLOW = {"type": "integer", "multipleOf": 999983}  # compiling it takes many seconds and much memory
 DEEP = json.loads('{"not":' * 90 + "{}" + "}" * 90)
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": POINT}}
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": POINT}}
-ROOM = 500  # a call with as much white space as there may be
+ROOM = 500  # a call with the maximum amount of white space
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
@@ -66,8 +66,8 @@ def events(client: httpx.Client, path: str, ask: dict[str, Any]) -> list[dict[st
     return [json.loads(line[6:])["choices"][0] for line in answer.text.split("\n\n") if line.startswith("data: {")]
 
 
-def both(client: httpx.Client, path: str, ask: dict[str, Any]) -> tuple[str, str]:
-    """The text of an answer and why it ended, at once; streamed they are the same."""
+def complete_and_stream(client: httpx.Client, path: str, ask: dict[str, Any]) -> tuple[str, str]:
+    """Text and finish reason of an answer; asserts that the streamed answer is the same."""
     answer = client.post(path, json=ask)
     assert answer.status_code == 200, answer.text
     [choice] = answer.json()["choices"]
@@ -80,8 +80,8 @@ def both(client: httpx.Client, path: str, ask: dict[str, Any]) -> tuple[str, str
     return text, choice["finish_reason"]
 
 
-def refusal(client: httpx.Client, path: str, ask: dict[str, Any]) -> dict[str, Any]:
-    """The error of a 400, which is the same for a stream."""
+def error_of_400(client: httpx.Client, path: str, ask: dict[str, Any]) -> dict[str, Any]:
+    """The error of a 400; asserts that a stream gets the same."""
     answers = [client.post(path, json={**ask, "stream": stream}) for stream in (False, True)]
     assert [answer.status_code for answer in answers] == [400, 400], [answer.text for answer in answers]
     assert answers[0].json() == answers[1].json() and answers[1].headers["content-type"] == "application/json"
@@ -90,7 +90,7 @@ def refusal(client: httpx.Client, path: str, ask: dict[str, Any]) -> dict[str, A
     return error
 
 
-def test_a_model_of_pydantic_is_what_parse_returns(sdk: OpenAI) -> None:
+def test_parse_returns_a_pydantic_model(sdk: OpenAI) -> None:
     ask: dict[str, Any] = {
         "messages": QUESTION["messages"],
         "model": "demo",
@@ -107,43 +107,45 @@ def test_a_model_of_pydantic_is_what_parse_returns(sdk: OpenAI) -> None:
 @pytest.mark.parametrize(("path", "ask"), [(COMPLETIONS, STORY), (CHAT, QUESTION)], ids=["completions", "chat"])
 class TestForms:
     def test_a_schema(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
-        text, reason = both(client, path, {**ask, "response_format": POINT_FORMAT, "max_tokens": ROOM})
+        text, reason = complete_and_stream(client, path, {**ask, "response_format": POINT_FORMAT, "max_tokens": ROOM})
         point = json.loads(text)
         assert reason == "stop" and list(point) == ["x", "on"]
         assert 0 <= point["x"] <= 99 and isinstance(point["on"], bool)
 
     def test_an_object(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
-        text, reason = both(client, path, {**ask, "response_format": {"type": "json_object"}})
+        text, reason = complete_and_stream(client, path, {**ask, "response_format": {"type": "json_object"}})
         assert text.startswith("{") and (reason == "length" or isinstance(json.loads(text), dict))
 
     def test_response_format_text_leaves_the_output_free(
         self, client: httpx.Client, path: str, ask: dict[str, Any]
     ) -> None:
         ask = {**ask, "max_tokens": 12}
-        free = both(client, path, ask)
-        assert both(client, path, {**ask, "response_format": {"type": "text"}}) == free
-        assert both(client, path, {**ask, "response_format": None, "structured_outputs": None}) == free
+        free = complete_and_stream(client, path, ask)
+        assert complete_and_stream(client, path, {**ask, "response_format": {"type": "text"}}) == free
+        assert complete_and_stream(client, path, {**ask, "response_format": None, "structured_outputs": None}) == free
 
     def test_a_pattern_a_choice_and_a_grammar(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
-        text, reason = both(client, path, {**ask, "structured_outputs": {"regex": "[a-f]{3}-[0-9]{4}"}})
+        text, reason = complete_and_stream(client, path, {**ask, "structured_outputs": {"regex": "[a-f]{3}-[0-9]{4}"}})
         assert re.fullmatch("[a-f]{3}-[0-9]{4}", text) and reason == "stop"
         choices = ["Rome", "Paris", 'the "sea"']
-        text, reason = both(client, path, {**ask, "structured_outputs": {"choice": choices}})
+        text, reason = complete_and_stream(client, path, {**ask, "structured_outputs": {"choice": choices}})
         assert text in choices and reason == "stop"
-        text, reason = both(client, path, {**ask, "structured_outputs": {"grammar": 'root ::= "a" [0-9] "b"'}})
+        text, reason = complete_and_stream(
+            client, path, {**ask, "structured_outputs": {"grammar": 'root ::= "a" [0-9] "b"'}}
+        )
         assert re.fullmatch("a[0-9]b", text) and reason == "stop"
 
     def test_a_constraint_after_reasoning(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
-        """Free up to the first dot, as a model's thoughts are up to their tag."""
+        """Free up to the first dot, like reasoning up to its end tag."""
         form = {"regex": "[0-9]{3}-[a-f]{2}", "thoughts_end": "."}
-        text, reason = both(client, path, {**ask, "structured_outputs": form, "max_tokens": 300})
+        text, reason = complete_and_stream(client, path, {**ask, "structured_outputs": form, "max_tokens": 300})
         assert re.fullmatch(r"[^.]*\.\s*[0-9]{3}-[a-f]{2}", text) and reason == "stop"
 
     def test_a_structural_tag(self, client: httpx.Client, path: str, ask: dict[str, Any]) -> None:
-        """Every letter e triggers, so that a text is full of them."""
+        """Every letter e triggers it, so the text contains many."""
         tag = {"begin": "e[", "schema": {"enum": [7, 8]}, "end": "]"}
         form = {"type": "structural_tag", "structures": [tag], "triggers": ["e"]}
-        text, _ = both(client, path, {**ask, "response_format": form, "min_tokens": 60})
+        text, _ = complete_and_stream(client, path, {**ask, "response_format": form, "min_tokens": 60})
         assert "e[" in text and re.fullmatch(r"([^e]|e\[[78]\])*(e(\[([78]\]?)?)?)?", text)
 
     def test_the_deprecated_fields(
@@ -154,9 +156,9 @@ class TestForms:
             ({"guided_choice": ["Rome", "Paris"]}, "Rome|Paris"),
             ({"guided_grammar": 'root ::= "a" [0-9] "b"'}, "a[0-9]b"),
         ):
-            text, reason = both(client, path, {**ask, **more})
+            text, reason = complete_and_stream(client, path, {**ask, **more})
             assert re.fullmatch(pattern, text) and reason == "stop"
-        text, _ = both(client, path, {**ask, "guided_json": POINT, "max_tokens": ROOM})
+        text, _ = complete_and_stream(client, path, {**ask, "guided_json": POINT, "max_tokens": ROOM})
         assert set(json.loads(text)) == {"x", "on"}
         assert server.log.count("guided_json in requests is deprecated") == 1
 
@@ -182,7 +184,7 @@ class TestForms:
     def test_invalid_constraints_are_rejected_by_name(
         self, client: httpx.Client, path: str, ask: dict[str, Any], more: dict[str, Any], param: str
     ) -> None:
-        assert refusal(client, path, {**ask, **more})["param"] == param
+        assert error_of_400(client, path, {**ask, **more})["param"] == param
 
 
 def test_structured_output_applies_to_every_prompt_and_sequence(client: httpx.Client) -> None:
@@ -208,21 +210,25 @@ def test_structured_output_applies_to_every_prompt_and_sequence(client: httpx.Cl
     ],
     ids=["slow", "deep", "large", "left-recursive", "wide"],
 )
-def test_a_hostile_constraint_ends_and_other_requests_are_answered(
+def test_a_hostile_constraint_is_aborted_and_other_requests_are_answered(
     server: ServerProcess, client: httpx.Client, form: dict[str, Any]
 ) -> None:
-    """The bound is far above the 3 s of processor time that a form may take, and far below what these would."""
+    """The limit is far above the 3 s of CPU time that compiling may take, and far below what these would take."""
     start = time.monotonic()
     answer = client.post(COMPLETIONS, json={**STORY, "max_tokens": 4, "structured_outputs": form})
     assert time.monotonic() - start < 100
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "structured_outputs", answer.text
-    assert both(client, COMPLETIONS, {**STORY, "max_tokens": 4})[1] == "length"
-    assert len(server.sandbox_pids()) <= 3  # two that try grammars, and the one of the model's chat template
-    assert re.fullmatch("[xy]{4}", both(client, CHAT, {**QUESTION, "structured_outputs": {"regex": "[xy]{4}"}})[0])
+    assert complete_and_stream(client, COMPLETIONS, {**STORY, "max_tokens": 4})[1] == "length"
+    assert (
+        len(server.sandbox_pids()) <= 3
+    )  # two sandboxes that compile grammars, and the one of the model's chat template
+    assert re.fullmatch(
+        "[xy]{4}", complete_and_stream(client, CHAT, {**QUESTION, "structured_outputs": {"regex": "[xy]{4}"}})[0]
+    )
 
 
 def test_an_ambiguous_grammar_is_an_error_of_its_request(client: httpx.Client) -> None:
-    """Each token makes the next more expensive, without end."""
+    """Each token makes the next more expensive, without limit."""
     form = {"grammar": 'start: s\ns: s s | "a" |'}
     answer = client.post(COMPLETIONS, json={**STORY, "max_tokens": 900, "min_tokens": 900, "structured_outputs": form})
     error = answer.json()["error"]
@@ -278,12 +284,12 @@ class TestForcedCalls:
     )
     def test_invalid_tool_choices_are_rejected(self, client: httpx.Client, more: dict[str, Any], param: str) -> None:
         ask = {**QUESTION, "tools": [WEATHER], "tool_choice": "required", **more}
-        assert refusal(client, CHAT, ask)["param"] == param
+        assert error_of_400(client, CHAT, ask)["param"] == param
 
     def test_structured_output_and_tool_choice_auto_exclude_each_other(self, client: httpx.Client) -> None:
         ask = {**QUESTION, "tools": [WEATHER], "response_format": POINT_FORMAT, "max_tokens": ROOM}
-        assert refusal(client, CHAT, ask)["param"] == "response_format"
-        assert json.loads(both(client, CHAT, {**ask, "tool_choice": "none"})[0]).keys() == {"x", "on"}
+        assert error_of_400(client, CHAT, ask)["param"] == "response_format"
+        assert json.loads(complete_and_stream(client, CHAT, {**ask, "tool_choice": "none"})[0]).keys() == {"x", "on"}
 
 
 def test_errors_are_the_exceptions_of_the_sdk(sdk: OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""A tokenizer whose regular expressions take hours on a line of text ends the start of a server."""
+"""A tokenizer whose regular expressions take hours on a line of text stops the server's startup."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GROWS = {
 
 
 def write_tokenizer(folder: Path, **parts: Any) -> Path:
-    """The demo model's tokenizer with some parts replaced."""
+    """The demo model's tokenizer with replaced parts."""
     file = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
     (folder / "tokenizer.json").write_text(json.dumps({**file, **parts}), encoding="utf-8")
     return folder
@@ -77,7 +77,7 @@ def test_a_common_tokenizer_passes(tmp_path: Path) -> None:
     try_tokenizer(DEMO)
     try_tokenizer(tmp_path)  # has no tokenizer.json
     (tmp_path / "tokenizer.json").write_text("{")
-    try_tokenizer(tmp_path)  # the server explains that itself
+    try_tokenizer(tmp_path)  # the server reports that itself
 
 
 def test_a_server_with_such_a_tokenizer_does_not_start(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Spans of requests arrive at an OTLP collector; one that does not answer delays no request."""
+"""Spans of requests arrive at an OTLP collector; a collector that does not answer delays no request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHAT = {"messages": [{"role": "user", "content": "What is the capital of Italy?"
 
 
 class Collector:
-    """A receiver of traces. Keeps their spans, or keeps its senders waiting."""
+    """An OTLP receiver: stores the spans, or blocks its senders."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -64,7 +64,7 @@ class Collector:
             self.spans += [span for scope in resource.scope_spans for span in scope.spans]
 
     def trace(self, trace: str, roots: int = 1) -> list[Span]:
-        """The spans of a trace, once those that answers over HTTP have, which are written last, are there."""
+        """The spans of a trace, once its HTTP server spans, which are written last, have arrived."""
 
         def found() -> list[Span]:
             return [span for span in self.spans if span.trace_id.hex() == trace]
@@ -94,7 +94,7 @@ def children(spans: list[Span], parent: Span) -> list[Span]:
 
 
 def traceparent(number: int) -> tuple[str, dict[str, str]]:
-    """A trace of its own for a request."""
+    """A new trace context for a request."""
     trace = f"{number:032x}"
     return trace, {"traceparent": f"00-{trace}-{CALLER}-01"}
 
@@ -187,7 +187,7 @@ def test_a_rejected_request_has_no_span_of_the_engine(client: httpx.Client, coll
 
 
 def test_an_unsampled_trace_has_no_spans(client: httpx.Client, collector: Collector) -> None:
-    """As the caller says so, has no key, or asks for nothing that takes time; a header that is none does no harm."""
+    """Traces without sampling, without a key, or on trivial routes have no spans; an invalid header does no harm."""
     unsampled, unknown, health = f"{5:032x}", f"{6:032x}", f"{7:032x}"
     for headers in ({"traceparent": f"00-{unsampled}-{CALLER}-00"}, {"traceparent": "00-" + "x" * 5000}):
         assert client.post("/v1/completions", json=STORY, headers=headers).status_code == 200
@@ -203,8 +203,8 @@ def test_an_unsampled_trace_has_no_spans(client: httpx.Client, collector: Collec
 def test_a_collector_that_does_not_answer_loses_spans_but_no_request(
     client: httpx.Client, collector: Collector, server: ServerProcess
 ) -> None:
-    """More requests than the queue of spans is long are answered while it is silent. Last: the collector goes for good,
-    and the server still ends in order."""
+    """More requests than the span queue holds are answered while the collector is silent. Must be the last test: the
+    collector stops for good, and the server still shuts down cleanly."""
     collector.answers.clear()
     client.post("/v1/completions", json=STORY)
     wait_until(lambda: collector.num_held, 60, "spans are sent")
@@ -245,7 +245,7 @@ except ConfigError as e:
 
 
 def test_without_the_extra_the_server_works_and_the_option_names_the_missing_package() -> None:
-    """The server's modules import nothing of OpenTelemetry: they load where it is not there."""
+    """The server's modules import no OpenTelemetry module: they load without the package."""
     ran = subprocess.run([sys.executable, "-c", WITHOUT_OTEL], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     message, loaded = json.loads(ran.stdout)

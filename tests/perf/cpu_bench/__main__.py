@@ -1,17 +1,17 @@
-"""Benchmarks mvllm on this machine's processor beside other installed engines and the machine's limits.
+"""Benchmarks mvllm on this machine's CPU against other installed engines and the machine's limits.
 
     python3 ci/dev.py bench cpu --peers FOLDER [--models FOLDER] [--workload offline,single] [--precision bf16,int8]
 
-FOLDER of peers holds a virtual environment per engine (vLLM's build for CPUs, OpenVINO GenAI, llama-cpp-python,
-transformers), under any names. Without it, mvllm stands beside the limits alone. Engines of one precision stay loaded
-side by side and take turns; before each run the machine must be idle, and around each its read bandwidth and its rates
-of matrix products are measured. The table's shares are of those:
+The folder of `--peers` holds one virtual environment per engine (vLLM's CPU build, OpenVINO GenAI, llama-cpp-python,
+transformers), under any names. Without it, mvllm is compared with the limits only. Engines of one precision stay loaded
+and run alternately. Each run waits until the machine is idle; the read bandwidth and the matrix-product rates are
+measured before and after it. The table shows these shares of the run time:
 
-    bandwidth bound   bytes that must be read over the read bandwidth, as a share of the seconds
-    GEMM bound        operations over the rate of matrix products, likewise
-    floor             the slower of the two in each phase (prompts, then tokens), likewise
+    bandwidth bound   bytes that must be read / read bandwidth
+    GEMM bound        operations / rate of matrix products
+    floor             the larger of the two in each phase (prompts, then tokens)
 
-Every run is also a line of JSON in --out; `--table FILE` prints the table of such files again.
+Every run is also a line of JSON in --out; `--table FILE` prints the table from such files.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ def mixed(
     logs: Path,
     keep: Callable[[Record], None],
 ) -> None:
-    """The mixed load: the engines' servers stay up side by side and are driven in turn, `--runs` times each."""
+    """The mixed load: all engines' servers stay up and are drive_server in turn, `--runs` times each."""
 
     def not_run(engine: Engine, note: str) -> None:
         keep(Record(MIXED, engine.precision, engine.name, engine.ours, note=note))
 
-    def driven(server: Server, load: MixedLoad, run: int) -> tuple[float, list[Answer]]:
+    def drive_server(server: Server, load: MixedLoad, run: int) -> tuple[float, list[Answer]]:
         return asyncio.run(drive(server.url, arrivals_of(load, run, size.vocab, args.seed)))
 
     with contextlib.ExitStack() as stack:
@@ -155,7 +155,7 @@ def mixed(
             log = logs / f"{engine.name}-{engine.precision}-server.log".replace(" ", "-")
             try:
                 server = stack.enter_context(Server(engine, model, threads=args.threads, log=log))
-                driven(server, MixedLoad(requests=8), WARM_UP)
+                drive_server(server, MixedLoad(requests=8), WARM_UP)
             except (RuntimeError, OSError, TimeoutError) as e:
                 print(e, flush=True)
                 not_run(engine, str(e).splitlines()[0])
@@ -167,7 +167,7 @@ def mixed(
             engine = alive[name].engine
             idle, before = wait_until_idle(args.idle_limit), probe.rates()
             try:
-                seconds, answers = driven(alive[name], MixedLoad(), run)
+                seconds, answers = drive_server(alive[name], MixedLoad(), run)
             except (RuntimeError, OSError, TimeoutError) as e:
                 print(e, flush=True)
                 not_run(engine, str(e).splitlines()[0])

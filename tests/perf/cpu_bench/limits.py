@@ -1,13 +1,14 @@
-"""The machine's limits: the least a workload must read and compute, and the highest possible rates.
+"""The machine's limits: the least data and operations of a workload, and the highest possible rates.
 
-The bound is drawn in two phases, prompts and then tokens one by one; in each the slower of two things counts: bytes
-over the read bandwidth, operations over the rate of matrix products. Both rates are measured around every run.
+The bound has two phases: prompts, then tokens one at a time. The time of a phase is the larger of two: bytes divided by
+the read bandwidth, and operations divided by the rate of matrix products. Both rates are measured before and after
+every run.
 
     prompts   weights once                     2 operations per weight and token, the head only for each prompt's end
     tokens    weights + head + KV, every step  the same per token, with the head
 
-Operations of attention are counted for positions that a token may see, keys and values by 2 bytes; a shared prefix is
-computed once, and read once per step.
+Attention operations count only the positions that a token attends to; keys and values take 2 bytes each. A shared
+prefix is computed once, and read once per step.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ KV_BYTES = 2  # per element
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a dense decoder that the bound is made from.
+    """Sizes of a dense decoder that the bound is computed from.
 
     Attributes:
         layers: Weights of the matrices in all layers.
-        head: Weights of the matrix that makes logits.
+        head: Weights of the LM head.
         kv: Elements of keys and values per token, over all layers.
         pair: Multiply-adds per pair of a query and a key, over all layers.
         vocab: Number of token ids.
@@ -41,7 +42,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, folder: Path) -> ModelSize:
-        """The sizes that `config.json` in `folder` gives."""
+        """Reads the sizes from `config.json` in `folder`."""
         config = json.loads((folder / "config.json").read_text())
         hidden, heads, depth = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
         head_size = config.get("head_dim") or hidden // heads
@@ -70,10 +71,10 @@ BF16 = WeightFormat(16, 16)
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine did when asked: read GB/s, and 10^9 operations per second of matrix products.
+    """Measured rates of the machine: read GB/s, and 10^9 operations per second of matrix products.
 
     Attributes:
-        read: Bandwidth of reading memory far larger than any cache, all threads together; None where it is not known.
+        read: Read bandwidth of memory far larger than any cache, all threads together; None if it is not known.
         bf16, int8: Rate of a product of 2048 x 1024 by 1024 x 4096.
     """
 
@@ -84,10 +85,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Work:
-    """What one phase needs at least.
+    """The least work of one phase.
 
     Attributes:
-        bytes: To be read.
+        bytes: Bytes to read.
         float_ops, int8_ops: Operations (a multiply-add is two) by the kind of product that they may run in.
     """
 
@@ -108,10 +109,10 @@ class Work:
 
 
 def phases(workload: Workload, size: ModelSize, weights: WeightFormat) -> tuple[Work, Work]:
-    """What the prompts need, and what the tokens after each prompt's first do."""
+    """The least work of the prompts, and of the tokens after each prompt's first."""
     n = workload.requests
     prompt_tokens = workload.shared + n * workload.own
-    # Token i of a prompt sees i + 1 positions; a shared beginning is computed for one.
+    # Token i of a prompt attends to i + 1 positions; a shared prefix is computed once.
     pairs = _triangle(workload.shared) + n * (_triangle(workload.prompt) - _triangle(workload.shared))
     layer_bytes, head_bytes = size.layers * weights.layers / 8, size.head * weights.head / 8
     prompts = _work(size, weights, layer_bytes + head_bytes, prompt_tokens, n, pairs)
@@ -124,7 +125,7 @@ def phases(workload: Workload, size: ModelSize, weights: WeightFormat) -> tuple[
 
 
 def floor_seconds(workload: Workload, size: ModelSize, weights: WeightFormat, rates: Rates) -> float:
-    """The least seconds that the workload could take: in each phase, the slower of reading and computing."""
+    """The least seconds of the workload: in each phase, the larger of the read time and the compute time."""
     return sum(max(p.read_seconds(rates), p.compute_seconds(rates)) for p in phases(workload, size, weights))
 
 

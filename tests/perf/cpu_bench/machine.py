@@ -14,13 +14,13 @@ from types import TracebackType
 from tests.perf.cpu_bench.limits import Rates
 
 HERE = Path(__file__).parent
-BUFFER_MIB = 160  # beyond the caches of any two cores
+BUFFER_MIB = 160  # larger than the caches of any two cores
 REPEATS = 6
 IDLE_SHARE = 0.10
 
 
 def busy_share(seconds: float = 0.5) -> float:
-    """Share of all cores' time that was spent on something, over `seconds`. 0 where the system does not tell."""
+    """Share of all cores' time that was busy, over `seconds`. 0 if the system does not report it."""
     try:
         before = _cpu_times()
         time.sleep(seconds)
@@ -47,14 +47,14 @@ def _cpu_times() -> tuple[int, int]:
 
 
 class Probe:
-    """Measures the machine's rates when asked. A context manager.
+    """Measures the machine's rates. A context manager.
 
     Args:
-        folder: Where the compiled program may lie.
+        folder: Folder for the compiled program.
         threads: Threads to measure with.
 
     Attributes:
-        note: What could not be measured, and why; empty when all could.
+        note: Rates that could not be measured, and why; empty if all could.
     """
 
     def __init__(self, folder: Path, threads: int) -> None:
@@ -81,7 +81,7 @@ class Probe:
         self._gemm.communicate()
 
     def rates(self) -> Rates:
-        """What the machine does now; takes about a third of a second."""
+        """The machine's current rates; takes about a third of a second."""
         return Rates(self.read_bandwidth(), **self._gemm_rates())
 
     def read_bandwidth(self) -> float | None:
@@ -104,7 +104,7 @@ class Probe:
             return None
         program = folder / "read_bandwidth"
         source = HERE / "read_bandwidth.c"
-        for flags in (["-O3", "-march=native"], ["-O3"]):  # not every compiler knows the machine that it runs on
+        for flags in (["-O3", "-march=native"], ["-O3"]):  # not every compiler supports -march=native on this machine
             built = subprocess.run(
                 [compiler, *flags, str(source), "-o", str(program), "-pthread"], capture_output=True, text=True
             )

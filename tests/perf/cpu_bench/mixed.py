@@ -1,10 +1,10 @@
 """The mixed load: requests of many lengths that arrive one by one, streamed from an OpenAI-compatible server.
 
-Arrivals are a Poisson stream that begins faster than the machine can answer, so that requests queue, join batches and
-leave them at different times. The figure is the time from the first arrival to the last answer; what each request saw
-(time to its first token, time between tokens, whole time) is kept beside it.
+Arrivals are a Poisson process whose rate exceeds the machine's throughput, so that requests queue, join batches and
+leave them at different times. The result is the time from the first arrival to the last answer; the latencies of each
+request (time to first token, time between tokens, end-to-end time) are recorded as well.
 
-The client is a few lines of HTTP/1.1 on asyncio: it shares the cores with the server, so it must be light.
+The client is a few lines of HTTP/1.1 on asyncio: it shares the cores with the server, so it must use little CPU.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tests.perf.cpu_bench.engines import Engine
 from tests.perf.cpu_bench.models import MAX_POSITIONS
 from tests.perf.cpu_bench.workloads import FIRST_ID
 
-NAME = "bench"  # under which servers offer the model
+NAME = "bench"  # model name on the servers
 READY_LIMIT = 300.0
 REQUEST_LIMIT = 300.0
 
 
 @dataclass(frozen=True)
 class MixedLoad:
-    """The load's shape.
+    """Parameters of the load.
 
     Attributes:
-        requests: How many.
+        requests: Number of requests.
         rate: Arrivals per second, on average.
-        prompt, output: Smallest and largest numbers of tokens, evenly distributed.
+        prompt, output: Smallest and largest numbers of tokens, uniformly distributed.
     """
 
     requests: int = 48
@@ -47,7 +47,7 @@ class MixedLoad:
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request: when it comes, in seconds from the start, with which prompt, for how many tokens."""
+    """One request: arrival time in seconds from the start, prompt, and number of tokens to generate."""
 
     at: float
     prompt: list[int]
@@ -56,7 +56,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request saw, in seconds from its arrival."""
+    """Latencies of one request, in seconds from its arrival."""
 
     first: float
     last: float
@@ -64,7 +64,7 @@ class Answer:
 
 
 def arrivals_of(load: MixedLoad, run: int, vocab_size: int, seed: int = 0) -> list[Arrival]:
-    """The requests of one run: the same for every engine, and no two runs alike."""
+    """The requests of one run: the same for every engine, different in every run."""
     rng = random.Random(f"{seed} mixed {run}")
     found, at = [], 0.0
     for _ in range(load.requests):
@@ -75,10 +75,10 @@ def arrivals_of(load: MixedLoad, run: int, vocab_size: int, seed: int = 0) -> li
 
 
 async def drive(url: str, arrivals: list[Arrival]) -> tuple[float, list[Answer]]:
-    """Sends every request when it is due; returns the seconds until the last answer's end, and the answers.
+    """Sends every request when it is due; returns the seconds until the end of the last answer, and the answers.
 
     Raises:
-        RuntimeError: A request was refused, or got another number of tokens than it asked for.
+        RuntimeError: A request was rejected, or returned a different number of tokens than requested.
     """
     start = time.perf_counter()
 
@@ -114,7 +114,7 @@ async def _complete(url: str, arrival: Arrival) -> Answer:
             raise RuntimeError(f"{url} answered {status.strip()}: {(await reader.read(2000)).decode(errors='replace')}")
         first, tokens = 0.0, -1
         async for line in reader:
-            # Chunk sizes and headers are other lines: an event's is the only one that begins so.
+            # Only event lines begin with this; chunk sizes and headers do not.
             if not line.startswith(b"data: {"):
                 continue
             event = json.loads(line[6:])
@@ -129,7 +129,7 @@ async def _complete(url: str, arrival: Arrival) -> Answer:
 
 
 def summary(answers: list[Answer]) -> dict[str, float]:
-    """Milliseconds: mean, median and 99th percentile of the time to the first token, between tokens, and in all."""
+    """Milliseconds: mean, median and 99th percentile of the time to first token, between tokens, and end to end."""
     found: dict[str, float] = {}
     between = [(a.last - a.first) / (a.tokens - 1) for a in answers if a.tokens > 1]
     for name, values in (
@@ -148,17 +148,17 @@ class Server:
     """An engine's HTTP server, until the block ends. A context manager.
 
     Args:
-        engine: One with `server` set.
+        engine: An engine with `server` set.
         model: The model in its format.
         threads: Threads to compute with.
-        log: File for what it prints.
+        log: File for its output.
 
     Attributes:
-        engine: Whose it is.
-        url: Where it answers.
+        engine: The engine of the server.
+        url: Base URL.
 
     Raises:
-        RuntimeError: It ended, or was not ready in time.
+        RuntimeError: The server exited, or was not ready in time.
     """
 
     def __init__(self, engine: Engine, model: Path, *, threads: int, log: Path) -> None:
@@ -188,7 +188,7 @@ class Server:
         deadline = time.monotonic() + READY_LIMIT
         port = urlsplit(self.url).port or 0
         while time.monotonic() < deadline and self._process.poll() is None:
-            # Where there is no such route, being alive means being ready.
+            # Servers without this route are ready once they respond.
             if _status(port, "/health/ready") in (b"200", b"404") and _status(port, "/health") == b"200":
                 return self
             time.sleep(0.5)
@@ -208,7 +208,7 @@ class Server:
 
 
 def _status(port: int, path: str) -> bytes:
-    """What the server on `port` answers a GET with; nothing where there is none yet."""
+    """HTTP status of a GET from the server on `port`; nothing if there is no server yet."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1) as s:
             s.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())

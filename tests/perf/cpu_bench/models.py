@@ -32,7 +32,7 @@ SHAPES: dict[str, dict] = {
         "head_dim": 64,
         "tie_word_embeddings": False,
     },
-    "M": {  # that of Qwen3-0.6B, with a smaller vocabulary
+    "M": {  # the shape of Qwen3-0.6B, with a smaller vocabulary
         "model_type": "qwen3",
         "vocab_size": 32768,
         "hidden_size": 1024,
@@ -48,10 +48,10 @@ MAX_POSITIONS = 4096
 
 
 def model_for(engine: Engine, models: Path, name: str) -> Path:
-    """The folder or file of model `name` for `engine`, made now if it is not there.
+    """The folder or file of model `name` for `engine`, created if it is missing.
 
     Raises:
-        subprocess.CalledProcessError: A peer's converter failed; its output is kept.
+        subprocess.CalledProcessError: A peer's converter failed; its output is attached.
     """
     if engine.model == "hf":
         return hf_model(models, name)
@@ -74,7 +74,7 @@ def model_for(engine: Engine, models: Path, name: str) -> Path:
 
 
 def hf_model(models: Path, name: str) -> Path:
-    """The model itself, with a tokenizer of letters and pairs (the engines are given ids; some want to see one)."""
+    """The checkpoint, with a tokenizer of letters and pairs (engines get token ids, but some require a tokenizer)."""
     folder = models / "hf" / name
     if (folder / "model.safetensors").exists():
         return folder
@@ -101,7 +101,7 @@ def hf_model(models: Path, name: str) -> Path:
 
 
 def w8a8_model(models: Path, name: str) -> Path:
-    """The model's copy with int8 matrices in the layers, in the form that llm-compressor writes."""
+    """A copy of the checkpoint with int8 matrices in the layers, in the format of llm-compressor."""
     source, folder = hf_model(models, name), models / "hf" / f"{name}-w8a8"
     if (folder / "model.safetensors").exists():
         return folder
@@ -168,6 +168,6 @@ def _convert(command: list, target: Path) -> None:
             env=env | {"HF_HUB_OFFLINE": "1"},
         )
     except BaseException:
-        # A half-made model would be taken for a whole one.
+        # Remove an incomplete model: it would be used as a complete one.
         shutil.rmtree(target, ignore_errors=True) if target.is_dir() else target.unlink(missing_ok=True)
         raise

@@ -1,4 +1,5 @@
-"""A benchmark session: engines of one precision run alternately, with the machine's state checked around each run."""
+"""A benchmark session: engines of one precision run alternately, with the machine's state checked before and after each
+run."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ from tests.perf.cpu_bench.workloads import WARM_UP, Workload, in_turn, prompts_o
 
 
 class Session:
-    """Runs workloads on engines and keeps what came of it.
+    """Runs workloads on engines and records the results.
 
     Args:
         models: Folder of the models.
         model: Name of the model.
-        probe: The machine's rates.
+        probe: Measures the machine's rates.
         threads: Threads of every engine.
-        logs: Folder for what the engines print.
-        keep: Called with each record as it is made.
-        seed: Of the prompts.
+        logs: Folder for the engines' output.
+        keep: Called with each new record.
+        seed: Seed of the prompts.
         idle_limit: Seconds to wait for an idle machine before each run.
-        turn: Entered around each round of runs, to take turns with other users of the machine.
+        turn: Context manager entered around each round of runs, to take turns with other users of the machine.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The result table: medians of the runs, beside the best peer and the machine's limits.
+"""The result table: medians of the runs, compared with the best peer and the machine's limits.
 
-Each run's bound is made from the rates that were measured around that very run, since a shared machine's bandwidth
-moves; what is shown is the median over the runs of bound / seconds.
+Each run's bound is computed from the rates measured around that run, since a shared machine's bandwidth varies. The
+table shows the median over the runs of bound / seconds.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ DISAGREE = 1.2  # bandwidths of one row, or of two rows of a workload, that diff
 
 @dataclass(frozen=True)
 class Record:
-    """One run, or why there was none.
+    """One run, or the reason why it did not happen.
 
     Attributes:
-        workload, precision, engine: Which row.
+        workload, precision, engine: Key of the row.
         ours: Whether the engine is mvllm.
-        version: Of the engine.
-        run: Its number.
-        seconds: How long it took; None where it did not run.
-        before, after: The machine's rates around it.
-        weights: The engine's format.
+        version: Version of the engine.
+        run: Number of the run.
+        seconds: Duration; None if it did not run.
+        before, after: The machine's rates before and after it.
+        weights: The engine's weight format.
         idle: Whether the machine was idle before.
         note: Why it did not run.
-        more: Whatever else was measured.
+        more: Additional measurements.
     """
 
     workload: str
@@ -48,7 +48,7 @@ class Record:
     more: dict = field(default_factory=dict)
 
     def rates(self) -> Rates:
-        """The mean of what was measured before and after."""
+        """The mean of the rates before and after."""
         assert self.before is not None and self.after is not None
         read = None
         if self.before.read and self.after.read:
@@ -69,15 +69,15 @@ class Record:
 
 @dataclass(frozen=True)
 class Row:
-    """What the runs of one engine on one workload come to.
+    """Summary of the runs of one engine on one workload.
 
     Attributes:
         seconds: Median.
         of_peer: Seconds of the best peer over ours (above 1: faster than it); None without a peer, or for the peer.
-        of_read, of_gemm, of_floor: What must be read, or computed, at the machine's rate, and the slower of both in
-            each phase, as shares of the seconds.
-        read: Smallest and largest bandwidth seen around the runs, GB/s.
-        flags: What makes the row doubtful.
+        of_read, of_gemm, of_floor: Read time, compute time, and the larger of both in each phase, at the machine's
+        rates, as shares of the seconds.
+        read: Smallest and largest bandwidth measured around the runs, GB/s.
+        flags: Reasons to doubt the row.
     """
 
     engine: str

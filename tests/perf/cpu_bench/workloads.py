@@ -1,9 +1,9 @@
 """The workloads of every engine: greedy, end of text ignored, random token ids, new ones in each run.
 
 offline   many requests at once: throughput
-single    one request: what a token costs
-prefill   one long prompt: what a prompt costs
-prefix    a prompt that many requests begin with: what a cache of prefixes is worth
+single    one request: time per token
+prefill   one long prompt: time per prompt
+prefix    many requests with a common prefix: gain of prefix caching
 mixed     requests of many lengths that arrive one by one through an HTTP server, see `mixed.py`
 """
 
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of one shape, handed over together.
+    """Requests of the same lengths, submitted together.
 
     Attributes:
         name: On the command line and in the table.
-        requests: How many.
-        shared: Tokens that all prompts begin with.
+        requests: Number of requests.
+        shared: Tokens of the prefix that all prompts share.
         own: Further tokens of each prompt.
         output: Tokens to generate for each.
     """
@@ -52,13 +52,13 @@ WORKLOADS = {
     )
 }
 MIXED = "mixed"
-WARM_UP = -1  # the number of the run that warms up
+WARM_UP = -1  # number of the warm-up run
 
 FIRST_ID = 16  # smaller ids may be special
 
 
 def prompts_of(workload: Workload, run: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of one run: the same for every engine, and no two runs alike, so that no cache has seen them."""
+    """Prompts of one run: the same for every engine, different in every run, so that no prefix cache contains them."""
     rng = random.Random(f"{seed} {workload.name} {run}")
     shared = _ids(rng, workload.shared, vocab_size)
     return [shared + _ids(rng, workload.own, vocab_size) for _ in range(workload.requests)]
@@ -69,9 +69,9 @@ def _ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
 
 
 def in_turn(engines: Sequence[str], runs: int) -> list[tuple[int, str]]:
-    """(run, engine) in the order of measuring: each engine once in every round, and each round begins with another.
+    """(run, engine) in measuring order: each engine once per round, and each round begins with another engine.
 
-    What drifts with time, or follows from who ran just before, then falls on all alike.
+    Slow changes of the machine, and effects of the previous engine, then affect all engines alike.
     """
     order = []
     for run in range(runs):

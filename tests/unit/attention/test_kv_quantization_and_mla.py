@@ -1,4 +1,4 @@
-"""Reference attention with an 8-bit cache, with value heads of another size, and with values inside the keys."""
+"""Reference attention with an 8-bit cache, with a different value head size, and with values inside the keys (MLA)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("features", [{}, {"sliding_window": 7, "soft_cap": 2.0, "sinks": True}], ids=["plain", "all"])
-def test_equals_dense_attention_over_what_is_stored(shape, kv_dtype, features) -> None:
+def test_equals_dense_attention_over_the_stored_values(shape, kv_dtype, features) -> None:
     heads, size, fields = shape
     spec = make_spec(*heads, size, kv_dtype=kv_dtype, **fields, **features)
     assert ReferenceAttention.validate(spec) == []
@@ -36,7 +36,7 @@ def test_equals_dense_attention_over_what_is_stored(shape, kv_dtype, features) -
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
-def test_bytes_per_token_is_what_the_cache_takes(shape, kv_dtype) -> None:
+def test_bytes_per_token_equals_the_cache_size(shape, kv_dtype) -> None:
     heads, size, fields = shape
     backend = ReferenceAttention(make_spec(*heads, size, kv_dtype=kv_dtype, **fields))
     kv = backend.allocate(3, 16, torch.device("cpu"))
@@ -67,7 +67,7 @@ def test_a_nan_makes_its_whole_vector_nan_and_no_other(kv_dtype) -> None:
     assert back[0, 1].isnan().all() and not back[0, 0].isnan().any() and not back[1].isnan().any()
 
 
-def test_specs_that_contradict_themselves_are_refused_with_the_reason() -> None:
+def test_contradictory_specs_are_refused_with_the_reason() -> None:
     (reason,) = ReferenceAttention.validate(make_spec(4, 1, 64, value_head_size=80, values_in_keys=True))
     assert "80" in reason and "64" in reason
     (reason,) = ReferenceAttention.validate(make_spec(4, 1, 64, value_head_size=0))

@@ -1,4 +1,4 @@
-"""Reference attention equals a dense float64 computation, over any mix of requests."""
+"""Reference attention equals a dense float64 computation, for any mix of requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_spec(**settings: object) -> AttentionSpec:
 def dense(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """One request in float64, one query and one head at a time. Queries are at the last positions of the keys."""
+    """One request in float64, one query and one head at a time. The queries are at the last positions."""
     result = torch.zeros(query.shape, dtype=torch.float64)
     group = spec.num_heads // spec.num_kv_heads
     for i, head in itertools.product(range(query.shape[0]), range(spec.num_heads)):
@@ -114,13 +114,13 @@ def test_equals_dense_attention_with_window_soft_cap_and_sinks(
     torch.testing.assert_close(output.double(), expected, atol=2e-6, rtol=0)
 
 
-def test_prompts_longer_than_a_tile_of_queries_are_attended_whole() -> None:
+def test_prompts_longer_than_a_query_tile_are_computed_completely() -> None:
     spec = make_spec(num_heads=1, num_kv_heads=1, head_size=4, sliding_window=200)
     output, expected = run_steps(spec, [(1, 4), (600, 650)], 16)
     torch.testing.assert_close(output.double(), expected, atol=2e-6, rtol=0)
 
 
-def test_keys_are_stored_in_the_cache_dtype_and_scores_are_made_in_float32() -> None:
+def test_keys_are_stored_in_the_cache_dtype_and_scores_are_computed_in_float32() -> None:
     spec = make_spec(dtype="bfloat16", kv_dtype="bfloat16")
     backend = ReferenceAttention(spec)
     kv = backend.allocate(2, 16, HOST)
@@ -130,14 +130,14 @@ def test_keys_are_stored_in_the_cache_dtype_and_scores_are_made_in_float32() -> 
     backend.write_kv(kv, key, value, metadata)
     output = backend.forward(query, kv, metadata)
     assert output.dtype == torch.bfloat16
-    # Only the result is rounded: half a unit in the last of bfloat16's eight bits.
+    # Only the result is rounded to bfloat16: at most half a unit in the last of its eight bits.
     torch.testing.assert_close(output.double(), dense(query, key, value, spec, None), atol=1e-5, rtol=2**-8)
 
 
 def test_blocks_outside_of_the_window_are_not_read() -> None:
     spec = make_spec(sliding_window=6)
     backend = ReferenceAttention(spec)
-    layout = make_layout([1], [40], [[10**6, 10**6, 10**6, 1, 0]], 8)  # the first three blocks are gone
+    layout = make_layout([1], [40], [[10**6, 10**6, 10**6, 1, 0]], 8)  # the first three blocks are out of the window
     kv = backend.allocate(2, 8, HOST).fill_(1.0)
     output = backend.forward(torch.randn(1, 4, 16), kv, backend.build_metadata(layout))
     torch.testing.assert_close(output, torch.ones(1, 64))
@@ -177,7 +177,7 @@ def test_padding_writes_nothing_and_gives_finite_rows() -> None:
     assert padded_output.isfinite().all()
 
 
-def test_strided_queries_keys_and_values_are_taken_as_they_are() -> None:
+def test_strided_queries_keys_and_values_are_accepted() -> None:
     backend = ReferenceAttention(make_spec())
     qkv = torch.randn(6, (4 + 2 + 2) * 16)
     query, key, value = (t.view(6, -1, 16) for t in qkv.split((64, 32, 32), dim=-1))
@@ -200,7 +200,7 @@ def test_copy_blocks_copies_keys_and_values_of_whole_blocks() -> None:
     torch.testing.assert_close(kv[:, [0, 2, 3]], before[:, [0, 2, 3]])
 
 
-def test_bytes_per_token_is_what_the_cache_takes() -> None:
+def test_bytes_per_token_equals_the_cache_size() -> None:
     backend = ReferenceAttention(make_spec(kv_dtype="bfloat16"))
     kv = backend.allocate(3, 16, HOST)
     assert backend.kv_layout().bytes_per_token * 3 * 16 == kv.numel() * kv.element_size()

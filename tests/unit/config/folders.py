@@ -1,4 +1,4 @@
-"""Builders of model folders for the tests of the configuration."""
+"""Builders of model folders for the configuration tests."""
 
 from __future__ import annotations
 

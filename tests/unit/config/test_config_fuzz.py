@@ -1,4 +1,4 @@
-"""Any contents of a model folder's JSON files give a ModelConfig or an error for the user."""
+"""Any contents of a model folder's JSON files give a ModelConfig or a user error."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def length(asked: int | None = None, **values) -> int:
 
 
 @pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions", "max_seq_len"])
-def test_families_write_it_under_different_keys(key):
+def test_families_use_different_keys(key):
     assert length(**{key: 77}) == 77
 
 
@@ -35,7 +35,7 @@ def test_families_write_it_under_different_keys(key):
     ],
 )
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_some_rotary_scalings_stretch_it(key, rope, expected):
+def test_some_rope_scalings_extend_it(key, rope, expected):
     assert length(max_position_embeddings=1000, **{key: rope}) == expected
 
 
@@ -44,7 +44,7 @@ def test_the_context_length_of_gemma_3_does_not_depend_on_its_scaling():
     assert length(model_type="gemma3_text", max_position_embeddings=1000, rope_parameters=rope) == 1000
 
 
-def test_a_falcon_may_leave_it_out():
+def test_falcon_configs_may_omit_it():
     assert length(model_type="falcon") == 2048
     with pytest.raises(ConfigError, match=r"at most 2048 tokens \(what falcon models have by default"):
         length(2049, model_type="falcon")
@@ -64,7 +64,7 @@ def test_the_reason_names_the_scaling():
         length(2001, max_position_embeddings=1000, rope_scaling={"rope_type": "linear", "factor": 2.0})
 
 
-def test_a_config_without_a_length_needs_the_users():
+def test_a_config_without_a_length_requires_the_setting():
     assert length(50) == 50
     with pytest.raises(ModelError, match="Pass max_model_len"):
         length()

@@ -1,4 +1,4 @@
-"""EngineArgs: types, ranges and names of settings, and their dependencies."""
+"""EngineArgs: types, ranges and names of settings, and dependencies between them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_every_setting_reaches_its_place(tmp_path):
     assert (config.platform, config.enforce_eager) == ("acme", True)
 
 
-def test_building_a_config_pulls_in_neither_torch_nor_transformers(tmp_path):
+def test_building_a_config_imports_neither_torch_nor_transformers(tmp_path):
     write_folder(tmp_path)
     code = (
         "import sys; from mvllm.config.engine_args import EngineArgs\n"
@@ -118,7 +118,7 @@ def test_the_model_must_be_given():
         EngineArgs.from_kwargs(seed=1)
 
 
-def test_paths_are_welcome_where_texts_are(tmp_path):
+def test_paths_are_accepted_like_strings(tmp_path):
     args = EngineArgs.from_kwargs(model=write_folder(tmp_path), tokenizer=tmp_path)
     assert args.create_engine_config().model.model == str(tmp_path)
 
@@ -178,14 +178,14 @@ def test_a_dtype_object_of_torch_is_accepted():
 
 
 @pytest.mark.parametrize(("alias", "name"), [("half", "float16"), ("float", "float32")])
-def test_short_names_of_dtypes_are_spelt_out(tmp_path, alias, name):
+def test_short_names_of_dtypes_are_expanded(tmp_path, alias, name):
     assert make_config(tmp_path, dtype=alias).model.dtype == name
 
 
 # --------------------------------------------------------------------------------------------- depending on each other
 
 
-def test_the_token_budget_holds_every_running_sequence():
+def test_the_token_budget_is_at_least_max_num_seqs():
     EngineArgs.from_kwargs(model="x", max_num_seqs=64, max_num_batched_tokens=64)
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 63.*max_num_seqs \(64\)"):
         EngineArgs.from_kwargs(model="x", max_num_seqs=64, max_num_batched_tokens=63)
@@ -230,7 +230,7 @@ def test_max_logprobs_is_at_most_the_vocabulary(tmp_path):
 # ---------------------------------------------------------------------------------------------- tokenizer and defaults
 
 
-def test_a_tokenizer_of_its_own(tmp_path):
+def test_a_separate_tokenizer(tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     assert make_config(tmp_path / "m", tokenizer=str(other)).model.tokenizer == str(other)
@@ -240,7 +240,7 @@ def test_a_tokenizer_of_its_own(tmp_path):
         make_config(tmp_path / "m", tokenizer="./nowhere")
 
 
-def test_generation_defaults_can_come_from_the_model_from_elsewhere_or_from_nowhere(tmp_path):
+def test_generation_defaults_come_from_the_model_from_another_folder_or_from_nowhere(tmp_path):
     folder = write_folder(tmp_path / "m", generation={"temperature": 0.6, "eos_token_id": [7, 8]})
     other = write_folder(tmp_path / "o", generation={"temperature": 0.1})
 
@@ -250,7 +250,7 @@ def test_generation_defaults_can_come_from_the_model_from_elsewhere_or_from_nowh
     assert make().generation_defaults == {"temperature": 0.6}
     assert make(generation_config=str(other)).generation_defaults == {"temperature": 0.1}
     assert make(generation_config="none").generation_defaults == {}
-    # How a sequence ends is a fact about the model, whatever sampling defaults are wanted.
+    # The end of a sequence is a property of the model, independent of the sampling defaults.
     assert make(generation_config="none").eos_token_ids == (7, 8, 2)
     with pytest.raises(ConfigError, match="generation_config must be"):
         make(generation_config=str(tmp_path))
@@ -259,8 +259,8 @@ def test_generation_defaults_can_come_from_the_model_from_elsewhere_or_from_nowh
 # -------------------------------------------------------------------------------------------------------- declarations
 
 
-def test_the_queue_is_bounded_in_a_server_only(tmp_path):
-    """A program that uses AsyncLLM sends what it likes; `mvllm serve` bounds what strangers send."""
+def test_only_a_server_has_a_default_queue_limit(tmp_path):
+    """A program that uses AsyncLLM controls its own requests; `mvllm serve` must limit those of its clients."""
     assert make_config(tmp_path).scheduler.max_queued_requests > 10**9
     assert make_config(tmp_path, max_queued_requests=3).scheduler.max_queued_requests == 3
     parser = argparse.ArgumentParser()
@@ -270,15 +270,15 @@ def test_the_queue_is_bounded_in_a_server_only(tmp_path):
     assert serve._engine(parser.parse_args([folder, "--max-queued-requests", "0"])).max_queued_requests == 0
 
 
-def test_every_setting_declares_what_a_command_line_needs():
+def test_every_setting_has_the_metadata_of_a_command_line_option():
     groups = {"model", "cache", "scheduler", "parallel", "load", "lora", "platform"}
     options = EngineArgs.options()
     assert {o.group for o in options} == groups
     assert all(o.help.endswith(".") and o.kind in (str, int, float, bool, dict) for o in options)
     assert len({o.name for o in options}) == len(options) > 25
     defaults = {o.name: o.default for o in options if o.name != "model"}
-    EngineArgs.from_kwargs(model="x", **defaults)  # every default is itself permitted
+    EngineArgs.from_kwargs(model="x", **defaults)  # every default is in the permitted range
 
 
-def test_a_token_does_not_show_when_the_settings_are_printed():
+def test_tokens_are_hidden_when_the_settings_are_printed():
     assert "hunter2" not in repr(EngineArgs.from_kwargs(model="x", hf_token="hunter2"))

@@ -37,7 +37,7 @@ def test_the_known_keys_become_sampling_parameters():
     }
 
 
-def test_null_and_absent_say_nothing():
+def test_null_and_missing_keys_have_no_effect():
     assert sampling_defaults(config(temperature=None)) == {}
 
 
@@ -82,7 +82,7 @@ def test_end_tokens_outside_the_vocabulary_are_left_out(caplog):
 
 
 @pytest.mark.parametrize("value", ["2", [1, "2"], True, 2.0, {"a": 1}])
-def test_end_tokens_of_another_kind_are_refused(value):
+def test_end_tokens_of_another_type_are_refused(value):
     with pytest.raises(ModelError, match="'eos_token_id' should be an integer or a list of integers"):
         end_token_ids(config(eos_token_id=value), config(), 10)
 

@@ -1,4 +1,4 @@
-"""Lookup of models in folders, the demo, the hub's cache and the hub, and the errors for missing ones."""
+"""Lookup of models in folders, the demo, the hub's cache and the hub, and the errors for missing models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def write_cache(home: Path, name: str, *, revision: str = "main", commit: str = COMMIT, **changes) -> Path:
-    """A hub cache as huggingface_hub lays it out: files are links into a store of blobs."""
+    """A hub cache in the layout of huggingface_hub: files are links into a store of blobs."""
     repository = home / "hub" / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / commit
     snapshot.mkdir(parents=True, exist_ok=True)
@@ -36,10 +36,7 @@ def write_cache(home: Path, name: str, *, revision: str = "main", commit: str = 
 
 @pytest.fixture
 def download(monkeypatch):
-    """Stands in for the hub: records what is asked of it and answers with `answer` or raises `error`.
-
-    `files` are those of the repository.
-    """
+    """Replaces the hub: records each request and returns `answer` or raises `error`. `files` are the repository's."""
 
     class Download:
         answer = "/snapshot"
@@ -91,7 +88,7 @@ def test_a_file_is_not_a_folder(tmp_path):
 @pytest.mark.parametrize(
     "name", ["./missing", "/no/such/folder", "~/no-such-folder", "a/b/c", "../up", "x\0y", "org/na me"]
 )
-def test_a_path_that_does_not_exist_is_not_sought_on_the_hub(name, download):
+def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, download):
     with pytest.raises(ModelError, match=r"does not exist|cannot be looked up"):
         hub.find_model(name)
     assert download.calls == []
@@ -133,7 +130,7 @@ def test_a_missing_demo_says_how_to_get_it(monkeypatch):
 # ----------------------------------------------------------------------------------------------------------------- hub
 
 
-def test_what_is_fetched_is_only_what_is_needed(download):
+def test_only_needed_files_are_downloaded(download):
     assert hub.find_model("org/name", revision="v1", token="secret") == Path("/snapshot")
     [call] = download.calls
     assert (call["name"], call["revision"], call["token"], call["local_files_only"]) == (
@@ -147,7 +144,7 @@ def test_what_is_fetched_is_only_what_is_needed(download):
     assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in wanted if pattern != "tokenizer*")
 
 
-def test_code_is_fetched_only_where_it_may_run(download):
+def test_code_is_downloaded_only_with_trust_remote_code(download):
     hub.find_model("org/name", trust_remote_code=True)
     assert "*.py" in download.calls[0]["allow_patterns"]
 
@@ -157,7 +154,7 @@ def test_random_weights_need_no_download_of_weights(download):
     assert "*.safetensors" not in download.calls[0]["allow_patterns"]
 
 
-def test_one_revision_holds_for_every_file(tmp_path, download):
+def test_the_revision_applies_to_every_file(tmp_path, download):
     download.answer = str(write_folder(tmp_path))
     args = EngineArgs.from_kwargs(model="org/name", tokenizer="org/name", revision="v1", hf_token="t")
     assert args.create_engine_config().model.revision == "v1"
@@ -177,7 +174,7 @@ def test_a_tokenizer_from_elsewhere_has_its_own_revision(tmp_path, download):
 
 
 def http_error(cls: type[Exception]) -> Exception:
-    """An error of the hub's client, made without a response of whichever HTTP library it uses."""
+    """An error of the hub's client, created without a response of the HTTP library in use."""
     error = cls.__new__(cls)
     Exception.__init__(error, "no")
     return error
@@ -198,7 +195,7 @@ def http_error(cls: type[Exception]) -> Exception:
         (OSError(28, "No space left on device"), "No space left on device"),
     ],
 )
-def test_every_failure_says_what_was_tried_and_what_to_do(error, said, download, monkeypatch, tmp_path):
+def test_every_error_says_what_was_tried_and_what_to_do(error, said, download, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     download.error = error
     with pytest.raises(ModelError, match=said) as caught:
@@ -228,7 +225,7 @@ except ModelError as e:
 
 
 def resolve_offline(model: str, revision: str | None = None, **environment: str) -> str:
-    """What a fresh process finds, with HF_HUB_OFFLINE=1 and no working socket."""
+    """What a new process finds, with HF_HUB_OFFLINE=1 and no working socket."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     done = subprocess.run(
         [sys.executable, "-c", NO_NETWORK.format(model=model, revision=revision)],
@@ -247,14 +244,14 @@ def test_a_cached_model_is_found_in_hf_home_without_any_network(tmp_path):
     assert resolve_offline("org/name", HF_HUB_CACHE=str(tmp_path / "hub")) == f"{snapshot} 77"
 
 
-def test_a_cached_revision_is_the_one_asked_for(tmp_path):
+def test_the_requested_revision_is_found_in_the_cache(tmp_path):
     write_cache(tmp_path, "org/name", max_position_embeddings=77)
     other = write_cache(tmp_path, "org/name", revision="v2", commit="f" * 40, max_position_embeddings=88)
     assert resolve_offline("org/name", "v2", HF_HOME=str(tmp_path)) == f"{other} 88"
     assert resolve_offline("org/name", "f" * 40, HF_HOME=str(tmp_path)) == f"{other} 88"
 
 
-def test_a_model_that_is_not_cached_says_what_forbids_asking(tmp_path):
+def test_the_error_for_a_model_that_is_not_cached_names_the_offline_variable(tmp_path):
     said = resolve_offline("org/name", HF_HOME=str(tmp_path))
     assert said.startswith("ModelError: The model 'org/name' was not found.")
     assert f"the cache '{tmp_path / 'hub'}' does not hold it" in said

@@ -54,7 +54,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_the_shape_is_what_transformers_makes_of_the_same_file(tmp_path, name, settings):
+def test_the_sizes_equal_those_that_transformers_reads(tmp_path, name, settings):
     transformers = pytest.importorskip("transformers")
     oracle = getattr(transformers, name)(**{"vocab_size": 99, "num_hidden_layers": 2, **settings})
     oracle.save_pretrained(tmp_path)
@@ -73,7 +73,7 @@ def test_the_shape_is_what_transformers_makes_of_the_same_file(tmp_path, name, s
     assert found.architecture.lower().startswith(oracle.model_type.removesuffix("_text"))
 
 
-def test_what_a_file_leaves_out_is_what_transformers_assumes(tmp_path):
+def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
     mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     assert build(tmp_path, mistral).sliding_window == 4096
     assert build(tmp_path, mistral, sliding_window=None).sliding_window is None
@@ -89,7 +89,7 @@ def test_a_llama_never_has_a_sliding_window(tmp_path):
     assert build(tmp_path, sliding_window=16).sliding_window is None
 
 
-def test_the_language_part_of_a_composite_config_is_laid_over_the_rest(tmp_path):
+def test_the_text_config_of_a_composite_config_overrides_the_rest(tmp_path):
     inner = {key: value for key, value in LLAMA.items() if key not in ("architectures", "dtype")}
     outer = {
         "architectures": ["OuterForConditionalGeneration"],
@@ -119,7 +119,7 @@ def test_overrides_win_over_everything(tmp_path):
         ("gemma3_text", "Gemma3ForCausalLM"),
     ],
 )
-def test_a_config_without_architectures_is_known_by_its_model_type(tmp_path, model_type, architecture):
+def test_a_config_without_architectures_is_identified_by_its_model_type(tmp_path, model_type, architecture):
     assert build(tmp_path, architectures=..., model_type=model_type).architecture == architecture
 
 
@@ -139,7 +139,7 @@ def test_the_dtype_of_the_checkpoint(tmp_path, changes, expected):
     assert (found.dtype, found.checkpoint_dtype) == ("auto", expected)
 
 
-def test_code_in_the_folder_is_not_touched_where_the_architecture_is_known(tmp_path):
+def test_code_in_the_folder_is_ignored_if_the_architecture_is_known(tmp_path):
     marker = tmp_path / "ran"
     (tmp_path / "modeling_evil.py").write_text(f"open({str(marker)!r}, 'w')")
     found = build(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil", "AutoConfig": "modeling_evil.C"})
@@ -221,7 +221,7 @@ def test_an_unknown_model_type_without_architectures_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["float8_e4m3fn", "int8", 7, ["float32"]])
-def test_a_dtype_that_cannot_be_computed_in_is_refused(tmp_path, value):
+def test_an_unsupported_compute_dtype_is_refused(tmp_path, value):
     with pytest.raises(ModelError, match="'dtype' should be one of float32, bfloat16, float16"):
         build(tmp_path, dtype=value)
 
@@ -236,12 +236,12 @@ def test_a_dtype_that_cannot_be_computed_in_is_refused(tmp_path, value):
         ({"compression_config": {"config_groups": {}}}, "compressed-tensors"),
     ],
 )
-def test_a_checkpoint_tells_by_which_method_it_is_quantized(tmp_path, changes, method):
+def test_the_quantization_method_is_read_from_the_checkpoint(tmp_path, changes, method):
     assert build(tmp_path, **changes).quantization == method
 
 
 @pytest.mark.parametrize("value", [{"bits": 4}, {"quant_method": 3}, {"quant_method": ""}, ["gptq"]])
-def test_a_quantization_without_a_method_is_refused_with_what_to_do(tmp_path, value):
+def test_a_quantization_config_without_a_method_is_refused_with_a_hint(tmp_path, value):
     with pytest.raises(ModelError, match=r"quantization_config.*'?quant_method'?"):
         build(tmp_path, quantization_config=value)
 
@@ -270,7 +270,7 @@ def test_a_text_config_that_is_no_object_is_refused(tmp_path):
 
 
 def test_the_default_values_of_transformers_v4_files_are_understood(tmp_path):
-    """A file as published with Llama 3.1, old keys and all."""
+    """A file as published with Llama 3.1, with the old keys."""
     published = {
         **LLAMA,
         "dtype": ...,

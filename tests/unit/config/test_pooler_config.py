@@ -38,11 +38,11 @@ def model(folder: Path, modules: object = None, pooling: object = None, **config
     return build_model_config(model="it", folder=folder, tokenizer=None)
 
 
-def test_without_files_it_is_the_last_token_scaled(tmp_path: Path) -> None:
+def test_the_default_is_the_normalized_last_token(tmp_path: Path) -> None:
     assert PoolerConfig.from_model(model(tmp_path)) == PoolerConfig(PoolingType.LAST, normalize=True, max_dimensions=64)
 
 
-def test_without_files_an_encoders_is_the_first(tmp_path: Path) -> None:
+def test_the_default_of_encoders_is_the_first_token(tmp_path: Path) -> None:
     found = PoolerConfig.from_model(model(tmp_path, architectures=["BertModel"], model_type="bert"))
     assert (found.pooling_type, found.normalize) == (PoolingType.CLS, True)
 
@@ -60,7 +60,7 @@ def test_without_files_an_encoders_is_the_first(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("modules", [[TRANSFORMER, POOLING], [TRANSFORMER, POOLING, NORMALIZE]])
-def test_the_files_decide(tmp_path: Path, pooling: object, kind: str, modules: list[object]) -> None:
+def test_the_models_files_set_the_pooling(tmp_path: Path, pooling: object, kind: str, modules: list[object]) -> None:
     found = PoolerConfig.from_model(model(tmp_path, modules, pooling))
     assert (found.pooling_type, found.normalize) == (kind, len(modules) == 3)
 
@@ -78,7 +78,7 @@ def test_the_files_decide(tmp_path: Path, pooling: object, kind: str, modules: l
         ({}, {}, "a list"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(tmp_path: Path, modules: object, pooling: object, match: str) -> None:
+def test_unknown_settings_are_refused_by_name(tmp_path: Path, modules: object, pooling: object, match: str) -> None:
     with pytest.raises(ModelError, match=match):
         PoolerConfig.from_model(model(tmp_path, modules, pooling))
 
@@ -100,7 +100,7 @@ def test_requests_choose_and_the_model_fills_in_the_rest(tmp_path: Path) -> None
         config.resolve_params(PoolingParams(dimensions=65))
 
 
-def test_a_model_that_names_its_sizes_gives_no_others(tmp_path: Path) -> None:
+def test_only_the_listed_matryoshka_dimensions_are_allowed(tmp_path: Path) -> None:
     config = PoolerConfig.from_model(model(tmp_path, matryoshka_dimensions=[16, 32]))
     for size in (16, 32, 64):
         assert config.resolve_params(PoolingParams(dimensions=size)).dimensions == size
@@ -108,7 +108,7 @@ def test_a_model_that_names_its_sizes_gives_no_others(tmp_path: Path) -> None:
         config.resolve_params(PoolingParams(dimensions=20))
 
 
-def test_a_model_that_projects_its_states_has_as_many_components_as_come_out(tmp_path: Path) -> None:
+def test_the_embedding_size_is_the_output_size_of_the_projection(tmp_path: Path) -> None:
     assert PoolerConfig.from_model(model(tmp_path, word_embed_proj_dim=40)).max_dimensions == 40
 
 
@@ -126,7 +126,7 @@ def test_a_model_that_projects_its_states_has_as_many_components_as_come_out(tmp
         {"dimensions": 1.5},
     ],
 )
-def test_settings_of_the_wrong_kind_are_refused(settings: dict[str, Any]) -> None:
+def test_settings_of_the_wrong_type_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         PoolingParams(**settings)
     assert caught.value.parameter == next(iter(settings))
@@ -148,7 +148,7 @@ def test_pooling_types_may_be_given_by_their_names() -> None:
         ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}, 2, "tanh"),
     ],
 )
-def test_what_a_classifier_was_trained_for_makes_its_scores(
+def test_a_classifiers_activation_depends_on_its_problem_type(
     tmp_path: Path, config: dict[str, Any], labels: int, activation: str
 ) -> None:
     found = PoolerConfig.from_model(model(tmp_path, architectures=["LlamaForSequenceClassification"], **config))
@@ -168,7 +168,7 @@ def test_the_longest_text_of_an_encoder_is_in_its_files(tmp_path: Path) -> None:
     bert = {"architectures": ["BertModel"], "model_type": "bert"}
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 24}')
     assert model(tmp_path, **bert).max_model_len == 24
-    assert model(tmp_path).max_model_len == 64  # which generates
+    assert model(tmp_path).max_model_len == 64  # a generating model
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": null}')
     assert model(tmp_path, **bert).max_model_len == 64
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": "long"}')

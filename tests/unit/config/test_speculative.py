@@ -54,7 +54,7 @@ def refusal(target: Path, settings: Any, **more: Any) -> str:
     return str(caught.value)
 
 
-def test_nothing_is_guessed_by_default(target: Path) -> None:
+def test_speculative_decoding_is_off_by_default(target: Path) -> None:
     assert read(target, None) is None
 
 
@@ -74,7 +74,7 @@ def test_n_grams_have_bounds(target: Path, settings: dict[str, Any], bounds: tup
     assert found is not None and found.num_lookahead_tokens == 0
 
 
-def test_a_draft_model_is_read_by_its_own_files(target: Path, small: Path) -> None:
+def test_a_draft_models_config_is_read_from_its_folder(target: Path, small: Path) -> None:
     settings = {"model": str(small), "num_speculative_tokens": 3}
     found = read(target, settings, max_model_len=48, hf_overrides={"num_hidden_layers": 1, "num_attention_heads": 8})
     assert found is not None and found.model is not None and found.method == "draft_model"
@@ -111,7 +111,7 @@ def test_a_draft_model_is_read_by_its_own_files(target: Path, small: Path) -> No
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_in_the_users_words(target: Path, settings: Any, parts: list[str]) -> None:
+def test_invalid_settings_are_errors_that_name_them(target: Path, settings: Any, parts: list[str]) -> None:
     message = refusal(target, settings)
     assert "speculative_config" in message
     for part in parts:
@@ -129,7 +129,7 @@ def test_settings_of_the_other_method_are_refused(target: Path, small: Path) -> 
     assert "quantization must be a text, found 3" in refusal(target, typed)
 
 
-def test_models_of_two_tokenizers_do_not_go_together(target: Path, tmp_path: Path) -> None:
+def test_target_and_draft_model_need_the_same_tokenizer(target: Path, tmp_path: Path) -> None:
     near = write(tmp_path / "near", vocab_size=2000 + 1024)
     assert read(target, {"model": str(near), "num_speculative_tokens": 2}) is not None
     far = write(tmp_path / "far", vocab_size=2000 + 1025)
@@ -137,7 +137,7 @@ def test_models_of_two_tokenizers_do_not_go_together(target: Path, tmp_path: Pat
     assert "has 3025 tokens, the model's 2000" in message and "the same tokenizer" in message
 
 
-def test_models_that_generate_nothing_neither_guess_nor_are_guessed_for(target: Path, tmp_path: Path) -> None:
+def test_pooling_models_can_be_neither_target_nor_draft_model(target: Path, tmp_path: Path) -> None:
     encoder = write(tmp_path / "encoder", architectures=["BertModel"], model_type="bert")
     message = refusal(target, {"model": str(encoder), "num_speculative_tokens": 2})
     assert f"{encoder} generates no tokens, so it cannot be a draft model" in message
@@ -150,10 +150,10 @@ def test_a_draft_model_that_is_not_there_is_named(target: Path, tmp_path: Path) 
         read(target, {"model": str(tmp_path / "nowhere"), "num_speculative_tokens": 2})
 
 
-def test_the_heads_of_both_models_are_shared_out(target: Path, tmp_path: Path) -> None:
+def test_the_heads_of_both_models_are_checked_against_tensor_parallel_size(target: Path, tmp_path: Path) -> None:
     odd = write(tmp_path / "odd", num_attention_heads=1, num_hidden_layers=1)
     settings = {"model": str(odd), "num_speculative_tokens": 2}
     message = refusal(target, settings, tensor_parallel_size=2)
     assert f"does not divide {odd}'s 1 attention heads" in message
-    # It is whole on the last stage: that it has fewer layers than there are stages is nothing.
+    # The draft model runs whole on the last stage, so it may have fewer layers than there are stages.
     assert read(target, settings, pipeline_parallel_size=2) is not None

@@ -1,4 +1,4 @@
-"""CpuGroup: bytes between ranks, the same on every platform, and never through a device."""
+"""CpuGroup: exchanges bytes between ranks, the same on every platform, and never through a device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def exchange(group: CpuGroup) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_bytes_of_any_length_arrive_whole_and_in_order(world_size: int) -> None:
+def test_bytes_of_any_length_arrive_completely_and_in_order(world_size: int) -> None:
     run_ranks(world_size, lambda group: exchange(group.cpu_group))
 
 
@@ -69,7 +69,7 @@ def test_a_device_group_without_a_host_group_is_refused() -> None:
 
 
 class OnDevice(TorchCommunicator):
-    """Accepts floating-point tensors only, as on a device, and fails for bytes."""
+    """Accepts floating-point tensors only, like a device communicator, and fails for bytes."""
 
     def __init__(self, spec: GroupSpec) -> None:
         super().__init__(spec, backend="gloo", timeout=60)
@@ -84,7 +84,7 @@ class OnDevice(TorchCommunicator):
         return super().all_gather(tensor, dim)
 
 
-class Foreign(Communicator):
+class VendorCommunicator(Communicator):
     """A vendor's communicator without torch.distributed, which accepts no host tensors."""
 
     def __init__(self, spec: GroupSpec) -> None:
@@ -98,7 +98,7 @@ class Foreign(Communicator):
 
 
 def device_groups(rank: int, world_size: int, address: str, kind: type, tp: int, pp: int) -> None:
-    """Joins as a worker does, then sends sampled tokens from the last stage to the others."""
+    """Joins like a worker does, then sends sampled tokens from the last stage to the others."""
     torch.set_num_threads(1)
     platform = SimpleNamespace(spec=SimpleNamespace(name="acme"), communicator=lambda group, device: kind(group))
     ctx = WorkerContext(rank, rank, world_size, world_size, init_method=address)
@@ -132,11 +132,11 @@ def device_square(rank: int, world_size: int, address: str) -> None:
 
 
 def foreign_pair(rank: int, world_size: int, address: str) -> None:
-    device_groups(rank, world_size, address, Foreign, 2, 1)
+    device_groups(rank, world_size, address, VendorCommunicator, 2, 1)
 
 
 def foreign_square(rank: int, world_size: int, address: str) -> None:
-    device_groups(rank, world_size, address, Foreign, 2, 2)
+    device_groups(rank, world_size, address, VendorCommunicator, 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The groups of each rank, and refused sizes."""
+"""The process groups of each rank, and invalid sizes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_consecutive_ranks_form_tensor_parallel_groups_and_strided_ranks_pipelin
     ]
 
 
-def test_every_rank_is_once_in_a_group_of_each_kind() -> None:
+def test_every_rank_is_in_one_group_of_each_kind() -> None:
     for tp in (1, 2, 4):
         for pp in (1, 2, 3):
             for kind in (0, 1):

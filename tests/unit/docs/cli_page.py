@@ -34,13 +34,13 @@ options about a word.
 SHARED_HEAD = "## Options of several commands"
 GENERAL = "general"
 SHARED_BY = 3
-"""An option goes into the shared section from this number of commands on."""
+"""Options that at least this many commands have go into the shared section."""
 SETTING_DEFAULTS = {setting.name: setting.default for setting in EngineArgs.options()}
 
 
 @dataclass(frozen=True)
 class OptionRow:
-    """One option as the page shows it."""
+    """One option as a row of the page."""
 
     group: str
     names: str
@@ -52,7 +52,7 @@ class OptionRow:
 
 
 def page() -> str:
-    """The whole page."""
+    """The complete page."""
     commands = dict(all_commands())
     rows = {name: list(option_rows(parser)) for name, parser in commands.items()}
     counts = Counter(row for found in rows.values() for row in found)
@@ -68,7 +68,7 @@ def page() -> str:
 
 
 def all_commands() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Every command that takes options, with its parser; a command with commands below it stands for these."""
+    """Every command that takes options, with its parser; subcommands replace their parent command."""
     for name in COMMANDS:
         module = importlib.import_module(f"mvllm.entrypoints.cli.{name.replace('-', '_')}")
         parser = subcommands(_make_parser(name, module))[name]
@@ -107,7 +107,7 @@ def option_row(title: str, action: argparse.Action, parser: argparse.ArgumentPar
 
 
 def command_section(name: str, parser: argparse.ArgumentParser, rows: list[OptionRow], shared: list[OptionRow]) -> str:
-    """One command: what it does, how it is called, its own options, and links to shared ones."""
+    """One command: its description, usage, own options, and links to shared ones."""
     lines = [f"## mvllm {name}", "", str(parser.description or ""), "", "```", str(parser.usage), "```", ""]
     own = [row for row in rows if row not in shared]
     for group in dict.fromkeys(row.group for row in own):
@@ -133,7 +133,7 @@ def table(rows: list[OptionRow]) -> str:
 
 
 def cell(text: str) -> str:
-    """Text within a table; `<` outside of code would be read as HTML."""
+    """Text within a table; `<` outside of code would be parsed as HTML."""
     return re.sub(r"<(?=\w)(?![^`]*`)", "\\<", text.replace("|", "\\|"))
 
 

@@ -45,7 +45,7 @@ def with_table(page: str, name: str, table: str) -> str:
 
 
 def permitted_values(name: str) -> str:
-    """What the refusal of an impossible value says that a sampling parameter must be."""
+    """The permitted values of a sampling parameter, from its error message."""
     try:
         SamplingParams(**{name: object()})
     except RequestError as e:

@@ -35,8 +35,8 @@ Prometheus client.
 """
 
 
-class AnyFigures(SimpleNamespace):
-    """Figures of an engine that has done nothing: every one that is asked for is 0."""
+class ZeroMetrics(SimpleNamespace):
+    """Metrics of an engine that has done nothing: every requested value is 0."""
 
     def __getattr__(self, name: str) -> Any:
         return 0
@@ -44,12 +44,12 @@ class AnyFigures(SimpleNamespace):
 
 def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
     """Every metric with the names of its labels."""
-    engine = AnyFigures(
+    engine = ZeroMetrics(
         all_metrics=EngineMetrics(1024),
         stats=SchedulerStats(),
-        load=AnyFigures(),
-        cache_summary=AnyFigures(),
-        config=AnyFigures(cache=AnyFigures()),
+        load=ZeroMetrics(),
+        cache_summary=ZeroMetrics(),
+        config=ZeroMetrics(cache=ZeroMetrics()),
     )
     for family in EngineCollector(cast(Any, engine), model_name="model").collect():
         yield family, tuple(getattr(family, "_labelnames", ()))
@@ -58,7 +58,7 @@ def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
 
 
 def page() -> str:
-    """The whole page."""
+    """The complete page."""
     rows = []
     for family, labels in families():
         name = family.name + ("_total" if family.type == "counter" else "")

@@ -1,10 +1,10 @@
-"""The table of docs/reference/models.md: what tests that ran have shown of each family of models.
+"""The table of docs/reference/models.md: features of each model family that passing tests cover.
 
-python -m tests.unit.docs.models_page RUN.json ...      takes the notes of runs into the record, and writes the page
+python -m tests.unit.docs.models_page RUN.json ...      merges the results of runs into the record, writes the page
 python -m tests.unit.docs.models_page                   writes the page from the record
 
-`ci/dev.py test` leaves its notes in build/shown/. The record keeps what a run has not run; what a run has seen to be
-gone, marks or tests, it loses.
+`ci/dev.py test` writes its results to build/shown/. The record keeps the tests that a run did not collect, and drops
+marks and tests that no longer exist.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ HOWS = {
     "fp8": "FP8",
     "mxfp4": "MXFP4",
 }
-"""Ways of quantization as users write them; others as the tests call them."""
+"""Quantization methods with the names that users know; others have the names of the tests."""
 
 
 def read_record() -> Coverage:
     return from_json(json.loads(RECORD.read_text(encoding="utf-8")))
 
 
-def taken_in(record: Coverage, collected: Coverage, passed: Coverage) -> Coverage:
-    """The record after a run: what passed is added, and what a collected file no longer claims is dropped."""
+def merged_record(record: Coverage, collected: Coverage, passed: Coverage) -> Coverage:
+    """The record after a run: passed tests are added, and claims that a collected file no longer makes are dropped."""
     files = {test.partition("::")[0] for tests in collected.values() for test in tests}
     kept = {
         claim: {test for test in tests if test.partition("::")[0] not in files or test in collected.get(claim, ())}
@@ -63,7 +63,7 @@ def table(record: Coverage) -> str:
 
 
 def sources(record: Coverage) -> str:
-    """The tests behind each column."""
+    """The tests of each column."""
     lines = []
     for feature, title in COLUMNS.items():
         tests = sorted({test for (_, _, what, _), tests in record.items() if what == feature for test in tests})
@@ -76,7 +76,7 @@ def sources(record: Coverage) -> str:
 
 
 def with_table(page: str, record: Coverage) -> str:
-    """The page with its table made anew."""
+    """The page with a new table."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     assert end, f"{PAGE.name} has no place for the table"
@@ -87,7 +87,7 @@ def main(runs: Iterable[Path]) -> None:
     record = read_record() if RECORD.exists() else {}
     for run in runs:
         notes = json.loads(run.read_text(encoding="utf-8"))
-        record = taken_in(record, from_json(notes["collected"]), from_json(notes["passed"]))
+        record = merged_record(record, from_json(notes["collected"]), from_json(notes["passed"]))
     rows = ",\n".join(f" {json.dumps(row)}" for row in as_json(record))
     RECORD.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
     PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")

@@ -36,10 +36,10 @@ What a worker that computes does in each method:
 
 | method | here | in a worker that computes |
 |---|---|---|
-| `init_device` | nothing | bind the device that `WorkerContext.local_rank` says |
+| `init_device` | nothing | bind the device with the index `WorkerContext.local_rank` |
 | `load_model` | nothing | read the weights in the folder `EngineConfig.model.path` |
-| `kv_cache_needs`, `available_kv_bytes` | constants | bytes per token over all layers; what a profiling step leaves |
-| `allocate_kv_cache` | nothing | claim the blocks; `MemoryError` where they do not fit |
+| `kv_cache_needs`, `available_kv_bytes` | constants | bytes per token, all layers; memory left by a profiling step |
+| `allocate_kv_cache` | nothing | claim the blocks; `MemoryError` if they do not fit |
 | `warm_up` | nothing | compile what steps will need |
 | `execute_model` | one token for every row | apply the plan, run the model, sample; see `SchedulerOutput` |
 
@@ -52,7 +52,7 @@ The listings are the sources of `plugins/null-device`
 
 
 def page() -> str:
-    """The whole page."""
+    """The complete page."""
     parts = [HEAD]
     for source, language in SOURCES.items():
         text = (PROJECT / source).read_text(encoding="utf-8").replace('readme = "README.md"\n', "")

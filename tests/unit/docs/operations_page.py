@@ -27,7 +27,7 @@ Made from the source: `python -m tests.unit.docs.operations_page`.
 
 
 def page() -> str:
-    """The whole page."""
+    """The complete page."""
     return "\n".join([HEAD, *(section(name, operation) for name, operation in read_operations().items())])
 
 

@@ -1,10 +1,10 @@
-"""The tables of docs/reference/platforms.md: platforms, what each claims, and what has been seen of it.
+"""The tables of docs/reference/platforms.md: platforms, their claimed capabilities, and the tested ones.
 
 python -m tests.unit.docs.platforms_page REPORT.json --on "a host's processor" --with "command"
-                                                      takes a conformance report into the records, and writes the page
+                                                      merges a conformance report into the records, writes the page
 python -m tests.unit.docs.platforms_page              writes the page from the records
 
-A capability is *shown* where the clauses that stand for it passed on something that computes, and *claimed* otherwise.
+A capability is *shown* if its clauses passed on a device that computes, and *claimed* otherwise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CLAUSES_OF: dict[str, tuple[str, ...]] = {
     "deterministic": ("ATT-11",),
     "mla": ("ATT-12",),
 }
-"""The clauses that stand for a capability; what core adds to Capabilities must be added here (a test says so)."""
+"""The clauses of each capability; a new field of Capabilities must be added here (a test checks this)."""
 
 _KERNELS = ("kernels in Triton's interpreter against float64, compiled for targets", "platforms/triton-kernels/tests")
 _ON_THE_HOST = "the platform's own code and the whole engine on a stand-in in host memory"
@@ -69,21 +69,21 @@ FURTHER: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "example": (("the engine's own tests of devices", "tests/engine/test_example_device.py"),),
 }
-"""What was tested beside the conformance suite, and where."""
+"""Tests besides the conformance suite, and where they ran."""
 
 VARYING: dict[str, frozenset[str]] = {
     "tpu": frozenset({"lazy", "compile", "unified_memory", "fork_safe", "devices_per_process"}),
 }
-"""Capabilities that a platform has according to what is installed beside it: a record says what it was where it ran."""
+"""Capabilities that depend on the installed software: a record has the value of its machine."""
 
 
-def take_in(report: Mapping[str, Any], *, on: str, command: str, date: str) -> dict[str, Any]:
-    """What a record keeps of a report.
+def record_of(report: Mapping[str, Any], *, on: str, command: str, date: str) -> dict[str, Any]:
+    """The entries of a record that come from a report.
 
     Args:
         report: The content of a JSON report.
-        on: What computed, for instance `a host's processor`; empty where nothing did.
-        command: What made the report.
+        on: The computing device, for instance `a host's processor`; empty if nothing computed.
+        command: The command that wrote the report.
         date: The day, YYYY-MM-DD.
     """
     return {
@@ -102,19 +102,21 @@ def take_in(report: Mapping[str, Any], *, on: str, command: str, date: str) -> d
 
 
 def read_records() -> dict[str, dict[str, Any]]:
-    """All of them by their file's name: the platform's, with an ending where there is a further one of it."""
+    """All records by their file's name: the platform's name, with a suffix for a second record."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.json"))}
 
 
 def is_shown(record: Mapping[str, Any], capability: str) -> bool:
-    """Whether every clause that stands for a capability passed on something that computes."""
+    """Whether every clause of a capability passed on a device that computes."""
     clauses = record["clauses"]
     return bool(record["on"]) and all(clauses[name][0] == "passed" for name in CLAUSES_OF[capability])
 
 
 def tables(records: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Every generated part of the page by its name."""
-    platforms = {record["platform"]: record for record in reversed(list(records.values()))}  # the first of each wins
+    platforms = {
+        record["platform"]: record for record in reversed(list(records.values()))
+    }  # the first of each has precedence
     names = sorted(platforms)
     return {
         "platforms": _table(
@@ -162,7 +164,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def with_tables(page: str, records: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with its generated parts made anew."""
+    """The page with new generated parts."""
     for name, text in tables(records).items():
         begin, end = f"<!-- table: {name} -->\n", "\n<!-- end of table -->"
         before, found, rest = page.partition(begin)
@@ -172,7 +174,7 @@ def with_tables(page: str, records: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Takes in a report, if there is one, and writes the page."""
+    """Merges a report, if there is one, and writes the page."""
     parser = argparse.ArgumentParser(description="Writes docs/reference/platforms.md.")
     parser.add_argument("report", nargs="?", type=Path)
     parser.add_argument("--on", default="", help="What computed; left out for a run without a device.")
@@ -181,7 +183,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.report is not None:
         report = json.loads(args.report.read_text(encoding="utf-8"))
-        record = take_in(report, on=args.on, command=args.command, date=datetime.date.today().isoformat())
+        record = record_of(report, on=args.on, command=args.command, date=datetime.date.today().isoformat())
         RECORDS.mkdir(exist_ok=True)
         name = args.name or record["platform"]
         (RECORDS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -28,7 +28,7 @@ change.
 """
 WIDTH = 100
 TABLES = {"EngineArgs": "engine-settings.md", "SamplingParams": "sampling-parameters.md"}
-"""Classes whose fields have a page of their own."""
+"""Classes whose fields have a separate page."""
 KINDS = {
     "Engines": ("LLM", "AsyncLLM", "LLMEngine", "EngineArgs"),
     "Inputs": (
@@ -44,7 +44,7 @@ KINDS = {
 
 
 def page() -> str:
-    """The whole page."""
+    """The complete page."""
     parts = [HEAD]
     for title, names in KINDS.items():
         parts.append(f"## {title}\n")
@@ -103,7 +103,7 @@ def class_signature(name: str, cls: type) -> str:
 
 
 def signature(function: Any) -> str:
-    """Parameters and result as they are written in the source, without `self` and `cls`."""
+    """Parameters and result as written in the source, without `self` and `cls`."""
     found = inspect.signature(function)
     parameters, keyword_only = [], False
     for name, parameter in found.parameters.items():
@@ -128,7 +128,7 @@ def returned(function: Any) -> str:
 
 
 def code(text: str) -> str:
-    """A block with one parameter a line where the text is too long for one."""
+    """A code block, with one parameter per line if the text is too long for one line."""
     if len(text) > WIDTH and (match := re.fullmatch(r"(.*?)\((.*)\)( -> .*)?", text)):
         parameters = "".join(f"    {each},\n" for each in split_parameters(match[2]))
         text = f"{match[1]}(\n{parameters}){match[3] or ''}"
@@ -136,7 +136,7 @@ def code(text: str) -> str:
 
 
 def split_parameters(text: str) -> list[str]:
-    """Splits at the commas that are in no bracket."""
+    """Splits at the commas outside brackets."""
     found, depth = [""], 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")

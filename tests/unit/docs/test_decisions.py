@@ -1,4 +1,4 @@
-"""Every decision has the same form and is in the index, and every mention of a decision leads to one."""
+"""Every decision record has the same structure and is in the index, and every mention of a decision is a valid link."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestForm:
         assert -1 not in places
         assert places == sorted(places)
 
-    def test_it_is_a_page_at_most(self, page):
+    def test_it_is_at_most_one_page(self, page):
         lines = page.read_text("utf-8").splitlines()
         assert len(lines) <= MAX_LINES
         assert [line for line in lines if len(line) > 100 and not line.startswith("|")] == []
@@ -72,7 +72,7 @@ def test_the_index_names_every_decision_once_with_its_title():
     assert sorted(links) == [(f"{page.name[:4]} {title_of(page)}", page.name) for page in PAGES]
 
 
-def test_every_mention_leads_to_a_decision():
+def test_every_mention_refers_to_an_existing_decision():
     names = {path.name for path in FOLDER.iterdir()}
     dangling = []
     for path in text_files():

@@ -1,4 +1,4 @@
-"""docs/reference/executors.md finds errors by their text: each text a user may meet is in its table, and only those."""
+"""The error table of docs/reference/executors.md has every error that a user can see, and no others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOURCES = [
 PAGE = (ROOT / "docs" / "reference" / "executors.md").read_text(encoding="utf-8")
 
 INTERNAL_ERRORS = ("EOFError", "PipeProcessError")  # always handled: a closed connection, a reason code
-HOLE = "\0"  # where a source has a value, and the page has "..."
+HOLE = "\0"  # the source has a value where the page has "..."
 
 NOT_FOR_USERS = (
     "is not contiguous; make it so before sending",
@@ -41,8 +41,8 @@ NOT_FOR_USERS = (
     "its token is wrong, or there is no message",
     "the other process announced",
 )
-"""Of the interfaces between our own parts: no setting and no request of a user leads to them, or they only go on to be
-part of another text."""
+"""Errors of internal interfaces: no setting and no request of a user causes them, or they are only part of another
+error."""
 
 
 def _constant(node: ast.AST) -> str | None:
@@ -61,7 +61,7 @@ def _without_docstrings(tree: ast.Module) -> Iterator[ast.AST]:
 
 @functools.cache
 def source_texts() -> list[str]:
-    """Every text in the sources of executors, engine core and communicator, with a hole for each value."""
+    """Every text in the sources of executors, engine core and communicator, with a placeholder for each value."""
     texts = []
     for file in sorted(SOURCES):
         texts += [text for n in _without_docstrings(ast.parse(file.read_text("utf-8"))) if (text := _constant(n))]
@@ -69,7 +69,7 @@ def source_texts() -> list[str]:
 
 
 def error_texts() -> list[tuple[str, str]]:
-    """Where an error is made, and its text."""
+    """The location of each error, and its text."""
     found = []
     for file in sorted(EXECUTORS):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
@@ -88,7 +88,7 @@ def table_texts() -> list[str]:
 
 
 def is_part_of(span: str, text: str) -> bool:
-    """Whether a text of the sources, with values in its holes, may hold what the page shows."""
+    """Whether a source text, with values for its placeholders, can contain the text of the page."""
     pattern = ".*".join(re.escape(piece) for piece in re.split(r" ?\.\.\. ?", span))
     return re.search(pattern, text.replace(HOLE, "..."), re.DOTALL) is not None
 
@@ -97,24 +97,24 @@ SPANS = table_texts()
 
 
 @pytest.mark.parametrize("span", SPANS)
-def test_what_the_table_explains_can_happen(span: str) -> None:
+def test_every_error_in_the_table_exists_in_the_sources(span: str) -> None:
     assert any(is_part_of(span, text) for text in source_texts()), "no executor says this"
 
 
-def test_every_error_that_users_can_meet_is_in_the_table() -> None:
+def test_every_error_that_users_can_see_is_in_the_table() -> None:
     texts = error_texts()
     assert len(texts) > 30, "looked in the wrong place"
     missing = [
         f"{where}: {text.replace(HOLE, '...')}"
         for where, text in texts
-        if re.search(r"[a-z]{3}", text.replace(HOLE, ""))  # not one that is made of values alone
+        if re.search(r"[a-z]{3}", text.replace(HOLE, ""))  # not a text that consists of values alone
         and not any(part in text for part in NOT_FOR_USERS)
         and not any(is_part_of(span, text) for span in SPANS)
     ]
     assert not missing, "\n".join(missing)
 
 
-def test_the_check_can_tell() -> None:
+def test_the_check_detects_unknown_texts() -> None:
     assert is_part_of("was not ready within ... s", f"{HOLE} was not ready within {HOLE} s; it is")
     assert is_part_of("of ... bytes claims", f"message of {HOLE} bytes claims {HOLE} frames")
     assert not is_part_of("was ready within", f"{HOLE} was not ready within {HOLE} s")

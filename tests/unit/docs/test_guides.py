@@ -1,4 +1,4 @@
-"""The guides say what the code says: tables, check ids, attributes, error texts, links and programs."""
+"""The guides agree with the code: tables, check ids, attributes, error texts, links and programs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_attribute_of_an_output_is_named(cls):
     assert {field.name for field in dataclasses.fields(cls)} <= named
 
 
-def test_methods_and_arguments_that_it_names_exist():
+def test_methods_and_arguments_in_the_guide_exist():
     for name in re.findall(r"`llm\.(\w+)\(\)`", OFFLINE):
         assert hasattr(LLM, name)
     [paragraph] = [text for text in OFFLINE.split("\n\n") if text.startswith("`LLMEngine` is")]
@@ -62,7 +62,7 @@ def test_methods_and_arguments_that_it_names_exist():
 
 
 def test_the_errors_it_explains_are_those_of_the_code():
-    """Each heading of the last section is a piece of a message in the source, however its string is broken up."""
+    """Each heading of the last section is part of a message in the source, even if the string is split there."""
     messages = "\n".join(
         "".join(literal_parts(node))
         for folder in ("core/mvllm", "platforms/cpu/src")
@@ -90,13 +90,13 @@ def test_python_blocks_are_python(page):
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
+    """The anchors that GitHub generates for the headings of a page."""
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_lead_somewhere():
+def test_links_are_valid():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     for page in pages:
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
@@ -116,7 +116,7 @@ def test_every_page_is_in_the_index():
     assert {str(page) for page in pages if page.resolve() not in linked} == set()
 
 
-def test_pages_speak_of_the_repository_as_it_is():
+def test_pages_do_not_mention_removed_files():
     for folder in ("core/mvllm", "platforms/cpu", "plugins", "tests", "ci", "docs"):
         assert (ROOT / folder).is_dir()
         assert f"`{folder}/`" in Path(ROOT / "docs" / "architecture.md").read_text("utf-8")

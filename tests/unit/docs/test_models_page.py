@@ -1,4 +1,4 @@
-"""The table of models claims what tests have model_coverage, and nothing that no test shows any more."""
+"""The table of models lists what the tests cover, and nothing that no test covers any more."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 
 from tests.helpers import model_coverage
 from tests.unit.docs import models_page
-from tests.unit.docs.models_page import PAGE, ROOT, read_record, table, taken_in, with_table
+from tests.unit.docs.models_page import PAGE, ROOT, merged_record, read_record, table, with_table
 
 COMMAND = "run: python -m tests.unit.docs.models_page"
 
 
 def collected_from(files: set[str], folder: Path) -> model_coverage.Coverage:
-    """What the marks of all tests in `files` claim."""
+    """The claims of all tests in `files`."""
     path = folder / "notes.json"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *sorted(files)],
@@ -44,7 +44,7 @@ def test_every_entry_has_a_test_that_shows_it(request: pytest.FixtureRequest, tm
     assert isinstance(notes, model_coverage.CoverageRecorder)
     record, claimed = read_record(), dict(notes.collected)
     missing = {test for claim, tests in record.items() for test in tests - claimed.get(claim, set())}
-    if missing:  # of files that are not part of this run, or of tests that are gone
+    if missing:  # entries of files outside this run, or of deleted tests
         files = {test.partition("::")[0] for test in missing}
         gone = {file for file in files if not (ROOT / file).exists()}
         assert not gone, f"{COMMAND}, without {gone} in {models_page.RECORD.name}"
@@ -59,7 +59,7 @@ def test_every_entry_has_a_test_that_shows_it(request: pytest.FixtureRequest, tm
 
 
 def item_with(*marks: Any, cls: type | None = None, **params: Any) -> Any:
-    """As much of a test as `coverage_of` looks at."""
+    """The parts of a test that `coverage_of` reads."""
     return SimpleNamespace(
         nodeid="tests/test_it.py::test_it[0]",
         iter_markers=lambda name: [mark.mark for mark in marks],
@@ -95,7 +95,7 @@ def test_a_mark_and_the_parameters_say_what_is_shown(mark: Any, params: dict[str
     assert list(model_coverage.coverage_of(item_with(mark, **params))) == claims
 
 
-def test_a_class_may_say_the_rest() -> None:
+def test_a_class_may_give_defaults_for_the_marks() -> None:
     cls = type("TestIt", (), {"shown_impl": "transformers", "shown_family": "bert"})
     assert list(model_coverage.coverage_of(item_with(SHOWS("tokens"), cls=cls))) == [
         ("bert", "transformers", "tokens", "")
@@ -105,7 +105,7 @@ def test_a_class_may_say_the_rest() -> None:
 @pytest.mark.parametrize(
     "mark", [SHOWS("tokens"), SHOWS("speed", family="llama"), SHOWS(family="llama"), SHOWS("tp", x=1)]
 )
-def test_a_mark_that_says_nothing_is_refused(mark: Any) -> None:
+def test_an_empty_mark_is_refused(mark: Any) -> None:
     with pytest.raises(pytest.UsageError, match="mark `shows`"):
         list(model_coverage.coverage_of(item_with(mark)))
 
@@ -114,7 +114,7 @@ def test_a_run_adds_what_passed_and_drops_what_its_files_no_longer_claim() -> No
     tokens, sharded = ("llama", "native", "tokens", ""), ("llama", "native", "tp", "")
     record = {tokens: {"a.py::test_a", "b.py::test_b"}, sharded: {"a.py::test_old"}}
     collected = {tokens: {"a.py::test_a", "a.py::test_new"}}
-    found = taken_in(record, collected, {tokens: {"a.py::test_new"}})
+    found = merged_record(record, collected, {tokens: {"a.py::test_new"}})
     assert found == {tokens: {"a.py::test_a", "a.py::test_new", "b.py::test_b"}}
 
 
@@ -126,7 +126,7 @@ def test_a_failing_test_shows_nothing(pytester_run: Any) -> None:
 
 @pytest.fixture
 def pytester_run(tmp_path: Path) -> Any:
-    """Runs a marked test over two checkpoints and returns the notes."""
+    """Runs a marked test over two checkpoints and returns the results file."""
 
     def run(body: str) -> dict[str, list[list[Any]]]:
         (tmp_path / "conftest.py").write_text(
@@ -134,7 +134,7 @@ def pytester_run(tmp_path: Path) -> Any:
             "def pytest_configure(config):\n"
             "    config.addinivalue_line('markers', 'shows: .')\n"
             "    config.pluginmanager.register(model_coverage.CoverageRecorder(), 'mvllm-shown')\n"
-            "    model_coverage.family_of = str\n"  # without the zoo, and so without torch
+            "    model_coverage.family_of = str\n"  # without the zoo, and therefore without torch
         )
         (tmp_path / "test_it.py").write_text(
             "import pytest\n\n"
@@ -154,6 +154,6 @@ def pytester_run(tmp_path: Path) -> Any:
     return run
 
 
-def test_a_row_names_the_ways_of_quantization_and_what_nobody_shows() -> None:
+def test_a_row_lists_quantization_methods_and_uncovered_features() -> None:
     record = {("opt", "native", "quantization", "gptq"): {"t"}, ("opt", "native", "tokens", ""): {"t"}}
     assert table(record).splitlines()[-1] == "| `opt` | native | yes | – | – | GPTQ | – |"

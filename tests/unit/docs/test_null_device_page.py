@@ -1,4 +1,4 @@
-"""What a reader copies from the page about the null device is the plugin, and runs."""
+"""The listings of the page about the null device are the plugin's sources, and run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def test_the_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tests.unit.docs.null_device_page"
 
 
-def test_what_the_page_lists_runs(tmp_path, monkeypatch) -> None:
+def test_the_listings_run(tmp_path, monkeypatch) -> None:
     files = listings(PAGE.read_text(encoding="utf-8"))
     project = tomllib.loads(files["pyproject.toml"])["project"]
-    # Under another name, so that it is the page's text that runs.
+    # Under another name, so that the page's code runs.
     source = (
         files["src/mvllm_null_device/plugin.py"]
         .replace("mvllm_null_device", "listed_null")

@@ -1,4 +1,4 @@
-"""The tables of platforms say what the plugins claim today, and call shown what a report has seen to pass."""
+"""The tables of platforms equal the plugins' current claims, and mark as shown only what passed in a report."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.unit.docs.platforms_page import (
     WITHOUT_DEVICE,
     is_shown,
     read_records,
+    record_of,
     tables,
-    take_in,
     with_tables,
 )
 
@@ -31,7 +31,7 @@ RECORDS = read_records()
 
 
 def entry_points() -> set[str]:
-    """Names of our platforms for hardware."""
+    """Names of the repository's hardware platforms."""
     found: set[str] = set()
     for project in ROOT.glob("platforms/*/pyproject.toml"):
         content = tomllib.loads(project.read_text(encoding="utf-8"))
@@ -44,13 +44,13 @@ def test_the_page_is_that_of_the_records() -> None:
     assert with_tables(page, RECORDS) == page, COMMAND
 
 
-def test_every_platform_has_a_record_and_what_is_linked_is_there() -> None:
+def test_every_platform_has_a_record_and_links_are_valid() -> None:
     assert {record["platform"] for record in RECORDS.values()} == entry_points() | {"example"}
     assert [path for found in FURTHER.values() for _, path in found if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_a_record_is_of_what_the_plugin_claims_today(name: str) -> None:
+def test_a_record_has_the_plugins_current_claims(name: str) -> None:
     record = RECORDS[name]
     today = PlatformUnderTest(record["platform"], without_device=True).describe()
     varying = VARYING.get(record["platform"], frozenset())
@@ -64,7 +64,7 @@ def test_a_record_is_of_what_the_plugin_claims_today(name: str) -> None:
     assert record["failed"] == 0 and record["command"] and bool(record["on"]) == (WITHOUT_DEVICE not in record["only"])
 
 
-def test_each_capability_has_clauses_that_stand_for_it() -> None:
+def test_each_capability_has_clauses() -> None:
     assert set(CLAUSES_OF) == {field.name for field in fields(Capabilities)}
     assert {clause for clauses in CLAUSES_OF.values() for clause in clauses} <= set(CLAUSES)
 
@@ -88,21 +88,21 @@ def cells(record: dict[str, object]) -> dict[str, str]:
     return {name.strip(" `"): value.strip() for _, name, value, _ in (line.split("|") for line in lines)}
 
 
-def test_what_passed_is_shown_and_what_did_not_is_claimed() -> None:
-    record = take_in(REPORT, on="a device", command="mvllm conformance", date="2026-01-01")
+def test_passed_capabilities_are_shown_and_others_claimed() -> None:
+    record = record_of(REPORT, on="a device", command="mvllm conformance", date="2026-01-01")
     assert cells(record)["sinks"] == "shown" and cells(record)["dtypes"] == "float32: shown"
     assert cells(record)["mla"] == "–" and cells(record)["max_head_size"] == "any: shown"
     waived = copy.deepcopy(REPORT)
     waived["clauses"]["ATT-09"]["status"] = "waived"  # type: ignore[index, call-overload]
-    assert cells(take_in(waived, on="a device", command="c", date="d"))["sinks"] == "claimed"
+    assert cells(record_of(waived, on="a device", command="c", date="d"))["sinks"] == "claimed"
 
 
-def test_nothing_is_shown_where_nothing_computed() -> None:
-    record = take_in(REPORT, on="", command="mvllm conformance", date="2026-01-01")
+def test_without_a_computing_device_nothing_is_shown() -> None:
+    record = record_of(REPORT, on="", command="mvllm conformance", date="2026-01-01")
     assert not any(is_shown(record, name) for name in CLAUSES_OF)
     assert "**not run on hardware**" in tables({"acme": record})["platforms"]
 
 
-def test_devices_and_waivers_are_told() -> None:
-    shown = tables({"acme": take_in(REPORT, on="a device", command="c", date="2026-01-01")})
+def test_devices_and_waivers_are_listed() -> None:
+    shown = tables({"acme": record_of(REPORT, on="a device", command="c", date="2026-01-01")})
     assert "a device, 2 devices" in shown["platforms"] and "- `acme` ATT-07: slow sums" in shown["waivers"]

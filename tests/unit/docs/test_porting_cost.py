@@ -1,4 +1,4 @@
-"""The figures of docs/explanation/porting-cost.md are those of the plugins as they are, and the counting is right."""
+"""The numbers of docs/explanation/porting-cost.md equal those of the current plugins, and the counting is correct."""
 
 from __future__ import annotations
 
@@ -99,21 +99,21 @@ def test_classes_derived_from_are_counted_once_each(count):
         "def activate():\n    core.step = mine",
     ],
 )
-def test_a_patch_is_seen_in_every_form(count, patch):
+def test_patches_are_detected_in_every_form(count, patch):
     assert count(f"import sys\nfrom mvllm.engine import core\n{patch}\n").patched
 
 
-def test_what_is_its_own_is_no_patch(count):
+def test_assignments_to_own_objects_are_no_patches(count):
     found = count("import torch\nfrom mvllm.plugin_api import Plan\nself.x = Plan()\nPlan().y = 1\nz.w = Plan\nx = 1")
     assert (found.patched, found.torch_patched) == (set(), set())
 
 
-def test_patches_of_torch_are_counted_apart(count):
+def test_patches_of_torch_are_counted_separately(count):
     found = count("import torch\ntorch.Tensor.cuda = mine\ntorch.empty_cache = mine")
     assert found.torch_patched == {"torch.Tensor.cuda", "torch.empty_cache"} and not found.patched
 
 
-def test_lines_of_the_platform_and_of_a_runner_are_told_apart(count, tmp_path):
+def test_lines_of_the_platform_and_of_a_runner_are_counted_separately(count, tmp_path):
     count("class R:\n    def load_model(self): ...\n    def execute_model(self, plan): ...\n\nx = 1\n", "worker.py")
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "k.cpp").write_text("int\nx;\n")

@@ -1,4 +1,4 @@
-"""The generated pages of the reference say what the code says, and leave no public name out."""
+"""The generated reference pages agree with the code and contain every public name."""
 
 from __future__ import annotations
 

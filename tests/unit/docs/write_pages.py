@@ -1,4 +1,4 @@
-"""Writes every generated page and table of docs anew.
+"""Regenerates every generated page and table of docs.
 
 python -m tests.unit.docs.write_pages
 """

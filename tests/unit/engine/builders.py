@@ -1,4 +1,4 @@
-"""An engine core client without a model: the test chooses the generated tokens of each prompt."""
+"""An engine-core client without a model: the test chooses the generated tokens of each prompt."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_config(
 
 
 class FakeClient:
-    """Returns tokens of each request's answer per step, and ends sequences as a real core does.
+    """Returns one token of each request's answer per step, and ends sequences like a real core.
 
     Attributes:
         requests: All requests so far.
@@ -129,5 +129,5 @@ class FakeClient:
 
 
 def position(token_id: int) -> PositionLogprobs:
-    """Log-probabilities with the token at the position in second rank of two."""
+    """Log-probabilities in which the token at the position has rank two of two."""
     return PositionLogprobs([token_id, token_id + 1, token_id], [-2.0, -1.0, -2.0], 2)

@@ -25,7 +25,7 @@ class Loop:
 
 
 def look(activity: str, seconds: float) -> Loop:
-    """What the client does at its next heartbeat check, when the core has had this activity for so long."""
+    """The client's result at its next heartbeat check, after the core has had this activity for `seconds`."""
     loop = Loop()
     link = SimpleNamespace(
         channel=SimpleNamespace(num_sent=1),
@@ -40,13 +40,13 @@ def look(activity: str, seconds: float) -> Loop:
     return loop
 
 
-def test_wake_up_may_take_as_long_as_a_start() -> None:
+def test_wake_up_has_the_time_limit_of_a_start() -> None:
     loop = look("wake_up", 400.0)  # weights are read from a slow disk
-    assert not loop.ordered and loop.later == [315.0]  # a step that follows is looked after as ever
+    assert not loop.ordered and loop.later == [315.0]  # later steps have the usual limit
     assert look("wake_up", 1900.0).ordered
 
 
-def test_a_step_may_not_take_as_long_as_a_start() -> None:
+def test_a_step_has_a_shorter_time_limit_than_a_start() -> None:
     assert look("execution", 400.0).ordered
     loop = look("execution", 300.0)
     assert not loop.ordered and 0 < loop.later[0] <= 15.0

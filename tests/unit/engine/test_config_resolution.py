@@ -1,4 +1,5 @@
-"""A platform's plan: changes are applied and logged with their reasons, refusals are all shown, dtype is settled."""
+"""A platform's plan: changes are applied and logged with their reasons, all refusals are reported, and the dtype is
+resolved."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_a_change_to_a_value_of_another_type_is_refused_with_the_platforms_name(
 
 
 @pytest.mark.parametrize("answer", [Plan(("x",)), Plan("x"), Plan(None), Refusals(("x",)), Refusals(5), "yes", 5])
-def test_an_answer_that_is_no_plan_is_refused(answer):
+def test_a_result_that_is_no_plan_is_refused(answer):
     with pytest.raises(PlatformError, match=r"'acme' returned an? \w+ from plan"):
         resolve_config(config_for(), FakePlatform(plan=answer))
 
@@ -97,9 +98,9 @@ class TestMemoryShare:
         assert resolve_config(config, FakePlatform()).cache.memory_utilization == 0.3
 
 
-class TestPlanningAhead:
+class TestAsyncScheduling:
     @pytest.mark.parametrize("async_copies", [False, True])
-    def test_unset_it_is_on_where_the_device_computes_in_parallel_to_the_host(self, async_copies):
+    def test_unset_it_is_on_if_the_device_computes_in_parallel_to_the_host(self, async_copies):
         platform = FakePlatform()
         platform.capabilities = replace(platform.capabilities, async_copies=async_copies)
         assert resolve_config(config_for(), platform).scheduler.async_scheduling is async_copies

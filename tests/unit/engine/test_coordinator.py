@@ -1,4 +1,4 @@
-"""The coordinator between engine cores and front ends, and the front ends' ends of it; real sockets, one process."""
+"""The coordinator between engine cores and front ends, with the coordinator clients; real sockets, one process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def until(condition: object) -> None:
 
 
 def run(net: Net, work: object) -> None:
-    """`work` with two front ends: index 1 and 2, as cores count them."""
+    """Runs `work` with two front ends: index 1 and 2, as cores number them."""
 
     async def both() -> None:
         loop = asyncio.get_running_loop()
@@ -85,7 +85,7 @@ def test_each_front_end_gets_the_load_of_the_others(net: Net) -> None:
         await until(lambda: all(loads))
         assert [choice.loads_elsewhere for choice in choices] == [[2, 0], [3, 0]]
         assert loads[0][-1].stats.num_running == 5
-        assert [choices[0].choose([index], None, 1) for index in range(2)] == [1, 1]  # the other has more to do
+        assert [choices[0].choose([index], None, 1) for index in range(2)] == [1, 1]  # the other replica has more to do
         net.cores[0].send(CoreLoad(0, SchedulerStats(), [0, 0, 0]))
         net.cores[1].send(CoreLoad(1, SchedulerStats(), [0, 2, 9]))
         await until(lambda: choices[0].loads_elsewhere == [0, 9])
@@ -108,7 +108,7 @@ def test_a_prompt_goes_to_the_replica_to_which_another_front_end_sent_its_prefix
             for _ in range(3):
                 assert other.choose(PROMPT, salt, 1) == replica
                 other.finish_sequence(replica)
-        assert list(choices[0].pop_new_prefixes()) == []  # it has been told
+        assert list(choices[0].pop_new_prefixes()) == []  # the load update has arrived
 
     run(net, work)
 
@@ -125,7 +125,7 @@ def test_sleep_is_answered_when_all_other_front_ends_sleep(net: Net) -> None:
             assert told == [(1, True)]
             await asyncio.gather(
                 front_ends[0].broadcast_sleep(False), front_ends[1].broadcast_sleep(False)
-            )  # at once, even so
+            )  # at once, even then
         assert sorted(told[1:]) == [(0, False), (1, False)]
 
     run(net, work)
@@ -142,7 +142,7 @@ def test_a_slow_reader_blocks_no_other_and_gets_the_latest_load_later() -> None:
             return count
 
         async def work() -> None:
-            for count in range(200):  # more than its socket holds, had each been published
+            for count in range(200):  # more updates than its socket holds, if each were published
                 while not net.cores[0].send(CoreLoad(0, SchedulerStats(num_running=count), [0, 1, 1])):
                     await asyncio.sleep(0.01)
             for control in net.front_ends:
@@ -157,7 +157,7 @@ def received(control: MessageSocket) -> list[ToFrontEnd]:
 
 
 def ask_one_without_room(net: Net) -> None:
-    """The first front end asks the second for sleep, whose socket is full."""
+    """The first front end requests sleep; the socket of the second is full."""
     count = 0
     while net._theirs[3].send(SentPrefixes(0, [1 << 60] * 5000)):
         count += 1

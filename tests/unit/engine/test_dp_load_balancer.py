@@ -1,4 +1,4 @@
-"""Requests go to the replica where they cost least: what waits there, and what of their prompt is not cached there."""
+"""Requests go to the replica with the lowest cost: waiting tokens plus the uncached tokens of the prompt."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_the_longest_common_prefix_wins():
     short = choice.choose([1, 2], None, 1)
     long = choice.choose([9, 9, 1, 2], None, 1)
     assert short != long
-    choice.choose([1, 2, 3, 4], None, 1)  # goes where [1, 2] is
+    choice.choose([1, 2, 3, 4], None, 1)  # goes to the replica of [1, 2]
     choice.finish_sequence(short)
     assert choice.choose([1, 2, 3, 4, 5], None, 1) == short
 
 
-def test_a_prompt_is_compared_to_its_end():
-    """Conversations that begin with the same long text each go where they have been."""
+def test_a_prompt_is_compared_up_to_its_end():
+    """Conversations that begin with the same long text each return to their replica."""
     choice = DPLoadBalancer(4)
     shared = list(range(8192))
     texts = {user: shared + [user] * 128 for user in range(8)}
@@ -98,15 +98,15 @@ def test_waiting_prompts_count_by_their_length_until_they_are_computed():
     long = choice.choose(list(range(50_000)), None, 1)
     others = [choice.choose([i] * 1000, None, 1) for i in range(20)]
     assert others == [1 - long] * 20
-    choice.update_load(long, 0, 1)  # computed; and what the other has still waits
+    choice.update_load(long, 0, 1)  # computed; and the tokens that still wait at the other replica
     assert choice.choose([77], None, 1) == long
-    choice.update_load(1 - long, 0, 19)  # all but the last one, which it had not taken
+    choice.update_load(1 - long, 0, 19)  # all except the last one, which it had not received
     assert [choice.choose([88 + i], None, 1) for i in range(17)] == [long] * 17
     choice.update_load(long, 100_000, 99)  # of other front ends
     assert choice.choose([99], None, 1) == 1 - long
 
 
-def test_salts_and_adapters_share_nothing():
+def test_prefixes_are_separate_per_salt_and_adapter():
     choice = DPLoadBalancer(3, chunk=2)
     first = choice.choose([1, 2], "a", 1)
     second = choice.choose([1, 2], "b", 1)
@@ -117,16 +117,18 @@ def test_salts_and_adapters_share_nothing():
     assert choice.choose([1, 2], "a", 1) == first
 
 
-def test_as_many_chunks_are_kept_as_a_cache_holds():
+def test_the_number_of_stored_chunks_is_that_of_the_cache():
     choice = DPLoadBalancer(2)
     choice.set_cache_size(block_size=16, num_blocks=256)
     rng = random.Random(0)
     for _ in range(500):
         choice.finish_sequence(choice.choose([rng.randrange(1000) for _ in range(640)], None, 1))
         assert max(len(names) for names in choice._prefixes) <= 64
-    assert not any(choice._sent) and not any(choice._unreported)  # nobody is to be told
+    assert not any(choice._sent) and not any(choice._unreported)  # no replica is notified
     assert choice.loads == [0, 0]
-    choice.set_cache_size(block_size=16, num_blocks=1 << 24)  # longer chunks, since names are bounded, too
+    choice.set_cache_size(
+        block_size=16, num_blocks=1 << 24
+    )  # longer chunks, since the number of hashes is limited, too
     choice.choose([0] * 100_000, None, 1)
     assert max(len(names) for names in choice._prefixes) <= 100_000 // 4096 + 64
     choice = DPLoadBalancer(2)
@@ -134,7 +136,7 @@ def test_as_many_chunks_are_kept_as_a_cache_holds():
     assert {choice.choose([1] * 640, None, 1) for _ in range(4)} == {0, 1}
 
 
-def test_prefixes_are_forgotten_when_caches_are_reset():
+def test_prefixes_are_removed_when_caches_are_reset():
     choice = DPLoadBalancer(2, chunk=2)
     sent = []
     for _ in range(4):

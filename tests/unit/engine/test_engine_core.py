@@ -1,4 +1,4 @@
-"""EngineCore around an executor without a device: start-up order, steps in flight, failures, shutdown."""
+"""EngineCore with an executor without a device: start-up order, steps in flight, failures, shutdown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BYTES_PER_BLOCK = 16 * 8
 
 
 class CountingExecutor(Executor):
-    """Answers each sampling row with the number of its step; keeps what it was asked."""
+    """Returns the step number for each sampling row; records the calls."""
 
     def __init__(self, config, platform):
         super().__init__(config, platform)
@@ -97,7 +97,7 @@ def request(name="a", prompt_len=3, max_tokens=4):
 
 
 def run(core):
-    """Steps until nothing is left; the tokens of each request, and the reason it ended."""
+    """Steps until no requests are left; returns the tokens and the finish reason of each request."""
     tokens, reasons = {}, {}
     while core.has_requests():
         for output in core.step().outputs:
@@ -132,7 +132,7 @@ class TestStart:
         assert "available_kv_bytes" not in make_core.executors[0].calls
 
     @pytest.mark.parametrize("method", ["init_device", "load_model", "available_kv_bytes", "allocate_kv_cache"])
-    def test_a_failure_of_the_start_ends_the_workers(self, make_core, method):
+    def test_a_startup_failure_shuts_the_workers_down(self, make_core, method):
         with pytest.raises(OSError, match="gone"):
             make_core(fail_at={method: OSError("gone")})
         assert make_core.executors[0].calls[-1] == "shutdown"
@@ -190,13 +190,13 @@ class TestSteps:
         assert tokens == {"a": [0, 1, 2, 3, 4]}
         assert [plan.step for plan in plans] == list(range(5)) and all(plan.rows for plan in plans)
 
-    def test_a_row_freed_without_a_step_is_named_by_the_next_step(self, make_core):
+    def test_a_row_freed_between_steps_is_in_the_next_plan(self, make_core):
         core = make_core(async_scheduling=True)
         core.add_request(request("a", max_tokens=2))
         core.step()  # plans 0 and 1
         assert len(make_core.executors[0].plans) == 2
         core.abort_requests(["a"])
-        core.step()  # nobody is left to compute; collects 1
+        core.step()  # no request is left; collects plan 1
         assert len(make_core.executors[0].plans) == 2
         core.add_request(request("b", max_tokens=2))
         run(core)
@@ -204,7 +204,7 @@ class TestSteps:
         assert plan.freed_rows == [0] and [new.request_id for new in plan.new_requests] == ["b"]
         core.scheduler.check_integrity()
 
-    def test_without_requests_a_step_makes_no_call_of_the_workers(self, make_core):
+    def test_without_requests_a_step_calls_no_worker(self, make_core):
         core = make_core()
         assert core.step().outputs == []
         assert make_core.executors[0].plans == []
@@ -220,7 +220,7 @@ class TestSteps:
         assert set(tokens) == {"b"}
         core.scheduler.check_integrity()
 
-    def test_a_prefix_is_found_again_until_the_cache_is_reset(self, make_core):
+    def test_a_prefix_stays_cached_until_the_cache_is_reset(self, make_core):
         core = make_core()
 
         def cached(name):
@@ -233,7 +233,7 @@ class TestSteps:
         assert cached("c") == 0
 
     @pytest.mark.parametrize(("claimed", "kept"), [(True, "group"), (False, None)])
-    def test_siblings_share_blocks_only_where_attention_may_start_from_them(self, make_core, claimed, kept):
+    def test_siblings_share_blocks_only_if_attention_supports_a_cached_prefix(self, make_core, claimed, kept):
         core = make_core(prefix_caching=claimed)
         given = []
         core.scheduler.add_request = given.append
@@ -274,7 +274,7 @@ class TestFailure:
                 core.call_utility(method)
 
 
-def test_several_replicas_are_refused_and_not_ignored():
+def test_several_replicas_are_refused():
     config = make_config()
     config = replace(config, parallel=replace(config.parallel, data_parallel_size=2))
     chosen = type("Chosen", (), {"platform": FakePlatform()})()

@@ -1,4 +1,4 @@
-"""The loop of an engine core's process between its two queues, and the sockets behind them; no process needed."""
+"""The loop of an engine-core process between its two queues, and the sockets behind them; without a process."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ STOP = (0, 99, StopCore())
 
 
 def serve(loop, commands, *, stop_at_step=None) -> list[EngineCoreOutputs]:
-    """Runs the loop until it has taken all commands and, if told so, has begun a step."""
+    """Runs the loop until it has handled all commands and, if requested, has begun a step."""
     for number, command in enumerate(commands, 1):
         loop.input_queue.put((0, number, command))
     if stop_at_step is None:
@@ -106,7 +106,7 @@ def test_requests_sent_together_start_together_and_updates_have_content(loop):
     last = news[-1]
     assert [output.request_id for output in last.outputs] == ["a", "b", "c"]
     assert (last.num_acknowledged, last.is_busy) == (2, False)
-    assert len(news) <= 2  # the first step's only if nothing was told for long
+    assert len(news) <= 2  # the first step's update is sent only if none was sent for a while
 
 
 def test_a_request_that_cannot_be_decoded_or_queued_ends_alone(loop):
@@ -159,7 +159,7 @@ def test_utility_calls_return_results_and_errors(loop):
     assert answers[1].value is True and answers[1].failure is None
     error = answers[2].failure.to_exception()
     assert isinstance(error, RuntimeError) and str(error) == "no pulse"
-    assert isinstance(answers[3].failure.to_exception(), ConfigError)  # only what is meant to be called
+    assert isinstance(answers[3].failure.to_exception(), ConfigError)  # only declared methods can be called
 
 
 def test_a_failure_of_the_workers_ends_the_loop_with_it_as_the_cause(loop):

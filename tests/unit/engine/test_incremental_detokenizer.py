@@ -1,4 +1,4 @@
-"""The pieces of incrementally decoded text equal the text decoded at once, for any tokens."""
+"""Incrementally decoded text equals the text decoded at once, for any tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.unit.engine.tokenizers import KINDS, make_tokenizer
 kinds = pytest.mark.parametrize("kind", list(KINDS))
 
 
-def pieces_of(tokenizer, chunks, **options):
+def deltas_of(tokenizer, chunks, **options):
     detokenizer = IncrementalDetokenizer(tokenizer, **options)
     return [*(detokenizer.append(chunk) for chunk in chunks), detokenizer.finish()]
 
 
 @kinds
 @given(data=st.data(), skip=st.booleans())
-def test_pieces_add_up_to_the_text_decoded_at_once(kind, data, skip):
+def test_deltas_add_up_to_the_text_decoded_at_once(kind, data, skip):
     tokenizer = make_tokenizer(kind)
     ids = data.draw(st.lists(st.integers(0, tokenizer.length - 1), max_size=40))
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=len(ids), max_size=len(ids)))
@@ -28,7 +28,7 @@ def test_pieces_add_up_to_the_text_decoded_at_once(kind, data, skip):
     for size in sizes:
         chunks.append(ids[start : start + size])
         start += size
-    pieces = pieces_of(tokenizer, chunks, skip_special_tokens=skip)
+    pieces = deltas_of(tokenizer, chunks, skip_special_tokens=skip)
     assert "".join(pieces) == tokenizer.hf.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
 
@@ -37,14 +37,14 @@ def test_pieces_add_up_to_the_text_decoded_at_once(kind, data, skip):
 def test_text_is_returned_token_by_token(kind, text):
     tokenizer = make_tokenizer(kind)
     ids = tokenizer.encode(text)
-    assert "".join(pieces_of(tokenizer, [[i] for i in ids])) == tokenizer.decode(ids)
+    assert "".join(deltas_of(tokenizer, [[i] for i in ids])) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_a_character_split_over_tokens_is_returned_whole(kind):
+def test_a_character_split_over_tokens_is_returned_in_one_delta(kind):
     tokenizer = make_tokenizer(kind)
     ids = tokenizer.encode("a🦜b")
-    pieces = pieces_of(tokenizer, [[i] for i in ids])
+    pieces = deltas_of(tokenizer, [[i] for i in ids])
     assert "\ufffd" not in "".join(pieces)
     assert any("🦜" in piece for piece in pieces)
 
@@ -52,19 +52,19 @@ def test_a_character_split_over_tokens_is_returned_whole(kind):
 def test_plain_text_is_not_held_back():
     tokenizer = make_tokenizer("byte_level")
     ids = tokenizer.encode("The cat sat on the mat")
-    assert pieces_of(tokenizer, [[i] for i in ids])[:-1] == [tokenizer.decode([i]) for i in ids]
+    assert deltas_of(tokenizer, [[i] for i in ids])[:-1] == [tokenizer.decode([i]) for i in ids]
 
 
 def test_an_incomplete_character_at_the_end_becomes_a_replacement_character():
     tokenizer = make_tokenizer("byte_level")
     ids = tokenizer.encode("🦜")[:-1]
-    assert pieces_of(tokenizer, [ids]) == ["", "\ufffd"]
+    assert deltas_of(tokenizer, [ids]) == ["", "\ufffd"]
 
 
 def test_broken_bytes_do_not_stop_the_stream():
     tokenizer = make_tokenizer("byte_level")
     lone = tokenizer.encode("🦜")[0]
-    pieces = pieces_of(tokenizer, [[lone]] * 200)
+    pieces = deltas_of(tokenizer, [[lone]] * 200)
     assert "".join(pieces) == tokenizer.decode([lone] * 200)
     assert "".join(pieces[:100]).count("\ufffd") > 80
 
@@ -72,8 +72,8 @@ def test_broken_bytes_do_not_stop_the_stream():
 def test_special_tokens_are_skipped_or_kept_as_requested():
     tokenizer = make_tokenizer("byte_level")
     ids = [*tokenizer.encode("Hello"), tokenizer.eos_token_id, *tokenizer.encode(" world")]
-    assert "".join(pieces_of(tokenizer, [[i] for i in ids])) == "Hello world"
-    kept = pieces_of(tokenizer, [[i] for i in ids], skip_special_tokens=False)
+    assert "".join(deltas_of(tokenizer, [[i] for i in ids])) == "Hello world"
+    kept = deltas_of(tokenizer, [[i] for i in ids], skip_special_tokens=False)
     assert "".join(kept) == "Hello<|end|> world"
 
 
@@ -84,7 +84,7 @@ def test_a_word_keeps_its_space_after_a_skipped_token():
         tokenizer.encode("world", add_special_tokens=False),
     )
     ids = [*hello, tokenizer.eos_token_id, *world]
-    assert "".join(pieces_of(tokenizer, [[i] for i in ids])) == "Hello world"
+    assert "".join(deltas_of(tokenizer, [[i] for i in ids])) == "Hello world"
 
 
 class TestStopStrings:
@@ -106,7 +106,7 @@ class TestStopStrings:
     @given(
         text=st.text("ab", max_size=12), stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3)
     )
-    def test_exactly_what_may_begin_a_stop_string_is_held_back(self, text, stop):
+    def test_exactly_the_possible_beginning_of_a_stop_string_is_held_back(self, text, stop):
         held = StopStringFinder(stop, False).num_held_back(text)
         could_begin = [n for n in range(1, len(text) + 1) for s in stop if n < len(s) and s.startswith(text[-n:])]
         assert held == max(could_begin, default=0)
@@ -139,4 +139,4 @@ def test_spaces_between_special_tokens_depend_on_the_tokenizer():
     for apart, text in ((True, "<s> <s> one two </s> </s>"), (False, "<s><s> one two </s></s>")):
         settings = {"skip_special_tokens": False, "spaces_between_special_tokens": apart}
         assert tokenizer.decode(ids, **settings) == text
-        assert "".join(pieces_of(tokenizer, [ids[:3], ids[3:]], **settings)) == text
+        assert "".join(deltas_of(tokenizer, [ids[:3], ids[3:]], **settings)) == text

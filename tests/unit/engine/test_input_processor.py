@@ -1,4 +1,4 @@
-"""InputProcessor: which requests it accepts, which it rejects, and what it makes of them."""
+"""InputProcessor: accepted and rejected requests, and the engine-core requests that it creates."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_text_that_is_much_too_long_is_not_tokenized(monkeypatch):
         make_processor().process_batch(["a", "b"], ["x", "x" * 10_000_000], [None, None])
 
 
-def test_a_lone_surrogate_is_found_wherever_it_is():
+def test_a_lone_surrogate_is_rejected_at_any_position():
     text = "é" * (1 << 20) + "a" * 77 + "\udc00"
     assert f"character {(1 << 20) + 77} is a lone surrogate U+DC00" in str(refusal(text))
 
@@ -102,7 +102,7 @@ def test_an_invalid_prompt_is_rejected_with_the_value_found(prompt, words):
     assert error.parameter == "prompt"
 
 
-def test_token_ids_reach_up_to_the_vocabulary():
+def test_token_ids_must_be_below_the_vocabulary_size():
     assert process([0, 499]).core.prompt_token_ids == [0, 499]
 
 
@@ -113,7 +113,7 @@ def test_a_prompt_that_leaves_room_for_one_token_passes():
 
 
 @pytest.mark.parametrize("length", [8, 9])
-def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(length):
+def test_a_too_long_prompt_is_refused_with_both_numbers(length):
     error = refusal([1] * length, None, make_processor(max_model_len=8))
     assert f"{length} tokens" in str(error)
     assert "8 (max_model_len)" in str(error)
@@ -124,7 +124,7 @@ def test_max_tokens_none_is_the_rest_of_the_context():
     assert request.core.sampling_params.max_tokens == 54
 
 
-def test_settings_the_model_cannot_serve_are_refused():
+def test_settings_that_the_model_does_not_support_are_refused():
     assert refusal([1], SamplingParams(stop_token_ids=[500])).parameter == "stop_token_ids"
     assert refusal([1], SamplingParams(logprobs=21)).parameter == "logprobs"
 
@@ -171,7 +171,7 @@ class TestCacheSalt:
         assert process({"prompt": "x", "cache_salt": "mine"}).core.cache_salt == "mine"
 
     @pytest.mark.parametrize("salt", ["", "x" * 257, 5, "a\nb"])
-    def test_bad_ones_are_refused(self, salt):
+    def test_invalid_values_are_refused(self, salt):
         assert refusal({"prompt": "x", "cache_salt": salt}).parameter == "cache_salt"
 
     def test_the_longest_passes(self):
@@ -198,7 +198,7 @@ class TestPriority:
         assert process([1], None, make_processor(policy="priority"), priority=-3).core.priority == -3
 
     @pytest.mark.parametrize("priority", [True, 1.5, "1", 2**40])
-    def test_bad_ones_are_refused(self, priority):
+    def test_invalid_values_are_refused(self, priority):
         assert refusal([1], None, make_processor(policy="priority"), priority=priority).parameter == "priority"
 
 
@@ -218,7 +218,7 @@ def test_a_request_id_that_cannot_be_encoded_is_rejected():
     assert caught.value.parameter == "request_id"
 
 
-def test_settings_given_for_many_prompts_are_checked_once_and_kept_apart(monkeypatch):
+def test_settings_for_many_prompts_are_validated_once_and_copied(monkeypatch):
     processor = make_processor()
     looked = []
     real = InputProcessor._bad_words

@@ -1,4 +1,4 @@
-"""An engine core that another process has started, as one of its front ends sees it."""
+"""Client of an engine core that another process started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_heartbeat_age_of_an_idle_front_end_includes_the_running_step():
         board.write(0, "execution", step=3)
         time.sleep(0.01)
         assert 0.01 <= client.heartbeat_age < 60.0
-        board.write(0, "wake_up")  # may take as long as reading the weights
+        board.write(0, "wake_up")  # may take as long as loading the weights
         time.sleep(0.001)
         assert client.heartbeat_age == 0.0
     finally:

@@ -1,4 +1,4 @@
-"""How layers that see different spans are grouped, and what the KV cache then holds."""
+"""Grouping of layers with different windows, and the resulting KV cache size."""
 
 from collections import Counter
 from dataclasses import replace
@@ -34,7 +34,7 @@ GEMMA = [None if i % 6 == 5 else 512 for i in range(26)]
         ([64, None] * 6, (None, 64)),
         ([9, None, 9], (None, 9, 9)),
         (GEMMA, (None, *[512] * 6)),
-        ([2000] * 4, (None,)),  # as long as any sequence
+        ([2000] * 4, (None,)),  # the length of the longest sequence
         ([2000, 64] * 2, (None, 64)),
         ([64, 32] * 2, (64, 32)),
     ],
@@ -43,7 +43,7 @@ def test_groups_are_few_and_about_equally_large(windows, groups):
     assert choose_group_windows([needs(*windows)], 2000) == groups
 
 
-def test_a_worker_that_names_no_windows_decides_for_all():
+def test_one_worker_without_windows_disables_groups_for_all():
     assert choose_group_windows([needs(64, None), KVCacheNeeds(200, (16,))], 2000) == (None,)
 
 
@@ -57,7 +57,7 @@ kinds = st.lists(st.sampled_from([None, 5, 7, 64]), min_size=1, max_size=40)
 
 
 @given(st.lists(kinds, min_size=1, max_size=3))
-def test_every_layer_has_a_place_and_no_two_of_a_group_the_same(stages):
+def test_layers_of_a_group_have_different_cache_tensors(stages):
     groups = choose_group_windows([needs(*stage) for stage in stages], 2000)
     for stage in stages:
         places = assign_layers_to_groups(stage, groups, 2000)
@@ -84,13 +84,16 @@ def test_layers_that_all_have_windows_serve_more_requests_with_the_same_memory()
     full = size_kv_cache(settings(), [needs(None, None)], [20 * 2 * BLOCK])
     windowed = size_kv_cache(settings(), [needs(17, 17)], [20 * 2 * BLOCK])
     assert full.num_blocks == windowed.num_blocks == 20
-    assert (full.blocks_per_request, windowed.blocks_per_request) == (10, 4)  # 16 tokens behind, a step of 32
+    assert (full.blocks_per_request, windowed.blocks_per_request) == (
+        10,
+        4,
+    )  # 16 tokens of the window, and a step of 32
     assert (full.max_concurrency, windowed.max_concurrency) == (2.0, 5.0)
     assert (full.num_tokens, windowed.num_tokens) == (320, 800)
     assert "800 tokens (20 blocks of 16" in str(windowed) and "5.0 concurrent requests of 160" in str(windowed)
 
 
-def test_a_request_takes_blocks_of_every_group():
+def test_a_request_allocates_blocks_in_every_group():
     summary = size_kv_cache(settings(), [needs(17, None, 17)], [28 * BLOCK])
     assert summary.windows == (None, 17, 17)
     assert (summary.num_blocks, summary.blocks_per_request) == (28, 10 + 4 + 4)
@@ -98,7 +101,7 @@ def test_a_request_takes_blocks_of_every_group():
     assert summary.num_tokens == 28 * 160 // 18
 
 
-def test_one_block_less_than_the_longest_sequence_needs_is_refused_with_what_would_do():
+def test_too_few_blocks_for_the_longest_sequence_is_an_error_with_the_needed_size():
     assert size_kv_cache(settings(), [needs(17, None)], [14 * BLOCK]).num_blocks == 14
     with pytest.raises(CacheError, match="set max_model_len to 144 or less") as caught:
         size_kv_cache(settings(kv_cache_memory_bytes=14 * BLOCK - 1), [needs(17, None)], [14 * BLOCK - 1])

@@ -1,4 +1,4 @@
-"""The number of KV blocks: what fits, and a refusal that says what would."""
+"""The number of KV blocks: as many as fit, and an error with the needed size if too few fit."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class TestSize:
 
         assert (num_blocks(), num_blocks(max_model_len=65)) == (4 * 4, 4 * 5)
 
-    def test_slots_are_counted_in_32_bits(self):
+    def test_the_number_of_slots_fits_32_bits(self):
         summary = size_kv_cache(config(), [KVCacheNeeds(1, (16,))], [10**12])
         assert 2**31 - 16 <= summary.num_blocks * 16 < 2**31
 
-    def test_the_worker_with_the_least_room_decides(self):
+    def test_the_worker_with_the_least_memory_decides(self):
         heavy = KVCacheNeeds(200, (16,))
         assert size_kv_cache(config(), [NEEDS, NEEDS], [9 * BLOCK, 6 * BLOCK]).num_blocks == 6
         summary = size_kv_cache(config(), [NEEDS, heavy], [9 * BLOCK, 10 * BLOCK])
@@ -67,7 +67,7 @@ class TestSize:
         st.integers(1, 300),
         st.booleans(),
     )
-    def test_it_never_exceeds_the_memory_nor_the_use(
+    def test_it_never_exceeds_the_memory_nor_the_maximum_use(
         self, max_len, seqs, available, block_size, bytes_per_token, caching
     ):
         needs = [KVCacheNeeds(bytes_per_token, (block_size,))]
@@ -88,7 +88,7 @@ class TestRefusal:
             size_kv_cache(config(**settings), [NEEDS], [available])
         return str(caught.value)
 
-    def test_it_says_what_is_needed_what_is_there_and_which_length_fits(self):
+    def test_it_names_the_needed_and_available_memory_and_the_length_that_fits(self):
         text = self.refuse(3 * BLOCK)
         assert "max_model_len 64 needs" in text and "100 bytes per token" in text
         assert "memory_utilization 0.9 leaves" in text
@@ -97,13 +97,13 @@ class TestRefusal:
     def test_the_length_it_proposes_does_fit(self):
         assert size_kv_cache(config(max_model_len=48), [NEEDS], [3 * BLOCK]).num_blocks == 3
 
-    def test_explicit_bytes_are_named_with_the_number_that_would_do(self):
+    def test_it_names_explicit_bytes_with_the_sufficient_number(self):
         text = self.refuse(3 * BLOCK, kv_cache_memory_bytes=3 * BLOCK)
         assert f"raise kv_cache_memory_bytes to {4 * BLOCK}" in text
         assert "utilization" not in text
         size_kv_cache(config(kv_cache_memory_bytes=4 * BLOCK), [NEEDS], [4 * BLOCK])
 
-    def test_weights_that_already_exceed_the_share_are_said_to(self):
+    def test_it_says_if_the_weights_already_exceed_the_share(self):
         text = self.refuse(-5 * 2**20)
         assert "the weights and one step already take 5.0 MiB more" in text
         assert "set max_model_len" not in text, "no length fits"

@@ -35,7 +35,7 @@ class Starting(WorkerGroup[Any]):
         self.stop.close()
 
 
-def test_a_core_without_worker_processes_has_start_timeout_as_its_limit() -> None:
+def test_the_time_limit_of_a_core_without_worker_processes_is_start_timeout() -> None:
     assert start_timeout_seconds(ParallelConfig(start_timeout=8.0, data_parallel_size=2)) == 8.0
     assert start_timeout_seconds(ParallelConfig(start_timeout=8.0, tensor_parallel_size=2)) > 8.0
 

@@ -80,7 +80,7 @@ def test_aborting_drops_every_sequence_of_a_request(engine, client):
     assert len(client.aborted) == 3
 
 
-def test_when_the_core_rejects_a_request_nothing_is_left(engine, client):
+def test_a_request_that_the_core_rejects_leaves_no_state(engine, client):
     add = client.add_request
 
     def refuse_the_second(request):
@@ -108,7 +108,7 @@ def test_a_failing_step_stops_the_engine_and_keeps_the_cause(engine, client):
     engine.shutdown()
 
 
-def test_shutdown_twice_is_fine_and_use_afterwards_is_refused(engine, client):
+def test_shutdown_may_be_repeated_and_later_use_is_an_error(engine, client):
     engine.shutdown()
     engine.shutdown()
     assert client.is_shut_down
@@ -116,7 +116,7 @@ def test_shutdown_twice_is_fine_and_use_afterwards_is_refused(engine, client):
         engine.add_request("a", "Hello", FINAL)
 
 
-def test_the_tokenizer_is_an_error_with_skip_tokenizer_init():
+def test_with_skip_tokenizer_init_get_tokenizer_is_an_error():
     client = FakeClient(make_config(), lambda request: ANSWER)
     engine = LLMEngine(client.config, client)
     engine.add_request("a", [1, 2], FINAL)

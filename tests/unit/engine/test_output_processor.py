@@ -1,4 +1,4 @@
-"""OutputProcessor and RequestState, with hand-made engine core outputs."""
+"""OutputProcessor and RequestState, with engine-core outputs made by the test."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ids_of(text):
 
 
 class Run:
-    """One request, whose engine core outputs the test makes."""
+    """One request whose engine-core outputs are made by the test."""
 
     def __init__(self, kind=CUMULATIVE, tokenizer=TOKENIZER, prompt_ids=(1, 2, 3), **params):
         self.processor = OutputProcessor(tokenizer, CoreRequestIds())
@@ -122,7 +122,7 @@ def test_inter_token_gaps_are_counted_once_per_token():
 
     first = take(0)
     assert len(first.started) == 1 and not first.inter_token_gaps
-    second = take(0, 1)  # the other sequence's first token is not the request's
+    second = take(0, 1)  # a first token of another sequence is not the request's first token
     assert not second.started and list(second.inter_token_gaps.values()) == [1]
     assert list(take(0, 1).inter_token_gaps.values()) == [2]
 
@@ -299,7 +299,7 @@ class TestSeveralSequences:
         assert [s.index for s in output.outputs] == [1]
         assert not output.finished
 
-    def test_one_may_stop_while_the_others_continue(self):
+    def test_one_sequence_may_stop_while_the_others_continue(self):
         run = Run(CUMULATIVE, n=2, stop=["sat"])
         first = run.step(ids_of("The cat sat"), child=0)
         assert not first.finished
@@ -361,7 +361,7 @@ def test_undecodable_tokens_end_their_sequence_only(kind):
     run.steps({0: ([13], FinishReason.LENGTH if kind == FINAL_ONLY else None), 1: ([6], None)})
     output = run.step([7], FinishReason.LENGTH, child=1)
     assert output is not None and output.finished
-    if kind != DELTA:  # which has told of the end before
+    if kind != DELTA:  # the core has reported the end before
         assert [c.finish_reason for c in output.outputs] == ["error", "length"]
     assert output.outputs[-1].finish_reason == "length"
     assert run.aborted == ([] if kind == FINAL_ONLY else [run.children[0].request_id])

@@ -18,8 +18,8 @@ class BrokenText(ValueError):
         raise RuntimeError("no text")
 
 
-def send(error: BaseException) -> Exception:
-    """`error`, raised, described, encoded, decoded and rebuilt."""
+def round_trip(error: BaseException) -> Exception:
+    """`error` after raising, encoding, decoding and rebuilding."""
     try:
         raise error
     except BaseException as e:
@@ -31,45 +31,45 @@ def send(error: BaseException) -> Exception:
     "cls", [CacheError, EngineDeadError, PlatformError, ValueError, FileNotFoundError, MemoryError]
 )
 def test_errors_of_mvllm_and_of_python_keep_class_and_text(cls):
-    error = send(cls("7 bytes are missing"))
+    error = round_trip(cls("7 bytes are missing"))
     assert type(error) is cls
     assert str(error) == "7 bytes are missing"
 
 
 def test_attributes_of_mvllms_errors_are_sent():
     died = WorkerDiedError("it died", rank=3, pid=44, activity="execute_model of step 2", exit_code=-9)
-    error = send(died)
+    error = round_trip(died)
     assert isinstance(error, WorkerDiedError)
     assert (error.rank, error.pid, error.activity, error.exit_code) == (3, 44, "execute_model of step 2", -9)
-    stuck = send(WorkerStuckError("it hangs", rank=0, pid=1, activity="x"))
+    stuck = round_trip(WorkerStuckError("it hangs", rank=0, pid=1, activity="x"))
     assert isinstance(stuck, TimeoutError)
-    assert send(RequestError("no", parameter="prompt")).parameter == "prompt"
+    assert round_trip(RequestError("no", parameter="prompt")).parameter == "prompt"
 
 
 def test_causes_follow_and_the_traceback_comes_last():
     error = EngineDeadError("Step 1 failed")
     error.__cause__ = WorkerDiedError("rank 1 died", rank=1, pid=2, activity="a", exit_code=3)
-    found = send(error)
+    found = round_trip(error)
     assert isinstance(found.__cause__, WorkerDiedError) and found.__cause__.rank == 1
     last = found.__cause__.__cause__
     assert isinstance(last, RemoteTraceback)
-    assert "In EngineCore (pid " in str(last) and "during load model" in str(last) and "in send" in str(last)
+    assert "In EngineCore (pid " in str(last) and "during load model" in str(last) and "in round_trip" in str(last)
 
 
 def test_an_unknown_class_becomes_its_nearest_known_base_and_keeps_its_name():
-    error = send(UnknownError("gone"))
+    error = round_trip(UnknownError("gone"))
     assert type(error) is OSError
     assert str(error) == f"{UnknownError.__module__}.UnknownError: gone"
 
 
 def test_an_exception_without_a_known_base_becomes_an_engine_dead_error():
-    error = send(SystemExit(3))
+    error = round_trip(SystemExit(3))
     assert type(error) is EngineDeadError
     assert str(error) == "SystemExit: 3"
 
 
 def test_an_unprintable_error_is_sent_without_its_text():
-    error = send(BrokenText())
+    error = round_trip(BrokenText())
     assert isinstance(error, ValueError)
     assert "cannot be read: RuntimeError" in str(error)
 

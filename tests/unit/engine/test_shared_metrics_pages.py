@@ -1,4 +1,4 @@
-"""SharedMetricsPages: pages that all front ends can read; sums of their metrics."""
+"""SharedMetricsPages: pages that all front ends can read, and sums over their metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pages():
     pages.close()
 
 
-def test_pages_are_read_as_written(pages):
+def test_pages_contain_the_written_metrics(pages):
     assert pages.read_others(0) == []
     pages.write(1, b"one")
     pages.write(2, b"two")
@@ -27,7 +27,7 @@ def test_pages_are_read_as_written(pages):
         pages.write(0, bytes(PAGE_BYTES))
 
 
-def test_a_page_is_never_read_half_written(pages):
+def test_a_partially_written_page_is_never_read(pages):
     seen, done = set(), threading.Event()
 
     def write():

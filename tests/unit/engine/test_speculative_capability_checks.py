@@ -1,4 +1,4 @@
-"""Whether tokens can be guessed on a platform, and with the other settings."""
+"""Whether speculative decoding works with the platform and the other settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ABLE = Capabilities(
 NGRAM = SpeculativeConfig("ngram", 3)
 
 
-def guessing(speculative: SpeculativeConfig | None = NGRAM, **scheduler: Any) -> EngineConfig:
+def speculative_config(speculative: SpeculativeConfig | None = NGRAM, **scheduler: Any) -> EngineConfig:
     config = make_config()
     return dataclasses.replace(
         config, speculative=speculative, scheduler=dataclasses.replace(config.scheduler, **scheduler)
@@ -38,21 +38,21 @@ def draft(**model: Any) -> SpeculativeConfig:
     return SpeculativeConfig("draft_model", 3, model=dataclasses.replace(make_config().model, model="small", **model))
 
 
-def settle(config: EngineConfig, **changes: Any) -> EngineConfig:
+def resolve(config: EngineConfig, **changes: Any) -> EngineConfig:
     platform = FakePlatform()
     platform.capabilities = dataclasses.replace(ABLE, **changes)
     return resolve_config(config, platform)
 
 
 def test_async_scheduling_is_off_with_draft_tokens():
-    assert settle(guessing(None)).scheduler.async_scheduling is True
-    assert settle(guessing()).scheduler.async_scheduling is False
+    assert resolve(speculative_config(None)).scheduler.async_scheduling is True
+    assert resolve(speculative_config()).scheduler.async_scheduling is False
 
 
 def test_async_scheduling_with_draft_tokens_is_refused():
     with pytest.raises(ConfigError, match=r"async_scheduling and speculative_config are both set.*Leave one of them"):
-        settle(guessing(async_scheduling=True))
-    assert settle(guessing(async_scheduling=False)).speculative == NGRAM
+        resolve(speculative_config(async_scheduling=True))
+    assert resolve(speculative_config(async_scheduling=False)).speculative == NGRAM
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_async_scheduling_with_draft_tokens_is_refused():
 def test_an_unsupporting_platform_is_named_with_the_reason(changes, why, monkeypatch):
     monkeypatch.setattr(FakePlatform, "shapes", lambda self: ShapePolicy(tokens=(64,)), raising=False)
     with pytest.raises(ConfigError, match=rf"is not supported on the platform 'acme', which {why}.*Leave it out, or"):
-        settle(guessing(), **changes)
-    assert settle(guessing(None), **changes).speculative is None
+        resolve(speculative_config(), **changes)
+    assert resolve(speculative_config(None), **changes).speculative is None
 
 
 def test_a_draft_model_has_the_models_dtype():
-    settled = settle(guessing(draft(dtype="bfloat16")))
+    settled = resolve(speculative_config(draft(dtype="bfloat16")))
     assert settled.speculative is not None and settled.speculative.model is not None
     assert settled.speculative.model.dtype == settled.model.dtype == "float32"
 
@@ -84,5 +84,5 @@ def test_a_draft_model_has_the_models_dtype():
 )
 def test_a_draft_model_is_checked_against_the_capabilities(model, changes, why):
     with pytest.raises(ConfigError, match=rf"The draft model {why}.*Choose another draft model, or another platform\."):
-        settle(guessing(draft(**model)), **changes)
-    settle(guessing(draft(**model)))
+        resolve(speculative_config(draft(**model)), **changes)
+    resolve(speculative_config(draft(**model)))

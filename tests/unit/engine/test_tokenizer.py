@@ -101,7 +101,7 @@ def test_it_loads_no_device_backend_of_torch(tmp_path, before):
     assert ran.returncode == 0, ran.stderr
 
 
-def test_it_is_the_one_that_transformers_chooses(tmp_path):
+def test_the_tokenizer_class_is_that_of_transformers(tmp_path):
     save_tokenizer(tmp_path)
     for model_type in ("llama", "gpt2", "qwen2", "opt", "mistral", "no-such-type"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -114,7 +114,7 @@ def test_it_is_the_one_that_transformers_chooses(tmp_path):
 
 
 def edit(path, **settings):
-    """Merges settings into a JSON file; None takes one away."""
+    """Merges settings into a JSON file; None removes a key."""
     merged = {**(json.loads(path.read_text()) if path.exists() else {}), **settings}
     path.write_text(json.dumps({name: value for name, value in merged.items() if value is not None}))
 
@@ -130,7 +130,7 @@ TEXTS = [
 
 
 def check_same_as_transformers(folder):
-    """Compares before `hf` is asked for: after that it is transformers' own."""
+    """Compares before the property `hf` is read: after that it is transformers' tokenizer."""
     loaded, expected = load(folder), AutoTokenizer.from_pretrained(str(folder))
     for add in (True, False):
         ids = [loaded.encode(text, add_special_tokens=add) for text in TEXTS]
@@ -167,7 +167,7 @@ NOT_PLAIN = {
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "opt", "qwen3"])
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_without_transformers_it_is_the_same(tmp_path, kind, model_type):
+def test_without_transformers_token_ids_are_the_same(tmp_path, kind, model_type):
     save_tokenizer(tmp_path, kind)
     edit(tmp_path / "config.json", model_type=model_type)
     for settings in PLAIN.values() if kind == "byte_fallback" else [{}]:
@@ -176,7 +176,7 @@ def test_without_transformers_it_is_the_same(tmp_path, kind, model_type):
 
 
 @pytest.mark.parametrize("settings", NOT_PLAIN.values(), ids=NOT_PLAIN)
-def test_transformers_is_used_if_it_would_do_more(tmp_path, settings):
+def test_transformers_is_used_if_its_class_changes_the_result(tmp_path, settings):
     save_tokenizer(tmp_path, "byte_fallback")
     edit(tmp_path / "config.json", model_type="llama")
     edit(tmp_path / "tokenizer_config.json", **settings)
@@ -300,7 +300,10 @@ def test_length_limits_of_the_file_have_no_effect(tmp_path):
     edit(tmp_path / "config.json", model_type="llama")
     truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     padding = {"strategy": {"Fixed": 40}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
-    for pad_token, plain in (("<|end|>", True), ("!", False)):  # transformers makes a special token of one that is not
+    for pad_token, plain in (
+        ("<|end|>", True),
+        ("!", False),
+    ):  # transformers makes a special token of one that is not special in the file
         padding |= {"pad_type_id": 0, "pad_token": pad_token}
         edit(tmp_path / "tokenizer.json", truncation=truncation, padding=padding)
         assert ("hf" not in vars(check_same_as_transformers(tmp_path))) is plain
@@ -336,7 +339,7 @@ def test_a_folder_without_a_tokenizer_is_named_with_the_expected_files(tmp_path)
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_broken_one_is_named_with_the_files_found(tmp_path):
+def test_the_error_for_a_broken_tokenizer_lists_the_files_found(tmp_path):
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match=r"cannot be loaded") as caught:
@@ -379,7 +382,7 @@ def test_grammars_and_log_probabilities_do_not_need_transformers(tmp_path):
     check_supports_grammars(loaded)
     alone = loaded.backend.to_str()
     pieces = [loaded.token_name(i) for i in range(loaded.length + 1)]
-    assert "hf" not in vars(loaded)  # its import would hold up every other request
+    assert "hf" not in vars(loaded)  # its import would delay all other requests
     assert pieces == [*loaded.hf.convert_ids_to_tokens(range(loaded.length)), None]
     assert alone == loaded.hf.backend_tokenizer.to_str()
     assert loaded.backend is loaded.hf.backend_tokenizer

@@ -1,4 +1,4 @@
-"""The spans that a Tracer writes. tests/e2e/server tests that a collector receives them."""
+"""The spans that a Tracer writes. tests/e2e/server tests the transfer to a collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A worker in the engine's process has its platform's variables while it starts, and the user's own always."""
+"""The environment of a worker in the engine's process: its platform's variables during start-up; the user's variables
+always."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_variables_are_set_during_the_start() -> None:
     assert seen("uni") == "1 True"
 
 
-def test_variables_set_by_the_user_stay() -> None:
+def test_variables_set_by_the_user_are_kept() -> None:
     assert seen("uni", THP_MEM_ALLOC_ENABLE="0", OMP_NUM_THREADS="3") == "0 True"
 
 
@@ -66,7 +67,7 @@ def test_nothing_is_set_when_torch_is_loaded() -> None:
 
 @pytest.fixture
 def platform(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Wants two variables, the second of which no environment takes."""
+    """A platform that requests two variables, the second of which is invalid."""
     monkeypatch.delenv("ACME_THREADS", raising=False)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     variables: dict[str, Any] = {"ACME_THREADS": "2", "ACME_PAGES": 1}
@@ -80,11 +81,11 @@ def test_no_variable_stays_if_one_cannot_be_set(platform: Any) -> None:
     assert "ACME_THREADS" not in os.environ
 
 
-def test_a_start_that_ends_leaves_the_variables_of_another_that_goes_on(platform: Any) -> None:
+def test_the_end_of_one_start_keeps_the_variables_of_a_concurrent_one(platform: Any) -> None:
     del platform.variables["ACME_PAGES"]
     with ExitStack() as second:
         with worker_environment(ParallelConfig(), platform):
-            platform.variables["ACME_THREADS"] = "3"  # too late: the other one's is in force
+            platform.variables["ACME_THREADS"] = "3"  # too late: the value of the other start applies
             second.enter_context(worker_environment(ParallelConfig(), platform))
         assert os.environ["ACME_THREADS"] == "2"
     assert "ACME_THREADS" not in os.environ

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models come with, made on the spot."""
+"""Small tokenizers of the kinds that models use, built on demand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATE = (
 
 
 def byte_level(vocab_size: int = 500) -> Tokenizer:
-    """As Llama 3, Qwen and GPT-2: tokens are pieces of UTF-8."""
+    """Like Llama 3, Qwen and GPT-2: tokens are pieces of UTF-8."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def byte_level(vocab_size: int = 500) -> Tokenizer:
 
 
 def byte_fallback(vocab_size: int = 500) -> Tokenizer:
-    """As Llama 2 and Mistral: words begin with a mark, unknown characters are rows of byte tokens."""
+    """Like Llama 2 and Mistral: words begin with a mark, unknown characters are sequences of byte tokens."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -59,7 +59,7 @@ def byte_fallback(vocab_size: int = 500) -> Tokenizer:
 
 
 def gemma(vocab_size: int = 500) -> Tokenizer:
-    """As Gemma: spaces are marks, no mark before the first word, unknown characters are rows of byte tokens."""
+    """Like Gemma: spaces are marks, no mark before the first word, unknown characters are sequences of byte tokens."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -81,7 +81,7 @@ def gemma(vocab_size: int = 500) -> Tokenizer:
 
 
 def metaspace(vocab_size: int = 300) -> Tokenizer:
-    """As T5 and newer sentencepiece conversions: the decoder treats the first token apart."""
+    """Like T5 and newer sentencepiece conversions: the decoder treats the first token differently."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -93,7 +93,7 @@ def metaspace(vocab_size: int = 300) -> Tokenizer:
 
 
 def word_suffix(vocab_size: int = 300) -> Tokenizer:
-    """As the first GPT: a mark ends each word, and becomes a space only when another token follows."""
+    """Like GPT-1: a mark ends each word, and becomes a space only when another token follows."""
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
@@ -144,7 +144,7 @@ _SPECIAL = {
 
 @functools.cache
 def _trained(kind: str) -> str:
-    """As JSON. Trained once: training breaks ties by chance."""
+    """The tokenizer as JSON. Trained once, because training breaks ties randomly."""
     return str(KINDS[kind]().to_str())
 
 
@@ -157,7 +157,7 @@ def make_hf_tokenizer(kind: str = "byte_level", chat_template: str | None = None
 
 @functools.cache
 def make_tokenizer(kind: str = "byte_level", chat_template: str | None = None) -> engine_tokenizer.Tokenizer:
-    """The same as the engine uses it."""
+    """A Tokenizer of the engine."""
     return engine_tokenizer.Tokenizer(lambda: make_hf_tokenizer(kind, chat_template))
 
 

@@ -1,4 +1,4 @@
-"""The whole HTTP application with an engine core that generates a text of the test."""
+"""The whole HTTP application with an engine core that generates a given text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEMPLATE = (
 
 
 class ScriptedCore:
-    """An engine core that writes one text, token by token."""
+    """An engine core that generates one text, token by token."""
 
     platform_summary, cache_summary, stats = "script", None, SchedulerStats()
     num_other_sequences = 0
@@ -70,12 +70,12 @@ class ScriptedCore:
 
 
 class Server:
-    """An application whose model writes `text`, whatever it is asked.
+    """An application whose model generates `text` for every request.
 
     Args:
-        folder: The model's.
-        reason: Why it ends there.
-        parsers: Of ChatPromptRenderer.
+        folder: Folder of the model.
+        reason: Finish reason.
+        parsers: Arguments of ChatPromptRenderer.
     """
 
     def __init__(self, folder: str, text: str, reason: FinishReason = FinishReason.STOP, **parsers: Any) -> None:
@@ -83,7 +83,9 @@ class Server:
         self.parsers = {"tool_parser": "hermes", "reasoning_parser": "qwen3", **parsers}
         self.settings = ServerSettings()
 
-    def talk(self, *requests: tuple[str, str, dict[str, Any] | None], keys: Sequence[str] = ()) -> list[httpx.Response]:
+    def exchange(
+        self, *requests: tuple[str, str, dict[str, Any] | None], keys: Sequence[str] = ()
+    ) -> list[httpx.Response]:
         """Sends requests, one after the other, of method, path and body, each with its key, if there are any.
 
         In a path or a body, `{id}` stands for the id in the last answer that had one.
@@ -116,5 +118,5 @@ class Server:
         return asyncio.run(run())
 
     def post(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> httpx.Response:
-        [answer] = self.talk(("POST", path, body))
+        [answer] = self.exchange(("POST", path, body))
         return answer

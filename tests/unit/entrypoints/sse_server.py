@@ -56,10 +56,10 @@ class SSEServer:
     """Responds to every POST with the answer of `script`. A context manager; runs in a thread.
 
     Attributes:
-        script: From a request, and its place among all requests, to the answer.
-        requests: All that came.
-        most_at_once: Most POSTs that were being answered at the same time.
-        url: Where it listens.
+        script: Maps a request, and its index among all requests, to the answer.
+        requests: All received requests.
+        most_at_once: Maximum number of concurrent POSTs.
+        url: Base URL.
     """
 
     script: Callable[[Request, int], Answer]

@@ -20,7 +20,7 @@ def tokenizer():
     return BenchmarkTokenizer("demo")
 
 
-class TestFigures:
+class TestMetrics:
     TRACES = (
         RequestResult(10.0, 0.1, 0.5, [0.1, 0.3], prompt_tokens=4, output_tokens=5, text="x"),
         RequestResult(10.2, 0.2, 0.2, [], prompt_tokens=6, output_tokens=1, text="y"),
@@ -91,7 +91,7 @@ class TestRequests:
         assert samples == sample_requests("random", 20, tokenizer=tokenizer, seed=1, input_len=50, output_len=10)
         assert samples != sample_requests("random", 20, tokenizer=tokenizer, seed=2, input_len=50, output_len=10)
 
-    def test_range_ratio_spreads_lengths(self, tokenizer):
+    def test_range_ratio_sets_the_range_of_lengths(self, tokenizer):
         spread = {"input_len": 40, "output_len": 20, "range_ratio": 0.5}
         samples = sample_requests("random", 200, tokenizer=tokenizer, seed=0, **spread)
         inputs, outputs = {s.prompt_len for s in samples}, {s.output_len for s in samples}

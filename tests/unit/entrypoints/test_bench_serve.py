@@ -222,14 +222,14 @@ def test_a_full_queue_is_explained(bench):
     assert "--max-concurrency" in captured.err
 
 
-def test_requests_come_at_their_rate(bench):
+def test_requests_are_sent_at_the_request_rate(bench):
     with SSEServer(words) as server:
         _, result, _ = bench(server, "--request-rate", "40", "--seed", "3", "--save-detailed", count=8)
     assert result["request_rate"] == 40 and result["start_times"] == sorted(result["start_times"])
     assert result["duration"] >= 8 / 40  # the last one is sent at count / rate
 
 
-def test_goodput_counts_those_within_the_limits(bench):
+def test_goodput_counts_requests_within_the_limits(bench):
     def script(request, index):
         slow = [0.3] if index % 2 else []
         return Answer([*slow, *words(request, index).parts])

@@ -66,7 +66,7 @@ def test_request_templates_that_exceed_limits_are_rejected(tokenizer: Tokenizer,
 
 
 class TestTheModelsOwnTemplate:
-    """Is the program of whoever made the model: it has the same limits, and one process for all conversations."""
+    """It is a program of the model's author: it has the same limits, and one process for all conversations."""
 
     LOOPS = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
 
@@ -74,7 +74,7 @@ class TestTheModelsOwnTemplate:
         renderer = ChatTemplateRenderer(1.0)
         work = TokenizerPool(tokenizer, 100, renderer)
 
-        async def talk() -> None:
+        async def render_repeatedly() -> None:
             expected = render_chat(tokenizer, MESSAGES)
             assert await work.render(MESSAGES, {}) == expected
             first = renderer.pid
@@ -99,7 +99,7 @@ class TestTheModelsOwnTemplate:
             await renderer.check("{{ raise_exception('Tools only.') }}", {}, "folder")
 
         try:
-            asyncio.run(talk())
+            asyncio.run(render_repeatedly())
         finally:
             renderer.close()
             work.close()

@@ -129,14 +129,14 @@ class TestGenerate:
         arguments.add_engine_arguments(parser)
         assert arguments.engine_args(parser.parse_args(["--model", "x", *given])).seed == seed
 
-    def test_a_bad_value_is_explained_before_the_model_is_loaded(self, folder, clients, capsys):
+    def test_an_invalid_value_is_an_error_before_the_model_is_loaded(self, folder, clients, capsys):
         assert main(["generate", "--model", folder, "--prompt", "x", "--top-p", "2"]) == 1
         error = capsys.readouterr().err
         assert "top_p" in error
         assert "Traceback" not in error
         assert clients == []
 
-    def test_a_missing_model_is_explained(self, clients, capsys):
+    def test_a_missing_model_is_an_error(self, clients, capsys):
         assert main(["generate", "--model", "/nowhere/at/all", "--prompt", "x"]) == 1
         error = capsys.readouterr().err
         assert error.startswith("error: ")
@@ -147,7 +147,7 @@ class TestGenerate:
         main(["generate", "--model", folder, "--prompt", "x"])
         assert clients[0].is_shut_down
 
-    def test_ctrl_c_ends_with_130(self, folder, clients, monkeypatch, capsys):
+    def test_ctrl_c_exits_with_130(self, folder, clients, monkeypatch, capsys):
         def interrupted(engine):
             raise KeyboardInterrupt
 
@@ -249,7 +249,7 @@ def test_every_command_accepts_the_model_as_positional_argument(command):
     ("text", "number"),
     [("4096", 4096), ("32k", 32_000), ("32K", 32_768), ("25.6k", 25_600), ("1M", 2**20), ("2g", 2 * 10**9), ("-1", -1)],
 )
-def test_large_numbers_may_be_written_short(text, number):
+def test_large_numbers_may_have_a_unit_suffix(text, number):
     assert human_readable_int(text) == number
 
 

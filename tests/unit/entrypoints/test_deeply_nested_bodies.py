@@ -1,4 +1,4 @@
-"""A body that nests as deeply as can be decoded is a client error, wherever the depth is noticed."""
+"""A body with more nesting than can be processed is a client error, wherever the depth is detected."""
 
 from __future__ import annotations
 

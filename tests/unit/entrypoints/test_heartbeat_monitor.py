@@ -1,4 +1,4 @@
-"""Detection of silent processes; the time in which the monitor itself is stopped does not count."""
+"""Detection of silent processes; the time in which the monitor itself is suspended does not count."""
 
 from __future__ import annotations
 

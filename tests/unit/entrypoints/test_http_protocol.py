@@ -1,4 +1,4 @@
-"""HTTP on one connection, and the limits of all connections of a process; the test controls the responses."""
+"""HTTP on one connection, and the limits on all connections of a process; the test controls the responses."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PROBE = GET.replace(b"GET /", b"GET /health/live")
 
 
 class App:
-    """Answers `/now`, `/large` and probes at once, `/stream` with events, anything else when `answers` is set."""
+    """Answers `/now`, `/large` and probes at once, `/stream` with events, other paths when `answers` is set."""
 
     def __init__(self) -> None:
         self.answers = asyncio.Event()
         self.begun = 0
-        self.left = asyncio.Semaphore(0)  # released for each client that has left
+        self.left = asyncio.Semaphore(0)  # released for each client that has disconnected
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.begun += 1
@@ -73,7 +73,7 @@ class Listener:
         return self._protocols[-1]
 
     async def connect(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A client's connection, which the server has taken note of."""
+        """A client's connection, after the server has accepted it."""
         before = len(self._protocols)
         reader, writer = await asyncio.open_connection(*self.address)
         writer.write(data)
@@ -109,15 +109,15 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     return int(head.split()[1]), await reader.readexactly(int(length.split(b":")[1]))
 
 
-async def ends(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the connection is closed or reset."""
+async def read_until_closed(reader: asyncio.StreamReader) -> bytes:
+    """The received bytes until the connection is closed or reset."""
     with contextlib.suppress(ConnectionError):
         return await reader.read()
     return b""
 
 
 class TestPipelines:
-    def test_the_most_pipelined_requests_are_answered_in_order_repeatedly(self) -> None:
+    def test_the_maximum_of_pipelined_requests_is_answered_in_order_repeatedly(self) -> None:
         async def test(listener: Listener) -> None:
             reader, writer = await listener.connect()
             for _ in range(5):
@@ -133,7 +133,7 @@ class TestPipelines:
     def test_one_request_too_many_closes_the_connection_and_aborts_all(self) -> None:
         async def test(listener: Listener) -> None:
             reader, _ = await listener.connect(GET * 60_000)
-            assert await ends(reader) == b""
+            assert await read_until_closed(reader) == b""
             await listener.app.left.acquire()
             assert listener.app.begun == 1 and len(listener.table) == 0
             reader, _ = await listener.connect(PROBE)
@@ -162,7 +162,7 @@ class TestClientsThatCloseTheirSendingSide:
             writer.write_eof()
             asyncio.get_running_loop().call_later(0.3, listener.app.answers.set)
             assert [await read_answer(reader) for _ in range(2)] == [(200, b"/"), (200, b"/second")]
-            assert await ends(reader) == b""
+            assert await read_until_closed(reader) == b""
 
         with_listener(test)
 
@@ -172,7 +172,7 @@ class TestClientsThatCloseTheirSendingSide:
             await reader.readuntil(b"data: 1\n\n\r\n")
             writer.write_eof()
             asyncio.get_running_loop().call_later(0.3, listener.app.answers.set)
-            rest = await ends(reader)
+            rest = await read_until_closed(reader)
             assert rest.endswith(b"9\r\ndata: 2\n\n\r\n0\r\n\r\n")
             assert rest.startswith(b"3\r\n:\n\n\r\n")
 
@@ -198,13 +198,13 @@ class TestClientsThatCloseTheirSendingSide:
             reader, writer = await listener.connect(GET.replace(b"/", b"/now", 1) + half)
             writer.write_eof()
             assert (await read_answer(reader)) == (200, b"/now")
-            assert await ends(reader) == b""
+            assert await read_until_closed(reader) == b""
 
         with_listener(test)
 
 
 class TestLimits:
-    """With room for three connections, and two more for probes."""
+    """At most three connections, and two more for probes."""
 
     def test_a_new_connection_evicts_the_oldest_that_waits_for_its_client(
         self, monkeypatch: pytest.MonkeyPatch
@@ -217,13 +217,13 @@ class TestLimits:
             heads = [await listener.connect(b"GET / HT") for _ in range(2)]
             fourth = await listener.connect(PROBE)
             assert (await read_answer(fourth[0]))[0] == 200
-            assert await ends(heads[0][0]) == b""
-            heads[1][1].write(b"TP/1.1\r\nHost: x\r\n\r\n")  # it is not waiting any more
+            assert await read_until_closed(heads[0][0]) == b""
+            heads[1][1].write(b"TP/1.1\r\nHost: x\r\n\r\n")  # it no longer waits for its client
             while listener.app.begun < 3:
                 await asyncio.sleep(0.01)
-            fifth = await listener.connect(PROBE)  # now the idle one is the oldest of two
+            fifth = await listener.connect(PROBE)  # now the idle connection is the older of two
             assert (await read_answer(fifth[0]))[0] == 200
-            assert await ends(idle[0]) == b""
+            assert await read_until_closed(idle[0]) == b""
             listener.app.answers.set()
             assert await read_answer(heads[1][0]) == (200, b"/")
 
@@ -241,10 +241,10 @@ class TestLimits:
                 assert status == 503 and json.loads(body)["error"]["type"] == "ServiceUnavailableError"
                 reader, _ = await listener.connect(PROBE)
                 assert await read_answer(reader) == (200, b"/health/live")
-                assert await ends(reader) == b""
+                assert await read_until_closed(reader) == b""
             assert listener.app.begun == 6
             for reader, _ in half_sent[:-2]:
-                assert await ends(reader) == b""
+                assert await read_until_closed(reader) == b""
             listener.app.answers.set()
             for reader, _ in busy:
                 assert await read_answer(reader) == (200, b"/")
@@ -261,7 +261,7 @@ class TestLimits:
             await asyncio.sleep(0.2)
             listener.app.answers.set()
             assert await read_answer(reader) == (200, b"/")
-            assert await ends(reader) == b""
+            assert await read_until_closed(reader) == b""
 
         with_listener(test)
 

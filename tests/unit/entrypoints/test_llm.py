@@ -215,7 +215,7 @@ class TestProgress:
         assert not caplog.records
 
 
-class TestStayingUsable:
+class TestRecovery:
     def test_after_an_error_in_the_middle(self, llm, clients):
         class Broken:
             def __init__(self, **kwargs):
@@ -251,7 +251,7 @@ class TestStayingUsable:
         assert signal.getsignal(signal.SIGINT) is before
         assert is_usable(llm)
 
-    def test_closing_twice_is_fine_and_use_afterwards_is_refused(self, folder, clients):
+    def test_closing_may_be_repeated_and_later_use_is_an_error(self, folder, clients):
         llm = LLM(folder)
         llm.close()
         llm.close()
@@ -260,13 +260,13 @@ class TestStayingUsable:
             with pytest.raises(EngineDeadError, match="closed"):
                 use()
 
-    def test_leaving_the_context_closes_it(self, folder, clients):
+    def test_the_context_manager_closes_it(self, folder, clients):
         with pytest.raises(ZeroDivisionError), LLM(folder):
             raise ZeroDivisionError
         assert clients[0].is_shut_down
 
 
-def test_facts_that_evaluation_tools_read(llm):
+def test_attributes_that_evaluation_tools_read(llm):
     assert llm.llm_engine.model_config.max_model_len == 256
     assert llm.get_tokenizer().encode("Hello") == TOKENIZER.encode("Hello")
     assert llm.reset_prefix_cache()

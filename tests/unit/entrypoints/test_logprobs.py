@@ -7,11 +7,11 @@ import pytest
 from mvllm.entrypoints.openai.common.logprobs import CompletionLogprobs, TokenFormatter
 from tests.unit.entrypoints.builders import TOKENIZER
 
-TEXT = "The cat \U0001fae8 sat 𝄞𝄞 on ﷽ the mat."  # with characters that no token has whole
+TEXT = "The cat \U0001fae8 sat 𝄞𝄞 on ﷽ the mat."  # with characters that are split over tokens
 
 
 @pytest.mark.parametrize("piece", [1, 2, 1000])
-def test_offsets_are_right_after_a_character_that_is_split_over_tokens(piece: int) -> None:
+def test_offsets_are_correct_after_a_character_that_is_split_over_tokens(piece: int) -> None:
     ids = TOKENIZER.encode(TEXT, add_special_tokens=False)
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == TEXT
     names = TokenFormatter(TOKENIZER, as_ids=False, skip_special=True)

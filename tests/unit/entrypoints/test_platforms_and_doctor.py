@@ -75,7 +75,7 @@ def plugins(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def fast_torch(monkeypatch):
-    """Skips the import of torch in a subprocess; one test runs it."""
+    """Skips the import of torch in a subprocess; one test runs the import."""
     monkeypatch.setattr(doctor_checks, "_import_torch", lambda: None)
 
 
@@ -183,7 +183,7 @@ class TestDoctor:
         assert "SystemExit" in found["platform.crashing.doctor"]["found"]
         assert "system.memory" in found
 
-    def test_no_device_is_a_warning_and_no_choice(self, plugins, capsys):
+    def test_no_device_is_a_warning_and_leaves_no_platform_to_choose(self, plugins, capsys):
         plugins(ABSENT)
         status, found = doctor(capsys)
         assert status == 1
@@ -203,7 +203,7 @@ class TestDoctor:
         assert "mvllm-other" in doctor(capsys)[1]["platform.choice"]["found"]
 
     def test_doctor_chooses_the_platform_of_an_engine(self, plugins, capsys):
-        """A platform that must be named is never chosen automatically."""
+        """A platform that requires its name is never chosen automatically."""
         named = candidate("test", probe=ProbeResult(True, "1 device"), by_name_only=True)
         broken = candidate("odd", failure=PluginFailure("probe", "x", OSError("x"), "mend"), by_name_only=True)
         plugins(GOOD, named, broken)
@@ -230,7 +230,7 @@ class TestDoctor:
         assert check["status"] == "warning"
         assert "ACME_CHIPS='7'" in check["found"] and "unset it" in check["remedy"]
 
-    def test_a_platform_that_cannot_be_asked_without_a_device_names_no_variable(self, plugins, capsys, monkeypatch):
+    def test_a_platform_whose_topology_needs_a_device_names_no_variable(self, plugins, capsys, monkeypatch):
         plugins(ABSENT)
 
         def fail(factory: str) -> str:

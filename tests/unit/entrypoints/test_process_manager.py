@@ -13,8 +13,8 @@ from mvllm.entrypoints.openai.server.process_manager import _ProcessManager
 from mvllm.entrypoints.openai.server.process_messages import ShutdownSignal
 
 
-def test_two_deaths_at_once_send_one_signal_to_the_other_servers():
-    """A second one would have them abort what they are to finish."""
+def test_two_concurrent_deaths_send_one_signal_to_the_other_servers():
+    """A second signal would make them abort the requests that they should finish."""
     ours, theirs = (MessageSocket(end) for end in message_socket_pair())
     manager: Any = object.__new__(_ProcessManager)
     manager._servers = [SimpleNamespace(failure=f"{index} died.", expect_exits=lambda: None) for index in range(2)]

@@ -23,7 +23,7 @@ def continue_text(request, index):
     return Answer([completion(" lived"), completion(" a cat"), completion("", "stop"), usage(3, 4), DONE])
 
 
-def speak(request, index):
+def chat_events(request, index):
     def delta(finish=None, **fields):
         return event(choices=[{"index": 0, "delta": fields, "finish_reason": finish}])
 
@@ -61,7 +61,7 @@ def test_lines_of_input_are_continued_one_by_one(monkeypatch, capsys):
 
 def test_requests_contain_the_conversation(monkeypatch, capsys):
     type_in(monkeypatch, "Hello\nAgain\n/stats\n/reset\nNew\n")
-    with SSEServer(speak) as server:
+    with SSEServer(chat_events) as server:
         assert main(["chat", "--url", server.url, "--system", "Be brief.", "--temperature", "0"]) == 0
     out = capsys.readouterr().out
     assert "answer 0\nanswer 1\n8 output tokens in" in out and f"model model-of-the-server at {server.url}" in out
@@ -77,7 +77,7 @@ def test_an_error_of_the_server_is_printed_and_the_conversation_continues(monkey
     def script(request, index):
         if index == 1:
             return Answer([b'{"error": {"message": "The conversation is too long."}}'], status=400)
-        return speak(request, index)
+        return chat_events(request, index)
 
     type_in(monkeypatch, "Hello\nAgain\nOnce more\n")
     with SSEServer(script) as server:

@@ -53,15 +53,15 @@ def test_a_body_of_too_many_strings_is_not_decoded() -> None:
 
 
 def test_a_body_that_arrives_in_small_parts_times_out() -> None:
-    """Each piece in time, and the whole of it not."""
+    """Each part arrives in time, the whole body does not."""
 
-    async def drip() -> Message:
+    async def send_slowly() -> Message:
         await asyncio.sleep(0.01)
         return {"type": "http.request", "body": b" ", "more_body": True}
 
     async def read() -> bytes:
         scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
-        return await BodyReader(1 << 20, 0.05).read(Request(scope, drip))
+        return await BodyReader(1 << 20, 0.05).read(Request(scope, send_slowly))
 
     with pytest.raises(APIError) as raised:
         asyncio.run(asyncio.wait_for(read(), 60))

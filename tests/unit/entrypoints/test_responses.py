@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """The events of a stream; what their first line says, they are."""
+    """The events of a stream; checks that each has the type of its first line."""
     found = []
     for block in text.split("\n\n")[:-1]:
         name, data = block.split("\n")
@@ -91,7 +91,7 @@ def test_a_stream_has_events_of_the_same_items_in_the_order_of_the_api(folder: s
         assert text == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
         assert {event["item_id"] for event in mine if "item_id" in event} == {item["id"]}
         assert mine[-1]["item"] == item
-    assert len(deltas) > 6  # piece by piece
+    assert len(deltas) > 6  # delta by delta
 
 
 def test_a_response_truncated_within_its_reasoning(folder: str) -> None:
@@ -115,14 +115,14 @@ def test_an_empty_output_is_a_message(folder: str, written: str) -> None:
 def test_a_conversation_continues_with_all_earlier_messages(folder: str) -> None:
     server = Server(folder, f"{THOUGHT}{CALL}")
     result = {"type": "function_call_output", "call_id": "any", "output": "sunny"}
-    first, second, _ = server.talk(
+    first, second, _ = server.exchange(
         ("POST", PATH, {**ASK, "instructions": "Be short."}),
         ("POST", PATH, {**ASK, "input": [result], "previous_response_id": "{id}"}),
         ("POST", PATH, {"input": "Thanks.", "previous_response_id": "{id}"}),
     )
     assert first.status_code == second.status_code == 200
     assert server.core.prompts[0] == "system: Be short.user: What is the weather?weather "
-    # Instructions are of one turn. The template shows the arguments of calls.
+    # Instructions apply to one turn. The template renders the arguments of calls.
     assert server.core.prompts[1] == "user: What is the weather?assistant: Paristool: sunnyweather "
     last = "user: What is the weather?assistant: Paristool: sunnyassistant: Parisuser: Thanks."
     assert server.core.prompts[2] == last
@@ -131,7 +131,7 @@ def test_a_conversation_continues_with_all_earlier_messages(folder: str) -> None
 def test_a_continued_conversation_keeps_its_cache_salt(folder: str) -> None:
     server = Server(folder, "Hello.")
     on = {"input": "Thanks.", "previous_response_id": "{id}"}
-    answers = server.talk(
+    answers = server.exchange(
         ("POST", PATH, {**ASK, "cache_salt": "mine"}),
         ("POST", PATH, on),
         ("POST", PATH, on),
@@ -144,7 +144,7 @@ def test_a_continued_conversation_keeps_its_cache_salt(folder: str) -> None:
 
 def test_a_stored_response_can_be_read_until_it_is_deleted(folder: str) -> None:
     server = Server(folder, "Hello.")
-    made, shown, again, gone, missing, late = server.talk(
+    made, shown, again, gone, missing, late = server.exchange(
         ("POST", PATH, {**ASK, "metadata": {"a": "b"}}),
         ("GET", f"{PATH}/{{id}}", None),
         ("GET", f"{PATH}/{{id}}?stream=false", None),
@@ -165,12 +165,12 @@ def test_a_stored_response_can_be_read_until_it_is_deleted(folder: str) -> None:
 
 
 def test_a_stored_response_cannot_be_streamed(folder: str) -> None:
-    _, answer = Server(folder, "Hello.").talk(("POST", PATH, ASK), ("GET", f"{PATH}/{{id}}?stream=true", None))
+    _, answer = Server(folder, "Hello.").exchange(("POST", PATH, ASK), ("GET", f"{PATH}/{{id}}?stream=true", None))
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "stream"
 
 
 def test_a_finished_response_cannot_be_cancelled(folder: str) -> None:
-    _, answer = Server(folder, "Hello.").talk(("POST", PATH, ASK), ("POST", f"{PATH}/{{id}}/cancel", None))
+    _, answer = Server(folder, "Hello.").exchange(("POST", PATH, ASK), ("POST", f"{PATH}/{{id}}/cancel", None))
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "response_ended"
 
 
@@ -180,7 +180,7 @@ def test_nothing_is_stored_with_store_false_or_a_limit_of_0(folder: str, off: st
     if off == "by the server":
         server.settings = replace(server.settings, max_stored_responses=0)
     ask = {**ASK, "store": False} if off == "by the request" else ASK
-    made, shown = server.talk(("POST", PATH, ask), ("GET", f"{PATH}/{{id}}", None))
+    made, shown = server.exchange(("POST", PATH, ask), ("GET", f"{PATH}/{{id}}", None))
     assert made.json()["store"] is False and shown.status_code == 404
 
 
@@ -234,13 +234,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def test_invalid_fields_are_rejected_by_their_names_in_the_request(folder: str) -> None:
     bodies = [{**ASK, **more, "stream": stream} for stream in (False, True) for more, _ in REFUSED]
-    answers = Server(folder, "Hello.").talk(*(("POST", PATH, body) for body in bodies))
+    answers = Server(folder, "Hello.").exchange(*(("POST", PATH, body) for body in bodies))
     for answer, body, (_, param) in zip(answers, bodies, [*REFUSED, *REFUSED], strict=True):
         assert answer.status_code == 400, (body, answer.text)
         assert answer.json()["error"]["param"] == param, (body, answer.text)
 
 
-def test_fields_for_the_clients_own_records_have_no_effect(folder: str) -> None:
+def test_metadata_fields_have_no_effect(folder: str) -> None:
     hints = {
         "include": ["reasoning.encrypted_content"],
         "service_tier": "auto",
@@ -277,17 +277,17 @@ def test_items_of_one_turn_are_one_message() -> None:
         items_to_messages([{"type": "mcp_call"}])
 
 
-def test_the_response_of_one_key_does_not_exist_for_the_holder_of_another(folder: str) -> None:
+def test_a_response_is_not_found_with_another_key(folder: str) -> None:
     server = Server(folder, "Hello.")
     server.settings = replace(server.settings, api_keys=("mine", "another"), admin_api_keys=("boss",))
 
-    def ways(of: str) -> list[tuple[str, str, dict[str, Any] | None]]:
+    def accesses(of: str) -> list[tuple[str, str, dict[str, Any] | None]]:
         shown, on = ("GET", f"{PATH}/{of}", None), ("POST", PATH, {**ASK, "previous_response_id": of})
         return [shown, ("POST", f"{PATH}/{of}/cancel", None), ("DELETE", f"{PATH}/{of}", None), on]
 
-    shown, cancelled, deleted, on = ways("{id}")
+    shown, cancelled, deleted, on = accesses("{id}")
     theirs = ["another"] * 4
-    made, *refused, mine, boss, more = server.talk(
+    made, *refused, mine, boss, more = server.exchange(
         ("POST", PATH, ASK),
         shown,
         cancelled,
@@ -298,7 +298,7 @@ def test_the_response_of_one_key_does_not_exist_for_the_holder_of_another(folder
         on,
         keys=["mine", *theirs, "mine", "boss", "mine"],
     )
-    missing = server.talk(*ways("resp_0"), keys=theirs)
+    missing = server.exchange(*accesses("resp_0"), keys=theirs)
     assert [(a.status_code, a.json()) for a in refused] == [(a.status_code, a.json()) for a in missing]
     assert mine.json() == boss.json() == made.json() and more.status_code == 200
 
@@ -339,5 +339,5 @@ class TestStore:
             try:
                 store.delete(name, CALLER)
             except APIError as e:
-                assert e.status == 404  # pushed out before
+                assert e.status == 404  # evicted before
         assert (len(store), store.num_bytes) == (0, 0)

@@ -84,7 +84,7 @@ def test_at_most_max_concurrency_lines_are_read_ahead():
         async def until(condition):
             while not condition():
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.05)  # a runner that reads too many lines would do so in this time
+            await asyncio.sleep(0.05)  # a runner that reads too many lines would read them in this time
 
         source, target = Source(b"\n".join(line(str(i)) for i in range(20))), io.BytesIO()
         running = asyncio.create_task(Runner(wait, max_concurrency=3).run(source, target))

@@ -21,7 +21,7 @@ from mvllm.entrypoints.openai.tokenize.routes import MAX_DETOKENIZE_TOKENS
 
 
 class SlowTokenizer:
-    """Notes which thread has it load what it loads late."""
+    """Records the thread of its lazy initialization."""
 
     loaded_by: str | None = None
 
@@ -51,7 +51,7 @@ def post(tokenizer: SlowTokenizer, path: str, body: dict[str, Any]) -> httpx.Res
     return asyncio.run(ask())
 
 
-def test_token_strings_are_made_in_a_thread() -> None:
+def test_token_strings_are_computed_in_a_thread() -> None:
     tokenizer = SlowTokenizer()
     answer = post(tokenizer, "/tokenize", {"prompt": "a b", "return_token_strs": True})
     assert answer.json()["token_strs"] == ["1", "2"]

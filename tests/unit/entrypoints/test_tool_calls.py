@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: the whole application with an engine core that generates a text of the test."""
+"""Tools and reasoning over HTTP: the whole application with an engine core that generates a given text."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 def test_a_required_call_is_read_from_its_json(
     folder: str, choice: object, written: str, ended: str, reason: FinishReason
 ) -> None:
-    """Without a parser of the model family's format, and with one for thoughts, which then come before it."""
+    """Without a parser for the model family's format, and with a reasoning parser, whose text comes before the call."""
     for parsers, before in (({"tool_parser": None}, ""), ({"reasoning_parser": "deepseek_r1"}, "Hm.</think>\n\n")):
         server = Server(folder, before + written, reason, **parsers)
         message, why = server.message(tool_choice=choice)
@@ -118,7 +118,7 @@ def test_a_required_call_is_read_from_its_json(
 
 
 def test_too_many_messages_or_tools_are_rejected_before_they_are_processed(folder: str) -> None:
-    """Such as more messages and calls than the model takes tokens, of which there are 256."""
+    """For example more messages and calls than the model's context of 256 tokens."""
     message = {"role": "user", "content": "x"}
     for more, param in (
         ({"messages": [{}] * 257}, "messages"),

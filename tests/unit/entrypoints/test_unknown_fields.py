@@ -58,7 +58,7 @@ def post(bodies: list[dict[str, Any]], policy: UnknownFieldsPolicy = "warn") -> 
 
 
 def found(kind: type[msgspec.Struct], body: dict[str, Any] | bytes) -> list[str]:
-    """The names that a request's response would have in its header."""
+    """The unknown names that a request's response would have in its header."""
     scope: dict[str, Any] = {"mvllm.unknown_fields": []}
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
     BodyDecoder(kind).decode(data, UnknownFields(), scope)
@@ -101,7 +101,7 @@ def test_unprintable_names_are_neither_logged_nor_in_the_header(
 
 
 def test_query_parameters_of_administration_are_checked_too() -> None:
-    """They are in the query: `/sleep?levl=2` would sleep otherwise than was meant."""
+    """They are in the query: `/sleep?levl=2` would otherwise sleep at the wrong level."""
 
     async def sleep(policy: UnknownFieldsPolicy) -> tuple[httpx.Response, list[int]]:
         levels: list[int] = []
@@ -161,7 +161,7 @@ def test_a_body_of_very_many_unknown_fields_is_reported_by_the_first() -> None:
         ),
         (ResponsesRequest, {"text": {"format": {"type": "text"}, "x": 1}, "reasoning": {"efort": 1}}, None),
         (RerankRequest, {"documents": [{"text": "a", "title": "b"}], "max_tokens_per_doc": 5}, ["max_tokens_per_doc"]),
-        # What OpenAI leaves open.
+        # Objects that OpenAI leaves open.
         (
             ChatCompletionRequest,
             {
@@ -190,7 +190,7 @@ def test_fields_that_clients_always_send_are_known(kind: type[msgspec.Struct]) -
 
 
 def test_the_settings_of_plugins_structs_apply() -> None:
-    """Renamed fields and tags are known by the names that clients write; arrays have no names."""
+    """Renamed fields and tags have the names that clients send; arrays have no names."""
 
     class Renamed(msgspec.Struct, rename="camel", tag="r", tag_field="kind"):
         some_field: int = 0

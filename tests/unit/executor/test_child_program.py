@@ -1,4 +1,4 @@
-"""A child process of an engine ends with its parent from the start of its program."""
+"""A child process of an engine ends with its parent, from the start of its program."""
 
 from __future__ import annotations
 

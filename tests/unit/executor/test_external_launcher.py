@@ -65,8 +65,8 @@ def test_variables_that_contradict_each_other_are_refused(wrong: dict[str, str])
         LaunchedRank.from_environment({**ENV, **wrong})
 
 
-class TestAgreement:
-    def test_equal_settings_agree(self) -> None:
+class TestSettingsOfAllRanks:
+    def test_equal_settings_are_accepted(self) -> None:
         _check_equal_settings([_settings(make_config())] * 3)
 
     @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ class TestAgreement:
         with pytest.raises(ConfigError, match=rf"{name} is .* on rank 0 and {value!r} on rank 1"):
             _check_equal_settings([_settings(config), _settings(other)])
 
-    def test_ranks_without_a_seed_take_the_one_that_the_first_has_drawn(self) -> None:
+    def test_ranks_without_a_seed_use_the_random_seed_of_rank_0(self) -> None:
         drawn = [make_config(seed=100 + rank, seed_is_random=True) for rank in range(3)]
         agreed = [_with_common_seed(config, [_drawn_seed(each) for each in drawn]) for config in drawn]
         assert {config.model.seed for config in agreed} == {drawn[0].model.seed}

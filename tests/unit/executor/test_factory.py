@@ -1,4 +1,4 @@
-"""Choosing the executor of an engine: built in, by entry point, by dotted path; and every error."""
+"""Selection of an engine's executor: built in, by entry point, by dotted path; and every error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refusal(settings: EngineConfig, platform: FakePlatform | None = None) -> str
 
 @pytest.fixture
 def entry_points(monkeypatch):
-    """The entry points that count as installed in the test, by name."""
+    """The installed entry points of the test, by name."""
 
     def install(**values):
         group = EXECUTORS.group
@@ -180,7 +180,7 @@ def test_a_contradictory_topology_is_an_error_of_the_platform(topology, says):
 
 
 def of(num_workers: int, devices: int, **capabilities: object) -> FakePlatform:
-    """A platform with core's worker and the given topology."""
+    """A platform with the default worker and the given topology."""
 
     class Several(FakePlatform):
         def topology(self, parallel):

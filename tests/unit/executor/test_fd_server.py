@@ -116,7 +116,7 @@ def test_idle_connections_do_not_block_other_clients(server: FileDescriptorServe
             client = stack.enter_context(socket.socket(socket.AF_UNIX))
             client.connect(f"\0{path[1:]}" if path.startswith("@") else path)
             client.sendall(said)
-        # It times out sooner than an idle client is disconnected.
+        # It times out before an idle client is disconnected.
         _, fds, control = fetch_descriptors(server.address, 0, Files)
         for fd in fds.values():
             os.close(fd)
@@ -126,7 +126,7 @@ def test_idle_connections_do_not_block_other_clients(server: FileDescriptorServe
         assert time.monotonic() - before < 5, "close waited for idle clients"
 
 
-def test_a_request_may_come_byte_by_byte(server: FileDescriptorServer) -> None:
+def test_a_request_may_arrive_byte_by_byte(server: FileDescriptorServer) -> None:
     path = server.address.path
     with socket.socket(socket.AF_UNIX) as slow:
         slow.settimeout(10)

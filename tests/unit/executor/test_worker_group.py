@@ -1,4 +1,4 @@
-"""The worker that an error names first, if one waits for another."""
+"""The worker that an error names first when other workers wait for it."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ def test_the_root_is_random_unless_a_seed_is_given():
     assert len(make_root_hash()) == len(make_root_hash(3)) == 32
 
 
-def test_a_request_without_keys_begins_at_the_root():
+def test_the_hash_chain_of_a_request_without_keys_begins_at_the_root():
     assert request_root_hash(ROOT, []) == ROOT
 
 
 @given(keys, keys)
-def test_two_lists_of_keys_begin_at_the_same_place_only_if_they_are_equal(one, other):
+def test_two_lists_of_keys_have_the_same_initial_hash_only_if_they_are_equal(one, other):
     assert (request_root_hash(ROOT, one) == request_root_hash(ROOT, other)) == (one == other)
 
 
@@ -44,7 +44,7 @@ def test_a_hash_depends_on_the_order_of_the_tokens_and_on_the_parent():
     assert hash_block(ROOT, [1, 2]) == hash_block(ROOT, [1, 2])
 
 
-def test_hashes_have_not_changed():
+def test_seeded_hashes_are_stable():
     """Seeded hashes are guaranteed to be the same in every run."""
     name = hash_block(request_root_hash(ROOT, [("cache_salt", "tenant")]), [1, 2, 3, 4])
     assert name.hex() == "3c37e9246c7173d2beacd357d099a15423789eb36c03945bce3011bc349e7dc1"

@@ -10,15 +10,15 @@ from mvllm.kv_cache import block_pool
 from mvllm.kv_cache.block_pool import BlockPool
 
 
-def name(i: int) -> bytes:
+def hash_of(i: int) -> bytes:
     return i.to_bytes(32, "big")
 
 
-def pool_with_named_blocks(num_blocks: int) -> BlockPool:
+def pool_with_cached_blocks(num_blocks: int) -> BlockPool:
     """A pool whose blocks are all free and cached, freed in the order 0, 1, 2, ..."""
     pool = BlockPool(num_blocks)
     for block in pool.allocate(num_blocks):
-        pool.set_hash(block, name(block))
+        pool.set_hash(block, hash_of(block))
     for block in range(num_blocks):
         pool.free([block])
     return pool
@@ -45,9 +45,9 @@ def test_a_released_block_can_be_allocated_again():
 
 
 def test_cached_blocks_are_evicted_least_recently_used_first():
-    pool = pool_with_named_blocks(4)
+    pool = pool_with_cached_blocks(4)
     pool.touch([0])  # used again ...
-    pool.free([0])  # ... so it is the most recent now
+    pool.free([0])  # ... so it is the most recently used now
     taken = [pool.allocate(1)[0] for _ in range(4)]
     assert taken == [1, 2, 3, 0]
 
@@ -56,32 +56,32 @@ def test_the_tail_of_a_table_is_evicted_before_its_beginning():
     pool = BlockPool(3)
     table = pool.allocate(3)
     for block in table:
-        pool.set_hash(block, name(block))
+        pool.set_hash(block, hash_of(block))
     pool.free(table)
     assert pool.free_block_ids() == table[::-1]
 
 
 def test_blocks_without_hash_are_allocated_before_cached_ones():
-    pool = pool_with_named_blocks(4)
-    a, b = pool.allocate(2)  # 0 and 1, which lose their names
-    pool.set_hash(a, name(9))
+    pool = pool_with_cached_blocks(4)
+    a, b = pool.allocate(2)  # 0 and 1, which lose their hashes
+    pool.set_hash(a, hash_of(9))
     pool.free([a, b])
     assert pool.free_block_ids() == [b, 2, 3, a]
 
 
 def test_a_free_block_keeps_its_hash_until_it_is_allocated():
-    pool = pool_with_named_blocks(2)
-    assert pool.get_cached_block(name(0)) == 0
+    pool = pool_with_cached_blocks(2)
+    assert pool.get_cached_block(hash_of(0)) == 0
     pool.allocate(1)
-    assert pool.get_cached_block(name(0)) is None
-    assert pool.get_cached_block(name(1)) == 1
+    assert pool.get_cached_block(hash_of(0)) is None
+    assert pool.get_cached_block(hash_of(1)) == 1
 
 
 def test_touching_a_free_block_removes_it_from_the_free_list_with_its_hash():
-    pool = pool_with_named_blocks(3)
+    pool = pool_with_cached_blocks(3)
     pool.touch([1])
     assert pool.free_block_ids() == [0, 2]
-    assert pool.get_cached_block(name(1)) == 1
+    assert pool.get_cached_block(hash_of(1)) == 1
     pool.check_integrity()
 
 
@@ -98,26 +98,26 @@ def test_a_shared_block_is_free_only_after_its_last_user():
 def test_the_first_block_with_a_hash_keeps_it():
     pool = BlockPool(2)
     a, b = pool.allocate(2)
-    pool.set_hash(a, name(7))
-    pool.set_hash(b, name(7))
-    assert pool.get_cached_block(name(7)) == a
+    pool.set_hash(a, hash_of(7))
+    pool.set_hash(b, hash_of(7))
+    assert pool.get_cached_block(hash_of(7)) == a
     pool.check_integrity()
 
 
 def test_an_evicted_hash_is_not_found_and_its_user_keeps_the_block():
     pool = BlockPool(2)
     [block] = pool.allocate(1)
-    pool.set_hash(block, name(1))
+    pool.set_hash(block, hash_of(1))
     pool.evict(block)
-    assert pool.get_cached_block(name(1)) is None
+    assert pool.get_cached_block(hash_of(1)) is None
     assert pool.ref_counts[block] == 1
     pool.check_integrity()
 
 
 def test_evicting_all_leaves_no_hash():
-    pool = pool_with_named_blocks(3)
+    pool = pool_with_cached_blocks(3)
     pool.evict_all()
-    assert [pool.get_cached_block(name(i)) for i in range(3)] == [None] * 3
+    assert [pool.get_cached_block(hash_of(i)) for i in range(3)] == [None] * 3
     pool.check_integrity()
 
 
@@ -127,8 +127,8 @@ def test_evicting_all_leaves_no_hash():
         lambda pool: pool.ref_counts.__setitem__(0, 1),
         lambda pool: pool._next.__setitem__(1, 1),
         lambda pool: pool._prev.__setitem__(2, 0),
-        lambda pool: pool._hashes.__setitem__(0, name(5)),
-        lambda pool: pool._block_by_hash.__setitem__(name(5), 0),
+        lambda pool: pool._hashes.__setitem__(0, hash_of(5)),
+        lambda pool: pool._block_by_hash.__setitem__(hash_of(5), 0),
         lambda pool: setattr(pool, "num_free", 2),
     ],
 )
@@ -136,12 +136,12 @@ def test_check_integrity_detects_damage(damage):
     pool = BlockPool(3)
     pool.check_integrity()
     damage(pool)
-    pool.free_block_ids = lambda: [0, 1, 2]  # a broken list may have no end
+    pool.free_block_ids = lambda: [0, 1, 2]  # a damaged list may be endless
     with pytest.raises(AssertionError):
         pool.check_integrity()
 
 
-def test_a_pool_of_a_billion_blocks_takes_no_more_memory_than_what_is_used_of_it():
+def test_the_memory_of_a_pool_of_a_billion_blocks_grows_with_its_use():
     pool = BlockPool(10**9)
     assert len(pool.allocate(20_000)) == 20_000
     assert len(pool.ref_counts) < 40_000
@@ -174,7 +174,7 @@ def check_against_model(data, num_blocks):
         elif action == "name" and any(users):
             block = data.draw(st.sampled_from(sorted({b for table in users for b in table})))
             number = data.draw(st.integers(0, 8))
-            pool.set_hash(block, name(number))
+            pool.set_hash(block, hash_of(number))
             if block not in names.values():
                 names.setdefault(number, block)
         elif action == "release" and users:
@@ -185,4 +185,4 @@ def check_against_model(data, num_blocks):
                     free = [*free, block] if block in names.values() else [block, *free]
         pool.check_integrity()
         assert pool.free_block_ids() == free
-        assert all(pool.get_cached_block(name(n)) == names.get(n) for n in range(9))
+        assert all(pool.get_cached_block(hash_of(n)) == names.get(n) for n in range(9))

@@ -1,4 +1,4 @@
-"""Block tables, prefix hits, and which requests share blocks."""
+"""Block tables, prefix cache hits, and block sharing between requests."""
 
 import pytest
 from hypothesis import given
@@ -26,7 +26,7 @@ def compute(manager: KVCacheManager, tokens: list[int], **keys: str | None) -> B
 
 
 def num_hit(manager: KVCacheManager, tokens: list[int], **keys: str | None) -> int:
-    """How many blocks a new request with these tokens would find."""
+    """Number of cached blocks that a new request with these tokens would reuse."""
     return len(manager.get_computed_blocks(manager.make_table(tokens, **keys)))
 
 
@@ -50,7 +50,7 @@ def test_a_table_grows_only_when_it_enters_a_new_block():
     assert [len(manager.allocate_slots(table, n)) for n in range(2, 10)] == [0, 0, 0, 1, 0, 0, 0, 1]
 
 
-def test_nothing_changes_when_the_pool_has_not_enough():
+def test_a_failed_allocation_changes_nothing():
     manager = make_manager(num_blocks=3)
     table = manager.make_table(list(range(6)))
     manager.allocate_slots(table, 6)
@@ -73,7 +73,7 @@ def test_cached_free_blocks_count_as_used_when_space_is_checked():
     table = manager.make_table([*range(8), 50, 51, 52, 53, 54])
     found = manager.get_computed_blocks(table)
     assert len(found) == 2
-    assert manager.allocate_slots(table, 13, found) is None  # needs 2 more, only 1 is left beside the found ones
+    assert manager.allocate_slots(table, 13, found) is None  # needs 2 more, only 1 is free besides the cached ones
     manager.check_integrity()
 
 
@@ -119,7 +119,7 @@ def test_a_block_that_is_not_full_is_not_found():
     assert num_hit(manager, list(range(10))) == 1
 
 
-def test_only_what_was_computed_is_found():
+def test_only_computed_blocks_are_found():
     manager = make_manager()
     table = manager.make_table(list(range(12)))
     manager.allocate_slots(table, 12)
@@ -148,7 +148,7 @@ def test_blocks_filled_before_the_end_are_cached():
     assert num_hit(manager, [0, 1, 2, 3, 9]) == 1
 
 
-def test_sharing_computes_nothing_twice():
+def test_a_shared_prefix_is_computed_once():
     manager = make_manager()
     one = compute(manager, list(range(10)))
     other = compute(manager, list(range(10)))
@@ -167,7 +167,7 @@ def test_a_cached_prefix_survives_its_first_user():
     assert manager.usage == 0.0
 
 
-def test_new_requests_take_the_least_recently_used_prefix():
+def test_new_requests_evict_the_least_recently_used_prefix():
     manager = make_manager(num_blocks=4)
     for start in (0, 100):
         manager.free(compute(manager, list(range(start, start + 8))), 8)
@@ -228,12 +228,12 @@ def test_without_caching_siblings_share_their_prompt_and_nothing_else():
     manager.allocate_slots(table, 12)
     manager.cache_blocks(table, 12)
     assert num_hit(manager, list(range(9)), sibling_group="g") == 2
-    assert num_hit(manager, list(range(13)), sibling_group="g") == 2  # the third block is not all prompt
+    assert num_hit(manager, list(range(13)), sibling_group="g") == 2  # the third block is only partly prompt
     assert num_hit(manager, list(range(9)), sibling_group="h") == 0
     assert num_hit(manager, list(range(9))) == 0
 
 
-def test_with_caching_siblings_share_like_all_others():
+def test_with_caching_siblings_share_like_other_requests():
     manager = make_manager()
     compute(manager, list(range(9)), sibling_group="g")
     assert num_hit(manager, list(range(9)), sibling_group="h") == 2
@@ -245,7 +245,7 @@ groups = st.one_of(st.none(), st.text(alphabet="ab|\0", max_size=3))
 
 
 @given(salts, groups, salts, groups, st.booleans())
-def test_requests_share_blocks_only_if_everything_that_separates_them_is_equal(
+def test_requests_share_blocks_only_if_salt_adapter_and_other_keys_are_equal(
     salt, group, other_salt, other_group, enable_caching
 ):
     manager = make_manager(enable_caching=enable_caching)

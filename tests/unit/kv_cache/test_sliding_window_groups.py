@@ -1,4 +1,4 @@
-"""Groups of layers with windows: which blocks are held and freed, and which prefixes are cached."""
+"""Groups of layers with windows: allocated and freed blocks, and cached prefixes."""
 
 import random
 
@@ -39,7 +39,7 @@ def compute(manager: KVCacheManager, tokens: list[int], *, most_held: int | None
 
 
 def num_hit(manager: KVCacheManager, tokens: list[int]) -> int:
-    """How many tokens a new request with these would find."""
+    """Number of cached tokens that a new request with these tokens would reuse."""
     return len(manager.get_computed_blocks(manager.make_table(tokens))) // manager.num_groups * BLOCK_SIZE
 
 
@@ -55,7 +55,7 @@ def test_the_first_block_within_the_window(num_computed, window, first):
 
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 6, 9])
 @pytest.mark.parametrize("step", [1, 2, 3, 8])
-def test_no_more_blocks_are_held_than_a_step_and_its_window_touch(window, step):
+def test_only_the_blocks_of_a_step_and_its_window_are_allocated(window, step):
     touched = max(
         (start + step - 1) // BLOCK_SIZE - max(0, start - window + 1) // BLOCK_SIZE + 1 for start in range(50)
     )
@@ -74,7 +74,7 @@ def test_a_window_without_tokens_is_refused():
 def test_a_sequence_far_longer_than_the_pool_fits_where_all_layers_have_windows():
     manager = make_manager(6, num_blocks=5)
     table = compute(manager, list(range(400)), most_held=max_blocks_held(400, 6, BLOCK_SIZE, MAX_STEP))
-    for _ in range(100):  # and goes on, a token at a time
+    for _ in range(100):  # and continues, one token at a time
         table.token_ids.append(7)
         start = len(table.token_ids) - 1
         assert manager.allocate_slots(table, start + 1, num_computed_tokens=start) is not None
@@ -103,18 +103,18 @@ def test_blocks_within_the_window_are_never_freed():
     table = manager.make_table(list(range(9)))
     manager.allocate_slots(table, 9)
     before = list(table.block_ids)
-    manager.allocate_slots(table, 9, num_computed_tokens=7)  # token 7 sees 3, in the first block
+    manager.allocate_slots(table, 9, num_computed_tokens=7)  # token 7 attends to position 3, in the first block
     assert table.groups[0].held == before
     manager.allocate_slots(table, 9, num_computed_tokens=8)
     assert table.groups[0].held == before[1:]
 
 
-def test_a_prefix_is_found_by_its_last_window_when_the_rest_is_gone():
+def test_a_prefix_is_found_by_its_last_window_after_the_rest_was_evicted():
     manager = make_manager(6, num_blocks=6)
     manager.free(compute(manager, list(range(41))), 41)
     table = manager.make_table([*range(40), 99])
     found = manager.get_computed_blocks(table)
-    assert len(found) == 10  # positions 35 and up are seen: two blocks
+    assert len(found) == 10  # positions from 35 are in the window: two blocks
     manager.allocate_slots(table, 41, found)
     assert len(table.held_blocks) == 3
     manager.check_integrity()
@@ -131,7 +131,7 @@ def test_a_prefix_is_found_only_as_far_as_all_groups_have_it():
     assert num_hit(manager, tokens) == 28
     manager._pool.evict(
         manager._pool.get_cached_block(table.block_hashes[2])
-    )  # the third block of the group that sees all
+    )  # the third block of the full-attention group
     assert num_hit(manager, tokens) == 8
 
 
@@ -152,7 +152,7 @@ def test_a_failed_request_is_evicted_in_every_group_with_its_freed_blocks():
     manager.check_integrity()
 
 
-def test_nothing_is_taken_when_the_pool_has_not_enough_for_all_groups():
+def test_nothing_is_allocated_unless_all_groups_have_enough_blocks():
     manager = make_manager(None, 6, num_blocks=7)
     assert manager.allocate_slots(manager.make_table([1] * 16), 16, num_spare=0) is None  # 4 and 4
     assert manager.num_free_blocks == 7
@@ -163,12 +163,12 @@ def test_nothing_is_taken_when_the_pool_has_not_enough_for_all_groups():
 def test_the_end_of_a_prefix_is_evicted_first_in_all_groups():
     manager = make_manager(None, 100, num_blocks=8)
     manager.free(compute(manager, list(range(16))), 16)
-    manager.free(compute(manager, [50]), 1)  # takes a block of each group
+    manager.free(compute(manager, [50]), 1)  # allocates a block of each group
     assert num_hit(manager, list(range(17))) == 12
 
 
 class Model:
-    """The manager beside a record of the contents and hash of each block."""
+    """The manager and a model of the contents and hash of each block."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
@@ -184,7 +184,7 @@ class Model:
         return group, tuple(tokens[: (block + 1) * BLOCK_SIZE])
 
     def note(self, table: BlockTable, start: int, end: int, new: list[int]) -> None:
-        """Records a step over [start, end), with `new` blocks for the table, whose results are back."""
+        """Records a step over [start, end), with `new` blocks for the table, whose results have arrived."""
         self.manager.unconfirmed.end_plan(0)
         self.manager.unconfirmed.confirm(0)
         for block in new:

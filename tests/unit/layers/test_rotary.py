@@ -1,4 +1,4 @@
-"""Rotary embedding equals transformers' under every scaling; invalid settings are refused."""
+"""Rotary embedding equals transformers' for every RoPE scaling; invalid settings are refused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def draw(num_tokens: int, head_size: int = HEAD_SIZE) -> tuple[torch.Tensor, tor
 
 
 def transformers_rotation(config: LlamaConfig, pieces: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What transformers makes of queries and keys that arrive in pieces, as a prompt and then tokens do."""
+    """transformers' rotated queries and keys for chunks, like a prompt and the tokens after it."""
     module, results, start = LlamaRotaryEmbedding(config), [], 0
     query, key = draw(sum(pieces))
     for size in pieces:
@@ -102,7 +102,7 @@ def test_equals_transformers_token_by_token(name: str, theta: float) -> None:
 
 @pytest.mark.parametrize("prompt_len", [20, 64, 128, 129, 200])
 @pytest.mark.parametrize("name", ["dynamic", "longrope", "longrope-factor", "llama3"])
-def test_equals_transformers_for_a_prompt_and_what_follows(name: str, prompt_len: int) -> None:
+def test_equals_transformers_for_a_prompt_and_generated_tokens(name: str, prompt_len: int) -> None:
     config = make_config(name)
     expected = transformers_rotation(config, [prompt_len, *[1] * (LENGTH - prompt_len)])
     rotary = make_rotary(config.to_dict())
@@ -133,7 +133,7 @@ def test_the_length_of_the_prompt_does_not_matter_where_all_sequences_fit_the_or
     assert not make_rotary(make_config("yarn").to_dict()).uses_prompt_lens
 
 
-def test_old_keys_mean_the_same_as_new_ones() -> None:
+def test_old_config_keys_equal_new_ones() -> None:
     rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     new = {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **rope}}
     for key in ("type", "rope_type"):
@@ -142,7 +142,7 @@ def test_old_keys_mean_the_same_as_new_ones() -> None:
         torch.testing.assert_close(*angles, atol=0, rtol=0)
 
 
-def test_the_original_context_may_stand_beside_the_scaling() -> None:
+def test_the_original_context_may_be_outside_the_rope_object() -> None:
     outside = make_config("yarn").to_dict()
     length = outside["rope_parameters"].pop("original_max_position_embeddings")
     outside["original_max_position_embeddings"] = length
@@ -150,8 +150,8 @@ def test_the_original_context_may_stand_beside_the_scaling() -> None:
     torch.testing.assert_close(*angles, atol=0, rtol=0)
 
 
-def test_a_scaled_partial_rotation_leaves_the_rest_of_the_head_alone() -> None:
-    """Against Phi, which rotates the first part of a head."""
+def test_a_scaled_partial_rotation_does_not_change_the_rest_of_the_head() -> None:
+    """Compared with Phi, which rotates the first part of a head."""
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     config = PhiConfig(hidden_size=4 * HEAD_SIZE, num_attention_heads=4, rope_parameters=rope)
     query, key = draw(LENGTH)
@@ -180,7 +180,7 @@ def test_a_scaled_partial_rotation_leaves_the_rest_of_the_head_alone() -> None:
         ({"full_attention": {"rope_type": "default"}}, "one flat JSON object"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(rope: dict, words: str) -> None:
+def test_invalid_settings_are_refused(rope: dict, words: str) -> None:
     with pytest.raises(ModelError, match=words) as error:
         make_rotary({"max_position_embeddings": 128, "rope_parameters": rope})
     assert "config.json" in str(error.value)

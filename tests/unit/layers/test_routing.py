@@ -1,4 +1,4 @@
-"""Routing equals a loop over tokens in plain Python."""
+"""Expert routing equals a loop over tokens in plain Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mvllm.layers.routing import Routing
 NUM_EXPERTS = 12
 
 
-def by_hand(logits: list[float], correction: list[float], how: Routing) -> dict[int, float]:
+def expected_routing(logits: list[float], correction: list[float], how: Routing) -> dict[int, float]:
     """The experts of one token and their weights."""
     if how.scores == "softmax_of_chosen":
         chosen = sorted(range(NUM_EXPERTS), key=lambda e: -logits[e])[: how.top_k]
@@ -50,7 +50,7 @@ def by_hand(logits: list[float], correction: list[float], how: Routing) -> dict[
     ids=str,
 )
 @pytest.mark.parametrize("corrected", [False, True])
-def test_it_chooses_and_weighs_as_the_loop_does(how: Routing, corrected: bool) -> None:
+def test_experts_and_weights_equal_those_of_the_loop(how: Routing, corrected: bool) -> None:
     how.check(NUM_EXPERTS)
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(40, NUM_EXPERTS, generator=generator)
@@ -59,7 +59,7 @@ def test_it_chooses_and_weighs_as_the_loop_does(how: Routing, corrected: bool) -
     assert weights.dtype == torch.float32 and ids.dtype == torch.int64
     for t, token in enumerate(logits.tolist()):
         no_correction = how.scores == "softmax_of_chosen" or correction is None
-        wanted = by_hand(token, [0.0] * NUM_EXPERTS if no_correction else correction.tolist(), how)
+        wanted = expected_routing(token, [0.0] * NUM_EXPERTS if no_correction else correction.tolist(), how)
         found = dict(zip(ids[t].tolist(), weights[t].tolist(), strict=True))
         assert found.keys() == wanted.keys()
         assert all(abs(found[e] - wanted[e]) < 1e-6 for e in wanted)
@@ -76,6 +76,6 @@ def test_it_chooses_and_weighs_as_the_loop_does(how: Routing, corrected: bool) -
     ],
     ids=str,
 )
-def test_numbers_that_do_not_fit_are_refused(how: Routing) -> None:
+def test_invalid_numbers_of_experts_and_groups_are_refused(how: Routing) -> None:
     with pytest.raises(ModelError, match=r"config\.json is wrong"):
         how.check(NUM_EXPERTS)

@@ -28,7 +28,7 @@ SIZES = [1, 2, 4]
 
 
 def fill(module: nn.Module, checkpoint: dict[str, torch.Tensor]) -> nn.Module:
-    """Does the loader's work from a dict; draws tensors that the dict has not, so that all ranks see the same."""
+    """Loads tensors from a dict like the loader; draws missing tensors, the same on all ranks."""
     for part in module.modules():
         for name, target in part.weight_targets() if hasattr(part, "weight_targets") and part is not module else ():
             copy(name, target, checkpoint)
@@ -54,7 +54,7 @@ def on_ranks(size: int, body: Callable[[BuildContext], torch.Tensor]) -> list[to
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_column_bands_side_by_side_are_the_whole_output(size: int, transposed: bool) -> None:
+def test_concatenated_column_shards_are_the_whole_output(size: int, transposed: bool) -> None:
     weights, x = {}, torch.randn(3, 8)
 
     def body(ctx: BuildContext) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_column_bands_side_by_side_are_the_whole_output(size: int, transposed: b
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_row_bands_sum_to_the_whole_output_with_the_bias_added_once(size: int, transposed: bool) -> None:
+def test_row_shards_sum_to_the_whole_output_with_the_bias_added_once(size: int, transposed: bool) -> None:
     weights, x = {}, torch.randn(3, 8)
 
     def body(ctx: BuildContext) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_each_rank_gets_its_heads_and_the_key_value_heads_they_use(size: int, nu
     for rank, (heads, (query, key, value)) in enumerate(results):
         first = rank * num_heads // size
         torch.testing.assert_close(query, q[:, first : first + heads.num_heads])
-        for local in range(heads.num_heads):  # every query head finds its own key/value head
+        for local in range(heads.num_heads):  # every query head uses its key/value head
             mine = local // (heads.num_heads // heads.num_kv_heads)
             torch.testing.assert_close(key[:, mine], k[:, (first + local) // group])
             torch.testing.assert_close(value[:, mine], v[:, (first + local) // group])
@@ -112,7 +112,7 @@ def test_each_rank_gets_its_heads_and_the_key_value_heads_they_use(size: int, nu
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("vocab_size", [8, 10, 5])
-def test_a_vocabulary_that_does_not_divide_is_padded_and_the_padding_never_shows(size: int, vocab_size: int) -> None:
+def test_an_indivisible_vocabulary_is_padded_and_the_padding_has_no_effect(size: int, vocab_size: int) -> None:
     weights, ids = {}, torch.arange(vocab_size, dtype=torch.int32)
     hidden = torch.randn(3, 6)
 
@@ -127,7 +127,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded_and_the_padding_never_shows
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_gated_mlp_pairs_gate_and_up_of_the_same_band(size: int) -> None:
+def test_gate_and_up_of_an_mlp_have_the_same_shard(size: int) -> None:
     weights, x = {}, torch.randn(4, 8)
     outputs = on_ranks(size, lambda ctx: fill(GatedMLP(ctx, "mlp", 8, 12, "silu", bias=True), weights)(x))
     gate, up = (x @ weights[f"mlp.{n}.weight"].t() + weights[f"mlp.{n}.bias"] for n in ("gate_proj", "up_proj"))
@@ -159,7 +159,7 @@ def test_moe_equals_a_loop_over_tokens_and_experts(size: int, normalize: bool) -
         torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_key_value_heads_fewer_than_ranks_are_copied_to_neighbours() -> None:
+def test_fewer_key_value_heads_than_ranks_are_replicated() -> None:
     shares = [HeadShard.for_shards(8, 2, [ShardIndex(rank, 4)]) for rank in range(4)]
     assert [(s.first_head, s.num_heads) for s in shares] == [(0, 2), (2, 2), (4, 2), (6, 2)]
     assert [(s.first_kv_head, s.num_kv_heads) for s in shares] == [(0, 1), (0, 1), (1, 1), (1, 1)]
@@ -182,7 +182,7 @@ LAYERS: dict[str, tuple[Callable[[BuildContext], nn.Module], str]] = {
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(("make", "name"), LAYERS.values(), ids=LAYERS.keys())
-def test_each_device_of_a_worker_has_what_a_worker_of_its_own_would(
+def test_each_device_of_a_worker_has_the_shard_of_a_rank(
     make: Callable[[BuildContext], nn.Module], name: str, workers: int
 ) -> None:
     weights: dict[str, torch.Tensor] = {}
@@ -190,7 +190,7 @@ def test_each_device_of_a_worker_has_what_a_worker_of_its_own_would(
     def parameter(rank: int, of: int, num_devices: int) -> tuple[nn.Module, torch.Tensor]:
         ctx = dataclasses.replace(make_context(tp=fake_group("tp", rank, of)), num_devices=num_devices)
         layer = make(ctx)
-        layer.get_parameter(name).data.zero_()  # as the loader does with what it does not fill
+        layer.get_parameter(name).data.zero_()  # like the loader for unfilled parameters
         return layer, fill(layer, weights).get_parameter(name).data
 
     alone = [parameter(rank, 4, 1)[1] for rank in range(4)]
@@ -212,7 +212,7 @@ def test_heads_that_do_not_divide_are_refused(num_heads: int, num_kv_heads: int,
     ("num_layers", "stages", "expected"),
     [(4, 1, [4]), (6, 3, [2, 2, 2]), (10, 4, [2, 3, 3, 2]), (5, 4, [1, 1, 2, 1]), (7, 4, [2, 2, 2, 1]), (3, 2, [2, 1])],
 )
-def test_layers_are_dealt_to_stages_with_the_extra_ones_before_the_last(
+def test_layers_are_split_into_stages_with_the_extra_ones_before_the_last(
     num_layers: int, stages: int, expected: list[int]
 ) -> None:
     dealt = [PipelineStage.for_rank(num_layers, fake_group("pp", rank, stages)) for rank in range(stages)]

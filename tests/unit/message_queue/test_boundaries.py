@@ -1,7 +1,7 @@
-"""An end that dies at any instruction boundary: no message is lost, repeated or reordered, and no wait hangs.
+"""A process killed at any instruction boundary: no message is lost, repeated or reordered, and no wait hangs.
 
-Every boundary between two instructions of the queue's own code is tried, and between two of its lines where a wait
-or a socket makes each try slow.
+Tests every boundary between two instructions of the queue's own code, and every line boundary if a wait or a socket
+makes each run slow.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 NUM_SLOTS = 3
-LARGE = 5000  # bytes: more than a slot has
+LARGE = 5000  # bytes: more than a slot holds
 
 
 def deaths(role: str, size: int, *options: str) -> list[dict[str, int]]:
-    """The messages that the survivors received, for a death at each boundary, in order of the boundaries."""
+    """The messages that the survivors received, for a kill at each boundary, in order of the boundaries."""
     command = [sys.executable, "-m", "tests.helpers.queue_boundaries", role, str(size), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
@@ -59,7 +59,7 @@ def test_a_writer_may_die_between_any_two_instructions_of_sending_a_message(
     together = {(before, before), (before + 1, before + 1)}
     if not options:
         assert set(got) == {*together, (before + 1, before)}, "readers are notified one after the other"
-    elif size < LARGE:  # how often it looks while it waits differs from run to run, so a boundary may be left out
+    elif size < LARGE:  # the number of polls during a wait differs between runs, so a boundary may be left out
         assert together <= set(got) <= {*together, (before + 1, before)}
     else:  # data that the socket has not sent is lost with its writer
         assert (before, before) in got and set(got) <= {*together, (before + 1, before), (before, before + 1)}

@@ -1,4 +1,4 @@
-"""Peers that die at the relevant instruction boundaries: the other end notices it, names the peer, and continues."""
+"""Peers killed at the relevant instruction boundaries: the other end detects it, names the peer, and continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mvllm.executor.message_queue import MessageQueue, PeerDiedError, QueueSetti
 from tests.helpers import queue_processes as processes
 
 SMALL = QueueSettings(num_slots=3, slot_bytes=1024)
-SOON = 2.0  # seconds; noticing takes milliseconds, starting to run on a busy machine takes longer
+SOON = 2.0  # seconds; detection takes milliseconds, starting to run on a busy machine takes longer
 
 
 @contextlib.contextmanager
@@ -151,7 +151,7 @@ def test_a_group_notices_the_death_of_any_writer_once_it_has_read_what_is_there(
 
 
 class PollInTheWorstOrder:
-    """A poll() that checks the data before a peer's last message, and the peer after its end."""
+    """A poll() that reports the data before a peer's last message, and the peer after its end."""
 
     def __init__(self, real, peer_fd, last_act):
         self._real, self._peer_fd, self._last_act = real, peer_fd, last_act
@@ -184,7 +184,7 @@ def test_what_a_writer_sent_right_before_it_died_is_read_first():
     os.close(read_end)
 
 
-def test_nothing_is_left_when_every_process_is_killed():
+def test_no_shared_memory_is_left_when_every_process_is_killed():
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     with queue_of("Worker_TP0") as queue:
         ready, theirs = processes.SPAWN.Pipe()

@@ -19,7 +19,9 @@ import pytest
 from mvllm.executor.message_queue import MessageQueue, PeerDiedError, QueueSettings, ReaderHandle
 from tests.helpers import queue_processes as processes
 
-NUM_MESSAGES = int(os.environ.get("QUEUE_STRESS_MESSAGES", "20000"))  # the full stress is a million: about 4 minutes
+NUM_MESSAGES = int(
+    os.environ.get("QUEUE_STRESS_MESSAGES", "20000")
+)  # the full stress test has a million: about 4 minutes
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

@@ -270,7 +270,7 @@ def test_a_slot_that_another_process_has_overwritten_is_noticed(make_ends):
         ends.reader.dequeue(0)
 
 
-def test_a_group_wakes_for_any_of_its_readers(make_ends):
+def test_a_group_wakes_up_for_any_of_its_readers(make_ends):
     first, second = make_ends(), make_ends()
     group = ReaderGroup([first.reader, second.reader])
     with pytest.raises(QueueTimeoutError):
@@ -300,6 +300,6 @@ def test_packed_frames_that_contradict_their_memory_are_refused(count, length):
 
 
 @pytest.mark.parametrize("shape", [(1, 0, 1024), (1, 5000, 1024), (1, 3, 8), (-1, 3, 1024)])
-def test_a_shape_that_no_ring_can_have_is_refused(shape):
+def test_invalid_ring_sizes_are_refused(shape):
     with pytest.raises(ConfigError, match="slots of"):
         RingShape(*shape)

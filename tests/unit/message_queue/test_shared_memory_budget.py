@@ -1,4 +1,4 @@
-"""Shared memory is planned for the whole engine; a lack of it is an error with a remedy, never a signal."""
+"""Shared memory is planned for the whole engine; too little of it is an error with a hint, never a signal."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def limit_memory(monkeypatch, root, line, folders):
 
 
 @pytest.mark.parametrize("where", ["its own group", "a group above"])
-def test_the_limit_of_any_control_group_above_counts(monkeypatch, tmp_path, where):
+def test_the_limits_of_all_parent_control_groups_apply(monkeypatch, tmp_path, where):
     limited = {"memory.max": 64 * MIB, "memory.current": 4 * MIB, "memory.stat": "anon 9\ninactive_file 0"}
     free = {"memory.max": "max", "memory.current": 4 * MIB}
     inner, outer = (limited, free) if where == "its own group" else (free, limited)
@@ -133,7 +133,7 @@ def test_a_limit_that_is_reached_refuses_and_names_the_limit(monkeypatch, tmp_pa
         plan_rings([RingShape(1)], shared_memory_space())
 
 
-def test_where_anonymous_memory_is_forbidden_the_plan_counts_what_the_file_system_has(monkeypatch, small_filesystem):
+def test_without_anonymous_memory_the_plan_uses_the_space_of_the_file_system(monkeypatch, small_filesystem):
     def forbidden(*_):
         raise PermissionError
 

@@ -33,7 +33,7 @@ def config(architecture: str, *, trust_remote_code: bool = False, **keys) -> Mod
 
 
 @pytest.mark.parametrize("architecture", supported_architectures())
-def test_a_known_architecture_is_run_natively_whatever_code_the_folder_brings(architecture):
+def test_a_known_architecture_uses_the_native_class_despite_code_in_the_folder(architecture):
     check_architecture(config(architecture))
     check_architecture(config(architecture, auto_map={"AutoModelForCausalLM": "modeling.M"}))
 

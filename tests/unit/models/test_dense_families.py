@@ -43,7 +43,7 @@ def test_ranks_and_stages_give_the_logits_of_one(name: str, tmp_path: Path) -> N
         check_every_element_is_read(folder, tp_size, pp_size)
 
 
-# As (checkpoint, what its options would be if the family forgot one).
+# (checkpoint, config options with the values that a family would have if it ignored its own).
 FORGOTTEN: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"windows": (None, None)}),
     ("gemma2", {"norm": RMSNorm}),
@@ -66,10 +66,10 @@ FORGOTTEN: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "without"), FORGOTTEN, ids=lambda value: str(value))
-def test_a_setting_that_a_family_forgot_would_show(
+def test_every_setting_of_a_family_changes_the_logits(
     name: str, without: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oracle of the other tests is blind to what makes no difference to these weights."""
+    """The parity tests cannot detect settings that do not change the outputs of these weights."""
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
     config = read_config(folder)
     family = resolve_model_class(config.architecture)
@@ -79,7 +79,7 @@ def test_a_setting_that_a_family_forgot_would_show(
     assert (run(PagedDriver(load_model(folder))) - right).abs().max() > 100 * TOLERANCE
 
 
-# As (format of the weights, checkpoint): what a family has fused is cut out of the packed words.
+# (weight format, checkpoint): projections that a family has fused are split out of the packed words.
 PACKED = [
     ("awq", "phi3-longrope-window"),
     ("gptq", "falcon-new"),
@@ -99,7 +99,9 @@ PACKED = [
 @pytest.mark.parametrize(
     ("scheme", "name"), [pytest.param(*case, marks=[pytest.mark.exhaustive] * (i > 2)) for i, case in enumerate(PACKED)]
 )
-def test_packed_weights_give_what_transformers_gives_with_their_floats(scheme: str, name: str, tmp_path: Path) -> None:
+def test_packed_weights_give_the_logits_of_transformers_with_the_dequantized_weights(
+    scheme: str, name: str, tmp_path: Path
+) -> None:
     checkpoint = make_quantized(scheme, tmp_path, name)
     assert len(checkpoint.matrices) >= 4 * 2
     wanted = expected(checkpoint)
@@ -122,7 +124,7 @@ def test_packed_weights_give_what_transformers_gives_with_their_floats(scheme: s
         ),
     ],
 )
-def test_weights_rounded_on_load_give_what_transformers_gives_with_them(
+def test_weights_quantized_on_load_give_the_logits_of_transformers_with_them(
     name: str, quantization: str, tmp_path: Path
 ) -> None:
     check_quantized_on_load(make_checkpoint(name, tmp_path, tokenizer=False), quantization)
@@ -147,7 +149,7 @@ def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "glm4", "falcon-new"])
-def test_models_ask_the_device_nothing(name: str, tmp_path: Path) -> None:
+def test_models_do_not_synchronize_with_the_device(name: str, tmp_path: Path) -> None:
     model = load_model(make_checkpoint(name, tmp_path, tokenizer=False))
     layout = make_layout([3, 1], [3, 6], [[0], [1, 2]], 4)
     for layer in model.attention_layers():
@@ -203,13 +205,13 @@ def test_unsupported_settings_are_refused_with_their_key(
     ("model_type", "spelling", "known_as"),
     [("phi3", "su", "longrope"), ("phi3", "yarn", "longrope"), ("llama", "su", "longrope"), ("llama", "yarn", "yarn")],
 )
-def test_longrope_is_known_by_its_old_names(model_type: str, spelling: str, known_as: str) -> None:
+def test_longrope_is_recognized_by_its_old_names(model_type: str, spelling: str, known_as: str) -> None:
     scaling = {"type": spelling, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
     config = HFConfig({"model_type": model_type, "rope_scaling": scaling, "max_position_embeddings": 64}, "config.json")
     assert RopeParameters.from_config(config, 8).rope_type == known_as
 
 
-def test_keys_are_shared_by_what_any_type_of_layer_rotates_them_by(tmp_path: Path) -> None:
+def test_the_position_key_includes_the_rope_of_every_layer_type(tmp_path: Path) -> None:
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
     plain = {"rope_type": "default", "rope_theta": 100.0}
     config_of("gemma3", tmp_path, rope_parameters={"full_attention": dynamic, "sliding_attention": plain})
@@ -217,7 +219,7 @@ def test_keys_are_shared_by_what_any_type_of_layer_rotates_them_by(tmp_path: Pat
     assert (key(1), key(256), key(257), key(300)) == (0, 0, 257, 300)
 
 
-def test_a_falcon_with_one_key_for_all_heads_has_one_whatever_the_config_counts(tmp_path: Path) -> None:
+def test_a_multi_query_falcon_has_one_key_value_head_despite_num_kv_heads(tmp_path: Path) -> None:
     config_of("falcon", tmp_path, num_kv_heads=4)
     assert read_config(tmp_path).num_kv_heads == 1
     config_of("falcon", tmp_path, num_kv_heads=4, multi_query=False)

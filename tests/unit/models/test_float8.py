@@ -42,7 +42,7 @@ def test_logits_equal_transformers_with_the_dequantized_weights(scheme: str, tmp
 @pytest.mark.parametrize(
     ("scheme", "name"), [("fp8-odd-blocks", "llama-gqa"), ("fp8-static", "qwen2"), ("ct-channel", "qwen3-mqa")]
 )
-def test_ranks_read_their_share_of_weights_and_scales(scheme: str, name: str, tmp_path: Path) -> None:
+def test_ranks_read_their_shard_of_weights_and_scales(scheme: str, name: str, tmp_path: Path) -> None:
     checkpoint = make_float8(scheme, tmp_path, name)
     wanted = expected(checkpoint)
     for logits in run_ranks(2, lambda tp: run(PagedDriver(load_model(checkpoint.quantized, make_context(tp=tp))))):
@@ -51,7 +51,7 @@ def test_ranks_read_their_share_of_weights_and_scales(scheme: str, name: str, tm
     torch.testing.assert_close(run(PagedDriver(*stages)), wanted, atol=TOLERANCE, rtol=0)
 
 
-def test_what_is_multiplied_with_has_the_compute_dtype(tmp_path: Path) -> None:
+def test_dequantized_weights_have_the_compute_dtype(tmp_path: Path) -> None:
     checkpoint = make_float8("fp8-blocks", tmp_path)
     model = load_model(checkpoint.quantized, make_context(dtype=torch.bfloat16))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -91,7 +91,8 @@ def test_fp8_weights_without_quantization_config_are_refused(tmp_path: Path) -> 
 
 
 def kept(seen: list[Float8Weight], refused: str = "") -> OpProvider:
-    """Multiplies with bytes, and notes them; inputs stay as they are, so that logits are those of the floats."""
+    """Records the FP8 weights and multiplies with them; inputs are not rounded, so that logits equal those of the
+    floats."""
 
     def prepare(weight: Float8Weight) -> Float8Weight:
         seen.append(weight)
@@ -107,7 +108,7 @@ INPUTS = {"fp8-static": "static", "ct-tensor-static": "static", "ct-blocks": "fl
 
 
 @pytest.mark.parametrize("scheme", FLOAT8_SCHEMES)
-def test_where_the_operation_is_provided_weights_stay_a_byte_each(scheme: str, tmp_path: Path) -> None:
+def test_with_a_provider_of_float8_linear_weights_stay_fp8(scheme: str, tmp_path: Path) -> None:
     checkpoint = make_float8(scheme, tmp_path)
     seen: list[Float8Weight] = []
     model = load_model(checkpoint.quantized, make_context(providers=[kept(seen)]))
@@ -128,7 +129,7 @@ def test_where_the_operation_is_provided_weights_stay_a_byte_each(scheme: str, t
 @pytest.mark.parametrize(
     ("scheme", "name"), [("fp8-odd-blocks", "llama-gqa"), ("fp8-blocks", "qwen3-mqa"), ("fp8-static", "qwen2")]
 )
-def test_ranks_keep_their_share_of_bytes(scheme: str, name: str, tmp_path: Path) -> None:
+def test_ranks_keep_their_shard_of_fp8_weights(scheme: str, name: str, tmp_path: Path) -> None:
     checkpoint = make_float8(scheme, tmp_path, name)
     wanted = expected(checkpoint)
     contexts: Callable[..., BuildContext] = lambda tp: make_context(tp=tp, providers=[kept([])])  # noqa: E731
@@ -136,7 +137,7 @@ def test_ranks_keep_their_share_of_bytes(scheme: str, name: str, tmp_path: Path)
         torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
 
 
-def test_a_scale_of_inputs_is_the_largest_of_the_matrices_that_share_them(tmp_path: Path) -> None:
+def test_the_input_scale_of_fused_matrices_is_the_largest(tmp_path: Path) -> None:
     folder = make_float8("fp8-static", tmp_path).quantized
     tensors = load_file(folder / "model.safetensors")
     key = "model.layers.0.self_attn.k_proj.input_scale"
@@ -149,10 +150,10 @@ def test_a_scale_of_inputs_is_the_largest_of_the_matrices_that_share_them(tmp_pa
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=f"missing tensor '{key}'"):
         load_model(folder, make_context(providers=[kept([])]))
-    load_model(folder)  # whose inputs are not rounded
+    load_model(folder)  # without rounded inputs
 
 
-def test_what_a_provider_declines_and_what_the_user_wants_elsewhere_are_floats(tmp_path: Path) -> None:
+def test_weights_are_dequantized_if_float8_linear_is_declined_or_bypassed(tmp_path: Path) -> None:
     folder = make_float8("fp8-static", tmp_path).quantized
     seen: list[Float8Weight] = []
     load_model(folder, make_context(providers=[kept(seen, refused="static")]))
@@ -161,7 +162,7 @@ def test_what_a_provider_declines_and_what_the_user_wants_elsewhere_are_floats(t
     assert seen == []
 
 
-def test_experts_and_latent_attention_take_floats_of_such_checkpoints(tmp_path: Path) -> None:
+def test_experts_and_mla_use_dequantized_weights(tmp_path: Path) -> None:
     checkpoint = make_float8("fp8-blocks", tmp_path, "deepseek3")
     seen: list[Float8Weight] = []
     found = run(PagedDriver(load_model(checkpoint.quantized, make_context(providers=[kept(seen)]))))

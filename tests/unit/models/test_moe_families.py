@@ -1,4 +1,4 @@
-"""Models with experts and MLA: sharded, quantized, with a small cache, and unsupported variants."""
+"""MoE and MLA models: sharded, quantized, with a small cache, and unsupported variants."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_pipeline_stages_give_the_logits_of_one(name: str, tmp_path: Path) -> No
     torch.testing.assert_close(run(*stages), run(load_model(folder)), atol=1e-5, rtol=0)
 
 
-def test_the_cache_of_latent_attention_holds_one_short_vector_per_token_on_every_rank(tmp_path: Path) -> None:
+def test_the_mla_cache_has_one_latent_vector_per_token_on_every_rank(tmp_path: Path) -> None:
     folder = make_checkpoint("deepseek3", tmp_path, tokenizer=False)
     for tp in (None, fake_group("tp", 1, 2)):
         for layer in load_model(folder, make_context(tp=tp)).attention_layers():
@@ -70,7 +70,7 @@ def test_the_cache_of_latent_attention_holds_one_short_vector_per_token_on_every
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """GPT-OSS with experts in MXFP4, and the same in floats; ranks' shares of 48 do not end between groups of 32."""
+    """GPT-OSS with experts in MXFP4, and the same as floats; the ranks' shards of 48 end inside groups of 32."""
     folder = tmp_path_factory.mktemp("mxfp4")
     plain = make_checkpoint("gptoss", folder / "plain", tokenizer=False)
     pack_experts(plain, folder / "packed")
@@ -79,7 +79,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.shows("quantization", family="gpt_oss", how="mxfp4")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_experts_in_mxfp4_are_those_of_the_dequantized_checkpoint(packed: tuple[Path, Path], ranks: int) -> None:
+def test_mxfp4_experts_equal_those_of_the_dequantized_checkpoint(packed: tuple[Path, Path], ranks: int) -> None:
     in_blocks, plain = packed
     wanted = expected(plain)
     assert wanted.std() > 0.5
@@ -94,8 +94,8 @@ def _experts_of(model: CausalLM) -> list[GptOssExperts]:
     return [module for module in model.modules() if isinstance(module, GptOssExperts)]
 
 
-def test_mxfp4_values_are_those_of_the_format() -> None:
-    """All sixteen codes under three scales, written out."""
+def test_mxfp4_values_equal_the_specification() -> None:
+    """All sixteen codes with three scales."""
     codes = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
     blocks = torch.tensor([[[2 * i | (2 * i + 1) << 4 for i in range(8)] * 2] * 3], dtype=torch.uint8)
     floats = dequantize(blocks[0].unsqueeze(0), torch.tensor([[127, 130, 120]], dtype=torch.uint8))
@@ -107,7 +107,7 @@ def test_mxfp4_values_are_those_of_the_format() -> None:
     ("scheme", "name", "ranks"),
     [("gptq", "qwen3moe", 1), ("w8a16-rows", "qwen3moe", 2), ("awq-latent", "deepseek3", 1)],
 )
-def test_experts_and_latents_stored_as_integers_are_dequantized(
+def test_quantized_experts_and_mla_projections_are_dequantized(
     scheme: str, name: str, ranks: int, tmp_path: Path
 ) -> None:
     checkpoint = make_quantized(scheme, tmp_path, name)
@@ -119,8 +119,8 @@ def test_experts_and_latents_stored_as_integers_are_dequantized(
 
 @pytest.mark.shows("quantization", how="fp8")
 @pytest.mark.parametrize(("name", "ranks"), [("deepseek3", 1), ("deepseek3", 2), ("qwen3moe", 2)])
-def test_those_stored_as_fp8_too(name: str, ranks: int, tmp_path: Path) -> None:
-    """In blocks, as DeepSeek publishes them."""
+def test_fp8_experts_and_mla_projections_are_dequantized(name: str, ranks: int, tmp_path: Path) -> None:
+    """In blocks, like DeepSeek's published checkpoints."""
     checkpoint = make_float8("fp8-blocks", tmp_path, name)
     wanted = expected(checkpoint.plain)
     for logits in run_ranks(ranks, lambda tp: run(load_model(checkpoint.quantized, make_context(tp=tp)))):
@@ -128,7 +128,7 @@ def test_those_stored_as_fp8_too(name: str, ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gptoss", "deepseek2"])
-def test_quantizing_while_loading_leaves_experts_and_routers_as_they_are(name: str, tmp_path: Path) -> None:
+def test_quantization_on_load_skips_experts_and_routers(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
     rounded, plain = load_model(folder, quantization="int8"), load_model(folder)
     kinds = (FusedMoE, GptOssExperts)
@@ -144,7 +144,7 @@ def test_quantizing_while_loading_leaves_experts_and_routers_as_they_are(name: s
     assert ("MLAAttention" in names) == (name == "deepseek2")
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_ignored(tmp_path: Path) -> None:
     folder = make_checkpoint("deepseek3", tmp_path, tokenizer=False)
     wanted, path = run(load_model(folder)), folder / "model.safetensors"
     tensors = load_file(path)
@@ -196,7 +196,7 @@ def _set(**changes: object) -> Callable[[dict[str, Any]], None]:
         ),
     ],
 )
-def test_what_is_not_supported_is_refused(
+def test_unsupported_settings_are_refused(
     name: str, change: Callable[[dict[str, Any]], None], error: type[Exception], words: str, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
@@ -213,6 +213,6 @@ def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
         FusedMoE(ctx, "experts", 64, 40, num_experts=4, top_k=2)
 
 
-def test_latent_attention_is_what_deepseek_models_have(tmp_path: Path) -> None:
+def test_deepseek_models_use_mla(tmp_path: Path) -> None:
     model = load_model(make_checkpoint("deepseek2", tmp_path, tokenizer=False))
     assert sum(isinstance(module, MLAAttention) for module in model.modules()) == 2

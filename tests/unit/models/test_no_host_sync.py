@@ -1,6 +1,6 @@
 """A forward pass never reads a value from the device, which would stall the host and break captured graphs.
 
-A whole step of the runner is watched with the same guards in tests/engine/test_tokens_on_device.py.
+tests/engine/test_tokens_on_device.py watches a whole step of the runner with the same guards.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tests.helpers.model_zoo import make_checkpoint
 from tests.helpers.paged_driver import HOST, load_model, make_context, make_layout
 
 
-def test_the_guard_notices_questions() -> None:
+def test_the_guard_detects_synchronizing_operations() -> None:
     x = torch.randn(3)
     for question in (lambda: x[0].item(), lambda: x[x > 0], lambda: bool(x.sum() > 0), lambda: x.nonzero()):
         with pytest.raises(AssertionError, match="makes the host wait"), ForbidSynchronizingOps():
             question()
 
 
-def test_the_other_guard_notices_reading_but_for_tensors_of_the_host() -> None:
+def test_the_other_guard_detects_reads_except_of_host_tensors() -> None:
     host, device = torch.arange(3), torch.arange(3)
     reads: list[Callable[[torch.Tensor], object]] = [
         torch.Tensor.tolist,
@@ -61,7 +61,7 @@ def test_the_other_guard_notices_reading_but_for_tensors_of_the_host() -> None:
         "deepseek3-yarn",
     ],
 )
-def test_models_ask_nothing(name: str, tmp_path: Path) -> None:
+def test_models_do_not_synchronize(name: str, tmp_path: Path) -> None:
     model = load_model(make_checkpoint(name, tmp_path, tokenizer=False))
     layout = make_layout([3, 1], [3, 6], [[0], [1, 2]], 4)
     for layer in model.attention_layers():
@@ -73,7 +73,7 @@ def test_models_ask_nothing(name: str, tmp_path: Path) -> None:
         model.compute_logits(model(ids, positions, ForwardStep(metadata, prompt_lens)))
 
 
-def test_mixture_of_experts_asks_nothing() -> None:
+def test_mixture_of_experts_does_not_synchronize() -> None:
     ctx = make_context()
     experts = FusedMoE(ctx, "experts", 8, 12, num_experts=5, top_k=2)
     layer = SparseMoeBlock(ctx, "gate", experts, Routing(2))

@@ -1,4 +1,4 @@
-"""Sharded models compute what one rank computes, and every checkpoint element has a target."""
+"""Sharded models compute the logits of one rank, and every checkpoint element has a target."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def check_every_element_is_read(folder: Path, tp_size: int, pp_size: int) -> Non
             for parameter_name, parameter in model.named_parameters():
                 times = filled[id(parameter)]
                 if re.search("lm_head|embed_tokens|wte|word_embeddings", parameter_name):
-                    assert times.max() <= 1  # rows that only pad the vocabulary stay empty
+                    assert times.max() <= 1  # padding rows of the vocabulary stay empty
                 else:
                     assert (times == 1).all(), f"{parameter_name} is filled {times.unique().tolist()} times"
     for tensor_name, counts in read.items():
@@ -101,7 +101,7 @@ def check_every_element_is_read(folder: Path, tp_size: int, pp_size: int) -> Non
         assert counts.max() == counts.min() or copied
 
 
-def test_a_stage_ignores_what_belongs_to_others_and_nothing_else(tmp_path: Path) -> None:
+def test_a_stage_ignores_only_the_weights_of_other_stages(tmp_path: Path) -> None:
     folder = make_checkpoint("llama-gqa", tmp_path, tokenizer=False)
     first, last = (build(folder, pp=fake_group("pp", rank, 2)) for rank in range(2))
     assert first.ignores("model.norm.weight") and first.ignores("lm_head.weight")
@@ -110,7 +110,7 @@ def test_a_stage_ignores_what_belongs_to_others_and_nothing_else(tmp_path: Path)
     assert not first.ignores("model.layers.3.mlp.up_proj.weight"), "the model has three layers"
 
 
-def test_the_head_of_a_tied_checkpoint_is_ignored_and_its_last_stage_reads_the_embedding(tmp_path: Path) -> None:
+def test_a_tied_lm_head_is_ignored_and_the_last_stage_reads_the_embedding(tmp_path: Path) -> None:
     folder = make_checkpoint("llama-mha-tied", tmp_path, tokenizer=False)
     last = build(folder, pp=fake_group("pp", 1, 2))
     assert last.ignores("lm_head.weight")
@@ -140,7 +140,7 @@ def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
 def test_no_rank_reads_more_bytes_than_its_parameters_take(
     name: str, tp_size: int, pp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Float32 in the checkpoint and in memory, so bytes read are elements held, but for rows that only pad."""
+    """Float32 in the checkpoint and in memory, so bytes read equal the parameter bytes, except for padding rows."""
     num_read = 0
     read_into = SafetensorsReader.read_into
 
@@ -160,7 +160,7 @@ def test_no_rank_reads_more_bytes_than_its_parameters_take(
             assert 0 < num_read <= held
 
 
-# What several ranks may hold alike, by its name in the checkpoint: small, or not to be cut.
+# Tensors that several ranks may replicate, by checkpoint name: small, or impossible to shard.
 REPLICATED = re.compile(
     r"norm|\.ln_|ln_f|embed_positions|wpe|project_(in|out)"  # norms, positions, OPT's outer projections
     r"|(o_proj|down_proj|out_proj|fc2|c_proj)\.bias"  # added once, after the sum
@@ -169,10 +169,10 @@ REPLICATED = re.compile(
 
 @pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rank_reads_its_share_of_every_tensor_that_can_be_cut(
+def test_a_rank_reads_only_its_shard_of_every_sharded_tensor(
     name: str, tp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes that come from the file, per tensor: an even share, or one key/value head where ranks outnumber them."""
+    """Bytes read from the file per tensor: an even shard, or one key/value head if there are more ranks than heads."""
     num_read: Counter[str] = Counter()
     read_into = SafetensorsReader.read_into
 
@@ -192,6 +192,8 @@ def test_a_rank_reads_its_share_of_every_tensor_that_can_be_cut(
         for entry in cut:
             copies = max(1, tp_size // config.num_kv_heads) if re.search(r"\.[kv]_proj\.", entry.name) else 1
             rows = entry.shape[0]
-            most = entry.num_bytes * copies // tp_size + entry.num_bytes // rows  # an uneven vocabulary: one row more
+            most = (
+                entry.num_bytes * copies // tp_size + entry.num_bytes // rows
+            )  # an indivisible vocabulary: one row more
             assert num_read[entry.name] <= most, f"rank {rank} reads too much of {entry.name}"
         assert sum(num_read.values()) < sum(entry.num_bytes for entry in sizes.values())

@@ -1,4 +1,4 @@
-"""Logits of every architecture equal transformers', for prompts and for tokens decoded one by one."""
+"""Logits of every architecture equal transformers', for prompts and for decoding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draw_tokens(count: int, seed: int) -> list[int]:
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, tokens: list[int], prompt_len: int) -> torch.Tensor:
-    """transformers' logits, as `generate` would see them: the prompt at once, then token by token."""
+    """transformers' logits as in `generate`: the prompt at once, then token by token."""
     cache = DynamicCache(config=model.config)
     pieces = [tokens[:prompt_len], *([token] for token in tokens[prompt_len:])]
     logits = [model(torch.tensor([piece]), past_key_values=cache, use_cache=True).logits[0] for piece in pieces]
@@ -30,7 +30,7 @@ def reference_logits(model: PreTrainedModel, tokens: list[int], prompt_len: int)
 
 
 def run_mixed(driver: PagedDriver, plans: list[tuple[list[int], int, list[int]]]) -> list[torch.Tensor]:
-    """Runs several requests side by side. A plan is (tokens, prompt length, chunk sizes of the prompt)."""
+    """Runs several requests in one batch. A plan is (tokens, prompt length, chunk sizes of the prompt)."""
     sequences = [driver.add(prompt_len) for _, prompt_len, _ in plans]
     queues = []
     for tokens, prompt_len, chunks in plans:
@@ -73,7 +73,7 @@ def test_prompts_beyond_the_original_context_equal_transformers(name: str, chunk
 
 
 @pytest.mark.parametrize("name", marked(ZOO))
-def test_prompts_that_have_one_right_answer_may_share_cached_keys(name: str, tmp_path: Path) -> None:
+def test_prompts_with_batch_independent_rope_share_cached_keys(name: str, tmp_path: Path) -> None:
     key = prompt_cache_key(read_config(make_checkpoint(name, tmp_path, tokenizer=False)))
     longest = ZOO[name].max_prompt_len
     assert {key(prompt_len) for prompt_len in range(1, longest + 1)} == {0}

@@ -45,7 +45,7 @@ def test_ranks_and_scales_are_those_of_each_module(tmp_path: Path) -> None:
     }
     modules = read(write(tmp_path / "b", tensors, use_rslora=True, **patterns)).modules
     assert modules[MODULE].scale == 3.0 and modules[other].scale == pytest.approx(2**-0.5)
-    # A pattern that begins with ^ is a whole name.
+    # A pattern that begins with ^ matches the whole name.
     folder = write(tmp_path / "c", alpha_pattern={"^q_proj": 1, "q_proj": 2})
     assert read(folder).modules[MODULE].scale == 0.5
 
@@ -72,8 +72,8 @@ def test_ranks_and_scales_are_those_of_each_module(tmp_path: Path) -> None:
         ({"rank_pattern": 3}, "should be an object"),
     ],
 )
-def test_a_configuration_that_cannot_be_honoured_is_refused(config: dict[str, Any], words: str, tmp_path: Path) -> None:
-    if config.get("r") == 10**5000:  # as text: json.dumps has a limit of its own
+def test_an_unsupported_configuration_is_refused(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    if config.get("r") == 10**5000:  # as text: json.dumps has a nesting limit
         folder = write(tmp_path / "a")
         (folder / "adapter_config.json").write_text('{"r": 1' + "0" * 5000 + "}")
         with pytest.raises(ModelError):
@@ -94,14 +94,16 @@ def test_a_configuration_that_cannot_be_honoured_is_refused(config: dict[str, An
         ({}, "holds no tensors"),
     ],
 )
-def test_tensors_that_are_no_adapters_are_refused(tensors: dict[str, torch.Tensor], words: str, tmp_path: Path) -> None:
+def test_tensors_that_are_not_adapter_weights_are_refused(
+    tensors: dict[str, torch.Tensor], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=words):
         read(write(tmp_path / "a", tensors))
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_what_is_no_file_is_not_read(name: str, tmp_path: Path) -> None:
-    """A pipe would keep its reader waiting, and a device never ends."""
+def test_only_regular_files_are_read(name: str, tmp_path: Path) -> None:
+    """A pipe would block its reader, and a device never ends."""
     for index, make in enumerate((os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path))):
         folder = write(tmp_path / str(index))
         (folder / name).unlink()

@@ -1,4 +1,4 @@
-"""Layers are prepared while a checkpoint is loaded: once each, as soon as their tensors are complete."""
+"""Layers are prepared while a checkpoint is loaded: once each, as soon as all their tensors are loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.paged_driver import make_context, read_config
 
 
 class Prepared:
-    """What a provider made of a weight."""
+    """A prepared weight of a provider."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.shape = tuple(weight.shape)
@@ -27,7 +27,7 @@ class Prepared:
 
 
 def build(folder: Path, lookup: Callable[..., torch.Tensor] | None = None):
-    """A model whose linear weights are prepared, and what was prepared so far."""
+    """A model whose linear weights are prepared, and the prepared weights so far."""
     prepared: list[Prepared] = []
 
     def prepare(weight: torch.Tensor) -> Prepared:
@@ -41,7 +41,7 @@ def build(folder: Path, lookup: Callable[..., torch.Tensor] | None = None):
 
 
 def load_collecting(model: nn.Module, folder: Path, load_format: str, on_loaded: Callable[[str], None]) -> None:
-    """Loads weights where `on_loaded` collects garbage, which is not to look through the libraries' objects as well."""
+    """Loads weights; `on_loaded` collects garbage, without scanning the libraries' objects."""
     gc.freeze()
     try:
         load_weights(model, folder, load_format=load_format, use_tqdm=False, on_loaded=on_loaded)
@@ -50,7 +50,7 @@ def load_collecting(model: nn.Module, folder: Path, load_format: str, on_loaded:
 
 
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
-def test_each_layer_is_prepared_when_its_last_tensor_is_there(tmp_path: Path, load_format: str) -> None:
+def test_each_layer_is_prepared_after_its_last_tensor(tmp_path: Path, load_format: str) -> None:
     folder = make_checkpoint("llama-gqa", tmp_path)
     model, prepared = build(folder)
     matrices = {
@@ -71,7 +71,7 @@ def test_each_layer_is_prepared_when_its_last_tensor_is_there(tmp_path: Path, lo
     assert len(prepared) == len(matrices), "once is enough"
 
 
-def test_a_head_that_is_tied_to_the_embedding_is_prepared_in_the_end(tmp_path: Path) -> None:
+def test_a_tied_lm_head_is_prepared_last(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen2-mqa-tied", tmp_path)
     model, prepared = build(folder)
     assert model.ties_head
@@ -83,7 +83,7 @@ def test_a_head_that_is_tied_to_the_embedding_is_prepared_in_the_end(tmp_path: P
 
 
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
-def test_it_is_prepared_with_the_embedding_where_rows_can_be_read_from_that_form(
+def test_a_tied_lm_head_and_its_embedding_share_a_prepared_weight_that_supports_lookup(
     tmp_path: Path, load_format: str
 ) -> None:
     folder = make_checkpoint("qwen2-mqa-tied", tmp_path)

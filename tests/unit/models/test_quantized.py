@@ -25,12 +25,12 @@ INT8_INPUTS = [name for name, scheme in SCHEMES.items() if scheme.int8_activatio
 
 
 class Int8Inputs(nn.Module):
-    """A linear layer as the formats with int8 inputs define it, in float64 where float32 is not exact.
+    """A linear layer with int8 inputs as the formats define it, computed in float64 if float32 is not exact.
 
     Args:
         weight: [out, in], dequantized.
         bias: [out] or None.
-        cut: How many ranks hold a band of the columns each, and round their own share of the input.
+        cut: Number of ranks that shard the columns; each rounds its own part of the input.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, cut: int = 1) -> None:
@@ -70,7 +70,7 @@ def emulate(reference: PreTrainedModel, checkpoint: QuantizedCheckpoint, ranks: 
 
 
 def check_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Equal but for inputs so close to the middle of two integers that float32 rounds them to either."""
+    """Equal, except for inputs so close to the middle between two integers that float32 may round them to either."""
     off = (found - wanted).abs()
     assert off.median() < 1e-4 * wanted.std() and off.max() < 0.05 * wanted.std(), f"{off.median()=}, {off.max()=}"
 
@@ -87,7 +87,7 @@ def test_logits_equal_transformers_with_the_dequantized_weights(scheme: str, tmp
 @pytest.mark.shows("quantization", by="scheme", family="llama")
 @pytest.mark.parametrize("scheme", INT8_INPUTS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_int8_inputs_give_what_an_emulation_in_float64_gives(scheme: str, ranks: int, tmp_path: Path) -> None:
+def test_int8_inputs_equal_an_emulation_in_float64(scheme: str, ranks: int, tmp_path: Path) -> None:
     checkpoint = make_quantized(scheme, tmp_path)
     wanted = expected(checkpoint, int8_inputs=True, ranks=ranks)
     for found in run_ranks(ranks, lambda tp: run(PagedDriver(load_model(checkpoint.quantized, make_context(tp=tp))))):
@@ -100,13 +100,13 @@ def test_int8_inputs_give_what_an_emulation_in_float64_gives(scheme: str, ranks:
 @pytest.mark.parametrize(
     ("scheme", "name"),
     [
-        ("gptq", "gpt2"),  # matrices stored as [in, out], three of them in one
+        ("gptq", "gpt2"),  # matrices stored as [in, out], three of them fused
         ("gptq", "qwen2"),  # biases
         ("w4a16-zero-points", "llama-mha-tied"),
         ("gptq-head-and-rules", "qwen2-odd-vocabulary"),
     ],
 )
-def test_other_families_too(scheme: str, name: str, tmp_path: Path) -> None:
+def test_other_families_equal_transformers_with_the_dequantized_weights(scheme: str, name: str, tmp_path: Path) -> None:
     checkpoint = make_quantized(scheme, tmp_path, name)
     torch.testing.assert_close(
         run(PagedDriver(load_model(checkpoint.quantized))), expected(checkpoint), atol=TOLERANCE, rtol=0
@@ -118,7 +118,7 @@ def test_other_families_too(scheme: str, name: str, tmp_path: Path) -> None:
     ("scheme", "name"),
     [("awq-some-floats", "llama-gqa"), ("gptq-rows", "llama-gqa"), ("gptq", "gpt2"), ("w8a16-rows", "qwen3-mqa")],
 )
-def test_tensor_parallel_ranks_read_their_share_of_the_packed_weights(scheme: str, name: str, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_read_their_shard_of_the_packed_weights(scheme: str, name: str, tmp_path: Path) -> None:
     checkpoint = make_quantized(scheme, tmp_path, name)
     wanted = expected(checkpoint)
     for logits in run_ranks(2, lambda tp: run(PagedDriver(load_model(checkpoint.quantized, make_context(tp=tp))))):
@@ -126,7 +126,7 @@ def test_tensor_parallel_ranks_read_their_share_of_the_packed_weights(scheme: st
 
 
 @pytest.mark.parametrize("scheme", ["gptq-desc-act", "w4a16-zero-points"])
-def test_pipeline_stages_too(scheme: str, tmp_path: Path) -> None:
+def test_pipeline_stages_equal_transformers_with_the_dequantized_weights(scheme: str, tmp_path: Path) -> None:
     checkpoint = make_quantized(scheme, tmp_path)
     stages = [load_model(checkpoint.quantized, make_context(pp=fake_group("pp", rank, 2))) for rank in range(2)]
     torch.testing.assert_close(run(PagedDriver(*stages)), expected(checkpoint), atol=TOLERANCE, rtol=0)
@@ -141,7 +141,7 @@ def test_pipeline_stages_too(scheme: str, tmp_path: Path) -> None:
         ("w4a16-actorder", r"o_proj: .*actorder.* cannot be cut"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_with_the_remedy(scheme: str, words: str, tmp_path: Path) -> None:
+def test_indivisible_shards_are_refused_with_a_hint(scheme: str, words: str, tmp_path: Path) -> None:
     checkpoint = make_quantized(scheme, tmp_path)
     with pytest.raises(ConfigError, match=words):
         load_model(checkpoint.quantized, make_context(tp=fake_group("tp", 0, 2)))
@@ -151,11 +151,11 @@ def test_what_ranks_cannot_share_is_refused_with_the_remedy(scheme: str, words: 
 
 
 NOISE = {"int8": 0.1, "int4": 0.5}
-"""Of the logits, as a share of their spread. The checkpoints' attention is peaked, which makes small errors large."""
+"""Relative to the standard deviation of the logits. The checkpoints' attention is peaked, which makes errors larger."""
 
 
 def quantized_weights(folder: Path, quantization: str) -> dict[str, QuantizedWeight]:
-    """The weights of the linear layers, by their checkpoint names; the reference operation takes them as they are."""
+    """The weights of the linear layers, by checkpoint name; the reference operation uses them directly."""
     model = load_model(folder, quantization=quantization)
     return {
         m.layout.parts[0].name: m.weight
@@ -186,7 +186,7 @@ def test_weights_are_rounded_to_the_nearest_while_they_are_loaded(
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group_size", [32, 128])
-def test_scales_of_four_bits_are_small_multiples_of_one_in_every_256_columns(group_size: int, symmetric: bool) -> None:
+def test_int4_scales_are_multiples_of_one_scale_per_256_columns(group_size: int, symmetric: bool) -> None:
     from mvllm.layers.quantization.rtn_matrix import round_rows
 
     generator = torch.Generator().manual_seed(0)
@@ -205,7 +205,7 @@ def test_scales_of_four_bits_are_small_multiples_of_one_in_every_256_columns(gro
     assert steps.max() <= 1.02 / 2, "nothing is clipped"
 
 
-def test_rows_of_zeros_and_rows_of_one_sign_stay_what_they_are() -> None:
+def test_rows_of_zeros_and_rows_of_one_sign_are_preserved() -> None:
     from mvllm.layers.quantization.rtn_matrix import round_rows
 
     floats = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 15.0], [-15.0, -1.0, -2.0, 0.0]])
@@ -222,7 +222,7 @@ def test_rows_of_zeros_and_rows_of_one_sign_stay_what_they_are() -> None:
 
 @pytest.mark.parametrize("damaged", [float("nan"), float("inf")])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_rounding_does_not_hide_a_damaged_weight(damaged: float, symmetric: bool) -> None:
+def test_quantization_does_not_hide_a_non_finite_weight(damaged: float, symmetric: bool) -> None:
     from mvllm.layers.quantization.rtn_matrix import round_rows
 
     floats = torch.tensor([[0.1, damaged, 0.2, 0.3], [0.1, 0.1, 0.2, 0.3]])
@@ -233,7 +233,7 @@ def test_rounding_does_not_hide_a_damaged_weight(damaged: float, symmetric: bool
 
 
 def give_rounded_weights(reference: PreTrainedModel, model: CausalLM) -> None:
-    """Puts the weights that the engine has rounded into transformers' model."""
+    """Writes the engine's quantized weights into transformers' model."""
     for layer in model.modules():
         if not isinstance(weight := getattr(layer, "weight", None), QuantizedWeight):
             continue
@@ -253,7 +253,7 @@ def give_rounded_weights(reference: PreTrainedModel, model: CausalLM) -> None:
 @pytest.mark.shows("quantization", by="quantization")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama-mha-tied", "qwen2", "opt-projected", "gpt2"])
-def test_every_family_gives_what_transformers_gives_with_the_rounded_weights(
+def test_every_family_equals_transformers_with_the_weights_quantized_on_load(
     name: str, quantization: str, tmp_path: Path
 ) -> None:
     check_quantized_on_load(make_checkpoint(name, tmp_path, tokenizer=False), quantization)
@@ -270,7 +270,7 @@ def check_quantized_on_load(folder: Path, quantization: str) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama-mha-tied", "llama-odd-vocabulary-tied"])
-def test_ranks_and_stages_run_quantized_near_one(name: str, quantization: str, tmp_path: Path) -> None:
+def test_quantized_ranks_and_stages_stay_close_to_one_rank(name: str, quantization: str, tmp_path: Path) -> None:
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
     alone = run(PagedDriver(load_model(folder, quantization=quantization)))
     stages = [
@@ -283,7 +283,7 @@ def test_ranks_and_stages_run_quantized_near_one(name: str, quantization: str, t
         assert (logits - alone).pow(2).mean().sqrt() < NOISE[quantization] * alone.std()
 
 
-def test_the_embedding_of_a_tied_head_keeps_its_floats(tmp_path: Path) -> None:
+def test_the_embedding_of_a_tied_lm_head_is_not_quantized(tmp_path: Path) -> None:
     folder = make_checkpoint("llama-mha-tied", tmp_path, tokenizer=False)
     model = load_model(folder, quantization="int8")
     plain = load_reference(folder).state_dict()["model.embed_tokens.weight"]

@@ -24,7 +24,7 @@ def test_an_unknown_architecture_is_refused_with_those_that_exist() -> None:
         resolve_model_class("FooForCausalLM")
 
 
-def test_looking_at_the_registry_loads_no_model_and_no_torch() -> None:
+def test_reading_the_registry_loads_no_model_and_no_torch() -> None:
     script = (
         "import sys; from mvllm.models.registry import supported_architectures; supported_architectures();"
         "sys.exit('torch' in sys.modules or 'mvllm.models.llama' in sys.modules)"

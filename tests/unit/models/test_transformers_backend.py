@@ -39,7 +39,7 @@ def load(folder: Path, *args: Any, **settings: Any) -> CausalLM:
 
 
 def run(model: CausalLM) -> torch.Tensor:
-    """One prompt in chunks, beside another one."""
+    """One prompt in chunks, in a batch with another prompt."""
     plans = [(TOKENS, PROMPT_LEN, [7, 7, 10]), (draw_tokens(12, seed=2), 9, [9])]
     return run_mixed(PagedDriver(model), plans)[0]
 
@@ -61,14 +61,14 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.shows("tp", impl="transformers")
 @pytest.mark.parametrize("name", SHARED)
-def test_ranks_that_share_it_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     folder = make_transformers_backend_checkpoint(name, tmp_path)
     alone = run(load(folder))
     for logits in run_ranks(2, lambda tp: run(load(folder, make_context(tp=tp)))):
         torch.testing.assert_close(logits, alone, atol=TOLERANCE, rtol=0)
 
 
-def test_ranks_hold_their_share_only(tmp_path: Path) -> None:
+def test_ranks_load_only_their_shard(tmp_path: Path) -> None:
     folder = make_transformers_backend_checkpoint("llama", tmp_path)
     alone, half = load(folder), load(folder, make_context(tp=fake_group("tp", 1, 2)))
     size, of_half = (sum(p.numel() for p in model.parameters()) for model in (alone, half))
@@ -84,16 +84,16 @@ def test_ranks_hold_their_share_only(tmp_path: Path) -> None:
         ("cohere", 2, r"cannot be shared by 2 ranks"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused(name: str, ranks: int, words: str, tmp_path: Path) -> None:
+def test_indivisible_shards_are_refused(name: str, ranks: int, words: str, tmp_path: Path) -> None:
     folder = make_transformers_backend_checkpoint(name, tmp_path)
-    (folder / "model.safetensors").unlink()  # nothing of it is read
+    (folder / "model.safetensors").unlink()  # no weight is read
     with pytest.raises(ConfigError, match=words):
         load(folder, make_context(tp=fake_group("tp", 0, ranks)))
     with pytest.raises(ConfigError, match=r"not cut into stages here. Use pipeline_parallel_size=1"):
         load(folder, make_context(pp=fake_group("pp", 0, 2)))
 
 
-def test_what_each_layer_asks_for_becomes_its_spec(tmp_path: Path) -> None:
+def test_each_layers_attention_settings_become_its_spec(tmp_path: Path) -> None:
     specs = [
         layer.spec for layer in load(make_transformers_backend_checkpoint("gemma2", tmp_path / "g")).attention_layers()
     ]
@@ -105,21 +105,21 @@ def test_what_each_layer_asks_for_becomes_its_spec(tmp_path: Path) -> None:
     assert [spec.sliding_window for spec in specs] == [9, None, 9] and all(spec.sinks for spec in specs)
 
 
-def test_a_window_longer_than_any_sequence_is_none(tmp_path: Path) -> None:
+def test_a_window_longer_than_any_sequence_is_ignored(tmp_path: Path) -> None:
     folder = make_transformers_backend_checkpoint("mistral", tmp_path)
     assert [layer.spec.sliding_window for layer in load(folder, max_model_len=8).attention_layers()] == [None] * 3
 
 
 @pytest.mark.shows("quantization", by="quantization", family="llama", impl="transformers")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_floats_are_quantized_on_load_as_in_native_models(quantization: str, tmp_path: Path) -> None:
+def test_quantization_on_load_equals_that_of_native_models(quantization: str, tmp_path: Path) -> None:
     folder = make_checkpoint("llama-mha-tied", tmp_path, tokenizer=False)
     native = load_model(folder, quantization=quantization)
     torch.testing.assert_close(run(load(folder, quantization=quantization)), run(native), atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.shows("quantization", how="fp8", family="llama", impl="transformers")
-def test_quantized_checkpoints_run_too(tmp_path: Path) -> None:
+def test_quantized_checkpoints_give_the_logits_of_the_dequantized_weights(tmp_path: Path) -> None:
     from tests.helpers.float8_zoo import make_float8
 
     checkpoint = make_float8("fp8-blocks", tmp_path)
@@ -180,9 +180,7 @@ def test_models_that_a_paged_cache_cannot_serve_are_refused_before_weights_are_r
 
 
 @pytest.mark.parametrize(("rope_type", "native"), [("dynamic", 256), ("longrope", 64)])
-def test_ropes_that_depend_on_the_batch_are_limited_to_where_they_do_not(
-    rope_type: str, native: int, tmp_path: Path
-) -> None:
+def test_batch_dependent_rope_limits_max_model_len(rope_type: str, native: int, tmp_path: Path) -> None:
     folder = make_transformers_backend_checkpoint("llama", tmp_path)
     rope = {"rope_type": rope_type, "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": native}
     if rope_type == "longrope":
@@ -195,7 +193,7 @@ def test_ropes_that_depend_on_the_batch_are_limited_to_where_they_do_not(
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 99, 100])
-def test_rules_for_masks_are_understood(window: int) -> None:
+def test_mask_functions_are_recognized(window: int) -> None:
     def rule(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (key > query - window)
 
@@ -213,7 +211,7 @@ def test_rules_for_masks_are_understood(window: int) -> None:
     ],
     ids=["both ways", "chunks", "holes", "sinks", "not itself"],
 )
-def test_rules_that_are_no_window_are_refused(rule: Any) -> None:
+def test_mask_functions_other_than_windows_are_refused(rule: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="neither causal nor those of a sliding window"):
         window_of(rule, 100)
 
@@ -236,7 +234,7 @@ def config_of(folder: Path, model_impl: str) -> ModelConfig:
     return read_config(folder, model_impl=model_impl)
 
 
-def test_auto_takes_the_native_class_where_there_is_one(tmp_path: Path) -> None:
+def test_auto_uses_the_native_class_if_there_is_one(tmp_path: Path) -> None:
     native = make_checkpoint("llama-gqa", tmp_path / "l", tokenizer=False)
     assert resolve_model_class("LlamaForCausalLM").__name__ == "LlamaForCausalLM"
     assert resolve_model_class("LlamaForCausalLM", "transformers").__name__ == "TransformersForCausalLM"
@@ -251,7 +249,7 @@ def test_auto_takes_the_native_class_where_there_is_one(tmp_path: Path) -> None:
         config_of(other, "vllm")
 
 
-def test_folders_with_code_of_their_own_run_transformers_class(tmp_path: Path) -> None:
+def test_folders_with_remote_code_use_the_transformers_class(tmp_path: Path) -> None:
     folder = edit_config(
         make_transformers_backend_checkpoint("smollm3", tmp_path), auto_map={"AutoModelForCausalLM": "m.M"}
     )

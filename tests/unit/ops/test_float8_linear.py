@@ -1,4 +1,4 @@
-"""The reference of `float8_linear` against its definition, and its codes against torch's."""
+"""The reference of `float8_linear` compared with its definition, and its codes with torch's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EYE = torch.eye(4).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_it_is_what_the_definition_says_for_every_kind_of_weight(dtype: str) -> None:
+def test_it_equals_the_definition_for_every_kind_of_weight(dtype: str) -> None:
     for trial in op_calls("float8_linear", dtype):
         x, weight, bias = trial.make()
         found, wanted = float8_linear(x, weight, bias), exact(trial)
@@ -20,14 +20,14 @@ def test_it_is_what_the_definition_says_for_every_kind_of_weight(dtype: str) -> 
         assert found.dtype == x.dtype and off < tolerance(dtype), f"{trial}: off by {off:.2g}"
 
 
-def test_every_code_is_the_number_that_torch_reads() -> None:
+def test_every_code_has_the_value_of_torch() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
     found = Float8Weight(codes, torch.tensor([[2.0]]), 16, 16).dequantize()
     torch.testing.assert_close(found, codes.view(torch.float8_e4m3fn).float() * 2, atol=0, rtol=0, equal_nan=True)
 
 
 def numbers() -> torch.Tensor:
-    """Every number of E4M3, what lies midway between neighbours and on either side of that, and what is too large."""
+    """Every value of E4M3, the midpoints between neighbours and values next to them, and values beyond the range."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     known = codes[codes.isfinite()].unique()
     middle = (known[1:] + known[:-1]) / 2
@@ -43,7 +43,7 @@ def test_static_inputs_are_rounded_as_torch_rounds_and_clamped() -> None:
     assert torch.equal(float8_linear(x * 0.5, weight, None), expected)
 
 
-def test_dynamic_inputs_have_a_scale_in_each_run_and_rows_do_not_know_each_other() -> None:
+def test_dynamic_inputs_have_a_scale_per_group_and_rows_are_independent() -> None:
     weight = Float8Weight(EYE, torch.ones(1, 2), 4, 2, "dynamic")
     x = torch.tensor([[448.0, 17.1, 0.4480, 0.0171], [0.0, 0.0, -896.0, 15.0]])
     found = float8_linear(x, weight, None)
@@ -51,7 +51,7 @@ def test_dynamic_inputs_have_a_scale_in_each_run_and_rows_do_not_know_each_other
     assert torch.equal(float8_linear(x[1], weight, None), found[1])
 
 
-def test_a_row_of_zeros_is_the_bias_and_leading_dimensions_stay() -> None:
+def test_a_row_of_zeros_gives_the_bias_and_leading_dimensions_are_kept() -> None:
     weight, bias = Float8Weight(EYE, torch.ones(1, 1), 4, 4, "dynamic"), torch.arange(4.0)
     assert torch.equal(float8_linear(torch.zeros(2, 3, 4), weight, bias), bias.expand(2, 3, 4))
     assert float8_linear(torch.zeros(4), weight, None).shape == (4,)

@@ -8,7 +8,7 @@ from mvllm.ops.lora import add_lora
 from mvllm.testing.op_cases import op_calls
 
 
-def test_each_token_gets_what_its_own_adapter_adds() -> None:
+def test_each_token_gets_the_delta_of_its_own_adapter() -> None:
     for trial in op_calls("add_lora", "float64"):
         y, x, down, up, tokens, segments, bands = trial.make()
         expected = y.clone()

@@ -1,4 +1,4 @@
-"""The reference of `quantized_linear` against its definition in float64."""
+"""The reference of `quantized_linear` compared with its definition in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_what_the_definition_says_for_every_kind_of_weight(dtype: str) -> None:
+def test_it_equals_the_definition_for_every_kind_of_weight(dtype: str) -> None:
     for trial in op_calls("quantized_linear", dtype):
         x, weight, bias = trial.make()
         found, wanted = quantized_linear(x, weight, bias), exact(trial)
@@ -25,14 +25,14 @@ def make_weight(in_features: int, **facts: object) -> QuantizedWeight:
     return QuantizedWeight(values, torch.ones(3, 1), None, in_features, 8, **facts)  # type: ignore[arg-type]
 
 
-def test_sums_of_integers_are_exact_however_long() -> None:
+def test_integer_sums_are_exact_for_any_length() -> None:
     weight = make_weight(70_000, int8_activations=True)
     x = torch.full((1, 70_000), 127.0)
     x[0, -1] = 126.0
     assert quantized_linear(x, weight, None).double().tolist() == [[-128.0 * (127 * 69_999 + 126)] * 3]
 
 
-def test_a_row_of_zeros_is_the_bias_and_rows_do_not_know_each_other() -> None:
+def test_a_row_of_zeros_gives_the_bias_and_rows_are_independent() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(-127, 128, (5, 64), dtype=torch.int8, generator=generator)
     weight = QuantizedWeight(values, torch.rand(5, 1, generator=generator), None, 64, 8, int8_activations=True)
@@ -51,7 +51,7 @@ def test_int8_inputs_are_rounded_halves_to_even_with_the_rows_own_scale() -> Non
     torch.testing.assert_close(found, torch.tensor([[127.0, 0.0, 2.0, -2.0], [-12.7, 0.3, 0.2, 0.0]]))
 
 
-def test_leading_dimensions_stay() -> None:
+def test_leading_dimensions_are_kept() -> None:
     weight = make_weight(8)
     assert quantized_linear(torch.randn(2, 5, 8), weight, None).shape == (2, 5, 3)
     assert quantized_linear(torch.randn(8), weight, None).shape == (3,)

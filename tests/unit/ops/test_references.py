@@ -1,4 +1,4 @@
-"""The reference operations against float64 formulas and transformers' own functions."""
+"""The reference operations compared with float64 formulas and transformers' functions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_fused_add_rms_norm_is_the_norm_of_the_sum_and_the_sum() -> None:
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_layer_norm_has_mean_and_deviation_of_its_weights(affine: bool) -> None:
+def test_layer_norm_output_has_the_mean_and_deviation_of_its_weights(affine: bool) -> None:
     x = torch.randn(6, 40) * 3 + 1
     weight, bias = (torch.randn(40), torch.randn(40)) if affine else (None, None)
     wide = x.double()
@@ -58,10 +58,10 @@ def test_embedding_gives_zeros_for_rows_of_other_ranks() -> None:
     assert not found[0].any() and not found[2].any()
 
 
-def test_rotary_embedding_turns_each_pair_by_its_angle_and_leaves_the_rest() -> None:
+def test_rotary_embedding_rotates_each_pair_by_its_angle_and_keeps_the_rest() -> None:
     angles = torch.rand(9, 3, dtype=torch.float64) * 6
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
-    qkv = torch.randn(4, 3, 10)  # two query heads and one key head, cut from one product
+    qkv = torch.randn(4, 3, 10)  # two query heads and one key head, split from one product
     index = torch.tensor([8, 0, 3, 3], dtype=torch.int32)
     query, key = reference("rotary_embedding")(index, qkv[:, :2], qkv[:, 2:], cos_sin)
     pairs = torch.complex(qkv[..., :3].double(), qkv[..., 3:6].double())

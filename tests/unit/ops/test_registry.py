@@ -50,7 +50,7 @@ def test_a_provider_sees_the_facts_that_the_schema_lists() -> None:
     assert seen == [OpCase("linear", "float32", {"in_features": 3, "out_features": 6, "bias": True})]
 
 
-def test_asking_twice_resolves_once() -> None:
+def test_each_case_is_resolved_once() -> None:
     asked = []
     table = OpTable.resolve([provide("relu", "p", supports=lambda case: asked.append(case) or [])])
     assert table.get("relu", torch.float32, size=4) is table.get("relu", torch.float32, size=4)
@@ -68,7 +68,7 @@ def test_a_provider_for_an_unknown_operation_is_refused() -> None:
         OpTable.resolve([provide("warp", "fast")])
 
 
-def test_the_description_tells_who_got_each_case_and_why_others_did_not() -> None:
+def test_the_description_names_the_provider_of_each_case_and_why_others_were_skipped() -> None:
     table = OpTable.resolve([provide("relu", "fast", supports=only_bfloat16), provide("silu", "unasked")])
     table.get("relu", torch.float32, size=4)
     table.get("relu", torch.bfloat16, size=4)
@@ -119,9 +119,7 @@ def test_every_schema_describes_itself() -> None:
         ("linear_silu_and_mul", "mine"),
     ],
 )
-def test_what_the_user_asked_for_is_not_bypassed_by_the_platforms_fused_operation(
-    asked_for: str | None, runs: str
-) -> None:
+def test_the_platforms_fused_operation_does_not_bypass_a_requested_provider(asked_for: str | None, runs: str) -> None:
     of_platform = [provide(op, "platform's") for op in ("linear", "silu_and_mul")]
     of_platform.append(provide("linear_silu_and_mul", "fused"))
     asked = [] if asked_for is None else [provide(asked_for, "mine")]

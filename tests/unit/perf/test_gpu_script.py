@@ -1,4 +1,4 @@
-"""`python -m tests.gpu`: what it keeps of a run, what its sizes are, what it reads in a trace, and that it runs."""
+"""`python -m tests.gpu`: the results that it stores, its model sizes, its trace analysis, and a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def settings_for(folder: Path, *, budget: float = 300.0, only: tuple[str, ...] =
     return Settings("cpu", folder / "out", folder / "scratch", time.time() + budget, quick=True, only=only)
 
 
-# ------------------------------------------------------------------------------------------------- what a run keeps
+# -------------------------------------------------------------------------------------------------- results of a run
 
 
 def test_every_row_is_in_the_files_as_soon_as_it_is_added(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_every_row_is_in_the_files_as_soon_as_it_is_added(tmp_path: Path) -> Non
     assert ResultLog(tmp_path).figures("bench", "ceilings") == {"copy_gb_s": 4321.0}
 
 
-def test_a_line_that_was_not_written_to_its_end_spoils_no_other(tmp_path: Path) -> None:
+def test_a_truncated_line_does_not_affect_the_others(tmp_path: Path) -> None:
     result_log = ResultLog(tmp_path)
     result_log.add(Row("oom", "load", "load", OK))
     with (tmp_path / "rows.jsonl").open("a") as file:
@@ -60,7 +60,7 @@ def test_a_line_that_was_not_written_to_its_end_spoils_no_other(tmp_path: Path) 
     assert result_log.rows() == [] and not (tmp_path / "oom.json").exists()
 
 
-def test_items_that_fail_die_or_hang_cost_only_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_that_fail_exit_or_hang_do_not_affect_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     settings = settings_for(tmp_path)
     result_log = ResultLog(settings.out)
@@ -89,7 +89,7 @@ def test_items_that_fail_die_or_hang_cost_only_themselves(tmp_path: Path, monkey
     assert "of the budget were left, it needs 1000000000" in rows["too long", NOT_RUN].note
 
 
-def test_items_side_by_side_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_items_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     settings = settings_for(tmp_path)
     result_log = ResultLog(settings.out)
@@ -104,7 +104,7 @@ def test_items_side_by_side_lose_no_row(tmp_path: Path, monkeypatch: pytest.Monk
     assert sum("gpu_part" in line for line in table.splitlines()) == len(rows)
 
 
-def test_processes_that_want_one_checkpoint_of_the_zoo_get_a_whole_one(tmp_path: Path) -> None:
+def test_concurrent_processes_get_a_complete_checkpoint_of_the_zoo(tmp_path: Path) -> None:
     settings = settings_for(tmp_path)
     settings.scratch.mkdir(exist_ok=True)
     with ThreadPoolExecutor(4) as pool:
@@ -124,7 +124,7 @@ def test_a_run_that_is_killed_keeps_its_rows_and_leaves_no_process(tmp_path: Pat
     command = [sys.executable, "-c", code, settings.to_json()]
     run = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
     result_log = ResultLog(settings.out)
-    written = settings.out / "table.md"  # comes after its row
+    written = settings.out / "table.md"  # starts after its row is written
     wait_until(written.exists, 60, "no table")
     run.kill()
     run.wait()
@@ -140,17 +140,17 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_without_budget_nothing_is_started_and_everything_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_without_a_time_budget_nothing_is_started_and_all_items_are_reported_as_missing(tmp_path: Path) -> None:
     settings = settings_for(tmp_path, budget=-1, only=("asserts", "dies"))
     result_log = ResultLog(settings.out)
     run_items("tests.unit.perf.gpu_part", gpu_part.items(settings), settings, result_log)
     assert [(row.name, row.status) for row in result_log.rows()] == [("asserts", NOT_RUN), ("dies", NOT_RUN)]
 
 
-# -------------------------------------------------------------------------------------------- what it is measured by
+# ------------------------------------------------------------------------------------------------- limits of the device
 
 
-def test_sizes_of_the_models_are_those_that_their_makers_tell() -> None:
+def test_model_sizes_equal_the_published_ones() -> None:
     def weights(name: str) -> int:
         return sum(math.prod(shape) for _, shape in tensors(CONFIGS[name]))
 
@@ -162,7 +162,7 @@ def test_sizes_of_the_models_are_those_that_their_makers_tell() -> None:
     assert 3.3e9 < active < 3.4e9
 
 
-def test_a_decode_step_reads_weights_once_the_cache_of_each_request_and_the_experts_it_is_likely_to_use() -> None:
+def test_a_decode_step_reads_the_weights_the_kv_cache_and_the_expected_number_of_experts() -> None:
     dense = Size.of(CONFIGS["llama-3.1-8b"])
     one, many = dense.step_bytes(1, 0), dense.step_bytes(64, 1000)
     assert one == 2 * (8_030_261_248 - 128256 * 4096), "all but the embedding, of which a row is read"
@@ -173,14 +173,14 @@ def test_a_decode_step_reads_weights_once_the_cache_of_each_request_and_the_expe
     assert experts[2] == pytest.approx(1.0, abs=1e-6)
 
 
-def test_a_prompt_takes_two_operations_for_each_weight_and_token_and_its_pairs() -> None:
+def test_a_prompt_has_two_operations_per_weight_and_token_plus_attention() -> None:
     size = Size.of(CONFIGS["llama-3.1-8b"])
     layers = 8_030_261_248 - 2 * 128256 * 4096
     pairs = 3 * 32 * 32 * 2 * 128  # of three positions: 1 + 2 + 3 pairs; two products each
     assert size.prompt_operations(3) == pytest.approx(2 * (layers * 3 + 128256 * 4096) + 2 * 2 * pairs, rel=1e-6)
 
 
-def test_requests_are_spread_as_conversations_are_and_the_same_for_all() -> None:
+def test_request_lengths_are_distributed_like_conversations_and_reproducible() -> None:
     requests = chat_requests(1000, 1000, FULL)
     prompts, outputs = [len(prompt) for prompt, _ in requests], [output for _, output in requests]
     assert 150 < sum(prompts) / 1000 < 250 and 150 < sum(outputs) / 1000 < 250
@@ -189,7 +189,7 @@ def test_requests_are_spread_as_conversations_are_and_the_same_for_all() -> None
     assert found == [prompt for prompt, _ in requests[:200]] and length == round(sum(outputs[:200]) / 200)
 
 
-def test_a_checkpoint_holds_what_its_config_says_and_another_takes_its_place(tmp_path: Path) -> None:
+def test_a_checkpoint_matches_its_config_and_is_replaced_by_another(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.numpy")
     first, load_format = prepare_model("tiny", tmp_path / "models")
     assert load_format == "safetensors" and prepare_model("tiny", tmp_path / "models")[0] == first
@@ -201,7 +201,7 @@ def test_a_checkpoint_holds_what_its_config_says_and_another_takes_its_place(tmp
     assert not first.exists() and (second / "tokenizer.json").exists()
 
 
-def test_a_trace_says_how_long_the_device_was_idle_and_the_host_waited() -> None:
+def test_device_idle_time_and_host_wait_time_are_read_from_a_trace() -> None:
     def event(kind: str, name: str, begin: float, length: float) -> dict:
         return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": length}
 
@@ -220,7 +220,7 @@ def test_a_trace_says_how_long_the_device_was_idle_and_the_host_waited() -> None
     assert found.busy == 160 and found.gaps == (100,) and found.waits == 70 and found.launches == 1
 
 
-# ------------------------------------------------------------------------------------------------ where it can be run
+# ---------------------------------------------------------------------------------------------------------- platforms
 
 
 def test_a_platform_that_is_not_installed_is_found_in_the_working_tree(

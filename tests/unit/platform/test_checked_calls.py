@@ -23,13 +23,13 @@ def raises(error):
     return answer
 
 
-def test_the_answer_comes_back():
+def test_the_result_is_returned():
     assert call_checked(platform_that(ShapePolicy), "shapes", returns=ShapePolicy) == ShapePolicy()
     assert call_checked(FakePlatform(), "capabilities", returns=object) is FakePlatform.capabilities
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit("boom"), KeyError("boom"), GeneratorExit("boom")])
-def test_what_it_raises_becomes_an_error_of_the_platform_by_name(error):
+def test_exceptions_become_platform_errors_with_the_platforms_name(error):
     with pytest.raises(PlatformError, match=rf"'acme' failed in shapes: {type(error).__name__}: '?boom") as caught:
         call_checked(platform_that(raises(error)), "shapes", returns=ShapePolicy)
     assert caught.value.__cause__ is error
@@ -43,11 +43,11 @@ def test_a_platforms_own_mvllm_error_is_not_wrapped(error):
 
 
 @pytest.mark.parametrize(("answer", "found"), [(None, "NoneType"), (5, "int"), (ShapePolicy, "type")])
-def test_an_answer_of_another_kind_is_refused(answer, found):
+def test_a_result_of_another_type_is_refused(answer, found):
     with pytest.raises(PlatformError, match=f"returned a {found} from shapes; it must return ShapePolicy or str"):
         call_checked(platform_that(lambda: answer), "shapes", returns=(ShapePolicy, str))
 
 
-def test_a_method_that_is_not_there_is_an_error_of_the_platform():
+def test_a_missing_method_is_an_error_of_the_platform():
     with pytest.raises(PlatformError, match="'acme' failed in graphs: AttributeError"):
         call_checked(FakePlatform(), "graphs", returns=object)

@@ -1,4 +1,4 @@
-"""The operations of the contract equal the schemas that run."""
+"""The operations of the contract equal the schemas of the implementation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPERATIONS = SURFACE.operations
 DTYPES = ("compute dtype", "float32", "int64", "int32", "likewise")
 
 
-def test_the_operations_are_those_that_run():
+def test_the_operations_equal_the_schemas():
     assert set(OPERATIONS) == set(SCHEMAS)
     for name, schema in SCHEMAS.items():
         read = OPERATIONS[name]
@@ -56,7 +56,7 @@ def test_the_commands_print_signature_shapes_and_facts(capsys):
     assert "Unknown operation 'convolution'" in capsys.readouterr().err
 
 
-def test_another_signature_is_major_and_another_fact_minor():
+def test_a_changed_signature_is_major_and_a_changed_fact_minor():
     new = copy.deepcopy(SURFACE)
     new.operations["linear"].facts["rows"] = "how many"
     new.operations["linear"].summary = "worded anew"

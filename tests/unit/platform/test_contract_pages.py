@@ -25,7 +25,7 @@ CONTRACT_PAGE = re.sub(  # with list items on one line each
 )
 TOY_PAGE = (DOCS / "tutorials" / "writing-a-platform.md").read_text(encoding="utf-8")
 
-NOT_HERE = {"MvllmError", "ConfigError", "ContractError", "PlatformError"}  # errors say whose problem they are
+NOT_HERE = {"MvllmError", "ConfigError", "ContractError", "PlatformError"}  # error messages name the responsible party
 OPAQUE = {"AttentionMetadata", "KVCache"}
 CONFIGURATION = {
     "CacheConfig",
@@ -62,7 +62,7 @@ CLASSES = {
 def own_methods(cls: type) -> dict[str, object]:
     fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
     return {
-        name: getattr(cls, name)  # through the class, so that what a base documents counts
+        name: getattr(cls, name)  # through the class, so that inherited docstrings count
         for name, member in vars(cls).items()
         if not name.startswith("_") and name not in fields and (inspect.isfunction(member) or is_wrapped(member))
     }
@@ -73,8 +73,8 @@ def is_wrapped(member: object) -> bool:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_each_class_says_in_which_phase_it_lives(name):
-    doc = "".join(inspect.getdoc(cls) or "" for cls in CLASSES[name].__mro__)  # an implementation need not repeat it
+def test_each_class_documents_its_phase(name):
+    doc = "".join(inspect.getdoc(cls) or "" for cls in CLASSES[name].__mro__)  # an implementation may omit it
     methods = own_methods(CLASSES[name])
     says_itself = re.search(r"\bPhases?\b|in which process", doc) is not None
     assert says_itself or (methods and all("Phase:" in (inspect.getdoc(m) or "") for m in methods.values())), doc

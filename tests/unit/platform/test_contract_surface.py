@@ -143,7 +143,7 @@ def test_a_field_before_others_is_major_because_it_takes_their_position(new):
 
 
 @pytest.mark.parametrize("what", ["type", "default", "phase"])
-def test_another_type_default_or_phase_is_major(new, what):
+def test_a_changed_type_default_or_phase_is_major(new, what):
     member = new.names["Capabilities"].members["fork_safe"]
     before = getattr(member, what)
     setattr(member, what, "str")
@@ -182,7 +182,7 @@ def test_fields_that_become_keyword_only_are_major(new):
     assert diff(new) == ["major: ProbeResult: its fields are given by keyword now"]
 
 
-def test_another_base_group_or_hook_is_major(new):
+def test_a_changed_base_group_or_hook_is_major(new):
     new.names["ContractError"].bases = ["Exception"]
     new.entry_points = "mvllm.devices"
     new.hooks["mvllm_platform"].parameters = ["core: str"]

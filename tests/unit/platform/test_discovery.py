@@ -95,7 +95,7 @@ class TestContractVersion:
         assert "mvllm-acme 1.2" in text and f"{contract[0]}.{contract[1]}" in text and f"{MAJOR}.{MINOR}" in text
         assert text.endswith(f"Run: {command}")
 
-    def test_it_comes_before_the_probe_is_imported(self, installed):
+    def test_it_is_checked_before_the_probe_is_imported(self, installed):
         installed.add(hook=lambda: replace(SPEC, contract=(MAJOR + 1, 0), probe="never_imported:probe"))
         failure = failure_of()
         assert failure.stage == "contract"
@@ -122,7 +122,7 @@ class TestTorch:
         return versions
 
     @pytest.mark.parametrize("floor", [None, "2.6", "2.9", "2.9.1", "2.9.1+acme"])
-    def test_one_that_is_new_enough_passes(self, floor):
+    def test_a_torch_that_is_new_enough_passes(self, floor):
         check_torch(replace(SPEC, torch_floor=floor), SOURCE)
 
     @pytest.mark.parametrize("floor", ["2.10", "3", "2.9.2"])
@@ -136,7 +136,7 @@ class TestTorch:
         torch.clear()
         check_torch(replace(SPEC, torch_floor="99"), SOURCE)
 
-    def test_it_fails_where_the_devices_are_there_and_keeps_what_was_learnt(self, installed):
+    def test_it_fails_if_there_are_devices_and_keeps_the_probes_facts(self, installed):
         installed.add(hook=lambda: replace(SPEC, torch_floor="99"))
         [candidate] = discover()
         assert candidate.failure is not None and candidate.failure.stage == "torch"
@@ -144,7 +144,7 @@ class TestTorch:
         assert "Run:" not in candidate.failure.message
         assert candidate.probe is not None and not candidate.available
 
-    def test_where_there_is_no_device_it_does_not_matter(self, installed):
+    def test_without_a_device_it_is_ignored(self, installed):
         installed.add(hook=lambda: replace(SPEC, torch_floor="99"), probe=lambda: ProbeResult(False, "no device"))
         [candidate] = discover()
         assert candidate.failure is None
@@ -155,7 +155,7 @@ def import_a_name_of_another_core() -> None:
 
 
 class TestAnotherContract:
-    """A plugin that asks for what is not there is stale or too new, and not merely broken."""
+    """A plugin that requires missing names is stale or too new, and not reported as broken code."""
 
     @pytest.mark.parametrize(
         "act",
@@ -208,7 +208,7 @@ class TestFailures:
             (lambda: replace(SPEC, name="other"), "calls itself 'other'"),
         ],
     )
-    def test_a_hook_that_fails_or_answers_nonsense(self, installed, hook, words):
+    def test_a_hook_that_fails_or_returns_an_invalid_value(self, installed, hook, words):
         installed.add(hook=hook)
         assert words in failure_of().message
 
@@ -225,7 +225,7 @@ class TestFailures:
             (lambda: True, "must return a ProbeResult"),
         ],
     )
-    def test_a_probe_that_fails_keeps_what_was_learnt_before(self, installed, probe, words):
+    def test_a_probe_that_fails_keeps_the_earlier_facts(self, installed, probe, words):
         installed.add(probe=probe)
         [candidate] = discover()
         assert candidate.spec == SPEC
@@ -237,7 +237,7 @@ class TestFailures:
         with pytest.raises(KeyboardInterrupt):
             discover()
 
-    def test_one_name_of_two_distributions_is_loaded_from_neither(self, installed):
+    def test_a_name_of_two_distributions_is_loaded_from_neither(self, installed):
         installed.sources += [replace(SOURCE, entry_point="never_imported"), replace(SOURCE, distribution="acme-fork")]
         first, second = discover()
         for candidate in (first, second):
@@ -245,7 +245,7 @@ class TestFailures:
             assert "mvllm-acme 1.2" in candidate.failure.message and "acme-fork 1.2" in candidate.failure.message
         assert second.failure is not None and "pip uninstall acme-fork" in second.failure.remedy
 
-    def test_the_others_are_examined_all_the_same(self, installed):
+    def test_other_plugins_are_still_loaded(self, installed):
         installed.add(replace(SOURCE, name="broken", entry_point="broken_plugin"), hook=raising(OSError))
         installed.add()
         broken, good = discover()
@@ -253,7 +253,7 @@ class TestFailures:
         assert good.available and good.probe == ProbeResult(True, "1 device")
 
 
-def test_only_the_plugin_asked_for_is_imported(installed):
+def test_only_the_requested_plugin_is_imported(installed):
     installed.sources.append(replace(SOURCE, name="other", entry_point="there_is_no_such_module"))
     installed.add()
     [candidate] = discover(only="acme")
@@ -292,7 +292,7 @@ def test_attributes_are_found_by_module_and_name():
 
 
 class TestByNameOnly:
-    """A platform that says so is chosen by its name, and changes nothing for whoever names none."""
+    """A platform with `by_name_only` is selected only by its name, and does not affect automatic selection."""
 
     @pytest.fixture
     def add(self, installed):
@@ -309,7 +309,7 @@ class TestByNameOnly:
 
         return add
 
-    def test_it_does_not_compete(self, add):
+    def test_it_is_ignored_by_automatic_selection(self, add):
         add("real", by_name_only=False)
         add("test", by_name_only=True)
         real, test = choose.choose_platform(), choose.choose_platform("test")

@@ -28,7 +28,7 @@ def matrix_of(rank: int) -> torch.Tensor:
     return torch.arange(12, dtype=torch.int64).view(2, 6) + 100 * rank
 
 
-def test_the_communicator_under_test_keeps_the_defaults() -> None:
+def test_the_communicator_under_test_does_not_override_the_defaults() -> None:
     for name in OPTIONAL_COLLECTIVES:
         assert getattr(ThreadCommunicator, name) is getattr(Communicator, name)
 
@@ -155,7 +155,7 @@ def test_copy_blocks_copies_whole_blocks_of_every_tensor(kv_dtype: str) -> None:
         assert torch.equal(found.float(), whole[slots].float())
 
 
-def test_copy_blocks_finds_blocks_in_a_dimension_of_slots() -> None:
+def test_copy_blocks_supports_a_dimension_of_slots() -> None:
     backend = SlotMajorAttention(spec())
     kv = backend.allocate(4, 16, torch.device("cpu"))
     before = kv.clone()

@@ -1,4 +1,4 @@
-"""Phases: a thread has one, a platform may require one, and a vendor's test has none."""
+"""Phases: a thread has one, a platform may require one, and outside an engine there is none."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ GROUPS = {
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """Installs a distribution acme-extras with everything in the module `acme_extras`, whose text is given."""
+    """Installs a distribution acme-extras whose module `acme_extras` has the given source text."""
 
     def install(text, *, groups=GROUPS, distribution="acme-extras", module="acme_extras") -> Path:
         points = "".join(f"[{group}]\n{name} = {module}\n" for group, name in groups.items())
@@ -51,7 +51,7 @@ def site(tmp_path, monkeypatch):
 
 
 def point_at(site, group, value, text):
-    """One entry point `acme` of `group` that names `value` of a module."""
+    """One entry point `acme` of `group` that refers to `value` of a module."""
     folder = site(text, groups={group: "acme"})
     info = folder / "acme_extras-0.1.0.dist-info" / "entry_points.txt"
     info.write_text(f"[{group}]\nacme = acme_extras:{value}\n")
@@ -59,26 +59,26 @@ def point_at(site, group, value, text):
 
 @pytest.mark.parametrize("group", plugin_groups.ALL, ids=lambda group: group.group)
 class TestEveryGroup:
-    def test_listing_what_is_offered_imports_nothing(self, group, site):
+    def test_listing_plugins_imports_nothing(self, group, site):
         site("raise AssertionError('imported')")
         name = GROUPS[group.group]
         assert name in plugin_groups.allowed_names(group)
         assert plugin_groups.find(group, name).distribution == "acme-extras"
         assert "acme_extras" not in sys.modules
 
-    def test_who_is_broken_is_named_with_distribution_version_and_error(self, group, site):
+    def test_a_broken_plugin_is_named_with_distribution_version_and_error(self, group, site):
         site("import there_is_no_such_driver")
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*there_is_no_such_driver.*pip install") as caught:
             plugin_groups.load_plugin_by_name(group, GROUPS[group.group])
         assert isinstance(caught.value.__cause__, ImportError)
 
-    def test_even_one_that_tries_to_end_the_process_is_named(self, group, site):
+    def test_a_plugin_that_exits_the_process_is_named(self, group, site):
         site("raise SystemExit('no licence')")
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0.*no licence"):
             plugin_groups.load_plugin_by_name(group, GROUPS[group.group])
 
     @pytest.mark.parametrize("listed", ["", "somebody-else", "somebody-else, other"])
-    def test_who_is_not_on_the_list_is_refused_unimported(self, group, site, monkeypatch, listed):
+    def test_a_plugin_outside_the_allow_list_is_refused_without_import(self, group, site, monkeypatch, listed):
         site("raise AssertionError('imported')")
         monkeypatch.setenv("MVLLM_PLUGINS", listed)
         name = GROUPS[group.group]
@@ -88,13 +88,13 @@ class TestEveryGroup:
         assert "acme_extras" not in sys.modules
 
     @pytest.mark.parametrize("listed", ["acme-extras", "x, ACME-Extras", "own name"])
-    def test_who_is_on_the_list_by_package_or_by_name_comes_in(self, group, site, monkeypatch, listed):
+    def test_a_plugin_is_allowed_by_its_package_or_its_name(self, group, site, monkeypatch, listed):
         site("")
         name = GROUPS[group.group]
         monkeypatch.setenv("MVLLM_PLUGINS", listed.replace("own name", name))
         assert plugin_groups.load_plugin_by_name(group, name)[1].__name__ == "acme_extras"
 
-    def test_two_packages_with_one_name_are_both_named_and_the_list_decides(self, group, site, monkeypatch):
+    def test_two_packages_with_one_name_are_both_named_and_the_allow_list_selects_one(self, group, site, monkeypatch):
         site("")
         site("", distribution="acme-fork", module="acme_extras_fork")
         name = GROUPS[group.group]
@@ -114,12 +114,12 @@ class TestModels:
         site("")
         assert "AcmeForCausalLM" in supported_architectures()
 
-    def test_what_is_no_model_class_is_refused_by_name(self, site):
+    def test_an_object_that_is_no_model_class_is_refused_by_name(self, site):
         site("")
         with pytest.raises(ModelError, match=r"acme-extras 0\.1\.0.*CausalLM"):
             resolve_model_class("AcmeForCausalLM")
 
-    def test_one_that_core_has_as_well_is_cores_and_that_is_said(self, site, caplog):
+    def test_cores_model_class_takes_precedence_with_a_warning(self, site, caplog):
         site("raise AssertionError('imported')", groups={"mvllm.models": "OPTForCausalLM"})
         with caplog.at_level("WARNING", logger="mvllm"):
             assert resolve_model_class("OPTForCausalLM").__module__ == "mvllm.models.opt"
@@ -132,7 +132,7 @@ class TestOpProviders:
             check_providers(["acme"])
 
     @pytest.mark.parametrize("body", ["return 3", "return [3]", "raise OSError('no driver')", "raise SystemExit(1)"])
-    def test_a_function_that_gives_no_providers_is_named(self, site, body):
+    def test_a_function_that_returns_no_providers_is_named(self, site, body):
         point_at(site, "mvllm.op_providers", "make", f"def make():\n    {body}\n")
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0"):
             installed_providers(["acme"])
@@ -157,7 +157,7 @@ class TestStatLoggers:
     def config(self):
         return replace(make_config(), stat_loggers=("acme",))
 
-    def test_a_logger_hears_of_every_step_until_it_is_closed_once(self, site, config):
+    def test_a_logger_is_called_for_every_step_until_it_is_closed_once(self, site, config):
         point_at(site, "mvllm.stat_loggers", "Acme", LOGGER.format(init="pass", record="pass"))
         loggers = StatLoggerManager(config)
         loggers.record(SchedulerStats(num_running=3), 2)
@@ -165,7 +165,7 @@ class TestStatLoggers:
         loggers.close()
         assert sys.modules["acme_extras"].calls == [(3, 2), "closed"]
 
-    def test_one_that_raises_is_named_once_and_not_called_again(self, site, config, caplog):
+    def test_a_logger_that_raises_is_named_once_and_not_called_again(self, site, config, caplog):
         text = LOGGER.format(init="pass", record="raise OSError('disk full')")
         point_at(site, "mvllm.stat_loggers", "Acme", text)
         loggers = StatLoggerManager(config)
@@ -179,7 +179,7 @@ class TestStatLoggers:
         ("value", "init"),
         [("Acme", "raise OSError('no such host')"), ("Acme", "raise SystemExit(2)"), ("calls.copy", "")],
     )
-    def test_one_that_cannot_be_made_is_named(self, site, config, value, init):
+    def test_a_logger_that_cannot_be_created_is_named(self, site, config, value, init):
         point_at(site, "mvllm.stat_loggers", value, LOGGER.format(init=init or "pass", record="pass"))
         with pytest.raises(ConfigError, match=r"acme-extras 0\.1\.0"):
             StatLoggerManager(config)
@@ -218,7 +218,7 @@ def test_names_in_a_setting_are_separated_by_commas():
     assert (config.stat_loggers, config.op_providers) == (("a", "b"), ("c",))
 
 
-def test_every_name_of_the_extension_api_exists_and_nothing_else_is_offered():
+def test_every_name_of_the_extension_api_exists_and_no_others_are_exported():
     from mvllm import extension_api
 
     for name in extension_api.__all__:

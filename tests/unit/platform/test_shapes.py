@@ -11,11 +11,11 @@ from mvllm.platform.shapes import ShapePolicy
 
 
 @pytest.mark.parametrize(("size", "padded"), [(0, 4), (1, 4), (4, 4), (5, 8), (8, 8), (9, 32), (32, 32)])
-def test_the_smallest_bucket_that_holds_it(size, padded):
+def test_a_size_is_padded_to_the_smallest_bucket_that_holds_it(size, padded):
     assert ShapePolicy.pad(size, (4, 8, 32)) == padded
 
 
-def test_free_shapes_stay():
+def test_free_shapes_are_not_padded():
     assert ShapePolicy.pad(13, None) == 13
     assert ShapePolicy() == ShapePolicy(tokens=None, requests=None, pages=None)
 
@@ -27,7 +27,7 @@ def test_more_than_the_largest_bucket_is_refused(buckets, largest):
 
 
 @given(st.sets(st.integers(1, 1000), min_size=1), st.integers(0, 1000))
-def test_padding_is_the_least_bucket_not_below(buckets, size):
+def test_padding_gives_the_smallest_bucket_not_below_the_size(buckets, size):
     rising = tuple(sorted(buckets))
     fitting = [b for b in rising if b >= size]
     if fitting:
@@ -37,6 +37,6 @@ def test_padding_is_the_least_bucket_not_below(buckets, size):
 
 @pytest.mark.parametrize("buckets", [5, [4, 8], (8, 4), (4, 4), (0, 4), (-1,), ("a",), (True,)])
 @pytest.mark.parametrize("dimension", ["tokens", "requests", "pages"])
-def test_sizes_that_are_no_rising_tuple_are_refused(dimension, buckets):
+def test_bucket_sizes_must_be_an_increasing_tuple(dimension, buckets):
     with pytest.raises(ContractError, match=f"{dimension} must be None or a tuple of rising sizes"):
         ShapePolicy(**{dimension: buckets})

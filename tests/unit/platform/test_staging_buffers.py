@@ -9,8 +9,8 @@ from mvllm.platform.staging_buffers import StagingBuffers
 from tests.unit.worker.builders import HostRuntime
 
 
-class EventfulRuntime(HostRuntime):
-    """Notes what becomes of its events."""
+class RecordingRuntime(HostRuntime):
+    """Records the calls of its events."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class EventfulRuntime(HostRuntime):
         notes, number = self.notes, self._num_events
         self._num_events += 1
 
-        class Noted:
+        class RecordedEvent:
             def record(self) -> None:
                 notes.append(("record", number))
 
@@ -31,11 +31,11 @@ class EventfulRuntime(HostRuntime):
             def synchronize(self) -> None:
                 notes.append(("synchronize", number))
 
-        return Noted()
+        return RecordedEvent()
 
 
-def test_a_buffer_is_filled_again_only_after_the_step_that_used_it_has_ended() -> None:
-    runtime = EventfulRuntime()
+def test_a_buffer_is_reused_only_after_the_step_that_used_it_has_ended() -> None:
+    runtime = RecordingRuntime()
     staging = StagingBuffers(runtime)
     used = []
     for _ in range(4):
@@ -53,7 +53,7 @@ def test_a_buffer_is_filled_again_only_after_the_step_that_used_it_has_ended() -
     ]
 
 
-def test_each_dtype_has_a_buffer_of_its_own_that_grows_when_it_must() -> None:
+def test_each_dtype_has_a_separate_buffer_that_grows_if_needed() -> None:
     staging = StagingBuffers(HostRuntime())
     staging.reserve(5, torch.int32)
     staging.begin_step()

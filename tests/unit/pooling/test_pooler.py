@@ -61,7 +61,7 @@ def test_the_vector_does_not_depend_on_the_chunks_of_the_prompt(
     state.set_row(0, None)
     bounds = [0, *cuts, 11]
     for begin, end in pairwise(bounds):
-        # Beside it: one that generates, and one whose prompt does not end.
+        # In the same batch: a generating request, and a prompt that does not end in this step.
         found = step(state, [(0, other, 0, 4), (3, hidden[begin:end], begin, 11), (1, other, 0, 99)])
         vectors, errors = found.read()
         assert not errors and list(vectors) == ([1] if end == 11 else [])
@@ -69,7 +69,7 @@ def test_the_vector_does_not_depend_on_the_chunks_of_the_prompt(
 
 
 @pytest.mark.parametrize("kind", PoolingType)
-def test_a_restarted_prompt_keeps_nothing_of_its_first_run(kind: PoolingType) -> None:
+def test_a_restarted_prompt_drops_the_state_of_its_first_run(kind: PoolingType) -> None:
     state, hidden = PoolingState(), states(8)
     for given_up in (True, False):
         state.set_row(2, PoolingParams(pooling_type=kind, normalize=False))

@@ -1,4 +1,4 @@
-"""Packed tensors: any range of rows and columns equals that range of the whole matrix; damage is an error."""
+"""Packed tensors: any range of rows and columns equals that range of the whole matrix; damaged tensors are errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build(packing: Packing, how: PackedFormat, rows: slice, columns: slice) -> P
 
 @pytest.mark.parametrize(("rows", "columns"), BANDS, ids=str)
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_any_band_of_rows_and_columns_is_read_out_of_the_words_that_cover_it(
+def test_any_range_of_rows_and_columns_is_unpacked_from_the_words_that_contain_it(
     packing: str, rows: slice, columns: slice
 ) -> None:
     reader, pack, bits = PACKINGS[packing]
@@ -65,7 +65,7 @@ def test_any_band_of_rows_and_columns_is_read_out_of_the_words_that_cover_it(
 
 @pytest.mark.parametrize(("rows", "columns"), [WHOLE, (slice(8, 24), slice(16, 48)), (slice(0, 40), slice(32, 48))])
 @pytest.mark.parametrize("packing", [name for name, (_, _, bits) in PACKINGS.items() if bits == 4])
-def test_groups_come_with_their_columns(packing: str, rows: slice, columns: slice) -> None:
+def test_a_range_of_columns_has_the_scales_of_its_groups(packing: str, rows: slice, columns: slice) -> None:
     reader, pack, bits = PACKINGS[packing]
     rounded = round_matrix(torch.randn(OUT, IN), bits, 16, symmetric=False)
     matrix = build(reader, PackedFormat(bits, 16, symmetric=False), rows, columns)
@@ -82,7 +82,7 @@ def test_the_last_group_may_have_fewer_columns() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 8, 15])
-def test_gptq_zero_points_are_stored_less_one_and_zero_as_the_largest(zero: int) -> None:
+def test_gptq_zero_points_are_stored_minus_one_with_wrap_around(zero: int) -> None:
     rounded = round_matrix(torch.randn(OUT, IN), 4, 16, symmetric=False)
     rounded = dataclasses.replace(rounded, zeros=rounded.zeros * 0 + zero)
     matrix = build(PACKINGS["gptq"][0], PackedFormat(4, 16, symmetric=False), *WHOLE)
@@ -91,7 +91,7 @@ def test_gptq_zero_points_are_stored_less_one_and_zero_as_the_largest(zero: int)
     torch.testing.assert_close(weight.dequantize(), rounded.floats())
 
 
-def test_columns_in_an_order_of_their_own_meet_the_inputs_that_they_belong_to() -> None:
+def test_reordered_columns_are_multiplied_with_reordered_inputs() -> None:
     how = PackedFormat(4, 16, order_tensor="g_idx")
     rounded = round_matrix(torch.randn(OUT, IN), 4, 16, symmetric=True, act_order=True)
     product, weight = fill(build(PACKINGS["gptq"][0], how, *WHOLE), pack_gptq("m", rounded)).finish()
@@ -100,7 +100,7 @@ def test_columns_in_an_order_of_their_own_meet_the_inputs_that_they_belong_to() 
     assert not torch.equal(weight.values[:, :4], torch.from_numpy(rounded.values[:, :4] - 8).to(torch.int8))
 
 
-def test_groups_of_the_wrong_size_are_damage() -> None:
+def test_groups_of_the_wrong_size_are_an_error() -> None:
     how = PackedFormat(4, 16, order_tensor="g_idx")
     tensors = pack_gptq("m", round_matrix(torch.randn(OUT, IN), 4, 16, symmetric=True, act_order=True))
     tensors["m.g_idx"][:] = 0
@@ -127,7 +127,7 @@ def test_zero_points_in_a_symmetric_quantization_are_refused() -> None:
         fill(matrix, pack_gptq("m", rounded)).read()
 
 
-def test_the_provider_prepares_the_weight_and_multiplies_with_what_it_made() -> None:
+def test_the_provider_prepares_the_weight_and_multiplies_with_the_prepared_weight() -> None:
     from mvllm.platform.op_provider import OpCase, OpProvider
 
     asked: list[OpCase] = []

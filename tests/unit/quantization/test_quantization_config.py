@@ -113,7 +113,7 @@ def test_every_test_scheme_is_a_supported_method(scheme: str, folder: Path) -> N
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"lacks the key 'config_groups'"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_its_key(settings: dict[str, Any], words: str, folder: Path) -> None:
+def test_unsupported_settings_are_refused_by_key(settings: dict[str, Any], words: str, folder: Path) -> None:
     with pytest.raises(ModelError, match=words):
         check_quantization(config_of(folder, settings))
 
@@ -146,7 +146,7 @@ def test_a_plugins_method_that_fails_over_its_settings_is_named(
     assert caught.value.__cause__ is error
 
 
-def test_names_that_do_not_fit_are_refused_with_the_remedy(folder: Path) -> None:
+def test_mismatched_method_names_are_refused_with_a_hint(folder: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"'int8', but the weights .* stored as 'awq' already.*Leave quantization out"
     ):
@@ -187,13 +187,13 @@ def test_the_front_end_checks_settings_without_torch(folder: Path, tmp_path: Pat
 
 
 class TestWhichMatrices:
-    def test_awq_leaves_out_what_is_listed_and_every_head(self, folder: Path) -> None:
+    def test_awq_skips_listed_modules_and_every_lm_head(self, folder: Path) -> None:
         method = method_of(folder, SCHEMES["awq-some-floats"].config)
         assert is_quantized(method, "model.layers.0.mlp.up_proj")
         assert not is_quantized(method, "model.layers.1.mlp.up_proj")
         assert not is_quantized(method, "lm_head", is_head=True)
 
-    def test_fp8_leaves_out_whole_names_and_what_is_below_them(self, folder: Path) -> None:
+    def test_fp8_skips_listed_modules_and_their_submodules(self, folder: Path) -> None:
         listed = ["model.layers.1", "model.layers.0.mlp.gate"]
         method = method_of(folder, {**FLOAT8_SCHEMES["fp8-blocks"].config, "modules_to_not_convert": listed})
         assert is_quantized(method, "model.layers.10.mlp.up_proj")
@@ -205,14 +205,14 @@ class TestWhichMatrices:
         with pytest.raises(ModelError, match=r"stored as \[in, out\] is not supported in FP8"):
             is_quantized(method, "model.layers.0.mlp.up_proj", transposed=True)
 
-    def test_gptq_quantizes_the_head_where_it_says_so_but_never_a_tied_one(self, folder: Path) -> None:
+    def test_gptq_quantizes_the_lm_head_if_configured_but_never_a_tied_one(self, folder: Path) -> None:
         settings = SCHEMES["gptq"].config
         assert not is_quantized(method_of(folder, settings), "lm_head", is_head=True)
         with_head = method_of(folder, {**settings, "lm_head": True})
         assert is_quantized(with_head, "lm_head", is_head=True)
         assert not is_quantized(with_head, "model.embed_tokens", is_head=True, tied=True)
 
-    def test_gptq_may_list_what_is_quantized(self, folder: Path) -> None:
+    def test_gptq_may_list_the_quantized_modules(self, folder: Path) -> None:
         listed = [["self_attn.q_proj"], ["mlp.up_proj", "mlp.down_proj"]]
         method = method_of(folder, {**SCHEMES["gptq"].config, "modules_in_block_to_quantize": listed})
         assert is_quantized(method, "model.layers.0.mlp.down_proj")
@@ -239,7 +239,7 @@ class TestWhichMatrices:
         assert format_of_all(layout("a", "b"), [four, four]) is four
         assert format_of_all(layout("a", "b"), [None, None]) is None
 
-    def test_on_load_takes_every_matrix_and_the_head_with_eight_bits(self, folder: Path) -> None:
+    def test_quantization_on_load_includes_every_matrix_and_the_lm_head_with_eight_bits(self, folder: Path) -> None:
         method = quantization_method(config_of(folder, quantization="int4"))
         assert method is not None
         assert method.matrix(make_context(), layout("x")).format.bits == 4  # type: ignore[union-attr]

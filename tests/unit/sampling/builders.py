@@ -16,7 +16,7 @@ from mvllm.sampling.sampling_state import SamplingState, TokenHistory
 
 @dataclass
 class Sampled:
-    """One request as the sampler gets it."""
+    """One request in the form that the sampler gets."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
     prompt: Sequence[int] = (1, 2, 3)
@@ -26,7 +26,7 @@ class Sampled:
 
 
 class Bench:
-    """Rows, history and sampler over one vocabulary."""
+    """Rows, token history and sampler over one vocabulary."""
 
     def __init__(self, *, vocab_size: int, max_rows: int = 16, max_len: int = 64, engine_seed: int = 0) -> None:
         self.state = SamplingState(max_rows, vocab_size, engine_seed)

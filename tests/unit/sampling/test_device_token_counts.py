@@ -103,7 +103,7 @@ def test_with_device_counts_only_bad_words_read_tokens() -> None:
     assert bench.state.rows_reading_tokens(np.arange(2)).tolist() == [1]
 
 
-def test_there_is_no_table_before_the_first_penalised_row_and_none_after_it_was_dropped() -> None:
+def test_the_count_table_exists_only_while_there_are_penalized_rows() -> None:
     made: list[tuple[int, ...]] = []
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -145,7 +145,7 @@ class Shapes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_where_shapes_are_static_they_depend_on_no_number_of_penalised_rows_or_tokens() -> None:
+def test_static_shapes_do_not_depend_on_the_number_of_penalized_rows_or_tokens() -> None:
     seen = []
     for num_rows, length in ((1, 3), (5, 9)):
         bench = DeviceBench(static=True)
@@ -154,7 +154,7 @@ def test_where_shapes_are_static_they_depend_on_no_number_of_penalised_rows_or_t
         for row in range(num_rows, MAX_ROWS):
             bench.set_row(row, Sampled(SamplingParams(seed=1)))
         with Shapes() as shapes:
-            for step in range(2):  # the first, which writes the rows, and one that finds them
+            for step in range(2):  # the first step, which writes the rows, and one with existing rows
                 bench.step(random_logits(MAX_ROWS, VOCAB, seed=step), list(range(MAX_ROWS)))
         seen.append(shapes.seen)
     assert seen[0] == seen[1]

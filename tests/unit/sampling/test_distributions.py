@@ -30,7 +30,7 @@ def draw_counts(logits: torch.Tensor, settings: dict, mask: torch.Tensor | None 
     for row in range(NUM_ROWS):
         bench.set_row(row, Sampled(SamplingParams(seed=1000 + row, **settings), PROMPT, OUTPUT, eos=EOS))
     for position in range(NUM_POSITIONS):
-        # Another position for the random numbers, the same number of generated tokens for everything else.
+        # Another position for the random numbers; all other state has the same number of generated tokens.
         bench.state.seeds += np.uint64(position << 32)
         sampled = bench.sample(logits.expand(NUM_ROWS, -1), range(NUM_ROWS), batch_mask)
         counts += np.bincount(sampled.tolist(), minlength=vocab_size)
@@ -104,7 +104,7 @@ def test_low_precision_logits_are_sampled_in_float32(dtype, settings):
 @pytest.mark.parametrize(
     "settings", [{}, {"top_k": 10}, {"top_p": 0.8}, {"min_p": 0.1}, {"repetition_penalty": 1.5}], ids=id_of
 )
-def test_a_mask_comes_before_everything_else(settings):
+def test_a_mask_applies_before_everything_else(settings):
     logits = random_logits(1, VOCAB, seed=13)[0]
     mask = torch.from_numpy(np.random.default_rng(5).random(VOCAB) < 0.3)
     expected = distribution(logits.numpy(), SamplingParams(**settings), PROMPT, OUTPUT, EOS, mask.numpy())
@@ -112,7 +112,7 @@ def test_a_mask_comes_before_everything_else(settings):
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.9}], ids=id_of)
-def test_tokens_that_tie_with_the_last_one_kept_stay(settings):
+def test_tokens_that_tie_with_the_last_kept_token_are_kept(settings):
     logits = torch.tensor([0.0, 2.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
     expected = distribution(logits.numpy(), SamplingParams(**settings))
     assert (expected > 0).sum() == 5

@@ -1,4 +1,4 @@
-"""Several rows of logits for one request, behind its draft tokens, sample what each samples alone."""
+"""Several logits rows of one request, for its draft tokens, give the samples of each position alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def alone(name: str, row: int, length: int, logits: torch.Tensor) -> tuple[int, 
 
 @pytest.mark.parametrize("elements_at_once", [1 << 18, 3 * VOCAB_SIZE], ids=["whole", "in parts"])
 @pytest.mark.parametrize("names", [[name] for name in PARAMS] + [list(PARAMS)], ids=lambda names: "+".join(names)[:20])
-def test_a_row_with_draft_tokens_samples_what_it_samples_alone(
+def test_a_row_with_draft_tokens_gives_the_samples_of_each_position_alone(
     names: list[str], elements_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mvllm.sampling.sampler._ELEMENTS_AT_ONCE", elements_at_once)

@@ -1,4 +1,4 @@
-"""Drawing from weights: correct shares over any vocabulary, and never a token of weight zero."""
+"""Drawing from weights: correct frequencies for any vocabulary, and never a token of weight zero."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_small_vocabularies(vocab_size):
     assert_drawn_from(counts, weights.double().numpy() / weights.double().sum().item())
 
 
-def test_a_long_flat_tail_keeps_its_share():
+def test_a_long_flat_tail_has_its_correct_frequency():
     """One token has half of the mass; each of 128 255 others so little that a float32 running sum would lose it."""
     weights = torch.full((LARGE,), 1.0 / (LARGE - 1))
     weights[1000] = 1.0

@@ -62,7 +62,7 @@ def test_log_probabilities_and_failed_rows_are_the_same_with_filtered_draw() -> 
     assert own.logprobs[0].token_ids == provided.logprobs[0].token_ids
 
 
-def test_blocks_are_what_the_caller_says() -> None:
+def test_the_block_size_is_that_of_the_caller() -> None:
     weights = torch.tensor([[1.0, 1.0, 1.0, 1.0, 4.0, 0.0, 0.0, 0.0]])
     half, last = torch.tensor([0.45]), torch.tensor([0.9])
     assert draw(weights, half, last, 2).item() == 3

@@ -17,7 +17,7 @@ def blocked(words: list[list[int]], tokens: list[int]) -> list[int]:
     return sorted(set(BadWords(words, 100).blocked(np.array(tokens, dtype=np.int32)).tolist()))
 
 
-def test_a_bad_word_is_blocked_behind_its_first_tokens() -> None:
+def test_the_last_token_of_a_bad_word_is_blocked_after_its_first_tokens() -> None:
     words = [[5], [1, 2], [1, 2, 3], [2, 2, 2, 7], [4, 200]]
     assert blocked(words, [9]) == [5]
     assert blocked(words, [9, 1]) == [2, 5]
@@ -38,13 +38,13 @@ def test_only_bad_words_of_several_tokens_read_tokens() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [15, 16, 17, 320])
-def test_masks_of_lists(vocab_size: int) -> None:
+def test_masks_from_token_lists(vocab_size: int) -> None:
     ids = [0, 7, vocab_size - 1, vocab_size + 5]
     bits = np.unpackbits(mask_from_token_ids(ids, vocab_size).view(np.uint8), bitorder="little")
     assert np.flatnonzero(bits).tolist() == [0, 7, vocab_size - 1]
 
 
-def test_both_of_two_masks_of_different_lengths() -> None:
+def test_two_masks_of_different_lengths_both_apply() -> None:
     one, other = mask_from_token_ids(range(20), 20), mask_from_token_ids(range(10, 64), 64)
     assert np.array_equal(
         intersect_masks(one, other, 4), intersect_masks(mask_from_token_ids(range(10, 20), 64), None, 4)
@@ -67,7 +67,7 @@ def test_masks_of_some_rows_do_not_shorten_allowed_tokens_of_others() -> None:
     assert found.tolist() == [90, 31, 90] and not found.errors
 
 
-def test_biases_come_before_penalties_and_no_bias_undoes_a_block() -> None:
+def test_biases_apply_before_penalties_and_do_not_unblock_tokens() -> None:
     logits = torch.zeros(1, 50)
     logits[0, 3] = 1.0
     settings = {"temperature": 0.0, "repetition_penalty": 4.0, "logit_bias": {7: 3.0, 8: 2.0, 9: 100.0}}
@@ -76,7 +76,7 @@ def test_biases_come_before_penalties_and_no_bias_undoes_a_block() -> None:
     assert found.tolist() == [8], "7 has 3.0 / 4.0 left, 8 has 2.0, 9 cannot be chosen"
 
 
-def test_logits_stay_as_they_are() -> None:
+def test_the_input_logits_are_not_modified() -> None:
     logits = random_logits(4, 60, seed=1)
     kept = logits.clone()
     params = SamplingParams(logit_bias={5: 9}, allowed_token_ids=[5, 6], bad_words_token_ids=[[5], [3, 6]])

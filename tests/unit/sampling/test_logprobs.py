@@ -39,18 +39,18 @@ def test_of_a_prompt(dtype, asked, given):
         assert_right(entry, row, token_id, given)
 
 
-def test_of_a_long_prompt_are_computed_in_pieces(monkeypatch):
+def test_of_a_long_prompt_are_computed_in_chunks(monkeypatch):
     logits, token_ids = random_logits(50, VOCAB), torch.arange(50)
     whole = prompt_logprobs(logits, token_ids, 4)
     monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", 7 * VOCAB)
     assert prompt_logprobs(logits, token_ids, 4) == whole
 
 
-def test_of_an_empty_piece_of_a_prompt():
+def test_of_an_empty_chunk_of_a_prompt():
     assert prompt_logprobs(torch.empty(0, VOCAB), torch.empty(0, dtype=torch.int64), 3) == []
 
 
-def test_of_samples_each_row_as_many_as_it_asked_for():
+def test_each_row_has_the_requested_number():
     logits = random_logits(5, VOCAB, seed=2)
     asked = [None, 0, 3, -1, 20]
     sequences = [Sampled(SamplingParams(temperature=i % 2, seed=i, logprobs=k)) for i, k in enumerate(asked)]
@@ -68,7 +68,7 @@ def test_are_those_before_temperature_and_filters():
     assert_right(sampled.logprobs[0], logits[0], sampled.tolist()[0], 5)
 
 
-def test_a_greedy_token_has_rank_one_and_stands_first_even_when_others_tie():
+def test_a_greedy_token_has_rank_one_and_is_first_even_with_ties():
     logits = torch.zeros(1, VOCAB, dtype=torch.bfloat16)
     logits[0, [30, 100, 101, 400]] = 5.0
     entry = sample_batch(logits, [Sampled(SamplingParams(temperature=0, logprobs=2))]).logprobs[0]

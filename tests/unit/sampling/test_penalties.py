@@ -1,4 +1,4 @@
-"""Penalties and minimum length against the slow reference, on greedy rows, where every token is determined."""
+"""Penalties and minimum length compared with the slow reference, on greedy rows, where every token is determined."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_greedy_generation_follows_the_reference(presence, frequency, repetiti
     st.lists(st.integers(0, 200), max_size=200),
     st.lists(st.integers(0, 400), max_size=6),
 )
-def test_counts_kept_up_piece_by_piece_equal_counts_made_at_once(prompt, output, stops):
+def test_incremental_counts_equal_counts_computed_at_once(prompt, output, stops):
     tokens = np.array([*prompt, *output], dtype=np.int32)
     counts = TokenCounts()
     for stop in [*sorted(stops), len(tokens)]:
@@ -91,7 +91,7 @@ def test_min_tokens_counts_what_was_generated_before_a_preemption():
         assert (sample_batch(logits, [sequence]).tolist()[0] == best) is is_open
 
 
-def test_logprobs_are_those_of_the_model_whatever_was_penalized():
+def test_logprobs_are_those_of_the_model_without_penalties():
     logits = random_logits(1, VOCAB)
     best = int(logits.argmax())
     params = SamplingParams(temperature=0, repetition_penalty=50.0, logprobs=1, min_tokens=1)

@@ -70,7 +70,7 @@ def make_sequences() -> st.SearchStrategy[list[Sampled]]:
 
 @settings(max_examples=150, deadline=None)
 @given(make_sequences(), st.randoms(use_true_random=False), st.integers(0, 1000))
-def test_alone_and_in_any_batch_and_row_the_same(sequences, random, seed):
+def test_samples_are_the_same_alone_and_in_any_batch_and_row(sequences, random, seed):
     logits = random_logits(len(sequences), VOCAB, seed=seed)
     bench = Bench(vocab_size=VOCAB, max_rows=20)
     for row in range(20):
@@ -88,7 +88,7 @@ def test_alone_and_in_any_batch_and_row_the_same(sequences, random, seed):
 
 
 @pytest.mark.parametrize("clear", [True, False])
-def test_a_recycled_row_carries_nothing_over(clear):
+def test_a_reused_row_has_no_state_of_its_former_request(clear):
     fresh = Sampled(SamplingParams(seed=4, logprobs=2), prompt=[5], output=[6])
     logits = random_logits(1, VOCAB)
     used = Bench(vocab_size=VOCAB)
@@ -210,12 +210,12 @@ def test_healthy_batches_report_no_errors_and_no_logprobs():
     assert sampled.errors == {} and sampled.logprobs == {}
 
 
-def test_an_empty_batch_is_fine():
+def test_an_empty_batch_is_accepted():
     bench = Bench(vocab_size=VOCAB)
     assert bench.sample(torch.empty(0, VOCAB), np.empty(0, dtype=np.int64)).tolist() == []
 
 
-def test_the_logits_are_left_as_they_are():
+def test_the_logits_are_not_modified():
     logits = random_logits(1, VOCAB).repeat(3, 1)
     before = logits.clone()
     mask = torch.ones_like(logits, dtype=torch.bool)

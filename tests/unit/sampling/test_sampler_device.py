@@ -1,4 +1,4 @@
-"""Device work of the sampler: no synchronization, one copy to the device, and only operations that a row needs."""
+"""The sampler's device work: no synchronization, one copy to the device, and only operations that a row needs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_sampling_copies_once_to_the_device_and_waits_for_nothing(with_mask):
         sampled.tolist()
 
 
-def test_from_staging_buffers_the_same_is_sampled_and_one_copy_made():
+def test_staging_buffers_give_the_same_samples_with_one_copy():
     runtime = HostRuntime()
     staging = StagingBuffers(runtime)
     logits = random_logits(len(MIXED), VOCAB)
@@ -84,7 +84,7 @@ def test_from_staging_buffers_the_same_is_sampled_and_one_copy_made():
     assert runtime.num_copies == 3, "nothing to tell the device"
 
 
-def test_copies_that_were_started_are_what_is_read():
+def test_started_copies_are_the_ones_that_are_read():
     logits = random_logits(len(MIXED), VOCAB)
     expected, sampled = sample_batch(logits, MIXED), sample_batch(logits, MIXED)
     sampled.send_to_host(HostRuntime().to_host)

@@ -344,14 +344,14 @@ def test_max_logprobs_zero_still_allows_the_sampled_token():
     assert_refused("logprobs", SamplingParams(logprobs=1), max_logprobs=0)
 
 
-def test_min_tokens_fit_in_the_context():
+def test_min_tokens_must_fit_in_the_context():
     check(SamplingParams(min_tokens=60, max_tokens=None))
     assert "0 to 60" in assert_refused("min_tokens", SamplingParams(min_tokens=61, max_tokens=None))
     assert_refused("min_tokens", SamplingParams(min_tokens=INT64_MAX, max_tokens=None))
 
 
 @pytest.mark.parametrize(("asked", "settled"), [(None, 60), (60, 60), (61, 60), (INT64_MAX, 60), (59, 59), (1, 1)])
-def test_max_tokens_end_with_the_context(asked, settled):
+def test_max_tokens_is_limited_by_the_context(asked, settled):
     params = SamplingParams(max_tokens=asked)
     assert check(params).max_tokens == settled
     assert params.max_tokens == asked, "the params given are left as they are"
@@ -374,7 +374,7 @@ class TestBestOf:
         with pytest.raises(RequestError, match="best_of must be 1 when temperature is 0"):
             SamplingParams(best_of=2, temperature=0)
 
-    def test_only_more_than_n_has_to_wait_for_the_end(self):
+    def test_only_a_best_of_above_n_is_ranked(self):
         assert not SamplingParams(n=2, best_of=2).is_ranked
         assert SamplingParams(n=2, best_of=3).is_ranked
 

@@ -44,7 +44,7 @@ def sample(params, *, static, rows=None, masks=None):
 
 
 @pytest.mark.parametrize("params", [[GREEDY] * 3, [RANDOM, GREEDY], FILTERED, MIXED], ids=len)
-def test_the_same_is_sampled(params):
+def test_samples_are_the_same_with_static_shapes(params):
     expected, found = sample(params, static=False), sample(params, static=True)
     assert found.tolist() == expected.tolist() and not found.errors
     assert found.logprobs.keys() == expected.logprobs.keys()
@@ -53,7 +53,7 @@ def test_the_same_is_sampled(params):
         assert found.logprobs[row].logprobs == pytest.approx(one.logprobs, abs=1e-5)
 
 
-def test_masks_of_some_rows_leave_the_others_alone():
+def test_masks_of_some_rows_do_not_affect_the_others():
     masks = TokenMasks([1], mask_from_token_ids([11], VOCAB).tobytes())
     params = [GREEDY, GREEDY, RANDOM, SamplingParams(temperature=0, allowed_token_ids=[5])]
     expected, found = sample(params, static=False, masks=masks), sample(params, static=True, masks=masks)
@@ -62,7 +62,7 @@ def test_masks_of_some_rows_leave_the_others_alone():
 
 
 class Shapes(TorchDispatchMode):
-    """Records every operation with the shapes of its arguments, as a compiler for static shapes sees them."""
+    """Records every operation with the shapes of its arguments, like a compiler for static shapes."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ def test_shapes_depend_on_the_kind_of_a_batch_alone(one, other):
     assert shapes_of(one) == shapes_of(other)
 
 
-def test_the_kinds_of_the_warm_up_are_all_that_sampling_needs():
+def test_the_warm_up_covers_all_kinds_of_batches():
     warm = [shapes_of([kind]) for kind in warm_up_params(VOCAB)]
     for params in ([GREEDY], [RANDOM, GREEDY], *([each] for each in FILTERED), [SamplingParams(top_k=200), GREEDY]):
         assert shapes_of(params) in warm

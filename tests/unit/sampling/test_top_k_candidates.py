@@ -1,4 +1,4 @@
-"""Examining candidates first changes no token, in any batch."""
+"""The top-k candidate pass changes no token, in any batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = (
 
 
 class Dense(Sampler):
-    """A sampler that never synchronizes, as where steps are planned ahead."""
+    """A sampler that never synchronizes, as with asynchronous scheduling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ def test_tokens_that_tie_with_the_last_one_stay(settings) -> None:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_row_does_not_depend_on_a_row_with_more_candidates(settings) -> None:
     logits = random_logits(30, VOCAB, seed=5)
-    logits[1::3] = 0.5  # all tie
-    logits[2::3] *= 0.01  # flat
+    logits[1::3] = 0.5  # all logits tie
+    logits[2::3] *= 0.01  # flat distribution
     batch = sequences(30, **settings)
     batch[4::5] = sequences(6, top_k=200, top_p=0.8)
     alone = [tokens(logits[i : i + 1], [batch[i]])[0] for i in range(30)]
@@ -87,7 +87,7 @@ def test_more_rows_than_are_handled_together(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS[:3], ids=str)
-def test_rows_in_which_hardly_a_token_is_allowed(settings) -> None:
+def test_rows_with_few_allowed_tokens(settings) -> None:
     logits = random_logits(20, VOCAB, seed=8)
     mask = torch.zeros(20, VOCAB, dtype=torch.bool)
     mask[:, VOCAB - 1] = mask[:, 5] = True

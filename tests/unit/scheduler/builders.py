@@ -77,7 +77,7 @@ def make_request(
     pooling: PoolingType | None = None,
     **params: object,
 ) -> EngineCoreRequest:
-    """A request. An integer prompt means that many tokens that no other such request has."""
+    """A request. An integer prompt stands for that many tokens, different from those of all other requests."""
     number = next(_names)
     if isinstance(prompt, int):
         prompt = [1000 + 100 * number + i for i in range(prompt)]
@@ -167,8 +167,8 @@ class Engine:
         for output in outputs.outputs:
             self.results[output.request_id].add(output)
 
-    def check_names(self) -> None:
-        """Raises AssertionError unless every block with a confirmed hash holds what the hash names."""
+    def check_hashes(self) -> None:
+        """Raises AssertionError unless every block with a confirmed hash has the contents of that hash."""
         kv_cache, runner = self.scheduler._kv_cache, self.runner
         unconfirmed = {block for record in kv_cache.unconfirmed.records for block in record.writers}
         contents: dict[bytes, list[int]] = {}

@@ -1,17 +1,18 @@
-"""A model runner without a model: tokens are a pure function of the tokens before, and KV is checked as it is read.
+"""A model runner without a model: tokens are a pure function of the previous tokens, and KV is checked when it is read.
 
-It follows the worker's side of the contract strictly: it knows only plans, keeps its own rows, and appends its own
-samples. What it "writes" to the KV slot of a position is a fingerprint of all tokens up to there; before it samples it
-reads every slot of the row through the block table and checks the fingerprints. A wrong block table, a stale cache hit,
-an overwritten shared block or a confused row fails there.
+It implements the worker's side of the contract strictly: it knows only plans, has its own rows, and appends its own
+samples. The "KV" of a position is a fingerprint of all tokens up to it; before sampling, the runner reads every slot of
+the row through the block table and checks the fingerprints. This detects a wrong block table, a stale cache hit, an
+overwritten shared block or a confused row.
 
 Each group of layers writes its own fingerprints, and reads only within its window.
 
-A step without memory writes nothing. A request that reads what it should have written samples `WRONG_TOKEN` and writes
-garbage, which must have no effect. The same holds for rows that compute without a missing adapter.
+A step without memory writes nothing. A request that reads a slot that this step should have written samples
+`WRONG_TOKEN` and writes garbage, which must have no effect. The same holds for rows that compute without a missing
+adapter.
 
-Draft tokens are computed and written like known ones; rejected ones are dropped. A draft model's writes ahead are
-garbage in every slot behind the known tokens: any other reader of such a slot fails.
+Draft tokens are computed and written like known tokens; rejected ones are dropped. A draft model's writes ahead are
+garbage in every slot after the known tokens: any other reader of such a slot fails.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, S
 VOCAB_SIZE = 50
 
 GROUP = 1 << 40
-"""What the fingerprints of two groups of layers differ by."""
+"""Difference between the fingerprints of two groups of layers."""
 
 SCRAWL = -2
-"""What a draft token leaves in a slot."""
+"""Content of a slot written for a draft token."""
 
 GARBAGE = -3
-"""What a row writes that reads what is not its own."""
+"""Content that a row writes after it has read slots of another request."""
 
 WRONG_TOKEN = 10_000
-"""What it samples."""
+"""Token that such a row samples."""
 
 POISON = -1
-"""What a failing row writes, and what every row writes that reads it: "not a number", which spreads."""
+"""Content that a failing row writes, and every row that reads it: like NaN, it spreads."""
 
 
 def fingerprints(token_ids: list[int], start: int = 7) -> list[int]:
@@ -61,7 +62,7 @@ def first_print(lora_int_id: int) -> int:
 def expected_tokens(
     prompt: list[int], params: SamplingParams, eos: list[int], max_model_len: int, lora_int_id: int = 0
 ) -> list[int]:
-    """What a request generates, whatever the schedule."""
+    """The tokens that a request generates, independent of the schedule."""
     tokens = list(prompt)
     stops = {*([] if params.ignore_eos else eos), *(params.stop_token_ids or [])}
     while True:
@@ -75,7 +76,7 @@ def expected_tokens(
 
 
 def vector_of(prompt: list[int]) -> bytes:
-    """The vector of a prompt, in this runner."""
+    """The embedding of a prompt in this runner."""
     return str(fingerprints(prompt)[-1]).encode()
 
 
@@ -92,7 +93,7 @@ class _Row:
         self.has_failed = False
         self.tables = [list(table) for table in (data.block_ids, *data.more_block_ids)]
         self.num_computed = data.num_computed_tokens
-        self.num_drafts = 0  # of `tokens`, the last ones, while a step checks them
+        self.num_drafts = 0  # the last of `tokens`, while a step verifies them
         self.pooled: list[int] = []
 
     def append(self, token: int) -> None:
@@ -119,9 +120,9 @@ class FakeRunner:
     """Executes plans.
 
     Attributes:
-        failing: Ids of requests whose row fails whenever it computes, and writes garbage KV.
-        steps_without_memory: Numbers of steps that fail as a whole.
-        missing_adapters: Ids of adapters that cannot be loaded: their rows report it, and compute without.
+        failing: Ids of requests whose row fails in every step, and writes garbage KV.
+        steps_without_memory: Numbers of steps that fail completely.
+        missing_adapters: Ids of adapters that cannot be loaded: their rows report it, and compute without the adapter.
         num_computed: Tokens computed so far, by request id.
         propose: Proposes draft tokens for a row; None without speculative decoding.
     """
@@ -153,7 +154,7 @@ class FakeRunner:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self._apply(plan)
         if plan.step in self.steps_without_memory:
-            return self._give_up(plan)
+            return self._fail_step(plan)
         for position, drafts in plan.draft_token_ids.items():
             self._add_drafts(self.rows[plan.rows[position]], plan.num_scheduled_tokens[position], drafts)
         for row, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True):
@@ -167,7 +168,7 @@ class FakeRunner:
                 output.errors[plan.rows.index(data.row)] = "no such adapter"
         return output
 
-    def _give_up(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def _fail_step(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Fails a step: nothing is written, and the rows have the lengths of the plan."""
         self.may_read_garbage = True
         for position, (row, count) in enumerate(zip(plan.rows, plan.num_scheduled_tokens, strict=True)):
@@ -222,7 +223,7 @@ class FakeRunner:
         self.num_computed[request_id] = self.num_computed.get(request_id, 0) + count
 
     def _spread_poison(self, plan: SchedulerOutput) -> None:
-        """Makes every row of the step that reads poison write poison, until nothing changes."""
+        """Makes every row of the step that reads poison write poison, until a fixed point."""
         spreading = True
         while spreading:
             spreading = False
@@ -250,7 +251,7 @@ class FakeRunner:
         return changed
 
     def _pool(self, position: int, row: _Row, count: int, output: ModelRunnerOutput) -> None:
-        """Like a real runner, keeps what pooling needs of every position from the steps that computed it."""
+        """Like a real runner, keeps the pooling state of every position from the steps that computed it."""
         assert row.data.pooling_params is not None and row.data.pooling_params.pooling_type is not None
         row.pooled += row.prints[row.num_computed - count : row.num_computed]
         if row.num_computed == len(row.tokens):

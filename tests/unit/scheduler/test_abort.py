@@ -36,7 +36,7 @@ def test_a_request_in_the_middle_of_its_prompt():
     assert_nothing_is_left(engine)
 
 
-def test_a_running_request_has_no_output_any_more():
+def test_a_running_request_has_no_further_output():
     engine = Engine(make_scheduler())
     engine.add(make_request(request_id="r"))
     engine.step()

@@ -1,4 +1,4 @@
-"""Steps planned before the results of earlier ones are back."""
+"""Steps that are planned before the results of earlier steps have arrived."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_no_plan_goes_past_max_model_len(depth):
 
 
 @depths
-def test_what_was_planned_beyond_a_stop_is_dropped(depth):
+def test_tokens_planned_beyond_a_stop_are_dropped(depth):
     request = make_request(PROMPT, request_id="r", max_tokens=20)
     free = expected_tokens(PROMPT, request.sampling_params, [], 64)
     request.eos_token_ids = [free[3]]
@@ -57,7 +57,7 @@ def test_a_preempted_request_waits_for_its_token_before_it_comes_back(depth):
 
 
 @depths
-def test_a_row_that_fails_is_reported_once_though_more_of_it_is_planned(depth):
+def test_a_failed_row_is_reported_once_although_later_steps_are_planned(depth):
     engine = Engine(make_scheduler(), depth=depth)
     engine.add(make_request(PROMPT, request_id="r", max_tokens=20))
     engine.step()
@@ -95,7 +95,7 @@ def test_every_plan_may_be_planned_before_any_result_is_back():
     assert result.token_ids == expected_tokens(PROMPT, make_request(max_tokens=20).sampling_params, [], 64)
 
 
-def test_a_step_without_work_is_not_planned_and_the_next_names_its_freed_rows():
+def test_a_step_without_work_is_not_planned_and_the_next_one_frees_its_rows():
     scheduler = make_scheduler()
     scheduler.add_request(make_request(PROMPT, request_id="a", max_tokens=1))
     first = scheduler.schedule()

@@ -33,18 +33,18 @@ def make_engine(depth: int = 2, **options: object) -> Engine:
 def collect_all(engine: Engine) -> None:
     while engine.in_flight:
         engine.collect()
-    engine.check_names()
+    engine.check_hashes()
 
 
 def check_all_again(engine: Engine, requests) -> None:
-    """Runs every prompt once more, on the present cache."""
-    engine.check_names()
+    """Runs every prompt again, on the current cache."""
+    engine.check_hashes()
     for request in requests:
         request.request_id += "-again"
         [result] = engine.run(request)
         assert result.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         assert result.token_ids == tokens_of(request)
-        engine.check_names()
+        engine.check_hashes()
 
 
 KINDS = pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_requests_that_read_blocks_of_a_failed_step_restart_and_give_correct_tok
     assert {new.request_id for new in plan.new_requests if new.num_computed_tokens} == {"b"}
     engine.in_flight.append((plan, engine.runner.execute(plan)))
     engine.run()
-    engine.check_names()
+    engine.check_hashes()
     assert engine.results["a"].finish_reason is FinishReason.ERROR
     for request in (reader, other):
         assert engine.results[request.request_id].token_ids == tokens_of(request)
     check_all_again(engine, [writer, reader])
 
 
-def under_way(engine: Engine, *requests) -> None:
+def execute_ahead(engine: Engine, *requests) -> None:
     """Makes and executes one more plan, without applying results."""
     engine.add(*requests)
     plan = engine.scheduler.schedule()
@@ -102,9 +102,9 @@ def test_indirect_readers_restart_and_readers_of_confirmed_blocks_continue():
     engine.runner.steps_without_memory = {engine.scheduler.next_step}
     chain = [make_request(PROMPT[: 9 + 4 * i], request_id=f"r{i}", max_tokens=6) for i in range(3)]
     keeps = make_request([*range(40, 53), 1], request_id="keeps", max_tokens=6)
-    under_way(engine, chain[0])
-    under_way(engine, chain[1], keeps)
-    under_way(engine, chain[2])
+    execute_ahead(engine, chain[0])
+    execute_ahead(engine, chain[1], keeps)
+    execute_ahead(engine, chain[2])
     assert engine.scheduler.requests.by_id["r2"].num_cached_tokens == 12, (
         "it shares what r1 computes behind r0's blocks"
     )
@@ -128,8 +128,8 @@ def test_finished_and_preempted_readers_are_discarded_too(which, what):
     engine = make_engine(num_blocks=24)
     engine.runner.steps_without_memory = {0}
     first, second, third = (make_request([*PROMPT, i], request_id=name, max_tokens=8) for i, name in enumerate("abc"))
-    under_way(engine, first)
-    under_way(engine, second)
+    execute_ahead(engine, first)
+    execute_ahead(engine, second)
     if what == "abort":
         engine.scheduler.abort_requests([which])
     elif what == "fail":
@@ -139,7 +139,7 @@ def test_finished_and_preempted_readers_are_discarded_too(which, what):
         while which in {request.request_id for request in scheduler.requests.running}:
             scheduler.requests.preempt_last()
     engine.scheduler.check_integrity()
-    under_way(engine, third)
+    execute_ahead(engine, third)
     assert engine.scheduler.requests.by_id["c"].num_cached_tokens == 16
     collect_all(engine)
     engine.run()
@@ -152,11 +152,11 @@ def test_finished_and_preempted_readers_are_discarded_too(which, what):
 def test_blocks_reallocated_to_another_request_are_not_evicted():
     engine = make_engine(num_blocks=6)
     engine.runner.steps_without_memory = {0}
-    under_way(engine, make_request(PROMPT, request_id="a"))
+    execute_ahead(engine, make_request(PROMPT, request_id="a"))
     engine.scheduler.abort_requests(["a"])
     other = make_request(16, request_id="other", max_tokens=5)
-    under_way(engine, other)  # takes most of the blocks
-    under_way(engine)
+    execute_ahead(engine, other)  # allocates most of the blocks
+    execute_ahead(engine)
     collect_all(engine)
     engine.run()
     assert engine.results["other"].token_ids == tokens_of(other)
@@ -176,8 +176,8 @@ def test_a_reader_keeps_what_it_had_generated_before_it_was_preempted():
     collect_all(engine)
     assert 3 < len(engine.results["b"].token_ids) < 12
     engine.runner.steps_without_memory = {scheduler.next_step}
-    under_way(engine, make_request(PROMPT, request_id="a", priority=-1))  # all of the step's budget
-    under_way(engine)
+    execute_ahead(engine, make_request(PROMPT, request_id="a", priority=-1))  # the whole budget of the step
+    execute_ahead(engine)
     assert len(scheduler.requests.running) == 2
     engine.run()
     assert engine.results["b"].token_ids == tokens_of(second)
@@ -188,8 +188,8 @@ def test_a_reader_keeps_what_it_had_generated_before_it_was_preempted():
 def test_a_pooling_request_that_reads_failed_blocks_is_recomputed():
     engine = make_engine()
     engine.runner.steps_without_memory = {0}
-    under_way(engine, make_request(PROMPT, request_id="a"))
-    under_way(engine, make_request([*PROMPT, 9], request_id="b", pooling=PoolingType.LAST))
+    execute_ahead(engine, make_request(PROMPT, request_id="a"))
+    execute_ahead(engine, make_request([*PROMPT, 9], request_id="b", pooling=PoolingType.LAST))
     engine.run()
     assert engine.results["b"].outputs[-1].pooling_output == vector_of([*PROMPT, 9])
 
@@ -199,9 +199,9 @@ def test_results_of_later_pieces_of_a_prompt_are_dropped_when_the_request_has_en
     engine = make_engine(max_num_batched_tokens=8)
     engine.runner.steps_without_memory = {0}
     wanted = {"prompt_logprobs": 1} if pooling is None else {"pooling": pooling}
-    under_way(engine, make_request(PROMPT, request_id="a", **wanted))
-    under_way(engine)
-    under_way(engine)
+    execute_ahead(engine, make_request(PROMPT, request_id="a", **wanted))
+    execute_ahead(engine)
+    execute_ahead(engine)
     engine.scheduler.abort_requests(["a"])
     collect_all(engine)
     [other] = engine.run(make_request(PROMPT, prompt_logprobs=1))
@@ -215,11 +215,11 @@ def test_blocks_computed_without_the_adapter_are_evicted(depth):
         make_request([*PROMPT, i], request_id=name, lora_int_id=1, max_tokens=6) for i, name in enumerate("abc")
     )
     engine.runner.missing_adapters = {1}
-    under_way(engine, first)
-    engine.runner.missing_adapters = set()  # its files are back
+    execute_ahead(engine, first)
+    engine.runner.missing_adapters = set()  # its files are restored
     if depth == 1:
         engine.collect()
-    under_way(engine, second)
+    execute_ahead(engine, second)
     collect_all(engine)
     results = engine.run(third)
     assert engine.results["a"].outputs[-1].error == "no such adapter"
@@ -231,8 +231,8 @@ def test_successive_out_of_memory_steps_fail_only_requests_that_were_in_them():
     engine = make_engine(depth=3)
     engine.runner.steps_without_memory = {0, 1}
     first, second = (make_request([*PROMPT, i], request_id=name) for i, name in enumerate("ab"))
-    under_way(engine, first)
-    under_way(engine, second, make_request(5, request_id="c"))
+    execute_ahead(engine, first)
+    execute_ahead(engine, second, make_request(5, request_id="c"))
     engine.run()
     assert [engine.results[name].finish_reason for name in "ac"] == [FinishReason.ERROR] * 2
     assert engine.results["b"].token_ids == tokens_of(second), "it had to start again anyway"
@@ -247,7 +247,7 @@ def test_a_request_whose_parameters_allow_no_token_keeps_its_blocks_cached():
     output.errors, output.sampled_token_ids = {0: NOTHING_TO_SAMPLE}, [-1]
     engine.in_flight.append((plan, output))
     second = make_request([*PROMPT, 3], request_id="b")
-    under_way(engine, second)
+    execute_ahead(engine, second)
     engine.run()
     assert engine.results["a"].finish_reason is FinishReason.ERROR
     assert engine.results["b"].token_ids == tokens_of(second)
@@ -313,7 +313,7 @@ events = st.lists(
 
 
 def propose(tokens: list[int]) -> list[int]:
-    """Draft tokens, some right and some wrong."""
+    """Correct and wrong draft tokens."""
     return [*expected_tokens(tokens, make_request(max_tokens=2).sampling_params, [], MAX_MODEL_LEN), 3][:2]
 
 
@@ -334,7 +334,7 @@ def test_after_any_failure_other_requests_give_correct_tokens_and_hashes_are_val
         if "step" in event:
             for _ in range(argument if event == "step" else 1):
                 engine.step()
-                engine.check_names()
+                engine.check_hashes()
         if event == "abort":
             if f"r{argument}" in scheduler.requests.by_id:
                 aborted.add(f"r{argument}")
@@ -347,7 +347,7 @@ def test_after_any_failure_other_requests_give_correct_tokens_and_hashes_are_val
         elif event == "adapter comes":
             runner.missing_adapters.discard(argument)
     engine.run()
-    engine.check_names()
+    engine.check_hashes()
     for request in added:
         check_result(engine, request, ended_early=request.request_id in aborted)
     assert scheduler.make_stats().kv_cache_usage == 0.0
@@ -380,7 +380,7 @@ def check_result(engine: Engine, request, *, ended_early: bool) -> None:
 
 @pytest.mark.parametrize("failing", range(6))
 def test_a_failure_at_any_step_is_recovered(failing):
-    """One traffic, with prefixes shared in every way, and each of its steps without memory once."""
+    """The same traffic once per step: with shared prefixes of every kind, and that step without memory."""
     for depth, stages in ((1, 1), (2, 1), (3, 3)):
         engine = make_engine(depth, num_stages=stages, max_num_batched_tokens=16, num_blocks=40)
         engine.runner.steps_without_memory = {failing}

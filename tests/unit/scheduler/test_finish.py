@@ -13,7 +13,7 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 def generated_tokens(prompt=PROMPT, max_tokens=20):
-    """What the fake runner generates when nothing stops it."""
+    """The tokens that the fake runner generates without stop conditions."""
     request = make_request(prompt, max_tokens=max_tokens)
     return expected_tokens(prompt, request.sampling_params, [], 64)
 

@@ -12,7 +12,7 @@ FORM = {"regex": "a"}
 
 
 class Countdown:
-    """A grammar of `length` tokens, whose mask encodes how many have come. Token 99 is an error."""
+    """A grammar of `length` tokens, whose mask encodes the number of accepted tokens. Token 99 is an error."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -134,7 +134,7 @@ def test_a_grammar_error_fails_only_its_request() -> None:
     assert {(o.request_id, o.error) for o in outputs} == {("lost", "lost its way"), ("fine", None)}
 
 
-def test_stop_tokens_stand_outside_of_the_grammar_and_length_ends_it() -> None:
+def test_stop_tokens_are_outside_the_grammar_and_max_tokens_ends_it() -> None:
     scheduler = make_scheduler()
     stopped, cut = Countdown(6), Countdown(6)
     scheduler.add_request(make_request(request_id="stopped", structured_outputs=FORM, stop_token_ids=[7], max_tokens=8))
@@ -155,7 +155,7 @@ def test_a_request_takes_part_in_no_step_while_its_mask_is_being_computed() -> N
     scheduler.start_grammar("formed", grammar)
     answer(scheduler, scheduler.schedule())
     grammar.is_ready = False
-    while len(scheduler.request_ids) == 2:  # the other goes on to its end
+    while len(scheduler.request_ids) == 2:  # the other request runs to its end
         assert not scheduler.is_waiting_for_masks
         plan = scheduler.schedule()
         assert len(plan.rows) == 1 and not plan.mask_rows
@@ -187,7 +187,7 @@ def test_a_preempted_request_waits_for_its_mask_without_delaying_others() -> Non
     assert scheduler.pop_outputs()[0].error == "too slow" and not scheduler.has_requests()
 
 
-class TestMasksThatFollow:
+class TestDeferredMasks:
     """With workers that support deferred masks, a step is planned before the last token is known."""
 
     def scheduler(self, **grammars: Countdown) -> Scheduler:
@@ -198,7 +198,7 @@ class TestMasksThatFollow:
         scheduler.add_request(make_request(request_id="free", max_tokens=8))
         return scheduler
 
-    def test_the_next_step_is_planned_and_its_masks_follow_the_token(self) -> None:
+    def test_the_next_step_is_planned_before_its_masks_are_known(self) -> None:
         scheduler = self.scheduler(formed=Countdown(8))
         first = scheduler.schedule()
         assert not first.masks_follow and first.token_masks == bytes([0] * 4)

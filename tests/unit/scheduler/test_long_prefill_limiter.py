@@ -1,4 +1,4 @@
-"""Long prompts leave budget for other requests, and use what others leave."""
+"""Long prompts leave budget for other requests, and use the budget that others leave."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_a_later_short_request_has_its_first_token_in_its_first_step():
     assert scheduled(engine) == {"long": 19, "short": 1}
 
 
-def test_a_long_prompt_keeps_its_share_however_many_others_come():
+def test_a_long_prompt_keeps_its_share_for_any_number_of_other_requests():
     engine = make_engine()
     engine.add(make_request(LONG, request_id="long"))
     for i in range(12):
@@ -59,7 +59,7 @@ def test_decoding_requests_behind_a_long_prompt_continue():
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (5,)])
-def test_long_prompts_are_computed_one_after_the_other_and_nothing_of_a_step_is_lost(windows):
+def test_long_prompts_are_computed_one_after_the_other_with_the_whole_budget(windows):
     engine = make_engine(windows=windows)
     engine.add(*[make_request(45, request_id=f"long-{i}", max_tokens=1) for i in range(4)])
     steps = [scheduled(engine) for _ in range(9)]
@@ -94,7 +94,7 @@ def test_without_a_limit_prompts_are_computed_in_the_order_of_service():
     assert [scheduled(engine) for _ in range(10)] == [{"long": 20}] * 10
 
 
-def test_a_long_prompt_most_of_which_is_in_the_cache_is_a_short_one():
+def test_a_long_prompt_that_is_mostly_cached_counts_as_short():
     engine = make_engine()
     [first] = [make_request(60)]
     engine.run(first)
@@ -116,7 +116,7 @@ def test_long_prompts_that_wait_are_not_looked_up_in_every_step():
     assert not looks
 
 
-def test_a_share_of_one_token_and_the_rest_of_the_budget_have_blocks_where_a_window_leaves_few():
+def test_with_few_blocks_for_a_window_every_scheduled_token_has_a_slot():
     limits = {"max_num_batched_tokens": 2, "max_model_len": 32, "block_size": 5, "windows": (7,)}
     engine = Engine(make_scheduler(num_blocks=15, **limits))
     engine.run(make_request(17, request_id="long"))  # checks after each step that computed tokens have slots

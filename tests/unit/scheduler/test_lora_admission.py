@@ -21,13 +21,13 @@ def with_adapter(number: int, **options: object) -> EngineCoreRequest:
 
 
 def answer(scheduler: Scheduler, plan: SchedulerOutput) -> list[str]:
-    """Executes a plan; returns the requests that ended."""
+    """Executes a plan; returns the finished requests."""
     outputs = scheduler.update_from_output(plan, ModelRunnerOutput(plan.step, [7] * len(plan.rows)))
     scheduler.check_integrity()
     return [output.request_id for output in outputs.outputs if output.finish_reason is not None]
 
 
-def begun(plan: SchedulerOutput) -> list[str]:
+def started(plan: SchedulerOutput) -> list[str]:
     return [new.request_id for new in plan.new_requests]
 
 
@@ -36,14 +36,14 @@ def test_requests_without_a_lora_slot_wait_and_others_bypass_them() -> None:
     for name, number in (("a", 1), ("b", 2), ("c", 3), ("a2", 1), ("base", 0), ("d", 4)):
         scheduler.add_request(with_adapter(number, request_id=name, max_tokens=2))
     plan = scheduler.schedule()
-    assert begun(plan) == ["a", "b", "a2", "base"]
+    assert started(plan) == ["a", "b", "a2", "base"]
     assert [new.lora_request and new.lora_request.lora_int_id for new in plan.new_requests] == [1, 2, 1, None]
     assert scheduler.running_lora_ids == {1, 2}
     answer(scheduler, plan)
     plan = scheduler.schedule()
-    assert not begun(plan)
+    assert not started(plan)
     assert set(answer(scheduler, plan)) == {"a", "b", "a2", "base"}
-    assert begun(scheduler.schedule()) == ["c", "d"]
+    assert started(scheduler.schedule()) == ["c", "d"]
 
 
 def test_a_request_that_waits_for_a_slot_is_bypassed_a_limited_number_of_times() -> None:
@@ -52,12 +52,12 @@ def test_a_request_that_waits_for_a_slot_is_bypassed_a_limited_number_of_times()
     answer(scheduler, scheduler.schedule())
     scheduler.add_request(with_adapter(2, request_id="patient"))
     overtaking = 0
-    for number in range(100):  # one of the other adapter is always there to join
+    for number in range(100):  # a request of the other adapter is always available
         scheduler.add_request(with_adapter(1, request_id=f"other-{number}", max_tokens=2))
         plan = scheduler.schedule()
-        if "patient" in begun(plan):
+        if "patient" in started(plan):
             break
-        overtaking += len(begun(plan))
+        overtaking += len(started(plan))
         answer(scheduler, plan)
     else:
         raise AssertionError("it waits forever")

@@ -16,7 +16,7 @@ def make_engine(depth: int, **settings: object) -> Engine:
     return Engine(make_scheduler(num_stages=depth, **settings), depth=depth)
 
 
-def rows_under_way(engine: Engine) -> list[int]:
+def rows_in_flight(engine: Engine) -> list[int]:
     return [row for plan, _ in engine.in_flight for row in plan.rows]
 
 
@@ -26,7 +26,7 @@ def test_no_request_is_in_two_steps_at_a_time(depth):
     engine.add(*[make_request(3 + i, max_tokens=9) for i in range(7)])
     while engine.scheduler.has_requests():
         plan = engine.scheduler.schedule()
-        assert not set(plan.rows) & set(rows_under_way(engine))
+        assert not set(plan.rows) & set(rows_in_flight(engine))
         engine.in_flight.append((plan, engine.runner.execute(plan)))
         while len(engine.in_flight) >= depth:
             engine.collect()
@@ -41,7 +41,7 @@ def test_decoding_requests_are_spread_over_the_steps(depth):
 
 
 @depths
-def test_steps_stay_even_when_some_of_the_requests_end(depth):
+def test_steps_stay_balanced_when_some_requests_end(depth):
     engine = make_engine(depth, max_num_seqs=12)
     engine.add(*[make_request(3, max_tokens=10 if i < 4 else 50) for i in range(12)])
     for _ in range(20 * depth):

@@ -1,4 +1,4 @@
-"""A pooling request ends when its prompt is computed, whatever else runs."""
+"""A pooling request ends when its prompt is computed, in any traffic."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from tests.unit.scheduler.builders import Engine, make_request, make_scheduler
 from tests.unit.scheduler.fake_runner import expected_tokens, logprobs_of
 
 
-def crowd(engine: Engine, *requests):
+def add_until_preemption(engine: Engine, *requests):
     """Adds requests and steps until the first preemption. Returns the ids of the running requests."""
     engine.add(*requests)
     while not engine.scheduler.make_stats().num_preemptions:
@@ -24,7 +24,7 @@ def assert_as_expected(requests, results):
 def test_the_newest_request_is_preempted():
     engine = Engine(make_scheduler(num_blocks=7, block_size=4))
     requests = [make_request(4, request_id=name, max_tokens=10, priority=-i) for i, name in enumerate("abc")]
-    assert crowd(engine, *requests) == ["a", "b"]
+    assert add_until_preemption(engine, *requests) == ["a", "b"]
     assert engine.scheduler.num_waiting == 1
 
 
@@ -32,21 +32,21 @@ def test_under_the_priority_policy_the_least_important_request_is_preempted():
     engine = Engine(make_scheduler(num_blocks=7, block_size=4, policy="priority"))
     priorities = {"a": 5, "b": 1, "c": 1}
     requests = [make_request(4, request_id=name, max_tokens=10, priority=p) for name, p in priorities.items()]
-    assert sorted(crowd(engine, *requests)) == ["b", "c"]
+    assert sorted(add_until_preemption(engine, *requests)) == ["b", "c"]
 
 
 def test_of_equally_important_requests_the_newest_is_preempted():
     engine = Engine(make_scheduler(num_blocks=7, block_size=4, policy="priority"))
     requests = [make_request(4, request_id=name, max_tokens=10, priority=3) for name in "abc"]
-    assert sorted(crowd(engine, *requests)) == ["a", "b"]
+    assert sorted(add_until_preemption(engine, *requests)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_no_request_is_admitted_in_the_step_of_a_preemption(depth):
     engine = Engine(make_scheduler(num_blocks=8, block_size=4), depth=depth)
     requests = [make_request(n, request_id=name, max_tokens=9) for n, name in ((4, "old"), (20, "long"), (1, "late"))]
-    assert crowd(engine, *requests) == ["old"]
-    assert engine.last_plan.new_requests == []  # though there is room enough for "late"
+    assert add_until_preemption(engine, *requests) == ["old"]
+    assert engine.last_plan.new_requests == []  # although there is enough room for "late"
     joined = []
     while engine.scheduler.num_waiting:
         joined.extend(data.request_id for data in engine.step().new_requests)
@@ -63,14 +63,14 @@ def test_a_request_is_admitted_only_if_each_running_one_can_grow_by_a_block():
 
 def test_a_preempted_request_frees_its_row_in_the_same_plan():
     engine = Engine(make_scheduler(num_blocks=7, block_size=4))
-    crowd(engine, *[make_request(4, max_tokens=10) for _ in range(3)])
+    add_until_preemption(engine, *[make_request(4, max_tokens=10) for _ in range(3)])
     assert engine.last_plan.freed_rows == [2]
 
 
-def test_a_preempted_request_comes_back_before_newer_ones_with_all_it_had():
+def test_a_preempted_request_resumes_before_newer_ones_with_all_its_tokens():
     engine = Engine(make_scheduler(num_blocks=7, block_size=4, max_num_seqs=3))
     requests = [make_request(4, request_id=name, max_tokens=8) for name in "abcd"]
-    crowd(engine, *requests)
+    add_until_preemption(engine, *requests)
     so_far = list(engine.results["c"].token_ids)
     while not engine.last_plan.new_requests:
         engine.step()
@@ -82,9 +82,9 @@ def test_a_preempted_request_comes_back_before_newer_ones_with_all_it_had():
     assert_as_expected(requests, [engine.results[request.request_id] for request in requests])
 
 
-def test_a_preempted_request_finds_what_is_left_of_its_own_blocks():
+def test_a_preempted_request_reuses_its_cached_blocks():
     engine = Engine(make_scheduler(num_blocks=7, block_size=4))
-    crowd(engine, *[make_request(8, request_id=name, max_tokens=6) for name in "ab"])
+    add_until_preemption(engine, *[make_request(8, request_id=name, max_tokens=6) for name in "ab"])
     while not engine.last_plan.new_requests:
         engine.step()
     assert engine.last_plan.new_requests[0].num_computed_tokens > 0

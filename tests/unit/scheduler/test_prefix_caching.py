@@ -8,7 +8,7 @@ from tests.unit.scheduler.fake_runner import expected_tokens
 PROMPT = list(range(100, 118))  # 4 full blocks of 4 and 2 tokens
 
 
-def test_a_second_request_computes_only_what_is_new():
+def test_a_second_request_computes_only_the_uncached_suffix():
     engine = Engine(make_scheduler())
     engine.run(make_request(PROMPT))
     request = make_request(PROMPT, request_id="second")
@@ -18,7 +18,7 @@ def test_a_second_request_computes_only_what_is_new():
     assert result.token_ids == expected_tokens(PROMPT, request.sampling_params, [], 64)
 
 
-def test_a_prompt_that_is_cached_whole_computes_its_last_block_again_to_get_logits():
+def test_a_fully_cached_prompt_recomputes_its_last_block_for_logits():
     engine = Engine(make_scheduler())
     engine.run(make_request(PROMPT[:16]))
     [result] = engine.run(make_request(PROMPT[:16], request_id="second", max_tokens=1))
@@ -26,7 +26,7 @@ def test_a_prompt_that_is_cached_whole_computes_its_last_block_again_to_get_logi
     assert engine.runner.num_computed["second"] == 4
 
 
-def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation():
+def test_the_next_turn_of_a_conversation_reuses_blocks_of_generated_tokens():
     engine = Engine(make_scheduler())
     [first] = engine.run(make_request(PROMPT, max_tokens=11))
     conversation = PROMPT + first.token_ids
@@ -35,7 +35,7 @@ def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation():
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_generated_tokens_are_found_though_they_were_in_flight_when_their_block_was_planned(depth):
+def test_blocks_whose_tokens_were_in_flight_when_planned_are_cached(depth):
     engine = Engine(make_scheduler(), depth=depth)
     [first] = engine.run(make_request(PROMPT, max_tokens=11))
     conversation = PROMPT + first.token_ids
@@ -43,7 +43,7 @@ def test_generated_tokens_are_found_though_they_were_in_flight_when_their_block_
     assert second.num_cached_tokens == (len(conversation) - 1) // 4 * 4
 
 
-def test_requests_planned_in_the_same_step_share():
+def test_requests_planned_in_the_same_step_share_blocks():
     engine = Engine(make_scheduler())
     engine.add(*[make_request(PROMPT) for _ in range(3)])
     assert engine.step().num_scheduled_tokens == [18, 2, 2]
@@ -93,7 +93,9 @@ def test_a_request_for_prompt_logprobs_does_not_read_the_cache_but_fills_it():
     [asking] = engine.run(make_request(PROMPT, prompt_logprobs=1))
     assert asking.num_cached_tokens == 0
     assert len(asking.prompt_logprobs) == len(PROMPT) - 1
-    assert engine.scheduler.make_stats().prefix_cache_queries == len(PROMPT)  # only the first request asked
+    assert engine.scheduler.make_stats().prefix_cache_queries == len(
+        PROMPT
+    )  # only the first request had prompt_logprobs
 
     engine = Engine(make_scheduler())
     engine.run(make_request(PROMPT, prompt_logprobs=1))
@@ -108,7 +110,7 @@ def test_a_chunked_prefix_is_cached_as_far_as_it_is_planned():
     engine.add(make_request(PROMPT))
     plan = engine.step()
     assert plan.num_scheduled_tokens == [8, 2]
-    assert plan.new_requests[0].num_computed_tokens == 16  # the other blocks are filled in this very step
+    assert plan.new_requests[0].num_computed_tokens == 16  # the other blocks are filled in this step
     engine.run()
 
 
@@ -135,7 +137,7 @@ def test_old_prefixes_are_evicted_oldest_first():
     engine = Engine(make_scheduler(num_blocks=12, block_size=4))
     for start in (100, 200):
         engine.run(make_request(list(range(start, start + 17)), max_tokens=1))  # 4 blocks stay of each
-    engine.run(make_request(list(range(100, 117)), max_tokens=1))  # used again: 200 is the oldest now
+    engine.run(make_request(list(range(100, 117)), max_tokens=1))  # used again: 200 is now the least recently used
     engine.run(make_request(list(range(300, 317)), max_tokens=8))
     [first] = engine.run(make_request(list(range(100, 117)), max_tokens=1))
     [second] = engine.run(make_request(list(range(200, 217)), max_tokens=1))

@@ -1,7 +1,7 @@
-"""Random traffic under random limits: tokens do not depend on the schedule, and nothing leaks.
+"""Random traffic under random limits: tokens do not depend on the schedule, and no resource leaks.
 
 Three checks run: the scheduler's `check_integrity` and the fake runner's check of KV in each step, and at the end the
-comparison with the tokens of a request that runs alone.
+comparison with the tokens of each request alone.
 """
 
 import random
@@ -113,7 +113,7 @@ def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, actions):
     assert engine.scheduler.make_stats().kv_cache_usage == 0.0
 
     engine.runner.failing.clear()
-    for request in added.values():  # again, on what the cache holds now: nothing of a failed request may be in it
+    for request in added.values():  # again, with the current cache: it must contain no blocks of a failed request
         request.request_id += "-again"
         engine.run(request)
         check_result(engine, request, limits, ended_early=False, may_fail=False)

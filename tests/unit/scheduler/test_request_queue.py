@@ -15,7 +15,7 @@ def waiting_request(*order: int) -> Request:
 
 
 @given(st.lists(st.integers(0, 3)), st.data())
-def test_the_queue_is_a_sorted_list_from_which_anything_can_be_taken(priorities, data):
+def test_the_queue_is_sorted_and_any_request_can_be_removed(priorities, data):
     queue, model = RequestQueue(), []
     for number, priority in enumerate(priorities):
         request = waiting_request(priority, number)
@@ -32,7 +32,7 @@ def test_the_queue_is_a_sorted_list_from_which_anything_can_be_taken(priorities,
     assert [queue.pop() for _ in model] == model
 
 
-def test_requests_taken_out_are_not_kept_in_memory():
+def test_removed_requests_are_not_kept_in_memory():
     queue = RequestQueue()
     queue.push(waiting_request(0, 0))
     for number in range(1, 1000):

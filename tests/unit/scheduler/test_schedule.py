@@ -1,4 +1,4 @@
-"""The contents of a plan: budget, chunks, rows, order, differences."""
+"""The contents of a plan: budget, chunks, rows, order, changes."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_a_plan_has_full_data_of_new_requests_and_only_rows_of_others():
     assert (plan.new_requests, plan.rows, plan.num_scheduled_tokens) == ([], [0], [1])
 
 
-def test_a_plan_is_not_changed_by_what_happens_later():
+def test_a_plan_is_not_changed_by_later_steps():
     engine = Engine(make_scheduler())
     engine.add(make_request([5, 6, 7]))
     [data] = engine.step().new_requests
@@ -38,7 +38,7 @@ def test_a_plan_is_not_changed_by_what_happens_later():
     assert data.token_ids == [5, 6, 7]
 
 
-def test_blocks_are_added_only_where_a_request_enters_a_new_one():
+def test_blocks_are_added_only_when_a_request_enters_a_new_block():
     engine = Engine(make_scheduler(block_size=4))
     engine.add(make_request(3, max_tokens=12))
     plans = [engine.step() for _ in range(10)]
@@ -130,7 +130,7 @@ def test_the_lowest_free_row_is_used_again():
     assert [data.row for data in plan.new_requests] == [1, 2]
 
 
-def test_rows_freed_by_the_last_requests_are_named_in_the_next_plan():
+def test_rows_freed_by_the_last_requests_are_in_the_next_plan():
     engine = Engine(make_scheduler())
     engine.run(make_request(max_tokens=1))
     assert not engine.scheduler.has_requests()

@@ -1,4 +1,4 @@
-"""Draft tokens, right or wrong, in any traffic: each request gets the tokens that it would get alone."""
+"""Draft tokens, correct or wrong, in any traffic: each request gets the tokens that it gets alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.scheduler.test_random_traffic import MAX_MODEL_LEN, Limits, acti
 
 
 def following(tokens: list[int], count: int) -> list[int]:
-    """What the fake runner samples behind `tokens`."""
+    """The token that the fake runner samples after `tokens`."""
     found = list(tokens)
     for _ in range(count):
         found.append(next_token(fingerprints(found)[-1]))
@@ -28,7 +28,7 @@ def following(tokens: list[int], count: int) -> list[int]:
 
 
 def make_proposer(num_tokens: int, seed: int) -> Callable[[list[int]], list[int]]:
-    """Proposes up to `num_tokens` draft tokens, of which a random number of the first are right."""
+    """Proposes up to `num_tokens` draft tokens, of which a random number of the first are correct."""
     dice = random.Random(seed)
 
     def propose(tokens: list[int]) -> list[int]:
@@ -47,7 +47,7 @@ def make_engine(
     depth: int = 1,
     **config: object,
 ) -> Engine:
-    """An engine whose draft tokens are right by default."""
+    """An engine whose draft tokens are correct by default."""
     scheduler = make_scheduler(
         num_speculative_tokens=num_tokens, num_lookahead_tokens=num_lookahead, num_stages=depth, **config
     )
@@ -110,7 +110,7 @@ def test_any_traffic_gives_the_tokens_of_each_request_alone(limits, draft_settin
     assert engine.scheduler.make_stats().kv_cache_usage == 0.0
 
     engine.runner.failing.clear()
-    for request in added.values():  # again, on what the cache holds now: no draft token may be in it
+    for request in added.values():  # again, with the current cache: it must contain no draft token
         request.request_id += "-again"
         engine.run(request)
         check_result(engine, request, limits, ended_early=False, may_fail=False)
@@ -198,7 +198,7 @@ def test_draft_tokens_count_up_to_the_first_mismatch():
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))
-def test_no_draft_token_is_verified_behind_the_last_token(max_tokens):
+def test_no_draft_token_is_verified_after_the_last_token(max_tokens):
     engine = make_engine(4, max_model_len=14)
     request = make_request(6, request_id="a", max_tokens=max_tokens)
     longest = min(max_tokens, 8)
@@ -213,7 +213,7 @@ def test_no_draft_token_is_verified_behind_the_last_token(max_tokens):
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 @pytest.mark.parametrize("at", range(7))
-def test_a_stop_token_ends_a_run_wherever_it_stands(kind, at):
+def test_a_stop_token_ends_a_run_at_any_position(kind, at):
     prompt = [1, 6, 7]
     tokens = following(prompt, 8)
     assert len(set(tokens)) == 8
@@ -318,7 +318,7 @@ def test_draft_tokens_of_a_finished_request_are_dropped():
     engine.scheduler.abort_requests(["gone"])
     for each in engine.scheduler.update_from_output(plan, output).outputs:
         engine.results[each.request_id].add(each)
-    engine.add(new)  # takes the row
+    engine.add(new)  # uses the row
     plan = engine.step()
     assert len(plan.draft_token_ids) == 1
     engine.run()

@@ -1,4 +1,4 @@
-"""Compiling grammars, hostile ones included: each ends in a grammar or a clear error, and the next one is compiled."""
+"""Compiling grammars, including hostile ones: each gives a grammar or a clear error, and the next one is compiled."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def vocabulary() -> Vocabulary:
 
 
 @pytest.fixture(scope="module")
-def kept(vocabulary: Vocabulary) -> Iterator[StructuredOutputManager]:
-    """A manager for tests that do not change it; its process is started once."""
+def shared_manager(vocabulary: Vocabulary) -> Iterator[StructuredOutputManager]:
+    """A shared manager for tests that do not change it; its process is started once."""
     manager = StructuredOutputManager(lambda: vocabulary)
     yield manager
     manager.shutdown()
@@ -171,7 +171,7 @@ def test_cancelled_requests_are_dropped_and_equal_grammars_are_compiled_once(
         manager.submit(request(name, json={"type": "object"}))
     manager.cancel(["second"])
     assert set(outcomes(manager, 2)) == {"first", "third"}
-    manager.submit(request("fourth", json_object=True))  # the same grammar by another name
+    manager.submit(request("fourth", json_object=True))  # the same grammar with another name
     assert {outcome.request_id for outcome in manager.pop_results()} == {"fourth"}
 
 
@@ -193,7 +193,7 @@ def test_a_process_that_is_killed_is_started_again(vocabulary: Vocabulary) -> No
     assert sandbox.pid is None and sandbox.run(job).error == "the engine is shutting down"
 
 
-def test_masks_lead_through_the_text_and_allow_the_end_where_it_is_complete(
+def test_masks_allow_the_text_and_eos_only_where_it_is_complete(
     manager: StructuredOutputManager, vocabulary: Vocabulary
 ) -> None:
     grammar = begin(manager, json={"enum": ["ja", "jawohl"]})
@@ -213,7 +213,7 @@ def test_tokens_that_end_a_sequence_wait_for_complete_text_and_for_min_tokens(
 ) -> None:
     a, b = tokens_of(vocabulary, "a")[0], tokens_of(vocabulary, "b")[0]
     grammar = begin(manager, regex="a[0-9]", min_tokens=2, stop_token_ids=[a])
-    assert allowed(grammar) == {a}  # all that the text can begin with, though it ends the sequence
+    assert allowed(grammar) == {a}  # all possible beginnings of the text, although it ends the sequence
     grammar = begin(manager, regex="[ab]+", min_tokens=2, stop_token_ids=[a])
     assert a not in allowed(grammar)
     grammar.accept(b)
@@ -258,11 +258,11 @@ def test_choices_may_contain_any_text(manager: StructuredOutputManager, vocabula
         assert 1 in allowed(grammar)
 
 
-class TestThoughts:
-    """Reasoning up to its end tag, and the grammar behind it."""
+class TestReasoning:
+    """Reasoning up to its end tag, and the grammar after it."""
 
     def go(self, grammar: SequenceGrammar, vocabulary: Vocabulary, text: str) -> bool:
-        """Consumes a text; false if a token of it is blocked."""
+        """Consumes a text; false if one of its tokens is blocked."""
         for token in tokens_of(vocabulary, text):
             if token not in allowed(grammar):
                 return False
@@ -273,38 +273,44 @@ class TestThoughts:
     @pytest.mark.parametrize("form", [{"json": {"enum": [7]}}, {"regex": "7"}, {"choice": ["7"]}], ids=str)
     @pytest.mark.parametrize("before", ["hm</think>", "</think>\n\n", "<think>a </thin b\n\n{</think> ", "é😀</think>"])
     def test_within_them_from_the_beginning(
-        self, kept: StructuredOutputManager, vocabulary: Vocabulary, form: dict[str, object], before: str
+        self, shared_manager: StructuredOutputManager, vocabulary: Vocabulary, form: dict[str, object], before: str
     ) -> None:
-        grammar = begin(kept, **form, thoughts_end="</think>")
+        grammar = begin(shared_manager, **form, thoughts_end="</think>")
         assert self.go(grammar, vocabulary, before) and 1 not in allowed(grammar)
         assert not self.go(grammar, vocabulary, "8")
         assert self.go(grammar, vocabulary, "7") and allowed(grammar) == {1}
 
     @pytest.mark.parametrize("form", [{"json": {"enum": [7]}}, {"regex": "7"}, {"grammar": 'start: "7"'}], ids=str)
     def test_begun_by_a_tag_or_left_out(
-        self, kept: StructuredOutputManager, vocabulary: Vocabulary, form: dict[str, object]
+        self, shared_manager: StructuredOutputManager, vocabulary: Vocabulary, form: dict[str, object]
     ) -> None:
         for before in ("", "<think>so: 8</think>\n\n", "<think></think>"):
-            grammar = begin(kept, **form, thoughts_start="<think>", thoughts_end="</think>")
+            grammar = begin(shared_manager, **form, thoughts_start="<think>", thoughts_end="</think>")
             assert self.go(grammar, vocabulary, before)
             assert not self.go(grammar, vocabulary, "8")
             assert self.go(grammar, vocabulary, "7") and allowed(grammar) == {1}
-        assert not self.go(begin(kept, **form, thoughts_start="<think>", thoughts_end="</think>"), vocabulary, "hm")
+        assert not self.go(
+            begin(shared_manager, **form, thoughts_start="<think>", thoughts_end="</think>"), vocabulary, "hm"
+        )
 
-    def test_ended_by_a_special_token_without_text(self, kept: StructuredOutputManager, vocabulary: Vocabulary) -> None:
+    def test_ended_by_a_special_token_without_text(
+        self, shared_manager: StructuredOutputManager, vocabulary: Vocabulary
+    ) -> None:
         tokenizer = vocabulary.build()
         special = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i) and i not in (0, 1)]
         [tag] = [i for i in special if tokenizer.decode_str([i]) == "<|im_start|>"]
-        grammar = begin(kept, regex="7", thoughts_end="<|im_start|>")
+        grammar = begin(shared_manager, regex="7", thoughts_end="<|im_start|>")
         assert self.go(grammar, vocabulary, "hm 8") and tag in allowed(grammar)
         grammar.accept(tag)
         assert not self.go(grammar, vocabulary, "8") and self.go(grammar, vocabulary, "7")
 
     def test_an_impossible_grammar_is_refused_although_its_reasoning_part_could_match(
-        self, kept: StructuredOutputManager
+        self, shared_manager: StructuredOutputManager
     ) -> None:
-        kept.submit(request(json={"allOf": [{"type": "string"}, {"type": "integer"}]}, thoughts_end="</think>"))
-        assert outcomes(kept, 1)["request"].grammar is None
+        shared_manager.submit(
+            request(json={"allOf": [{"type": "string"}, {"type": "integer"}]}, thoughts_end="</think>")
+        )
+        assert outcomes(shared_manager, 1)["request"].grammar is None
 
 
 NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -331,8 +337,8 @@ class TestStructuralTags:
             '[T]{"x": 1} more [T]{"x":2}',
         ],
     )
-    def test_what_may_come(self, kept: StructuredOutputManager, vocabulary: Vocabulary, text: str) -> None:
-        grammar = begin(kept, structural_tag=TAGS)
+    def test_what_may_come(self, shared_manager: StructuredOutputManager, vocabulary: Vocabulary, text: str) -> None:
+        grammar = begin(shared_manager, structural_tag=TAGS)
         for token in tokens_of(vocabulary, text):
             assert token in allowed(grammar)
             grammar.accept(token)
@@ -349,9 +355,9 @@ class TestStructuralTags:
         ],
     )
     def test_what_must_come(
-        self, kept: StructuredOutputManager, vocabulary: Vocabulary, text: str, allows: str
+        self, shared_manager: StructuredOutputManager, vocabulary: Vocabulary, text: str, allows: str
     ) -> None:
-        grammar = begin(kept, structural_tag=TAGS)
+        grammar = begin(shared_manager, structural_tag=TAGS)
         for token in tokens_of(vocabulary, text):
             assert token in allowed(grammar)
             grammar.accept(token)
@@ -359,10 +365,10 @@ class TestStructuralTags:
         assert {tokenizer.decode_str([token])[0] for token in allowed(grammar)} == set(allows)
 
     def test_a_trigger_that_is_a_special_token_without_text(
-        self, kept: StructuredOutputManager, vocabulary: Vocabulary
+        self, shared_manager: StructuredOutputManager, vocabulary: Vocabulary
     ) -> None:
         tag = {"begin": "<|im_start|>f", "schema": {"enum": [7]}, "end": ""}
-        grammar = begin(kept, structural_tag={"structures": [tag], "triggers": ["<|im_start|>"]})
+        grammar = begin(shared_manager, structural_tag={"structures": [tag], "triggers": ["<|im_start|>"]})
         [special] = vocabulary.build().tokenize_str("<|im_start|>", parse_special=True)
         assert special in allowed(grammar) and 1 in allowed(grammar)
         grammar.accept(special)
@@ -371,14 +377,14 @@ class TestStructuralTags:
             grammar.accept(token)
         assert special in allowed(grammar) and 1 in allowed(grammar)
 
-    def test_an_unsatisfiable_schema_is_refused(self, kept: StructuredOutputManager) -> None:
+    def test_an_unsatisfiable_schema_is_refused(self, shared_manager: StructuredOutputManager) -> None:
         tag = {"begin": "<f>", "schema": {"type": "strng"}, "end": ""}
-        kept.submit(request(structural_tag={"structures": [tag], "triggers": ["<"]}))
-        assert "structural tag" in str(outcomes(kept, 1)["request"].error)
+        shared_manager.submit(request(structural_tag={"structures": [tag], "triggers": ["<"]}))
+        assert "structural tag" in str(outcomes(shared_manager, 1)["request"].error)
 
 
-def test_a_grammar_beyond_the_parser_limits_is_refused_when_compiled(kept: StructuredOutputManager) -> None:
-    kept.submit(request("wide", json={"enum": [{"id": i, "name": f"n{i}"} for i in range(4000)]}))
-    kept.submit(request("narrow", json={"anyOf": [{"properties": {"k": {"const": i}}} for i in range(300)]}))
-    found = outcomes(kept, 2)
+def test_a_grammar_beyond_the_parser_limits_is_refused_when_compiled(shared_manager: StructuredOutputManager) -> None:
+    shared_manager.submit(request("wide", json={"enum": [{"id": i, "name": f"n{i}"} for i in range(4000)]}))
+    shared_manager.submit(request("narrow", json={"anyOf": [{"properties": {"k": {"const": i}}} for i in range(300)]}))
+    found = outcomes(shared_manager, 2)
     assert "items" in str(found["wide"].error) and found["narrow"].error is None

@@ -1,4 +1,4 @@
-"""Where masks are computed, and the limit on their processor time."""
+"""Where masks are computed, and the limit on their CPU time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mvllm.structured_output.mask_worker import INLINE_SECONDS, MaskTimeBudget, 
 from tests.unit.structured_output.test_grammar_compiler import (  # noqa: F401  (fixtures)
     StructuredOutputManager,
     Vocabulary,
-    kept,
     outcomes,
     request,
+    shared_manager,
     tokens_of,
     vocabulary,
 )
@@ -57,7 +57,7 @@ def test_expensive_masks_do_not_block_the_caller_and_cheaper_ones_come_first(wor
     for job in later:
         worker.run(job)
     worker.run(Job("cheap", CHEAP, log, now))
-    assert log == ["cheap"]  # the others are still held up
+    assert log == ["cheap"]  # the others are still blocked
     may_go.set()
     assert all(job.done.wait(PATIENCE) for job in later)
     assert log == ["cheap", "first", "2.0", "3.0"]
@@ -81,7 +81,7 @@ def test_the_inline_time_of_one_step_is_limited(worker: MaskWorker, monkeypatch:
     assert left_over.done.wait(PATIENCE)
 
 
-def test_a_sequence_that_has_ended_costs_nothing(worker: MaskWorker) -> None:
+def test_no_masks_are_computed_for_a_finished_sequence(worker: MaskWorker) -> None:
     log: list[str] = []
     may_go = threading.Event()
     running, dropped, last = (Job(name, EXPENSIVE, log, may_go) for name in ("running", "dropped", "last"))
@@ -104,7 +104,7 @@ def test_the_time_budget_grows_with_the_tokens() -> None:
 
 
 def test_sequences_of_an_ambiguous_grammar_end_in_an_error_together(
-    kept: StructuredOutputManager,  # noqa: F811
+    shared_manager: StructuredOutputManager,  # noqa: F811
     vocabulary: Vocabulary,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -115,8 +115,8 @@ def test_sequences_of_an_ambiguous_grammar_end_in_an_error_together(
     for name in ("one", "other"):
         asked = request(name, grammar='start: s\ns: s s | "a" |')
         asked.sibling_group = "group"
-        kept.submit(asked)
-        found.append(outcomes(kept, 1)[name].grammar)
+        shared_manager.submit(asked)
+        found.append(outcomes(shared_manager, 1)[name].grammar)
     one, other = found
     assert one is not None and other is not None
     for _ in range(1000):
@@ -125,4 +125,4 @@ def test_sequences_of_an_ambiguous_grammar_end_in_an_error_together(
             break
     assert "processor time" in str(one.error)
     other.accept(a)
-    assert "processor time" in str(other.error)  # what the n sequences of a request take is one sum
+    assert "processor time" in str(other.error)  # the CPU time of a request's n sequences is summed

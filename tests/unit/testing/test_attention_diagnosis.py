@@ -49,7 +49,7 @@ def test_a_result_that_no_mistake_explains_names_the_worst_request_position_and_
     assert "Wrong: 1 of 192 results, in requests 2." in text and "equals that" not in text
 
 
-def test_what_is_not_finite_is_the_worst():
+def test_non_finite_values_are_the_worst():
     case = case_of()
     found = expected(case)
     found[0] += 1
@@ -60,7 +60,7 @@ def test_what_is_not_finite_is_the_worst():
     )
 
 
-def test_the_right_result_passes_and_one_of_another_shape_or_dtype_does_not():
+def test_the_correct_result_passes_and_another_shape_or_dtype_does_not():
     case = case_of()
     assert_near(expected(case).float(), case)
     assert "returned (48, 32), not (48, 64)" in error_message(case, expected(case)[:, :32])

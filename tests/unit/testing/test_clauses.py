@@ -18,7 +18,7 @@ PAGE = re.sub(  # with list items on one line each
 )
 SUITE = Path(testing.__file__).parent / "suite"
 
-# Core never requests these of a platform, so there is nothing to refuse.
+# Core never requests these of a platform, so there is nothing to reject.
 NEVER_ASKED = {
     *("ATT-11", "SHP-03"),  # they describe how results are computed
     *("COM-05", "COM-06", "COM-08", "COM-09", "COM-10"),  # no layer uses these yet

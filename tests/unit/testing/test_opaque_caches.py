@@ -102,11 +102,11 @@ def test_missing_backend_methods_are_named(subject, runtime):
 
 
 def test_kv_bytes_of_the_backend_is_compared_with_the_layout(subject, runtime):
-    class Liar(ReadableArrayAttention):
+    class WrongKvBytes(ReadableArrayAttention):
         def kv_bytes(self, kv):
             return super().kv_bytes(kv) // 2
 
-    platform_under_test = subject(Liar)
+    platform_under_test = subject(WrongKvBytes)
     platform_under_test.capabilities = SimpleNamespace(kv_dtypes=("float32",), mla=False)
     with pytest.raises(AssertionError, match="the cache takes"):
         kvl.test_a_cache_takes_the_bytes_that_the_layout_says(platform_under_test, runtime, "float32")
@@ -184,7 +184,7 @@ def test_an_unknown_layout_names_the_method_to_implement():
 
 
 @pytest.mark.parametrize(("dtype", "one"), [(torch.int8, 1), (torch.uint8, 0x38)])
-def test_filled_codes_stand_for_the_value(dtype, one):
+def test_filled_codes_represent_the_value(dtype, one):
     codes, scales = torch.zeros(4, dtype=dtype), torch.zeros(2)
     ReferenceAttention(make_spec()).fill((codes, scales), 0.5)
     assert codes.tolist() == [one] * 4 and scales.tolist() == [0.5, 0.5]

@@ -86,7 +86,7 @@ def test_outcomes_become_clauses(run, options):
     assert "ATT-04  failed" in done.stdout and "platform cpu: 2 passed, 1 failed" in done.stdout
 
 
-def test_a_waived_failure_is_no_failure(run, tmp_path):
+def test_a_waived_failure_does_not_fail_the_run(run, tmp_path):
     (tmp_path / "w.toml").write_text(WAIVER.format("ATT-04"))
     done, report = run("--mvllm-waivers", "w.toml")
     assert done.returncode == 0, done.stdout

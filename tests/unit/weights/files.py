@@ -1,4 +1,4 @@
-"""Builders of safetensors files and of a model small enough to see through."""
+"""Builders of safetensors files and of a small model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def box(*ranges: tuple[int, int]) -> tuple[slice, ...]:
 
 
 class ToyModel(nn.Module):
-    """A band of q stacked on k (as fused, sharded projections are), a transposed matrix, a norm and an embedding."""
+    """A shard of q and k fused (as sharded projections are), a transposed matrix, a norm and an embedding."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def toy_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def assert_holds(model: ToyModel, tensors: Mapping[str, torch.Tensor]) -> None:
-    """The model's parameters are those of the checkpoint, converted to its dtype."""
+    """Asserts that the model's parameters equal the checkpoint, converted to its dtype."""
     tensors = {name.removeprefix("model."): tensor.to(model.norm.dtype) for name, tensor in tensors.items()}
     assert torch.equal(model.embed, tensors["embed.weight"])
     assert torch.equal(model.qk[:2], tensors["layers.0.q.weight"][2:4, 4:8])
@@ -68,7 +68,7 @@ def assert_holds(model: ToyModel, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_raw(path: Path, header: Any, data: bytes = b"", *, length: int | None = None) -> Path:
-    """A file with any header (a JSON value, or bytes as they are) and any data; `length` lies about the header's."""
+    """A file with any header (a JSON value, or raw bytes) and any data; `length` overrides the header's length."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
     return path

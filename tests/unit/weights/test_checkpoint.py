@@ -1,4 +1,4 @@
-"""Which files of a folder are the weights."""
+"""The files of a folder that contain the weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_one_file(tmp_path):
     assert sorted(read_checkpoint(tmp_path)) == ["a", "b"]
 
 
-def test_copies_in_other_layouts_and_pickled_ones_beside_it_do_not_matter(tmp_path):
+def test_copies_in_other_formats_are_ignored(tmp_path):
     write(tmp_path, "model.safetensors", "a")
     write(tmp_path, "consolidated.safetensors", "x")
     (tmp_path / "pytorch_model.bin").write_bytes(b"evil")
@@ -100,7 +100,7 @@ def test_more_tensors_than_a_model_can_need_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 3}}', "[" * 100_000]
 )
-def test_an_index_that_is_none_is_refused(tmp_path, text):
+def test_an_invalid_index_is_refused(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
         read_checkpoint(tmp_path)
@@ -130,7 +130,7 @@ def test_an_index_cannot_reach_outside_through_a_link(tmp_path):
             read_checkpoint(folder)
 
 
-def test_links_inside_the_folder_and_the_folder_itself_may_be_links(tmp_path):
+def test_the_folder_and_its_files_may_be_links_inside_the_folder(tmp_path):
     folder = tmp_path / "model"
     write(folder / "sub", "real.safetensors", "a")
     (folder / "link.safetensors").symlink_to("sub/real.safetensors")

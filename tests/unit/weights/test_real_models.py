@@ -1,4 +1,4 @@
-"""The loader with the engine's own models, on checkpoints that transformers wrote."""
+"""The loader with the engine's models, on checkpoints that transformers wrote."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def expected(target: WeightTarget, tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_rectangle_of_every_family_is_in_its_place(tmp_path, name, dtype):
+def test_every_weight_of_every_family_is_loaded_into_its_place(tmp_path, name, dtype):
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
     stored = {}
     for file in folder.glob("*.safetensors"):
@@ -63,7 +63,7 @@ def test_dummy_weights_fill_every_family_from_its_config_alone(tmp_path, name):
         assert (parameter.abs() < 1.05).all(), parameter_name
 
 
-def test_a_config_for_another_vocabulary_is_told_by_the_embedding(tmp_path):
+def test_a_config_for_another_vocabulary_is_detected_by_the_embedding(tmp_path):
     folder = make_checkpoint("llama-gqa", tmp_path, tokenizer=False)
     rows = read_checkpoint(folder)["model.embed_tokens.weight"].shape[0]
     change_config(folder, vocab_size=rows - 1)
@@ -81,14 +81,14 @@ def test_a_config_for_another_vocabulary_is_told_by_the_embedding(tmp_path):
         ({"attention_bias": True}, r"missing tensor 'model\.layers\.0\.self_attn\..*bias'"),
     ],
 )
-def test_a_config_of_another_model_is_told_by_the_weights(tmp_path, changes, said):
+def test_a_config_of_another_model_is_detected_by_the_weights(tmp_path, changes, said):
     folder = make_checkpoint("llama-gqa", tmp_path, tokenizer=False)
     change_config(folder, **changes)
     with pytest.raises(ModelError, match=said):
         load_weights(build(folder), folder, use_tqdm=False)
 
 
-def test_a_missing_shard_and_a_shortened_one_are_named(tmp_path):
+def test_missing_and_truncated_shards_are_named(tmp_path):
     folder = make_checkpoint("llama-many-files", tmp_path, tokenizer=False)
     shard = sorted(folder.glob("model-0000*.safetensors"))[1]
     content = shard.read_bytes()

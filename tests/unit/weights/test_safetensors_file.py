@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what is read from good ones, and that bad ones are refused before any data is read."""
+"""Headers of safetensors files: valid ones are read, and invalid ones are refused before any data is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mvllm.models.safetensors_file import SafetensorsReader, read_header
 from tests.unit.weights.files import entry, write_raw
 
 
-def test_a_header_tells_names_dtypes_shapes_and_places(tmp_path):
+def test_a_header_has_names_dtypes_shapes_and_offsets(tmp_path):
     tensors = {
         "a": torch.arange(6, dtype=torch.float32).view(2, 3),
         "b": torch.tensor(7, dtype=torch.int64),
@@ -76,7 +76,7 @@ def test_a_header_tells_names_dtypes_shapes_and_places(tmp_path):
         ({"a": entry("F32", [1], 0, 4)}, b"12345", "1 bytes longer"),
     ],
 )
-def test_a_header_that_is_not_right_is_refused_with_what_is_wrong(tmp_path, header, data, said):
+def test_an_invalid_header_is_refused_with_the_reason(tmp_path, header, data, said):
     path = write_raw(tmp_path / "bad.safetensors", header, data)
     with pytest.raises(ModelError, match=said) as caught:
         read_header(path)
@@ -91,7 +91,7 @@ def test_an_absurd_header_length_is_refused_without_reading_that_much(tmp_path, 
 
 
 def test_a_header_of_far_more_tensors_than_a_model_needs_is_refused_before_it_is_parsed(tmp_path):
-    many = b'{"a":{},' * 4000  # no JSON: whoever parses it says so
+    many = b'{"a":{},' * 4000  # not JSON: parsing it would raise another error
     path = write_raw(tmp_path / "bad.safetensors", many)
     with pytest.raises(ModelError, match=r"lists about 7999 tensors, and at most 100 are allowed for this model"):
         read_header(path, 100)
@@ -117,7 +117,7 @@ def test_a_file_too_short_for_anything(tmp_path, size):
         read_header(tmp_path / "bad.safetensors")
 
 
-def test_a_message_about_an_endless_name_is_short(tmp_path):
+def test_long_names_are_shortened_in_errors(tmp_path):
     path = write_raw(tmp_path / "bad.safetensors", {"x" * 1_000_000: entry("F32", [1], 0, 3)}, b"123")
     with pytest.raises(ModelError) as caught:
         read_header(path)
@@ -175,9 +175,7 @@ def outcome(path) -> str:
 
 
 @given(header=st.dictionaries(names, entries, max_size=3), data=st.binary(max_size=40))
-def test_any_header_is_read_or_refused_and_never_more_freely_than_the_formats_own_library(
-    tmp_path_factory, header, data
-):
+def test_every_header_that_is_accepted_is_accepted_by_the_safetensors_library(tmp_path_factory, header, data):
     path = write_raw(tmp_path_factory.mktemp("fuzz") / "x.safetensors", header, data)
     if outcome(path) == "read":
         try:
@@ -195,7 +193,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory, content):
 
 
 @given(position=st.integers(0, 200), value=st.integers(0, 255), cut=st.integers(0, 250))
-def test_a_good_file_damaged_anywhere_is_read_or_refused(tmp_path_factory, position, value, cut):
+def test_a_file_with_any_damage_is_read_or_refused(tmp_path_factory, position, value, cut):
     header = json.dumps({"a": entry("F32", [2, 2], 0, 16), "b": entry("U8", [4], 16, 20)}).encode()
     content = bytearray(struct.pack("<Q", len(header)) + header + bytes(20))
     content[position % len(content)] = value
@@ -204,13 +202,13 @@ def test_a_good_file_damaged_anywhere_is_read_or_refused(tmp_path_factory, posit
     outcome(path)
 
 
-def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+def test_a_pipe_instead_of_a_file_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(ModelError, match="a pipe or a device"):
         read_header(tmp_path / "x.safetensors")
 
 
-def test_a_large_tensor_is_read_by_two_threads_and_missed_when_it_is_cut_short(tmp_path):
+def test_a_large_tensor_is_read_by_two_threads_and_truncation_is_an_error(tmp_path):
     path = tmp_path / "x.safetensors"
     tensor = torch.arange(3_000_001, dtype=torch.int32)
     save_file({"a": torch.zeros(7), "b": tensor}, path)

@@ -1,4 +1,4 @@
-"""From a checkpoint into a model: every rectangle in its place, and every mismatch refused before a write."""
+"""Loading a checkpoint into a model: every weight is in its place, and every mismatch is an error before any write."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_values_are_converted_to_the_models_dtype(tmp_path, stored, wanted):
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 16, 40, 100])
-def test_tensors_larger_than_the_buffer_arrive_whole(tmp_path, monkeypatch, buffer_bytes):
+def test_tensors_larger_than_the_buffer_are_loaded_completely(tmp_path, monkeypatch, buffer_bytes):
     monkeypatch.setattr(weight_loader, "BUFFER_BYTES", buffer_bytes)
     write(tmp_path, toy_tensors())
     assert_holds(load(tmp_path), toy_tensors())
@@ -59,13 +59,13 @@ def test_tensors_that_the_model_ignores_may_be_there_in_any_dtype(tmp_path):
     assert_holds(load(tmp_path), toy_tensors())
 
 
-def test_names_saved_from_below_the_head_get_their_first_component(tmp_path):
+def test_names_without_the_base_model_prefix_get_it(tmp_path):
     below = {name.removeprefix("model."): tensor for name, tensor in toy_tensors().items()}
     write(tmp_path, {**below, "rotary.inv_freq": torch.zeros(2)})
     assert_holds(load(tmp_path), toy_tensors())
 
 
-def test_both_ways_of_writing_one_name_are_one_too_many(tmp_path):
+def test_a_name_with_and_without_the_prefix_is_an_error(tmp_path):
     write(tmp_path, {**toy_tensors(), "norm.weight": torch.zeros(4)})
     with pytest.raises(ModelError, match=r"'model.norm.weight' and 'norm.weight' are both for|both for 'model.norm"):
         load(tmp_path)
@@ -97,7 +97,7 @@ def test_one_tensor_may_go_to_several_places_and_a_scalar_to_one(tmp_path):
 
 
 def test_an_empty_rectangle_reads_nothing(tmp_path):
-    """The last rank of a vocabulary that is cut unevenly."""
+    """The last rank of a vocabulary that is sharded unevenly."""
     model = ToyModel()
     targets = model.weight_targets()
     targets["model.norm.weight"].append(WeightTarget(model.norm, (4,), box((4, 4)), box((0, 0))))
@@ -121,7 +121,7 @@ def test_progress_is_shown_unless_switched_off(tmp_path, capsys, caplog):
 
 
 def refused(folder, tensors: dict[str, torch.Tensor]) -> str:
-    """The message, after a check that nothing was written before the refusal."""
+    """The error message; asserts that nothing was written before the error."""
     write(folder, tensors)
     model = ToyModel()
     with pytest.raises(ModelError) as caught:
@@ -140,7 +140,7 @@ def test_an_unknown_tensor_is_named_with_its_file_and_the_nearest_known_one(tmp_
     assert "those of ToyModel" in said
 
 
-def test_a_superfluous_tensor_is_refused(tmp_path):
+def test_an_unexpected_tensor_is_refused(tmp_path):
     assert "unknown tensor 'model.extra'" in refused(tmp_path, {**toy_tensors(), "model.extra": torch.zeros(1)})
 
 
@@ -193,7 +193,7 @@ def test_an_unknown_load_format_is_refused(tmp_path):
         load(tmp_path, load_format="pt")
 
 
-def test_a_model_that_forgets_a_parameter_is_its_authors_mistake(tmp_path):
+def test_a_model_without_a_target_for_a_parameter_is_a_programming_error(tmp_path):
     model = ToyModel()
     model.forgotten = nn.Parameter(torch.zeros(1))
     write(tmp_path, toy_tensors())
@@ -201,8 +201,8 @@ def test_a_model_that_forgets_a_parameter_is_its_authors_mistake(tmp_path):
         load(tmp_path, model)
 
 
-def test_a_headers_lie_about_the_data_never_reads_beyond_the_tensor(tmp_path):
-    """Values land where the header says, and nothing of a neighbour leaks in."""
+def test_wrong_offsets_in_a_header_never_read_beyond_the_tensor(tmp_path):
+    """Values are written to the header's location, and no neighbouring data is read."""
     header = {
         "x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
         "y": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
@@ -248,8 +248,8 @@ def test_dummy_depends_on_seed_and_name_only(tmp_path):
     assert not torch.equal(first.embed[:4], first.qk[2:])
 
 
-def test_dummy_ranks_see_parts_of_one_model(tmp_path):
-    """The rectangles of ToyModel are cut from whole tensors that any other cut would see as well."""
+def test_dummy_ranks_get_shards_of_one_model(tmp_path):
+    """The rectangles of ToyModel are parts of whole tensors that do not depend on the sharding."""
     tensors = {}
     for name, targets in ToyModel().weight_targets().items():
         shape = targets[0].source_shape
@@ -260,7 +260,7 @@ def test_dummy_ranks_see_parts_of_one_model(tmp_path):
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 3000), (1, 2), (900, 2100), (2999, 3000), (7, 7)])
-def test_dummy_rows_are_the_same_however_they_are_cut(start, stop):
+def test_dummy_rows_do_not_depend_on_the_sharding(start, stop):
     shape = (3000, 1024)  # several blocks
     whole = np.concatenate([values for _, values in DummyTensors(0).rows("w", shape, 0, shape[0])])
     row = start

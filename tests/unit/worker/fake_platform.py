@@ -61,7 +61,7 @@ class HalfAWorker:
 
 
 class FakePlatform:
-    """What executors and the wrapper need from a platform.
+    """The parts of a platform that executors and the worker wrapper need.
 
     Attributes:
         built: The workers created by it.

@@ -36,7 +36,7 @@ def available(*, unified_memory: bool, local_world_size: int, utilization: float
     config = replace(
         make_config(),
         cache=CacheConfig(memory_utilization=utilization),
-        scheduler=SchedulerConfig(max_num_batched_tokens=512),  # a step that is run whole
+        scheduler=SchedulerConfig(max_num_batched_tokens=512),  # a step that runs the whole batch
         parallel=ParallelConfig(data_parallel_size=replicas),
     )
     worker = Worker(config, platform, WorkerContext(world_size=8, local_world_size=local_world_size))
@@ -101,9 +101,9 @@ def test_on_the_host_small_profile_steps_bound_the_memory_of_the_largest() -> No
     [
         (LARGE, True, {"unified_memory": False}),
         (LARGE, True, {"unified_memory": True, "static_shapes": True}),  # each size would be compiled
-        (LARGE, False, {"unified_memory": True}),  # what is read is the peak of loading
+        (LARGE, False, {"unified_memory": True}),  # the measured peak is that of loading
         (replace(LARGE, max_num_batched_tokens=512), True, {"unified_memory": True}),
-        (replace(LARGE, max_num_seqs=8), True, {"unified_memory": True}),  # whose prompts would be shorter
+        (replace(LARGE, max_num_seqs=8), True, {"unified_memory": True}),  # its prompts would be shorter
     ],
 )
 def test_on_other_devices_the_profile_runs_the_largest_step(
@@ -119,10 +119,10 @@ def test_on_other_devices_the_profile_runs_the_largest_step(
     ("unified_memory", "local_world_size", "expected"),
     [
         (False, 1, 700 - 250 - 50),
-        (False, 4, 700 - 250 - 50),  # each has a device with memory of its own
+        (False, 4, 700 - 250 - 50),  # each has a device with separate memory
         (True, 1, 700 - 200 - 50),  # a quarter of the 800 that other programs leave
-        (True, 2, (700 - 225) // 2 - 50),  # a quarter of 900, for both have taken 100; and each has its own step
-        (True, 9, (700 - 250) // 9 - 50),  # never of more than there is
+        (True, 2, (700 - 225) // 2 - 50),  # a quarter of 900, because both use 100; and each has its own step
+        (True, 9, (700 - 250) // 9 - 50),  # never more than the free memory
     ],
 )
 def test_workers_with_unified_memory_divide_it(unified_memory: bool, local_world_size: int, expected: int) -> None:
@@ -131,6 +131,6 @@ def test_workers_with_unified_memory_divide_it(unified_memory: bool, local_world
 
 def test_memory_is_left_for_replicas_that_are_still_loading() -> None:
     """Two replicas of three workers: 300 bytes that are free now may be used by the other replica."""
-    reserve = 250  # a quarter of 1000, which is all there is
+    reserve = 250  # a quarter of 1000, the whole free memory
     assert available(unified_memory=True, local_world_size=6, replicas=2) == (700 - 300 - reserve) // 6 - 50
     assert available(unified_memory=False, local_world_size=6, replicas=2) == 700 - reserve - 50

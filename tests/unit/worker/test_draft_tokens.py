@@ -35,7 +35,7 @@ def build(rows: InputBatch) -> StepInputs:
     return make_builder(rows, max_draft_tokens=3).build(plan)
 
 
-def test_draft_tokens_are_computed_behind_the_known_token():
+def test_draft_tokens_are_computed_after_the_known_token():
     inputs = build(three_rows())
     assert as_list(inputs.token_ids) == [9, 50, 51, 52, 24, 25, 26, 31, 60]
     assert as_list(inputs.positions) == [4, 5, 6, 7, 4, 5, 6, 1, 2]
@@ -44,7 +44,7 @@ def test_draft_tokens_are_computed_behind_the_known_token():
     assert as_list(inputs.layout.seq_lens) == [8, 7, 3]
 
 
-def test_there_are_logits_behind_the_known_token_and_each_draft_token():
+def test_there_are_logits_for_the_known_token_and_each_draft_token():
     inputs = build(three_rows())
     assert (as_list(inputs.sampling_positions), as_list(inputs.num_draft_tokens)) == ([0, 2], [3, 1])
     assert as_list(inputs.logits_indices) == [0, 1, 2, 3, 7, 8]
@@ -93,7 +93,7 @@ def result_of(sampled: list[int], failing: dict[int, float] | None = None, *, wi
         ([50, 51, 52, 53, 60, 61], [50, 60], {0: [51, 52, 53], 2: [61]}),
         ([50, 51, 9, 53, 60, 61], [50, 60], {0: [51, 9], 2: [61]}),
         ([50, 9, 52, 53, 9, 61], [50, 9], {0: [9]}),
-        ([9, 51, 52, 53, 9, 61], [9, 9], {}),  # a draft token behind a rejected one is rejected
+        ([9, 51, 52, 53, 9, 61], [9, 9], {}),  # a draft token after a rejected one is rejected
     ],
 )
 def test_draft_tokens_are_accepted_up_to_the_first_mismatch(sampled, first, accepted):
@@ -118,7 +118,7 @@ def test_an_error_in_a_logits_row_ends_the_accepted_run_before_it(line, first, a
     assert output.further_token_ids[2] == [61]
 
 
-def test_an_error_behind_a_rejected_draft_token_is_ignored():
+def test_an_error_after_a_rejected_draft_token_is_ignored():
     output, tokens = result_of([50, 9, 0, 0, 60, 61], {2: float("nan"), 3: float("-inf")}, with_logprobs=True)
     assert not output.errors and tokens.tolist() == [50, 60] and output.further_token_ids[0] == [9]
 

@@ -81,7 +81,7 @@ def test_a_failed_step_leaves_rows_with_the_lengths_that_later_plans_assume(far)
     plan = make_plan({0: 3, 1: 2}, new_requests=begin)
     rows.apply_plan(plan)
     before = rows.copy_lengths()
-    if far:  # it had sampled, and failed behind that
+    if far:  # the row had sampled, and failed after that
         rows.num_computed[[0, 1]] += [3, 2]
         rows.append_sampled_tokens(np.array([1]), np.array([9]), {})
     rows.advance_past_failed_step(plan, before)

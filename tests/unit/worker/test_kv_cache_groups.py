@@ -1,4 +1,4 @@
-"""Which layers may share a cache."""
+"""Layers that may share a KV cache."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from mvllm.worker.kv_cache_groups import assign_layers_to_groups, layer_windows,
 HOST = torch.device("cpu")
 
 
-class Rings(ReferenceAttention):
+class RingLayoutBackend(ReferenceAttention):
     """A backend with another cache layout for layers with a window."""
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> Any:
@@ -30,14 +30,14 @@ def layer(window: int | None, backend: type[ReferenceAttention] = ReferenceAtten
 
 def test_layers_that_differ_in_the_window_alone_report_their_windows():
     assert layer_windows([layer(9), layer(None), layer(9)], HOST) == (9, None, 9)
-    assert layer_windows([layer(9), layer(9, head_size=16)], HOST) == (9, 9)  # each its own cache
+    assert layer_windows([layer(9), layer(9, head_size=16)], HOST) == (9, 9)  # a separate cache for each
 
 
 def test_layers_with_different_cache_layouts_get_the_widest_window():
     assert layer_windows([layer(9), layer(None, head_size=16)], HOST) == (None, None)
     assert layer_windows([layer(9), layer(20, head_size=16)], HOST) == (20, 20)
-    assert layer_windows([layer(9, Rings), layer(None, Rings)], HOST) == (None, None)
-    assert layer_windows([layer(9), layer(None, Rings)], HOST) == (None, None)
+    assert layer_windows([layer(9, RingLayoutBackend), layer(None, RingLayoutBackend)], HOST) == (None, None)
+    assert layer_windows([layer(9), layer(None, RingLayoutBackend)], HOST) == (None, None)
 
 
 def test_layers_with_different_cache_layouts_share_no_cache_with_pipeline_stages():
@@ -53,7 +53,7 @@ def test_layers_with_different_cache_layouts_share_no_cache_with_pipeline_stages
         return assign_layers_to_groups(seen[0], choose_group_windows(needs, 100), 100)
 
     assert len({place for _, place in places(2)}) == 4
-    assert len({place for _, place in places(1)}) < 4  # which is why
+    assert len({place for _, place in places(1)}) < 4  # which is the reason
     assert reported_windows(stages[1], (9, None), HOST, 2) == (9, None)
 
 

@@ -1,4 +1,4 @@
-"""Out-of-memory errors, and the agreement among ranks on dropping a failed step."""
+"""Out-of-memory errors, and the agreement among ranks to drop a failed step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.engine.builders import make_config
 from tests.unit.worker.builders import HostRuntime
 
 SECONDS = 60.0
-"""For answers that come."""
+"""Timeout of answers that arrive."""
 
 
 class Watched(HostRuntime):

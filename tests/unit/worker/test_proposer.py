@@ -13,12 +13,12 @@ def propose(*sequences: list[int], num_tokens: int = 3, shortest: int = 2, longe
     history = TokenHistory(len(sequences) + 1, 64)
     for row, tokens in enumerate(sequences, start=1):
         history.set_row(row, tokens, 1)
-        history.set_draft_tokens(row, [1, 2, 3, 1, 2, 3])  # of a step before: no token of the row
+        history.set_draft_tokens(row, [1, 2, 3, 1, 2, 3])  # of an earlier step: not a token of the row
     proposer = NgramProposer(history, num_tokens=num_tokens, shortest=shortest, longest=longest)
     return proposer.propose(np.arange(1, len(sequences) + 1), np.array([0]))
 
 
-def by_hand(tokens: list[int], num_tokens: int, shortest: int, longest: int) -> list[int]:
+def reference_proposal(tokens: list[int], num_tokens: int, shortest: int, longest: int) -> list[int]:
     """A slow reference: the longest suffix first, and of its matches the latest."""
     for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for begin in range(len(tokens) - length - 1, -1, -1):
@@ -34,16 +34,16 @@ def by_hand(tokens: list[int], num_tokens: int, shortest: int, longest: int) -> 
     ("tokens", "expected"),
     [
         ([1, 2, 3, 4, 5, 9, 2, 3], [4, 5, 9]),
-        ([1, 2, 3, 4, 5, 9, 8, 3], []),  # one token found again is not two
-        ([1, 2, 5, 9, 1, 2, 6, 9, 1, 2], [6, 9, 1]),  # the latest
-        ([7, 1, 2, 5, 9, 1, 2, 6, 7, 1, 2], [5, 9, 1]),  # but rather where more agrees
+        ([1, 2, 3, 4, 5, 9, 8, 3], []),  # a single repeated token is too short
+        ([1, 2, 5, 9, 1, 2, 6, 9, 1, 2], [6, 9, 1]),  # the latest match
+        ([7, 1, 2, 5, 9, 1, 2, 6, 7, 1, 2], [5, 9, 1]),  # but the longest match has precedence
         ([5, 5, 5], [5, 5, 5]),
-        ([3, 4, 3, 4], [3, 4, 3]),  # continues as it did before
+        ([3, 4, 3, 4], [3, 4, 3]),  # continues as before
         ([3], []),
         ([3, 3], []),
     ],
 )
-def test_it_proposes_what_followed_the_last_match(tokens: list[int], expected: list[int]) -> None:
+def test_it_proposes_the_tokens_after_the_last_match(tokens: list[int], expected: list[int]) -> None:
     assert propose(tokens) == [expected]
 
 
@@ -57,5 +57,5 @@ def test_proposals_equal_a_simple_reference() -> None:
         tokens = rng.integers(0, rng.integers(2, 5), size=rng.integers(1, 30)).tolist()
         num_tokens, shortest = (int(rng.integers(1, each)) for each in (9, 4))
         longest = shortest + int(rng.integers(0, 4))
-        expected = by_hand(tokens, num_tokens, shortest, longest)
+        expected = reference_proposal(tokens, num_tokens, shortest, longest)
         assert propose(tokens, num_tokens=num_tokens, shortest=shortest, longest=longest) == [expected], tokens

@@ -62,7 +62,7 @@ def tokens(runtime: CountingRuntime, history: TokenHistory) -> SampledTokenBuffe
 
 
 def test_placeholders_become_the_last_tokens_of_their_rows_and_other_ids_stay(tokens: SampledTokenBuffer) -> None:
-    tokens.store(sampled(70, 71), torch.tensor([3, 0, 4], dtype=torch.int32))  # one of padding
+    tokens.store(sampled(70, 71), torch.tensor([3, 0, 4], dtype=torch.int32))  # one placeholder is in the padding
     tokens.store(sampled(80), torch.tensor([3], dtype=torch.int32))
     ids = torch.tensor([5, -1 - 3, 0, -1 - 0, 6], dtype=torch.int32)
     resolved = tokens.replace_placeholders(ids)

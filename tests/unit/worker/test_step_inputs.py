@@ -76,7 +76,7 @@ class TestWithFreeShapes:
         assert as_list(inputs.layout.slot_mapping) == slots_of([1], range(3, 4)) + slots_of(LONG_BLOCKS, range(9, 10))
         assert as_list(inputs.logits_indices) == [0, 1]
 
-    def test_the_device_holds_what_the_host_holds_after_one_copy(self):
+    def test_one_copy_transfers_all_inputs_to_the_device(self):
         runtime = HostRuntime()
         layout = make_builder(mixed_rows(), runtime=runtime).build(make_plan({3: 5, 1: 1})).layout
         assert runtime.num_copies == 1
@@ -84,7 +84,7 @@ class TestWithFreeShapes:
             host, device = getattr(layout, name), getattr(layout, f"{name}_device")
             assert host.dtype == np.int32 and as_list(host) == as_list(device)
 
-    def test_the_next_step_leaves_the_buffer_of_the_last_alone(self):
+    def test_the_next_step_does_not_change_the_buffer_of_the_last(self):
         builder = make_builder(mixed_rows())
         first = builder.build(make_plan({3: 5})).layout
         before = as_list(first.slot_mapping)
@@ -175,7 +175,7 @@ class TestWithBuckets:
         assert layout.block_table.shape == (3, 8)
         assert len(inputs.logits_indices) == 3
 
-    def test_real_rows_are_as_without_padding(self):
+    def test_real_rows_are_the_same_as_without_padding(self):
         inputs, free = self.build(), make_builder(mixed_rows()).build(make_plan({3: 5, 1: 1}))
         assert as_list(inputs.token_ids)[:6] == as_list(free.token_ids)
         assert as_list(inputs.positions)[:6] == as_list(free.positions)
@@ -194,7 +194,7 @@ class TestWithBuckets:
         assert not layout.block_table[:, 5:].any(), "wider than any sequence"
         assert as_list(inputs.logits_indices)[1:] == [0, 0]
 
-    def test_the_fullest_step_fits_into_the_buffer(self):
+    def test_the_largest_padded_step_fits_the_buffer(self):
         rows = make_rows()
         rows.apply_plan(make_plan({}, new_requests=[make_new(row, [row] * 4, [row]) for row in range(4)]))
         full = ShapePolicy(tokens=(16,), requests=(4,), pages=(4,))

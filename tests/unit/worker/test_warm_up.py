@@ -24,8 +24,8 @@ def warmed(shapes=SHAPES):
         max_size=LIMITS["max_rows"],
     )
 )
-def test_whatever_step_is_within_the_limits_has_a_shape_that_was_warmed_up(requests):
-    """Requests are pairs of new tokens and tokens before them."""
+def test_every_step_within_the_limits_has_a_warmed_up_shape(requests):
+    """Requests are pairs of new tokens and computed tokens."""
     longest = LIMITS["max_pages"] * BLOCK_SIZE
     steps, room = [], LIMITS["max_tokens"]
     for new, before in requests:
@@ -69,7 +69,7 @@ def test_logits_are_computed_for_as_many_rows_as_requests_are_padded_to():
     assert sample_sizes(ShapePolicy(), max_rows=6) == [6]
 
 
-def test_before_the_first_request_a_compiler_sees_each_size_as_one_and_as_two_other_numbers():
+def test_a_dynamic_shape_compiler_gets_size_one_and_two_other_sizes_of_each_dimension():
     limits = {"max_tokens": 2048, "max_rows": 256, "max_pages": 512, "block_size": 16}
     shapes = list(dynamic_compile_shapes(ShapePolicy(), **limits))
     for size in ("tokens", "requests", "pages"):

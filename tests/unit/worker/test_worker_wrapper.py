@@ -55,7 +55,7 @@ def test_undeclared_methods_are_refused_with_the_list(wrapped, method):
     assert repr(method) in str(caught.value)
 
 
-def test_errors_of_the_worker_come_through(wrapped):
+def test_errors_of_the_worker_are_raised(wrapped):
     with pytest.raises(RuntimeError, match="does not answer"):
         wrapped[0].call("check_health")
     assert current_phase() is None
@@ -107,7 +107,7 @@ def test_a_worker_that_ends_the_process_is_an_error_of_its_platform(wrapped):
         wrapper.execute_model(SchedulerOutput(step=0))
 
 
-def test_what_goes_wrong_in_shutdown_is_logged(wrapped, caplog):
+def test_errors_in_shutdown_are_logged(wrapped, caplog):
     wrapper, worker, _ = wrapped
     worker.shutdown = exits
     with caplog.at_level("WARNING", logger="mvllm"):

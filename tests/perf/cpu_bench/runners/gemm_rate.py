@@ -1,6 +1,6 @@
 """Measures torch's rate of matrix products: answers each input line with 10^9 operations per second.
 
-Greets with a line of its own, then answers {"bf16": .., "int8": ..}; the product is 2048 x 1024 by 1024 x 4096.
+Prints one line at the start, then answers {"bf16": .., "int8": ..}; the product is 2048 x 1024 by 1024 x 4096.
 """
 
 from __future__ import annotations

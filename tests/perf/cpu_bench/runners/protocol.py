@@ -1,14 +1,14 @@
 """Runner side of engine_process.py's protocol, executed in the Python of the measured engine.
 
-A runner is a program that gives `serve` a way to load its engine. It reads one JSON object per line from its standard
-input, and answers each with one line on a descriptor of its own, since engines print what they like:
+A runner is a program that passes `serve` a function that loads its engine. It reads one JSON object per line from
+standard input, and writes one line per answer to a separate file descriptor, because engines print to standard output:
 
     started as  run_x.py --model FOLDER --precision bf16 --threads 2 --kv-bytes 1073741824 --max-len 4096 --answers 5
     answers     {"version": "1.2", "says": "..."}         when it is loaded, or {"unavailable": "why"}
-    is asked    {"prompts": [[ids]], "output": 64, "shared": 0}
+    request     {"prompts": [[ids]], "output": 64, "shared": 0}
     answers     {"seconds": 4.2, "lengths": [64, ...], "first": [ids]}
 
-It needs nothing but the standard library, and imports nothing of ours: it lives among another engine's packages.
+It needs only the standard library and imports no module of mvllm, because it runs in another engine's environment.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 Generate = Callable[[list, int, int], list]
-"""(prompts, tokens to generate, tokens that all prompts begin with) to the generated token ids of each prompt."""
+"""(prompts, tokens to generate, tokens of the shared prefix) to the generated token ids of each prompt."""
 
 
 class Unavailable(Exception):
-    """This engine does not run that; the message says why."""
+    """This engine does not support the configuration; the message says why."""
 
 
 def serve(load: Callable[[argparse.Namespace], tuple[Generate, str, str]]) -> None:
-    """Loads the engine with `load`, which gives a Generate, the version and what is worth saying, and answers."""
+    """Loads the engine with `load`, which returns a Generate, the version and a note, and answers requests."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--precision", required=True)

@@ -1,7 +1,7 @@
-"""Runner of llama.cpp through llama-cpp-python's C interface, with a slot per request as in a server.
+"""Runner of llama.cpp through llama-cpp-python's C interface, with one slot per request as in a server.
 
-Prompts are packed into batches of 2,048 tokens, then each step carries one token of every sequence. A prefix that the
-prompts share is computed once and its cells are given to all sequences.
+Prompts are packed into batches of 2,048 tokens, then each step has one token of every sequence. A prefix that the
+prompts share is computed once, and all sequences share its cells.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ UBATCH = 512
 
 
 class Sequences:
-    """A context with room for some sequences, and what it takes to run them.
+    """A context for several sequences, with the batch buffers to run them.
 
     Args:
         api: The module llama_cpp.
         model: The loaded model.
         threads: Threads to compute with.
-        count: Sequences.
-        length: Tokens that each may have.
-        unified: One pool of cells for all sequences, which sharing them needs; else a stream of cells for each.
+        count: Number of sequences.
+        length: Maximum tokens of each.
+        unified: One pool of cells for all sequences, which prefix sharing requires; otherwise one stream of cells per
+        sequence.
     """
 
     def __init__(self, api: object, model: object, threads: int, count: int, length: int, unified: bool) -> None:
@@ -45,11 +46,11 @@ class Sequences:
         self.memory = api.llama_get_memory(self._context)
 
     def clear(self) -> None:
-        """Forgets all tokens."""
+        """Removes all tokens."""
         self._api.llama_memory_clear(self.memory, True)
 
     def compute(self, items: list) -> dict:
-        """Runs (token, position, sequence, whether its successor is wanted); returns sequence -> likeliest next."""
+        """Runs (token, position, sequence, whether logits are needed); returns sequence -> most likely next token."""
         found: dict = {}
         for begin in range(0, len(items), BATCH):
             piece, batch = items[begin : begin + BATCH], self._batch
@@ -114,7 +115,7 @@ def load(args: argparse.Namespace) -> tuple[Generate, str, str]:
                 tokens[sequence].append(last[sequence])
         return tokens
 
-    generate.silent = silent  # the library calls it as long as it lives
+    generate.silent = silent  # the library calls it for as long as the process lives
     return generate, api.__version__, "flash attention, a stream of cells per sequence"
 
 

@@ -1,7 +1,7 @@
 """Runner of OpenVINO GenAI: its pipeline with continuous batching and prefix caching.
 
-Requests that arrive together do not find each other's prefixes there: where prompts share one, the first request goes
-alone, which is the quicker way for it.
+Requests that arrive together do not reuse each other's prefixes there. If prompts share a prefix, the first request
+runs alone, which is faster.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Converts a Llama or Qwen3 checkpoint to GGUF: write_gguf.py FOLDER TARGET bf16|q8_0|q4_0, in llama.cpp's Python.
 
-The library quantizes; what is written here is bf16. Its Llama rotates neighbouring pairs of a head where the checkpoint
-rotates halves, so the rows of queries and keys are interleaved.
+This program writes bf16; the library quantizes it. llama.cpp's Llama rotates neighbouring pairs of a head where the
+checkpoint rotates halves, so the rows of queries and keys are interleaved.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def write(folder: Path, target: Path) -> None:
             rows = heads if ".q_proj." in name else kv_heads
             halves = bits.reshape(rows, 2, head_size // 2, -1)
             bits = halves.transpose(0, 2, 1, 3).reshape(bits.shape)
-        if bits.ndim == 1:  # norms are float32 there
+        if bits.ndim == 1:  # llama.cpp stores norms as float32
             writer.add_tensor(new_name, (bits.astype(np.uint32) << 16).view(np.float32))
         else:
             raw = np.ascontiguousarray(bits).view(np.uint8)

@@ -14,7 +14,7 @@ from mvllm.entrypoints.parsers.auto_detect import (
     resolve_parsers,
 )
 
-# Short templates in the manner of the families', with what is distinctive of each.
+# Short templates like those of the families, with their distinctive parts.
 QWEN = r"""{{- "Within <tool_call></tool_call>:\n
 <tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
 {%- for call in message.tool_calls %}
@@ -54,7 +54,7 @@ DROPS_THOUGHTS = r"""{%- set content = content.split('</think>')[-1] %}{{- '<|im
         (LLAMA_31, "llama3_json"),
         (LLAMA_32, "llama3_json"),
         (MISTRAL, "mistral"),
-        # Formats without a parser, some with the markers of others.
+        # Formats without a parser, some with the markers of other formats.
         (QWEN_CODER, None),
         (QWEN_BOTH, None),
         (GLM, None),

@@ -1,7 +1,7 @@
-"""Tools, calls and results on their way into the prompt, with templates in the form of those that models come with.
+"""Tools, calls and results in rendered prompts, with templates in the formats of real models.
 
-The templates are short, but ask of the messages what the real ones ask. What one writes of a call, the parser of its
-family reads: both are pictures of the same format.
+The templates are short, but read the same fields of the messages as the real ones. The parser of a family reads the
+calls that its template renders.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_text_without_calls_is_content(tools, text):
 @pytest.mark.parametrize("tools", TOOLS)
 @settings(max_examples=50)
 @given(text=messy_text.map(lambda text: "".join(c for c in text if c not in '{}"')))
-def test_text_that_can_hold_no_call_is_content_as_it_is(tools, text):
+def test_text_that_cannot_contain_a_call_is_content_unchanged(tools, text):
     assert without_ids(make_parser(tools).parse(text)) == (text, [], None)
 
 

@@ -162,7 +162,7 @@ class TestReading:
         [call] = parsed.tool_calls
         assert (call.name, call.arguments, parsed.content) == ("weather", '{"city": "Paris"}', "")
 
-    def test_named_and_cut_off(self):
+    def test_named_and_truncated(self):
         stream = parse_tool_choice(TOOLS, WEATHER).stream()
         [call] = merge_deltas(stream.feed('{"city": "Par') + stream.finish()).tool_calls
         assert call.arguments == '{"city": "Par'
