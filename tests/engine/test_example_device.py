@@ -90,7 +90,7 @@ def test_worker_processes_give_the_tokens_of_transformers(make: Make, name: str,
     parity.check(expected, parity.generate(llm, expected.prompts[:8]))
 
 
-@pytest.mark.parametrize("mode", ["static", "lazy", pytest.param("", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("mode", ["static", "lazy", pytest.param("eager", marks=pytest.mark.exhaustive)])
 def test_modes_give_the_same_tokens_and_core_keeps_their_rules(make: Make, mode: str) -> None:
     """Mode `static` raises on a shape that the warm-up has not compiled, mode `lazy` on a step that was not ended."""
     expected = parity.oracle("llama-gqa")

@@ -100,7 +100,8 @@ async def traffic(url: str, num_requests: int, at_once: int, seed: int) -> dict[
     rng = random.Random(seed)
     ended = {"answered": 0, "refused": 0, "left": 0}
     limit = asyncio.Semaphore(at_once)
-    limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once)
+    # Connections expire here before the server closes them: a request on a connection that is being closed is lost.
+    limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once, keepalive_expiry=1)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client:
 
         async def one(kind: float, seconds: float, stream: bool) -> None:

@@ -34,7 +34,7 @@ from mvllm.executor.message_queue.errors import (
 )
 from mvllm.executor.message_queue.handles import RemoteReaderHandle
 from mvllm.executor.message_queue.notifier import StopSignal
-from mvllm.executor.message_queue.overflow_socket import GRACE_SECONDS, LINGER_MS, shared_frames
+from mvllm.executor.message_queue.overflow_socket import LINGER_MS, shared_frames
 from mvllm.executor.message_queue.peers import Peer
 from mvllm.executor.message_queue.waiter import POLL_SECONDS, Waiter
 
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000  # detects a machine that vanished
 _MAX_REPORT_BYTES = 4096  # the handshake must fit as well
 _REPORT = struct.Struct("!QQ")
+_LAST_MESSAGE_SECONDS = 2.0
+"""How long a reader waits for the last message after the end of the connection. ZeroMQ reports the end just before it
+delivers the message; on a busy machine its thread may wait for a core in between."""
 
 
 class RemoteSender:
@@ -248,8 +251,7 @@ class RemoteSource:
         if self._frames is None:
             self._frames = self._receive_next()
         if self._frames is None and self._read_events():
-            # ZeroMQ reports the end of a connection just before it delivers the last message.
-            if self._socket.poll(int(GRACE_SECONDS * 1e3)):
+            if self._socket.poll(int(_LAST_MESSAGE_SECONDS * 1e3)):
                 self._frames = self._receive_next()
             if self._frames is None:
                 raise self._broken()
