@@ -1,0 +1,185 @@
+// The formats of block_linear.h as the kernels read them. Included inside a namespace, after qlinear_tile.h.
+//
+// Each format gives, for a vector of columns, pairs of quads (four k as unsigned bytes in each lane) and the scales of a
+// group. What a byte stands for:
+//
+//     OFFSET    w = a * (byte - OFFSET)
+//     MINIMUM   w = a * byte - b
+//     HALVES    w = a * (byte - OFFSET) in the first 16 k, b * (byte - OFFSET) in the others
+
+#define BTILE (LANES == 16 ? 32 : 16)
+#define BNV (BTILE / LANES)
+
+enum class BlockKind { OFFSET, MINIMUM, HALVES };
+
+struct BlockScale {
+    vf a, b;
+};
+
+// a * b + c. Said outright where there is an instruction: the compiler might contract the same formula differently in two
+// kernels, and these have to give the same bits.
+INLINE vf multiply_add(vf a, vf b, vf c) {
+#if LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+// Dot products of four unsigned bytes up to 63 with signed ones: sums of two fit into 16 bits.
+#if HAS_VNNI
+typedef Quads SmallQuads;
+#else
+struct SmallQuads {
+    vu w;
+    INLINE SmallQuads of(vu lanes) { return {lanes}; }
+    INLINE vi add(vi acc, SmallQuads q, uint32_t x) {
+#if LANES == 16
+        const __m512i twos = _mm512_maddubs_epi16((__m512i)q.w, _mm512_set1_epi32(int(x)));
+        return acc + (vi)_mm512_madd_epi16(twos, _mm512_set1_epi16(1));
+#elif LANES == 8
+        const __m256i twos = _mm256_maddubs_epi16((__m256i)q.w, _mm256_set1_epi32(int(x)));
+        return acc + (vi)_mm256_madd_epi16(twos, _mm256_set1_epi16(1));
+#else
+        for (int i = 0; i < 4; ++i) acc += (vi)(q.w >> 8 * i & 0xffu) * int32_t(int8_t(x >> 8 * i));
+        return acc;
+#endif
+    }
+};
+#endif
+
+INLINE vf half_at(const char* field, int column) {
+    return Float16::widen(reinterpret_cast<const uint16_t*>(field) + column);
+}
+INLINE vf byte_at(const char* field, int column) {
+    return __builtin_convertvector(widen_bytes(reinterpret_cast<const int8_t*>(field) + column), vf);
+}
+INLINE vu row_at(const char* lanes, int row, int column) {
+    return load_lanes(reinterpret_cast<const uint32_t*>(lanes) + row * BTILE + column);
+}
+
+template <int R>
+INLINE void nibble_pair(const char* lanes, int column, vu& even, vu& odd) {
+    const vu both = row_at(lanes, R, column);
+    even = both & 0x0f0f0f0fu;
+    odd = both >> 4 & 0x0f0f0f0fu;
+}
+
+// `v` shifted to the left, or to the right where that is negative.
+template <int SHIFT>
+INLINE vu shifted(vu v) {
+    if constexpr (SHIFT >= 0) return v << SHIFT;
+    else return v >> -SHIFT;
+}
+
+template <BlockFormat FORMAT>
+struct Blocks32 {
+    static constexpr BlockLayout LAYOUT = BLOCK_LAYOUTS[FORMAT];
+    typedef SmallQuads Dot;
+    template <int R>
+    INLINE void pair(const char* lanes, int column, vu& even, vu& odd) {
+        nibble_pair<R>(lanes, column, even, odd);
+    }
+};
+
+struct FormatQ4_0 : Blocks32<Q4_0> {
+    static constexpr BlockKind KIND = BlockKind::OFFSET;
+    static constexpr int OFFSET = 8;
+    INLINE BlockScale scale(const char* head, const char*, int column) { return {half_at(head, column), vf{}}; }
+};
+
+struct FormatQ4_1 : Blocks32<Q4_1> {
+    static constexpr BlockKind KIND = BlockKind::MINIMUM;
+    static constexpr int OFFSET = 0;
+    INLINE BlockScale scale(const char* head, const char*, int column) {
+        return {half_at(head, column), -half_at(head + 2 * BTILE, column)};
+    }
+};
+
+struct FormatQ8_0 : Blocks32<Q8_0> {
+    static constexpr BlockKind KIND = BlockKind::OFFSET;
+    static constexpr int OFFSET = 128;
+    typedef Quads Dot;
+    template <int R>
+    INLINE void pair(const char* lanes, int column, vu& even, vu& odd) {
+        even = row_at(lanes, 2 * R, column);
+        odd = row_at(lanes, 2 * R + 1, column);
+    }
+    INLINE BlockScale scale(const char* head, const char*, int column) { return {half_at(head, column), vf{}}; }
+};
+
+struct FormatMXFP4 : Blocks32<MXFP4> {
+    static constexpr BlockKind KIND = BlockKind::OFFSET;
+    static constexpr int OFFSET = 12;
+    // Twice the number that four bits stand for, plus OFFSET; the scale is half as large.
+    INLINE vu numbers(vu nibbles) {
+        alignas(16) static const uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#if LANES == 16
+        const __m512i all = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+        return (vu)_mm512_shuffle_epi8(all, (__m512i)nibbles);
+#elif LANES == 8
+        const __m256i all = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+        return (vu)_mm256_shuffle_epi8(all, (__m256i)nibbles);
+#else
+        vu found;
+        for (int lane = 0; lane < LANES; ++lane) {
+            uint32_t bytes = 0;
+            for (int i = 0; i < 32; i += 8) bytes |= uint32_t(table[nibbles[lane] >> i & 15u]) << i;
+            found[lane] = bytes;
+        }
+        return found;
+#endif
+    }
+    template <int R>
+    INLINE void pair(const char* lanes, int column, vu& even, vu& odd) {
+        nibble_pair<R>(lanes, column, even, odd);
+        even = numbers(even);
+        odd = numbers(odd);
+    }
+    INLINE BlockScale scale(const char* head, const char*, int column) {
+        const vi e = widen_bytes(reinterpret_cast<const int8_t*>(head) + column) & 255;
+        const vi bits = (e - 1) << 23, one = vi{} + 0x00400000, zero = vi{} + 0x00200000;
+        return {(vf)(e > 1 ? bits : e == 1 ? one : zero), vf{}};
+    }
+};
+
+// Groups with a scale and a minimum that are multiples of the block's two.
+template <BlockFormat FORMAT>
+struct Blocks256 : Blocks32<FORMAT> {
+    static constexpr BlockKind KIND = BlockKind::MINIMUM;
+    static constexpr int OFFSET = 0;
+    INLINE BlockScale scale(const char* head, const char* sub, int column) {
+        return {half_at(head, column) * byte_at(sub, column),
+                half_at(head + 2 * BTILE, column) * byte_at(sub + BTILE, column)};
+    }
+};
+
+struct FormatQ4_K : Blocks256<Q4_K> {};
+
+struct FormatQ5_K : Blocks256<Q5_K> {
+    template <int R>
+    INLINE void pair(const char* lanes, int column, vu& even, vu& odd) {
+        nibble_pair<R>(lanes, column, even, odd);
+        const vu high = row_at(lanes, 4, column);
+        even |= shifted<4 - 2 * R>(high) & 0x10101010u;
+        odd |= shifted<3 - 2 * R>(high) & 0x10101010u;
+    }
+};
+
+struct FormatQ6_K : Blocks32<Q6_K> {
+    static constexpr BlockKind KIND = BlockKind::HALVES;
+    static constexpr int OFFSET = 32;
+    template <int R>
+    INLINE void pair(const char* lanes, int column, vu& even, vu& odd) {
+        nibble_pair<R>(lanes, column, even, odd);
+        const vu high = row_at(lanes, 4 + R / 2, column);
+        even |= shifted<4 - R % 2 * 4>(high) & 0x30303030u;
+        odd |= shifted<2 - R % 2 * 4>(high) & 0x30303030u;
+    }
+    INLINE BlockScale scale(const char* head, const char* sub, int column) {
+        const vf d = half_at(head, column);
+        return {d * byte_at(sub, column), d * byte_at(sub + BTILE, column)};
+    }
+};
