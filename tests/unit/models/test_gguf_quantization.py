@@ -24,7 +24,7 @@ from tests.helpers.thread_ranks import run_ranks
 from tests.unit.models.test_parity import reference_logits
 from tests.unit.models.test_quantized import PROMPT_LEN, TOKENS, TOLERANCE, run
 
-TYPES = {"v_proj": "Q8_0", "down_proj": "Q4_1", "o_proj": "F16", "_proj": "Q4_0"}
+TYPES = {"v_proj": "Q8_0", "down_proj": "Q4_1", "o_proj": "F16", "_proj": "Q4_0", "embed_tokens": "Q8_0"}
 """By how a module's name ends; the first that fits."""
 
 
@@ -78,7 +78,7 @@ def test_blocks_stay_as_they_are_where_the_operation_is_provided(tmp_path: Path)
     model = load_model(checkpoint.quantized, make_context(providers=providers(seen)))
     torch.testing.assert_close(run(PagedDriver(model)), expected(checkpoint), atol=TOLERANCE, rtol=0)
     stored = load_file(checkpoint.quantized / "model.safetensors")
-    num_bytes = sum(tensor.numel() for name, tensor in stored.items() if name.endswith("packed_weight"))
+    num_bytes = sum(tensor.numel() for name, tensor in stored.items() if name.endswith("_proj.packed_weight"))
     assert sum(part.data.numel() for weight in seen for part in weight.parts) == num_bytes
     assert {weight.formats for weight in seen} == {("q4_0", "q4_0", "q8_0"), ("q4_0", "q4_0"), ("q4_1",)}
 
@@ -91,6 +91,19 @@ def test_floats_are_read_where_it_is_not_or_where_a_format_is_declined(tmp_path:
     model = load_model(checkpoint.quantized, make_context(providers=providers(seen, declined="q8_0")))
     torch.testing.assert_close(run(PagedDriver(model)), wanted, atol=TOLERANCE, rtol=0)
     assert {weight.formats for weight in seen} == {("q4_0", "q4_0"), ("q4_1",)}
+
+
+def test_a_tied_head_reads_the_blocks_of_the_embedding_on_any_rank(tmp_path: Path) -> None:
+    checkpoint = make_packed(tmp_path, "llama-odd-vocabulary-tied")
+    wanted, seen = expected(checkpoint), list[BlockQuantizedWeight]()
+
+    def logits(tp: object) -> torch.Tensor:
+        context = make_context(tp=tp, providers=providers(seen))  # type: ignore[arg-type]
+        return run(PagedDriver(load_model(checkpoint.quantized, context)))
+
+    for found in run_ranks(2, logits):
+        torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+    assert sum(weight.formats == ("q8_0",) for weight in seen) == 2
 
 
 def test_ranks_read_their_rows_and_whole_blocks_of_columns(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class BlockQuantizedMatrix(QuantizedMatrix):
 
     Args:
         ctx: Build context.
-        layout: The parts of the matrix, which fill all of its rows in order.
+        layout: The parts of the matrix, one after the other; rows behind the last are zero.
         formats: The format of each part.
         op: The operation `block_quantized_linear`.
         facts: The facts that it was resolved with, without the number of rows.
@@ -45,14 +45,14 @@ class BlockQuantizedMatrix(QuantizedMatrix):
         self.layout, self.formats = layout, tuple(formats)
         self._device, self._op, self._facts = ctx.device, op, facts
         self.stored = nn.ParameterList(
-            staging(part.source.stop - part.source.start, known.row_bytes(layout.num_columns), dtype=torch.uint8)
-            for part, known in zip(layout.parts, self._known(), strict=True)
+            staging(rows, known.row_bytes(layout.num_columns), dtype=torch.uint8)
+            for rows, known in zip(_rows_of_parts(layout), self._known(), strict=True)
         )
 
     @classmethod
     def build(cls, ctx: BuildContext, layout: MatrixLayout, formats: Sequence[str]) -> BlockQuantizedMatrix | None:
         """The matrix; None if a part has no block format, blocks would be cut, or no provider has the operation."""
-        if not all(name in BLOCK_FORMATS for name in formats) or not _fills_all_rows(layout):
+        if not all(name in BLOCK_FORMATS for name in formats) or not _is_in_order(layout):
             return None
         sizes = [BLOCK_FORMATS[name].block_values for name in formats]
         if any(end % size for size in sizes for end in (layout.columns.start, layout.columns.stop, layout.in_features)):
@@ -71,8 +71,8 @@ class BlockQuantizedMatrix(QuantizedMatrix):
         for part, known, parameter in zip(self.layout.parts, self._known(), self.stored, strict=True):
             columns = slice(known.row_bytes(self.layout.columns.start), known.row_bytes(self.layout.columns.stop))
             shape = part.num_rows, known.row_bytes(self.layout.in_features)
-            everything = tuple(slice(0, size) for size in parameter.shape)
-            yield f"{part.name}.packed_weight", WeightTarget(parameter, shape, (part.source, columns), everything)
+            filled = slice(0, part.source.stop - part.source.start), slice(0, parameter.shape[1])
+            yield f"{part.name}.packed_weight", WeightTarget(parameter, shape, (part.source, columns), filled)
 
     def fuse_silu_and_mul(self, ctx: BuildContext, activation: ResolvedOp) -> bool:
         fused = ctx.op("block_quantized_linear_silu_and_mul", size=self.layout.out_features // 2, **self._facts)
@@ -99,11 +99,13 @@ class BlockQuantizedMatrix(QuantizedMatrix):
         return [BLOCK_FORMATS[name] for name in self.formats]
 
 
-def _fills_all_rows(layout: MatrixLayout) -> bool:
-    """Whether the parts fill all rows, one after the other."""
-    row = 0
-    for part in layout.parts:
-        if part.destination.start != row:
-            return False
-        row = part.destination.stop
-    return row == layout.out_features
+def _is_in_order(layout: MatrixLayout) -> bool:
+    """Whether each part begins where the one before it ends."""
+    ends = [0, *(part.destination.stop for part in layout.parts)]
+    return all(part.destination.start == end for part, end in zip(layout.parts, ends, strict=False))
+
+
+def _rows_of_parts(layout: MatrixLayout) -> list[int]:
+    """Rows from the beginning of each part to that of the next, or to the end of the matrix."""
+    starts = [part.destination.start for part in layout.parts]
+    return [stop - start for start, stop in zip(starts, [*starts[1:], layout.out_features], strict=True)]

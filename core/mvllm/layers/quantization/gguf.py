@@ -5,6 +5,8 @@ offers each of them twice, and this method determines which one is read:
 
     <module>.packed_weight    uint8 [rows, row_bytes]    the blocks, for `block_quantized_linear`
     <module>.weight           floats [rows, columns]     dequantized by the reader of the checkpoint
+
+A tied head reads the blocks of the token embedding, which itself reads the floats.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class GGUF(QuantizationMethod):
     def matrix(
         self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
     ) -> QuantizedMatrix | None:
-        if layout.tied or layout.transposed or ctx.num_devices > 1:
+        if layout.transposed or ctx.num_devices > 1:
             return None
         from mvllm.layers.quantization.block_quantized_matrix import BlockQuantizedMatrix
 
