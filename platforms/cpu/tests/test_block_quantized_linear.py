@@ -14,6 +14,7 @@ from mvllm.testing.block_quantized_cases import block_quantized_weight
 from mvllm_cpu import kernels
 from mvllm_cpu.block_quantized_linear import FORMATS, BlockQuantizedLinear
 from mvllm_cpu.ops import KernelOps
+from mvllm_cpu.replay import Replay
 
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
@@ -121,6 +122,32 @@ def test_threads_change_nothing(op, int8_activations):
                 torch.set_num_threads(threads)
                 results.append(op.block_quantized_linear(x, packed, None))
             assert all(torch.equal(results[0], other) for other in results[1:])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_products_are_replayed_by_any_number_of_threads(op, threads):
+    """One row: the threads of a region share them with what stands between. Many: each opens a region of its own."""
+    ops, before = KernelOps(LOADED.library), torch.get_num_threads()
+    gate_up = op.pack_halves(block_quantized_weight((("q4_k", 1024), ("q6_k", 1024)), 768, True))
+    down, norm = op.pack(weight_of("q5_k", 1024, True, 768)), torch.ones(768, dtype=torch.bfloat16)
+
+    def function(x):
+        for _ in range(2):
+            x = ops.rms_norm(x, norm, 1e-5)
+            x = op.block_quantized_linear(op.block_quantized_linear_silu_and_mul(x, gate_up, None), down, None)
+        return x
+
+    compiled = Replay(LOADED.library).compile(function, dynamic=True)
+    try:
+        torch.set_num_threads(threads)
+        for rows in (1, 30):
+            for seed in range(3):
+                x = random(rows, 768, seed=seed, dtype=torch.bfloat16)
+                with torch.inference_mode():
+                    assert torch.equal(compiled(x), function(x))
+        assert None not in compiled._programs.values()
     finally:
         torch.set_num_threads(before)
 
