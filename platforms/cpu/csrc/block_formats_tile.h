@@ -28,7 +28,7 @@ INLINE vf multiply_add(vf a, vf b, vf c) {
 #endif
 }
 
-// Dot products of four unsigned bytes up to 63 with signed ones: sums of two fit into 16 bits.
+// Dot products of four unsigned bytes up to 63 with signed ones: sums of four products fit into 16 bits.
 #if HAS_VNNI
 typedef Quads SmallQuads;
 #else
@@ -48,6 +48,25 @@ struct SmallQuads {
 #endif
     }
 };
+#endif
+
+// Two dot products added to a sum.
+template <class Dot>
+INLINE vi add_two(vi acc, const Dot& first, const Dot& second, uint32_t x0, uint32_t x1) {
+    return Dot::add(Dot::add(acc, first, x0), second, x1);
+}
+#if !HAS_VNNI && LANES == 16
+INLINE vi add_two(vi acc, const SmallQuads& first, const SmallQuads& second, uint32_t x0, uint32_t x1) {
+    const __m512i a = _mm512_maddubs_epi16((__m512i)first.w, _mm512_set1_epi32(int(x0)));
+    const __m512i b = _mm512_maddubs_epi16((__m512i)second.w, _mm512_set1_epi32(int(x1)));
+    return acc + (vi)_mm512_madd_epi16(_mm512_add_epi16(a, b), _mm512_set1_epi16(1));
+}
+#elif !HAS_VNNI && LANES == 8
+INLINE vi add_two(vi acc, const SmallQuads& first, const SmallQuads& second, uint32_t x0, uint32_t x1) {
+    const __m256i a = _mm256_maddubs_epi16((__m256i)first.w, _mm256_set1_epi32(int(x0)));
+    const __m256i b = _mm256_maddubs_epi16((__m256i)second.w, _mm256_set1_epi32(int(x1)));
+    return acc + (vi)_mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1));
+}
 #endif
 
 INLINE vf half_at(const char* field, int column) {

@@ -13,7 +13,6 @@
 #define BMR (MVLLM_SMALL_TILES ? 2 : 3)
 #endif
 
-constexpr int BLOCK_DIRECT_ROWS = LANES == 16 && !MVLLM_SMALL_TILES ? 4 : 2;  // most rows that unpack in registers
 constexpr int BLOCK_PIECE = 8;        // groups of a panel of bytes
 constexpr int BLOCK_FLOAT_PIECE = 4;  // groups of a panel of floats
 
@@ -148,9 +147,8 @@ INLINE void add_pairs(vi (&acc)[MR][BNV][HALVES], const char* lanes, const int8_
         F::template pair<R>(lanes, v * LANES, even, odd);
         const typename F::Dot first = F::Dot::of(even), second = F::Dot::of(odd);
         for (int m = 0; m < MR; ++m) {
-            vi& sum = acc[m][v][half];
-            sum = F::Dot::add(sum, first, quad_at(x + m * stride + 8 * R));
-            sum = F::Dot::add(sum, second, quad_at(x + m * stride + 8 * R + 4));
+            const int8_t* quads = x + m * stride + 8 * R;
+            acc[m][v][half] = add_two(acc[m][v][half], first, second, quad_at(quads), quad_at(quads + 4));
         }
     }
     if constexpr (R < 3) add_pairs<F, R + 1, MR, HALVES>(acc, lanes, x, stride);
@@ -188,16 +186,42 @@ static void block_direct_unit(const BlockRows& op, const char* weight, int64_t r
         for (int v = 0; v < BNV; ++v) store(sums + m * BTILE + v * LANES, total[m][v]);
 }
 
+// Most rows at a time for which registers hold the sums and what is unpacked.
 template <class F>
-INLINE void block_direct(const BlockRows& op, const char* weight, int64_t row, int rows, float* sums) {
+constexpr int direct_unit() {
+    return LANES != 16 || MVLLM_SMALL_TILES ? 2 : F::KIND == BlockKind::HALVES ? 4 : 6;
+}
+
+// Most rows that unpack in registers. Up to two passes cost less than writing and reading a panel.
+template <class F>
+constexpr int direct_rows() {
+    return F::KIND == BlockKind::HALVES ? direct_unit<F>() : 2 * direct_unit<F>();
+}
+
+template <class F>
+INLINE void block_direct_pass(const BlockRows& op, const char* weight, int64_t row, int rows, float* sums) {
     switch (rows) {
         case 1: return block_direct_unit<F, 1>(op, weight, row, sums);
 #if LANES == 16 && !MVLLM_SMALL_TILES
         case 3: return block_direct_unit<F, 3>(op, weight, row, sums);
         case 4: return block_direct_unit<F, 4>(op, weight, row, sums);
+        case 5:
+            if constexpr (direct_unit<F>() >= 5) return block_direct_unit<F, 5>(op, weight, row, sums);
+            [[fallthrough]];
+        case 6:
+            if constexpr (direct_unit<F>() >= 6) return block_direct_unit<F, 6>(op, weight, row, sums);
+            [[fallthrough]];
 #endif
         default: return block_direct_unit<F, 2>(op, weight, row, sums);
     }
+}
+
+template <class F>
+INLINE void block_direct(const BlockRows& op, const char* weight, int64_t row, int rows, float* sums) {
+    if (rows <= direct_unit<F>()) return block_direct_pass<F>(op, weight, row, rows, sums);
+    const int first = (rows + 1) / 2;
+    block_direct_pass<F>(op, weight, row, first, sums);
+    block_direct_pass<F>(op, weight, row + first, rows - first, sums + first * BTILE);
 }
 
 // Unpacked groups: eight rows of quads each, and scales.
@@ -240,12 +264,15 @@ static void block_panel_unit(const BlockPanel& panel, int groups, float offset, 
     for (int g = 0; g < groups; ++g) {
         vi acc[HALVES][MR][BNV] = {};
         for (int half = 0; half < HALVES; ++half)
-            for (int j = 0; j < 8 / HALVES; ++j, quads += BTILE, x += 4) {
-                Dot w[BNV];
-                for (int v = 0; v < BNV; ++v) w[v] = Dot::of(load_lanes(quads + v * LANES));
+            for (int j = 0; j < 8 / HALVES; j += 2, quads += 2 * BTILE, x += 8) {
+                Dot first[BNV], second[BNV];
+                for (int v = 0; v < BNV; ++v) {
+                    first[v] = Dot::of(load_lanes(quads + v * LANES));
+                    second[v] = Dot::of(load_lanes(quads + BTILE + v * LANES));
+                }
                 for (int m = 0; m < MR; ++m) {
-                    const uint32_t quad = quad_at(x + m * stride);
-                    for (int v = 0; v < BNV; ++v) acc[half][m][v] = Dot::add(acc[half][m][v], w[v], quad);
+                    const uint32_t x0 = quad_at(x + m * stride), x1 = quad_at(x + m * stride + 4);
+                    for (int v = 0; v < BNV; ++v) acc[half][m][v] = add_two(acc[half][m][v], first[v], second[v], x0, x1);
                 }
             }
         for (int v = 0; v < BNV; ++v) {
@@ -281,7 +308,7 @@ template <class F>
 static void block_int8_tile(const BlockRows& op, const BlockTile& tile, int64_t row, int rows) {
     alignas(64) float sums[BLOCK_ROWS * BTILE];
     alignas(64) BlockPanel panel;
-    if (rows <= BLOCK_DIRECT_ROWS) {
+    if (rows <= direct_rows<F>()) {
         block_direct<F>(op, tile.weight, row, rows, sums);
         return store_block_tile(tile, sums, rows, op.dtype);
     }
