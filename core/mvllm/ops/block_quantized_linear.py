@@ -41,11 +41,13 @@ class BlockQuantizedWeight:
         parts: Its rows from the first to the last, at least one part.
         in_features: Columns, a multiple of the values in a block of each part.
         int8_activations: Inputs in bfloat16 and float16 are rounded to int8; float32 is not.
+        dtype: Compute dtype, to which a provider's `lookup` rounds the rows of a tied head.
     """
 
     parts: tuple[BlockQuantizedPart, ...]
     in_features: int
     int8_activations: bool = False
+    dtype: torch.dtype = torch.float32
 
     @property
     def shape(self) -> torch.Size:

@@ -40,6 +40,8 @@ void mvllm_cpu_block_linear(const void* x, int64_t x_stride, const void* weight,
 void mvllm_cpu_block_linear_silu(const void* x, int64_t x_stride, const void* weight, const mvllm::BlockPart* parts,
                                  int64_t num_parts, const void* bias, void* out, int64_t rows, int64_t in_features,
                                  int64_t size, int int8_activations, int dtype);
+void mvllm_cpu_block_embedding(const void* ids, int wide_ids, const void* weight, const mvllm::BlockPart* parts,
+                               int64_t num_parts, void* out, int64_t rows, int64_t in_features, int64_t first, int dtype);
 void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
                         const mvllm::Cache* cache);
 void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const mvllm::Cache* cache,

@@ -87,6 +87,7 @@ def block_quantized() -> None:
         weight = block_quantized_weight(parts, 512, int8)
         out_features = weight.shape[0]
         packed, bias = op.pack(weight), torch.randn(out_features).to(dtype)
+        op.lookup(torch.tensor([0, out_features - 1, out_features, -1]), packed)
         halves = op.pack_halves(weight) if out_features % 32 == 0 else None
         for rows in (1, 2, 3, 7, 13):
             x, offset = torch.randn(rows, 512).to(dtype), bias if rows % 2 else None

@@ -87,6 +87,19 @@ def test_the_packed_weight_is_the_dequantized_one_to_the_last_place(op, format):
     torch.testing.assert_close(found.T, weight.dequantize(), rtol=2**-22, atol=2**-23)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", [*FORMATS, "mixed"])
+def test_rows_that_are_looked_up_are_those_of_the_reference_to_the_last_bit(op, format, dtype):
+    weight = replace(weight_of(format, 512, rows=70), dtype=dtype)
+    packed, table = op.pack(weight), weight.dequantize().to(dtype)
+    count = len(table)
+    for ids in (torch.tensor([3, 69, 0, 33, 3]), torch.arange(count, dtype=torch.int32).flip(0).view(2, -1)):
+        found = op.lookup(ids, packed)
+        assert found.dtype == dtype and torch.equal(found, table[ids.long()])
+    of_others = op.lookup(torch.tensor([9, 10, 10 + count, 9 + count]), packed, 10)
+    assert torch.equal(of_others, torch.stack([0 * table[0], table[0], 0 * table[0], table[-1]]))
+
+
 def test_packed_bytes_are_those_of_the_file(op):
     """What a decode step has to read."""
     for format in FORMATS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ModelError
+from mvllm.layers.embedding import VocabEmbedding
 from mvllm.layers.quantization.gguf import GGUF
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.plugin_api import BlockQuantizedWeight, OpCase, OpProvider
@@ -58,7 +60,16 @@ def expected(checkpoint: QuantizedCheckpoint) -> torch.Tensor:
     return reference_logits(load_reference(checkpoint.plain), TOKENS, PROMPT_LEN)
 
 
-def providers(seen: list[BlockQuantizedWeight], declined: str = "") -> list[OpProvider]:
+def look_up(ids: torch.Tensor, weight: BlockQuantizedWeight, first: int | None = None) -> torch.Tensor:
+    """The operation `embedding` on a weight."""
+    table = weight.dequantize().to(weight.dtype)
+    result: torch.Tensor = SCHEMAS["embedding"].reference(ids, table, first)
+    return result
+
+
+def providers(
+    seen: list[BlockQuantizedWeight], declined: str = "", lookup: Callable[..., torch.Tensor] | None = None
+) -> list[OpProvider]:
     """The references as providers, which note the weights that they prepare."""
 
     def prepare(weight: BlockQuantizedWeight) -> BlockQuantizedWeight:
@@ -69,7 +80,7 @@ def providers(seen: list[BlockQuantizedWeight], declined: str = "") -> list[OpPr
         return ["not this one"] if declined in case.facts["formats"] else []
 
     ops = ("block_quantized_linear", "block_quantized_linear_silu_and_mul")
-    return [OpProvider(op, "blocks", SCHEMAS[op].reference, supports, prepare=prepare) for op in ops]
+    return [OpProvider(op, "blocks", SCHEMAS[op].reference, supports, prepare=prepare, lookup=lookup) for op in ops]
 
 
 def test_blocks_stay_as_they_are_where_the_operation_is_provided(tmp_path: Path) -> None:
@@ -93,13 +104,19 @@ def test_floats_are_read_where_it_is_not_or_where_a_format_is_declined(tmp_path:
     assert {weight.formats for weight in seen} == {("q4_0", "q4_0"), ("q4_1",)}
 
 
-def test_a_tied_head_reads_the_blocks_of_the_embedding_on_any_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lookup", [None, look_up], ids=["floats", "lookup"])
+def test_a_tied_head_reads_the_blocks_of_the_embedding_on_any_rank(
+    lookup: Callable[..., torch.Tensor] | None, tmp_path: Path
+) -> None:
     checkpoint = make_packed(tmp_path, "llama-odd-vocabulary-tied")
     wanted, seen = expected(checkpoint), list[BlockQuantizedWeight]()
 
     def logits(tp: object) -> torch.Tensor:
-        context = make_context(tp=tp, providers=providers(seen))  # type: ignore[arg-type]
-        return run(PagedDriver(load_model(checkpoint.quantized, context)))
+        context = make_context(tp=tp, providers=providers(seen, lookup=lookup))  # type: ignore[arg-type]
+        model = load_model(checkpoint.quantized, context)
+        [embedding] = [module for module in model.modules() if isinstance(module, VocabEmbedding)]
+        assert isinstance(embedding.weight, torch.Tensor) == (lookup is None)
+        return run(PagedDriver(model))
 
     for found in run_ranks(2, logits):
         torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)

@@ -20,7 +20,7 @@ from torch import nn
 
 from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout
-from mvllm.layers.quantization.quantized_matrix import Product, QuantizedMatrix, staging
+from mvllm.layers.quantization.quantized_matrix import Lookup, Product, QuantizedMatrix, staging
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.block_formats import BLOCK_FORMATS
 from mvllm.ops.block_quantized_linear import BlockQuantizedPart, BlockQuantizedWeight
@@ -43,7 +43,7 @@ class BlockQuantizedMatrix(QuantizedMatrix):
     ) -> None:
         super().__init__()
         self.layout, self.formats = layout, tuple(formats)
-        self._device, self._op, self._facts = ctx.device, op, facts
+        self._dtype, self._device, self._op, self._facts = ctx.dtype, ctx.device, op, facts
         self.stored = nn.ParameterList(
             staging(rows, known.row_bytes(layout.num_columns), dtype=torch.uint8)
             for rows, known in zip(_rows_of_parts(layout), self._known(), strict=True)
@@ -85,6 +85,10 @@ class BlockQuantizedMatrix(QuantizedMatrix):
         weight = self._read()
         return self._op.function, weight if self._op.prepare is None else self._op.prepare(weight)
 
+    @property
+    def lookup(self) -> Lookup | None:
+        return self._op.lookup
+
     def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._read().dequantize().to(device, dtype)
 
@@ -93,7 +97,8 @@ class BlockQuantizedMatrix(QuantizedMatrix):
             BlockQuantizedPart(name, parameter.detach().to(self._device))
             for name, parameter in zip(self.formats, self.stored, strict=True)
         )
-        return BlockQuantizedWeight(tuple(parts), self.layout.num_columns, bool(self._facts["int8_activations"]))
+        columns, int8_activations = self.layout.num_columns, bool(self._facts["int8_activations"])
+        return BlockQuantizedWeight(tuple(parts), columns, int8_activations, self._dtype)
 
     def _known(self) -> list[Any]:
         return [BLOCK_FORMATS[name] for name in self.formats]

@@ -6,7 +6,8 @@ offers each of them twice, and this method determines which one is read:
     <module>.packed_weight    uint8 [rows, row_bytes]    the blocks, for `block_quantized_linear`
     <module>.weight           floats [rows, columns]     dequantized by the reader of the checkpoint
 
-A tied head reads the blocks of the token embedding, which itself reads the floats.
+A tied head reads the blocks of the token embedding. The embedding looks its rows up in them where the platform can, and
+else reads the floats.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from mvllm.plugin_api import BlockQuantizedPart, BlockQuantizedWeight, OpCase, OpProvider
 from mvllm_cpu import workspace
 from mvllm_cpu.memory import Pool
-from mvllm_cpu.ops import PROVIDER, rows_of
+from mvllm_cpu.ops import PROVIDER, listed, rows_of
 from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
 from mvllm_cpu.recording import Kernel
 
@@ -42,6 +42,7 @@ class PackedBlockWeight:
         parts: [parts, 4], int64: format, offset of its first tile, first column and number of columns of each part.
         out_features, in_features: The weight's.
         int8_activations: How it is multiplied.
+        dtype: Of rows that are looked up.
     """
 
     data: torch.Tensor
@@ -49,6 +50,7 @@ class PackedBlockWeight:
     out_features: int
     in_features: int
     int8_activations: bool
+    dtype: torch.dtype
 
 
 class BlockQuantizedLinear:
@@ -79,6 +81,8 @@ class BlockQuantizedLinear:
             number,
         )
         self._product = Kernel(library, "mvllm_cpu_block_linear", arguments, weight=2)
+        lookup = (pointer, number, pointer, pointer, length, pointer, length, length, length, number)
+        self._lookup = Kernel(library, "mvllm_cpu_block_embedding", lookup)
         self._product_silu = Kernel(library, "mvllm_cpu_block_linear_silu", arguments, weight=2)
         self._pool = Pool()
 
@@ -86,7 +90,9 @@ class BlockQuantizedLinear:
         """One per operation."""
         name, silu = "block_quantized_linear", self.block_quantized_linear_silu_and_mul
         return (
-            OpProvider(name, PROVIDER, self.block_quantized_linear, self.supports, prepare=self.pack),
+            OpProvider(
+                *(name, PROVIDER, self.block_quantized_linear, self.supports), prepare=self.pack, lookup=self.lookup
+            ),
             OpProvider(f"{name}_silu_and_mul", PROVIDER, silu, self.supports_silu, prepare=self.pack_halves),
         )
 
@@ -140,6 +146,24 @@ class BlockQuantizedLinear:
         """silu of the first half of the product, times the second; bit for bit what the two operations give."""
         return self._call(self._product_silu, x, weight, bias, weight.out_features // 2)
 
+    def lookup(self, ids: torch.Tensor, weight: PackedBlockWeight, first: int | None = None) -> torch.Tensor:
+        """Rows of a packed weight, which so need not be kept in another form for the token embedding."""
+        ids = listed(ids)
+        out = workspace.empty((*ids.shape, weight.in_features), weight.dtype)
+        self._lookup(
+            ids.data_ptr(),
+            ids.dtype == torch.int64,
+            weight.data.data_ptr(),
+            weight.parts.data_ptr(),
+            len(weight.parts),
+            out.data_ptr(),
+            ids.numel(),
+            weight.in_features,
+            first or 0,
+            DTYPE_CODES[weight.dtype],
+        )
+        return out
+
     def _packed(self, weight: BlockQuantizedWeight, parts: Sequence[BlockQuantizedPart]) -> PackedBlockWeight:
         in_features = weight.in_features
         table, size, column = [], 0, 0
@@ -153,7 +177,7 @@ class BlockQuantizedLinear:
             blocks = rows_of(part.data)
             to = data.data_ptr() + offset
             self._pack(blocks.data_ptr(), blocks.stride(0), to, rows, in_features, code)
-        return PackedBlockWeight(data, torch.tensor(table), column, in_features, weight.int8_activations)
+        return PackedBlockWeight(data, torch.tensor(table), column, in_features, weight.int8_activations, weight.dtype)
 
     def _call(
         self, kernel: Kernel, x: torch.Tensor, weight: PackedBlockWeight, bias: torch.Tensor | None, size: int
