@@ -5,6 +5,9 @@ Two bytes in a row that are a float16 are stored with the low byte first. `n` is
 
     q4_0    ┌ d f16 ┬ 16 bytes: low half value n, high half value n + 16 ┐             w = d · (q - 8)
     q4_1    ┌ d f16 ┬ m f16 ┬ 16 bytes, as q4_0 ┐                                      w = d · q + m
+    q5_0    ┌ d f16 ┬ 4 bytes ┬ 16 bytes, as q4_0 ┐                                    w = d · (q - 16)
+            bit n of the 32, the low byte first: the fifth bit of value n
+    q5_1    ┌ d f16 ┬ m f16 ┬ 4 bytes, as q5_0 ┬ 16 bytes, as q4_0 ┐                   w = d · q + m
     q8_0    ┌ d f16 ┬ 32 bytes with sign ┐                                             w = d · q
     mxfp4   ┌ e byte ┬ 16 bytes, as q4_0 ┐      q: sign, 2 bits exponent, 1 mantissa   w = 2^(e - 127) · q
 
@@ -74,6 +77,21 @@ def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _half(blocks, 2)
 
 
+def _five_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """Values with their fifth bits in the 4 bytes at `start` and the others behind them, [n, 32], uint8."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    high = ((blocks[:, start : start + 4, None] >> shifts) & 1).flatten(1)
+    return _nibbles(blocks[:, start + 4 :]) | (high << 4)
+
+
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * (_five_bits(blocks, 2).float() - 16)
+
+
+def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * _five_bits(blocks, 4).float() + _half(blocks, 2)
+
+
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
     return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0)
 
@@ -124,6 +142,8 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 BLOCK_FORMATS = {
     "q4_0": BlockFormat(32, 18, _q4_0),
     "q4_1": BlockFormat(32, 20, _q4_1),
+    "q5_0": BlockFormat(32, 22, _q5_0),
+    "q5_1": BlockFormat(32, 24, _q5_1),
     "q8_0": BlockFormat(32, 34, _q8_0),
     "q4_k": BlockFormat(256, 144, _q4_k),
     "q5_k": BlockFormat(256, 176, _q5_k),

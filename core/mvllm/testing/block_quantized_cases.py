@@ -19,6 +19,8 @@ _KINDS = (  # in_features, (format, rows) of each part; half of all rows is a mu
 _HALF_OFFSETS = {
     "q4_0": (0,),
     "q4_1": (0, 2),
+    "q5_0": (0,),
+    "q5_1": (0, 2),
     "q8_0": (0,),
     "q4_k": (0, 2),
     "q5_k": (0, 2),

@@ -93,6 +93,15 @@ INLINE vu shifted(vu v) {
     else return v >> -SHIFT;
 }
 
+// Nibbles with fifth bits in a row behind them.
+template <int R>
+INLINE void five_bit_pair(const char* lanes, int column, vu& even, vu& odd) {
+    nibble_pair<R>(lanes, column, even, odd);
+    const vu high = row_at(lanes, 4, column);
+    even |= shifted<4 - 2 * R>(high) & 0x10101010u;
+    odd |= shifted<3 - 2 * R>(high) & 0x10101010u;
+}
+
 template <BlockFormat FORMAT>
 struct Blocks32 {
     static constexpr BlockLayout LAYOUT = BLOCK_LAYOUTS[FORMAT];
@@ -114,6 +123,24 @@ struct FormatQ4_1 : Blocks32<Q4_1> {
     static constexpr int OFFSET = 0;
     INLINE BlockScale scale(const char* head, const char*, int column) {
         return {half_at(head, column), -half_at(head + 2 * BTILE, column)};
+    }
+};
+
+struct FormatQ5_0 : Blocks32<Q5_0> {
+    static constexpr BlockKind KIND = BlockKind::OFFSET;
+    static constexpr int OFFSET = 16;
+    template <int R>
+    INLINE void pair(const char* lanes, int column, vu& even, vu& odd) {
+        five_bit_pair<R>(lanes, column, even, odd);
+    }
+    INLINE BlockScale scale(const char* head, const char*, int column) { return {half_at(head, column), vf{}}; }
+};
+
+struct FormatQ5_1 : FormatQ4_1 {
+    static constexpr BlockLayout LAYOUT = BLOCK_LAYOUTS[Q5_1];
+    template <int R>
+    INLINE void pair(const char* lanes, int column, vu& even, vu& odd) {
+        five_bit_pair<R>(lanes, column, even, odd);
     }
 };
 
@@ -180,10 +207,7 @@ struct FormatQ4_K : Blocks256<Q4_K> {};
 struct FormatQ5_K : Blocks256<Q5_K> {
     template <int R>
     INLINE void pair(const char* lanes, int column, vu& even, vu& odd) {
-        nibble_pair<R>(lanes, column, even, odd);
-        const vu high = row_at(lanes, 4, column);
-        even |= shifted<4 - 2 * R>(high) & 0x10101010u;
-        odd |= shifted<3 - 2 * R>(high) & 0x10101010u;
+        five_bit_pair<R>(lanes, column, even, odd);
     }
 };
 

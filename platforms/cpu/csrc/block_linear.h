@@ -10,10 +10,10 @@
 //     part      [tiles][blocks] block
 //     block     head[tile] fields  |  groups of 32 k:  sub[tile] bytes ...  |  rows of 32-bit lanes [tile] ...
 //
-//     head      d, for q4_1 also m, for q4_k and q5_k also d' (float16 each); mxfp4: the exponent's byte
+//     head      d, for q4_1 and q5_1 also m, for q4_k and q5_k also d' (float16 each); mxfp4: the exponent's byte
 //     sub       q4_k, q5_k: scale, minimum; q6_k: scales of the two halves
 //     lanes     row r of four: nibbles of k = 8r + i in the low half of byte i, of k = 8r + 4 + i in its high half
-//               q5_k: one more row: bit j of byte i is the fifth bit of k = 4j + i
+//               q5_k, q5_0, q5_1: one more row: bit j of byte i is the fifth bit of k = 4j + i
 //               q6_k: two more rows: the upper 2 bits of k = 4j + i are in row j / 4, byte i, from bit 2 (j mod 4) on
 //               q8_0: eight rows instead: byte i of row j is k = 4j + i, value + 128
 //
@@ -28,7 +28,7 @@
 
 namespace mvllm {
 
-enum BlockFormat : int32_t { Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, NUM_BLOCK_FORMATS };
+enum BlockFormat : int32_t { Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, Q5_0, Q5_1, NUM_BLOCK_FORMATS };
 
 constexpr int BLOCK_GROUP = 32;  // k that share a scale of x; a group of the weight
 
@@ -42,6 +42,7 @@ struct BlockLayout {
 
 constexpr BlockLayout BLOCK_LAYOUTS[NUM_BLOCK_FORMATS] = {
     {18, 1, 2, 0, 4}, {20, 1, 4, 0, 4}, {34, 1, 2, 0, 8}, {144, 8, 4, 2, 4}, {176, 8, 4, 2, 5}, {210, 8, 2, 2, 6}, {17, 1, 1, 0, 4},
+    {22, 1, 2, 0, 5}, {24, 1, 4, 0, 5},
 };
 
 // Columns with one format. Mirrored in Python.

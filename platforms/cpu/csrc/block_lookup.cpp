@@ -61,12 +61,14 @@ void read_group(BlockFormat format, const char* block, int g, int tile, int colu
     read_codes(group + layout.sub * tile + 4 * column, layout.rows, tile, codes);
     switch (format) {
         case Q4_0:
+        case Q5_0:
         case Q8_0: {
-            const float d = half(0), zero = format == Q4_0 ? 8 : 128;
+            const float d = half(0), zero = format == Q4_0 ? 8 : format == Q5_0 ? 16 : 128;
             for (int k = 0; k < BLOCK_GROUP; ++k) to[k] = d * (float(codes[k]) - zero);
             return;
         }
-        case Q4_1: {
+        case Q4_1:
+        case Q5_1: {
             const float d = half(0), m = half(1);
             for (int k = 0; k < BLOCK_GROUP; ++k) to[k] = d * float(codes[k]) + m;
             return;

@@ -43,6 +43,14 @@ void read_block(BlockFormat format, const uint8_t* from, FileBlock& to) {
             std::memcpy(to.head, from, size_t(head));
             return read_nibbles(from + head, 16, to.codes);
         }
+        case Q5_0:
+        case Q5_1: {
+            const int head = BLOCK_LAYOUTS[format].head;
+            std::memcpy(to.head, from, size_t(head));
+            read_nibbles(from + head + 4, 16, to.codes);
+            for (int k = 0; k < 32; ++k) to.codes[k] |= uint8_t((from[head + k / 8] >> k % 8 & 1) << 4);
+            return;
+        }
         case Q8_0:
             std::memcpy(to.head, from, 2);
             for (int i = 0; i < 32; ++i) to.codes[i] = from[2 + i] ^ 128;
