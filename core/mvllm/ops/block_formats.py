@@ -10,9 +10,13 @@ Two bytes in a row that are a float16 are stored with the low byte first. `n` is
     q5_1    ┌ d f16 ┬ m f16 ┬ 4 bytes, as q5_0 ┬ 16 bytes, as q4_0 ┐                   w = d · q + m
     q8_0    ┌ d f16 ┬ 32 bytes with sign ┐                                             w = d · q
     mxfp4   ┌ e byte ┬ 16 bytes, as q4_0 ┐      q: sign, 2 bits exponent, 1 mantissa   w = 2^(e - 127) · q
+    iq4_nl  ┌ d f16 ┬ 16 bytes, as q4_0 ┐                                              w = d · table[q]
 
-    The others have 256 values, in groups of 32, or of 16 for q6_k, that have small integers for scales:
+    The others have 256 values, in groups of 32, or of 16 for q3_k and q6_k, that have small integers for scales:
 
+    q3_k    ┌ 32 bytes ┬ 64 bytes ┬ 12 bytes: s, 6 bits each ┬ d f16 ┐                 w = d · (s - 32) · (q - 4)
+            value 32i + n has its high bit in byte n of the 32, bit i; and its 2 low bits in byte n of 32 of the 64 (the
+            first 32 if i < 4), from bit 2 (i mod 4) on
     q4_k    ┌ d f16 ┬ d' f16 ┬ 12 bytes: s, m of each group, 6 bits each ┬ 128 bytes ┐  w = d · s · q - d' · m
             groups 2i and 2i + 1 are the low and the high halves of bytes 32i to 32i + 31
     q5_k    ┌ d f16 ┬ d' f16 ┬ 12 bytes, as q4_k ┬ 32 bytes ┬ 128 bytes, as q4_k ┐      likewise
@@ -20,6 +24,7 @@ Two bytes in a row that are a float16 are stored with the low byte first. `n` is
     q6_k    ┌ 128 bytes ┬ 64 bytes ┬ 16 bytes with sign: s ┬ d f16 ┐                    w = d · s · (q - 32)
             of each 128 values (i from 0 to 3, n from 0 to 31): value 32i + n has 4 low bits in byte 32 (i mod 2) + n
             of 64, the low half if i < 2; and 2 high bits in byte n of 32, from bit 2i on
+    iq4_xs  ┌ d f16 ┬ 6 bytes: s, 6 bits each ┬ 16 bytes for each group, as q4_0 ┐     w = d · (s - 32) · table[q]
 """
 
 from __future__ import annotations
@@ -104,6 +109,35 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float32) * numbers.to(blocks.device)[_nibbles(blocks[:, 1:]).long()]
 
 
+def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * _from_table(_nibbles(blocks[:, 2:]))
+
+
+def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).flatten(1)
+    high = ((blocks[:, 2:4, None] >> shifts) & 3).flatten(1)
+    scales = _half(blocks, 0) * ((low | (high << 4)).float() - 32)
+    values = _from_table(_nibbles(blocks[:, 8:].reshape(-1, 8, 16)))
+    return (scales[:, :, None] * values).flatten(1)
+
+
+def _from_table(codes: torch.Tensor) -> torch.Tensor:
+    """The numbers of iq4_nl and iq4_xs."""
+    table = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+    return torch.tensor(table, dtype=torch.float32, device=codes.device)[codes.long()]
+
+
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    twos, ones = (torch.arange(0, 8, step, dtype=torch.uint8, device=blocks.device)[:, None] for step in (2, 1))
+    low = ((blocks[:, 32:96].reshape(-1, 2, 1, 32) >> twos) & 3).view(-1, 8, 32)
+    high = (blocks[:, None, :32] >> ones) & 1
+    upper = ((blocks[:, None, 104:108] >> twos) & 3).flatten(1)
+    scales = _half(blocks, 108) * ((_nibbles(blocks[:, 96:104]) | (upper << 4)).float() - 32)
+    values = (low | (high << 2)).float() - 4
+    return (scales[:, :, None] * values.view(-1, 16, 16)).flatten(1)
+
+
 def _sub_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and minima of the eight groups from 12 bytes [n, 12], each [n, 8, 1], float32."""
     first, second, last = packed.split(4, dim=1)
@@ -149,5 +183,8 @@ BLOCK_FORMATS = {
     "q5_k": BlockFormat(256, 176, _q5_k),
     "q6_k": BlockFormat(256, 210, _q6_k),
     "mxfp4": BlockFormat(32, 17, _mxfp4),
+    "q3_k": BlockFormat(256, 110, _q3_k),
+    "iq4_nl": BlockFormat(32, 18, _iq4_nl),
+    "iq4_xs": BlockFormat(256, 136, _iq4_xs),
 }
 """The formats by name."""

@@ -25,7 +25,7 @@ class BlockQuantizedPart:
     """Neighbouring rows of a matrix, in one format. Phase: worker.
 
     Attributes:
-        format: q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k or mxfp4.
+        format: q4_0, q4_1, q5_0, q5_1, q8_0, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs or mxfp4 (block_formats.py).
         data: [rows, row_bytes], uint8: the blocks of each row, as in the file.
     """
 

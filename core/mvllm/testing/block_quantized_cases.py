@@ -26,6 +26,9 @@ _HALF_OFFSETS = {
     "q5_k": (0, 2),
     "q6_k": (208,),
     "mxfp4": (),
+    "q3_k": (108,),
+    "iq4_nl": (0,),
+    "iq4_xs": (0,),
 }
 
 
@@ -35,8 +38,9 @@ def random_blocks(format: str, rows: int, in_features: int, seed: int = 1) -> to
     generator = torch.Generator().manual_seed(seed)
     shape = rows * (in_features // known.block_values), known.block_bytes
     blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    size = 2048 if known.block_values == 256 or format == "iq4_nl" else 64
     for start in _HALF_OFFSETS[format]:
-        scales = (torch.rand(shape[0], 1, generator=generator) + 0.5) / (64 if known.block_values == 32 else 2048)
+        scales = (torch.rand(shape[0], 1, generator=generator) + 0.5) / size
         blocks[:, start : start + 2] = scales.half().view(torch.uint8)
     if format == "mxfp4":
         blocks[:, 0] = torch.randint(119, 123, shape[:1], generator=generator, dtype=torch.uint8)

@@ -102,6 +102,32 @@ INLINE void five_bit_pair(const char* lanes, int column, vu& even, vu& odd) {
     odd |= shifted<3 - 2 * R>(high) & 0x10101010u;
 }
 
+// Nibbles that stand for the bytes of a table.
+INLINE vu numbers_of(const uint8_t* table, vu nibbles) {
+#if LANES == 16
+    const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return (vu)_mm512_shuffle_epi8(all, (__m512i)nibbles);
+#elif LANES == 8
+    const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return (vu)_mm256_shuffle_epi8(all, (__m256i)nibbles);
+#else
+    vu found;
+    for (int lane = 0; lane < LANES; ++lane) {
+        uint32_t bytes = 0;
+        for (int i = 0; i < 32; i += 8) bytes |= uint32_t(table[nibbles[lane] >> i & 15u]) << i;
+        found[lane] = bytes;
+    }
+    return found;
+#endif
+}
+
+template <int R>
+INLINE void number_pair(const uint8_t* table, const char* lanes, int column, vu& even, vu& odd) {
+    nibble_pair<R>(lanes, column, even, odd);
+    even = numbers_of(table, even);
+    odd = numbers_of(table, odd);
+}
+
 template <BlockFormat FORMAT>
 struct Blocks32 {
     static constexpr BlockLayout LAYOUT = BLOCK_LAYOUTS[FORMAT];
@@ -160,29 +186,10 @@ struct FormatMXFP4 : Blocks32<MXFP4> {
     static constexpr BlockKind KIND = BlockKind::OFFSET;
     static constexpr int OFFSET = 12;
     // Twice the number that four bits stand for, plus OFFSET; the scale is half as large.
-    INLINE vu numbers(vu nibbles) {
-        alignas(16) static const uint8_t table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-#if LANES == 16
-        const __m512i all = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
-        return (vu)_mm512_shuffle_epi8(all, (__m512i)nibbles);
-#elif LANES == 8
-        const __m256i all = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
-        return (vu)_mm256_shuffle_epi8(all, (__m256i)nibbles);
-#else
-        vu found;
-        for (int lane = 0; lane < LANES; ++lane) {
-            uint32_t bytes = 0;
-            for (int i = 0; i < 32; i += 8) bytes |= uint32_t(table[nibbles[lane] >> i & 15u]) << i;
-            found[lane] = bytes;
-        }
-        return found;
-#endif
-    }
+    static constexpr uint8_t NUMBERS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
     template <int R>
     INLINE void pair(const char* lanes, int column, vu& even, vu& odd) {
-        nibble_pair<R>(lanes, column, even, odd);
-        even = numbers(even);
-        odd = numbers(odd);
+        number_pair<R>(NUMBERS, lanes, column, even, odd);
     }
     INLINE BlockScale scale(const char* head, const char*, int column) {
         const vi e = widen_bytes(reinterpret_cast<const int8_t*>(head) + column) & 255;
@@ -224,5 +231,40 @@ struct FormatQ6_K : Blocks32<Q6_K> {
     INLINE BlockScale scale(const char* head, const char* sub, int column) {
         const vf d = half_at(head, column);
         return {d * byte_at(sub, column), d * byte_at(sub + BTILE, column)};
+    }
+};
+
+struct FormatQ3_K : Blocks32<Q3_K> {
+    static constexpr BlockKind KIND = BlockKind::HALVES;
+    static constexpr int OFFSET = 4;
+    template <int R>
+    INLINE void pair(const char* lanes, int column, vu& even, vu& odd) {
+        const vu low = row_at(lanes, R / 2, column), high = row_at(lanes, 2, column);
+        even = (shifted<-(R % 2 * 4)>(low) & 0x03030303u) | (shifted<2 - 2 * R>(high) & 0x04040404u);
+        odd = (shifted<-(R % 2 * 4 + 2)>(low) & 0x03030303u) | (shifted<1 - 2 * R>(high) & 0x04040404u);
+    }
+    INLINE BlockScale scale(const char* head, const char* sub, int column) { return FormatQ6_K::scale(head, sub, column); }
+};
+
+// Bytes of steps that are not even: values + 128.
+template <BlockFormat FORMAT>
+struct UnevenBlocks : Blocks32<FORMAT> {
+    static constexpr BlockKind KIND = BlockKind::OFFSET;
+    static constexpr int OFFSET = 128;
+    typedef Quads Dot;
+    static constexpr uint8_t NUMBERS[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+    template <int R>
+    INLINE void pair(const char* lanes, int column, vu& even, vu& odd) {
+        number_pair<R>(NUMBERS, lanes, column, even, odd);
+    }
+};
+
+struct FormatIQ4_NL : UnevenBlocks<IQ4_NL> {
+    INLINE BlockScale scale(const char* head, const char*, int column) { return {half_at(head, column), vf{}}; }
+};
+
+struct FormatIQ4_XS : UnevenBlocks<IQ4_XS> {
+    INLINE BlockScale scale(const char* head, const char* sub, int column) {
+        return {half_at(head, column) * byte_at(sub, column), vf{}};
     }
 };

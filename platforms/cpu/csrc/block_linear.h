@@ -3,7 +3,7 @@
 // threads). core's mvllm/ops/block_formats.py describes the blocks of a file.
 //
 // A file's block belongs to one column of the product and has 32 or 256 values of k. Here neighbouring columns are
-// interleaved in tiles, with as many bytes as in the file, except that 6-bit scales of groups take a byte. A tile is one
+// interleaved in tiles, with as many bytes as in the file, except that 6-bit scales of groups take a byte each. A tile is one
 // stream of memory. A part of the columns that has its own format begins with a tile; the last tile's missing columns are
 // zero.
 //
@@ -11,10 +11,12 @@
 //     block     head[tile] fields  |  groups of 32 k:  sub[tile] bytes ...  |  rows of 32-bit lanes [tile] ...
 //
 //     head      d, for q4_1 and q5_1 also m, for q4_k and q5_k also d' (float16 each); mxfp4: the exponent's byte
-//     sub       q4_k, q5_k: scale, minimum; q6_k: scales of the two halves
+//     sub       q4_k, q5_k: scale, minimum; q3_k, q6_k: scales of the two halves; iq4_xs: scale
 //     lanes     row r of four: nibbles of k = 8r + i in the low half of byte i, of k = 8r + 4 + i in its high half
 //               q5_k, q5_0, q5_1: one more row: bit j of byte i is the fifth bit of k = 4j + i
 //               q6_k: two more rows: the upper 2 bits of k = 4j + i are in row j / 4, byte i, from bit 2 (j mod 4) on
+//               q3_k: three rows instead: two with the lower bits, as the upper ones of q6_k; one with the third bits, as
+//               the fifth ones of q5_k
 //               q8_0: eight rows instead: byte i of row j is k = 4j + i, value + 128
 //
 // So four k of one column become the bytes of a lane with a shift and a mask: the form of the byte dot products.
@@ -28,7 +30,7 @@
 
 namespace mvllm {
 
-enum BlockFormat : int32_t { Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, Q5_0, Q5_1, NUM_BLOCK_FORMATS };
+enum BlockFormat : int32_t { Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, Q5_0, Q5_1, Q3_K, IQ4_NL, IQ4_XS, NUM_BLOCK_FORMATS };
 
 constexpr int BLOCK_GROUP = 32;  // k that share a scale of x; a group of the weight
 
@@ -42,7 +44,7 @@ struct BlockLayout {
 
 constexpr BlockLayout BLOCK_LAYOUTS[NUM_BLOCK_FORMATS] = {
     {18, 1, 2, 0, 4}, {20, 1, 4, 0, 4}, {34, 1, 2, 0, 8}, {144, 8, 4, 2, 4}, {176, 8, 4, 2, 5}, {210, 8, 2, 2, 6}, {17, 1, 1, 0, 4},
-    {22, 1, 2, 0, 5}, {24, 1, 4, 0, 5},
+    {22, 1, 2, 0, 5}, {24, 1, 4, 0, 5}, {110, 8, 2, 2, 3}, {18, 1, 2, 0, 4}, {136, 8, 2, 1, 4},
 };
 
 // Columns with one format. Mirrored in Python.

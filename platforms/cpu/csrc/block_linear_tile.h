@@ -336,6 +336,9 @@ static void block_int8(const BlockRows& op, const BlockTile& tile, int64_t row, 
         case Q4_1: return block_int8_tile<FormatQ4_1>(op, tile, row, rows);
         case Q5_0: return block_int8_tile<FormatQ5_0>(op, tile, row, rows);
         case Q5_1: return block_int8_tile<FormatQ5_1>(op, tile, row, rows);
+        case Q3_K: return block_int8_tile<FormatQ3_K>(op, tile, row, rows);
+        case IQ4_NL: return block_int8_tile<FormatIQ4_NL>(op, tile, row, rows);
+        case IQ4_XS: return block_int8_tile<FormatIQ4_XS>(op, tile, row, rows);
         case Q8_0: return block_int8_tile<FormatQ8_0>(op, tile, row, rows);
         case Q4_K: return block_int8_tile<FormatQ4_K>(op, tile, row, rows);
         case Q5_K: return block_int8_tile<FormatQ5_K>(op, tile, row, rows);
@@ -407,6 +410,7 @@ static void block_weight_only(const BlockRows& op, const BlockTile& tile, int64_
         unpack_float_panel<FormatQ4_0>, unpack_float_panel<FormatQ4_1>, unpack_float_panel<FormatQ8_0>,
         unpack_float_panel<FormatQ4_K>, unpack_float_panel<FormatQ5_K>, unpack_float_panel<FormatQ6_K>,
         unpack_float_panel<FormatMXFP4>, unpack_float_panel<FormatQ5_0>, unpack_float_panel<FormatQ5_1>,
+        unpack_float_panel<FormatQ3_K>, unpack_float_panel<FormatIQ4_NL>, unpack_float_panel<FormatIQ4_XS>,
     };
     alignas(64) float sums[BLOCK_ROWS * BTILE], panel[BLOCK_FLOAT_PIECE * BLOCK_GROUP * BTILE];
     const int groups = op.in_features / BLOCK_GROUP, teams = (rows + BMR - 1) / BMR;

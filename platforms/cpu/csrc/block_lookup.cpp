@@ -28,12 +28,17 @@ void read_codes(const char* lanes, int rows, int tile, uint8_t* codes) {
         std::memcpy(&lane, lanes + int64_t(row) * tile * 4, 4);
         return lane;
     };
+    std::memset(codes, 0, BLOCK_GROUP);
     for (int row = 0; row < rows; ++row) {
         const uint32_t lane = lane_at(row);
         for (int i = 0; i < 4; ++i) {
             const uint32_t byte = lane >> 8 * i & 255;
             if (rows == 8) {
                 codes[4 * row + i] = uint8_t(byte);
+            } else if (rows == 3 && row < 2) {
+                for (int j = 0; j < 4; ++j) codes[4 * (4 * row + j) + i] = byte >> 2 * j & 3;
+            } else if (rows == 3) {
+                for (int j = 0; j < 8; ++j) codes[4 * j + i] |= uint8_t((byte >> j & 1) << 2);
             } else if (row < 4) {
                 codes[8 * row + i] = byte & 15;
                 codes[8 * row + 4 + i] = uint8_t(byte >> 4);
@@ -49,6 +54,7 @@ void read_codes(const char* lanes, int rows, int tile, uint8_t* codes) {
 // Group `g` of the block that begins at `block`, for one column.
 void read_group(BlockFormat format, const char* block, int g, int tile, int column, float* to) {
     static const float fours[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    static const float steps[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
     const BlockLayout& layout = BLOCK_LAYOUTS[format];
     const char* group = block + (layout.head + g * layout.group()) * tile;
     auto half = [&](int field) {
@@ -79,9 +85,18 @@ void read_group(BlockFormat format, const char* block, int g, int tile, int colu
             for (int k = 0; k < BLOCK_GROUP; ++k) to[k] = d * float(codes[k]) - m;
             return;
         }
-        case Q6_K:
-            for (int k = 0; k < BLOCK_GROUP; ++k) to[k] = half(0) * sub(k / 16) * (float(codes[k]) - 32);
+        case Q3_K:
+        case Q6_K: {
+            const float zero = format == Q3_K ? 4 : 32;
+            for (int k = 0; k < BLOCK_GROUP; ++k) to[k] = half(0) * sub(k / 16) * (float(codes[k]) - zero);
             return;
+        }
+        case IQ4_NL:
+        case IQ4_XS: {
+            const float d = format == IQ4_NL ? half(0) : half(0) * sub(0);
+            for (int k = 0; k < BLOCK_GROUP; ++k) to[k] = d * steps[codes[k]];
+            return;
+        }
         default: {
             const uint32_t e = uint8_t(block[column]);
             const float d = as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);

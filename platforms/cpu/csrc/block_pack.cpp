@@ -38,6 +38,7 @@ void read_block(BlockFormat format, const uint8_t* from, FileBlock& to) {
     switch (format) {
         case Q4_0:
         case Q4_1:
+        case IQ4_NL:
         case MXFP4: {
             const int head = BLOCK_LAYOUTS[format].head;
             std::memcpy(to.head, from, size_t(head));
@@ -65,6 +66,25 @@ void read_block(BlockFormat format, const uint8_t* from, FileBlock& to) {
                 for (int k = 0; k < 256; ++k) to.codes[k] |= uint8_t((from[16 + k % 32] >> k / 32 & 1) << 4);
             return;
         }
+        case Q3_K:
+            for (int k = 0; k < 256; ++k) {
+                const int pair = k / 32, byte = k % 32;
+                to.codes[k] = uint8_t((from[32 + 32 * (pair / 4) + byte] >> 2 * (pair % 4) & 3) | (from[byte] >> pair & 1) << 2);
+            }
+            for (int j = 0; j < 16; ++j) {
+                const int low = from[96 + j % 8] >> 4 * (j / 8) & 15, high = from[104 + j % 4] >> 2 * (j / 4) & 3;
+                to.sub[j / 2][j % 2] = uint8_t((low | high << 4) - 32);
+            }
+            std::memcpy(to.head, from + 108, 2);
+            return;
+        case IQ4_XS:
+            std::memcpy(to.head, from, 2);
+            for (int g = 0; g < 8; ++g) {
+                const int low = from[4 + g / 2] >> 4 * (g % 2) & 15, high = from[2 + g / 4] >> 2 * (g % 4) & 3;
+                to.sub[g][0] = uint8_t((low | high << 4) - 32);
+                read_nibbles(from + 8 + 16 * g, 16, to.codes + 32 * g);
+            }
+            return;
         default:
             for (int half = 0; half < 2; ++half) {
                 uint8_t* codes = to.codes + 128 * half;
@@ -84,6 +104,10 @@ uint32_t lane_of(const uint8_t* codes, int rows, int row) {
         uint32_t byte = 0;
         if (rows == 8)
             byte = codes[4 * row + i];
+        else if (rows == 3 && row < 2)
+            for (int j = 0; j < 4; ++j) byte |= (codes[4 * (4 * row + j) + i] & 3u) << 2 * j;
+        else if (rows == 3)
+            for (int j = 0; j < 8; ++j) byte |= (codes[4 * j + i] >> 2 & 1u) << j;
         else if (row < 4)
             byte = (codes[8 * row + i] & 15u) | (codes[8 * row + 4 + i] & 15u) << 4;
         else if (rows == 5)

@@ -23,7 +23,7 @@ from mvllm_cpu.ops import PROVIDER, listed, rows_of
 from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
 from mvllm_cpu.recording import Kernel
 
-FORMATS = ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4", "q5_0", "q5_1")
+FORMATS = ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4", "q5_0", "q5_1", "q3_k", "iq4_nl", "iq4_xs")
 """In the order of `BlockFormat` in csrc/block_linear.h."""
 
 ALIGNMENT = 64
