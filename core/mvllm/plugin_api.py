@@ -56,10 +56,13 @@ from mvllm.platform.worker_protocol import KVCacheNeeds, WorkerProtocol
 if TYPE_CHECKING:
     from mvllm.attention.reference import ReferenceAttention
     from mvllm.distributed.torch_communicator import TorchCommunicator
+    from mvllm.ops.block_quantized_linear import BlockQuantizedPart, BlockQuantizedWeight
     from mvllm.ops.float8_linear import Float8Inputs, Float8Weight
     from mvllm.ops.quantized_linear import QuantizedWeight
 
 _LAZY = {
+    "BlockQuantizedPart": "mvllm.ops.block_quantized_linear",
+    "BlockQuantizedWeight": "mvllm.ops.block_quantized_linear",
     "Float8Inputs": "mvllm.ops.float8_linear",
     "Float8Weight": "mvllm.ops.float8_linear",
     "QuantizedWeight": "mvllm.ops.quantized_linear",
@@ -74,6 +77,8 @@ __all__ = [
     "AttentionMetadata",
     "AttentionSpec",
     "BatchLayout",
+    "BlockQuantizedPart",
+    "BlockQuantizedWeight",
     "CacheConfig",
     "Capabilities",
     "Check",

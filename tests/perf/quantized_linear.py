@@ -1,6 +1,6 @@
 """Quantized products of a whole model, compared with bf16 and the machine's limits.
 
-    OMP_NUM_THREADS=2 python tests/perf/quantized_linear.py [--rows 1 16 32 256 2048] [--only int8 int4]
+    OMP_NUM_THREADS=2 python tests/perf/quantized_linear.py [--rows 1 16 32 256 2048] [--only int8 int4 q4_k]
 
 Each line is one pass over all matrices of a model (sizes by arguments), layer after layer, in one weight format. Few
 rows are bound by reading the weights: the pass reads more layers than any cache holds, and the table gives GB/s of
@@ -23,7 +23,9 @@ from tempfile import TemporaryDirectory
 import torch
 
 from mvllm.plugin_api import QuantizedWeight
+from mvllm.testing.block_quantized_cases import block_quantized_weight
 from mvllm_cpu import kernels
+from mvllm_cpu.block_quantized_linear import FORMATS, BlockQuantizedLinear
 from mvllm_cpu.linear import Linear
 from mvllm_cpu.quantized_linear import PackedQuantizedWeight, QuantizedLinear
 
@@ -53,6 +55,11 @@ SCHEMES: dict[str, tuple[int, int | None, bool, bool]] = {  # bits, columns per 
     "int4, groups of 128": (4, 128, False, False),
     "int4, groups of 32, zeros": (4, 32, True, False),
 }
+
+
+def chosen(name: str, only: Sequence[str] | None) -> bool:
+    """Whether a scheme is measured."""
+    return not only or name.startswith(tuple(only))
 
 
 def compiled_reader(folder: Path) -> ctypes.CDLL:
@@ -216,7 +223,7 @@ def main() -> None:
         )
     }
     for name in SCHEMES:
-        if args.only and not name.startswith(tuple(args.only)):
+        if not chosen(name, args.only):
             continue
         whole = {shape: weight_of(name, shape) for shape in shapes}
         models[name] = Model(
@@ -225,6 +232,18 @@ def main() -> None:
             lambda shape, whole=whole: op.pack(whole[shape]),
             lambda x, w: op.quantized_linear(x, w, None),
             packed_bytes,
+        )
+    blocks = BlockQuantizedLinear(loaded.library)
+    for name in FORMATS:  # as in GGUF files, with int8 activations
+        if not chosen(name, args.only):
+            continue
+        stored = {(o, k): block_quantized_weight(((name, o),), k, True) for o, k in shapes}
+        models[name] = Model(
+            shapes,
+            args.layers,
+            lambda shape, stored=stored: blocks.pack(stored[shape]),
+            lambda x, w: blocks.block_quantized_linear(x, w, None),
+            lambda w: w.data.nbytes,
         )
     with TemporaryDirectory() as folder:
         reader = compiled_reader(Path(folder))

@@ -8,7 +8,7 @@ rows and zeros after them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,13 +17,10 @@ from torch import nn
 from mvllm.layers.context import BuildContext
 from mvllm.layers.linear import resolve_linear_op, unloaded_linear_op
 from mvllm.layers.matrix_layout import MatrixLayout, Part
-from mvllm.layers.quantization.quantized_matrix import Product, QuantizedMatrix
+from mvllm.layers.quantization.quantized_matrix import Lookup, Product, QuantizedMatrix
 from mvllm.layers.quantization.rtn_matrix import float_targets
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.registry import ResolvedOp
-
-Lookup = Callable[..., torch.Tensor]
-"""The operation `embedding`, or a provider's lookup in a prepared weight."""
 
 
 class Embedding(nn.Module):
@@ -89,7 +86,8 @@ class VocabEmbedding(VocabShard):
     """Token embedding, sharded along the vocabulary.
 
     Attributes:
-        weight: [band, hidden_size]; after loading the prepared weight of a tied head that shares it.
+        weight: [band, hidden_size]; after loading the prepared weight of a tied head that shares it. None until then
+            if that is quantized.
         shared_by: The tied head whose prepared weight is used; in a tuple, so that it is not a submodule.
     """
 
@@ -108,8 +106,14 @@ class VocabEmbedding(VocabShard):
         return self._tp.all_reduce(self._lookup(ids, self.weight, self.first))
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them."""
-        return float_targets(self.layout, self.weight)
+        """Checkpoint tensor names and what this rank takes of them; none if rows are read from a quantized head."""
+        return iter(()) if self.weight is None else float_targets(self.layout, self.weight)
+
+    def share(self, head: LMHead) -> None:
+        """Called while the model is built: rows are looked up in the weight of a tied head."""
+        self.shared_by = (head,)
+        if isinstance(head.weight, QuantizedMatrix):
+            self.weight = None
 
     def prepare_weights(self) -> None:
         """If a tied head shares the weight, prepares the head and looks rows up in its weight."""
@@ -155,11 +159,15 @@ class LMHead(VocabShard):
         else:
             self.weight = ctx.parameter(self.band, hidden_size) if embedding is None else embedding
         self._op: ResolvedOp | None = None
+        self._lookup: Lookup | None
         if matrix is None:
             self._op = ctx.op("linear", in_features=hidden_size, out_features=self.band, bias=False)
-        self._shares = tied_to is not None and self._op is not None and self._op.lookup is not None
+            self._lookup = self._op.lookup
+        else:
+            self._lookup = matrix.lookup
+        self._shares = tied_to is not None and self._lookup is not None
         if tied_to is not None and self._shares:
-            tied_to.shared_by = (self,)
+            tied_to.share(self)
         self._linear: Product = unloaded_linear_op if self._op is None else self._op.function
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -183,9 +191,9 @@ class LMHead(VocabShard):
 
     def adopt_tied_weight(self) -> Lookup:
         """Prepares the token embedding's weight; returns the lookup of its rows."""
-        assert self._op is not None and self._op.lookup is not None
+        assert self._lookup is not None, "a head is adopted if its rows can be looked up"
         self._prepare()
-        return self._op.lookup
+        return self._lookup
 
     def _prepare(self) -> None:
         self._linear, prepared = resolve_linear_op(self.weight, self._op)

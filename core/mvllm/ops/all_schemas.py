@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mvllm.ops.activation import ACTIVATIONS
 from mvllm.ops.argmax import ARGMAX
+from mvllm.ops.block_quantized_linear import BLOCK_QUANTIZED_LINEAR, BLOCK_QUANTIZED_LINEAR_SILU_AND_MUL
 from mvllm.ops.draw import FILTERED_DRAW
 from mvllm.ops.embedding import EMBEDDING
 from mvllm.ops.float8_linear import FLOAT8_LINEAR
@@ -23,6 +24,8 @@ SCHEMAS: dict[str, OpSchema] = {
         LINEAR_SILU_AND_MUL,
         QUANTIZED_LINEAR_SILU_AND_MUL,
         FLOAT8_LINEAR,
+        BLOCK_QUANTIZED_LINEAR,
+        BLOCK_QUANTIZED_LINEAR_SILU_AND_MUL,
         ADD_LORA,
         EMBEDDING,
         RMS_NORM,

@@ -39,8 +39,9 @@ class OpProvider:
             instance packed), once, after loading. Its memory may be reused, since the original is dropped; the
             exception is `linear` without `lookup`, where the weight of a tied head remains the token embedding. Takes
             and returns a tuple where there are several weights (`moe`). None keeps the weight as it is.
-        lookup: For `linear` with `prepare`: the operation `embedding` on the prepared weight, with the same bits as the
-            reference on the original weight. A tied head's weight is then stored only in the prepared form.
+        lookup: For `linear` and `block_quantized_linear` with `prepare`: the operation `embedding` on the prepared
+            weight, with the same bits as the reference on the original weight, dequantized and rounded to the compute
+            dtype. A tied head's weight is then stored only in the prepared form.
     """
 
     op: str

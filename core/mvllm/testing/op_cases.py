@@ -11,6 +11,7 @@ import torch
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.draw import draw_block, filtered_draw
 from mvllm.ops.dtypes import torch_dtype
+from mvllm.testing.block_quantized_cases import block_quantized_linear_cases, exact_block_quantized
 from mvllm.testing.op_call import ROWS, OpCall, random_tensor
 from mvllm.testing.quantized_weight_cases import (
     exact_float8,
@@ -31,6 +32,10 @@ def exact(case: OpCall) -> Any:
         return exact_quantized(*case.make())
     if case.op == "quantized_linear_silu_and_mul":
         return SCHEMAS["silu_and_mul"].reference(exact_quantized(*case.make()))
+    if case.op == "block_quantized_linear":
+        return exact_block_quantized(*case.make())
+    if case.op == "block_quantized_linear_silu_and_mul":
+        return SCHEMAS["silu_and_mul"].reference(exact_block_quantized(*case.make()))
     if case.op == "float8_linear":
         return exact_float8(*case.make())
     arguments = [_as_float64(argument) for argument in case.make()]
@@ -273,6 +278,8 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "quantized_linear": quantized_linear_cases,
     "quantized_linear_silu_and_mul": quantized_linear_cases,
     "float8_linear": float8_linear_cases,
+    "block_quantized_linear": block_quantized_linear_cases,
+    "block_quantized_linear_silu_and_mul": block_quantized_linear_cases,
     "linear_silu_and_mul": _linear,
     "embedding": _embedding,
     "rms_norm": _norms,

@@ -105,7 +105,7 @@ using namespace mvllm;
 
 extern "C" {
 
-int mvllm_cpu_abi_version() { return 9; }
+int mvllm_cpu_abi_version() { return 10; }
 
 const char* mvllm_cpu_isa() { return current_isa().name; }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "block_linear.h"
 #include "kernels.h"
 
 namespace mvllm {
@@ -33,6 +34,14 @@ void mvllm_cpu_qlinear(const void* x, int64_t x_stride, const uint32_t* weight, 
 void mvllm_cpu_qlinear_silu(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
                             const void* bias, void* out, int64_t rows, int64_t in_features, int64_t size, int64_t group_size,
                             int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype);
+void mvllm_cpu_block_linear(const void* x, int64_t x_stride, const void* weight, const mvllm::BlockPart* parts,
+                            int64_t num_parts, const void* bias, void* out, int64_t rows, int64_t in_features,
+                            int64_t out_features, int int8_activations, int dtype);
+void mvllm_cpu_block_linear_silu(const void* x, int64_t x_stride, const void* weight, const mvllm::BlockPart* parts,
+                                 int64_t num_parts, const void* bias, void* out, int64_t rows, int64_t in_features,
+                                 int64_t size, int int8_activations, int dtype);
+void mvllm_cpu_block_embedding(const void* ids, int wide_ids, const void* weight, const mvllm::BlockPart* parts,
+                               int64_t num_parts, void* out, int64_t rows, int64_t in_features, int64_t first, int dtype);
 void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
                         const mvllm::Cache* cache);
 void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const mvllm::Cache* cache,

@@ -82,6 +82,9 @@ const Entry entries[] = {
     ENTRY(mvllm_cpu_linear_silu, linear_silu_sharing),
     ENTRY(mvllm_cpu_qlinear, qlinear_sharing),
     ENTRY(mvllm_cpu_qlinear_silu, qlinear_silu_sharing),
+    ENTRY(mvllm_cpu_block_linear, block_linear_sharing),
+    ENTRY(mvllm_cpu_block_linear_silu, block_linear_silu_sharing),
+    ENTRY(mvllm_cpu_block_embedding, one_thread),
     ENTRY(mvllm_cpu_write_kv, one_thread),
     ENTRY(mvllm_cpu_attention, own_division),
 #if defined(__linux__)

@@ -16,11 +16,13 @@ namespace mvllm {
 namespace q_avx2 {
 #include "simd.h"
 #include "qlinear_tile.h"
+#include "block_linear_tile.h"
 }  // namespace q_avx2
 #pragma GCC pop_options
 const QIsa qisa_avx2 = {
     "avx2",           q_avx2::quantize,     q_avx2::int8, q_avx2::convert, q_avx2::weight_only,
     q_avx2::qlinear_tile, q_avx2::qlinear_bf16_dot,
+    q_avx2::block_kernels,
 };
 }  // namespace mvllm
 #endif

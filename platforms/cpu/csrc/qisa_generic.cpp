@@ -11,10 +11,12 @@ namespace mvllm {
 namespace q_generic {
 #include "simd.h"
 #include "qlinear_tile.h"
+#include "block_linear_tile.h"
 }  // namespace q_generic
 
 const QIsa qisa_generic = {
     "generic",           q_generic::quantize,     q_generic::int8, q_generic::convert, q_generic::weight_only,
     q_generic::qlinear_tile, q_generic::qlinear_bf16_dot,
+    q_generic::block_kernels,
 };
 }  // namespace mvllm

@@ -4,9 +4,9 @@
 #include "processor.h"
 #include "qlinear.h"
 #include "team.h"
+#include "thread_buffer.h"
 
 #include <algorithm>
-#include <memory>
 
 namespace mvllm {
 
@@ -43,27 +43,7 @@ const QIsa& choose() {
     return chosen(best_first);
 }
 
-const QIsa& current() {
-    static const QIsa& isa = choose();
-    return isa;
-}
-
-// Memory that a thread keeps from call to call: a call of a decode step should allocate nothing.
-struct Buffer {
-    std::unique_ptr<char[]> data;
-    size_t size = 0;
-
-    char* at_least(size_t bytes) {
-        if (!bytes) return nullptr;
-        if (bytes > size) {
-            data.reset();
-            size = 0;
-            data.reset(new char[bytes + 64]);
-            size = bytes;
-        }
-        return data.get() + (64 - reinterpret_cast<uintptr_t>(data.get()) % 64);
-    }
-};
+const QIsa& current() { return current_qisa(); }
 
 thread_local Buffer converted_rows, product_to_gate;
 
@@ -292,6 +272,11 @@ void pack_tile(const int8_t* values, int64_t stride, uint32_t* packed, int64_t c
 }
 
 }  // namespace
+
+const QIsa& current_qisa() {
+    static const QIsa& isa = choose();
+    return isa;
+}
 
 const WorkSharing qlinear_sharing{mode_of<false>, part_of<false>, ahead_of<false>, recorded_pieces<false>};
 const WorkSharing qlinear_silu_sharing{mode_of<true>, part_of<true>, ahead_of<true>, recorded_pieces<true>};

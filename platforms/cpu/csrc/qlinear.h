@@ -22,6 +22,7 @@
 
 #pragma once
 
+#include "block_linear.h"
 #include "kernels.h"
 
 namespace mvllm {
@@ -53,7 +54,11 @@ struct QIsa {
     void (*weight_only)(const QLinear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);
     int32_t tile;
     bool bf16_dot;
+    BlockKernels blocks;
 };
+
+// The best that the processor has, or what MVLLM_CPU_ISA names if the processor has it.
+const QIsa& current_qisa();
 
 extern const QIsa qisa_generic;
 #if MVLLM_X86

@@ -15,7 +15,9 @@ from platforms.cpu.tests.dense_attention import make_case, run
 
 from mvllm.plugin_api import QuantizedWeight
 from mvllm.testing.attention_cases import make_spec
+from mvllm.testing.block_quantized_cases import block_quantized_weight
 from mvllm_cpu import kernels
+from mvllm_cpu.block_quantized_linear import FORMATS, BlockQuantizedLinear
 from mvllm_cpu.linear import Linear
 from mvllm_cpu.moe import Moe
 from mvllm_cpu.ops import KernelOps
@@ -78,6 +80,22 @@ def quantized() -> None:
                     op.quantized_linear_silu_and_mul(x, packed, offset)
 
 
+def block_quantized() -> None:
+    op = BlockQuantizedLinear(kernels.load().library)
+    kinds = [((name, 33),) for name in FORMATS] + [(("q4_k", 16), ("q6_k", 16)), (("q8_0", 15), ("q4_0", 49))]
+    for parts, int8, dtype in itertools.product(kinds, (False, True), DTYPES.values()):
+        weight = block_quantized_weight(parts, 512, int8)
+        out_features = weight.shape[0]
+        packed, bias = op.pack(weight), torch.randn(out_features).to(dtype)
+        op.lookup(torch.tensor([0, out_features - 1, out_features, -1]), packed)
+        halves = op.pack_halves(weight) if out_features % 32 == 0 else None
+        for rows in (1, 2, 3, 7, 13):
+            x, offset = torch.randn(rows, 512).to(dtype), bias if rows % 2 else None
+            op.block_quantized_linear(x, packed, offset)
+            if halves is not None:
+                op.block_quantized_linear_silu_and_mul(x, halves, offset)
+
+
 def experts() -> None:
     op = Moe(kernels.load().library)
     for dtype, (hidden, inner) in itertools.product(DTYPES.values(), ((64, 32), (67, 33), (33, 7))):
@@ -125,6 +143,14 @@ def shared_sum() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
-    for name in sys.argv[1:] or ("attention", "linear", "quantized", "experts", "elementwise", "shared_sum"):
+    for name in sys.argv[1:] or (
+        "attention",
+        "linear",
+        "quantized",
+        "block_quantized",
+        "experts",
+        "elementwise",
+        "shared_sum",
+    ):
         globals()[name]()
     print(kernels.load().isa)

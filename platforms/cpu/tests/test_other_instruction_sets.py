@@ -18,7 +18,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}"),
 ]
-FILES = {"isa": ("test_linear.py", "test_moe.py"), "quantized_isa": ("test_quantized_linear.py",)}
+FILES = {
+    "isa": ("test_linear.py", "test_moe.py"),
+    "quantized_isa": ("test_quantized_linear.py", "test_block_quantized_linear.py"),
+}
 """By what the opened kernels say that they run with."""
 NAMES = {"isa": ISAS.split(", "), "quantized_isa": QUANTIZED_ISAS.split(", ")}
 

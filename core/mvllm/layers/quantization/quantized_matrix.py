@@ -19,6 +19,9 @@ from mvllm.ops.registry import ResolvedOp
 Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 """(x [..., num_columns], weight, bias [out_features] or None) to [..., out_features], as the operation `linear`."""
 
+Lookup = Callable[..., torch.Tensor]
+"""The operation `embedding`, or a provider's lookup in a prepared weight."""
+
 
 class QuantizedMatrix(nn.Module, ABC):
     """The `weight` of a quantized layer until its tensors are loaded."""
@@ -30,6 +33,14 @@ class QuantizedMatrix(nn.Module, ABC):
     @abstractmethod
     def finish(self) -> tuple[Product, Any]:
         """Called once, when every target is filled: the linear op and its weight. This object is dropped."""
+
+    @property
+    def lookup(self) -> Lookup | None:
+        """The operation `embedding` on the weight of `finish`; None (the default) if its rows cannot be read.
+
+        With it the token embedding of a tied head is read from the head's weight, and is not loaded itself.
+        """
+        return None
 
     def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Called instead of `finish`: the dequantized matrix, [out_features, num_columns].

@@ -24,6 +24,7 @@ _METHODS = {
     "compressed-tensors": "mvllm.layers.quantization.compressed_tensors:CompressedTensors",
     "fbgemm-fp8": "mvllm.layers.quantization.float8:RowwiseFloat8",
     "fp8": "mvllm.layers.quantization.float8:Float8",
+    "gguf": "mvllm.layers.quantization.gguf:GGUF",
     "gptq": "mvllm.layers.quantization.gptq:GPTQ",
     "int4": "mvllm.layers.quantization.online_quantization:Int4",
     "int8": "mvllm.layers.quantization.online_quantization:Int8",

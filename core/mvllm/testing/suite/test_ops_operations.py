@@ -12,7 +12,15 @@ import torch
 from mvllm.ops.all_schemas import SCHEMAS
 from mvllm.ops.dtypes import torch_dtype
 from mvllm.ops.registry import REFERENCE, OpTable
-from mvllm.plugin_api import DeviceRuntime, Float8Weight, OpCase, OpProvider, QuantizedWeight
+from mvllm.plugin_api import (
+    BlockQuantizedPart,
+    BlockQuantizedWeight,
+    DeviceRuntime,
+    Float8Weight,
+    OpCase,
+    OpProvider,
+    QuantizedWeight,
+)
 from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.op_call import OpCall
 from mvllm.testing.op_cases import exact, op_calls, tolerance
@@ -44,7 +52,9 @@ def move(runtime: DeviceRuntime, arguments: tuple[Any, ...]) -> list[Any]:
             argument = torch.as_strided(storage, argument.size(), argument.stride())
         elif isinstance(argument, torch.Tensor):
             argument = runtime.to_device(argument.clone())
-        elif isinstance(argument, QuantizedWeight | Float8Weight):
+        elif isinstance(argument, tuple):
+            argument = tuple(move(runtime, argument))
+        elif isinstance(argument, QuantizedWeight | Float8Weight | BlockQuantizedWeight | BlockQuantizedPart):
             names = [field.name for field in fields(argument)]
             parts = move(runtime, tuple(getattr(argument, name) for name in names))
             argument = replace(argument, **dict(zip(names, parts, strict=True)))

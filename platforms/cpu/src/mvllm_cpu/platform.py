@@ -132,6 +132,7 @@ class CPUPlatform(Platform):
 
     def ops(self) -> Sequence[OpProvider]:
         from mvllm_cpu import kernels, onednn_linear
+        from mvllm_cpu.block_quantized_linear import BlockQuantizedLinear
         from mvllm_cpu.linear import Linear
         from mvllm_cpu.moe import Moe
         from mvllm_cpu.ops import KernelOps
@@ -141,8 +142,8 @@ class CPUPlatform(Platform):
         if loaded.library is None:
             return onednn_linear.providers()
         compiled = (*KernelOps(loaded.library).providers(), *Linear(loaded.library, loaded.isa).providers())
-        integers_and_experts = (*QuantizedLinear(loaded.library).providers(), *Moe(loaded.library).providers())
-        return (*compiled, *integers_and_experts, *onednn_linear.providers())
+        integers = (*QuantizedLinear(loaded.library).providers(), *BlockQuantizedLinear(loaded.library).providers())
+        return (*compiled, *integers, *Moe(loaded.library).providers(), *onednn_linear.providers())
 
     def compiler(self) -> CompileBackend:
         from mvllm_cpu import kernels

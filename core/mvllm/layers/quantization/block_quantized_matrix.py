@@ -1,0 +1,116 @@
+"""BlockQuantizedMatrix: a matrix in the blocks of a GGUF file, for the operation `block_quantized_linear`.
+
+checkpoint tensors, uint8                        this rank's matrix: parts with a format each
+┌──────────────────────────┐                     ┌────────────┐
+│  ┌───────┐  rows exactly,│   ───────────▶      │ q   (Q4_K) │   Columns are cut between blocks only; a matrix that
+│  └───────┘  columns in   │                     ├────────────┤   would be cut within a block is dequantized.
+│             whole blocks │                     │ k   (Q4_K) │
+└──────────────────────────┘                     ├────────────┤
+                                                 │ v   (Q6_K) │
+                                                 └────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mvllm.layers.context import BuildContext
+from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.quantized_matrix import Lookup, Product, QuantizedMatrix, staging
+from mvllm.layers.weight_target import WeightTarget
+from mvllm.ops.block_formats import BLOCK_FORMATS
+from mvllm.ops.block_quantized_linear import BlockQuantizedPart, BlockQuantizedWeight
+from mvllm.ops.registry import ResolvedOp
+
+
+class BlockQuantizedMatrix(QuantizedMatrix):
+    """Stages a layer's blocks on the host. Made by `build`.
+
+    Args:
+        ctx: Build context.
+        layout: The parts of the matrix, one after the other; rows behind the last are zero.
+        formats: The format of each part.
+        op: The operation `block_quantized_linear`.
+        facts: The facts that it was resolved with, without the number of rows.
+    """
+
+    def __init__(
+        self, ctx: BuildContext, layout: MatrixLayout, formats: Sequence[str], op: ResolvedOp, facts: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self.layout, self.formats = layout, tuple(formats)
+        self._dtype, self._device, self._op, self._facts = ctx.dtype, ctx.device, op, facts
+        self.stored = nn.ParameterList(
+            staging(rows, known.row_bytes(layout.num_columns), dtype=torch.uint8)
+            for rows, known in zip(_rows_of_parts(layout), self._known(), strict=True)
+        )
+
+    @classmethod
+    def build(cls, ctx: BuildContext, layout: MatrixLayout, formats: Sequence[str]) -> BlockQuantizedMatrix | None:
+        """The matrix; None if a part has no block format, blocks would be cut, or no provider has the operation."""
+        if not all(name in BLOCK_FORMATS for name in formats) or not _is_in_order(layout):
+            return None
+        sizes = [BLOCK_FORMATS[name].block_values for name in formats]
+        if any(end % size for size in sizes for end in (layout.columns.start, layout.columns.stop, layout.in_features)):
+            return None
+        facts = {
+            "in_features": layout.num_columns,
+            "bias": layout.bias,
+            "formats": tuple(formats),
+            "int8_activations": ctx.dtype != torch.float32,
+        }
+        op = ctx.op("block_quantized_linear", out_features=layout.out_features, **facts)
+        floats = ctx.op("linear", in_features=layout.num_columns, out_features=layout.out_features, bias=layout.bias)
+        return cls(ctx, layout, formats, op, facts) if op.may_replace(floats) else None
+
+    def targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        for part, known, parameter in zip(self.layout.parts, self._known(), self.stored, strict=True):
+            columns = slice(known.row_bytes(self.layout.columns.start), known.row_bytes(self.layout.columns.stop))
+            shape = part.num_rows, known.row_bytes(self.layout.in_features)
+            filled = slice(0, part.source.stop - part.source.start), slice(0, parameter.shape[1])
+            yield f"{part.name}.packed_weight", WeightTarget(parameter, shape, (part.source, columns), filled)
+
+    def fuse_silu_and_mul(self, ctx: BuildContext, activation: ResolvedOp) -> bool:
+        fused = ctx.op("block_quantized_linear_silu_and_mul", size=self.layout.out_features // 2, **self._facts)
+        if not fused.may_replace(self._op, activation):
+            return False
+        self._op = fused
+        return True
+
+    def finish(self) -> tuple[Product, Any]:
+        weight = self._read()
+        return self._op.function, weight if self._op.prepare is None else self._op.prepare(weight)
+
+    @property
+    def lookup(self) -> Lookup | None:
+        return self._op.lookup
+
+    def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._read().dequantize().to(device, dtype)
+
+    def _read(self) -> BlockQuantizedWeight:
+        parts = (
+            BlockQuantizedPart(name, parameter.detach().to(self._device))
+            for name, parameter in zip(self.formats, self.stored, strict=True)
+        )
+        columns, int8_activations = self.layout.num_columns, bool(self._facts["int8_activations"])
+        return BlockQuantizedWeight(tuple(parts), columns, int8_activations, self._dtype)
+
+    def _known(self) -> list[Any]:
+        return [BLOCK_FORMATS[name] for name in self.formats]
+
+
+def _is_in_order(layout: MatrixLayout) -> bool:
+    """Whether each part begins where the one before it ends."""
+    ends = [0, *(part.destination.stop for part in layout.parts)]
+    return all(part.destination.start == end for part, end in zip(layout.parts, ends, strict=False))
+
+
+def _rows_of_parts(layout: MatrixLayout) -> list[int]:
+    """Rows from the beginning of each part to that of the next, or to the end of the matrix."""
+    starts = [part.destination.start for part in layout.parts]
+    return [stop - start for start, stop in zip(starts, [*starts[1:], layout.out_features], strict=True)]

@@ -1,0 +1,64 @@
+"""Matrices of GGUF files that stay in the file's blocks, if the platform multiplies with them.
+
+`quantization_config: {"quant_method": "gguf", "tensors": {module: type}}` lists the quantized matrices. The checkpoint
+offers each of them twice, and this method determines which one is read:
+
+    <module>.packed_weight    uint8 [rows, row_bytes]    the blocks, for `block_quantized_linear`
+    <module>.weight           floats [rows, columns]     dequantized by the reader of the checkpoint
+
+A tied head reads the blocks of the token embedding. The embedding looks its rows up in them where the platform can, and
+else reads the floats.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mvllm.config.hf_config import HFConfig
+from mvllm.errors import ModelError
+from mvllm.layers.matrix_layout import MatrixLayout
+from mvllm.layers.quantization.interface import QuantizationMethod
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mvllm.layers.context import BuildContext
+    from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
+
+
+class GGUF(QuantizationMethod):
+    """`quant_method: gguf`.
+
+    Args:
+        types: The tensor type of each quantized module, for instance `Q4_K`.
+    """
+
+    def __init__(self, types: dict[str, str]) -> None:
+        self.types = types
+        self._packed: set[str] = set()
+
+    @classmethod
+    def from_config(cls, settings: HFConfig) -> GGUF:
+        types = settings.get("tensors", {})
+        if not isinstance(types, dict) or not all(isinstance(name, str) for name in types.values()):
+            raise ModelError(
+                f"{settings.source}: 'tensors' should map names of modules to tensor types, found {types!r}. Delete "
+                "the derived model folder, so that it is made again from the GGUF file."
+            )
+        return cls(types)
+
+    def matrix(
+        self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
+    ) -> QuantizedMatrix | None:
+        if layout.transposed or ctx.num_devices > 1:
+            return None
+        from mvllm.layers.quantization.block_quantized_matrix import BlockQuantizedMatrix
+
+        matrix = BlockQuantizedMatrix.build(ctx, layout, [self.types.get(name, "").lower() for name in layout.names])
+        if matrix is not None:
+            self._packed.update(layout.names)
+        return matrix
+
+    def ignores(self, name: str) -> bool:
+        module, _, tensor = name.rpartition(".")
+        return tensor == "packed_weight" or (tensor == "weight" and module in self._packed)

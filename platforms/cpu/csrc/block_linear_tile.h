@@ -1,0 +1,432 @@
+// Products of rows with blocks of GGUF files (block_linear.h describes the packing). Included inside a namespace, after
+// qlinear_tile.h.
+//
+// A kernel makes a tile of the result for some rows. A few rows unpack the weight in registers; more unpack a piece of it
+// once, into a panel in the first cache, which all rows pass over. Both do the same arithmetic, so a row's result does not
+// depend on the other rows.
+
+#include "block_formats_tile.h"
+
+#if LANES == 16
+#define BMR (MVLLM_SMALL_TILES ? 2 : 6)  // rows that the registers hold at a time
+#else
+#define BMR (MVLLM_SMALL_TILES ? 2 : 3)
+#endif
+
+constexpr int BLOCK_PIECE = 8;        // groups of a panel of bytes
+constexpr int BLOCK_FLOAT_PIECE = 4;  // groups of a panel of floats
+
+// ---- rounding to int8 ----------------------------------------------------------------------------------------------------
+
+INLINE uint32_t max_bits(vu v) {
+#if LANES == 16
+    return _mm512_reduce_max_epu32((__m512i)v);
+#else
+    uint32_t top = 0;
+    for (int i = 0; i < LANES; ++i) top = v[i] > top ? v[i] : top;
+    return top;
+#endif
+}
+
+template <class E>
+static void block_quantize_rows(const typename E::type* x, int64_t x_stride, int size, int8_t* out, int64_t stride,
+                                BlockInput* inputs, int64_t rows) {
+    const float magic = 12582912.f;  // adding it leaves the nearest integer, ties to even, in the low bits
+    for (int64_t row = 0; row < rows; ++row, x += x_stride, out += stride)
+        for (int k = 0; k < size; k += BLOCK_GROUP, ++inputs) {
+            // The largest magnitude, compared as bits: an infinity is above every number, a NaN above that.
+            vu most = {};
+            for (int i = 0; i < BLOCK_GROUP; i += LANES) {
+                const vu bits = (vu)E::widen(x + k + i) & 0x7fffffffu;
+                most = bits > most ? bits : most;
+            }
+            const uint32_t top = max_bits(most);
+            if (top >= 0x7f800000u) {
+                const float nan = as_float(0x7fc00000u);
+                *inputs = {nan, 0, {0, 0}};
+                __builtin_memset(out + k, 0, BLOCK_GROUP);
+                continue;
+            }
+            const float scale = as_float(top) / 127.f, divisor = scale > 0 ? scale : 1.f;
+            inputs->scale = scale;
+            for (int half = 0; half < 2; ++half) {
+                vi sum = {};
+                for (int i = half * 16; i < half * 16 + 16; i += LANES) {
+                    const vf v = vmax(vmin(E::widen(x + k + i) / divisor, splat(127.f)), splat(-127.f)) + magic;
+                    store_bytes(out + k + i, (vu)v);
+                    sum += (vi)v - 0x4b400000;
+                }
+                inputs->half[half] = float(sum_ints(sum));
+            }
+            inputs->total = inputs->half[0] + inputs->half[1];
+        }
+}
+
+static void block_quantize(const void* x, int64_t x_stride, int32_t size, int32_t dtype, int8_t* out, int64_t stride,
+                           BlockInput* inputs, int64_t rows) {
+    switch (dtype) {
+        case F32: return block_quantize_rows<Float32>(static_cast<const float*>(x), x_stride, size, out, stride, inputs, rows);
+        case BF16:
+            return block_quantize_rows<BFloat16>(static_cast<const uint16_t*>(x), x_stride, size, out, stride, inputs, rows);
+        default:
+            return block_quantize_rows<Float16>(static_cast<const uint16_t*>(x), x_stride, size, out, stride, inputs, rows);
+    }
+}
+
+template <class E>
+static void block_convert_rows(const typename E::type* x, int64_t x_stride, int size, float* out, int64_t stride, int64_t rows) {
+    for (int64_t row = 0; row < rows; ++row, x += x_stride, out += stride)
+        for (int k = 0; k < size; k += LANES) store(out + k, E::widen(x + k));
+}
+
+static void block_convert(const void* x, int64_t x_stride, int32_t size, int32_t dtype, float* out, int64_t stride,
+                          int64_t rows) {
+    switch (dtype) {
+        case F32: return block_convert_rows<Float32>(static_cast<const float*>(x), x_stride, size, out, stride, rows);
+        case BF16: return block_convert_rows<BFloat16>(static_cast<const uint16_t*>(x), x_stride, size, out, stride, rows);
+        default: return block_convert_rows<Float16>(static_cast<const uint16_t*>(x), x_stride, size, out, stride, rows);
+    }
+}
+
+// ---- the result ----------------------------------------------------------------------------------------------------------
+
+template <class E>
+INLINE void store_block_rows(const BlockTile& tile, const float* sums, int rows) {
+    typedef typename E::type T;
+    for (int m = 0; m < rows; ++m, sums += BTILE)
+        store_row<E>(static_cast<T*>(tile.out) + m * tile.out_stride, static_cast<const T*>(tile.bias), tile.columns,
+                     [&](int c) __attribute__((always_inline)) { return load(sums + c); });
+}
+
+static void store_block_tile(const BlockTile& tile, const float* sums, int rows, int dtype) {
+    switch (dtype) {
+        case F32: return store_block_rows<Float32>(tile, sums, rows);
+        case BF16: return store_block_rows<BFloat16>(tile, sums, rows);
+        default: return store_block_rows<Float16>(tile, sums, rows);
+    }
+}
+
+// ---- int8 activations ----------------------------------------------------------------------------------------------------
+
+// Where the block of a group begins, and the group in it.
+template <class F>
+INLINE const char* head_of(const char* weight, int group) {
+    return weight + int64_t(group / F::LAYOUT.groups) * F::LAYOUT.block() * BTILE;
+}
+template <class F>
+INLINE const char* group_of(const char* head, int group) {
+    return head + (F::LAYOUT.head + group % F::LAYOUT.groups * F::LAYOUT.group()) * BTILE;
+}
+
+// One group's part of the result. `sums` are the exact ones of the group, or of its halves.
+template <BlockKind KIND>
+INLINE vf add_group(vf total, const vi* sums, const BlockScale& scale, float offset, const BlockInput& x) {
+    const vf first = __builtin_convertvector(sums[0], vf);
+    if constexpr (KIND == BlockKind::OFFSET)
+        return multiply_add(multiply_add(splat(x.total), splat(-offset), first) * scale.a, splat(x.scale), total);
+    if constexpr (KIND == BlockKind::MINIMUM)
+        return multiply_add(multiply_add(first, scale.a, scale.b * -x.total), splat(x.scale), total);
+    const vf second = __builtin_convertvector(sums[1], vf);
+    const vf a = multiply_add(splat(x.half[0]), splat(-offset), first);
+    const vf b = multiply_add(splat(x.half[1]), splat(-offset), second);
+    return multiply_add(multiply_add(a, scale.a, b * scale.b), splat(x.scale), total);
+}
+
+INLINE uint32_t quad_at(const int8_t* x) {
+    uint32_t quad;
+    __builtin_memcpy(&quad, x, 4);
+    return quad;
+}
+
+// Sums of 8 k, from step R on: of the whole group, or of its two halves.
+template <class F, int R, int MR, int HALVES>
+INLINE void add_pairs(vi (&acc)[MR][BNV][HALVES], const char* lanes, const int8_t* x, int64_t stride) {
+    constexpr int half = HALVES == 2 ? R / 2 : 0;
+    for (int v = 0; v < BNV; ++v) {
+        vu even, odd;
+        F::template pair<R>(lanes, v * LANES, even, odd);
+        const typename F::Dot first = F::Dot::of(even), second = F::Dot::of(odd);
+        for (int m = 0; m < MR; ++m) {
+            const int8_t* quads = x + m * stride + 8 * R;
+            acc[m][v][half] = add_two(acc[m][v][half], first, second, quad_at(quads), quad_at(quads + 4));
+        }
+    }
+    if constexpr (R < 3) add_pairs<F, R + 1, MR, HALVES>(acc, lanes, x, stride);
+}
+
+// What is to be taken from the bytes; products of large ones take it themselves where there is no VNNI.
+template <class F>
+constexpr float offset_of() {
+    return float(F::OFFSET == 128 ? Quads::OFFSET : F::OFFSET);
+}
+
+template <class F, int MR>
+static void block_direct_unit(const BlockRows& op, const char* weight, int64_t row, float* sums) {
+    constexpr int HALVES = F::KIND == BlockKind::HALVES ? 2 : 1;
+    constexpr int BLOCK_BYTES = F::LAYOUT.block() * BTILE;
+    const int groups = op.in_features / BLOCK_GROUP;
+    const int8_t* x = static_cast<const int8_t*>(op.x) + row * op.x_stride;
+    const BlockInput* inputs = op.inputs + row * groups;
+    vf total[MR][BNV] = {};
+    for (int first = 0; first < groups; first += F::LAYOUT.groups, weight += BLOCK_BYTES) {
+        const char* at = weight + F::LAYOUT.head * BTILE;
+        for (int g = 0; g < F::LAYOUT.groups; ++g, x += BLOCK_GROUP, ++inputs) {
+            for (int i = 0; i < F::LAYOUT.group() * BTILE; i += 64) __builtin_prefetch(at + NEAR + i, 0, 2);
+            vi acc[MR][BNV][HALVES] = {};
+            add_pairs<F, 0, MR, HALVES>(acc, at + F::LAYOUT.sub * BTILE, x, op.x_stride);
+            for (int v = 0; v < BNV; ++v) {
+                const BlockScale scale = F::scale(weight, at, v * LANES);
+                for (int m = 0; m < MR; ++m)
+                    total[m][v] = add_group<F::KIND>(total[m][v], acc[m][v], scale, offset_of<F>(), inputs[m * groups]);
+            }
+            at += F::LAYOUT.group() * BTILE;
+        }
+    }
+    for (int m = 0; m < MR; ++m)
+        for (int v = 0; v < BNV; ++v) store(sums + m * BTILE + v * LANES, total[m][v]);
+}
+
+// Most rows at a time for which registers hold the sums and what is unpacked.
+template <class F>
+constexpr int direct_unit() {
+    return LANES != 16 || MVLLM_SMALL_TILES ? 2 : F::KIND == BlockKind::HALVES ? 4 : 6;
+}
+
+// Most rows that unpack in registers. Up to two passes cost less than writing and reading a panel.
+template <class F>
+constexpr int direct_rows() {
+    return F::KIND == BlockKind::HALVES ? direct_unit<F>() : 2 * direct_unit<F>();
+}
+
+template <class F>
+INLINE void block_direct_pass(const BlockRows& op, const char* weight, int64_t row, int rows, float* sums) {
+    switch (rows) {
+        case 1: return block_direct_unit<F, 1>(op, weight, row, sums);
+#if LANES == 16 && !MVLLM_SMALL_TILES
+        case 3: return block_direct_unit<F, 3>(op, weight, row, sums);
+        case 4: return block_direct_unit<F, 4>(op, weight, row, sums);
+        case 5:
+            if constexpr (direct_unit<F>() >= 5) return block_direct_unit<F, 5>(op, weight, row, sums);
+            [[fallthrough]];
+        case 6:
+            if constexpr (direct_unit<F>() >= 6) return block_direct_unit<F, 6>(op, weight, row, sums);
+            [[fallthrough]];
+#endif
+        default: return block_direct_unit<F, 2>(op, weight, row, sums);
+    }
+}
+
+template <class F>
+INLINE void block_direct(const BlockRows& op, const char* weight, int64_t row, int rows, float* sums) {
+    if (rows <= direct_unit<F>()) return block_direct_pass<F>(op, weight, row, rows, sums);
+    const int first = (rows + 1) / 2;
+    block_direct_pass<F>(op, weight, row, first, sums);
+    block_direct_pass<F>(op, weight, row + first, rows - first, sums + first * BTILE);
+}
+
+// Unpacked groups: eight rows of quads each, and scales.
+struct BlockPanel {
+    uint32_t quads[BLOCK_PIECE * 8 * BTILE];
+    float a[BLOCK_PIECE * BTILE], b[BLOCK_PIECE * BTILE];
+};
+
+template <class F, int R>
+INLINE void unpack_pairs(const char* lanes, int column, uint32_t* quads) {
+    vu even, odd;
+    F::template pair<R>(lanes, column, even, odd);
+    store_lanes(quads + 2 * R * BTILE, even);
+    store_lanes(quads + (2 * R + 1) * BTILE, odd);
+    if constexpr (R < 3) unpack_pairs<F, R + 1>(lanes, column, quads);
+}
+
+template <class F>
+static void unpack_block_panel(const char* weight, int first, int groups, BlockPanel& panel) {
+    for (int g = 0; g < groups; ++g) {
+        const char* head = head_of<F>(weight, first + g);
+        const char* at = group_of<F>(head, first + g);
+        for (int c = 0; c < BTILE; c += LANES) {
+            unpack_pairs<F, 0>(at + F::LAYOUT.sub * BTILE, c, panel.quads + g * 8 * BTILE + c);
+            const BlockScale scale = F::scale(head, at, c);
+            store(panel.a + g * BTILE + c, scale.a);
+            store(panel.b + g * BTILE + c, scale.b);
+        }
+    }
+}
+
+template <class Dot, BlockKind KIND, int MR>
+static void block_panel_unit(const BlockPanel& panel, int groups, float offset, const int8_t* x, int64_t stride,
+                             const BlockInput* inputs, int64_t inputs_stride, float* sums) {
+    constexpr int HALVES = KIND == BlockKind::HALVES ? 2 : 1;
+    vf total[MR][BNV];
+    for (int m = 0; m < MR; ++m)
+        for (int v = 0; v < BNV; ++v) total[m][v] = load(sums + m * BTILE + v * LANES);
+    const uint32_t* quads = panel.quads;
+    for (int g = 0; g < groups; ++g) {
+        vi acc[HALVES][MR][BNV] = {};
+        for (int half = 0; half < HALVES; ++half)
+            for (int j = 0; j < 8 / HALVES; j += 2, quads += 2 * BTILE, x += 8) {
+                Dot first[BNV], second[BNV];
+                for (int v = 0; v < BNV; ++v) {
+                    first[v] = Dot::of(load_lanes(quads + v * LANES));
+                    second[v] = Dot::of(load_lanes(quads + BTILE + v * LANES));
+                }
+                for (int m = 0; m < MR; ++m) {
+                    const uint32_t x0 = quad_at(x + m * stride), x1 = quad_at(x + m * stride + 4);
+                    for (int v = 0; v < BNV; ++v) acc[half][m][v] = add_two(acc[half][m][v], first[v], second[v], x0, x1);
+                }
+            }
+        for (int v = 0; v < BNV; ++v) {
+            const BlockScale scale = {load(panel.a + g * BTILE + v * LANES), load(panel.b + g * BTILE + v * LANES)};
+            for (int m = 0; m < MR; ++m) {
+                const vi exact[2] = {acc[0][m][v], acc[HALVES - 1][m][v]};
+                total[m][v] = add_group<KIND>(total[m][v], exact, scale, offset, inputs[m * inputs_stride + g]);
+            }
+        }
+    }
+    for (int m = 0; m < MR; ++m)
+        for (int v = 0; v < BNV; ++v) store(sums + m * BTILE + v * LANES, total[m][v]);
+}
+
+template <class Dot, BlockKind KIND>
+INLINE void block_panel_group(int rows, const BlockPanel& panel, int groups, float offset, const int8_t* x, int64_t stride,
+                              const BlockInput* inputs, int64_t inputs_stride, float* sums) {
+    switch (rows) {
+        case 1: return block_panel_unit<Dot, KIND, 1>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
+        case 2: return block_panel_unit<Dot, KIND, 2>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
+#if !MVLLM_SMALL_TILES
+        case 3: return block_panel_unit<Dot, KIND, 3>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
+#if LANES == 16
+        case 4: return block_panel_unit<Dot, KIND, 4>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
+        case 5: return block_panel_unit<Dot, KIND, 5>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
+        default: return block_panel_unit<Dot, KIND, 6>(panel, groups, offset, x, stride, inputs, inputs_stride, sums);
+#endif
+#endif
+    }
+}
+
+template <class F>
+static void block_int8_tile(const BlockRows& op, const BlockTile& tile, int64_t row, int rows) {
+    alignas(64) float sums[BLOCK_ROWS * BTILE];
+    alignas(64) BlockPanel panel;
+    if (rows <= direct_rows<F>()) {
+        block_direct<F>(op, tile.weight, row, rows, sums);
+        return store_block_tile(tile, sums, rows, op.dtype);
+    }
+    const int groups = op.in_features / BLOCK_GROUP, teams = (rows + BMR - 1) / BMR;
+    const int8_t* x = static_cast<const int8_t*>(op.x) + row * op.x_stride;
+    const BlockInput* inputs = op.inputs + row * groups;
+    for (int i = 0; i < rows * BTILE; i += LANES) store(sums + i, vf{});
+    for (int first = 0; first < groups; first += BLOCK_PIECE) {
+        const int count = least(BLOCK_PIECE, groups - first);
+        unpack_block_panel<F>(tile.weight, first, count, panel);
+        for (int t = 0, m = 0; t < teams; ++t) {
+            const int height = (rows - m + teams - t - 1) / (teams - t);
+            block_panel_group<typename F::Dot, F::KIND>(height, panel, count, offset_of<F>(),
+                                                        x + m * op.x_stride + first * BLOCK_GROUP, op.x_stride,
+                                                        inputs + int64_t(m) * groups + first, groups, sums + m * BTILE);
+            m += height;
+        }
+    }
+    store_block_tile(tile, sums, rows, op.dtype);
+}
+
+static void block_int8(const BlockRows& op, const BlockTile& tile, int64_t row, int rows) {
+    switch (tile.format) {
+        case Q4_0: return block_int8_tile<FormatQ4_0>(op, tile, row, rows);
+        case Q4_1: return block_int8_tile<FormatQ4_1>(op, tile, row, rows);
+        case Q5_0: return block_int8_tile<FormatQ5_0>(op, tile, row, rows);
+        case Q5_1: return block_int8_tile<FormatQ5_1>(op, tile, row, rows);
+        case Q3_K: return block_int8_tile<FormatQ3_K>(op, tile, row, rows);
+        case IQ4_NL: return block_int8_tile<FormatIQ4_NL>(op, tile, row, rows);
+        case IQ4_XS: return block_int8_tile<FormatIQ4_XS>(op, tile, row, rows);
+        case Q8_0: return block_int8_tile<FormatQ8_0>(op, tile, row, rows);
+        case Q4_K: return block_int8_tile<FormatQ4_K>(op, tile, row, rows);
+        case Q5_K: return block_int8_tile<FormatQ5_K>(op, tile, row, rows);
+        case Q6_K: return block_int8_tile<FormatQ6_K>(op, tile, row, rows);
+        default: return block_int8_tile<FormatMXFP4>(op, tile, row, rows);
+    }
+}
+
+// ---- weight-only ---------------------------------------------------------------------------------------------------------
+
+template <class F, int R>
+INLINE void unpack_floats(const char* lanes, int column, const BlockScale& scale, float* panel) {
+    vu pair[2];
+    F::template pair<R>(lanes, column, pair[0], pair[1]);
+    for (int j = 0; j < 2; ++j)
+        for (int i = 0; i < 4; ++i) {
+            const vf byte = __builtin_convertvector((vi)(pair[j] >> 8 * i & 0xffu), vf);
+            vf w;
+            if constexpr (F::KIND == BlockKind::MINIMUM) w = multiply_add(byte, scale.a, -scale.b);
+            else w = (byte - float(F::OFFSET)) * (F::KIND == BlockKind::HALVES && R >= 2 ? scale.b : scale.a);
+            store(panel + (8 * R + 4 * j + i) * BTILE, w);
+        }
+    if constexpr (R < 3) unpack_floats<F, R + 1>(lanes, column, scale, panel);
+}
+
+template <class F>
+static void unpack_float_panel(const char* weight, int first, int groups, float* panel) {
+    for (int g = 0; g < groups; ++g, panel += BLOCK_GROUP * BTILE) {
+        const char* head = head_of<F>(weight, first + g);
+        const char* at = group_of<F>(head, first + g);
+        for (int c = 0; c < BTILE; c += LANES)
+            unpack_floats<F, 0>(at + F::LAYOUT.sub * BTILE, c, F::scale(head, at, c), panel + c);
+    }
+}
+
+template <int MR>
+static void block_float_unit(const float* panel, int size, const float* x, int64_t stride, float* sums) {
+    vf acc[MR][BNV] = {};
+    for (int k = 0; k < size; ++k, panel += BTILE) {
+        vf w[BNV];
+        for (int v = 0; v < BNV; ++v) w[v] = load(panel + v * LANES);
+        for (int m = 0; m < MR; ++m)
+            for (int v = 0; v < BNV; ++v) acc[m][v] = multiply_add(w[v], splat(x[m * stride + k]), acc[m][v]);
+    }
+    for (int m = 0; m < MR; ++m)
+        for (int v = 0; v < BNV; ++v) {
+            float* sum = sums + m * BTILE + v * LANES;
+            store(sum, load(sum) + acc[m][v]);
+        }
+}
+
+INLINE void block_float_group(int rows, const float* panel, int size, const float* x, int64_t stride, float* sums) {
+    switch (rows) {
+        case 1: return block_float_unit<1>(panel, size, x, stride, sums);
+        case 2: return block_float_unit<2>(panel, size, x, stride, sums);
+#if !MVLLM_SMALL_TILES
+        case 3: return block_float_unit<3>(panel, size, x, stride, sums);
+#if LANES == 16
+        case 4: return block_float_unit<4>(panel, size, x, stride, sums);
+        case 5: return block_float_unit<5>(panel, size, x, stride, sums);
+        default: return block_float_unit<6>(panel, size, x, stride, sums);
+#endif
+#endif
+    }
+}
+
+static void block_weight_only(const BlockRows& op, const BlockTile& tile, int64_t row, int rows) {
+    static constexpr void (*unpack[NUM_BLOCK_FORMATS])(const char*, int, int, float*) = {
+        unpack_float_panel<FormatQ4_0>, unpack_float_panel<FormatQ4_1>, unpack_float_panel<FormatQ8_0>,
+        unpack_float_panel<FormatQ4_K>, unpack_float_panel<FormatQ5_K>, unpack_float_panel<FormatQ6_K>,
+        unpack_float_panel<FormatMXFP4>, unpack_float_panel<FormatQ5_0>, unpack_float_panel<FormatQ5_1>,
+        unpack_float_panel<FormatQ3_K>, unpack_float_panel<FormatIQ4_NL>, unpack_float_panel<FormatIQ4_XS>,
+    };
+    alignas(64) float sums[BLOCK_ROWS * BTILE], panel[BLOCK_FLOAT_PIECE * BLOCK_GROUP * BTILE];
+    const int groups = op.in_features / BLOCK_GROUP, teams = (rows + BMR - 1) / BMR;
+    const float* x = static_cast<const float*>(op.x) + row * op.x_stride;
+    for (int i = 0; i < rows * BTILE; i += LANES) store(sums + i, vf{});
+    for (int first = 0; first < groups; first += BLOCK_FLOAT_PIECE) {
+        const int count = least(BLOCK_FLOAT_PIECE, groups - first);
+        unpack[tile.format](tile.weight, first, count, panel);
+        for (int t = 0, m = 0; t < teams; ++t) {
+            const int height = (rows - m + teams - t - 1) / (teams - t);
+            block_float_group(height, panel, count * BLOCK_GROUP, x + m * op.x_stride + first * BLOCK_GROUP, op.x_stride,
+                              sums + m * BTILE);
+            m += height;
+        }
+    }
+    store_block_tile(tile, sums, rows, op.dtype);
+}
+
+constexpr BlockKernels block_kernels = {block_quantize, block_int8, block_convert, block_weight_only, BTILE};

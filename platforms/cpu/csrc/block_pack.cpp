@@ -1,0 +1,172 @@
+// Packs blocks of GGUF files as block_linear.h describes.
+
+#include <algorithm>
+#include <cstring>
+
+#include "qlinear.h"
+#include "thread_team.h"
+
+namespace mvllm {
+namespace {
+
+// One block of a file, taken apart.
+struct FileBlock {
+    uint8_t head[4];
+    uint8_t sub[8][2];
+    uint8_t codes[256];  // as unsigned bytes: what kernels take for values of k
+};
+
+void read_nibbles(const uint8_t* from, int bytes, uint8_t* to) {
+    for (int i = 0; i < bytes; ++i) {
+        to[i] = from[i] & 15;
+        to[bytes + i] = from[i] >> 4;
+    }
+}
+
+// q4_k and q5_k: six bits each for eight scales and eight minima.
+void read_sub_scales(const uint8_t* from, uint8_t (*to)[2]) {
+    for (int g = 0; g < 4; ++g) {
+        to[g][0] = from[g] & 63;
+        to[g][1] = from[4 + g] & 63;
+        to[4 + g][0] = uint8_t((from[8 + g] & 15) | (from[g] >> 2 & 48));
+        to[4 + g][1] = uint8_t(from[8 + g] >> 4 | (from[4 + g] >> 2 & 48));
+    }
+}
+
+void read_block(BlockFormat format, const uint8_t* from, FileBlock& to) {
+    switch (format) {
+        case Q4_0:
+        case Q4_1:
+        case IQ4_NL:
+        case MXFP4: {
+            const int head = BLOCK_LAYOUTS[format].head;
+            std::memcpy(to.head, from, size_t(head));
+            return read_nibbles(from + head, 16, to.codes);
+        }
+        case Q5_0:
+        case Q5_1: {
+            const int head = BLOCK_LAYOUTS[format].head;
+            std::memcpy(to.head, from, size_t(head));
+            read_nibbles(from + head + 4, 16, to.codes);
+            for (int k = 0; k < 32; ++k) to.codes[k] |= uint8_t((from[head + k / 8] >> k % 8 & 1) << 4);
+            return;
+        }
+        case Q8_0:
+            std::memcpy(to.head, from, 2);
+            for (int i = 0; i < 32; ++i) to.codes[i] = from[2 + i] ^ 128;
+            return;
+        case Q4_K:
+        case Q5_K: {
+            std::memcpy(to.head, from, 4);
+            read_sub_scales(from + 4, to.sub);
+            const uint8_t* low = from + (format == Q5_K ? 48 : 16);
+            for (int i = 0; i < 4; ++i) read_nibbles(low + 32 * i, 32, to.codes + 64 * i);
+            if (format == Q5_K)
+                for (int k = 0; k < 256; ++k) to.codes[k] |= uint8_t((from[16 + k % 32] >> k / 32 & 1) << 4);
+            return;
+        }
+        case Q3_K:
+            for (int k = 0; k < 256; ++k) {
+                const int pair = k / 32, byte = k % 32;
+                to.codes[k] = uint8_t((from[32 + 32 * (pair / 4) + byte] >> 2 * (pair % 4) & 3) | (from[byte] >> pair & 1) << 2);
+            }
+            for (int j = 0; j < 16; ++j) {
+                const int low = from[96 + j % 8] >> 4 * (j / 8) & 15, high = from[104 + j % 4] >> 2 * (j / 4) & 3;
+                to.sub[j / 2][j % 2] = uint8_t((low | high << 4) - 32);
+            }
+            std::memcpy(to.head, from + 108, 2);
+            return;
+        case IQ4_XS:
+            std::memcpy(to.head, from, 2);
+            for (int g = 0; g < 8; ++g) {
+                const int low = from[4 + g / 2] >> 4 * (g % 2) & 15, high = from[2 + g / 4] >> 2 * (g % 4) & 3;
+                to.sub[g][0] = uint8_t((low | high << 4) - 32);
+                read_nibbles(from + 8 + 16 * g, 16, to.codes + 32 * g);
+            }
+            return;
+        default:
+            for (int half = 0; half < 2; ++half) {
+                uint8_t* codes = to.codes + 128 * half;
+                read_nibbles(from + 64 * half, 64, codes);
+                for (int k = 0; k < 128; ++k)
+                    codes[k] |= uint8_t((from[128 + 32 * half + k % 32] >> 2 * (k / 32) & 3) << 4);
+            }
+            std::memcpy(to.sub, from + 192, 16);
+            std::memcpy(to.head, from + 208, 2);
+    }
+}
+
+// Row `row` of the lanes of one group of a column.
+uint32_t lane_of(const uint8_t* codes, int rows, int row) {
+    uint32_t lane = 0;
+    for (int i = 0; i < 4; ++i) {
+        uint32_t byte = 0;
+        if (rows == 8)
+            byte = codes[4 * row + i];
+        else if (rows == 3 && row < 2)
+            for (int j = 0; j < 4; ++j) byte |= (codes[4 * (4 * row + j) + i] & 3u) << 2 * j;
+        else if (rows == 3)
+            for (int j = 0; j < 8; ++j) byte |= (codes[4 * j + i] >> 2 & 1u) << j;
+        else if (row < 4)
+            byte = (codes[8 * row + i] & 15u) | (codes[8 * row + 4 + i] & 15u) << 4;
+        else if (rows == 5)
+            for (int j = 0; j < 8; ++j) byte |= (codes[4 * j + i] >> 4 & 1u) << j;
+        else
+            for (int j = 0; j < 4; ++j) byte |= (codes[4 * (4 * (row - 4) + j) + i] >> 4 & 3u) << 2 * j;
+        lane |= byte << 8 * i;
+    }
+    return lane;
+}
+
+// One block of one column; `to` is where the tile's block begins.
+void write_block(const BlockLayout& layout, const FileBlock& block, char* to, int tile, int column) {
+    if (layout.head == 1)
+        to[column] = char(block.head[0]);
+    else
+        for (int i = 0; i < layout.head; i += 2) std::memcpy(to + i * tile + 2 * column, block.head + i, 2);
+    to += layout.head * tile;
+    for (int g = 0; g < layout.groups; ++g) {
+        for (int s = 0; s < layout.sub; ++s, to += tile) to[column] = char(block.sub[g][s]);
+        for (int row = 0; row < layout.rows; ++row, to += 4 * tile) {
+            const uint32_t lane = lane_of(block.codes + BLOCK_GROUP * g, layout.rows, row);
+            std::memcpy(to + 4 * column, &lane, 4);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace mvllm
+
+using namespace mvllm;
+
+extern "C" {
+
+// Columns of a tile.
+int mvllm_cpu_block_tile() { return current_qisa().blocks.tile; }
+
+// Bytes of `columns` packed columns.
+int64_t mvllm_cpu_block_packed_size(int64_t columns, int64_t in_features, int format) {
+    const BlockLayout& layout = BLOCK_LAYOUTS[format];
+    const int tile = current_qisa().blocks.tile;
+    return (columns + tile - 1) / tile * tile * (in_features / (layout.groups * BLOCK_GROUP)) * layout.block();
+}
+
+// `data` has a row of a file for each column, `stride` bytes apart. `packed` holds zeros before.
+void mvllm_cpu_block_pack(const uint8_t* data, int64_t stride, char* packed, int64_t columns, int64_t in_features, int format) {
+    const BlockLayout& layout = BLOCK_LAYOUTS[format];
+    const int tile = current_qisa().blocks.tile;
+    const int64_t blocks = in_features / (layout.groups * BLOCK_GROUP), tiles = (columns + tile - 1) / tile;
+    auto pack = [&](int64_t t) {
+        FileBlock block;
+        for (int64_t c = 0; c < std::min<int64_t>(tile, columns - t * tile); ++c)
+            for (int64_t b = 0; b < blocks; ++b) {
+                read_block(BlockFormat(format), data + (t * tile + c) * stride + b * layout.file_block, block);
+                write_block(layout, block, packed + (t * blocks + b) * layout.block() * tile, tile, int(c));
+            }
+    };
+    divide_range(tiles < 8 ? 1 : team_size(), tiles, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) pack(t);
+    });
+}
+
+}  // extern "C"

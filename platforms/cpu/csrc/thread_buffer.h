@@ -1,0 +1,28 @@
+// Memory that a thread keeps from call to call: a call of a decode step should allocate nothing.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace mvllm {
+
+struct Buffer {
+    std::unique_ptr<char[]> data;
+    size_t size = 0;
+
+    // Aligned to 64 bytes; what was there before is lost.
+    char* at_least(size_t bytes) {
+        if (!bytes) return nullptr;
+        if (bytes > size) {
+            data.reset();
+            size = 0;
+            data.reset(new char[bytes + 64]);
+            size = bytes;
+        }
+        return data.get() + (64 - reinterpret_cast<uintptr_t>(data.get()) % 64);
+    }
+};
+
+}  // namespace mvllm

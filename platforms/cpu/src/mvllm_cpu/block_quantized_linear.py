@@ -1,0 +1,201 @@
+"""Linear layers with the blocks of GGUF files and the compiled kernels; weights are packed once after loading.
+
+The packed weight interleaves the columns of a product and has about as many bytes as the file (csrc/block_linear.h).
+There are two kinds of product. With *int8 activations*, runs of 32 elements of x are rounded to int8 as the reference
+does it, and sums within a group of a block are exact integers, which are scaled and added in float32. *Weight-only*
+products multiply the dequantized weight with x, in float32.
+
+A row's result depends neither on the other rows nor on their number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mvllm.plugin_api import BlockQuantizedPart, BlockQuantizedWeight, OpCase, OpProvider
+from mvllm_cpu import workspace
+from mvllm_cpu.memory import Pool
+from mvllm_cpu.ops import PROVIDER, listed, rows_of
+from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
+from mvllm_cpu.recording import Kernel
+
+FORMATS = ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4", "q5_0", "q5_1", "q3_k", "iq4_nl", "iq4_xs")
+"""In the order of `BlockFormat` in csrc/block_linear.h."""
+
+ALIGNMENT = 64
+"""Parts begin at multiples of so many bytes: a line of the cache."""
+
+STRIP = 16
+"""Columns that kernels handle together (csrc/kernels.h)."""
+
+
+@dataclass(frozen=True)
+class PackedBlockWeight:
+    """A BlockQuantizedWeight in the kernels' layout (csrc/block_linear.h); only `BlockQuantizedLinear` reads it.
+
+    Attributes:
+        data: The packed blocks, uint8.
+        parts: [parts, 4], int64: format, offset of its first tile, first column and number of columns of each part.
+        out_features, in_features: The weight's.
+        int8_activations: How it is multiplied.
+        dtype: Of rows that are looked up.
+    """
+
+    data: torch.Tensor
+    parts: torch.Tensor
+    out_features: int
+    in_features: int
+    int8_activations: bool
+    dtype: torch.dtype
+
+
+class BlockQuantizedLinear:
+    """The operation, bound to the opened library.
+
+    Args:
+        library: The kernels.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._packed_size = library.mvllm_cpu_block_packed_size
+        self._packed_size.argtypes, self._packed_size.restype = (length, length, number), length
+        self._pack = library.mvllm_cpu_block_pack
+        self._pack.argtypes, self._pack.restype = (pointer, length, pointer, length, length, number), None
+        arguments = (
+            pointer,
+            length,
+            pointer,
+            pointer,
+            length,
+            pointer,
+            pointer,
+            length,
+            length,
+            length,
+            number,
+            number,
+        )
+        self._product = Kernel(library, "mvllm_cpu_block_linear", arguments, weight=2)
+        lookup = (pointer, number, pointer, pointer, length, pointer, length, length, length, number)
+        self._lookup = Kernel(library, "mvllm_cpu_block_embedding", lookup)
+        self._product_silu = Kernel(library, "mvllm_cpu_block_linear_silu", arguments, weight=2)
+        self._pool = Pool()
+
+    def providers(self) -> Sequence[OpProvider]:
+        """One per operation."""
+        name, silu = "block_quantized_linear", self.block_quantized_linear_silu_and_mul
+        return (
+            OpProvider(
+                *(name, PROVIDER, self.block_quantized_linear, self.supports), prepare=self.pack, lookup=self.lookup
+            ),
+            OpProvider(f"{name}_silu_and_mul", PROVIDER, silu, self.supports_silu, prepare=self.pack_halves),
+        )
+
+    def supports(self, case: OpCase) -> list[str]:
+        """Reasons why the kernels do not take a case."""
+        reasons = []
+        if case.dtype not in DTYPES:
+            reasons.append(f"dtype {case.dtype} has no kernel (there are kernels for {', '.join(DTYPES)})")
+        unknown = [name for name in dict.fromkeys(case.facts["formats"]) if name not in FORMATS]
+        if unknown:
+            reasons.append(f"{', '.join(unknown)} has no kernel (there are kernels for {', '.join(FORMATS)})")
+        return reasons
+
+    def supports_silu(self, case: OpCase) -> list[str]:
+        """Reasons why the product and the activation behind it stay two operations."""
+        size = case.facts["size"]
+        reasons = self.supports(case)
+        if size % STRIP:
+            reasons.append(f"{size} columns are no multiple of {STRIP}")
+        return reasons
+
+    def pack(self, weight: BlockQuantizedWeight) -> PackedBlockWeight:
+        """The weight in the kernels' layout."""
+        return self._packed(weight, weight.parts)
+
+    def pack_halves(self, weight: BlockQuantizedWeight) -> PackedBlockWeight:
+        """The same, with parts cut so that the two halves of the rows have parts of the same sizes."""
+        half = weight.shape[0] // 2
+        ends, row = {half}, 0
+        for part in weight.parts:
+            row += len(part.data)
+            ends |= {row, row - half, row + half}
+        cuts = sorted(end for end in ends if 0 < end < 2 * half)
+        parts: list[BlockQuantizedPart] = []
+        first = 0
+        for part in weight.parts:
+            inner = [cut - first for cut in cuts if first < cut < first + len(part.data)]
+            parts += [BlockQuantizedPart(part.format, piece) for piece in part.data.tensor_split(inner)]
+            first += len(part.data)
+        return self._packed(weight, parts)
+
+    def block_quantized_linear(
+        self, x: torch.Tensor, weight: PackedBlockWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x · weightᵀ + bias; sums in float32, rounded once."""
+        return self._call(self._product, x, weight, bias, weight.out_features)
+
+    def block_quantized_linear_silu_and_mul(
+        self, x: torch.Tensor, weight: PackedBlockWeight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """silu of the first half of the product, times the second; bit for bit what the two operations give."""
+        return self._call(self._product_silu, x, weight, bias, weight.out_features // 2)
+
+    def lookup(self, ids: torch.Tensor, weight: PackedBlockWeight, first: int | None = None) -> torch.Tensor:
+        """Rows of a packed weight, which so need not be kept in another form for the token embedding."""
+        ids = listed(ids)
+        out = workspace.empty((*ids.shape, weight.in_features), weight.dtype)
+        self._lookup(
+            ids.data_ptr(),
+            ids.dtype == torch.int64,
+            weight.data.data_ptr(),
+            weight.parts.data_ptr(),
+            len(weight.parts),
+            out.data_ptr(),
+            ids.numel(),
+            weight.in_features,
+            first or 0,
+            DTYPE_CODES[weight.dtype],
+        )
+        return out
+
+    def _packed(self, weight: BlockQuantizedWeight, parts: Sequence[BlockQuantizedPart]) -> PackedBlockWeight:
+        in_features = weight.in_features
+        table, size, column = [], 0, 0
+        for part in parts:
+            code, rows = FORMATS.index(part.format), len(part.data)
+            table.append((code, size, column, rows))
+            size += -(-self._packed_size(rows, in_features, code) // ALIGNMENT) * ALIGNMENT
+            column += rows
+        data = self._pool.zeros(size, torch.uint8)
+        for part, (code, offset, _, rows) in zip(parts, table, strict=True):
+            blocks = rows_of(part.data)
+            to = data.data_ptr() + offset
+            self._pack(blocks.data_ptr(), blocks.stride(0), to, rows, in_features, code)
+        return PackedBlockWeight(data, torch.tensor(table), column, in_features, weight.int8_activations, weight.dtype)
+
+    def _call(
+        self, kernel: Kernel, x: torch.Tensor, weight: PackedBlockWeight, bias: torch.Tensor | None, size: int
+    ) -> torch.Tensor:
+        rows = rows_of(x)
+        out = workspace.empty((*x.shape[:-1], size), x.dtype)
+        kernel(
+            rows.data_ptr(),
+            rows.stride(0),
+            weight.data.data_ptr(),
+            weight.parts.data_ptr(),
+            len(weight.parts),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            rows.shape[0],
+            weight.in_features,
+            size,
+            weight.int8_activations,
+            DTYPE_CODES[x.dtype],
+        )
+        return out
