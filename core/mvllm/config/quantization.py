@@ -9,6 +9,8 @@ from mvllm.config.hf_config import HFConfig
 from mvllm.errors import ConfigError, ModelError
 
 _KEYS = ("quantization_config", "compression_config")
+_DEQUANTIZED_ON_REQUEST = ("gguf",)
+"""Methods whose checkpoints offer their weights as floats, too, so that another method may quantize these on load."""
 
 
 def stored_quantization(hf_config: HFConfig) -> tuple[str, HFConfig] | None:
@@ -48,6 +50,8 @@ def resolve_quantization(hf_config: HFConfig, asked: str | None) -> str | None:
     if stored is None:
         return None if asked is None else method_name(asked)
     name, settings = stored
+    if asked is not None and name in _DEQUANTIZED_ON_REQUEST:
+        return method_name(asked)
     if asked is not None and method_name(asked) != name:
         raise ConfigError(
             f"quantization is {asked!r}, but the weights of this checkpoint are stored as {name!r} already "

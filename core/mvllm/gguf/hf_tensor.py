@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvllm.gguf.header import GGUFTensor
+from mvllm.gguf.tensor_types import TensorType
 
 Rows = Callable[[], NDArray[np.int64]]
 
@@ -85,6 +86,13 @@ class HFTensor:
         """Whether its rows are stored rows of one type without change, so that they can be used in packed form."""
         types = {source.tensor.type for source in self.sources}
         return len(types) == 1 and not self.offset and not any(s.swapped or s.single for s in self.sources)
+
+    @property
+    def packed_type(self) -> TensorType | None:
+        """The type of a matrix whose stored blocks can be used as they are; None for other tensors."""
+        kind = self.sources[0].tensor.type
+        is_matrix = self.name.endswith(".weight") and len(self.shape) > 1
+        return kind if is_matrix and kind.is_quantized and self.has_whole_rows else None
 
 
 def in_order(count: int, first: int = 0) -> Rows:

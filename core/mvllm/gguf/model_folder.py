@@ -41,6 +41,7 @@ FILES_NAME = "gguf_files.json"
 """Names the GGUF files of a derived folder: `{"files": [{"path": ..., "size": ..., "mtime_ns": ...}, ...]}`, with
 absolute paths, and under `derived` the size of every other file of the folder."""
 
+_MOST_TENSORS = 500_000  # each expert's matrices counted
 _DAY = 86_400.0
 _UNUSED_FOR = 30 * _DAY
 _SPLIT_SUFFIX = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
@@ -118,10 +119,14 @@ def _derive(model: GGUFModel, with_tokenizer: bool) -> dict[str, bytes]:
     # Imported here, as an existing folder needs none of them.
     from mvllm.gguf.generation_config import generation_config
     from mvllm.gguf.model_config import model_config
+    from mvllm.gguf.tensor_names import packed_modules
 
+    config = model_config(model)
+    if packed := packed_modules(model, _MOST_TENSORS):
+        config["quantization_config"] = {"quant_method": "gguf", "tensors": packed}
     contents: dict[str, bytes] = {}
     for name, values in (
-        ("config.json", model_config(model)),
+        ("config.json", config),
         ("generation_config.json", generation_config(model)),
     ):
         try:

@@ -94,6 +94,20 @@ _EXPERT_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _MIXTRAL_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
+def packed_modules(model: GGUFModel, most_tensors: int) -> dict[str, str]:
+    """The tensor type of each module whose weight can be used as it is stored, in blocks; without experts.
+
+    Args:
+        model, most_tensors: As `hf_tensors`.
+
+    Raises:
+        ModelError: As `hf_tensors`.
+    """
+    found = hf_tensors(model, most_tensors).items()
+    types = ((name.removesuffix(".weight"), tensor.packed_type) for name, tensor in found if ".experts." not in name)
+    return {name: kind.name for name, kind in types if kind is not None}
+
+
 def hf_tensors(model: GGUFModel, most_tensors: int) -> dict[str, HFTensor]:
     """The tensors of the Hugging Face checkpoint, by name. Reads no tensor data.
 

@@ -74,8 +74,8 @@ def read_gguf_folder(
     Args:
         folder: A model folder with `gguf_files.json`.
         most_tensors: Maximum number of tensors, each expert's matrices counted.
-        packed: Which weights of those in `packed_types` are offered as stored, by name: uint8 [..., rows, bytes of a
-            row's blocks], rows permuted as those of the weight, named by `packed_name`.
+        packed: Which weights that have a `packed_type` are offered as stored, too: uint8 [..., rows, bytes of a row's
+            blocks], rows permuted as those of the weight, named by `packed_name`.
 
     Raises:
         ModelError: A file is missing, damaged, or has changed since the folder was written; its architecture is not
@@ -83,20 +83,10 @@ def read_gguf_folder(
     """
     entries: dict[str, TensorEntry] = {}
     for tensor in hf_tensors(_read_model(folder), most_tensors).values():
-        is_packed = packed is not None and _packed_type(tensor) is not None and packed(tensor.name)
-        entry = _entry(tensor, is_packed)
-        entries[entry.name] = entry
+        entries[tensor.name] = _entry(tensor, packed=False)
+        if packed is not None and tensor.packed_type is not None and packed(tensor.name):
+            entries[packed_name(tensor.name)] = _entry(tensor, packed=True)
     return entries
-
-
-def packed_types(folder: Path, most_tensors: int = MOST_TENSORS) -> dict[str, TensorType]:
-    """How the file stores the weights that can be offered in packed form, by Hugging Face name.
-
-    Raises:
-        ModelError: As `read_gguf_folder`.
-    """
-    found = ((name, _packed_type(tensor)) for name, tensor in hf_tensors(_read_model(folder), most_tensors).items())
-    return {name: kind for name, kind in found if kind is not None}
 
 
 def is_gguf_folder(folder: Path) -> bool:
@@ -138,13 +128,7 @@ def _is_file(value: Any) -> bool:
     )
 
 
-def _packed_type(tensor: HFTensor) -> TensorType | None:
-    kind = tensor.sources[0].tensor.type
-    is_matrix = tensor.name.endswith(".weight") and len(tensor.shape) > 1
-    return kind if is_matrix and kind.is_quantized and tensor.has_whole_rows else None
-
-
-def _entry(tensor: HFTensor, packed: bool) -> GGUFEntry:
+def _entry(tensor: HFTensor, *, packed: bool) -> GGUFEntry:
     first = tensor.sources[0].tensor
     name, shape, dtype = tensor.name, tensor.shape, "F32"
     types = {source.tensor.type for source in tensor.sources}

@@ -47,6 +47,8 @@ def quantization_method(config: ModelConfig) -> QuantizationMethod | None:
     if config.quantization is None:
         return None
     stored = stored_quantization(config.hf_config)
+    if stored is not None and stored[0] != config.quantization:
+        stored = None  # the weights are read as floats, and quantized while they are loaded
     method = _resolve(config.quantization, stored_as=None if stored is None else stored[1].source)
     if stored is not None:
         return _made(method, stored[1])
