@@ -435,6 +435,13 @@ def test_a_sampling_default_that_is_no_number_is_refused(value):
         generation_config(vocabulary("a", **{"general.sampling.temp": value}))
 
 
+def test_a_file_without_vocabulary_has_sampling_defaults_only() -> None:
+    model = GGUFModel((Path("x.gguf"),), {"tokenizer.ggml.model": "no_vocab", "general.sampling.top_k": 20}, {})
+    assert generation_config(model) == {"top_k": 20}
+    with pytest.raises(ModelError, match="ass tokenizer="):
+        tokenizer_files(model)
+
+
 # Damaged files
 
 DAMAGED = {
