@@ -33,6 +33,7 @@ _UNUSED_SETTINGS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("expert_weights_scale", 1.0, ("deepseek2",)),
     ("final_logit_softcapping", 0.0, ("gemma2", "gemma3")),
     ("logit_scale", 1.0, ("granite",)),
+    ("pooling_type", 0, ()),
     ("residual_scale", 1.0, ("granite",)),
     ("rope.dimension_sections", None, ("chatglm", "glm4")),
     ("rope.scaling.yarn_log_multiplier", 0.0, ("deepseek2",)),
@@ -255,7 +256,9 @@ def _gemma3(values: Metadata) -> dict[str, Any]:
 
 
 def _phi3(values: Metadata) -> dict[str, Any]:
-    window = values.integer("attention.sliding_window", 0, at_least=0)
+    # Files of Phi-3 mini and medium for 4,096 tokens may be older than the key.
+    has_window = values.integer("context_length") == 4096 and _num_layers(values) in (32, 40)
+    window = values.integer("attention.sliding_window", 2047 if has_window else 0, at_least=0)
     config = _gated(values, "Phi3ForCausalLM", "phi3", sliding_window=window or None)
     del config["head_dim"]  # always hidden_size / num_attention_heads in this family
     return config

@@ -18,7 +18,7 @@ def test_configuration_and_tokenizer_are_those_of_the_file(tmp_path):
     path.write_bytes(make_models()[0].encode())
     for name in (str(path), str(tmp_path), f"{tmp_path}:q4_0"):
         config = EngineArgs.from_kwargs(model=name).create_engine_config().model
-        assert (config.model, config.architecture, config.num_layers) == (name, "LlamaForCausalLM", 1)
+        assert (config.model, config.architecture, config.num_layers) == (name, "MistralForCausalLM", 1)
     assert config.tokenizer == str(config.path)
     vocabulary = json.loads((config.path / "tokenizer.json").read_text())["model"]["vocab"]
     assert "Ġa" in vocabulary and vocabulary["the"] == 257

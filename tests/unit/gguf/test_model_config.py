@@ -177,6 +177,7 @@ def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
         ({"attention.key_length": 32}, "expected one size"),
         ({"embedding_length": 128}, r"'token_embd.weight' of shape \[320, 64\], expected \[tokens, 128\]"),
         ({"attention.causal": False}, "has False as 'llama.attention.causal', a setting that is not supported"),
+        ({"pooling_type": 3}, "has 3 as 'llama.pooling_type'"),
         ({"logit_scale": 0.0625}, "has 0.0625 as 'llama.logit_scale'"),
         ({"expert_count": 4, "expert_used_count": 2, "expert_gating_func": 2}, "has 2 as 'llama.expert_gating_func'"),
         ({"rope.scaling.attn_factor": 1.5}, "has 1.5 as 'llama.rope.scaling.attn_factor'"),
@@ -191,6 +192,13 @@ def test_refused_values(values: dict[str, Any], message: str) -> None:
 def test_settings_that_change_nothing_are_accepted() -> None:
     neutral = {"attention.causal": True, "logit_scale": 1.0, "attention.scale": 0.0, "rope.scaling.attn_factor": 1.0}
     assert model_config(make_model(values=neutral)) == model_config(make_model())
+
+
+def test_old_files_of_phi_3_have_its_window() -> None:
+    shapes = SHAPES | {f"blk.{i}.attn_norm.weight": (64,) for i in range(32)}
+    for values, window in (({}, 2047), ({"attention.sliding_window": 0}, None), ({"context_length": 131072}, None)):
+        config = model_config(make_model("phi3", {"block_count": 32, **values}, shapes=shapes))
+        assert config["sliding_window"] == window
 
 
 def test_float16_is_not_taken_where_activations_exceed_it() -> None:
