@@ -481,6 +481,12 @@ def test_merges_that_name_no_tokens_are_ignored_and_the_first_of_two_counts(capl
     assert "6 of 8 merges" in caplog.text
 
 
+def test_too_many_merges_are_refused(monkeypatch):
+    monkeypatch.setattr("mvllm.gguf.merges._MOST_MERGES", 1)
+    with pytest.raises(ModelError, match="2 merges; 1 are allowed"):
+        tokenizer_files(model(model="gpt2", pre="gpt-2", tokens=["a", "b", "ab", "ba"], merges=["a b", "b a"]))
+
+
 def test_empty_and_broken_tokens_keep_the_ids_of_the_others():
     tokens = ["<unk>", "", "a", "\udcff", "b", "\udcfe", "ab"]
     gguf = model(model="llama", tokens=tokens, scores=[0.0] * 7, add_bos_token=False, add_space_prefix=False)
