@@ -250,6 +250,7 @@ def _gguf_choices(search: _Search, names: Iterable[str], where: str) -> list[GGU
                 f"{where} holds no model as a GGUF file, and {asked} asks for one. Leave it out, or pass a folder or "
                 "repository that has GGUF files."
             )
+        _check_load_format(search, where)
         return choices
     if search.what == "tokenizer":
         return [] if any(_TOKENIZER_FILE.fullmatch(name) for name in names) else choices

@@ -25,18 +25,13 @@ def generation_config(model: GGUFModel) -> dict[str, Any]:
     """The contents of `generation_config.json`.
 
     `eos_token_id` lists eos, eot, eom and the tokens whose texts are known to end a turn, as in llama.cpp. Separators
-    of fill-in-the-middle prompts, which also end a sequence in llama.cpp, are not among them.
+    of fill-in-the-middle prompts, which also end a sequence in llama.cpp, are not among them. Of a file without
+    vocabulary, whose tokenizer is given as a folder, only config.json has token ids.
 
     Raises:
         ModelError: The vocabulary is damaged, or a sampling default is not a number.
     """
-    vocabulary = read_vocabulary(model)
-    config: dict[str, Any] = {}
-    if ends := vocabulary.end_ids():
-        config["eos_token_id"] = ends
-    for name, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
-        if name in vocabulary.special_ids:
-            config[key] = vocabulary.special_ids[name]
+    config = _token_ids(model) if "tokenizer.ggml.tokens" in model.metadata else {}
     for key, name in _SAMPLING.items():
         value = model.metadata.get(key)
         if value is None:
@@ -45,4 +40,15 @@ def generation_config(model: GGUFModel) -> dict[str, Any]:
             raise ModelError(f"{model.files[0]}: {key!r} should be a number, found {value!r:.100}.")
         # Files store float32 values; 0.95 is meant, not 0.949999988079071.
         config[name] = float(str(np.float32(value))) if isinstance(value, float) else value
+    return config
+
+
+def _token_ids(model: GGUFModel) -> dict[str, Any]:
+    vocabulary = read_vocabulary(model)
+    config: dict[str, Any] = {}
+    if ends := vocabulary.end_ids():
+        config["eos_token_id"] = ends
+    for name, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
+        if name in vocabulary.special_ids:
+            config[key] = vocabulary.special_ids[name]
     return config

@@ -16,6 +16,8 @@ logger = get_logger(__name__)
 
 _MOST_WORK = 1 << 27  # sum of squared token lengths; 3e7 in the largest published vocabulary
 
+_MOST_MERGES = 1 << 21  # the largest published vocabulary has 2**19
+
 _MERGED = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
 """Types of tokens that merges make. Texts never become control or byte tokens, whatever they contain."""
 
@@ -25,7 +27,12 @@ def known_merges(merges: list[str], vocabulary: Vocabulary, where: str) -> list[
 
     The first of two equal merges counts, as in llama.cpp. Others are ignored with a warning: converters change the
     texts of some added tokens, and merges keep the old ones.
+
+    Raises:
+        ModelError: There are so many that the tokenizer would take minutes to build.
     """
+    if len(merges) > _MOST_MERGES:
+        raise ModelError(f"{where} has {len(merges)} merges; {_MOST_MERGES} are allowed. Download the file again.")
     tokens = set(vocabulary.tokens)
     found: dict[tuple[str, str], None] = {}
     for merge in merges:

@@ -96,6 +96,19 @@ class Metadata:
             raise self._wrong(key, "an integer >= 0, or a list with a value for each layer", value)
         return value
 
+    def refuse_other(self, key: str, neutral: object) -> None:
+        """Checks that a setting without counterpart in the family is absent, or has the value that changes nothing.
+
+        Raises:
+            ModelError: It has another value.
+        """
+        value = self._values.get(self._name(key), neutral)
+        if value != neutral:
+            raise self.error(
+                f"has {reprlib.repr(value)} as {self._name(key)!r}, a setting that is not supported in the "
+                f"architecture {self.architecture!r}: outputs would be wrong without it"
+            )
+
     def token_id(self, key: str) -> int | None:
         """A token id of `tokenizer.ggml`, or None if there is none."""
         value = self._values.get(f"tokenizer.ggml.{key}")

@@ -18,8 +18,27 @@ from mvllm.gguf.metadata import Metadata
 from mvllm.gguf.rope_config import rope_config
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
-_GATING_SIGMOID = 2  # as llama.cpp numbers the functions of expert_gating_func
+_GATING_SOFTMAX, _GATING_SIGMOID = 1, 2  # as llama.cpp numbers the functions of expert_gating_func
 _PARTIAL_ROTARY = ("phi3", "glm4", "chatglm")
+_OVERFLOW_IN_FLOAT16 = ("gemma2", "gemma3", "glm4")
+_UNUSED_SETTINGS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
+    ("attention.causal", True, ()),
+    ("attention.clamp_kqv", 0.0, ()),
+    ("attention.max_alibi_bias", 0.0, ()),
+    ("attention.scale", 0.0, ("granite",)),
+    ("attention.temperature_scale", 0.0, ()),
+    ("attn_logit_softcapping", 0.0, ("gemma2",)),
+    ("embedding_scale", 1.0, ("granite",)),
+    ("expert_gating_func", _GATING_SOFTMAX, ("deepseek2", "gpt-oss")),
+    ("expert_weights_scale", 1.0, ("deepseek2",)),
+    ("final_logit_softcapping", 0.0, ("gemma2", "gemma3")),
+    ("logit_scale", 1.0, ("granite",)),
+    ("pooling_type", 0, ()),
+    ("residual_scale", 1.0, ("granite",)),
+    ("rope.dimension_sections", None, ("chatglm", "glm4")),
+    ("rope.scaling.yarn_log_multiplier", 0.0, ("deepseek2",)),
+)
+"""Keys that change what a model computes, the value that changes nothing, and the architectures that use them here."""
 _EXPERT_GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
 """Groups and chosen groups by layers and experts: DeepSeek V2 and V3 in files from before these numbers were stored."""
 
@@ -36,7 +55,8 @@ def model_config(model: GGUFModel) -> dict[str, Any]:
         model: The headers of the files.
 
     Returns:
-        A JSON object. `dtype` is float16 or float32 if all matrices are stored so, else bfloat16.
+        A JSON object. `dtype` is float16 or float32 if all matrices are stored so, else bfloat16; it is never float16
+        in families whose activations exceed its range.
 
     Raises:
         ModelError: The architecture is not supported, or a key or tensor is missing or has another type than expected.
@@ -45,15 +65,18 @@ def model_config(model: GGUFModel) -> dict[str, Any]:
     family = _FAMILIES.get(values.architecture)
     if family is None:
         raise ModelError(
-            f"{values.file}: the architecture {values.architecture!r} is not supported in GGUF files. Supported: "
+            f"{values.file}: the architecture {values.architecture!r:.100} is not supported in GGUF files. Supported: "
             f"{', '.join(supported_gguf_architectures())}. Use a safetensors checkpoint of the model, which may be "
             "supported."
         )
+    for key, neutral, users in _UNUSED_SETTINGS:
+        if values.architecture not in users:
+            values.refuse_other(key, neutral)
     config: dict[str, Any] = {
         **family(values),
         "vocab_size": _vocab_size(values),
         "tie_word_embeddings": not values.has_tensor(_HEAD),
-        "dtype": _dtype(model),
+        "dtype": _dtype(model, values.architecture),
     }
     ids = {key: values.token_id(key) for key in ("bos_token_id", "eos_token_id")}
     known = {key: token for key, token in ids.items() if token is not None}
@@ -63,15 +86,18 @@ def model_config(model: GGUFModel) -> dict[str, Any]:
 
 def _vocab_size(values: Metadata) -> int:
     """Rows of the embedding: some files have fewer rows than the checkpoint had, and others more than tokens."""
-    shape = values.tensor(_EMBEDDING).shape
-    if len(shape) != 2:
-        raise values.error(f"has tensor {_EMBEDDING!r} of shape {list(shape)}, expected two dimensions")
+    shape, hidden_size = values.tensor(_EMBEDDING).shape, values.integer("embedding_length")
+    if len(shape) != 2 or shape[1] != hidden_size:
+        raise values.error(f"has tensor {_EMBEDDING!r} of shape {list(shape)}, expected [tokens, {hidden_size}]")
     return shape[0]
 
 
-def _dtype(model: GGUFModel) -> str:
+def _dtype(model: GGUFModel, architecture: str) -> str:
+    """float16 only where activations fit: the file's type says nothing of them, as llama.cpp computes in float32."""
     types = {tensor.type.name for tensor in model.tensors.values() if len(tensor.shape) > 1}
-    return {"F16": "float16", "F32": "float32"}.get(types.pop() if len(types) == 1 else "", "bfloat16")
+    if types == {"F16"} and architecture not in _OVERFLOW_IN_FLOAT16:
+        return "float16"
+    return "float32" if types == {"F32"} else "bfloat16"
 
 
 def _decoder(values: Metadata, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
@@ -163,7 +189,7 @@ def _llama(values: Metadata) -> dict[str, Any]:
             values,
             "MixtralForCausalLM",
             "mixtral",
-            num_local_experts=values.integer("expert_count"),
+            num_local_experts=_num_experts(values),
             num_experts_per_tok=values.integer("expert_used_count"),
             sliding_window=values.integer("attention.sliding_window", 0, at_least=0) or None,
         )
@@ -230,7 +256,9 @@ def _gemma3(values: Metadata) -> dict[str, Any]:
 
 
 def _phi3(values: Metadata) -> dict[str, Any]:
-    window = values.integer("attention.sliding_window", 0, at_least=0)
+    # Files of Phi-3 mini and medium for 4,096 tokens may be older than the key.
+    has_window = values.integer("context_length") == 4096 and _num_layers(values) in (32, 40)
+    window = values.integer("attention.sliding_window", 2047 if has_window else 0, at_least=0)
     config = _gated(values, "Phi3ForCausalLM", "phi3", sliding_window=window or None)
     del config["head_dim"]  # always hidden_size / num_attention_heads in this family
     return config
@@ -337,7 +365,7 @@ def _qwen2_moe(values: Metadata) -> dict[str, Any]:
         "qwen2_moe",
         **_qwen_experts(values),
         qkv_bias=_attention_bias(values),
-        norm_topk_prob=False,
+        norm_topk_prob=values.boolean("expert_weights_norm", False),
         shared_expert_intermediate_size=_rows(values, "ffn_up_shexp.weight", "expert_shared_feed_forward_length"),
     )
 
@@ -350,20 +378,30 @@ def _qwen3_moe(values: Metadata) -> dict[str, Any]:
         "qwen3_moe",
         **_qwen_experts(values),
         attention_bias=bias,
-        norm_topk_prob=True,
+        norm_topk_prob=values.boolean("expert_weights_norm", True),
     )
 
 
 def _qwen_experts(values: Metadata) -> dict[str, Any]:
     dense = [layer for layer in range(_num_layers(values)) if not values.has_tensor(f"blk.{layer}.ffn_gate_inp.weight")]
     return {
-        "num_experts": values.integer("expert_count"),
+        "num_experts": _num_experts(values),
         "num_experts_per_tok": values.integer("expert_used_count"),
         "moe_intermediate_size": _rows(values, "ffn_up_exps.weight", "expert_feed_forward_length"),
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense,
         "use_sliding_window": False,
     }
+
+
+def _num_experts(values: Metadata) -> int:
+    """The number of experts, after a check that routers have as many rows: models are built before weights are read."""
+    count = values.integer("expert_count")
+    for layer in range(_num_layers(values)):
+        name = f"blk.{layer}.ffn_gate_inp.weight"
+        if values.has_tensor(name) and (shape := values.tensor(name).shape)[0] != count:
+            raise values.error(f"has tensor {name!r} of shape {list(shape)}, expected rows for {count} experts")
+    return count
 
 
 def _rows(values: Metadata, name: str, key: str) -> int:
@@ -382,7 +420,7 @@ def _gpt_oss(values: Metadata) -> dict[str, Any]:
         "GptOssForCausalLM",
         "gpt_oss",
         intermediate_size=values.integer("expert_feed_forward_length"),
-        num_local_experts=values.integer("expert_count"),
+        num_local_experts=_num_experts(values),
         num_experts_per_tok=values.integer("expert_used_count"),
         sliding_window=values.integer("attention.sliding_window"),
         layer_types=_layer_types(values, 2),
@@ -394,7 +432,10 @@ def _gpt_oss(values: Metadata) -> dict[str, Any]:
 
 
 def _deepseek2(values: Metadata) -> dict[str, Any]:
-    is_v3 = values.integer("expert_gating_func", 0, at_least=0) == _GATING_SIGMOID
+    gating = values.integer("expert_gating_func", _GATING_SOFTMAX, at_least=0)
+    if gating not in (0, _GATING_SOFTMAX, _GATING_SIGMOID):
+        raise values.error(f"has {gating} as 'deepseek2.expert_gating_func', expected softmax (1) or sigmoid (2)")
+    is_v3 = gating == _GATING_SIGMOID
     # Files with split key and value projections store the sizes of heads under keys of their own.
     rope_dim = values.integer("rope.dimension_count")
     key_length = values.integer("attention.key_length_mla", values.integer("attention.key_length"))
@@ -413,7 +454,7 @@ def _deepseek2(values: Metadata) -> dict[str, Any]:
         qk_nope_head_dim=key_length - rope_dim,
         qk_rope_head_dim=rope_dim,
         v_head_dim=values.integer("attention.value_length_mla", values.integer("attention.value_length")),
-        n_routed_experts=values.integer("expert_count"),
+        n_routed_experts=_num_experts(values),
         n_shared_experts=values.integer("expert_shared_count", 0, at_least=0) or None,
         num_experts_per_tok=values.integer("expert_used_count"),
         moe_intermediate_size=values.integer("expert_feed_forward_length"),

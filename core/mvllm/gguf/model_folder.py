@@ -204,7 +204,7 @@ def _is_complete(folder: Path, states: list[_FileState]) -> bool:
 def _read_files_json(folder: Path) -> dict[str, Any] | None:
     try:
         found = json.loads((folder / FILES_NAME).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

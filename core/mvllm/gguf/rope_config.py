@@ -44,14 +44,18 @@ def rope_config(values: Metadata, head_dim: int, max_position: int, *, partial: 
 
 def _scaling(values: Metadata, rotary_dim: int, max_position: int, theta: float) -> dict[str, Any] | None:
     original = values.integer("rope.scaling.original_context_length", max_position)
-    if values.has_tensor(_LONG) or values.has_tensor(_SHORT):
-        short, long = values.vector(_SHORT, rotary_dim // 2), values.vector(_LONG, rotary_dim // 2)
-        return _longrope(values, short, long, max_position, original)
-    if values.has_tensor(_FACTORS):
-        return _from_factors(values.vector(_FACTORS, rotary_dim // 2), theta, max_position)
     # Files from before the type was stored have a factor alone, or its first name.
     factor = values.number("rope.scaling.factor", values.number("rope.scale_linear", 1.0))
     kind = values.text("rope.scaling.type", "linear")
+    has_factors = any(map(values.has_tensor, (_LONG, _SHORT, _FACTORS)))
+    if has_factors and kind in ("linear", "yarn") and factor != 1.0:
+        raise values.error(f"has a tensor of RoPE factors and {kind!r} scaling by {factor}, expected one of them")
+    if values.has_tensor(_LONG) or values.has_tensor(_SHORT):
+        short, long = values.vector(_SHORT, rotary_dim // 2), values.vector(_LONG, rotary_dim // 2)
+        return _longrope(values, short, long, max_position, original)
+    values.refuse_other("rope.scaling.attn_factor", 1.0)
+    if values.has_tensor(_FACTORS):
+        return _from_factors(values.vector(_FACTORS, rotary_dim // 2), theta, max_position)
     if kind == "linear":
         return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
@@ -59,7 +63,8 @@ def _scaling(values: Metadata, rotary_dim: int, max_position: int, theta: float)
     if kind in ("none", "longrope"):  # LongRoPE without its tensors scales nothing
         return None
     raise values.error(
-        f"has {kind!r} as '{values.architecture}.rope.scaling.type', expected 'none', 'linear', 'yarn' or 'longrope'"
+        f"has {kind!r:.100} as '{values.architecture}.rope.scaling.type', "
+        "expected 'none', 'linear', 'yarn' or 'longrope'"
     )
 
 

@@ -27,8 +27,8 @@ from mvllm.gguf.model_config import model_config
 _LAYER = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<base>.+)\.(?P<suffix>weight|bias)")
 _EXPERT = re.compile(r"ffn_(?P<kind>gate|up|down)\.(?P<expert>\d{1,5})")
 _STACK = re.compile(r"ffn_(?P<kind>gate|up|down|gate_up)_exps")
-_ROPE = re.compile(r"(blk\.\d+\.)?(rope_freqs|rope_factors_long|rope_factors_short|attn_rot_embd)(\.weight)?")
-"""Tensors that config.json covers."""
+_ROPE = re.compile(r"(rope_freqs|rope_factors_long|rope_factors_short)\.weight|blk\.\d{1,5}\.attn_rot_embd(\.weight)?")
+"""Tensors that config.json covers: RoPE factors by the names that `rope_config` looks up, and frequencies."""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _MODULES = {

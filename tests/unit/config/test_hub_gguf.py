@@ -109,6 +109,7 @@ def test_a_folder_whose_name_has_a_colon_is_that_folder(tmp_path, derived):
         ("both", "auto", r"2 models as GGUF files, none of them Q4_K_M: m-Q2_K\.gguf, m-Q8_0\.gguf.*both:Q2_K'"),
         ("both:Q6_K", "auto", "no GGUF file for 'Q6_K', but m-Q2_K"),
         ("both", "safetensors", "load_format is 'safetensors', but .*both is a model in GGUF form"),
+        ("both:Q2_K", "safetensors", "load_format is 'safetensors', but .*both is a model in GGUF form"),
         ("both/m-Q2_K.gguf", "safetensors", "load_format is 'safetensors', but .*Q2_K.gguf is a model in GGUF form"),
         ("plain", "gguf", "holds no model as a GGUF file, and load_format='gguf' asks for one"),
         ("demo", "gguf", "demo.* holds no model as a GGUF file, and load_format='gguf' asks for one"),

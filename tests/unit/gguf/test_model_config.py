@@ -175,11 +175,51 @@ def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
         ({"rope.scaling.type": "su"}, "has 'su' as 'llama.rope.scaling.type', expected 'none', 'linear'"),
         ({"rope.dimension_count": 8}, "has 8 as 'llama.rope.dimension_count', expected the head size 16"),
         ({"attention.key_length": 32}, "expected one size"),
+        ({"embedding_length": 128}, r"'token_embd.weight' of shape \[320, 64\], expected \[tokens, 128\]"),
+        ({"attention.causal": False}, "has False as 'llama.attention.causal', a setting that is not supported"),
+        ({"pooling_type": 3}, "has 3 as 'llama.pooling_type'"),
+        ({"logit_scale": 0.0625}, "has 0.0625 as 'llama.logit_scale'"),
+        ({"expert_count": 4, "expert_used_count": 2, "expert_gating_func": 2}, "has 2 as 'llama.expert_gating_func'"),
+        ({"rope.scaling.attn_factor": 1.5}, "has 1.5 as 'llama.rope.scaling.attn_factor'"),
+        ({"expert_count": 1 << 30, "expert_used_count": 2}, "expected rows for 1073741824 experts"),
     ],
 )
 def test_refused_values(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        model_config(make_model(values=values))
+        model_config(make_model(values=values, shapes=SHAPES | {"blk.0.ffn_gate_inp.weight": (4, 64)}))
+
+
+def test_settings_that_change_nothing_are_accepted() -> None:
+    neutral = {"attention.causal": True, "logit_scale": 1.0, "attention.scale": 0.0, "rope.scaling.attn_factor": 1.0}
+    assert model_config(make_model(values=neutral)) == model_config(make_model())
+
+
+def test_old_files_of_phi_3_have_its_window() -> None:
+    shapes = SHAPES | {f"blk.{i}.attn_norm.weight": (64,) for i in range(32)}
+    for values, window in (({}, 2047), ({"attention.sliding_window": 0}, None), ({"context_length": 131072}, None)):
+        config = model_config(make_model("phi3", {"block_count": 32, **values}, shapes=shapes))
+        assert config["sliding_window"] == window
+
+
+def test_float16_is_not_taken_where_activations_exceed_it() -> None:
+    assert model_config(make_model("qwen3", kind="F16"))["dtype"] == "float16"
+    for architecture in ("gemma2", "gemma3", "glm4"):
+        assert model_config(make_model(architecture, kind="F16"))["dtype"] == "bfloat16"
+
+
+def test_scaling_beside_a_tensor_of_factors_is_refused() -> None:
+    shapes = SHAPES | {"rope_freqs.weight": (8,)}
+    for kind in ({}, {"rope.scaling.type": "yarn"}):
+        with pytest.raises(ModelError, match=r"a tensor of RoPE factors and '(linear|yarn)' scaling by 8\.0"):
+            model_config(make_model(values={"rope.scaling.factor": 8.0, **kind}, shapes=shapes))
+
+
+def test_messages_are_short_whatever_the_texts() -> None:
+    long = "x" * 100_000
+    for model in (make_model(long), make_model(values={"rope.scaling.type": long})):
+        with pytest.raises(ModelError) as error:
+            model_config(model)
+        assert len(str(error.value)) < 1000
 
 
 def test_refused_architectures() -> None:

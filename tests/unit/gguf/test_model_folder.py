@@ -116,7 +116,7 @@ def test_only_folders_of_our_own_are_removed(file, cache, derived):
     assert [folder.exists() for folder in foreign] == [True, True, False]
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "not JSON"])
+@pytest.mark.parametrize("damage", ["missing", "short", "not JSON", "deep JSON"])
 def test_a_folder_that_lost_files_is_written_again(damage, file, derived):
     folder = model_folder(file)
     if damage == "missing":
@@ -124,7 +124,7 @@ def test_a_folder_that_lost_files_is_written_again(damage, file, derived):
     elif damage == "short":
         (folder / "config.json").write_bytes(b"")
     else:
-        (folder / FILES_NAME).write_bytes(b"{")
+        (folder / FILES_NAME).write_bytes(b"{" if damage == "not JSON" else b"[" * 100_000)
     assert model_folder(file) == folder and len(derived) == 2
     assert (folder / "tokenizer.json").read_bytes() == b"{}" == (folder / "config.json").read_bytes()
 

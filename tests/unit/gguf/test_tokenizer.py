@@ -435,6 +435,13 @@ def test_a_sampling_default_that_is_no_number_is_refused(value):
         generation_config(vocabulary("a", **{"general.sampling.temp": value}))
 
 
+def test_a_file_without_vocabulary_has_sampling_defaults_only() -> None:
+    model = GGUFModel((Path("x.gguf"),), {"tokenizer.ggml.model": "no_vocab", "general.sampling.top_k": 20}, {})
+    assert generation_config(model) == {"top_k": 20}
+    with pytest.raises(ModelError, match="ass tokenizer="):
+        tokenizer_files(model)
+
+
 # Damaged files
 
 DAMAGED = {
@@ -472,6 +479,12 @@ def test_merges_that_name_no_tokens_are_ignored_and_the_first_of_two_counts(capl
         tokenizer = built(model(model="gpt2", pre="gpt-2", tokens=["a", "b", "c", "ab", "bc"], merges=merges))
     assert tokenizer.encode("abc").tokens == ["ab", "c"]
     assert "6 of 8 merges" in caplog.text
+
+
+def test_too_many_merges_are_refused(monkeypatch):
+    monkeypatch.setattr("mvllm.gguf.merges._MOST_MERGES", 1)
+    with pytest.raises(ModelError, match="2 merges; 1 are allowed"):
+        tokenizer_files(model(model="gpt2", pre="gpt-2", tokens=["a", "b", "ab", "ba"], merges=["a b", "b a"]))
 
 
 def test_empty_and_broken_tokens_keep_the_ids_of_the_others():
