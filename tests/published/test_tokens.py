@@ -23,11 +23,11 @@ from tests.published.texts import HARD, PASSAGE
 from tests.unit.engine.builders import make_config
 
 NUM_TOKENS = 24
-CHUNK = 48
+CHUNK = 32
 PROMPTS = (
     "The capital of France is",
-    PASSAGE[:900],  # several chunks, and several blocks shared with the next one
-    PASSAGE[:700],
+    PASSAGE[:600],  # several chunks, and several blocks shared with the next one
+    PASSAGE[:500],
     "def fibonacci(n):\n    ",
     HARD,
 )
