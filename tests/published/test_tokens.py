@@ -68,12 +68,12 @@ def test_greedy_tokens_are_those_of_transformers(published: Published, oracle: p
 
 @pytest.mark.parametrize("published", ["smollm2"], indirect=True)
 def test_a_draft_model_changes_no_token(published: Published, oracle: parity.Oracle) -> None:
-    """The model drafts for itself: all drafts are right."""
+    """The model drafts for itself, and nearly all drafts are right: those of the last step exceed max_tokens."""
     speculative: dict[str, Any] = {"model": str(published.path), "num_speculative_tokens": 4}
     with parity.engine(published.path, **SIZES, speculative_config=speculative) as llm:
         parity.check(oracle, parity.generate(llm, oracle.prompts, max_tokens=NUM_TOKENS))
         stats = llm.llm_engine.stats
-        assert stats is not None and stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens > 0
+        assert stats is not None and stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("published", ["smollm2"], indirect=True)
