@@ -193,7 +193,9 @@ def test_published(arguments: list[str]) -> int:
     """Fetches two published models if they are missing, and runs the tests on them; see ci/published.py."""
     setup()
     published.fetch(MAIN, CONSTRAINTS)
-    return stream_pytest(["tests/published", "-p", "ci.times", *arguments], {})[0]
+    # Two workers: the comparison with transformers takes most of the time, and is in one file.
+    options = ["-p", "ci.times", "-n", "2", "--dist", "loadfile"]
+    return stream_pytest(["tests/published", *options, *arguments], {"OMP_NUM_THREADS": "1"})[0]
 
 
 def test(arguments: list[str], *, fast: bool = False, quick: bool = False, everything: bool = False) -> int:
