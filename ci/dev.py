@@ -230,9 +230,7 @@ def test(arguments: list[str], *, fast: bool = False, quick: bool = False, every
         passes.append(("alone", ["-m", f"serial{which}", *select, "-p", "ci.times", *included], {}))
     if interpreted is not None and not quick:
         marked = ["-m", "" if everything else "not exhaustive", "-p", "ci.times"]
-        # One file has half of these tests' time, so its tests go to several workers.
-        shared = ["-n", workers, "--dist", "worksteal"]
-        passes.append(("interpreted", [*marked, *shared, *INTERPRETED, *interpreted], one_thread))
+        passes.append(("interpreted", [*marked, *parallel, *INTERPRETED, *interpreted], one_thread))
     if any(argument == "-m" or argument.startswith(("-n", "--numprocesses", "--pdb")) for argument in arguments):
         passes = [("as asked", included, {})]  # the caller decides what runs and how
     statuses: list[int] = []

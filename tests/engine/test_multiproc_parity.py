@@ -110,7 +110,7 @@ def test_every_family_gives_the_tokens_of_transformers_under_pressure(name: str,
 
 CUTS = pytest.mark.parametrize(
     ("name", "tensor", "pipeline"),
-    [*LAYOUTS.values(), *((name, *BOTH) for name in FAMILIES[1:])],
+    [*LAYOUTS.values(), *(pytest.param(name, *BOTH, marks=pytest.mark.exhaustive) for name in FAMILIES[1:])],
     ids=[*LAYOUTS.keys(), *(f"{name} in shards and stages" for name in FAMILIES[1:])],
 )
 

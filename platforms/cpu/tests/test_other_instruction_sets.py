@@ -44,7 +44,18 @@ def kinds_of(isa: str) -> list[str]:
     return [kind for kind, names in NAMES.items() if isa in names and isa != getattr(LOADED, kind)]
 
 
-@pytest.mark.parametrize("isa", [isa for isa in dict.fromkeys(NAMES["isa"] + NAMES["quantized_isa"]) if kinds_of(isa)])
+FURTHER = ("avx512", "avx512_vnni")
+"""Sets between avx2 and the best; the exhaustive tests run them, too."""
+
+
+@pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param(isa, marks=pytest.mark.exhaustive if isa in FURTHER else ())
+        for isa in dict.fromkeys(NAMES["isa"] + NAMES["quantized_isa"])
+        if kinds_of(isa)
+    ],
+)
 def test_every_kernel_is_right_with(isa):
     skip_unless_supported(isa)
     env = dict(os.environ, MVLLM_CPU_ISA=isa)

@@ -14,6 +14,8 @@ from mvllm import LLM, SamplingParams
 from tests.helpers.model_zoo import ZOO, make_checkpoint
 from tests.helpers.plugins import prepend
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [{"prompt_token_ids": [5 + 7 * i + j for j in range(3 + 4 * i)]} for i in range(3)]
 PARAMS = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (12, 5, 9)]
 SETTINGS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
