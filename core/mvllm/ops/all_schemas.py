@@ -13,6 +13,7 @@ from mvllm.ops.lora import ADD_LORA
 from mvllm.ops.moe import CLAMPED_MOE, MOE
 from mvllm.ops.norm import FUSED_ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from mvllm.ops.quantized_linear import QUANTIZED_LINEAR, QUANTIZED_LINEAR_SILU_AND_MUL
+from mvllm.ops.quantized_moe import QUANTIZED_MOE
 from mvllm.ops.rotary import ROTARY_EMBEDDING
 from mvllm.ops.schema import OpSchema
 
@@ -34,6 +35,7 @@ SCHEMAS: dict[str, OpSchema] = {
         ROTARY_EMBEDDING,
         MOE,
         CLAMPED_MOE,
+        QUANTIZED_MOE,
         ARGMAX,
         FILTERED_DRAW,
         *ACTIVATIONS,

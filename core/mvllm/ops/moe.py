@@ -28,7 +28,7 @@ def moe(
     Returns:
         [T, hidden_size], compute dtype; accumulated in float32.
     """
-    share = _shares(gate_up.shape[0], expert_ids, expert_weights)
+    share = expert_shares(gate_up.shape[0], expert_ids, expert_weights)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(gate_up.shape[0]):
         gate, up = F.linear(x, gate_up[expert]).chunk(2, dim=-1)
@@ -66,17 +66,22 @@ def clamped_moe(
     Returns:
         [T, hidden_size], compute dtype; accumulated in float32.
     """
-    share = _shares(gate_up.shape[0], expert_ids, expert_weights)
+    share = expert_shares(gate_up.shape[0], expert_ids, expert_weights)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(gate_up.shape[0]):
         gate, up = F.linear(x, gate_up[expert], gate_up_bias[expert]).chunk(2, dim=-1)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        inner = (up + 1) * (gate * torch.sigmoid(gate * alpha))
+        inner = clamped_gate(gate, up, alpha, limit)
         total += F.linear(inner, down[expert], down_bias[expert]).float() * share[:, expert, None]
     return total.to(x.dtype)
 
 
-def _shares(num_experts: int, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
+def clamped_gate(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """The inner elements of `clamped_moe`."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def expert_shares(num_experts: int, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
     """The weight of every expert for every token, [T, num_experts]; zero if it was not selected.
 
     Reading the routing would make the host wait for the device, so in the references every expert computes every
