@@ -1,7 +1,8 @@
 """The operation `quantized_moe`: the experts of a mixture-of-experts layer, with quantized weights.
 
-An expert's matrices are weights of `quantized_linear`, `float8_linear` or `block_quantized_linear`, and are multiplied as
-those operations define it, inputs included. One operation serves all of them, with and without biases and clamped gates.
+An expert's matrices are weights of `quantized_linear`, `float8_linear` or `block_quantized_linear`, and are multiplied
+as those operations define it, inputs included. One operation serves all of them, with and without biases and clamped
+gates.
 
 No layer runs the reference: without a provider, `moe` or `clamped_moe` multiplies with the dequantized experts.
 """
