@@ -89,9 +89,9 @@ class HFTensor:
 
     @property
     def packed_type(self) -> TensorType | None:
-        """The type of a matrix whose stored blocks can be used as they are; None for other tensors."""
+        """The type of a matrix, or stack of them, whose stored blocks can be used as they are; None for others."""
         kind = self.sources[0].tensor.type
-        is_matrix = self.name.endswith(".weight") and len(self.shape) > 1
+        is_matrix = len(self.shape) == 3 or (self.name.endswith(".weight") and len(self.shape) == 2)
         return kind if is_matrix and kind.is_quantized and self.has_whole_rows else None
 
 

@@ -26,6 +26,7 @@ from mvllm.gguf.model_config import model_config
 
 _LAYER = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<base>.+)\.(?P<suffix>weight|bias)")
 _EXPERT = re.compile(r"ffn_(?P<kind>gate|up|down)\.(?P<expert>\d{1,5})")
+_EXPERT_MODULE = re.compile(r"\.experts\.\d+\.")
 _STACK = re.compile(r"ffn_(?P<kind>gate|up|down|gate_up)_exps")
 _ROPE = re.compile(r"(rope_freqs|rope_factors_long|rope_factors_short)\.weight|blk\.\d{1,5}\.attn_rot_embd(\.weight)?")
 """Tensors that config.json covers: RoPE factors by the names that `rope_config` looks up, and frequencies."""
@@ -95,7 +96,9 @@ _MIXTRAL_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def packed_modules(model: GGUFModel, most_tensors: int) -> dict[str, str]:
-    """The tensor type of each module whose weight can be used as it is stored, in blocks; without experts.
+    """The tensor type of each module whose weight can be used as it is stored, in blocks.
+
+    Experts whose matrices have one type have one entry: `model.layers.0.mlp.experts.*.up_proj`.
 
     Args:
         model, most_tensors: As `hf_tensors`.
@@ -103,9 +106,20 @@ def packed_modules(model: GGUFModel, most_tensors: int) -> dict[str, str]:
     Raises:
         ModelError: As `hf_tensors`.
     """
-    found = hf_tensors(model, most_tensors).items()
-    types = ((name.removesuffix(".weight"), tensor.packed_type) for name, tensor in found if ".experts." not in name)
-    return {name: kind.name for name, kind in types if kind is not None}
+    types: dict[str, str] = {}
+    experts: dict[str, dict[str, str]] = {}
+    for name, tensor in hf_tensors(model, most_tensors).items():
+        module, kind = name.removesuffix(".weight"), tensor.packed_type
+        all_experts = _EXPERT_MODULE.sub(".experts.*.", module)
+        if all_experts != module:
+            experts.setdefault(all_experts, {})[module] = "" if kind is None else kind.name
+        elif kind is not None:
+            types[module] = kind.name
+    for all_experts, of_module in experts.items():
+        kinds = set(of_module.values())
+        found = {all_experts: kinds.pop()} if len(kinds) == 1 else of_module
+        types.update({module: kind for module, kind in found.items() if kind})
+    return types
 
 
 def hf_tensors(model: GGUFModel, most_tensors: int) -> dict[str, HFTensor]:

@@ -4,8 +4,8 @@ Tensor parallelism shards every expert along its inner size, so that the load of
 routing; `forward` returns this rank's summand of a sum over ranks. The devices of a worker with several devices hold
 some of the experts each, or all of them if the number of experts is not a multiple of the number of devices.
 
-The operation takes floats. Experts that a checkpoint stores quantized are dequantized after loading; online
-quantization does not apply to experts.
+Quantized experts stay quantized where the platform multiplies with them (quantized_experts.py). Otherwise those of a
+checkpoint are dequantized after loading, and online quantization leaves experts as they are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mvllm.layers.linear import shard_slice
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
 from mvllm.layers.quantization.rtn_matrix import float_targets
+from mvllm.layers.quantized_experts import QuantizedExperts
 from mvllm.layers.weight_target import WeightTarget
 
 
@@ -36,8 +37,9 @@ class FusedMoE(nn.Module):
 
     Attributes:
         gate_up: [num_experts, 2 · size, hidden_size], where `size` is this rank's part of the inner size; after loading
-            the result of the op provider's `prepare`.
+            the result of the op provider's `prepare`. None before that if the experts stay quantized.
         down: [num_experts, hidden_size, size], likewise.
+        stays_quantized: Whether the experts' weights are not converted to floats.
     """
 
     gate_up: Any
@@ -60,28 +62,30 @@ class FusedMoE(nn.Module):
         size = band.stop - band.start
         self.partitions: Mapping[str, int] = {} if num_experts % ctx.num_devices else {"gate_up": 0, "down": 0}
         self._place = ctx.place
-        self.gate_up = ctx.parameter(num_experts, 2 * size, hidden_size)
-        self.down = ctx.parameter(num_experts, hidden_size, size)
-        self._op = ctx.op("moe", num_experts=num_experts, top_k=top_k, hidden_size=hidden_size, intermediate_size=size)
-        self._moe = self._op.function
+        sizes = {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden_size, "intermediate_size": size}
+        self._op = ctx.op("moe", **sizes)
         gate_name, up_name, down_name = names
         outer = slice(0, hidden_size)
         self._layouts: list[tuple[MatrixLayout, MatrixLayout]] = []
-        self.stored = nn.ModuleDict()
         for e in range(num_experts):
             upper = Part(f"{name}.{e}.{gate_name}", intermediate_size, band, slice(0, size))
             lower = Part(f"{name}.{e}.{up_name}", intermediate_size, band, slice(size, 2 * size))
             outwards = Part(f"{name}.{e}.{down_name}", hidden_size, outer, outer)
-            layouts = (
-                MatrixLayout((upper, lower), hidden_size, outer, 2 * size),
-                MatrixLayout((outwards,), intermediate_size, band, hidden_size),
+            self._layouts.append(
+                (
+                    MatrixLayout((upper, lower), hidden_size, outer, 2 * size, is_expert=True),
+                    MatrixLayout((outwards,), intermediate_size, band, hidden_size, is_expert=True),
+                )
             )
-            self._layouts.append(layouts)
-            for which, layout in enumerate(layouts):
-                stored = quantization_of_layout(ctx, layout)
-                if stored is not None:
-                    self.stored[f"{e} {which}"] = stored
-        if len(self.stored) == 2 * num_experts:  # no checkpoint tensor fills these directly
+        self._quantized = QuantizedExperts(ctx, self._layouts, self._op, sizes)
+        self.stays_quantized = self._quantized.op is not None
+        if self._quantized.op is not None:
+            self._moe, self.gate_up, self.down = self._quantized.op.function, None, None
+            return
+        self._moe = self._op.function
+        self.gate_up = ctx.parameter(num_experts, 2 * size, hidden_size)
+        self.down = ctx.parameter(num_experts, hidden_size, size)
+        if len(self._quantized) == 2 * num_experts:  # no checkpoint tensor fills these directly
             gate_up, down = self.gate_up.data, self.down.data
             del self.gate_up, self.down
             self.gate_up, self.down = gate_up, down
@@ -96,27 +100,34 @@ class FusedMoE(nn.Module):
         Returns:
             [T, hidden_size].
         """
+        if self.stays_quantized:
+            return self._moe(x, self.gate_up, None, self.down, None, ids, weights, None, None)
         return self._moe(x, self.gate_up, self.down, ids, weights)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and their targets on this rank. Before `prepare_weights` only."""
         for e, layouts in enumerate(self._layouts):
             for which, (layout, parameter) in enumerate(zip(layouts, (self.gate_up, self.down), strict=True)):
-                stored = self.stored.get_submodule(f"{e} {which}") if f"{e} {which}" in self.stored else None
-                if isinstance(stored, QuantizedMatrix):
-                    yield from stored.targets()
+                matrix = self._quantized.matrix(e, which)
+                if matrix is not None:
+                    yield from self._quantized.targets(matrix)
                     continue
                 for name, target in float_targets(layout, parameter):
                     place = (e, *target.destination)
                     yield name, WeightTarget(parameter, target.source_shape, target.source, place)
 
+    def tensor_loaded(self, name: str) -> None:
+        """Called by the model when a checkpoint tensor of `weight_targets` is loaded and others are not."""
+        self._quantized.tensor_loaded(name)
+
     def prepare_weights(self) -> None:
         """Converts the loaded experts to the op provider's form."""
-        for key in list(self.stored):
-            e, which = map(int, key.split())
-            floats, stored = (self.gate_up, self.down)[which].data, self.stored.pop(key)
-            assert isinstance(stored, QuantizedMatrix)
-            floats[e] = stored.dequantized(floats.shape[-1], floats.dtype, floats.device)
+        if self.stays_quantized:
+            self.gate_up, self.down = self._quantized.prepare()
+            return
+        for e, which, matrix in self._quantized.pop():
+            floats = (self.gate_up, self.down)[which].data
+            floats[e] = matrix.dequantized(floats.shape[-1], floats.dtype, floats.device)
         for name in ("gate_up", "down"):
             if not isinstance(getattr(self, name), nn.Parameter):  # parameters are placed when they have been loaded
                 setattr(self, name, self._place(getattr(self, name), self.partitions.get(name)))

@@ -37,6 +37,7 @@ class MatrixLayout:
         tied: The head is tied: the checkpoint stores it under the embedding's name only.
         partition: The dimension along which the devices of this worker shard it, if it has several; None if each
             device holds all of it.
+        is_expert: It belongs to one expert of several, whose layer multiplies all of them in one operation.
     """
 
     parts: tuple[Part, ...]
@@ -48,6 +49,7 @@ class MatrixLayout:
     is_head: bool = False
     tied: bool = False
     partition: int | None = None
+    is_expert: bool = False
 
     @property
     def num_columns(self) -> int:

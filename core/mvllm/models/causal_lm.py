@@ -121,6 +121,8 @@ class CausalLM(nn.Module, ABC):
             if not names:
                 self._prepared.add(module)
                 self._prepare(module)
+            elif (loaded := getattr(module, "tensor_loaded", None)) is not None:
+                loaded(name)
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint tensor without target may be skipped.

@@ -139,7 +139,15 @@ def _entry(tensor: HFTensor, *, packed: bool) -> GGUFEntry:
         dtype = first.type.name
     num_bytes = math.prod(shape) * ITEM_SIZES[dtype]
     return GGUFEntry(
-        name, first.file, dtype, shape, first.start, num_bytes, tensor.transposed, tensor=tensor, packed=packed
+        name,
+        first.file,
+        dtype,
+        shape,
+        first.start,
+        num_bytes,
+        tensor.transposed and not packed,
+        tensor=tensor,
+        packed=packed,
     )
 
 

@@ -45,5 +45,8 @@ class TensorReader(Protocol):
 
 
 def packed_name(weight: str) -> str:
-    """The name under which a checkpoint offers a weight as it is stored, in blocks: `x.packed_weight`."""
-    return f"{weight.removesuffix('weight')}packed_weight"
+    """The name under which a checkpoint offers a weight as it is stored, in blocks: `x.packed_weight`.
+
+    `x.weight` and a stack of matrices `x`, whose name has no suffix, are named alike.
+    """
+    return f"{weight.removesuffix('.weight')}.packed_weight"

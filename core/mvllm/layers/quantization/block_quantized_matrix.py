@@ -20,7 +20,14 @@ from torch import nn
 
 from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout
-from mvllm.layers.quantization.quantized_matrix import Lookup, Product, QuantizedMatrix, staging
+from mvllm.layers.quantization.quantized_matrix import (
+    ExpertFacts,
+    Lookup,
+    Product,
+    QuantizedMatrix,
+    expert_facts,
+    staging,
+)
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.block_formats import BLOCK_FORMATS
 from mvllm.ops.block_quantized_linear import BlockQuantizedPart, BlockQuantizedWeight
@@ -34,12 +41,19 @@ class BlockQuantizedMatrix(QuantizedMatrix):
         ctx: Build context.
         layout: The parts of the matrix, one after the other; rows behind the last are zero.
         formats: The format of each part.
-        op: The operation `block_quantized_linear`.
+        op: The operation `block_quantized_linear`; None for an expert.
         facts: The facts that it was resolved with, without the number of rows.
     """
 
+    checkpoint_has_floats = True
+
     def __init__(
-        self, ctx: BuildContext, layout: MatrixLayout, formats: Sequence[str], op: ResolvedOp, facts: dict[str, Any]
+        self,
+        ctx: BuildContext,
+        layout: MatrixLayout,
+        formats: Sequence[str],
+        op: ResolvedOp | None,
+        facts: dict[str, Any],
     ) -> None:
         super().__init__()
         self.layout, self.formats = layout, tuple(formats)
@@ -51,7 +65,10 @@ class BlockQuantizedMatrix(QuantizedMatrix):
 
     @classmethod
     def build(cls, ctx: BuildContext, layout: MatrixLayout, formats: Sequence[str]) -> BlockQuantizedMatrix | None:
-        """The matrix; None if a part has no block format, blocks would be cut, or no provider has the operation."""
+        """The matrix; None if a part has no block format, blocks would be cut, or no provider has the operation.
+
+        An expert needs no provider: its layer looks for one.
+        """
         if not all(name in BLOCK_FORMATS for name in formats) or not _is_in_order(layout):
             return None
         sizes = [BLOCK_FORMATS[name].block_values for name in formats]
@@ -63,6 +80,8 @@ class BlockQuantizedMatrix(QuantizedMatrix):
             "formats": tuple(formats),
             "int8_activations": ctx.dtype != torch.float32,
         }
+        if layout.is_expert:
+            return cls(ctx, layout, formats, None, facts)
         op = ctx.op("block_quantized_linear", out_features=layout.out_features, **facts)
         floats = ctx.op("linear", in_features=layout.num_columns, out_features=layout.out_features, bias=layout.bias)
         return cls(ctx, layout, formats, op, facts) if op.may_replace(floats) else None
@@ -75,6 +94,7 @@ class BlockQuantizedMatrix(QuantizedMatrix):
             yield f"{part.name}.packed_weight", WeightTarget(parameter, shape, (part.source, columns), filled)
 
     def fuse_silu_and_mul(self, ctx: BuildContext, activation: ResolvedOp) -> bool:
+        assert self._op is not None, "an expert has no activation of its own"
         fused = ctx.op("block_quantized_linear_silu_and_mul", size=self.layout.out_features // 2, **self._facts)
         if not fused.may_replace(self._op, activation):
             return False
@@ -82,12 +102,19 @@ class BlockQuantizedMatrix(QuantizedMatrix):
         return True
 
     def finish(self) -> tuple[Product, Any]:
+        assert self._op is not None, "an expert has no product of its own"
         weight = self._read()
         return self._op.function, weight if self._op.prepare is None else self._op.prepare(weight)
 
     @property
     def lookup(self) -> Lookup | None:
-        return self._op.lookup
+        return None if self._op is None else self._op.lookup
+
+    def expert_facts(self) -> ExpertFacts:
+        return expert_facts("block_quantized_linear", self._facts)
+
+    def expert_weight(self) -> BlockQuantizedWeight:
+        return self._read()
 
     def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._read().dequantize().to(device, dtype)

@@ -28,7 +28,7 @@ from torch import nn
 from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.interface import Float8Format
-from mvllm.layers.quantization.quantized_matrix import Product, QuantizedMatrix, staging
+from mvllm.layers.quantization.quantized_matrix import ExpertFacts, Product, QuantizedMatrix, expert_facts, staging
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.float8_linear import Float8Weight
 
@@ -84,13 +84,13 @@ class Float8Matrix(QuantizedMatrix):
         self._dtype, self._device, self._place = ctx.dtype, ctx.device, ctx.place
         self._num_devices = ctx.num_devices
         sizes = {"in_features": layout.num_columns, "out_features": layout.out_features, "bias": layout.bias}
-        floats = ctx.op("linear", **sizes)
         self._rows, self._columns = self._kept_block()
-        kept = ctx.op(
-            "float8_linear", **sizes, block_rows=self._rows, block_columns=self._columns, inputs=format.inputs
-        )
-        self._is_kept = kept.may_replace(floats)
-        self._op = kept if self._is_kept else floats
+        self._facts = {"block_rows": self._rows, "block_columns": self._columns, "inputs": format.inputs}
+        self._is_kept, self._op = False, None
+        if not layout.is_expert:
+            floats, kept = ctx.op("linear", **sizes), ctx.op("float8_linear", **sizes, **self._facts)
+            self._is_kept = kept.may_replace(floats)
+            self._op = kept if self._is_kept else floats
         self.stored = nn.ModuleList(self._stage(part) for part in layout.parts)
 
     def targets(self) -> Iterator[tuple[str, WeightTarget]]:
@@ -106,6 +106,7 @@ class Float8Matrix(QuantizedMatrix):
                 yield f"{part.name}.{_INPUT_SCALE}", WeightTarget(scale, (1,), _all_of(scale), _all_of(scale))
 
     def finish(self) -> tuple[Product, Any]:
+        assert self._op is not None, "an expert has no product of its own"
         weight: Float8Weight | torch.Tensor
         if self._is_kept:
             weight = self._read()
@@ -118,6 +119,18 @@ class Float8Matrix(QuantizedMatrix):
 
     def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._floats(dtype).to(device)
+
+    def expert_facts(self) -> ExpertFacts:
+        return expert_facts("float8_linear", self._facts)
+
+    def keep_quantized(self) -> None:
+        self._is_kept = True
+        if self._has_input_scale:
+            for staged in self.stored:
+                staged.register_parameter(_INPUT_SCALE, staging(1, dtype=torch.float32))
+
+    def expert_weight(self) -> Float8Weight:
+        return self._read()
 
     @property
     def _has_input_scale(self) -> bool:

@@ -6,12 +6,16 @@ offers each of them twice, and this method determines which one is read:
     <module>.packed_weight    uint8 [rows, row_bytes]    the blocks, for `block_quantized_linear`
     <module>.weight           floats [rows, columns]     dequantized by the reader of the checkpoint
 
+An expert's module is listed as `<block>.experts.*.<name>` if the matrices of all experts have one type. The matrices of
+GPT-OSS are stacked: `<module>.packed_weight` is uint8 [experts, rows, row_bytes], and the floats have no `.weight`.
+
 A tied head reads the blocks of the token embedding. The embedding looks its rows up in them where the platform can, and
 else reads the floats.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from mvllm.config.hf_config import HFConfig
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 
     from mvllm.layers.context import BuildContext
     from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class GGUF(QuantizationMethod):
@@ -54,11 +60,20 @@ class GGUF(QuantizationMethod):
             return None
         from mvllm.layers.quantization.block_quantized_matrix import BlockQuantizedMatrix
 
-        matrix = BlockQuantizedMatrix.build(ctx, layout, [self.types.get(name, "").lower() for name in layout.names])
+        matrix = BlockQuantizedMatrix.build(ctx, layout, [self.format_of(name) for name in layout.names])
         if matrix is not None:
             self._packed.update(layout.names)
         return matrix
 
+    def format_of(self, module: str) -> str:
+        """The block format of a module's matrix, or of a stack of matrices; empty if it is not listed."""
+        kind = self.types.get(module) or self.types.get(_EXPERT.sub(".experts.*.", module))
+        return (kind or "").lower()
+
+    def take_stack(self, name: str) -> None:
+        """Records that a stack of matrices is read in blocks, not as floats."""
+        self._packed.add(name)
+
     def ignores(self, name: str) -> bool:
         module, _, tensor = name.rpartition(".")
-        return tensor == "packed_weight" or (tensor == "weight" and module in self._packed)
+        return name in self._packed or tensor == "packed_weight" or (tensor == "weight" and module in self._packed)

@@ -3,7 +3,8 @@
 blocks  uint8 [..., groups, 16]    two values in a byte, the first in the lower bits: sign, 2 bits of exponent, 1 more
 scales  uint8 [..., groups]        the exponent of the group's power of two, plus 127
 
-Experts are dequantized after loading, exactly: two significant bits fit every compute dtype.
+Experts stay in 4 bits where the platform multiplies with them, as the format `mxfp4` of `block_quantized_linear`.
+Otherwise they are dequantized after loading, exactly: two significant bits fit every compute dtype.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _BIAS = 127
 
 
 class MXFP4(QuantizationMethod):
-    """`quant_method: mxfp4`. It applies to expert layers only, which call `dequantize` themselves."""
+    """`quant_method: mxfp4`. It applies to expert layers only (stacked_experts.py)."""
 
     @classmethod
     def from_config(cls, settings: HFConfig) -> MXFP4:
@@ -56,3 +57,20 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     values = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], device=blocks.device)
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     return torch.ldexp(values[codes.int()], scales.int().unsqueeze(-1) - _BIAS).flatten(-2)
+
+
+def as_blocks(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Packed MXFP4 values in the order of the block format `mxfp4`: a block has its scale, and neighbouring bytes hold
+    neighbouring values, those of the first half of the block in the low bits.
+
+    Args:
+        blocks, scales: As for `dequantize`.
+
+    Returns:
+        [rows, groups · 17], uint8.
+    """
+    import torch
+
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    first, second = codes.chunk(2, dim=-1)
+    return torch.cat((scales.unsqueeze(-1), first | (second << 4)), dim=-1).flatten(-2)

@@ -23,7 +23,7 @@ from mvllm.errors import ConfigError, ModelError
 from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout, Part
 from mvllm.layers.quantization.interface import PackedFormat
-from mvllm.layers.quantization.quantized_matrix import IntegerMatrix, staging
+from mvllm.layers.quantization.quantized_matrix import ExpertFacts, IntegerMatrix, staging
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.quantized_linear import QuantizedWeight
 
@@ -130,6 +130,9 @@ class PackedMatrix(IntegerMatrix):
                 parameter = staged.get_parameter(suffix)
                 everything = tuple(slice(0, size) for size in parameter.shape)
                 yield f"{part.name}.{suffix}", WeightTarget(parameter, stored.shape, stored.source, everything)
+
+    def expert_facts(self) -> ExpertFacts | None:
+        return self._facts_of_expert() if self._how.order_tensor is None else None
 
     def read(self) -> tuple[QuantizedWeight, torch.Tensor | None]:
         weight, orders = self.empty_weight(), []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from mvllm.layers.matrix_layout import MatrixLayout
 from mvllm.layers.quantization.interface import IntegerFormat
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.quantized_linear import QuantizedWeight
+from mvllm.ops.quantized_moe import ExpertWeight
 from mvllm.ops.registry import ResolvedOp
 
 Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
@@ -22,9 +24,20 @@ Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 Lookup = Callable[..., torch.Tensor]
 """The operation `embedding`, or a provider's lookup in a prepared weight."""
 
+ExpertFacts = tuple[str, tuple[tuple[str, Any], ...]]
+"""Name of a linear operation, and a weight's facts without sizes and bias, sorted, as the facts of `quantized_moe`."""
+
 
 class QuantizedMatrix(nn.Module, ABC):
-    """The `weight` of a quantized layer until its tensors are loaded."""
+    """The `weight` of a quantized layer until its tensors are loaded.
+
+    The matrix of an expert (`layout.is_expert`) gives its layer `expert_weight` or `dequantized` instead of `finish`.
+
+    Attributes:
+        checkpoint_has_floats: A layer may read the `.weight` of its parts as floats instead.
+    """
+
+    checkpoint_has_floats: ClassVar[bool] = False
 
     @abstractmethod
     def targets(self) -> Iterator[tuple[str, WeightTarget]]:
@@ -50,6 +63,25 @@ class QuantizedMatrix(nn.Module, ABC):
         """
         product, weight = self.finish()
         return product(torch.eye(num_columns, dtype=dtype, device=device), weight, None).T.contiguous()
+
+    def expert_facts(self) -> ExpertFacts | None:
+        """The operation of `expert_weight`, and its facts; None (the default) if there is only `dequantized`."""
+        return None
+
+    def keep_quantized(self) -> None:
+        """Called before `targets` if `expert_weight` will be called."""
+        return
+
+    def tensors_loaded(self) -> None:
+        """Called before `expert_weight`, when every target is filled. It may reduce the memory that is held until then.
+
+        It may be left out.
+        """
+        return
+
+    def expert_weight(self) -> ExpertWeight:
+        """Called instead of `finish`: the weight, on the device. This object is dropped."""
+        raise NotImplementedError(f"{type(self).__name__} has expert_facts without expert_weight")
 
     def fuse_silu_and_mul(self, ctx: BuildContext, activation: ResolvedOp) -> bool:
         """Fuses the product and the following `silu_and_mul` into one operation, if an op provider has it.
@@ -91,7 +123,9 @@ class IntegerMatrix(QuantizedMatrix):
             "symmetric": format.symmetric,
             "int8_activations": format.int8_activations,
         }
-        self._op = ctx.op("quantized_linear", out_features=layout.out_features, **self._facts)
+        self._op: ResolvedOp | None = None
+        if not layout.is_expert:
+            self._op = ctx.op("quantized_linear", out_features=layout.out_features, **self._facts)
 
     @property
     def num_groups(self) -> int:
@@ -106,6 +140,7 @@ class IntegerMatrix(QuantizedMatrix):
         """
 
     def fuse_silu_and_mul(self, ctx: BuildContext, activation: ResolvedOp) -> bool:
+        assert self._op is not None, "an expert has no activation of its own"
         fused = ctx.op("quantized_linear_silu_and_mul", size=self.layout.out_features // 2, **self._facts)
         if not fused.may_replace(self._op, activation):
             return False
@@ -113,20 +148,28 @@ class IntegerMatrix(QuantizedMatrix):
         return True
 
     def finish(self) -> tuple[Product, Any]:
+        assert self._op is not None, "an expert has no product of its own"
         loaded, order = self.read()
-        partition = self.layout.partition
+        weight, partition = on_device(loaded, self._device), self.layout.partition
         of_groups = None if partition == 1 and self.num_groups % self._num_devices else partition
-        weight = QuantizedWeight(
-            self._place(loaded.values.to(self._device), partition),
-            self._place(loaded.scales.to(self._device), of_groups),
-            None if loaded.zero_points is None else self._place(loaded.zero_points.to(self._device), of_groups),
-            loaded.group_size,
-            loaded.bits,
-            loaded.int8_activations,
+        weight = replace(
+            weight,
+            values=self._place(weight.values, partition),
+            scales=self._place(weight.scales, of_groups),
+            zero_points=None if weight.zero_points is None else self._place(weight.zero_points, of_groups),
         )
         prepared = weight if self._op.prepare is None else self._op.prepare(weight)
         function: Product = self._op.function
         return function if order is None else _with_order(function, order.to(self._device)), prepared
+
+    def expert_weight(self) -> QuantizedWeight:
+        loaded, order = self.read()
+        assert order is None, "matrices with a column order have no expert_facts"
+        return on_device(loaded, self._device)
+
+    def _facts_of_expert(self) -> ExpertFacts:
+        """The `expert_facts` of a matrix without column order."""
+        return integer_facts(self.layout.num_columns, self.format)
 
     def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         loaded, order = self.read()
@@ -137,15 +180,43 @@ class IntegerMatrix(QuantizedMatrix):
 
     def empty_weight(self) -> QuantizedWeight:
         """A zero weight on the host."""
-        shape = (self.layout.out_features, self.num_groups)
-        return QuantizedWeight(
-            torch.zeros(self.layout.out_features, self.layout.num_columns, dtype=torch.int8),
-            torch.zeros(shape, dtype=torch.float32),
-            None if self.format.symmetric else torch.zeros(shape, dtype=torch.int8),
-            self.group_size,
-            self.format.bits,
-            self.format.int8_activations,
-        )
+        return empty_integer_weight(self.layout.out_features, self.layout.num_columns, self.format)
+
+
+def empty_integer_weight(out_features: int, in_features: int, format: IntegerFormat) -> QuantizedWeight:
+    """A zero weight on the host. Rows have one group if its size is None or above `in_features`."""
+    group_size = min(format.group_size or in_features, in_features)
+    groups = out_features, -(-in_features // group_size)
+    return QuantizedWeight(
+        torch.zeros(out_features, in_features, dtype=torch.int8),
+        torch.zeros(groups, dtype=torch.float32),
+        None if format.symmetric else torch.zeros(groups, dtype=torch.int8),
+        group_size,
+        format.bits,
+        format.int8_activations,
+    )
+
+
+def on_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    """A copy of the weight on the device; the weight itself if it is there."""
+    zero_points = None if weight.zero_points is None else weight.zero_points.to(device)
+    return replace(weight, values=weight.values.to(device), scales=weight.scales.to(device), zero_points=zero_points)
+
+
+def integer_facts(in_features: int, format: IntegerFormat) -> ExpertFacts:
+    """The facts of a weight of `empty_integer_weight`."""
+    facts = {
+        "bits": format.bits,
+        "group_size": min(format.group_size or in_features, in_features),
+        "symmetric": format.symmetric,
+        "int8_activations": format.int8_activations,
+    }
+    return expert_facts("quantized_linear", facts)
+
+
+def expert_facts(op: str, facts: Mapping[str, Any]) -> ExpertFacts:
+    """The facts of a linear operation as those of an expert."""
+    return op, tuple(sorted((k, v) for k, v in facts.items() if k not in ("in_features", "out_features", "bias")))
 
 
 def staging(*shape: int, dtype: torch.dtype) -> nn.Parameter:

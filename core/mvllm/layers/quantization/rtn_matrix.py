@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from mvllm.layers.context import BuildContext
 from mvllm.layers.matrix_layout import MatrixLayout
 from mvllm.layers.quantization.interface import IntegerFormat
-from mvllm.layers.quantization.quantized_matrix import IntegerMatrix, staging
+from mvllm.layers.quantization.quantized_matrix import ExpertFacts, IntegerMatrix, empty_integer_weight, staging
 from mvllm.layers.weight_target import WeightTarget
 from mvllm.ops.quantized_linear import QuantizedWeight
 
@@ -21,15 +22,20 @@ _ELEMENTS_AT_ONCE = 1 << 20  # rounded at a time, which bounds the memory for fl
 class RTNMatrix(IntegerMatrix):
     """Stages the layer's floats on the host, in the compute dtype.
 
+    Those of an expert are rounded when they are loaded, and are kept in their bits until the layer is.
+
     Args:
         ctx, layout, format: As in IntegerMatrix.
         tied_to: Quantize this parameter instead of a checkpoint tensor.
     """
 
+    checkpoint_has_floats = True
+
     def __init__(
         self, ctx: BuildContext, layout: MatrixLayout, format: IntegerFormat, tied_to: nn.Parameter | None = None
     ) -> None:
         super().__init__(ctx, layout, format)
+        self._rounded: QuantizedWeight | None = None
         self._tied_to = [tied_to]  # in a list, so that it is not registered as a parameter
         self.floats = staging(layout.out_features, layout.num_columns, dtype=ctx.dtype) if tied_to is None else None
 
@@ -37,16 +43,42 @@ class RTNMatrix(IntegerMatrix):
         if self.floats is not None:
             yield from float_targets(self.layout, self.floats)
 
+    def expert_facts(self) -> ExpertFacts:
+        return self._facts_of_expert()
+
+    def tensors_loaded(self) -> None:
+        weight, _ = self.read()
+        values = pack_nibbles(weight.values) if weight.bits == 4 else weight.values
+        self._rounded, self.floats = replace(weight, values=values), None
+
     def read(self) -> tuple[QuantizedWeight, torch.Tensor | None]:
+        if self._rounded is not None:
+            weight, size = self._rounded, self.layout.num_columns
+            return (replace(weight, values=unpack_nibbles(weight.values, size)) if weight.bits == 4 else weight), None
         floats = self._tied_to[0] if self.floats is None else self.floats
         assert floats is not None
-        weight = self.empty_weight()
-        rows_at_once = max(1, _ELEMENTS_AT_ONCE // self.layout.num_columns)
-        for start in range(0, self.layout.out_features, rows_at_once):
-            rows = slice(start, start + rows_at_once)
-            piece = floats.detach()[rows].to(weight.scales.device).float()
-            round_rows(piece, weight, rows)
-        return weight, None
+        return rounded(floats.detach(), self.format), None
+
+
+def rounded(floats: torch.Tensor, format: IntegerFormat) -> QuantizedWeight:
+    """Quantizes `floats` [out_features, in_features], as `round_rows`, a few rows at a time, on the host."""
+    weight = empty_integer_weight(floats.shape[0], floats.shape[1], format)
+    rows_at_once = max(1, _ELEMENTS_AT_ONCE // floats.shape[1])
+    for start in range(0, floats.shape[0], rows_at_once):
+        rows = slice(start, start + rows_at_once)
+        round_rows(floats[rows].to(weight.scales.device).float(), weight, rows)
+    return weight
+
+
+def pack_nibbles(values: torch.Tensor) -> torch.Tensor:
+    """Integers from -8 to 7 [rows, columns], int8, as [rows, ceil(columns / 2)]: the first of two in the low bits."""
+    low, high = values[:, 0::2], torch.nn.functional.pad(values[:, 1::2], (0, values.shape[1] % 2))
+    return (low & 15) | (high << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """The argument of `pack_nibbles`."""
+    return torch.stack(((packed << 4) >> 4, packed >> 4), dim=2).flatten(1)[:, :columns].contiguous()
 
 
 def float_targets(layout: MatrixLayout, parameter: nn.Parameter) -> Iterator[tuple[str, WeightTarget]]:

@@ -1,0 +1,315 @@
+"""Experts that stay quantized give the logits of the dequantized experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mvllm.distributed.group_coordinator import GroupCoordinator
+from mvllm.errors import ContractError
+from mvllm.gguf.header import read_gguf
+from mvllm.gguf.model_config import model_config
+from mvllm.gguf.tensor_names import packed_modules
+from mvllm.layers.fused_moe import FusedMoE
+from mvllm.layers.gpt_oss_experts import GptOssExperts
+from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
+from mvllm.layers.quantization.rtn_matrix import RTNMatrix, pack_nibbles, unpack_nibbles
+from mvllm.layers.quantized_experts import ReadOnce
+from mvllm.models.causal_lm import CausalLM
+from mvllm.models.registry import resolve_model_class
+from mvllm.models.weight_loader import load_weights
+from mvllm.ops.block_quantized_linear import BlockQuantizedWeight
+from mvllm.ops.float8_linear import Float8Weight
+from mvllm.ops.quantized_moe import ExpertWeight, quantized_moe
+from mvllm.platform.op_provider import OpCase, OpProvider
+from tests.helpers.float8_zoo import make_float8
+from tests.helpers.gguf_files import make_folder, write_gguf
+from tests.helpers.model_zoo import ZOO, make_checkpoint
+from tests.helpers.mxfp4 import pack_experts
+from tests.helpers.paged_driver import PagedDriver, load_model, make_context, read_config
+from tests.helpers.quantized_zoo import make_quantized
+from tests.helpers.thread_ranks import run_ranks
+from tests.unit.models.test_quantized import run
+
+TOLERANCE = 1e-4
+SIZES = {"intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 320}
+
+
+class Provider:
+    """The reference as provider, for inputs that are not rounded.
+
+    Attributes:
+        prepared: The weights of each layer, as given.
+    """
+
+    def __init__(self, *, declined: str = "") -> None:
+        self.prepared: list[tuple[list[ExpertWeight], list[ExpertWeight]]] = []
+        self._declined = declined
+
+    @property
+    def providers(self) -> list[OpProvider]:
+        return [OpProvider("quantized_moe", "experts", quantized_moe, self._supports, prepare=self._prepare)]
+
+    def _supports(self, case: OpCase) -> list[str]:
+        return ["not these"] if self._declined and self._declined in repr(case.facts) else []
+
+    def _prepare(self, pair: tuple[Sequence[ExpertWeight], Sequence[ExpertWeight]]) -> Any:
+        weights = [weight for weight in pair[0]], [weight for weight in pair[1]]
+        self.prepared.append(weights)
+        return tuple([_with_float_inputs(weight) for weight in of_matrix] for of_matrix in weights)
+
+
+def _with_float_inputs(weight: ExpertWeight) -> ExpertWeight:
+    if isinstance(weight, Float8Weight):
+        return dataclasses.replace(weight, inputs="floats")
+    return dataclasses.replace(weight, int8_activations=False)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the families experts whose shards are whole groups and blocks."""
+
+    def with_sizes(entry: Any) -> Any:
+        def config() -> Any:
+            made = entry.config()
+            for key, value in SIZES.items():
+                if hasattr(made, key):
+                    setattr(made, key, value)
+            return made
+
+        return dataclasses.replace(entry, config=config)
+
+    for name in ("mixtral", "qwen3moe", "deepseek3", "gptoss"):
+        monkeypatch.setitem(ZOO, name, with_sizes(ZOO[name]))
+
+
+def make_gguf(name: str, folder: Path, *types: str) -> Path:
+    """A model folder of a GGUF file with experts of these types, one for each kind of matrix; the rest is Q8_0."""
+    plain = make_checkpoint(name, folder / "plain", tokenizer=False)
+    of_kind = dict(zip(("gate_exps", "up_exps", "down_exps"), types, strict=True))
+    file = write_gguf(
+        plain,
+        folder / "model.gguf",
+        lambda tensor: next((kind for end, kind in of_kind.items() if end in tensor), "Q8_0"),
+    )
+    model = read_gguf(file)
+    config = {
+        **model_config(model),
+        "quantization_config": {"quant_method": "gguf", "tensors": packed_modules(model, 10**6)},
+    }
+    return make_folder(file, folder / "derived", config)
+
+
+def make_mxfp4(name: str, folder: Path) -> Path:
+    pack_experts(make_checkpoint(name, folder / "plain", tokenizer=False), folder / "packed")
+    return folder / "packed"
+
+
+CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
+    "awq mixtral": lambda folder: make_quantized("awq", folder, "mixtral").quantized,
+    "gptq qwen3moe": lambda folder: make_quantized("gptq", folder, "qwen3moe").quantized,
+    "w4a16-zero-points qwen3moe": lambda folder: make_quantized("w4a16-zero-points", folder, "qwen3moe").quantized,
+    "awq-latent deepseek3": lambda folder: make_quantized("awq-latent", folder, "deepseek3").quantized,
+    "fp8-blocks deepseek3": lambda folder: make_float8("fp8-blocks", folder, "deepseek3").quantized,
+    "fp8-static qwen3moe": lambda folder: make_float8("fp8-static", folder, "qwen3moe").quantized,
+    "gguf mixtral": lambda folder: make_gguf("mixtral", folder, "Q4_0", "Q5_1", "Q8_0"),
+    "gguf deepseek3": lambda folder: make_gguf("deepseek3", folder, "IQ4_NL", "IQ4_NL", "Q4_1"),
+    "gguf gptoss": lambda folder: make_gguf("gptoss", folder, "MXFP4", "MXFP4", "MXFP4"),
+    "mxfp4 gptoss": lambda folder: make_mxfp4("gptoss", folder),
+}
+
+
+def experts_of(model: CausalLM) -> list[FusedMoE | GptOssExperts]:
+    return [module for module in model.modules() if isinstance(module, FusedMoE | GptOssExperts)]
+
+
+def logits(model: CausalLM) -> torch.Tensor:
+    return run(PagedDriver(model))
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_logits_are_those_of_dequantized_experts_on_any_rank(checkpoint: str, tmp_path: Path) -> None:
+    folder = CHECKPOINTS[checkpoint](tmp_path)
+    plain = load_model(folder)
+    assert not any(experts.stays_quantized for experts in experts_of(plain))
+    wanted = logits(plain)
+    assert wanted.std() > 0.5
+
+    def packed(tp: GroupCoordinator) -> torch.Tensor:
+        provider = Provider()
+        model = load_model(folder, make_context(tp=tp, providers=provider.providers))
+        layers = experts_of(model)
+        assert layers and len(provider.prepared) == len(layers)
+        for experts, (gate_up, down) in zip(layers, provider.prepared, strict=True):
+            assert experts.stays_quantized and len(gate_up) == len(down) == experts.num_experts
+            assert not any("bias" not in name for name, _ in experts.named_parameters()), "no floats beside them"
+        return logits(model)
+
+    for ranks in (1, 2):
+        for found in run_ranks(ranks, packed):
+            torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["mixtral", "gptoss"])
+def test_quantization_on_load_rounds_experts(name: str, quantization: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(name, tmp_path, tokenizer=False)
+    provider, plain = Provider(), load_model(folder, quantization=quantization)
+    model = load_model(folder, make_context(providers=provider.providers), quantization=quantization)
+    for experts, (gate_up, down) in zip(experts_of(plain), provider.prepared, strict=True):
+        for floats, weights in ((experts.gate_up, gate_up), (experts.down, down)):
+            near = torch.stack([weight.dequantize() for weight in weights])
+            bound = torch.stack([weight.scales.amax(dim=1, keepdim=True) / 2 for weight in weights])
+            off = (near - floats).abs()
+            assert off.max() > 0 and (off <= bound * 1.02 + 1e-7).all()
+            floats.data.copy_(near)
+            assert {weight.bits for weight in weights} == {8 if quantization == "int8" else 4}
+            assert all(weight.int8_activations for weight in weights)
+    torch.testing.assert_close(logits(model), logits(plain), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.usefixtures("wide")
+def test_experts_are_rounded_and_dropped_one_by_one_while_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not more than one expert's floats are filled at a time, and its weight exists only while it is converted."""
+    folder = make_checkpoint("qwen3moe", tmp_path, tokenizer=False)
+    floats: list[weakref.ref[torch.Tensor]] = []
+    init, loaded = RTNMatrix.__init__, RTNMatrix.tensors_loaded
+    live: list[int] = []
+
+    def noted(self: RTNMatrix, *args: Any) -> None:
+        init(self, *args)
+        if self.layout.is_expert:
+            assert self.floats is not None
+            floats.append(weakref.ref(self.floats))
+
+    def counted(self: RTNMatrix) -> None:
+        live.append(sum(ref() is not None for ref in floats))
+        loaded(self)
+
+    monkeypatch.setattr(RTNMatrix, "__init__", noted)
+    monkeypatch.setattr(RTNMatrix, "tensors_loaded", counted)
+    alive: list[int] = []
+
+    def prepare(pair: tuple[Sequence[ExpertWeight], Sequence[ExpertWeight]]) -> Any:
+        for weights in pair:
+            seen: list[weakref.ref[ExpertWeight]] = []
+            for weight in weights:
+                seen.append(weakref.ref(weight))
+                alive.append(sum(ref() is not None for ref in seen))
+        return pair
+
+    provider = OpProvider("quantized_moe", "experts", quantized_moe, lambda case: [], prepare=prepare)
+    config = read_config(folder, quantization="int4")
+    from mvllm.layers.quantization.registry import quantization_method
+
+    ctx = dataclasses.replace(make_context(providers=[provider]), quantization=quantization_method(config))
+    model = resolve_model_class(config.architecture)(config, ctx)
+    load_weights(model, folder, use_tqdm=False, on_loaded=model.tensor_loaded)
+    model.after_load()
+    assert len(floats) == 2 * 2 * 6
+    assert live == sorted(live, reverse=True) and len(set(live)) >= len(floats) - 2, "each was dropped before the next"
+    assert max(alive) <= 2 and len(alive) == len(floats)
+    gc.collect()
+    assert not any(isinstance(module, QuantizedMatrix) for module in model.modules())
+
+
+def test_an_item_is_read_once() -> None:
+    made: list[int] = []
+    weights = ReadOnce([lambda i=i: made.append(i) for i in range(3)])  # type: ignore[misc,func-returns-value]
+    assert len(weights) == 3 and made == []
+    assert list(weights) == [None] * 3 and made == [0, 1, 2]
+    with pytest.raises(ContractError, match="expert 1 was read before"):
+        weights[1]
+
+
+def float_formats() -> Iterator[tuple[str, Callable[[Path], Path], str]]:
+    yield "column order", lambda folder: make_quantized("gptq-desc-act", folder, "qwen3moe").quantized, ""
+    yield "declined", CHECKPOINTS["awq mixtral"], "'bits', 4"
+    yield "declined blocks", CHECKPOINTS["gguf mixtral"], "q5_1"
+    yield "Q2_K", lambda folder: make_gguf("gptoss", folder, "F16", "F16", "Q8_0"), ""
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize(("checkpoint", "declined"), [pytest.param(*rest, id=name) for name, *rest in float_formats()])
+def test_other_experts_are_dequantized(checkpoint: Callable[[Path], Path], declined: str, tmp_path: Path) -> None:
+    folder, provider = checkpoint(tmp_path), Provider(declined=declined)
+    model = load_model(folder, make_context(providers=provider.providers))
+    assert not provider.prepared and not any(experts.stays_quantized for experts in experts_of(model))
+    torch.testing.assert_close(logits(model), logits(load_model(folder)), atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("wide")
+def test_shards_that_cut_a_block_are_dequantized(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(SIZES, "intermediate_size", 96)
+    for checkpoint in ("gguf mixtral", "gguf gptoss", "mxfp4 gptoss"):
+        (tmp_path / checkpoint).mkdir()
+        folder = CHECKPOINTS[checkpoint](tmp_path / checkpoint)
+        wanted = logits(load_model(folder))
+
+        def cut(tp: GroupCoordinator, folder: Path = folder) -> torch.Tensor:
+            model = load_model(folder, make_context(tp=tp, providers=Provider().providers))
+            assert [experts.stays_quantized for experts in experts_of(model)] == [tp.world_size == 1] * 2
+            return logits(model)
+
+        for ranks in (1, 2):
+            for found in run_ranks(ranks, cut):
+                torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.usefixtures("wide")
+def test_experts_of_different_formats_are_dequantized_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = make_quantized("gptq", tmp_path, "qwen3moe")
+    path = checkpoint.quantized / "config.json"
+    config = json.loads(path.read_text())
+    plain = load_file(checkpoint.plain / "model.safetensors")
+    config["quantization_config"]["dynamic"] = {r"-:.*\.experts\.1\..*": {}}
+    path.write_text(json.dumps(config))
+    from safetensors.torch import save_file
+
+    stored = load_file(checkpoint.quantized / "model.safetensors")
+    kept = {name: tensor for name, tensor in stored.items() if ".experts.1." not in name}
+    floats = {name: tensor for name, tensor in plain.items() if ".experts.1." in name}
+    save_file({**kept, **floats}, checkpoint.quantized / "model.safetensors")
+    provider = Provider()
+    with caplog.at_level("INFO", logger="mvllm"):
+        model = load_model(checkpoint.quantized, make_context(providers=provider.providers))
+    assert not provider.prepared
+    torch.testing.assert_close(logits(model), logits(load_model(checkpoint.plain)), atol=TOLERANCE, rtol=0)
+    assert sum("different formats" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.usefixtures("wide")
+def test_blocks_are_the_bytes_of_the_file_and_inputs_of_16_bits_are_rounded(tmp_path: Path) -> None:
+    folder = CHECKPOINTS["mxfp4 gptoss"](tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        provider = Provider()
+        model = load_model(folder, make_context(dtype=dtype, providers=provider.providers))
+        for experts, (gate_up, down) in zip(experts_of(model), provider.prepared, strict=True):
+            assert experts.num_experts == len(gate_up)
+            for weight in (*gate_up, *down):
+                assert isinstance(weight, BlockQuantizedWeight) and set(weight.formats) == {"mxfp4"}
+                assert weight.int8_activations == (dtype != torch.float32)
+                assert sum(part.data.numel() for part in weight.parts) == weight.shape.numel() // 32 * 17
+                assert all(part.data.is_contiguous() for part in weight.parts)
+
+
+@pytest.mark.parametrize("columns", [6, 7])
+def test_nibbles_are_unpacked_as_they_were(columns: int) -> None:
+    values = torch.randint(-8, 8, (3, columns), dtype=torch.int8)
+    packed = pack_nibbles(values)
+    assert packed.shape == (3, (columns + 1) // 2) and torch.equal(unpack_nibbles(packed, columns), values)
