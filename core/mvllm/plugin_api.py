@@ -59,10 +59,12 @@ if TYPE_CHECKING:
     from mvllm.ops.block_quantized_linear import BlockQuantizedPart, BlockQuantizedWeight
     from mvllm.ops.float8_linear import Float8Inputs, Float8Weight
     from mvllm.ops.quantized_linear import QuantizedWeight
+    from mvllm.ops.quantized_moe import ExpertWeight
 
 _LAZY = {
     "BlockQuantizedPart": "mvllm.ops.block_quantized_linear",
     "BlockQuantizedWeight": "mvllm.ops.block_quantized_linear",
+    "ExpertWeight": "mvllm.ops.quantized_moe",
     "Float8Inputs": "mvllm.ops.float8_linear",
     "Float8Weight": "mvllm.ops.float8_linear",
     "QuantizedWeight": "mvllm.ops.quantized_linear",
@@ -92,6 +94,7 @@ __all__ = [
     "DeviceRuntime",
     "EngineConfig",
     "Event",
+    "ExpertWeight",
     "FinishedHostCopy",
     "Float8Inputs",
     "Float8Weight",

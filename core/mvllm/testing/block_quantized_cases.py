@@ -65,7 +65,7 @@ def block_quantized_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall
                     op,
                     facts,
                     lambda rows=rows, k=in_features, o=out_features, parts=parts, int8=int8_activations: (  # type: ignore[misc]
-                        _inputs_far_from_ties(dtype, rows, k),
+                        rows_of_block_quantized(dtype, rows, k),
                         block_quantized_weight(parts, k, int8),
                         random_tensor(dtype, o, seed=2) if rows == 3 else None,
                     ),
@@ -74,16 +74,17 @@ def block_quantized_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall
 
 
 def block_quantized_weight(
-    parts: tuple[tuple[str, int], ...], in_features: int, int8_activations: bool
+    parts: tuple[tuple[str, int], ...], in_features: int, int8_activations: bool, seed: int = 0
 ) -> BlockQuantizedWeight:
     """A random weight with parts of (format, rows)."""
     made = (
-        BlockQuantizedPart(name, random_blocks(name, rows, in_features, seed=i)) for i, (name, rows) in enumerate(parts)
+        BlockQuantizedPart(name, random_blocks(name, rows, in_features, seed=i))
+        for i, (name, rows) in enumerate(parts, seed)
     )
     return BlockQuantizedWeight(tuple(made), in_features, int8_activations)
 
 
-def _inputs_far_from_ties(dtype: torch.dtype, rows: int, size: int) -> torch.Tensor:
+def rows_of_block_quantized(dtype: torch.dtype, rows: int, size: int) -> torch.Tensor:
     """Inputs whose rounding to int8 has one correct result, however the scales are computed.
 
     The largest magnitude of each run is 127 times a power of two, and no value is near the middle of two multiples of
@@ -97,12 +98,14 @@ def _inputs_far_from_ties(dtype: torch.dtype, rows: int, size: int) -> torch.Ten
     return (x * 2.0 ** (torch.arange(rows)[:, None] % 5 - 10)).to(dtype)
 
 
-def exact_block_quantized(x: torch.Tensor, weight: BlockQuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """The exact result, in float64."""
+def exact_block_quantized(
+    x: torch.Tensor, weight: BlockQuantizedWeight, bias: torch.Tensor | None, *, rounds: bool | None = None
+) -> torch.Tensor:
+    """The exact result, in float64. `rounds`: inputs are rounded; by default as the operation does with their dtype."""
     inputs = x.double()
-    if weight.int8_activations and x.dtype != torch.float32:
+    if weight.int8_activations and x.dtype != torch.float32 if rounds is None else rounds:
         runs = inputs.view(len(x), -1, INPUT_BLOCK)
         scales = runs.abs().amax(dim=-1, keepdim=True) / 127
-        inputs = ((runs / scales).round() * scales).view(inputs.shape)
+        inputs = ((runs / scales.where(scales > 0, 1.0)).round() * scales).view(inputs.shape)
     product = inputs @ weight.dequantize().double().T
     return product if bias is None else product + bias.double()

@@ -43,15 +43,15 @@ def quantized_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
                     op,
                     facts,
                     lambda rows=rows, facts=facts, o=out_features * (1 + gated): (  # type: ignore[misc]
-                        _inputs_far_from_ties(dtype, rows, facts["in_features"]),
-                        _quantized_weight(facts, o),
+                        rows_of_quantized(dtype, rows, facts["in_features"]),
+                        quantized_weight(facts, o),
                         random_tensor(dtype, o, seed=2) if facts["bias"] else None,
                     ),
                     weight=1,
                 )
 
 
-def _inputs_far_from_ties(dtype: torch.dtype, rows: int, size: int) -> torch.Tensor:
+def rows_of_quantized(dtype: torch.dtype, rows: int, size: int) -> torch.Tensor:
     """Inputs whose rounding to int8 has one correct result, however the scale is computed.
 
     The largest magnitude of a row is 127 times a power of two, and no value is near the middle of two multiples of that
@@ -65,8 +65,9 @@ def _inputs_far_from_ties(dtype: torch.dtype, rows: int, size: int) -> torch.Ten
     return (x * 2.0 ** (torch.arange(rows)[:, None] % 5 - 7)).to(dtype)
 
 
-def _quantized_weight(facts: dict[str, Any], out_features: int) -> QuantizedWeight:
-    generator = torch.Generator().manual_seed(1)
+def quantized_weight(facts: dict[str, Any], out_features: int, seed: int = 1) -> QuantizedWeight:
+    """A random weight with these facts and `in_features`."""
+    generator = torch.Generator().manual_seed(seed)
     shape = out_features, facts["in_features"]
     groups = out_features, -(-facts["in_features"] // facts["group_size"])
     middle = 2 ** (facts["bits"] - 1)
@@ -128,15 +129,15 @@ def float8_linear_cases(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
                     op,
                     facts,
                     lambda rows=rows, facts=facts: (  # type: ignore[misc]
-                        _inputs_of_any_float8(dtype, rows, facts),
-                        _float8_weight(facts),
+                        rows_of_float8(dtype, rows, facts),
+                        float8_weight(facts),
                         random_tensor(dtype, facts["out_features"], seed=2) if facts["bias"] else None,
                     ),
                     weight=1,
                 )
 
 
-def _inputs_of_any_float8(dtype: torch.dtype, rows: int, facts: dict[str, Any]) -> torch.Tensor:
+def rows_of_float8(dtype: torch.dtype, rows: int, facts: dict[str, Any]) -> torch.Tensor:
     """Inputs that are exact in every 8-bit float format: powers of two."""
     shape = rows, facts["in_features"]
     if facts["inputs"] == "floats":
@@ -146,12 +147,13 @@ def _inputs_of_any_float8(dtype: torch.dtype, rows: int, facts: dict[str, Any]) 
     return (size * torch.randint(-1, 2, shape, generator=generator)).to(dtype)
 
 
-def _float8_weight(facts: dict[str, Any]) -> Float8Weight:
+def float8_weight(facts: dict[str, Any], seed: int = 1) -> Float8Weight:
+    """A random weight with these facts and sizes."""
     shape, block = (facts["out_features"], facts["in_features"]), (facts["block_rows"], facts["block_columns"])
     groups = [-(-size // part) for size, part in zip(shape, block, strict=True)]
     scales = torch.rand(*groups, generator=torch.Generator().manual_seed(3)) + 0.5
     return Float8Weight(
-        random_tensor(torch.float32, *shape, seed=1, scale=100).to(torch.float8_e4m3fn).view(torch.uint8),
+        random_tensor(torch.float32, *shape, seed=seed, scale=100).to(torch.float8_e4m3fn).view(torch.uint8),
         scales / (100 * shape[1] ** 0.5),
         *block,
         facts["inputs"],

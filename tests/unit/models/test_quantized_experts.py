@@ -63,7 +63,7 @@ class Provider:
         return ["not these"] if self._declined and self._declined in repr(case.facts) else []
 
     def _prepare(self, pair: tuple[Sequence[ExpertWeight], Sequence[ExpertWeight]]) -> Any:
-        weights = [weight for weight in pair[0]], [weight for weight in pair[1]]
+        weights = list(pair[0]), list(pair[1])
         self.prepared.append(weights)
         return tuple([_with_float_inputs(weight) for weight in of_matrix] for of_matrix in weights)
 
@@ -122,7 +122,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "fp8-blocks deepseek3": lambda folder: make_float8("fp8-blocks", folder, "deepseek3").quantized,
     "fp8-static qwen3moe": lambda folder: make_float8("fp8-static", folder, "qwen3moe").quantized,
     "gguf mixtral": lambda folder: make_gguf("mixtral", folder, "Q4_0", "Q5_1", "Q8_0"),
-    "gguf deepseek3": lambda folder: make_gguf("deepseek3", folder, "IQ4_NL", "IQ4_NL", "Q4_1"),
+    "gguf deepseek3": lambda folder: make_gguf("deepseek3", folder, "Q5_0", "Q5_0", "Q4_1"),
     "gguf gptoss": lambda folder: make_gguf("gptoss", folder, "MXFP4", "MXFP4", "MXFP4"),
     "mxfp4 gptoss": lambda folder: make_mxfp4("gptoss", folder),
 }
@@ -155,7 +155,7 @@ def test_logits_are_those_of_dequantized_experts_on_any_rank(checkpoint: str, tm
             assert not any("bias" not in name for name, _ in experts.named_parameters()), "no floats beside them"
         return logits(model)
 
-    for ranks in (1, 2):
+    for ranks in (1, 2) if checkpoint != "awq-latent deepseek3" else (1,):  # its groups of attention cannot be cut
         for found in run_ranks(ranks, packed):
             torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
 
