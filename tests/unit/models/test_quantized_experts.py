@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import resource
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from mvllm.gguf.model_config import model_config
 from mvllm.gguf.tensor_names import packed_modules
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.gpt_oss_experts import GptOssExperts
-from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix
+from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix, staging
 from mvllm.layers.quantization.rtn_matrix import RTNMatrix, pack_nibbles, unpack_nibbles
 from mvllm.layers.quantized_experts import ReadOnce
 from mvllm.models.causal_lm import CausalLM
@@ -235,11 +236,24 @@ def test_an_item_is_read_once() -> None:
         weights[1]
 
 
+def with_other_blocks(folder: Path) -> Path:
+    """A checkpoint that lists its experts in a type without block format, which the reader dequantizes."""
+    derived = make_gguf("mixtral", folder, "F16", "F16", "F16")
+    config = json.loads((derived / "config.json").read_text())
+    types = config["quantization_config"]["tensors"]
+    types |= {
+        f"model.layers.{i}.block_sparse_moe.experts.*.{name}": "Q2_K" for i in (0, 1) for name in ("w1", "w2", "w3")
+    }
+    (derived / "config.json").write_text(json.dumps(config))
+    return derived
+
+
 def float_formats() -> Iterator[tuple[str, Callable[[Path], Path], str]]:
     yield "column order", lambda folder: make_quantized("gptq-desc-act", folder, "qwen3moe").quantized, ""
     yield "declined", CHECKPOINTS["awq mixtral"], "'bits', 4"
     yield "declined blocks", CHECKPOINTS["gguf mixtral"], "q5_1"
-    yield "Q2_K", lambda folder: make_gguf("gptoss", folder, "F16", "F16", "Q8_0"), ""
+    yield "other blocks", with_other_blocks, ""
+    yield "floats of GGUF", lambda folder: make_gguf("gptoss", folder, "F16", "F16", "Q8_0"), ""
 
 
 @pytest.mark.usefixtures("wide")
@@ -306,6 +320,17 @@ def test_blocks_are_the_bytes_of_the_file_and_inputs_of_16_bits_are_rounded(tmp_
                 assert weight.int8_activations == (dtype != torch.float32)
                 assert sum(part.data.numel() for part in weight.parts) == weight.shape.numel() // 32 * 17
                 assert all(part.data.is_contiguous() for part in weight.parts)
+
+
+def test_staging_takes_memory_when_it_is_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    staged = staging(4, 1 << 26, dtype=torch.bfloat16)
+    assert resident() - before < 1 << 26
+    staged.data[0] = 1
+    assert resident() - before > 1 << 26 and not staged.data[3, :100].any()
 
 
 @pytest.mark.parametrize("columns", [6, 7])

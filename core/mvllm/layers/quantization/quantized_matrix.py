@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -220,8 +222,10 @@ def expert_facts(op: str, facts: Mapping[str, Any]) -> ExpertFacts:
 
 
 def staging(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """A host parameter for a checkpoint tensor. Its memory is allocated on first write."""
-    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+    """A host parameter for a checkpoint tensor, filled with zeros. Its memory is allocated on first write."""
+    # torch.zeros writes its memory; numpy leaves that to the system, which allocates zeroed pages when they are used.
+    stored = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+    return nn.Parameter(stored.view(dtype).view(shape), requires_grad=False)
 
 
 def _with_order(function: Product, order: torch.Tensor) -> Product:
