@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def _integer_cases(op: str, dtype: torch.dtype, rows: int, clamped: bool) -> Ite
                 of_rows = {**upper, "in_features": hidden}, {**lower, "in_features": size}
                 yield quantized_weight(of_rows[0], 2 * size, e), quantized_weight(of_rows[1], hidden, e + 9)
 
-        x = rows_of_quantized(dtype, rows, hidden)
+        x = partial(rows_of_quantized, dtype, rows, hidden)
         yield _case(op, "quantized_linear", (upper, lower), (hidden, size), clamped, x, experts)
 
 
@@ -95,7 +96,7 @@ def _float8_cases(op: str, dtype: torch.dtype, rows: int, clamped: bool) -> Iter
                     float8_weight({**lower, "out_features": hidden, "in_features": size}, e + 9),
                 )
 
-        x = rows_of_float8(dtype, rows, {**upper, "in_features": hidden})
+        x = partial(rows_of_float8, dtype, rows, {**upper, "in_features": hidden})
         yield _case(op, "float8_linear", (upper, lower), (hidden, size), clamped, x, experts)
 
 
@@ -120,7 +121,7 @@ def _block_cases(op: str, dtype: torch.dtype, rows: int, clamped: bool) -> Itera
                 {"formats": formats, "int8_activations": int8},
                 {"formats": (of_down,), "int8_activations": int8},
             )
-            x = rows_of_block_quantized(dtype, rows, hidden)
+            x = partial(rows_of_block_quantized, dtype, rows, hidden)
             yield _case(op, "block_quantized_linear", facts, (hidden, size), clamped, x, experts)
 
 
@@ -130,12 +131,14 @@ def _case(
     facts: tuple[dict[str, Any], dict[str, Any]],
     sizes: tuple[int, int],
     clamped: bool,
-    x: torch.Tensor,
+    make_x: Callable[[], torch.Tensor],
     experts: Callable[[], Iterator[tuple[ExpertWeight, ExpertWeight]]],
 ) -> OpCall:
-    (hidden, size), rows, dtype = sizes, len(x), x.dtype
+    hidden, size = sizes
 
     def make() -> tuple[Any, ...]:
+        x = make_x()
+        rows, dtype = len(x), x.dtype
         gate_up, down = zip(*experts(), strict=True)
         biases = (
             random_tensor(dtype, NUM_EXPERTS, 2 * size, seed=4) if clamped else None,
