@@ -103,27 +103,30 @@ def round_rows(floats: torch.Tensor, weight: QuantizedWeight, rows: slice) -> No
     every 256 columns are 1 to 8 times one bfloat16 number: a kernel can store them in a few bits and use integer
     multiplication.
     """
-    largest = 2 ** (weight.bits - 1) - 1
-    groups = [slice(start, start + weight.group_size) for start in range(0, floats.shape[1], weight.group_size)]
-    scales = torch.empty(floats.shape[0], len(groups))
-    for group, columns in enumerate(groups):
-        values = floats[:, columns]
+    largest, size, columns = 2 ** (weight.bits - 1) - 1, weight.group_size, floats.shape[1]
+    whole = columns - columns % size  # the last group may have fewer columns than the others
+    bands = [slice(start, stop) for start, stop in ((0, whole), (whole, columns)) if start < stop]
+    grouped = [floats[:, band].unflatten(1, (-(-(band.stop - band.start) // size), -1)) for band in bands]
+    lows: list[torch.Tensor | None] = [None] * len(bands)
+    found = []
+    for i, values in enumerate(grouped):  # [rows, groups, columns of a group]
         if weight.zero_points is None:
-            scales[:, group] = values.abs().amax(dim=1) / largest
+            found.append(values.abs().amax(dim=2) / largest)
         else:
-            low, high = values.amin(dim=1).clamp(max=0), values.amax(dim=1).clamp(min=0)
-            scales[:, group] = (high - low) / (2 * largest + 1)
-    scales = _kept(scales, weight.group_size) if len(groups) > 1 and weight.bits == 4 else scales
+            lows[i], high = values.amin(dim=2).clamp(max=0), values.amax(dim=2).clamp(min=0)
+            found.append((high - lows[i]) / (2 * largest + 1))
+    scales = torch.cat(found, dim=1)
+    scales = _kept(scales, size) if scales.shape[1] > 1 and weight.bits == 4 else scales
     scales = scales.where(scales != 0, 1.0)
-    for group, columns in enumerate(groups):
-        values, scale = floats[:, columns], scales[:, group, None]
-        if weight.zero_points is None:
-            zeros, lowest = torch.zeros(values.shape[0], 1), -largest
-        else:
-            low, lowest = values.amin(dim=1, keepdim=True).clamp(max=0), -largest - 1
-            zeros = (lowest - low / scale).round().clamp(lowest, largest)
-            weight.zero_points[rows, group] = zeros[:, 0].to(torch.int8)
-        weight.values[rows, columns] = (values / scale + zeros).round().clamp(lowest, largest).to(torch.int8)
+    for band, values, low in zip(bands, grouped, lows, strict=True):
+        groups = slice(band.start // size, band.start // size + values.shape[1])
+        steps, lowest = values / scales[:, groups, None], -largest
+        if weight.zero_points is not None and low is not None:
+            lowest -= 1
+            zeros = (lowest - low / scales[:, groups]).round().clamp(lowest, largest)
+            weight.zero_points[rows, groups] = zeros.to(torch.int8)
+            steps += zeros[:, :, None]
+        weight.values[rows, band] = steps.round_().clamp_(lowest, largest).to(torch.int8).flatten(1)
     weight.scales[rows] = scales
 
 
