@@ -22,6 +22,7 @@ from mvllm.gguf.model_config import model_config
 from mvllm.gguf.tensor_names import packed_modules
 from mvllm.layers.fused_moe import FusedMoE
 from mvllm.layers.gpt_oss_experts import GptOssExperts
+from mvllm.layers.quantization.gguf import GGUF
 from mvllm.layers.quantization.quantized_matrix import QuantizedMatrix, staging
 from mvllm.layers.quantization.rtn_matrix import RTNMatrix, pack_nibbles, unpack_nibbles
 from mvllm.layers.quantized_experts import ReadOnce
@@ -178,6 +179,33 @@ def test_quantization_on_load_rounds_experts(name: str, quantization: str, tmp_p
             assert {weight.bits for weight in weights} == {8 if quantization == "int8" else 4}
             assert all(weight.int8_activations for weight in weights)
     torch.testing.assert_close(logits(model), logits(plain), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.usefixtures("wide")
+def test_ranks_round_their_shards_of_experts(tmp_path: Path) -> None:
+    folder = make_checkpoint("mixtral", tmp_path, tokenizer=False)
+    wanted = logits(load_model(folder))
+
+    def found(tp: GroupCoordinator) -> torch.Tensor:
+        provider = Provider()
+        model = load_model(folder, make_context(tp=tp, providers=provider.providers), quantization="int8")
+        [(gate_up, down), _] = provider.prepared
+        assert {tuple(weight.shape) for weight in gate_up} == {(128, 64)}
+        assert {tuple(weight.shape) for weight in down} == {(64, 64)}
+        return logits(model)
+
+    for each in run_ranks(2, found):
+        assert (each - wanted).pow(2).mean().sqrt() < 0.1 * wanted.std()
+
+
+def test_stacked_experts_are_listed_once(tmp_path: Path) -> None:
+    folder = make_checkpoint("mixtral", tmp_path / "plain", tokenizer=False)
+    stacked = packed_modules(read_gguf(write_gguf(folder, tmp_path / "stacked.gguf", lambda name: "Q4_0")), 10**6)
+    experts = {f"model.layers.{layer}.block_sparse_moe.experts.*.w{i}" for layer in (0, 1) for i in (1, 3)}
+    assert {name for name in stacked if ".experts." in name} == experts, "the columns of w2 are not whole blocks"
+    method = GGUF(stacked)
+    assert method.format_of("model.layers.1.block_sparse_moe.experts.3.w1") == "q4_0"
+    assert GGUF({"x.experts.3.w1": "Q8_0"}).format_of("x.experts.2.w1") == ""
 
 
 @pytest.mark.usefixtures("wide")

@@ -28,7 +28,7 @@ def test_it_is_what_the_definition_says_for_every_format(dtype: str) -> None:
 
 
 def test_each_expert_is_the_products_of_its_own_matrices() -> None:
-    trials = [trial for trial in op_calls("quantized_moe", "bfloat16") if len(trial.make()[0]) == 3]
+    trials = [trial for trial in op_calls("quantized_moe", "bfloat16") if len(trial.make()[0]) <= 3]
     assert {trial.facts["linear"] for trial in trials} == {linear.__name__ for linear in LINEAR.values()}
     for trial in trials:
         x, gate_up, gate_up_bias, down, down_bias, ids, shares, alpha, limit = trial.make()
