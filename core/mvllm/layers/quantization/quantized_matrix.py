@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -25,6 +26,10 @@ Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 
 Lookup = Callable[..., torch.Tensor]
 """The operation `embedding`, or a provider's lookup in a prepared weight."""
+
+_OWN_PAGES = 1 << 17
+"""Bytes from which a staged tensor has pages of its own. A process may have 65,530 ranges of pages, adjacent ones counted
+once; models have fewer tensors of this size."""
 
 ExpertFacts = tuple[str, tuple[tuple[str, Any], ...]]
 """Name of a linear operation, and a weight's facts without sizes and bias, sorted, as the facts of `quantized_moe`."""
@@ -222,10 +227,18 @@ def expert_facts(op: str, facts: Mapping[str, Any]) -> ExpertFacts:
 
 
 def staging(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """A host parameter for a checkpoint tensor, filled with zeros. Its memory is allocated on first write."""
-    # torch.zeros writes its memory; numpy leaves that to the system, which allocates zeroed pages when they are used.
-    stored = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
-    return nn.Parameter(stored.view(dtype).view(shape), requires_grad=False)
+    """A host parameter for a checkpoint tensor, filled with zeros. Its memory is allocated on first write.
+
+    Large ones have pages of their own, which the system gets back when they are dropped. The heap of the C library
+    keeps freed memory between what is still used, so that loading would need the staging of all layers beside the
+    results.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes >= _OWN_PAGES:
+        with suppress(OSError):  # there are too many ranges
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return nn.Parameter(torch.frombuffer(pages, dtype=dtype).view(shape), requires_grad=False)
+    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
 
 
 def _with_order(function: Product, order: torch.Tensor) -> Product:
