@@ -28,8 +28,8 @@ Lookup = Callable[..., torch.Tensor]
 """The operation `embedding`, or a provider's lookup in a prepared weight."""
 
 _OWN_PAGES = 1 << 17
-"""Bytes from which a staged tensor has pages of its own. A process may have 65,530 ranges of pages, adjacent ones counted
-once; models have fewer tensors of this size."""
+"""Bytes from which a staged tensor has pages of its own. A process may have 65,530 ranges of pages, where adjacent ones
+count once."""
 
 ExpertFacts = tuple[str, tuple[tuple[str, Any], ...]]
 """Name of a linear operation, and a weight's facts without sizes and bias, sorted, as the facts of `quantized_moe`."""
