@@ -54,6 +54,30 @@ struct BlockPart {
     int64_t column, columns;
 };
 
+inline int64_t tiles_of(const BlockPart& part, int tile) { return (part.columns + tile - 1) / tile; }
+
+inline int64_t tiles_of(const BlockPart* parts, int64_t num_parts, int tile) {
+    int64_t all = 0;
+    for (int64_t i = 0; i < num_parts; ++i) all += tiles_of(parts[i], tile);
+    return all;
+}
+
+// Where tile `index` of a packed weight is; `columns` are the tile's.
+struct BlockPlace {
+    const char* weight;
+    int64_t column;
+    int32_t format, columns;
+};
+
+inline BlockPlace place_of(const char* weight, const BlockPart* part, int64_t in_features, int64_t index, int tile) {
+    for (int64_t tiles; index >= (tiles = tiles_of(*part, tile)); ++part) index -= tiles;
+    const BlockLayout& layout = BLOCK_LAYOUTS[part->format];
+    const int64_t bytes = in_features / (layout.groups * BLOCK_GROUP) * layout.block() * tile;
+    const int64_t columns = part->columns - index * tile;
+    return {weight + part->offset + index * bytes, part->column + index * tile, int32_t(part->format),
+            int32_t(columns < tile ? columns : tile)};
+}
+
 // A run of 32 values of x that were rounded to int8: their scale, and the sums of the rounded values.
 struct BlockInput {
     float scale, total, half[2];

@@ -19,10 +19,11 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
-#include <vector>
 
 #include "kernels.h"
+#include "moe_routing.h"
 #include "team.h"
+#include "thread_buffer.h"
 
 extern "C" {
 int64_t mvllm_cpu_linear_packed_size(int64_t out_features, int64_t in_features, int dtype);
@@ -34,11 +35,7 @@ namespace mvllm {
 namespace {
 
 constexpr int64_t SERIAL_WORK = 1 << 18;    // multiply-adds below which waking other threads costs more than it saves
-constexpr int64_t BUFFER_BYTES = 64 << 20;  // rows of the tokens that are processed together
-constexpr int64_t FEWEST_TOKENS = 256;
 constexpr int64_t MOST_COLUMNS = 64;  // no instruction set has a wider `linear_tile`
-
-int element_size(int dtype) { return dtype == F32 ? 4 : 2; }
 
 // The layout of a weight [rows, in_features] in panels, each packed separately.
 struct Panels {
@@ -77,44 +74,6 @@ struct RowFormat {
     }
 };
 
-// Rows of one expert that are processed together.
-struct Block {
-    int32_t expert;
-    int64_t begin, end;  // pairs
-};
-
-struct Routing {
-    std::vector<int32_t> tokens;     // of each pair
-    std::vector<int32_t> positions;  // [tokens, top_k]: pairs of each token, by rising expert
-    std::vector<float> weights;      // likewise
-    std::vector<Block> blocks;
-
-    Routing(const int64_t* ids, const float* chosen, int64_t num_tokens, int64_t top_k, int64_t experts)
-        : tokens(size_t(num_tokens * top_k)), positions(tokens.size()), weights(tokens.size()) {
-        std::vector<int64_t> next(size_t(experts) + 1, 0);
-        for (size_t i = 0; i < tokens.size(); ++i) ++next[size_t(ids[i]) + 1];
-        for (int64_t e = 0; e < experts; ++e) {
-            const int64_t begin = next[size_t(e)], n = next[size_t(e) + 1];
-            const int64_t parts = (n + LINEAR_ROWS - 1) / LINEAR_ROWS;
-            for (int64_t p = 0; p < parts; ++p)
-                blocks.push_back({int32_t(e), begin + n * p / parts, begin + n * (p + 1) / parts});
-            next[size_t(e) + 1] += begin;
-        }
-        std::vector<std::pair<int64_t, float>> of_token(static_cast<size_t>(top_k));
-        for (int64_t t = 0; t < num_tokens; ++t) {
-            const int64_t first = t * top_k;
-            for (int64_t k = 0; k < top_k; ++k) of_token[size_t(k)] = {ids[first + k], chosen[first + k]};
-            std::sort(of_token.begin(), of_token.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-            for (int64_t k = 0; k < top_k; ++k) {
-                const int64_t pair = next[size_t(of_token[size_t(k)].first)]++;
-                tokens[size_t(pair)] = int32_t(t);
-                positions[size_t(first + k)] = int32_t(pair);
-                weights[size_t(first + k)] = of_token[size_t(k)].second;
-            }
-        }
-    }
-};
-
 struct Moe {
     const char* x;
     int64_t x_stride;
@@ -127,23 +86,6 @@ struct Moe {
     int dtype;
 };
 
-// Memory that a thread reuses in later calls, because allocating new pages would cost more than the computation.
-struct Buffer {
-    std::unique_ptr<char[]> data;
-    int64_t size = 0;
-
-    char* get(int64_t bytes) {
-        if (bytes > size) {
-            data.reset();
-            data.reset(new char[size_t(bytes) + 64]);
-            size = bytes;
-        }
-        return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(data.get()) + 63) / 64 * 64);
-    }
-};
-
-int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
 void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
     const int element = element_size(op.dtype);
     const Routing routing(op.ids, op.weights, num_tokens, op.top_k, op.experts);
@@ -154,7 +96,8 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
 
     // The rows of x have been read before those of `down` are written, so both use the same memory.
     thread_local Buffer kept;
-    char* const rows = kept.get(aligned(pairs * x_bytes) + aligned(pairs * act_bytes) + (mid.as_is ? 0 : pairs * mid.bytes));
+    char* const rows =
+        kept.at_least(size_t(aligned(pairs * x_bytes) + aligned(pairs * act_bytes) + (mid.as_is ? 0 : pairs * mid.bytes)));
     char* const act = rows + aligned(pairs * x_bytes);
     char* const wide = mid.as_is ? act : act + aligned(pairs * act_bytes);
     const int64_t wide_stride = mid.as_is ? op.inner : mid.elements;
@@ -274,8 +217,7 @@ void mvllm_cpu_moe(const void* x, int64_t x_stride, const void* gate_up, const v
                    const float* weights, void* out, int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden,
                    int64_t inner, int dtype) {
     const int64_t element = element_size(dtype);
-    const int64_t token_bytes = top_k * (hidden + 2 * inner) * 4;
-    const int64_t most = std::max(FEWEST_TOKENS, BUFFER_BYTES / token_bytes);
+    const int64_t most = tokens_at_once(top_k * (hidden + 2 * inner) * 4);
     for (int64_t first = 0; first < tokens; first += most) {
         const Moe part{static_cast<const char*>(x) + first * x_stride * element,
                        x_stride,
