@@ -405,12 +405,15 @@ INLINE void block_float_group(int rows, const float* panel, int size, const floa
     }
 }
 
+#include "block_float8_tile.h"
+
 static void block_weight_only(const BlockRows& op, const BlockTile& tile, int64_t row, int rows) {
     static constexpr void (*unpack[NUM_BLOCK_FORMATS])(const char*, int, int, float*) = {
         unpack_float_panel<FormatQ4_0>, unpack_float_panel<FormatQ4_1>, unpack_float_panel<FormatQ8_0>,
         unpack_float_panel<FormatQ4_K>, unpack_float_panel<FormatQ5_K>, unpack_float_panel<FormatQ6_K>,
         unpack_float_panel<FormatMXFP4>, unpack_float_panel<FormatQ5_0>, unpack_float_panel<FormatQ5_1>,
         unpack_float_panel<FormatQ3_K>, unpack_float_panel<FormatIQ4_NL>, unpack_float_panel<FormatIQ4_XS>,
+        unpack_float8_panel,
     };
     alignas(64) float sums[BLOCK_ROWS * BTILE], panel[BLOCK_FLOAT_PIECE * BLOCK_GROUP * BTILE];
     const int groups = op.in_features / BLOCK_GROUP, teams = (rows + BMR - 1) / BMR;
@@ -429,4 +432,5 @@ static void block_weight_only(const BlockRows& op, const BlockTile& tile, int64_
     store_block_tile(tile, sums, rows, op.dtype);
 }
 
-constexpr BlockKernels block_kernels = {block_quantize, block_int8, block_convert, block_weight_only, BTILE};
+constexpr BlockKernels block_kernels = {block_quantize, block_int8, block_convert, block_weight_only,
+                                       block_convert_float8, BTILE};

@@ -14,7 +14,7 @@ namespace mvllm {
 // One expert's packed matrix; of a matrix of integers with two halves, one half. Mirrored in Python.
 struct ExpertMatrix {
     const char* weight;
-    const void* scales;    // integers
+    const void* scales;    // integers; of 8-bit floats the scale of the inputs where that is static
     const int8_t* zeros;   // integers, or null
     int64_t bf16_scales;   // integers
 };
@@ -26,10 +26,11 @@ struct ExpertMatrices {
     const ExpertMatrix* experts;  // [experts], of integers [experts][halves]
     const BlockPart* parts;       // blocks; where there are two halves, each consists of half of the parts
     int64_t num_parts;
-    int64_t group_size, bits;     // integers
+    int64_t group_size, bits;     // integers; of 8-bit floats the columns that share a scale, and Float8Rounding
 };
 
-enum ExpertKind : int64_t { BLOCKS, INTEGERS };
+enum ExpertKind : int64_t { BLOCKS, INTEGERS, FLOATS };
+enum Float8Rounding : int64_t { NOT_ROUNDED, DYNAMIC, STATIC };
 
 // What kernels read in place of rows of x, in one piece of memory:
 //
@@ -71,16 +72,18 @@ class ExpertProduct {
     ExpertProduct(const QIsa& isa, const ExpertMatrices& matrices, int halves, int dtype)
         : isa_(isa), matrices_(matrices), halves_(halves), dtype_(dtype) {
         int8_ = matrices.int8_activations && (matrices.kind == INTEGERS || dtype != F32);
-        tile_ = matrices.kind == BLOCKS ? isa.blocks.tile : isa.tile;
+        tile_ = matrices.kind == INTEGERS ? isa.tile : isa.blocks.tile;
         size_ = matrices.out_features / halves;
-        tiles_ = matrices.kind == BLOCKS ? tiles_of(matrices.parts, matrices.num_parts, tile_) / halves
-                                         : (size_ + tile_ - 1) / tile_;
-        const int64_t size = matrices.in_features;
+        tiles_ = matrices.kind == INTEGERS ? (size_ + tile_ - 1) / tile_
+                                           : tiles_of(matrices.parts, matrices.num_parts, tile_) / halves;
+        const int64_t size = matrices.in_features, whole = BLOCK_LAYOUTS[E4M3].groups * BLOCK_GROUP;
+        depth_ = matrices.kind == FLOATS ? (size + whole - 1) / whole * whole : size;
         const bool bf16 = matrices.kind == INTEGERS && dtype == BF16 && isa.bf16_dot;
         // Rows at distances of whole pages would map to the same few cache sets.
-        rows_.stride = round_up(int(size), 64) + 64;
+        rows_.stride = round_up(int(depth_), 64) + 64;
         rows_.value_bytes = rows_.stride * (int8_ ? 1 : bf16 ? 2 : 4);
-        rows_.side_bytes = !int8_ ? 0 : matrices.kind == BLOCKS ? size / BLOCK_GROUP * int64_t(sizeof(BlockInput)) : groups() * 4;
+        const int64_t sides = matrices.kind == BLOCKS ? size / BLOCK_GROUP * int64_t(sizeof(BlockInput)) : groups() * 4;
+        rows_.side_bytes = int8_ ? sides : 0;
     }
 
     int tile() const { return tile_; }
@@ -88,9 +91,18 @@ class ExpertProduct {
     int64_t size() const { return size_; }    // columns of a half
     const ExpertRowFormat& rows() const { return rows_; }
 
+    // Whether each expert's kernels read other numbers for the same row of x.
+    bool converts_by_expert() const { return matrices_.kind == FLOATS && matrices_.bits == STATIC; }
+
     // `count` rows of x, `stride` elements apart, for the kernels.
-    void convert(const char* x, int64_t stride, const ExpertRows& to, int64_t count) const {
+    void convert(int64_t expert, const char* x, int64_t stride, const ExpertRows& to, int64_t count) const {
         const int32_t size = int32_t(matrices_.in_features);
+        if (matrices_.kind == FLOATS) {
+            const void* scale = matrices_.experts[expert].scales;
+            const Float8Inputs op{x, stride, size, depth_, matrices_.group_size, dtype_, matrices_.bits != NOT_ROUNDED,
+                                  matrices_.bits == DYNAMIC, scale ? *static_cast<const float*>(scale) : 1.f};
+            return isa_.blocks.convert_float8(op, reinterpret_cast<float*>(to.values), rows_.stride, count);
+        }
         if (matrices_.kind == BLOCKS) {
             if (int8_)
                 return isa_.blocks.quantize(x, stride, size, dtype_, reinterpret_cast<int8_t*>(to.values), rows_.stride,
@@ -119,10 +131,10 @@ class ExpertProduct {
     void multiply(int64_t expert, int half, int64_t t, const ExpertRows& rows, int count, const char* bias, char* out,
                   int64_t out_stride) const {
         const int element = element_size(dtype_);
-        if (matrices_.kind == BLOCKS) {
+        if (matrices_.kind != INTEGERS) {
             const BlockPlace at = place(matrices_.experts[expert].weight, half * tiles_ + t);
             const BlockRows op{rows.values, int8_ ? reinterpret_cast<const BlockInput*>(rows.sides) : nullptr, rows_.stride,
-                               int32_t(matrices_.in_features), dtype_};
+                               int32_t(depth_), dtype_};
             const BlockTile one{at.weight, bias ? bias + at.column * element : nullptr, out, out_stride, at.format, at.columns};
             return (int8_ ? isa_.blocks.int8 : isa_.blocks.weight_only)(op, one, 0, count);
         }
@@ -148,7 +160,7 @@ class ExpertProduct {
     int64_t groups() const { return (matrices_.in_features + matrices_.group_size - 1) / matrices_.group_size; }
 
     BlockPlace place(const char* weight, int64_t index) const {
-        return place_of(weight, matrices_.parts, matrices_.in_features, index, tile_);
+        return place_of(weight, matrices_.parts, depth_, index, tile_);
     }
 
     QLinear integers() const {
@@ -167,7 +179,7 @@ class ExpertProduct {
     const ExpertMatrices& matrices_;
     int halves_, dtype_, tile_;
     bool int8_;
-    int64_t tiles_, size_;
+    int64_t tiles_, size_, depth_;  // the last: columns of the packed matrix
     ExpertRowFormat rows_;
 };
 

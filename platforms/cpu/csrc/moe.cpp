@@ -84,6 +84,10 @@ struct Moe {
     char* out;
     int64_t experts, top_k, hidden, inner;
     int dtype;
+    bool clamped;
+    const char* gate_up_bias;  // [experts, 2 * inner] or null
+    const char* down_bias;     // [experts, hidden] or null
+    float alpha, limit;        // where `clamped`
 };
 
 void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
@@ -129,11 +133,20 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
         alignas(64) char gated[LINEAR_ROWS * MOST_COLUMNS / 2 * 4];
         const int64_t column = panel * gate_up.width;
         const int64_t n = std::min(gate_up.width, op.inner - column), height = block.end - block.begin;
+        alignas(64) char bias[MOST_COLUMNS * 4];
+        if (op.gate_up_bias)
+            for (int half = 0; half < 2; ++half)
+                std::memcpy(bias + half * n * element,
+                            op.gate_up_bias + ((block.expert * 2 + half) * op.inner + column) * element, size_t(n * element));
         const Linear product{rows + block.begin * in.bytes, op.gate_up + block.expert * gate_up.expert_bytes() +
-                             panel * gate_up.panel_bytes, nullptr, sums, in.elements, int32_t(op.hidden),
-                             int32_t(2 * n), op.dtype};
+                             panel * gate_up.panel_bytes, op.gate_up_bias ? bias : nullptr, sums, in.elements,
+                             int32_t(op.hidden), int32_t(2 * n), op.dtype};
         isa.linear(product, 0, height, 0, (2 * n + STRIP - 1) / STRIP);
-        isa.silu_and_mul(SiluAndMul{sums, gated, 2 * n, n, n, n, op.dtype}, 0, height);
+        const SiluAndMul gates{sums, gated, 2 * n, n, n, n, op.dtype};
+        if (op.clamped)
+            isa.clamped_gate(ClampedGate{gates, op.alpha, op.limit}, 0, height);
+        else
+            isa.silu_and_mul(gates, 0, height);
         for (int64_t m = 0; m < height; ++m)
             std::memcpy(act + (block.begin + m) * act_bytes + column * element, gated + m * n * element,
                         size_t(n * element));
@@ -148,8 +161,9 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
         const int64_t column = panel * down.width;
         const int64_t n = std::min(down.width, op.hidden - column), height = block.end - block.begin;
         const Linear product{wide + block.begin * mid.bytes, op.down + block.expert * down.expert_bytes() +
-                             panel * down.panel_bytes, nullptr, sums, wide_stride, int32_t(op.inner), int32_t(n),
-                             op.dtype};
+                             panel * down.panel_bytes,
+                             op.down_bias ? op.down_bias + (block.expert * op.hidden + column) * element : nullptr, sums,
+                             wide_stride, int32_t(op.inner), int32_t(n), op.dtype};
         isa.linear(product, 0, height, 0, (n + STRIP - 1) / STRIP);
         for (int64_t m = 0; m < height; ++m)
             std::memcpy(rows + ((block.begin + m) * op.hidden + column) * element, sums + m * n * element,
@@ -158,6 +172,19 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
     const MoeCombine combine{rows, routing.positions.data(), routing.weights.data(), op.out, op.hidden, op.hidden,
                              int32_t(op.top_k), op.dtype};
     divide_range(threads, num_tokens, [&](int64_t begin, int64_t end) { isa.moe_combine(combine, begin, end); });
+}
+
+// All tokens, as many at a time as buffers hold.
+void run_all(const Moe& op, int64_t tokens) {
+    const int64_t element = element_size(op.dtype), most = tokens_at_once(op.top_k * (op.hidden + 2 * op.inner) * 4);
+    for (int64_t first = 0; first < tokens; first += most) {
+        Moe part = op;
+        part.x += first * op.x_stride * element;
+        part.ids += first * op.top_k;
+        part.weights += first * op.top_k;
+        part.out += first * op.hidden * element;
+        run(current_isa(), part, std::min(most, tokens - first));
+    }
 }
 
 // Packs one expert. Panel `p` consists of columns [p * width, ...) of each of `parts` adjacent matrices
@@ -216,23 +243,19 @@ void mvllm_cpu_moe_pack(int is_down, const void* weights, void* packed, int64_t 
 void mvllm_cpu_moe(const void* x, int64_t x_stride, const void* gate_up, const void* down, const int64_t* ids,
                    const float* weights, void* out, int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden,
                    int64_t inner, int dtype) {
-    const int64_t element = element_size(dtype);
-    const int64_t most = tokens_at_once(top_k * (hidden + 2 * inner) * 4);
-    for (int64_t first = 0; first < tokens; first += most) {
-        const Moe part{static_cast<const char*>(x) + first * x_stride * element,
-                       x_stride,
-                       static_cast<const char*>(gate_up),
-                       static_cast<const char*>(down),
-                       ids + first * top_k,
-                       weights + first * top_k,
-                       static_cast<char*>(out) + first * hidden * element,
-                       experts,
-                       top_k,
-                       hidden,
-                       inner,
-                       dtype};
-        run(current_isa(), part, std::min(most, tokens - first));
-    }
+    run_all({static_cast<const char*>(x), x_stride, static_cast<const char*>(gate_up), static_cast<const char*>(down), ids,
+             weights, static_cast<char*>(out), experts, top_k, hidden, inner, dtype, false, nullptr, nullptr, 0, 0},
+            tokens);
+}
+
+// The same with clamped gates, see ClampedGate, and biases [experts, 2 * inner] and [experts, hidden].
+void mvllm_cpu_clamped_moe(const void* x, int64_t x_stride, const void* gate_up, const void* gate_up_bias, const void* down,
+                           const void* down_bias, const int64_t* ids, const float* weights, void* out, int64_t tokens,
+                           int64_t experts, int64_t top_k, int64_t hidden, int64_t inner, float alpha, float limit, int dtype) {
+    run_all({static_cast<const char*>(x), x_stride, static_cast<const char*>(gate_up), static_cast<const char*>(down), ids,
+             weights, static_cast<char*>(out), experts, top_k, hidden, inner, dtype, true,
+             static_cast<const char*>(gate_up_bias), static_cast<const char*>(down_bias), alpha, limit},
+            tokens);
 }
 
 }  // extern "C"

@@ -97,7 +97,7 @@ class Run {
           inner_(op.down->in_features),
           element_(element_size(op.dtype)),
           threads_(pairs_ * hidden_ * inner_ * 3 < SERIAL_WORK ? 1 : team_size()),
-          shares_tokens_(threads_ > 1 && op.tokens * hidden_ > REPEATED_ELEMENTS),
+          shares_tokens_(threads_ > 1 && op.tokens * hidden_ > REPEATED_ELEMENTS && !gate_up_.converts_by_expert()),
           shares_inner_(threads_ > 1 && pairs_ * inner_ > REPEATED_INNER) {}
 
     void run() {
@@ -115,7 +115,9 @@ class Run {
         const Pieces gates(routing_.blocks, gate_up_.tiles()), downs(routing_.blocks, down_.tiles());
         divide_pieces(threads_, gates.tiles(), [&](Part part) { compute_gates(gates, part); });
         if (shares_inner_)
-            divide_range(threads_, pairs_, [&](int64_t begin, int64_t end) { convert_inner(inner_rows_, begin, end); });
+            divide_range(threads_, int64_t(routing_.blocks.size()), [&](int64_t begin, int64_t end) {
+                for (int64_t i = begin; i < end; ++i) convert_inner(inner_rows_, routing_.blocks[size_t(i)]);
+            });
         divide_pieces(threads_, downs.tiles(), [&](Part part) { compute_down(downs, part); });
         const MoeCombine combine{results_, routing_.positions.data(), routing_.weights.data(), op_.out, hidden_, hidden_,
                                  int32_t(op_.top_k), op_.dtype};
@@ -125,11 +127,12 @@ class Run {
 
   private:
     void convert_tokens(const ExpertRows& to, int64_t begin, int64_t end) const {
-        gate_up_.convert(op_.x + begin * op_.x_stride * element_, op_.x_stride, gate_up_.rows().from(to, begin), end - begin);
+        gate_up_.convert(0, op_.x + begin * op_.x_stride * element_, op_.x_stride, gate_up_.rows().from(to, begin), end - begin);
     }
 
-    void convert_inner(const ExpertRows& to, int64_t begin, int64_t end) const {
-        down_.convert(gated_ + begin * inner_ * element_, inner_, down_.rows().from(to, begin), end - begin);
+    void convert_inner(const ExpertRows& to, const Block& block) const {
+        down_.convert(block.expert, gated_ + block.begin * inner_ * element_, inner_, down_.rows().from(to, block.begin),
+                      block.end - block.begin);
     }
 
     // The rows of x of a block: where they are if they lie side by side, else copies.
@@ -137,6 +140,13 @@ class Run {
         const ExpertRowFormat& format = gate_up_.rows();
         const int32_t* const of = routing_.tokens.data();
         const int64_t count = block.end - block.begin;
+        if (gate_up_.converts_by_expert()) {
+            const ExpertRows own = format.place(gathered_rows.at_least(size_t(format.bytes(count))), count);
+            for (int64_t i = 0; i < count; ++i)
+                gate_up_.convert(block.expert, op_.x + of[block.begin + i] * op_.x_stride * element_, op_.x_stride,
+                                 format.from(own, i), 1);
+            return own;
+        }
         // They rise.
         if (of[block.end - 1] - of[block.begin] == count - 1) return format.from(tokens, of[block.begin]);
         const ExpertRows copies = format.place(gathered_rows.at_least(size_t(format.bytes(count))), count);
@@ -146,7 +156,7 @@ class Run {
 
     void compute_gates(const Pieces& pieces, Part part) const {
         ExpertRows tokens = tokens_;
-        if (!shares_tokens_) {
+        if (!shares_tokens_ && !gate_up_.converts_by_expert()) {
             tokens = gate_up_.rows().place(own_rows.at_least(size_t(gate_up_.rows().bytes(op_.tokens))), op_.tokens);
             if (part.fresh) convert_tokens(tokens, 0, op_.tokens);
         }
@@ -188,7 +198,7 @@ class Run {
         pieces.for_each(part, [&](int64_t index, int64_t begin, int64_t end) {
             const Block& block = routing_.blocks[size_t(index)];
             if (!shares_inner_ && !own_blocks[size_t(index)]) {
-                convert_inner(rows, block.begin, block.end);
+                convert_inner(rows, block);
                 own_blocks[size_t(index)] = 1;
             }
             const char* bias = op_.down_bias ? op_.down_bias + block.expert * hidden_ * element_ : nullptr;
