@@ -29,6 +29,41 @@ static void unpack_float8_panel(const char* weight, int first, int groups, float
     }
 }
 
+// Four k of one row of lanes, in their order.
+template <int I, int MR>
+INLINE void add_float8(vf (&acc)[MR][BNV], const vu (&lanes)[BNV], const vf (&scale)[BNV], const float* x, int64_t stride) {
+    for (int v = 0; v < BNV; ++v) {
+        const vf w = float8_at<I>(lanes[v], scale[v]);
+        for (int m = 0; m < MR; ++m) acc[m][v] = multiply_add(w, splat(x[m * stride + I]), acc[m][v]);
+    }
+    if constexpr (I < 3) add_float8<I + 1, MR>(acc, lanes, scale, x, stride);
+}
+
+// A few rows without a panel: the same arithmetic as with it, a block at a time.
+template <int MR>
+static void float8_direct(const BlockRows& op, const char* weight, int64_t row, float* sums) {
+    constexpr BlockLayout LAYOUT = BLOCK_LAYOUTS[E4M3];
+    static_assert(LAYOUT.groups == BLOCK_FLOAT_PIECE && LAYOUT.sub == 0, "sums of a panel are those of a block");
+    const float* x = static_cast<const float*>(op.x) + row * op.x_stride;
+    vf total[MR][BNV] = {};
+    for (int first = 0; first < op.in_features; first += LAYOUT.groups * BLOCK_GROUP) {
+        vf scale[BNV], acc[MR][BNV] = {};
+        for (int v = 0; v < BNV; ++v) scale[v] = load(reinterpret_cast<const float*>(weight) + v * LANES);
+        const char* at = weight + LAYOUT.head * BTILE;
+        for (int r = 0; r < LAYOUT.groups * LAYOUT.rows; ++r, at += 4 * BTILE, x += 4) {
+            for (int i = 0; i < 4 * BTILE; i += 64) __builtin_prefetch(at + NEAR + i, 0, 2);
+            vu lanes[BNV];
+            for (int v = 0; v < BNV; ++v) lanes[v] = row_at(at, 0, v * LANES);
+            add_float8<0, MR>(acc, lanes, scale, x, op.x_stride);
+        }
+        for (int m = 0; m < MR; ++m)
+            for (int v = 0; v < BNV; ++v) total[m][v] += acc[m][v];
+        weight += LAYOUT.block() * BTILE;
+    }
+    for (int m = 0; m < MR; ++m)
+        for (int v = 0; v < BNV; ++v) store(sums + m * BTILE + v * LANES, total[m][v]);
+}
+
 // The nearest numbers of E4M3, ties to even, at most 448. NaN stays NaN.
 INLINE vf round_to_float8(vf x) {
     const vu bits = (vu)x & 0x7fffffffu, sign = (vu)x & 0x80000000u;

@@ -418,6 +418,10 @@ static void block_weight_only(const BlockRows& op, const BlockTile& tile, int64_
     alignas(64) float sums[BLOCK_ROWS * BTILE], panel[BLOCK_FLOAT_PIECE * BLOCK_GROUP * BTILE];
     const int groups = op.in_features / BLOCK_GROUP, teams = (rows + BMR - 1) / BMR;
     const float* x = static_cast<const float*>(op.x) + row * op.x_stride;
+    if (tile.format == E4M3 && rows <= 2) {
+        (rows == 1 ? float8_direct<1> : float8_direct<2>)(op, tile.weight, row, sums);
+        return store_block_tile(tile, sums, rows, op.dtype);
+    }
     for (int i = 0; i < rows * BTILE; i += LANES) store(sums + i, vf{});
     for (int first = 0; first < groups; first += BLOCK_FLOAT_PIECE) {
         const int count = least(BLOCK_FLOAT_PIECE, groups - first);
