@@ -43,7 +43,7 @@ def random_expert(format: str, rows: int, columns: int) -> object:
         return block_quantized_weight(((format, rows),), columns, int8_activations=True)
     scales = torch.rand(rows, -(-columns // 128)) * columns**-0.5
     if format == "float8":
-        codes = torch.randint(0, 120, (rows, columns), dtype=torch.uint8)
+        codes = (torch.randn(rows, columns) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
         return Float8Weight(codes, scales[::128].clone() / 128, 128, 128, "dynamic")
     middle = 128 if format == "int8" else 8
     values = torch.randint(1 - middle, middle, (rows, columns)).to(torch.int8)

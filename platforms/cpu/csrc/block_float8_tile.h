@@ -1,12 +1,12 @@
 // Products with 8-bit floats (E4M3), in the packing of block_linear.h. Included by block_linear_tile.h.
 //
 // A weight becomes float32 by shifting its bits to those of float32: a factor of 2^120 corrects the exponent and subnormals.
+// Where a weight is NaN, packing has stored NaN for the scale.
 
 template <int I>
 INLINE vf float8_at(vu lanes, vf scale) {
-    const vu code = lanes >> 8 * I & 0xffu, size = code & 0x7fu;
-    const vf number = (vf)((vu)((vf)(size << 20) * as_float(0x7b800000u)) | (code & 0x80u) << 24);
-    return (size == 0x7fu ? splat(as_float(0x7fc00000u)) : number) * scale;
+    const vu bits = (vu)((vi)(lanes << (24 - 8 * I)) >> 4) & 0x87f00000u;
+    return (vf)bits * as_float(0x7b800000u) * scale;
 }
 
 static void unpack_float8_panel(const char* weight, int first, int groups, float* panel) {

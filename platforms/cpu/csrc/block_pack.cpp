@@ -188,7 +188,10 @@ void mvllm_cpu_float8_pack(const uint8_t* codes, int64_t stride, const float* sc
                 const int64_t k = b * values;
                 std::memcpy(block, codes + row * stride + k, size_t(std::min(values, in_features - k)));
                 char* to = packed + (t * blocks + b) * layout.block() * tile;
-                std::memcpy(to + 4 * c, of_row + k / block_columns, 4);
+                // A product with NaN is NaN, whatever x is: the kernels find it in the scale.
+                const bool has_nan = std::any_of(block, block + values, [](uint8_t code) { return (code & 127) == 127; });
+                const float scale = has_nan ? __builtin_nanf("") : of_row[k / block_columns];
+                std::memcpy(to + 4 * c, &scale, 4);
                 to += layout.head * tile;
                 for (int g = 0; g < layout.groups; ++g)
                     for (int lane = 0; lane < layout.rows; ++lane, to += 4 * tile)
