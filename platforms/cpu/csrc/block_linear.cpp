@@ -30,32 +30,15 @@ struct Product {
     int64_t x_stride, rows, size;  // of the caller's x, in elements; columns of the result
     bool int8, gated;
 
-    int64_t tiles_of(const BlockPart& part, int tile) const { return (part.columns + tile - 1) / tile; }
     // Of all columns, or of the first half.
     int64_t tiles(int tile) const {
-        int64_t all = 0;
-        for (int64_t i = 0; i < num_parts; ++i) all += tiles_of(parts[i], tile);
+        const int64_t all = tiles_of(parts, num_parts, tile);
         return gated ? all / 2 : all;
     }
+    BlockPlace place(int64_t index, int tile) const { return place_of(weight, parts, op.in_features, index, tile); }
     int64_t work() const { return rows * op.in_features * size * (gated ? 2 : 1); }
     int64_t element() const { return element_of(op.dtype); }
 };
-
-// Where tile `index` is; `columns` are the tile's.
-struct Place {
-    const char* weight;
-    int64_t column;
-    int32_t format, columns;
-};
-
-Place place_of(const Product& p, int64_t index, int tile) {
-    const BlockPart* part = p.parts;
-    for (int64_t tiles; index >= (tiles = p.tiles_of(*part, tile)); ++part) index -= tiles;
-    const BlockLayout& layout = BLOCK_LAYOUTS[part->format];
-    const int64_t bytes = p.op.in_features / (layout.groups * BLOCK_GROUP) * layout.block() * tile;
-    return {p.weight + part->offset + index * bytes, part->column + index * tile, int32_t(part->format),
-            int32_t(std::min<int64_t>(tile, part->columns - index * tile))};
-}
 
 // What the kernels read in place of the caller's rows.
 struct Converted {
@@ -92,7 +75,7 @@ struct Converted {
 };
 
 // A tile of the product of some rows. `out` is where the first row and column go.
-void multiply_tile(const BlockKernels& kernels, const Product& p, const Place& place, int64_t row, int rows, char* out,
+void multiply_tile(const BlockKernels& kernels, const Product& p, const BlockPlace& place, int64_t row, int rows, char* out,
                    int64_t out_stride) {
     const void* bias = p.bias ? static_cast<const char*>(p.bias) + place.column * p.element() : nullptr;
     const BlockTile tile{place.weight, bias, out, out_stride, place.format, place.columns};
@@ -104,7 +87,7 @@ void block(const BlockKernels& kernels, const Product& p, int64_t row_begin, int
     const int64_t element = p.element(), tiles = p.gated ? p.tiles(kernels.tile) : 0;
     const int rows = int(row_end - row_begin);
     for (int64_t t = begin; t < end; ++t) {
-        const Place place = place_of(p, t, kernels.tile);
+        const BlockPlace place = p.place(t, kernels.tile);
         char* out = static_cast<char*>(p.out) + (row_begin * p.size + place.column) * element;
         if (!p.gated) {
             multiply_tile(kernels, p, place, row_begin, rows, out, p.size);
@@ -113,7 +96,7 @@ void block(const BlockKernels& kernels, const Product& p, int64_t row_begin, int
         const int64_t width = place.columns;
         char* both = product_to_gate.at_least(size_t(2 * kernels.tile * BLOCK_ROWS * element));
         multiply_tile(kernels, p, place, row_begin, rows, both, 2 * width);
-        multiply_tile(kernels, p, place_of(p, tiles + t, kernels.tile), row_begin, rows, both + width * element, 2 * width);
+        multiply_tile(kernels, p, p.place(tiles + t, kernels.tile), row_begin, rows, both + width * element, 2 * width);
         current_isa().silu_and_mul({both, out, 2 * width, p.size, width, width, p.op.dtype}, 0, rows);
     }
 }
@@ -212,9 +195,8 @@ Range ahead_of(const int64_t* s, int64_t thread, int64_t threads) {
     const int tile = current_qisa().blocks.tile;
     const int64_t tiles = p.tiles(tile), first = tiles * thread / threads;
     if (first >= tiles) return {nullptr, 0};
-    const char* begin = place_of(p, first, tile).weight;
-    const Place last = place_of(p, tiles - 1, tile);
-    return {begin, last.weight - begin};
+    const char* begin = p.place(first, tile).weight;
+    return {begin, p.place(tiles - 1, tile).weight - begin};
 }
 
 }  // namespace

@@ -10,7 +10,8 @@
 //     part      [tiles][blocks] block
 //     block     head[tile] fields  |  groups of 32 k:  sub[tile] bytes ...  |  rows of 32-bit lanes [tile] ...
 //
-//     head      d, for q4_1 and q5_1 also m, for q4_k and q5_k also d' (float16 each); mxfp4: the exponent's byte
+//     head      d, for q4_1 and q5_1 also m, for q4_k and q5_k also d' (float16 each); mxfp4: the exponent's byte;
+//               e4m3: float32
 //     sub       q4_k, q5_k: scale, minimum; q3_k, q6_k: scales of the two halves; iq4_xs: scale
 //     lanes     row r of four: nibbles of k = 8r + i in the low half of byte i, of k = 8r + 4 + i in its high half
 //               q5_k, q5_0, q5_1: one more row: bit j of byte i is the fifth bit of k = 4j + i
@@ -18,6 +19,7 @@
 //               q3_k: three rows instead: two with the lower bits, as the upper ones of q6_k; one with the third bits, as
 //               the fifth ones of q5_k
 //               q8_0: eight rows instead: byte i of row j is k = 4j + i, value + 128
+//               e4m3: likewise, the 8-bit float; no format of a file, blocks of 128 values, for weight-only kernels
 //
 // So four k of one column become the bytes of a lane with a shift and a mask: the form of the byte dot products.
 //
@@ -30,7 +32,9 @@
 
 namespace mvllm {
 
-enum BlockFormat : int32_t { Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, Q5_0, Q5_1, Q3_K, IQ4_NL, IQ4_XS, NUM_BLOCK_FORMATS };
+enum BlockFormat : int32_t {
+    Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, Q5_0, Q5_1, Q3_K, IQ4_NL, IQ4_XS, E4M3, NUM_BLOCK_FORMATS
+};
 
 constexpr int BLOCK_GROUP = 32;  // k that share a scale of x; a group of the weight
 
@@ -45,6 +49,7 @@ struct BlockLayout {
 constexpr BlockLayout BLOCK_LAYOUTS[NUM_BLOCK_FORMATS] = {
     {18, 1, 2, 0, 4}, {20, 1, 4, 0, 4}, {34, 1, 2, 0, 8}, {144, 8, 4, 2, 4}, {176, 8, 4, 2, 5}, {210, 8, 2, 2, 6}, {17, 1, 1, 0, 4},
     {22, 1, 2, 0, 5}, {24, 1, 4, 0, 5}, {110, 8, 2, 2, 3}, {18, 1, 2, 0, 4}, {136, 8, 2, 1, 4},
+    {128, 4, 4, 0, 8},
 };
 
 // Columns with one format. Mirrored in Python.
@@ -53,6 +58,30 @@ struct BlockPart {
     int64_t offset;  // of its first tile, in bytes
     int64_t column, columns;
 };
+
+inline int64_t tiles_of(const BlockPart& part, int tile) { return (part.columns + tile - 1) / tile; }
+
+inline int64_t tiles_of(const BlockPart* parts, int64_t num_parts, int tile) {
+    int64_t all = 0;
+    for (int64_t i = 0; i < num_parts; ++i) all += tiles_of(parts[i], tile);
+    return all;
+}
+
+// Where tile `index` of a packed weight is; `columns` are the tile's.
+struct BlockPlace {
+    const char* weight;
+    int64_t column;
+    int32_t format, columns;
+};
+
+inline BlockPlace place_of(const char* weight, const BlockPart* part, int64_t in_features, int64_t index, int tile) {
+    for (int64_t tiles; index >= (tiles = tiles_of(*part, tile)); ++part) index -= tiles;
+    const BlockLayout& layout = BLOCK_LAYOUTS[part->format];
+    const int64_t bytes = in_features / (layout.groups * BLOCK_GROUP) * layout.block() * tile;
+    const int64_t columns = part->columns - index * tile;
+    return {weight + part->offset + index * bytes, part->column + index * tile, int32_t(part->format),
+            int32_t(columns < tile ? columns : tile)};
+}
 
 // A run of 32 values of x that were rounded to int8: their scale, and the sums of the rounded values.
 struct BlockInput {
@@ -75,6 +104,16 @@ struct BlockTile {
     int32_t format, columns;
 };
 
+// Rows of x for products with 8-bit floats. `size` and `run` are multiples of 32.
+struct Float8Inputs {
+    const void* x;  // rows `x_stride` elements apart
+    int64_t x_stride, size, padded;  // elements of a row, and with the zeros behind them
+    int64_t run;                     // elements that share a scale
+    int32_t dtype;
+    bool rounds, dynamic;  // to 8-bit floats; with scales by the largest magnitude of each run
+    float scale;           // of all rows, where not `dynamic`
+};
+
 constexpr int BLOCK_ROWS = 96;  // most rows that one call of a kernel takes
 
 struct BlockKernels {
@@ -86,6 +125,8 @@ struct BlockKernels {
     void (*convert)(const void* x, int64_t x_stride, int32_t in_features, int32_t dtype, float* out, int64_t stride,
                     int64_t rows);
     void (*weight_only)(const BlockRows&, const BlockTile&, int64_t row, int rows);
+    // Rows of x as float32 with zeros behind them, rounded to 8-bit floats where wanted.
+    void (*convert_float8)(const Float8Inputs&, float* out, int64_t stride, int64_t rows);
     int32_t tile;
 };
 

@@ -405,16 +405,23 @@ INLINE void block_float_group(int rows, const float* panel, int size, const floa
     }
 }
 
+#include "block_float8_tile.h"
+
 static void block_weight_only(const BlockRows& op, const BlockTile& tile, int64_t row, int rows) {
     static constexpr void (*unpack[NUM_BLOCK_FORMATS])(const char*, int, int, float*) = {
         unpack_float_panel<FormatQ4_0>, unpack_float_panel<FormatQ4_1>, unpack_float_panel<FormatQ8_0>,
         unpack_float_panel<FormatQ4_K>, unpack_float_panel<FormatQ5_K>, unpack_float_panel<FormatQ6_K>,
         unpack_float_panel<FormatMXFP4>, unpack_float_panel<FormatQ5_0>, unpack_float_panel<FormatQ5_1>,
         unpack_float_panel<FormatQ3_K>, unpack_float_panel<FormatIQ4_NL>, unpack_float_panel<FormatIQ4_XS>,
+        unpack_float8_panel,
     };
     alignas(64) float sums[BLOCK_ROWS * BTILE], panel[BLOCK_FLOAT_PIECE * BLOCK_GROUP * BTILE];
     const int groups = op.in_features / BLOCK_GROUP, teams = (rows + BMR - 1) / BMR;
     const float* x = static_cast<const float*>(op.x) + row * op.x_stride;
+    if (tile.format == E4M3 && rows <= 2) {
+        (rows == 1 ? float8_direct<1> : float8_direct<2>)(op, tile.weight, row, sums);
+        return store_block_tile(tile, sums, rows, op.dtype);
+    }
     for (int i = 0; i < rows * BTILE; i += LANES) store(sums + i, vf{});
     for (int first = 0; first < groups; first += BLOCK_FLOAT_PIECE) {
         const int count = least(BLOCK_FLOAT_PIECE, groups - first);
@@ -429,4 +436,5 @@ static void block_weight_only(const BlockRows& op, const BlockTile& tile, int64_
     store_block_tile(tile, sums, rows, op.dtype);
 }
 
-constexpr BlockKernels block_kernels = {block_quantize, block_int8, block_convert, block_weight_only, BTILE};
+constexpr BlockKernels block_kernels = {block_quantize, block_int8, block_convert, block_weight_only,
+                                       block_convert_float8, BTILE};

@@ -169,4 +169,39 @@ void mvllm_cpu_block_pack(const uint8_t* data, int64_t stride, char* packed, int
     });
 }
 
+// `codes` has a row of 8-bit floats for each column, `stride` bytes apart; they are rows [first_row, ...) of a matrix whose
+// `scales`, rows `scales_stride` elements apart, each hold for `block_rows` by `block_columns` elements. Columns of a block are
+// a multiple of 128, or all `in_features`. `packed` holds zeros before.
+void mvllm_cpu_float8_pack(const uint8_t* codes, int64_t stride, const float* scales, int64_t scales_stride,
+                           int64_t block_rows, int64_t block_columns, int64_t first_row, char* packed, int64_t columns,
+                           int64_t in_features) {
+    const BlockLayout& layout = BLOCK_LAYOUTS[E4M3];
+    const int tile = current_qisa().blocks.tile;
+    const int64_t values = layout.groups * BLOCK_GROUP, blocks = (in_features + values - 1) / values;
+    const int64_t tiles = (columns + tile - 1) / tile;
+    auto pack = [&](int64_t t) {
+        for (int64_t c = 0; c < std::min<int64_t>(tile, columns - t * tile); ++c) {
+            const int64_t row = t * tile + c;
+            const float* of_row = scales + (first_row + row) / block_rows * scales_stride;
+            for (int64_t b = 0; b < blocks; ++b) {
+                uint8_t block[128] = {};
+                const int64_t k = b * values;
+                std::memcpy(block, codes + row * stride + k, size_t(std::min(values, in_features - k)));
+                char* to = packed + (t * blocks + b) * layout.block() * tile;
+                // A product with NaN is NaN, whatever x is: the kernels find it in the scale.
+                const bool has_nan = std::any_of(block, block + values, [](uint8_t code) { return (code & 127) == 127; });
+                const float scale = has_nan ? __builtin_nanf("") : of_row[k / block_columns];
+                std::memcpy(to + 4 * c, &scale, 4);
+                to += layout.head * tile;
+                for (int g = 0; g < layout.groups; ++g)
+                    for (int lane = 0; lane < layout.rows; ++lane, to += 4 * tile)
+                        std::memcpy(to + 4 * c, block + g * BLOCK_GROUP + 4 * lane, 4);
+            }
+        }
+    };
+    divide_range(tiles < 8 ? 1 : team_size(), tiles, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) pack(t);
+    });
+}
+
 }  // extern "C"

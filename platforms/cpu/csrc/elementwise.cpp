@@ -105,7 +105,7 @@ using namespace mvllm;
 
 extern "C" {
 
-int mvllm_cpu_abi_version() { return 10; }
+int mvllm_cpu_abi_version() { return 12; }
 
 const char* mvllm_cpu_isa() { return current_isa().name; }
 

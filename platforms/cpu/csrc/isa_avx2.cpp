@@ -36,6 +36,7 @@ const Isa isa_avx2 = {
     avx2::linear_tile,
     avx2::bf16_dot,
     avx2::moe_combine,
+    avx2::clamped_gate,
 };
 }  // namespace mvllm
 #endif

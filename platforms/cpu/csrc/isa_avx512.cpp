@@ -36,6 +36,7 @@ const Isa isa_avx512 = {
     avx512::linear_tile,
     avx512::bf16_dot,
     avx512::moe_combine,
+    avx512::clamped_gate,
 };
 }  // namespace mvllm
 #endif

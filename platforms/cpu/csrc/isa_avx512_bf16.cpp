@@ -36,6 +36,7 @@ const Isa isa_avx512_bf16 = {
     avx512_bf16::linear_tile,
     avx512_bf16::bf16_dot,
     avx512_bf16::moe_combine,
+    avx512_bf16::clamped_gate,
 };
 }  // namespace mvllm
 #endif

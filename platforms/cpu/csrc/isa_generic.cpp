@@ -28,5 +28,6 @@ const Isa isa_generic = {
     generic::linear_tile,
     generic::bf16_dot,
     generic::moe_combine,
+    generic::clamped_gate,
 };
 }  // namespace mvllm

@@ -37,6 +37,7 @@ const Isa isa_neon_bf16 = {
     neon_bf16::linear_tile,
     neon_bf16::bf16_dot,
     neon_bf16::moe_combine,
+    neon_bf16::clamped_gate,
 };
 }  // namespace mvllm
 #endif

@@ -146,6 +146,12 @@ struct SiluAndMul {
     int32_t dtype;
 };
 
+// out[i] = (u + 1) * g * sigmoid(alpha * g), where g = min(x[i], limit) and u is x[up + i], at least -limit and at most limit.
+struct ClampedGate {
+    SiluAndMul rows;
+    float alpha, limit;
+};
+
 // values[i] = the largest of row i, ids[i] = where it is first. A NaN is larger than anything.
 struct Argmax {
     const void* x;  // rows `x_stride` elements apart
@@ -208,6 +214,7 @@ struct Isa {
     int32_t linear_tile;
     bool bf16_dot;
     void (*moe_combine)(const MoeCombine&, int64_t token_begin, int64_t token_end);
+    void (*clamped_gate)(const ClampedGate&, int64_t row_begin, int64_t row_end);
 };
 
 extern const Isa isa_generic;

@@ -19,10 +19,11 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
-#include <vector>
 
 #include "kernels.h"
+#include "moe_routing.h"
 #include "team.h"
+#include "thread_buffer.h"
 
 extern "C" {
 int64_t mvllm_cpu_linear_packed_size(int64_t out_features, int64_t in_features, int dtype);
@@ -34,11 +35,7 @@ namespace mvllm {
 namespace {
 
 constexpr int64_t SERIAL_WORK = 1 << 18;    // multiply-adds below which waking other threads costs more than it saves
-constexpr int64_t BUFFER_BYTES = 64 << 20;  // rows of the tokens that are processed together
-constexpr int64_t FEWEST_TOKENS = 256;
 constexpr int64_t MOST_COLUMNS = 64;  // no instruction set has a wider `linear_tile`
-
-int element_size(int dtype) { return dtype == F32 ? 4 : 2; }
 
 // The layout of a weight [rows, in_features] in panels, each packed separately.
 struct Panels {
@@ -77,44 +74,6 @@ struct RowFormat {
     }
 };
 
-// Rows of one expert that are processed together.
-struct Block {
-    int32_t expert;
-    int64_t begin, end;  // pairs
-};
-
-struct Routing {
-    std::vector<int32_t> tokens;     // of each pair
-    std::vector<int32_t> positions;  // [tokens, top_k]: pairs of each token, by rising expert
-    std::vector<float> weights;      // likewise
-    std::vector<Block> blocks;
-
-    Routing(const int64_t* ids, const float* chosen, int64_t num_tokens, int64_t top_k, int64_t experts)
-        : tokens(size_t(num_tokens * top_k)), positions(tokens.size()), weights(tokens.size()) {
-        std::vector<int64_t> next(size_t(experts) + 1, 0);
-        for (size_t i = 0; i < tokens.size(); ++i) ++next[size_t(ids[i]) + 1];
-        for (int64_t e = 0; e < experts; ++e) {
-            const int64_t begin = next[size_t(e)], n = next[size_t(e) + 1];
-            const int64_t parts = (n + LINEAR_ROWS - 1) / LINEAR_ROWS;
-            for (int64_t p = 0; p < parts; ++p)
-                blocks.push_back({int32_t(e), begin + n * p / parts, begin + n * (p + 1) / parts});
-            next[size_t(e) + 1] += begin;
-        }
-        std::vector<std::pair<int64_t, float>> of_token(static_cast<size_t>(top_k));
-        for (int64_t t = 0; t < num_tokens; ++t) {
-            const int64_t first = t * top_k;
-            for (int64_t k = 0; k < top_k; ++k) of_token[size_t(k)] = {ids[first + k], chosen[first + k]};
-            std::sort(of_token.begin(), of_token.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-            for (int64_t k = 0; k < top_k; ++k) {
-                const int64_t pair = next[size_t(of_token[size_t(k)].first)]++;
-                tokens[size_t(pair)] = int32_t(t);
-                positions[size_t(first + k)] = int32_t(pair);
-                weights[size_t(first + k)] = of_token[size_t(k)].second;
-            }
-        }
-    }
-};
-
 struct Moe {
     const char* x;
     int64_t x_stride;
@@ -125,24 +84,11 @@ struct Moe {
     char* out;
     int64_t experts, top_k, hidden, inner;
     int dtype;
+    bool clamped;
+    const char* gate_up_bias;  // [experts, 2 * inner] or null
+    const char* down_bias;     // [experts, hidden] or null
+    float alpha, limit;        // where `clamped`
 };
-
-// Memory that a thread reuses in later calls, because allocating new pages would cost more than the computation.
-struct Buffer {
-    std::unique_ptr<char[]> data;
-    int64_t size = 0;
-
-    char* get(int64_t bytes) {
-        if (bytes > size) {
-            data.reset();
-            data.reset(new char[size_t(bytes) + 64]);
-            size = bytes;
-        }
-        return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(data.get()) + 63) / 64 * 64);
-    }
-};
-
-int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
     const int element = element_size(op.dtype);
@@ -154,7 +100,8 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
 
     // The rows of x have been read before those of `down` are written, so both use the same memory.
     thread_local Buffer kept;
-    char* const rows = kept.get(aligned(pairs * x_bytes) + aligned(pairs * act_bytes) + (mid.as_is ? 0 : pairs * mid.bytes));
+    char* const rows =
+        kept.at_least(size_t(aligned(pairs * x_bytes) + aligned(pairs * act_bytes) + (mid.as_is ? 0 : pairs * mid.bytes)));
     char* const act = rows + aligned(pairs * x_bytes);
     char* const wide = mid.as_is ? act : act + aligned(pairs * act_bytes);
     const int64_t wide_stride = mid.as_is ? op.inner : mid.elements;
@@ -186,11 +133,20 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
         alignas(64) char gated[LINEAR_ROWS * MOST_COLUMNS / 2 * 4];
         const int64_t column = panel * gate_up.width;
         const int64_t n = std::min(gate_up.width, op.inner - column), height = block.end - block.begin;
+        alignas(64) char bias[MOST_COLUMNS * 4];
+        if (op.gate_up_bias)
+            for (int half = 0; half < 2; ++half)
+                std::memcpy(bias + half * n * element,
+                            op.gate_up_bias + ((block.expert * 2 + half) * op.inner + column) * element, size_t(n * element));
         const Linear product{rows + block.begin * in.bytes, op.gate_up + block.expert * gate_up.expert_bytes() +
-                             panel * gate_up.panel_bytes, nullptr, sums, in.elements, int32_t(op.hidden),
-                             int32_t(2 * n), op.dtype};
+                             panel * gate_up.panel_bytes, op.gate_up_bias ? bias : nullptr, sums, in.elements,
+                             int32_t(op.hidden), int32_t(2 * n), op.dtype};
         isa.linear(product, 0, height, 0, (2 * n + STRIP - 1) / STRIP);
-        isa.silu_and_mul(SiluAndMul{sums, gated, 2 * n, n, n, n, op.dtype}, 0, height);
+        const SiluAndMul gates{sums, gated, 2 * n, n, n, n, op.dtype};
+        if (op.clamped)
+            isa.clamped_gate(ClampedGate{gates, op.alpha, op.limit}, 0, height);
+        else
+            isa.silu_and_mul(gates, 0, height);
         for (int64_t m = 0; m < height; ++m)
             std::memcpy(act + (block.begin + m) * act_bytes + column * element, gated + m * n * element,
                         size_t(n * element));
@@ -205,8 +161,9 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
         const int64_t column = panel * down.width;
         const int64_t n = std::min(down.width, op.hidden - column), height = block.end - block.begin;
         const Linear product{wide + block.begin * mid.bytes, op.down + block.expert * down.expert_bytes() +
-                             panel * down.panel_bytes, nullptr, sums, wide_stride, int32_t(op.inner), int32_t(n),
-                             op.dtype};
+                             panel * down.panel_bytes,
+                             op.down_bias ? op.down_bias + (block.expert * op.hidden + column) * element : nullptr, sums,
+                             wide_stride, int32_t(op.inner), int32_t(n), op.dtype};
         isa.linear(product, 0, height, 0, (n + STRIP - 1) / STRIP);
         for (int64_t m = 0; m < height; ++m)
             std::memcpy(rows + ((block.begin + m) * op.hidden + column) * element, sums + m * n * element,
@@ -215,6 +172,19 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
     const MoeCombine combine{rows, routing.positions.data(), routing.weights.data(), op.out, op.hidden, op.hidden,
                              int32_t(op.top_k), op.dtype};
     divide_range(threads, num_tokens, [&](int64_t begin, int64_t end) { isa.moe_combine(combine, begin, end); });
+}
+
+// All tokens, as many at a time as buffers hold.
+void run_all(const Moe& op, int64_t tokens) {
+    const int64_t element = element_size(op.dtype), most = tokens_at_once(op.top_k * (op.hidden + 2 * op.inner) * 4);
+    for (int64_t first = 0; first < tokens; first += most) {
+        Moe part = op;
+        part.x += first * op.x_stride * element;
+        part.ids += first * op.top_k;
+        part.weights += first * op.top_k;
+        part.out += first * op.hidden * element;
+        run(current_isa(), part, std::min(most, tokens - first));
+    }
 }
 
 // Packs one expert. Panel `p` consists of columns [p * width, ...) of each of `parts` adjacent matrices
@@ -273,24 +243,19 @@ void mvllm_cpu_moe_pack(int is_down, const void* weights, void* packed, int64_t 
 void mvllm_cpu_moe(const void* x, int64_t x_stride, const void* gate_up, const void* down, const int64_t* ids,
                    const float* weights, void* out, int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden,
                    int64_t inner, int dtype) {
-    const int64_t element = element_size(dtype);
-    const int64_t token_bytes = top_k * (hidden + 2 * inner) * 4;
-    const int64_t most = std::max(FEWEST_TOKENS, BUFFER_BYTES / token_bytes);
-    for (int64_t first = 0; first < tokens; first += most) {
-        const Moe part{static_cast<const char*>(x) + first * x_stride * element,
-                       x_stride,
-                       static_cast<const char*>(gate_up),
-                       static_cast<const char*>(down),
-                       ids + first * top_k,
-                       weights + first * top_k,
-                       static_cast<char*>(out) + first * hidden * element,
-                       experts,
-                       top_k,
-                       hidden,
-                       inner,
-                       dtype};
-        run(current_isa(), part, std::min(most, tokens - first));
-    }
+    run_all({static_cast<const char*>(x), x_stride, static_cast<const char*>(gate_up), static_cast<const char*>(down), ids,
+             weights, static_cast<char*>(out), experts, top_k, hidden, inner, dtype, false, nullptr, nullptr, 0, 0},
+            tokens);
+}
+
+// The same with clamped gates, see ClampedGate, and biases [experts, 2 * inner] and [experts, hidden].
+void mvllm_cpu_clamped_moe(const void* x, int64_t x_stride, const void* gate_up, const void* gate_up_bias, const void* down,
+                           const void* down_bias, const int64_t* ids, const float* weights, void* out, int64_t tokens,
+                           int64_t experts, int64_t top_k, int64_t hidden, int64_t inner, float alpha, float limit, int dtype) {
+    run_all({static_cast<const char*>(x), x_stride, static_cast<const char*>(gate_up), static_cast<const char*>(down), ids,
+             weights, static_cast<char*>(out), experts, top_k, hidden, inner, dtype, true,
+             static_cast<const char*>(gate_up_bias), static_cast<const char*>(down_bias), alpha, limit},
+            tokens);
 }
 
 }  // extern "C"

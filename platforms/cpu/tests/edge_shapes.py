@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
+from typing import Any
 
 import torch
 from platforms.cpu.tests.dense_attention import make_case, run
 
-from mvllm.plugin_api import QuantizedWeight
+from mvllm.plugin_api import BlockQuantizedWeight, Float8Weight, QuantizedWeight
 from mvllm.testing.attention_cases import make_spec
 from mvllm.testing.block_quantized_cases import block_quantized_weight
 from mvllm_cpu import kernels
@@ -23,6 +24,7 @@ from mvllm_cpu.moe import Moe
 from mvllm_cpu.ops import KernelOps
 from mvllm_cpu.paged_attention import DTYPES, SCALED_DTYPES, PagedAttention
 from mvllm_cpu.quantized_linear import QuantizedLinear
+from mvllm_cpu.quantized_moe import QuantizedMoe
 from mvllm_cpu.shared_memory_communicator import SharedGroup
 
 REQUESTS = [(0, 19), (100, 1), (15, 1), (16, 1), (140, 5), (0, 1), (300, 1)]
@@ -103,7 +105,38 @@ def experts() -> None:
         packed = op.pack(weights)
         for rows in (0, 1, 3, 40):
             ids = torch.stack([torch.randperm(5)[:2] for _ in range(rows)]) if rows else torch.empty(0, 2).long()
-            op.moe(torch.randn(rows, hidden).to(dtype), *packed, ids, torch.rand(rows, 2))
+            x, chosen = torch.randn(rows, hidden).to(dtype), (ids, torch.rand(rows, 2))
+            op.moe(x, *packed, *chosen)
+            biases = torch.randn(5, 2 * inner).to(dtype), torch.randn(5, hidden).to(dtype)
+            op.clamped_moe(x, packed[0], biases[0], packed[1], biases[1], *chosen, 1.7, 1.0)
+
+
+def quantized_experts() -> None:
+    op = QuantizedMoe(kernels.load().library)
+    integers = [(8, 40, True), (4, 8, False), (4, 8, True)]  # bits, group_size, int8_activations
+    for dtype, kind in itertools.product(DTYPES.values(), ("q4_k", "mxfp4", "dynamic", *integers)):
+        hidden, inner = (40, 33) if isinstance(kind, tuple) else (256, 256) if kind != "dynamic" else (160, 96)
+
+        def weight(rows: int, columns: int, kind: Any = kind) -> QuantizedWeight | BlockQuantizedWeight | Float8Weight:
+            if kind == "dynamic":
+                codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
+                scales = torch.rand(-(-rows // 128), -(-columns // 128))
+                return Float8Weight(codes, scales, 128, 128, kind)
+            if isinstance(kind, str):
+                return block_quantized_weight(((kind, rows),), columns, int8_activations=True)
+            bits, group_size, int8_activations = kind
+            group_size = min(group_size, columns) if bits == 4 else columns
+            scales = torch.rand(rows, -(-columns // group_size))
+            values = torch.randint(-8, 8, (rows, columns)).to(torch.int8)
+            return QuantizedWeight(values, scales, None, group_size, bits, int8_activations)
+
+        packed = op.pack(([weight(2 * inner, hidden)] * 5, [weight(hidden, inner)] * 5))
+        biases = torch.randn(5, 2 * inner).to(dtype), torch.randn(5, hidden).to(dtype)
+        for rows in (0, 1, 3, 40):
+            ids = torch.stack([torch.randperm(5)[:2] for _ in range(rows)]) if rows else torch.empty(0, 2).long()
+            chosen, x = (ids, torch.rand(rows, 2)), torch.randn(rows, hidden).to(dtype)
+            op.quantized_moe(x, packed[0], None, packed[1], None, *chosen, None, None)
+            op.quantized_moe(x, packed[0], biases[0], packed[1], biases[1], *chosen, 1.7, 1.0)
 
 
 def elementwise() -> None:
@@ -149,6 +182,7 @@ if __name__ == "__main__":
         "quantized",
         "block_quantized",
         "experts",
+        "quantized_experts",
         "elementwise",
         "shared_sum",
     ):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from mvllm.ops.moe import clamped_moe as clamped_reference
 from mvllm.ops.moe import moe as reference
 from mvllm_cpu import kernels
-from mvllm_cpu.moe import Moe, clamped_moe
+from mvllm_cpu.moe import Moe
 
 LOADED = kernels.load()
 pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LOADED.reason}")
@@ -136,21 +136,27 @@ def test_more_tokens_than_are_handled_together(op):
     assert op.moe(x[:0], *ready, ids[:0], weights[:0]).shape == (0, 1024)
 
 
+@pytest.mark.parametrize("sizes", SIZES[:3], ids=lambda sizes: f"{sizes[0]}x{sizes[1]}")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_clamped_experts_are_those_of_the_reference_and_others_are_not_read(dtype):
-    gate_up, down = experts(8, 64, 32, dtype)
-    biases = random(8, 64, dtype=dtype, seed=3), random(8, 64, dtype=dtype, seed=4)
-    x, chosen = random(50, 64, dtype=dtype, scale=3.0), routing(50, 8, 2, among=[1, 2, 4, 6])
+def test_clamped_experts_are_those_of_the_reference_and_others_are_not_read(op, dtype, sizes):
+    hidden, inner = sizes
+    gate_up, down = experts(8, hidden, inner, dtype)
+    biases = random(8, 2 * inner, dtype=dtype, seed=3), random(8, hidden, dtype=dtype, seed=4)
+    x, chosen = random(50, hidden, dtype=dtype, scale=3.0), routing(50, 8, 2, among=[1, 2, 4, 6])
     settings = (*chosen, 1.702, 1.5)
     wanted = clamped_reference(*(t.double() for t in (x, gate_up, biases[0], down, biases[1])), *settings)
     unclamped = clamped_reference(x, gate_up, biases[0], down, biases[1], *chosen, 1.702, 100.0)
     assert (unclamped.double() - wanted).abs().max() > 0.1 * wanted.abs().max(), "no input reaches the limit"
     for e in (0, 3, 5, 7):
         gate_up[e], down[e] = float("nan"), float("nan")
-    found = clamped_moe(x, gate_up, biases[0], down, biases[1], *settings)
+    ready = packed(op, (gate_up, down))
+    found = op.clamped_moe(x, ready[0], biases[0], ready[1], biases[1], *settings)
     assert_close(found, wanted, dtype)
-    no_tokens = (x[:0], gate_up, biases[0], down, biases[1], *(part[:0] for part in chosen), 1.702, 1.5)
-    assert clamped_moe(*no_tokens).shape == (0, 64)
+    ids, weights = (part[7:8] for part in chosen)
+    alone = op.clamped_moe(x[7:8], ready[0], biases[0], ready[1], biases[1], ids, weights, 1.702, 1.5)
+    assert torch.equal(alone, found[7:8])
+    no_tokens = (x[:0], ready[0], biases[0], ready[1], biases[1], *(part[:0] for part in chosen), 1.702, 1.5)
+    assert op.clamped_moe(*no_tokens).shape == (0, hidden)
 
 
 def test_packing_takes_the_memory_of_the_loaded_weights_over(op):

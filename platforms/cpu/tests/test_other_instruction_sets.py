@@ -20,7 +20,7 @@ pytestmark = [
 ]
 FILES = {
     "isa": ("test_linear.py", "test_moe.py"),
-    "quantized_isa": ("test_quantized_linear.py", "test_block_quantized_linear.py"),
+    "quantized_isa": ("test_quantized_linear.py", "test_block_quantized_linear.py", "test_quantized_moe.py"),
 }
 """By what the opened kernels say that they run with."""
 NAMES = {"isa": ISAS.split(", "), "quantized_isa": QUANTIZED_ISAS.split(", ")}

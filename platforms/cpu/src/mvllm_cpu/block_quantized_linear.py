@@ -120,19 +120,29 @@ class BlockQuantizedLinear:
 
     def pack_halves(self, weight: BlockQuantizedWeight) -> PackedBlockWeight:
         """The same, with parts cut so that the two halves of the rows have parts of the same sizes."""
-        half = weight.shape[0] // 2
-        ends, row = {half}, 0
-        for part in weight.parts:
-            row += len(part.data)
-            ends |= {row, row - half, row + half}
-        cuts = sorted(end for end in ends if 0 < end < 2 * half)
-        parts: list[BlockQuantizedPart] = []
-        first = 0
-        for part in weight.parts:
-            inner = [cut - first for cut in cuts if first < cut < first + len(part.data)]
-            parts += [BlockQuantizedPart(part.format, piece) for piece in part.data.tensor_split(inner)]
-            first += len(part.data)
-        return self._packed(weight, parts)
+        return self._packed(weight, halves_of(weight))
+
+    def layout(self, parts: Sequence[BlockQuantizedPart], in_features: int) -> tuple[torch.Tensor, int]:
+        """Where the packed parts of a weight are.
+
+        Returns:
+            [parts, 4], int64, see PackedBlockWeight; and the bytes of all parts, a multiple of ALIGNMENT.
+        """
+        table, size, column = [], 0, 0
+        for part in parts:
+            code, rows = FORMATS.index(part.format), len(part.data)
+            table.append((code, size, column, rows))
+            size += -(-self._packed_size(rows, in_features, code) // ALIGNMENT) * ALIGNMENT
+            column += rows
+        return torch.tensor(table), size
+
+    def pack_parts(
+        self, parts: Sequence[BlockQuantizedPart], in_features: int, layout: torch.Tensor, to: torch.Tensor
+    ) -> None:
+        """Packs parts as `layout` says into `to`, uint8, which holds zeros before."""
+        for part, (code, offset, _, rows) in zip(parts, layout.tolist(), strict=True):
+            blocks = rows_of(part.data)
+            self._pack(blocks.data_ptr(), blocks.stride(0), to.data_ptr() + offset, rows, in_features, code)
 
     def block_quantized_linear(
         self, x: torch.Tensor, weight: PackedBlockWeight, bias: torch.Tensor | None
@@ -165,19 +175,11 @@ class BlockQuantizedLinear:
         return out
 
     def _packed(self, weight: BlockQuantizedWeight, parts: Sequence[BlockQuantizedPart]) -> PackedBlockWeight:
-        in_features = weight.in_features
-        table, size, column = [], 0, 0
-        for part in parts:
-            code, rows = FORMATS.index(part.format), len(part.data)
-            table.append((code, size, column, rows))
-            size += -(-self._packed_size(rows, in_features, code) // ALIGNMENT) * ALIGNMENT
-            column += rows
+        layout, size = self.layout(parts, weight.in_features)
         data = self._pool.zeros(size, torch.uint8)
-        for part, (code, offset, _, rows) in zip(parts, table, strict=True):
-            blocks = rows_of(part.data)
-            to = data.data_ptr() + offset
-            self._pack(blocks.data_ptr(), blocks.stride(0), to, rows, in_features, code)
-        return PackedBlockWeight(data, torch.tensor(table), column, in_features, weight.int8_activations, weight.dtype)
+        self.pack_parts(parts, weight.in_features, layout, data)
+        columns, in_features = weight.shape
+        return PackedBlockWeight(data, layout, columns, in_features, weight.int8_activations, weight.dtype)
 
     def _call(
         self, kernel: Kernel, x: torch.Tensor, weight: PackedBlockWeight, bias: torch.Tensor | None, size: int
@@ -199,3 +201,20 @@ class BlockQuantizedLinear:
             DTYPE_CODES[x.dtype],
         )
         return out
+
+
+def halves_of(weight: BlockQuantizedWeight) -> list[BlockQuantizedPart]:
+    """The parts of a weight, cut so that the two halves of its rows have parts of the same sizes."""
+    half = weight.shape[0] // 2
+    ends, row = {half}, 0
+    for part in weight.parts:
+        row += len(part.data)
+        ends |= {row, row - half, row + half}
+    cuts = sorted(end for end in ends if 0 < end < 2 * half)
+    parts: list[BlockQuantizedPart] = []
+    first = 0
+    for part in weight.parts:
+        inner = [cut - first for cut in cuts if first < cut < first + len(part.data)]
+        parts += [BlockQuantizedPart(part.format, piece) for piece in part.data.tensor_split(inner)]
+        first += len(part.data)
+    return parts

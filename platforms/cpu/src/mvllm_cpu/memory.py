@@ -24,9 +24,14 @@ _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)")
 
 
 class Pool:
-    """Zeroed memory for many tensors smaller than a huge page, several per huge page."""
+    """Zeroed memory for many tensors, several per huge page.
 
-    def __init__(self) -> None:
+    Args:
+        chunk_bytes: Memory that is mapped at a time. Tensors of a quarter of it or more have a mapping of their own.
+    """
+
+    def __init__(self, chunk_bytes: int = POOL_BYTES) -> None:
+        self._chunk_bytes = chunk_bytes
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,10 +41,10 @@ class Pool:
             MemoryError: As for the function `zeros`.
         """
         size = count * dtype.itemsize
-        if size >= HUGE_PAGE:
+        if size >= self._chunk_bytes // 4:
             return zeros((count,), dtype)
         if self._chunk.numel() < size:
-            self._chunk = zeros((POOL_BYTES,), torch.uint8)
+            self._chunk = zeros((self._chunk_bytes,), torch.uint8)
         taken, self._chunk = self._chunk[:size], self._chunk[-(-size // 64) * 64 :]
         return taken.view(dtype)
 

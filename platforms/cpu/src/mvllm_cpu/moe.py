@@ -2,8 +2,6 @@
 
 Weights are packed once, after loading, expert by expert and in place: there is never a second copy of them. A token's
 result depends neither on the other tokens nor on their number.
-
-Experts with biases and clamped gates have no kernel: torch computes them, but only those that were chosen.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from mvllm.plugin_api import OpProvider
 from mvllm_cpu import workspace
@@ -32,7 +29,7 @@ class PackedExperts:
 
 
 class Moe:
-    """The operation, bound to the opened library."""
+    """The operations, bound to the opened library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, length, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -45,12 +42,14 @@ class Moe:
         sizes = (length, length, length, length, length, number)
         moe = (pointer, length, pointer, pointer, pointer, pointer, pointer, *sizes)
         self._moe = Kernel(library, "mvllm_cpu_moe", moe)
+        clamped = (pointer, length, *(pointer,) * 7, *sizes[:-1], ctypes.c_float, ctypes.c_float, number)
+        self._clamped_moe = Kernel(library, "mvllm_cpu_clamped_moe", clamped)
 
     def providers(self) -> Sequence[OpProvider]:
         """One for each kind of experts."""
         return (
             OpProvider("moe", PROVIDER, self.moe, supports, prepare=self.pack),
-            OpProvider("clamped_moe", PROVIDER, clamped_moe, supports),
+            OpProvider("clamped_moe", PROVIDER, self.clamped_moe, supports, prepare=self.pack),
         )
 
     def pack(self, weights: tuple[torch.Tensor, torch.Tensor]) -> tuple[PackedExperts, PackedExperts]:
@@ -96,24 +95,40 @@ class Moe:
         )
         return out
 
-
-def clamped_moe(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_bias: torch.Tensor,
-    down: torch.Tensor,
-    down_bias: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    alpha: float,
-    limit: float,
-) -> torch.Tensor:
-    """As the reference, with each expert's own tokens; a token's experts are summed in the order of their numbers."""
-    total = torch.zeros(x.shape, dtype=torch.float32)
-    for expert in expert_ids.unique().tolist():
-        tokens, places = (expert_ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[tokens], gate_up[expert], gate_up_bias[expert]).chunk(2, dim=-1)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        result = F.linear((up + 1) * (gate * torch.sigmoid(gate * alpha)), down[expert], down_bias[expert])
-        total.index_add_(0, tokens, result.float() * expert_weights[tokens, places, None])
-    return total.to(x.dtype)
+    def clamped_moe(
+        self,
+        x: torch.Tensor,
+        gate_up: PackedExperts,
+        gate_up_bias: torch.Tensor,
+        down: PackedExperts,
+        down_bias: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        alpha: float,
+        limit: float,
+    ) -> torch.Tensor:
+        """The same with biases and clamped gates."""
+        rows = rows_of(x)
+        out = workspace.empty(x.shape, x.dtype)
+        ids, weights = expert_ids.contiguous(), expert_weights.contiguous()
+        gate_up_bias, down_bias = gate_up_bias.contiguous(), down_bias.contiguous()
+        self._clamped_moe(
+            rows.data_ptr(),
+            rows.stride(0),
+            gate_up.data.data_ptr(),
+            gate_up_bias.data_ptr(),
+            down.data.data_ptr(),
+            down_bias.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            out.data_ptr(),
+            rows.shape[0],
+            down.num_experts,
+            ids.shape[1],
+            rows.shape[1],
+            down.intermediate_size,
+            alpha,
+            limit,
+            DTYPE_CODES[x.dtype],
+        )
+        return out

@@ -137,13 +137,15 @@ class CPUPlatform(Platform):
         from mvllm_cpu.moe import Moe
         from mvllm_cpu.ops import KernelOps
         from mvllm_cpu.quantized_linear import QuantizedLinear
+        from mvllm_cpu.quantized_moe import QuantizedMoe
 
         loaded = kernels.load()
         if loaded.library is None:
             return onednn_linear.providers()
         compiled = (*KernelOps(loaded.library).providers(), *Linear(loaded.library, loaded.isa).providers())
         integers = (*QuantizedLinear(loaded.library).providers(), *BlockQuantizedLinear(loaded.library).providers())
-        return (*compiled, *integers, *Moe(loaded.library).providers(), *onednn_linear.providers())
+        experts = (*Moe(loaded.library).providers(), *QuantizedMoe(loaded.library).providers())
+        return (*compiled, *integers, *experts, *onednn_linear.providers())
 
     def compiler(self) -> CompileBackend:
         from mvllm_cpu import kernels

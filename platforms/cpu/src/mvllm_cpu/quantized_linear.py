@@ -123,6 +123,16 @@ class QuantizedLinear:
 
     def pack(self, weight: QuantizedWeight) -> PackedQuantizedWeight:
         """The weight in the kernels' layout."""
+        return self.pack_into(self._pool, weight)
+
+    def pack_into(self, pool: Pool, weight: QuantizedWeight, *, shares_scales: bool = True) -> PackedQuantizedWeight:
+        """The weight in the kernels' layout, in memory of `pool`.
+
+        Args:
+            pool: Memory.
+            weight: The weight.
+            shares_scales: Whether `block_size` may exceed the group size where the scales allow it, see `_factors`.
+        """
         out_features, in_features = weight.values.shape
         values = rows_of(weight.values)
         scales = weight.scales.float().contiguous()
@@ -131,7 +141,7 @@ class QuantizedLinear:
         # The byte products want bytes; what is packed for them in groups becomes bytes in passing.
         bits = 8 if weight.int8_activations and groups == 1 else weight.bits
         with_factors = bits == 4 and weight.int8_activations
-        if with_factors and MOST_INT8_GROUP % weight.group_size == 0:
+        if shares_scales and with_factors and MOST_INT8_GROUP % weight.group_size == 0:
             per_block = MOST_INT8_GROUP // weight.group_size
             found = _factors(scales, per_block, narrow=True) or _factors(scales, per_block, narrow=False)
             if found is not None:
@@ -143,9 +153,9 @@ class QuantizedLinear:
         tiles, lanes = -(-out_features // self._tile), -(-in_features // depth)
         has_zeros = zero_points is not None or factors is not None
         packed = PackedQuantizedWeight(
-            self._pool.zeros(tiles * lanes * self._tile, torch.int32),
-            self._pool.zeros(tiles * blocks * self._tile, torch.bfloat16 if narrow else torch.float32),
-            self._pool.zeros(tiles * groups * self._tile, torch.int8) if has_zeros else None,
+            pool.zeros(tiles * lanes * self._tile, torch.int32),
+            pool.zeros(tiles * blocks * self._tile, torch.bfloat16 if narrow else torch.float32),
+            pool.zeros(tiles * groups * self._tile, torch.int8) if has_zeros else None,
             out_features,
             in_features,
             weight.group_size,
