@@ -22,13 +22,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_checkpoint("llama-gqa", tmp_path_factory.mktemp("model") / "llama"))
 
 
-def mvllm(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).parent / "mvllm"), *argv]
+def mvllm(*argv: str, stdin: str = "", installed: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs the command's module, which starts quickly as a fork, or the installed script."""
+    module = [sys.executable, "-m", "mvllm.entrypoints.cli.main"]
+    command = [*([str(Path(sys.executable).parent / "mvllm")] if installed else module), *argv]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_generate_prints_text_and_ends_with_speed_and_platform(folder: str) -> None:
-    ran = mvllm("generate", "--model", folder, "--prompt", "Hello", "--max-tokens", "8", "--ignore-eos", *SMALL)
+    ran = mvllm(
+        "generate", "--model", folder, "--prompt", "Hello", "--max-tokens", "8", "--ignore-eos", *SMALL, installed=True
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("Hello")
     last = ran.stdout.rstrip().splitlines()[-1]

@@ -39,7 +39,7 @@ WHICH = (0, 3, 5, 6, 8)
 NUM_TOKENS = 28
 NUM_BLOCKS = MAX_LEN // BLOCK_SIZE
 """Enough for one sequence of the maximum length."""
-SCRIPT = Path(launched_rank.__file__)
+RANK = ["--module", launched_rank.__name__]
 
 
 def launch(world_size: int, arguments: list[str], env: dict[str, str] | None = None) -> tuple[int, str]:
@@ -126,7 +126,7 @@ def test_every_family_gives_the_tokens_of_one_process_on_every_rank(
     }
     job, world_size = tmp_path / "job.json", tp_size * pp_size
     job.write_text(json.dumps({"engines": [job_of(name, **parallel) for name in names]}))
-    code, text = launch(world_size, [str(SCRIPT), str(job), str(tmp_path)])
+    code, text = launch(world_size, [*RANK, str(job), str(tmp_path)])
     assert code == 0, text
     by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
     for rank, results in enumerate(by_rank):
@@ -157,7 +157,7 @@ def test_speculative_ranks_agree_on_the_tokens_of_one_process(tmp_path: Path) ->
     job = tmp_path / "job.json"
     jobs = [job_of(name, **parallel, speculative_config=each) for each in (ngram, itself)]
     job.write_text(json.dumps({"engines": jobs}))
-    code, text = launch(4, [str(SCRIPT), str(job), str(tmp_path)])
+    code, text = launch(4, [*RANK, str(job), str(tmp_path)])
     assert code == 0, text
     by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert all(results == by_rank[0] for results in by_rank)
@@ -184,7 +184,7 @@ def test_the_rank_with_the_least_memory_decides_for_every_engine(poor: int, tmp_
     del described["blocks"]
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"engines": [described]}))
-    code, text = launch(2, [str(SCRIPT), str(job), str(tmp_path)], env)
+    code, text = launch(2, [*RANK, str(job), str(tmp_path)], env)
     assert code == 0, text
     [first], [second] = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second

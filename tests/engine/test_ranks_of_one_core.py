@@ -60,8 +60,14 @@ def alone(checkpoint: Path) -> list[tuple]:
         return generate(llm)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("tp", "pp", "async_scheduling"),
+    [
+        *((*layout, True) for layout in LAYOUTS),
+        (2, 2, False),
+        *(pytest.param(*layout, False, marks=pytest.mark.exhaustive) for layout in LAYOUTS if layout != (2, 2)),
+    ],
+)
 def test_several_ranks_give_the_outputs_of_one(
     make_llm: MakeLLM, alone: list[tuple], tp: int, pp: int, async_scheduling: bool
 ) -> None:
@@ -70,7 +76,10 @@ def test_several_ranks_give_the_outputs_of_one(
     check_equal(generate(llm), alone)  # with prefixes found in the cache
 
 
-@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("tp", "pp"),
+    [pytest.param(*layout, marks=pytest.mark.exhaustive if layout in ((1, 2), (4, 1)) else ()) for layout in LAYOUTS],
+)
 def test_preempted_requests_give_the_outputs_of_one_rank(
     make_llm: MakeLLM, alone: list[tuple], tp: int, pp: int
 ) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
 import os
 import runpy
@@ -34,14 +35,20 @@ from pathlib import Path
 from typing import Any
 
 FRESH = "TESTS_FRESH_PROGRAMS"
-FORKED_MODULES = ("mvllm.executor.process.child_program", "mvllm.entrypoints.cli.main", "tests.")
+FORKED_MODULES = (
+    *("mvllm.executor.process.child_program", "mvllm.entrypoints.cli.main", "tests."),
+    "torch.distributed.run",
+)
 """Prefixes of the modules of `python -m` that are forked."""
 READ_WHEN_LOADED = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "ATEN_", "TORCH", "PYTORCH", "LD_", "MALLOC_"),
     *("GLIBC_", "PYTHON", "LANG", "LC_", "TRITON_", "CUDA_", "ROCR_", "HIP_", "ZE_"),
 )
 """Prefixes of environment variables that must have the values of the program server's start."""
-SET_ANEW = ("PYTHONPATH",)
+SET_ANEW = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_")
+"""Prefixes of variables among them that a fork sets: those of torchrun are read when a process group is created."""
+OPTIONS = ("-P", "-u")
+"""Interpreter options that a fork applies."""
 PADDING = "PROGRAM_SERVER_PADDING"
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -236,7 +243,7 @@ def is_forkable(arguments: Sequence[str]) -> bool:
     if not arguments or arguments[0] != sys.executable:
         return False
     rest = list(arguments[1:])
-    if rest[:1] == ["-P"]:
+    while rest[:1] and rest[0] in OPTIONS:
         rest = rest[1:]
     return tuple(rest[:2]) != _SERVER and len(rest) > 1 and rest[0] == "-m" and rest[1].startswith(FORKED_MODULES)
 
@@ -245,7 +252,7 @@ def read_when_loaded(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in variables.items()
-        if name.startswith(READ_WHEN_LOADED) and name not in SET_ANEW and not name.startswith("PYTEST")
+        if name.startswith(READ_WHEN_LOADED) and not name.startswith((*SET_ANEW, "PYTEST"))
     }
 
 
@@ -349,8 +356,13 @@ def run_program(job: Job) -> None:
     os.environ.clear()
     os.environ.update(job.variables)
     arguments = job.arguments[1:]
-    is_safe = arguments[0] == "-P" or bool(job.variables.get("PYTHONSAFEPATH"))
-    arguments = arguments[1:] if arguments[0] == "-P" else arguments
+    options = list(itertools.takewhile(OPTIONS.__contains__, arguments))
+    arguments = arguments[len(options) :]
+    is_safe = "-P" in options or bool(job.variables.get("PYTHONSAFEPATH"))
+    if "-u" in options:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     added = [part for part in job.variables.get("PYTHONPATH", "").split(os.pathsep) if part]
     sys.path[:] = [*([] if is_safe else [job.folder]), *added, *_PATH]
     sys.argv[:] = ["-m", *arguments[2:]]

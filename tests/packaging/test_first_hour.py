@@ -6,6 +6,7 @@ excluded from the links and installed from wheels.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 MACHINE_SECONDS = 300
 """Limit of the CPU time of all commands, independent of the machine's other load."""
-FURTHER_CLAUSES = {"E2E-02", "E2E-03", "LIF-01", "LIF-02", "LIF-05", "LIF-06"}
+FURTHER_CLAUSES = {"DEV-01", "E2E-02", "E2E-03", "LIF-01", "LIF-02", "LIF-05", "LIF-06"}
 """Clauses that start many engines or processes. They run with the exhaustive tests only."""
 FEWER_CLAUSES = f" --only={','.join(sorted(set(CLAUSES) - FURTHER_CLAUSES))}"
 
@@ -211,25 +212,35 @@ def test_the_package_builds_into_a_wheel_with_its_entry_point(tutorial, vendor, 
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("arguments", "says"),
-        [
-            ("acme", "already installed: mvllm-acme 0.1.0"),
-            ("Acme_X1", "use 'acme-x1'"),
-            ("9lives", "beginning with a letter"),
-            ("a" * 41, "at most 40"),
-            ("mvllm-zeta", "Leave out 'mvllm-'"),
-            ("cpu", "reserved"),
-            ("demo", "reserved"),
-            ("zeta --dir mvllm-acme", "not an empty folder"),
-            ("zeta --dir mvllm-acme/README.md", "not an empty folder"),
-            ("zeta --dir mvllm-acme/README.md/below", "cannot be written"),
-        ],
+    CASES = (
+        ("acme", "already installed: mvllm-acme 0.1.0"),
+        ("Acme_X1", "use 'acme-x1'"),
+        ("9lives", "beginning with a letter"),
+        ("a" * 41, "at most 40"),
+        ("mvllm-zeta", "Leave out 'mvllm-'"),
+        ("cpu", "reserved"),
+        ("demo", "reserved"),
+        ("zeta --dir mvllm-acme", "not an empty folder"),
+        ("zeta --dir mvllm-acme/README.md", "not an empty folder"),
+        ("zeta --dir mvllm-acme/README.md/below", "cannot be written"),
     )
-    def test_an_invalid_name_or_folder_is_rejected_and_nothing_is_written(self, tutorial, vendor, arguments, says):
+    PROGRAM = """
+import contextlib, io, json, sys
+from mvllm.entrypoints.cli.main import main
+results = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        results.append((main(["plugin", "new", *arguments.split()]), errors.getvalue()))
+print(json.dumps(results))
+"""
+
+    def test_an_invalid_name_or_folder_is_rejected_and_nothing_is_written(self, tutorial, vendor):
         before = sorted(vendor.folder.rglob("*"))
-        done = vendor.run(f"mvllm plugin new {arguments}")
-        assert done.returncode == 1 and says in done.stderr, done.stderr
+        asked = json.dumps([arguments for arguments, _ in self.CASES])
+        done = vendor.run(shlex.join(["python", "-c", self.PROGRAM, asked]))
+        assert done.returncode == 0, done.stderr
+        for (arguments, says), (status, errors) in zip(self.CASES, json.loads(done.stdout), strict=True):
+            assert status == 1 and says in errors, (arguments, errors)
         assert sorted(vendor.folder.rglob("*")) == before
 
     def test_a_name_with_a_hyphen_gives_a_package_that_is_found(self, tutorial, vendor):

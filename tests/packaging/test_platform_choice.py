@@ -124,6 +124,20 @@ class Plugins:
             **variables,
         )
 
+    def choose_each(self, *names):
+        """The outcomes of `choose` for several names in one interpreter."""
+        return self.outcome(f"""
+            from mvllm.platform.choose import choose_platform
+            outcomes = []
+            for name in {names!r}:
+                try:
+                    outcomes.append({{"name": choose_platform(name).source.name}})
+                except Exception as error:
+                    kinds = [kind.__name__ for kind in type(error).__mro__]
+                    outcomes.append({{"error": kinds, "text": str(error)}})
+            print(json.dumps(outcomes))
+            """)
+
     def start_llm(self, model, **variables):
         return self.outcome(f"from mvllm import LLM\nLLM(model={str(model)!r})", **variables)
 
@@ -261,7 +275,7 @@ def test_choosing_another_platform_avoids_the_broken_plugin(plugins):
 )
 def test_each_plugin_failure_is_reported_with_the_plugins_name(plugins, flaw, sign):
     plugins.add("acme", **flaw)
-    for outcome in (plugins.choose(), plugins.choose("acme")):
+    for outcome in plugins.choose_each(None, "acme"):
         assert "PlatformError" in outcome["error"]
         assert sign in outcome["text"]
         assert "mvllm-acme 1.2.3" in outcome["text"]

@@ -13,6 +13,7 @@ float32. Nothing is padded, and scores exist for a few hundred queries at a time
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,14 +94,14 @@ class ReferenceAttention(AttentionBackend):
         try:
             if spec.kv_dtype in kv_quantization.LARGEST:
                 stored = kv_quantization.STORED_AS[spec.kv_dtype]
-                codes = [torch.zeros((*slots, size), dtype=stored, device=device) for size in sizes]
-                scales = [torch.zeros(slots, dtype=torch.float32, device=device) for _ in sizes]
+                codes = [_zeros((*slots, size), stored, device) for size in sizes]
+                scales = [_zeros(slots, torch.float32, device) for _ in sizes]
                 return (*codes, *scales)
             dtype = torch_dtype(spec.kv_dtype)
             if len(sizes) == 2 and sizes[0] == sizes[1]:
-                return torch.zeros((2, *slots, sizes[0]), dtype=dtype, device=device)
-            return tuple(torch.zeros((*slots, size), dtype=dtype, device=device) for size in sizes)
-        except RuntimeError as e:  # what torch's allocators raise, in many wordings
+                return _zeros((2, *slots, sizes[0]), dtype, device)
+            return tuple(_zeros((*slots, size), dtype, device) for size in sizes)
+        except (RuntimeError, MemoryError) as e:  # what allocators raise, in many wordings
             raise MemoryError(f"A KV cache of {num_blocks} blocks of {block_size} tokens does not fit: {e}") from e
 
     def build_metadata(self, batch: BatchLayout) -> ReferenceMetadata:
@@ -188,3 +189,10 @@ class ReferenceAttention(AttentionBackend):
             scores = torch.cat((scores, extra), dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., :m]
         return torch.einsum("kgnm,mkd->nkgd", weights, value).flatten(1, 2).to(query.dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros. On the host a page takes memory only when it is written: a cache is large and fills slowly."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

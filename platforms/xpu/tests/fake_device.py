@@ -79,6 +79,7 @@ class FakeXpuModule:
 
     Attributes:
         devices: Number of devices; all of them are the host.
+        memory_bytes: Memory of each device; None for that of the host.
         reports_free: Whether free bytes are reported.
         broken: Whether the device does not answer.
         graphs: All created graphs.
@@ -89,6 +90,7 @@ class FakeXpuModule:
 
     def __init__(self) -> None:
         self.devices = 8
+        self.memory_bytes: int | None = None
         self.reports_free = self.broken = self.initialised = False
         self.graphs: list[XPUGraph] = []
         self.current = Stream(HOST)
@@ -106,8 +108,7 @@ class FakeXpuModule:
         return 0
 
     def get_device_properties(self, device: torch.device | None = None) -> SimpleNamespace:
-        memory = host_resources.memory_total()
-        return SimpleNamespace(name="Host", device_id=0x64A0, total_memory=memory, gpu_subslice_count=8)
+        return SimpleNamespace(name="Host", device_id=0x64A0, total_memory=self._total(), gpu_subslice_count=8)
 
     def synchronize(self, device: torch.device | None = None) -> None:
         pass
@@ -130,7 +131,10 @@ class FakeXpuModule:
     def mem_get_info(self, device: torch.device | None = None) -> tuple[int, int]:
         if not self.reports_free:
             raise RuntimeError(NOT_TOLD)
-        return host_resources.memory_free(), host_resources.memory_total()
+        return min(host_resources.memory_free(), self._total()), self._total()
+
+    def _total(self) -> int:
+        return self.memory_bytes or host_resources.memory_total()
 
     def manual_seed(self, seed: int) -> None:
         pass

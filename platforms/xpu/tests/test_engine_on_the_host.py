@@ -19,6 +19,8 @@ pytestmark = pytest.mark.slow
 PROMPTS = [{"prompt_token_ids": [5 + 7 * i + j for j in range(3 + 4 * i)]} for i in range(3)]
 PARAMS = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (12, 5, 9)]
 SETTINGS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+MEMORY = 256 << 20
+"""Bytes of the device whose memory sizes the KV cache. The device's tensors are resident in this process."""
 FEW = ("llama-gqa", "gptoss", "deepseek3")
 """Models of ordinary runs: plain; windows with sinks and two block tables; latents."""
 
@@ -40,10 +42,13 @@ def generate(tmp_path, monkeypatch):
         XPU.graphs.clear()
         options = {**SETTINGS, "kv_cache_memory_bytes": 1 << 20, **settings}
         with LLM(str(folder), platform=platform, **options) as llm:
-            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+            return tokens_of(llm)
 
     return run
+
+
+def tokens_of(llm):
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
 @models
@@ -67,8 +72,12 @@ def test_tokens_without_kernels_are_those_of_the_cpu_platform(name, generate, tm
 @pytest.mark.parametrize("reports_free", [False, True])
 def test_the_kv_cache_is_sized_with_and_without_reported_free_memory(generate, tmp_path, monkeypatch, reports_free):
     monkeypatch.setattr(XPU, "reports_free", reports_free)
+    monkeypatch.setattr(XPU, "memory_bytes", MEMORY)
     folder = make_checkpoint("llama-gqa", tmp_path)
-    assert generate(folder, "hosted-xpu-sdpa", kv_cache_memory_bytes=None) == generate(folder, "cpu")
+    expected = generate(folder, "cpu")
+    with LLM(str(folder), platform="hosted-xpu-sdpa", **SETTINGS) as llm:
+        assert MEMORY // 4 < llm.llm_engine.cache_summary.total_bytes < MEMORY
+        assert tokens_of(llm) == expected
 
 
 def test_a_step_that_waits_in_a_capture_runs_without_a_graph(generate, tmp_path, monkeypatch, caplog):

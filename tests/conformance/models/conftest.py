@@ -4,7 +4,25 @@ import pytest
 
 from tests.helpers.model_zoo import marked
 
+PER_TOKEN = {
+    *("llama-gelu", "llama-gelu-tanh", "llama-relu", "llama-mha-tied", "llama-odd-vocabulary-tied", "llama-theta"),
+    *("llama-many-files", "llama-rotary-buffers", "llama-without-prefix", "llama-old-rope-keys"),
+    *("llama-rope-linear", "llama-rope-proportional", "llama-rope-yarn-settings"),
+    *("opt-no-bias-gelu", "opt-untied-plain-norms", "opt-without-prefix", "opt-projected"),
+    *("gpt2-inner-relu", "gpt2-unscaled", "gpt2-untied", "gpt2-first-names"),
+    *("qwen2-odd-vocabulary", "qwen2-unused-window", "qwen3-linear"),
+}
+"""Checkpoints that differ from another one of their family only in tensor names, files, or a function of one token or
+position. One test compares them with transformers; the exhaustive tests add chunks and preemption."""
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "checkpoint" in metafunc.fixturenames:
-        metafunc.parametrize("checkpoint", marked(metafunc.cls.names))
+        is_further = "alone" not in metafunc.function.__name__
+        names = [
+            pytest.param(*each.values, marks=[*each.marks, *[pytest.mark.exhaustive] * (each.values[0] in PER_TOKEN)])
+            if is_further
+            else each
+            for each in marked(metafunc.cls.names)
+        ]
+        metafunc.parametrize("checkpoint", names)

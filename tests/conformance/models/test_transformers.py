@@ -18,7 +18,7 @@ from tests.helpers.transformers_backend_zoo import TRANSFORMERS_BACKEND_ZOO, mak
 
 WHICH = (0, 1, 3, 4, 6, 9, 11, 12)
 """Prompts by their index in PROMPT_LENGTHS; five of them share prefixes."""
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 EVERY_DAY = ("cohere2", "gemma2")
 NAMES = [
     name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRANSFORMERS_BACKEND_ZOO

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.fresh_programs  # a process without torch forks in a tenth of the time, hundreds of times
+
 ROOT = Path(__file__).parents[3]
 NUM_SLOTS = 3
 LARGE = 5000  # bytes: more than a slot holds

@@ -73,6 +73,8 @@ def test_parsers_of_constrained_output_accept_any_text(choice, text, at):
     assert read(cut(text, at)) == read([text]) == read(list(text))
 
 
+LENGTH = 300_000
+"""Characters of a long text."""
 ADVERSARIAL = {
     "start tags": "<tool_call>",
     "opened calls": '<tool_call>{"name": "f", ',
@@ -112,16 +114,16 @@ def test_long_texts_take_linear_time(pair, unit):
     """A quadratic step would take minutes to hours."""
     parser = make_parser(*pair)
     open_call = {"hermes": '<tool_call>{"name": "f", "arguments": {"a": "', "mistral": '[TOOL_CALLS]f[ARGS]{"a": "'}
-    megabyte = unit * (1_000_000 // len(unit))
-    for text in (megabyte, open_call.get(pair[0], '{"name": "f", "parameters": {"a": "') + megabyte):
+    long = unit * (LENGTH // len(unit))
+    for text in (long, open_call.get(pair[0], '{"name": "f", "parameters": {"a": "') + long):
         assert without_ids(streamed(parser, text[:10_000])) == without_ids(parser.parse(text[:10_000]))
         parser.parse(text)
 
 
-def test_a_megabyte_in_single_characters():
+def test_a_long_text_in_single_characters():
     text = '<think>a</think>\n<tool_call>[{"name": "f", "arguments": {"code": "'
-    text += '\\"<tool_call>[TOOL_CALLS]{\\\\' * 36_000 + '"}}]</tool_call>'
+    text += '\\"<tool_call>[TOOL_CALLS]{\\\\' * 9_000 + '"}}]</tool_call>'
     parsed = streamed(make_parser("hermes", "qwen3"), text)
     [call] = parsed.tool_calls
-    assert len(text) > 1_000_000 and len(json.loads(call.arguments)["code"]) == 36_000 * 26
+    assert len(text) > 250_000 and len(json.loads(call.arguments)["code"]) == 9_000 * 26
     assert (parsed.reasoning, parsed.content, call.name) == ("a", "", "f")
