@@ -108,6 +108,11 @@ def model_folder(path: Path, *, with_tokenizer: bool = True) -> Path:
     )
 
 
+def is_derived_folder(folder: Path) -> bool:
+    """Whether a folder was derived from a GGUF file: its tokenizer.json is the whole tokenizer of the file."""
+    return (folder / FILES_NAME).is_file()
+
+
 def _derive(model: GGUFModel, with_tokenizer: bool) -> dict[str, bytes]:
     """Content of each file of the folder, by name."""
     kind = model.metadata.get("general.type", "model")

@@ -29,6 +29,8 @@ logger = get_logger(__name__)
 
 _SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 
+_MOST_TEMPLATE_BYTES = 4 << 20  # as for templates in other models' folders
+
 _NAMED = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -255,12 +257,21 @@ def _settings(model: GGUFModel, vocabulary: Vocabulary, special: set[int]) -> di
 
 
 def _chat_templates(model: GGUFModel) -> dict[str, str]:
-    """The chat templates by name: `default`, and for instance `tool_use`."""
+    """The chat templates by name: `default`, and for instance `tool_use`.
+
+    Raises:
+        ModelError: They are longer than any template.
+    """
     prefix = "tokenizer.chat_template"
-    found = {}
+    found: dict[str, str] = {}
     for key, text in model.metadata.items():
         if (key == prefix or key.startswith(f"{prefix}.")) and isinstance(text, str) and text.strip():
             found[readable(key[len(prefix) + 1 :]) or "default"] = readable(text)
+    if (num_bytes := sum(len(text.encode()) for text in found.values())) > _MOST_TEMPLATE_BYTES:
+        raise ModelError(
+            f"{model.files[0]} has chat templates of {num_bytes} bytes, and at most {_MOST_TEMPLATE_BYTES} are allowed. "
+            "Check where the file comes from, or pass tokenizer=... with the folder of the original model's tokenizer."
+        )
     return found
 
 
