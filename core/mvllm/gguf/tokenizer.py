@@ -53,14 +53,25 @@ def tokenizer_files(model: GGUFModel) -> dict[str, bytes]:
         Several are in `tokenizer_config.json`.
 
     Raises:
-        ModelError: The kind of vocabulary, or its split into words, is not supported; or the vocabulary is damaged.
+        ModelError: The kind of vocabulary, or its split into words, is not supported; or the vocabulary is damaged. It
+            says that another tokenizer may be given, for which the vocabulary is not read.
     """
+    try:
+        return _tokenizer_files(model)
+    except ModelError as e:
+        raise ModelError(
+            f"{e} Or pass tokenizer=... with a Hugging Face folder or name that has the tokenizer, for instance of the "
+            "model from which the file was converted: then that in the file is not used."
+        ) from e
+
+
+def _tokenizer_files(model: GGUFModel) -> dict[str, bytes]:
     vocabulary = read_vocabulary(model)
     build = _KINDS.get(vocabulary.kind)
     if build is None:
         raise ModelError(
             f"{model.files[0]} has a vocabulary of the kind {vocabulary.kind!r:.100}, which is not supported. "
-            f"Supported: {', '.join(_KINDS)}. Pass tokenizer=... with the folder of the original model's tokenizer."
+            f"Supported: {', '.join(_KINDS)}."
         )
     parts, add_bos = build(model, vocabulary)
     special = _special_ids(vocabulary)
@@ -113,8 +124,7 @@ def _pre_tokenizer(model: GGUFModel) -> PreTokenizer:
         # Another split would give other tokens, and worse outputs without any error.
         raise ModelError(
             f"{model.files[0]}: 'tokenizer.ggml.pre' is {name!r:.100}, a split into words that is not supported. "
-            f"Supported: {', '.join(sorted(PRE_TOKENIZERS))}. Pass tokenizer=... with the folder of the original "
-            "model's tokenizer."
+            f"Supported: {', '.join(sorted(PRE_TOKENIZERS))}."
         )
     return found
 
@@ -269,8 +279,8 @@ def _chat_templates(model: GGUFModel) -> dict[str, str]:
             found[readable(key[len(prefix) + 1 :]) or "default"] = readable(text)
     if (num_bytes := sum(len(text.encode()) for text in found.values())) > _MOST_TEMPLATE_BYTES:
         raise ModelError(
-            f"{model.files[0]} has chat templates of {num_bytes} bytes, and at most {_MOST_TEMPLATE_BYTES} are allowed. "
-            "Check where the file comes from, or pass tokenizer=... with the folder of the original model's tokenizer."
+            f"{model.files[0]} has chat templates of {num_bytes} bytes, and at most {_MOST_TEMPLATE_BYTES} are "
+            "allowed. Check where the file comes from."
         )
     return found
 

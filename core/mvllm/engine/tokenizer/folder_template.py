@@ -1,11 +1,12 @@
 """The chat template in a tokenizer's folder, rendered without creating the tokenizer of transformers.
 
-Creating that tokenizer imports many modules and reads `tokenizer.json` a second time, which takes most of the time to
-the first token of a small model. Rendering needs the template, the special tokens and one function of transformers.
+Importing transformers takes a second, and its tokenizer reads `tokenizer.json` a second time: more than all else up to
+the first token of a small model. Rendering needs the template and the special tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,18 @@ class FolderTemplate:
         self, conversation: Sequence[Mapping[str, Any]], *, chat_template: str | None, tokenize: bool, **settings: Any
     ) -> str:
         """As the method of transformers' tokenizers with `tokenize=False`: keys that are None are left out."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from mvllm.engine.tokenizer.jinja_template import OtherTypeError, render_template
 
         assert not tokenize, "renders text only"
         chat = [{key: value for key, value in message.items() if value is not None} for message in conversation]
         template = self.get_chat_template(chat_template)
+        assert template is not None, "the caller checks that there is a template"
+        variables = {**self.special_tokens_map, **settings}
+        if not variables.pop("continue_final_message", False):
+            with contextlib.suppress(OtherTypeError):
+                return render_template(template, chat, variables)
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         texts, _ = render_jinja_template(
             conversations=[chat], chat_template=template, **{**self.special_tokens_map, **settings}
         )

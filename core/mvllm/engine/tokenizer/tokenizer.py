@@ -60,7 +60,7 @@ class Tokenizer:
 
     @property
     def template_renderer(self) -> Any:
-        """Has the chat template, and renders it: `hf`, or a `FolderTemplate` while that is equal and `hf` not needed."""
+        """Has the chat template, and renders it: `hf`, or an equal `FolderTemplate` as long as `hf` is not needed."""
         if self._json_tokenizer is not None and self._folder_template is not None:
             return self._folder_template
         return self.hf
