@@ -206,7 +206,7 @@ class JsonTokenizer:
 
     fast: Tokenizer
     eos_token_id: int | None
-    special_tokens: Mapping[str, str]
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_tokenizer_json(
