@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
-from mvllm import LoRARequest, SamplingParams
+from mvllm import LoRARequest, ModelError, SamplingParams
+from mvllm.config.engine_args import EngineArgs
 from mvllm.gguf.header import read_gguf
 from mvllm.gguf.model_config import model_config
+from mvllm.gguf.model_folder import model_folder
 from tests.helpers import parity
 from tests.helpers.gguf_files import TypeOf, make_folder, write_gguf
 from tests.helpers.lora_adapters import write_adapter
@@ -95,6 +98,40 @@ def test_family(name: str, tmp_path: Path) -> None:
     _check(expected, _derived(checkpoint, tmp_path / "gguf"))
 
 
+def test_yarn_of_deepseek_without_a_multiplier_is_that_of_a_checkpoint_without_mscale(tmp_path: Path) -> None:
+    rope = {key: value for key, value in _MSCALE["rope_parameters"].items() if not key.startswith("mscale")}
+    checkpoint = _checkpoint("deepseek2-groups", tmp_path / "hf", {"rope_parameters": rope})
+    expected = parity.oracle_of(checkpoint, parity.prompts_of("deepseek2-groups", PROMPTS), NUM_TOKENS)
+    _check(expected, _derived(checkpoint, tmp_path / "gguf"))
+
+
+@pytest.mark.parametrize(
+    "vocabulary",
+    [
+        {"model": "bert", "tokens": ["[UNK]", "a"]},
+        {"model": "t5", "tokens": ["<pad>", "a"], "scores": [0.0, 1.0]},
+        {"model": "gpt2", "pre": "future", "tokens": ["a", "b"], "merges": ["a b"]},
+        {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "a"], "merges": ["a a"]},  # damaged
+    ],
+    ids=["bert", "t5", "an unknown split", "damaged"],
+)
+def test_a_file_with_an_unsupported_tokenizer_runs_with_that_of_a_folder(
+    vocabulary: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MVLLM_CACHE_DIR", str(tmp_path / "cache"))
+    checkpoint = make_checkpoint("llama-gqa", tmp_path / "hf")
+    extra = {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
+    file = write_gguf(checkpoint, tmp_path / "model.gguf", extra=extra)
+    with pytest.raises(ModelError, match=r"pass tokenizer=\.\.\. with a Hugging Face folder"):
+        EngineArgs.from_kwargs(model=str(file)).create_model_config()
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    texts = []
+    for model in (checkpoint, file):
+        with parity.engine(model, tokenizer=str(checkpoint)) as llm:
+            texts.append(llm.generate("hello world", params, use_tqdm=False)[0].outputs[0].text)
+    assert texts[0] == texts[1]
+
+
 _THREADS = f"{ThreadExecutor.__module__}.{ThreadExecutor.__name__}"
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "weights quantized while they are loaded": ("qwen3moe", {"quantization": "int8"}),
@@ -128,6 +165,30 @@ def test_an_engine_gives_the_tokens_that_it_gives_on_the_checkpoint(
             outputs = llm.generate(prompts, params, use_tqdm=False, **request)
         tokens.append([list(output.outputs[0].token_ids) for output in outputs])
     assert tokens[0] == tokens[1]
+
+
+def test_an_engine_wakes_up_after_its_file_was_touched_but_not_after_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MVLLM_CACHE_DIR", str(tmp_path / "cache"))
+    file = write_gguf(make_checkpoint("llama-gqa", tmp_path / "hf", tokenizer=False), tmp_path / "model.gguf")
+    with parity.engine(file, skip_tokenizer_init=True) as llm:
+        prompts = parity.prompts_of("llama", PROMPTS)
+        expected = [output.outputs[0].token_ids for output in parity.generate(llm, prompts)]
+        for start_another in (False, True):
+            llm.sleep(level=2)
+            os.utime(file, ns=(0, 1 + start_another))
+            if start_another:
+                model_folder(file, with_tokenizer=False)
+            llm.wake_up()
+            assert [output.outputs[0].token_ids for output in parity.generate(llm, prompts)] == expected
+        llm.sleep(level=2)
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        model_folder(file, with_tokenizer=False)  # leaves the folder that the engine uses
+        with pytest.raises(ModelError, match="has changed since the model was opened"):
+            llm.wake_up()
 
 
 def test_a_split_model_of_quantized_blocks(tmp_path: Path) -> None:

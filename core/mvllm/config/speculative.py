@@ -9,7 +9,7 @@ The setting `speculative_config` is a JSON object whose keys depend on the metho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mvllm.config.model import ModelConfig
@@ -103,7 +103,10 @@ def read_speculative_config(
             f"speculative_config: the draft model's vocabulary has {draft.vocab_size} tokens, the model's "
             f"{target.vocab_size}. Both must have the same tokenizer."
         )
-    return SpeculativeConfig(method, count, model=draft)
+    # Its rotary tables need no more rows than the target has positions.
+    return SpeculativeConfig(
+        method, count, model=replace(draft, max_model_len=min(draft.max_model_len, target.max_model_len))
+    )
 
 
 def _integer(settings: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:

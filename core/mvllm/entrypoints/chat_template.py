@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mvllm.config.hf_config import read_json_object
+from mvllm.engine.tokenizer.folder_template import FolderTemplate
 from mvllm.engine.tokenizer.tokenizer import Tokenizer
 from mvllm.errors import ModelError, RequestError
 
@@ -90,7 +91,7 @@ def render_chat(
         if "documents" in extra:
             raise RequestError("Pass documents once, not also in chat_template_kwargs.", parameter="documents")
         extra["documents"] = list(documents)
-    if chat_template is None and getattr(tokenizer.hf, "chat_template", None) is None:
+    if chat_template is None and getattr(tokenizer.template_renderer, "chat_template", None) is None:
         raise RequestError(
             "The model's tokenizer has no chat template, so a conversation cannot be turned into a prompt. "
             "Pass chat_template=..., or use generate() with a complete prompt.",
@@ -105,7 +106,7 @@ def render_chat(
         raise RequestError("The conversation has no messages; pass at least one.", parameter="messages")
     conversation = [_check_message(i, message) for i, message in enumerate(messages)]
     try:
-        text = tokenizer.hf.apply_chat_template(
+        text = tokenizer.template_renderer.apply_chat_template(
             conversation,
             tools=list(tools) if tools else None,
             chat_template=chat_template,
@@ -121,7 +122,10 @@ def render_chat(
 
 def uses_transformers_template(tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer renders its template with transformers' code, not with its own."""
-    apply = getattr(type(tokenizer.hf), "apply_chat_template", None)
+    renderer = tokenizer.template_renderer
+    if isinstance(renderer, FolderTemplate):
+        return True
+    apply = getattr(type(renderer), "apply_chat_template", None)
     return getattr(apply, "__module__", None) == "transformers.tokenization_utils_base"
 
 
@@ -134,11 +138,11 @@ def resolve_chat_template(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> 
     Raises:
         RequestError: The tokenizer has several templates, but not the requested one or no default.
     """
-    hf, given = tokenizer.hf, settings.get("chat_template")
-    if given is None and hf.chat_template is None:
+    renderer, given = tokenizer.template_renderer, settings.get("chat_template")
+    if given is None and renderer.chat_template is None:
         return None, {}
     try:
-        return str(hf.get_chat_template(given, settings.get("tools"))), dict(hf.special_tokens_map)
+        return str(renderer.get_chat_template(given, settings.get("tools"))), dict(renderer.special_tokens_map)
     except Exception as e:
         raise RequestError(f"The chat template failed: {type(e).__name__}: {e}", parameter="messages") from e
 
@@ -148,11 +152,20 @@ def read_chat_template(folder: Path, *, for_tools: bool = False) -> str | None:
 
     Args:
         for_tools: Prefer the template for requests with tools, if there are several templates.
+
+    Raises:
+        ModelError: Its file is larger than any template.
     """
     tool_use = folder / "additional_chat_templates" / "tool_use.jinja"
     for path in ([tool_use] if for_tools else []) + [folder / "chat_template.jinja"]:
-        with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
-            return file.read(_MAX_TEMPLATE_BYTES).decode("utf-8")
+        with contextlib.suppress(OSError, UnicodeDecodeError), path.open("rb") as file:
+            content = file.read(_MAX_TEMPLATE_BYTES + 1)
+            if len(content) > _MAX_TEMPLATE_BYTES:
+                raise ModelError(
+                    f"The chat template {path} has more than {_MAX_TEMPLATE_BYTES} bytes, which is more than any "
+                    "template needs. Check the origin of the model."
+                )
+            return content.decode("utf-8")
     template = _read_tokenizer_config(folder).get("chat_template")
     if isinstance(template, list):  # objects with name and template
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}

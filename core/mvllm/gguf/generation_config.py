@@ -10,6 +10,9 @@ import numpy as np
 from mvllm.errors import ModelError
 from mvllm.gguf.header import GGUFModel
 from mvllm.gguf.vocabulary import read_vocabulary
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
 
 _SAMPLING = {
     "general.sampling.temp": "temperature",
@@ -21,17 +24,28 @@ _SAMPLING = {
 """Metadata keys with the names in `generation_config.json`. Other samplers of llama.cpp (XTC, Mirostat) have none."""
 
 
-def generation_config(model: GGUFModel) -> dict[str, Any]:
+def generation_config(model: GGUFModel, *, with_vocabulary: bool = True) -> dict[str, Any]:
     """The contents of `generation_config.json`.
 
     `eos_token_id` lists eos, eot, eom and the tokens whose texts are known to end a turn, as in llama.cpp. Separators
     of fill-in-the-middle prompts, which also end a sequence in llama.cpp, are not among them. Of a file without
     vocabulary, whose tokenizer is given as a folder, only config.json has token ids.
 
+    Args:
+        model: The headers of the files.
+        with_vocabulary: The file's vocabulary is used. Otherwise a damaged one counts as none.
+
     Raises:
         ModelError: The vocabulary is damaged, or a sampling default is not a number.
     """
-    config = _token_ids(model) if "tokenizer.ggml.tokens" in model.metadata else {}
+    config: dict[str, Any] = {}
+    if "tokenizer.ggml.tokens" in model.metadata:
+        try:
+            config = _token_ids(model)
+        except ModelError as e:
+            if with_vocabulary:
+                raise
+            logger.warning("%s Tokens that end a sequence are those of config.json alone.", e)
     for key, name in _SAMPLING.items():
         value = model.metadata.get(key)
         if value is None:

@@ -67,6 +67,11 @@ class Metadata:
         rounded = np.float32(value)
         return float(str(rounded)) if float(rounded) == value else float(value)
 
+    def is_zero(self, key: str) -> bool:
+        """Whether a number is absent or zero."""
+        value = self._values.get(self._name(key), 0)
+        return type(value) in (int, float) and value == 0
+
     def boolean(self, key: str, default: bool) -> bool:
         """True or false.
 

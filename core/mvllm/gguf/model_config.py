@@ -16,6 +16,9 @@ from mvllm.errors import ModelError
 from mvllm.gguf.header import GGUFModel
 from mvllm.gguf.metadata import Metadata
 from mvllm.gguf.rope_config import rope_config
+from mvllm.logging import get_logger
+
+logger = get_logger(__name__)
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _GATING_SOFTMAX, _GATING_SIGMOID = 1, 2  # as llama.cpp numbers the functions of expert_gating_func
@@ -470,10 +473,28 @@ def _deepseek2(values: Metadata) -> dict[str, Any]:
     if not is_v3:
         config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
     config |= rope_config(values, rope_dim, config["max_position_embeddings"])
-    if "rope.scaling.yarn_log_multiplier" in values and "rope_scaling" in config:
-        scale = round(10 * values.number("rope.scaling.yarn_log_multiplier"), 6)
-        config["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}
+    if config.get("rope_scaling", {}).get("rope_type") == "yarn":
+        config["rope_scaling"] |= _mscale(values)
     return config
+
+
+def _mscale(values: Metadata) -> dict[str, float]:
+    """The factors of attention scores with YaRN, of which files store a tenth of `mscale_all_dim`.
+
+    `mscale` is equal in all published models. Converters store nothing, or zero, for a checkpoint without
+    `mscale_all_dim`; scores are then scaled as transformers scales them for such a checkpoint.
+    """
+    key = "rope.scaling.yarn_log_multiplier"
+    if values.is_zero(key):
+        logger.info(
+            "%s has YaRN without %r: taken as a checkpoint without 'mscale_all_dim'. Convert it again with a newer "
+            "converter if the checkpoint has it.",
+            values.file,
+            f"{values.architecture}.{key}",
+        )
+        return {}
+    scale = round(10 * values.number(key), 6)
+    return {"mscale": scale, "mscale_all_dim": scale}
 
 
 _FAMILIES: dict[str, Callable[[Metadata], dict[str, Any]]] = {

@@ -4,12 +4,14 @@ The folder is written once, in the cache, and has config.json, generation_config
 gguf_files.json, which names the GGUF files; weights stay where they are. Its name says what it was made from:
 
     ~/.cache/mvllm/gguf/SmolLM2-135M.Q4_1-4f1a9be2c07d-93d5c8e01b6a
-                        │                 │            └ size and modification time of each file; sources of mvllm.gguf
+                        │                 │            └ content of each file; sources of mvllm.gguf
                         │                 └ path of the file
                         └ its name
 
-A file that has changed, and another version of mvllm, therefore give another folder. An existing folder is found with a
-few calls of stat and the hash of this package's sources (100 kB), without parsing the header.
+A file with other content, and another version of mvllm, therefore give another folder. An existing folder is found with
+a few calls of stat and the hash of this package's sources (100 kB), without parsing the header. If a file was only
+touched, its folder stays, and gguf_files.json gets the new modification time. Processes hold a lock on the folders that
+they use (`folder_lock.py`), which others therefore do not remove.
 """
 
 from __future__ import annotations
@@ -31,6 +33,16 @@ from pathlib import Path
 from typing import Any
 
 from mvllm.errors import ModelError, plain_reason
+from mvllm.gguf.file_state import (
+    FileContent,
+    FileState,
+    as_contents,
+    as_states,
+    file_contents,
+    file_states,
+    has_content,
+)
+from mvllm.gguf.folder_lock import LOCK_NAME, hold, removing
 from mvllm.gguf.header import GGUFModel, gguf_files, read_gguf
 from mvllm.logging import get_logger
 
@@ -39,7 +51,7 @@ logger = get_logger(__name__)
 CACHE_VARIABLE = "MVLLM_CACHE_DIR"
 FILES_NAME = "gguf_files.json"
 """Names the GGUF files of a derived folder: `{"files": [{"path": ..., "size": ..., "mtime_ns": ...}, ...]}`, with
-absolute paths, and under `derived` the size of every other file of the folder."""
+absolute paths, under `contents` a digest of each, and under `derived` the size of every other file of the folder."""
 
 _MOST_TENSORS = 500_000  # each expert's matrices counted
 _DAY = 86_400.0
@@ -50,12 +62,30 @@ _TEMPORARY_NAME = re.compile(r"\.mvllm-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
-class _FileState:
-    """A file as it was when its folder was derived."""
+class _Record:
+    """A folder's gguf_files.json.
 
-    path: str
-    size: int
-    mtime_ns: int
+    Attributes:
+        json: All of it.
+        states: The files when they were read, or last seen with the same contents.
+        contents: The contents of the files.
+    """
+
+    json: dict[str, Any]
+    states: list[FileState]
+    contents: list[FileContent]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The paths of the files."""
+        return tuple(Path(state.path) for state in self.states)
+
+    def is_of(self, now: list[FileState]) -> bool:
+        """Whether files in these states have the same contents. Reads those with another modification time."""
+        if [(state.path, state.size) for state in self.states] != [(state.path, state.size) for state in now]:
+            return False
+        before = zip(self.states, now, self.contents, strict=True)
+        return all(then == after or has_content(after, content) for then, after, content in before)
 
 
 def model_folder(path: Path, *, with_tokenizer: bool = True) -> Path:
@@ -66,7 +96,8 @@ def model_folder(path: Path, *, with_tokenizer: bool = True) -> Path:
     the same time: a folder appears complete or not at all, and the first one stays.
 
     Whoever writes a folder removes those of files that have changed or are gone, those of the same file that have not
-    been used for 30 days (they belong to other versions of mvllm), and what interrupted processes left.
+    been used for 30 days (they belong to other versions of mvllm), and what interrupted processes left; but none that a
+    running process uses.
 
     Args:
         path: A GGUF file; any part of a split model.
@@ -77,24 +108,32 @@ def model_folder(path: Path, *, with_tokenizer: bool = True) -> Path:
             written.
     """
     files = tuple(_real_folder(file) for file in gguf_files(path))
-    states = _states(files)
-    name = _folder_name(files[0], states, with_tokenizer)
-    for root in _cache_folders():
-        if _is_complete(root / name, states):
-            with contextlib.suppress(OSError):  # a cache that cannot be written
-                os.utime(root / name)
-            logger.debug("Configuration and tokenizer of %s are in %s.", files[0], root / name)
-            return root / name
-    contents = _derive(read_gguf(files[0]), with_tokenizer)
-    if _states(files) != states:
+    states = file_states(files)
+    prefix = _name_prefix(files[0], with_tokenizer)
+    if (existing := _existing_folder(prefix, states)) is not None:
+        with contextlib.suppress(OSError):  # a cache that cannot be written
+            os.utime(existing)
+        logger.debug("Configuration and tokenizer of %s are in %s.", files[0], existing)
+        return existing
+    model = read_gguf(files[0])
+    digests = file_contents(model, states)
+    contents = _derive(model, with_tokenizer)
+    if file_states(files) != states:
         raise ModelError(f"{files[0]} was changed while it was read. Try again when it is complete.")
+    name = _folder_name(prefix, digests)
     contents[FILES_NAME] = _as_json(
-        {"files": [asdict(state) for state in states], "derived": {n: len(c) for n, c in contents.items()}}
+        {
+            "files": [asdict(state) for state in states],
+            "contents": [asdict(digest) for digest in digests],
+            "derived": {n: len(c) for n, c in contents.items()},
+        }
     )
+    contents[LOCK_NAME] = b""
     failures = []
     for root in _cache_folders(for_writing=True):
         try:
-            folder = _write(root, name, contents, states)
+            folder = _write(root, name, contents)
+            hold(folder)
         except OSError as e:
             failures.append(f"{root}: {plain_reason(e)}")
             logger.warning("The cache %s cannot be written (%s).", root, plain_reason(e))
@@ -106,6 +145,25 @@ def model_folder(path: Path, *, with_tokenizer: bool = True) -> Path:
         f"Configuration and tokenizer of {files[0]} cannot be written to a cache ({'; '.join(failures) or 'none'}). "
         f"Set {CACHE_VARIABLE} to a folder that can be written and has free space."
     )
+
+
+def is_derived_folder(folder: Path) -> bool:
+    """Whether a folder was derived from a GGUF file: its tokenizer.json is the whole tokenizer of the file."""
+    return (folder / FILES_NAME).is_file()
+
+
+def update_states(folder: Path) -> None:
+    """Stores the present modification times of the GGUF files of a derived folder, if their contents are as they were.
+
+    Nothing happens if a file has changed or cannot be read: whoever reads it then raises an error.
+    """
+    record = _read_record(folder)
+    if record is None:
+        return
+    with contextlib.suppress(ModelError, OSError):
+        now = file_states(record.files)
+        if now != record.states and record.is_of(now):
+            _store_states(folder, record, now)
 
 
 def _derive(model: GGUFModel, with_tokenizer: bool) -> dict[str, bytes]:
@@ -125,9 +183,13 @@ def _derive(model: GGUFModel, with_tokenizer: bool) -> dict[str, bytes]:
     if packed := packed_modules(model, _MOST_TENSORS):
         config["quantization_config"] = {"quant_method": "gguf", "tensors": packed}
     contents: dict[str, bytes] = {}
+    if with_tokenizer:  # first: its errors say what to do about a damaged vocabulary
+        from mvllm.gguf.tokenizer import tokenizer_files
+
+        contents.update(tokenizer_files(model))
     for name, values in (
         ("config.json", config),
-        ("generation_config.json", generation_config(model)),
+        ("generation_config.json", generation_config(model, with_vocabulary=with_tokenizer)),
     ):
         try:
             contents[name] = _as_json(values)
@@ -136,10 +198,6 @@ def _derive(model: GGUFModel, with_tokenizer: bool) -> dict[str, bytes]:
                 f"{model.files[0]} has metadata that {name} cannot hold ({e}): a number that is not finite. Take "
                 "another file of the model."
             ) from e
-    if with_tokenizer:
-        from mvllm.gguf.tokenizer import tokenizer_files
-
-        contents.update(tokenizer_files(model))
     return contents
 
 
@@ -159,21 +217,14 @@ def _real_folder(file: Path) -> Path:
         raise ModelError(f"{str(file)!r} cannot be looked up: {e}") from e
 
 
-def _states(files: tuple[Path, ...]) -> list[_FileState]:
-    states = []
-    for file in files:
-        try:
-            found = file.stat()
-        except OSError as e:
-            raise ModelError(f"{file} cannot be read: {plain_reason(e)}. Check the path.") from e
-        states.append(_FileState(str(file), found.st_size, found.st_mtime_ns))
-    return states
-
-
-def _folder_name(file: Path, states: list[_FileState], with_tokenizer: bool) -> str:
+def _name_prefix(file: Path, with_tokenizer: bool) -> str:
+    """What the names of all folders of a file begin with."""
     stem = re.sub(r"[^\w.\-]", "_", _SPLIT_SUFFIX.sub("", file.stem), flags=re.ASCII)[:80].lstrip(".") or "model"
-    of_path = _hash(os.fsencode(file), str(with_tokenizer).encode())
-    return f"{stem}-{of_path}-{_hash(repr(states).encode(), _version())}"
+    return f"{stem}-{_hash(os.fsencode(file), str(with_tokenizer).encode())}-"
+
+
+def _folder_name(prefix: str, contents: list[FileContent]) -> str:
+    return prefix + _hash(repr(contents).encode(), _version())
 
 
 def _hash(*parts: bytes) -> str:
@@ -189,16 +240,66 @@ def _version() -> bytes:
     return digest.digest()
 
 
-def _is_complete(folder: Path, states: list[_FileState]) -> bool:
-    """Whether a folder was derived from files in these states, and has all its files (cleaners of temporary folders
-    remove single ones)."""
+def _existing_folder(prefix: str, states: list[FileState]) -> Path | None:
+    """A complete folder of files in these states, now marked as used; None if there is none."""
+    touched = []
+    for root in _cache_folders():
+        for folder in _folders(root, prefix):
+            record = _read_record(folder)
+            if record is None or folder.name != _folder_name(prefix, record.contents):
+                continue
+            if record.states != states:
+                touched.append((folder, record))
+            elif hold(folder) and _is_complete(folder):
+                return folder
+    for folder, record in touched:
+        if record.is_of(states) and hold(folder) and _is_complete(folder):
+            with contextlib.suppress(OSError):
+                _store_states(folder, record, states)
+                return folder
+    return None
+
+
+def _folders(root: Path, prefix: str) -> list[Path]:
+    try:
+        return sorted(folder for folder in root.iterdir() if folder.name.startswith(prefix))
+    except OSError:
+        return []
+
+
+def _store_states(folder: Path, record: _Record, states: list[FileState]) -> None:
+    """Replaces gguf_files.json by one with other states.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    temporary = folder / f".{secrets.token_hex(8)}"
+    try:
+        temporary.write_bytes(_as_json({**record.json, "files": [asdict(state) for state in states]}))
+        temporary.replace(folder / FILES_NAME)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a folder has all its files: cleaners of temporary folders remove single ones."""
     found = _read_files_json(folder)
-    if found is None or found.get("files") != [asdict(state) for state in states]:
+    if found is None:
         return False
     try:
         return all((folder / name).stat().st_size == size for name, size in found["derived"].items())
     except (OSError, KeyError, AttributeError, TypeError):
         return False
+
+
+def _read_record(folder: Path) -> _Record | None:
+    found = _read_files_json(folder)
+    if found is None:
+        return None
+    states, contents = as_states(found.get("files")), as_contents(found.get("contents"))
+    if states is None or contents is None or len(states) != len(contents):
+        return None
+    return _Record(found, states, contents)
 
 
 def _read_files_json(folder: Path) -> dict[str, Any] | None:
@@ -241,7 +342,7 @@ def _is_private(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
-def _write(root: Path, name: str, contents: dict[str, bytes], states: list[_FileState]) -> Path:
+def _write(root: Path, name: str, contents: dict[str, bytes]) -> Path:
     """Writes a folder under a temporary name and renames it; if another process was faster, its folder stays.
 
     Raises:
@@ -258,9 +359,10 @@ def _write(root: Path, name: str, contents: dict[str, bytes], states: list[_File
         except OSError:
             if not folder.is_dir():
                 raise
-            if not _is_complete(folder, states):
-                # It lost files. Its others have the same content as ours, and may be in use: none is missing meanwhile.
-                for file in contents:
+            # It lost files, or is as new as ours. Its files have the same content, and may be in use: none is missing
+            # meanwhile. The lock stays the one that others hold.
+            for file in contents:
+                if file != LOCK_NAME or not (folder / file).exists():
                     (temporary / file).replace(folder / file)
         return folder
     finally:
@@ -268,11 +370,12 @@ def _write(root: Path, name: str, contents: dict[str, bytes], states: list[_File
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder at once for readers: it gets another name first."""
+    """Removes a folder at once for readers, unless it is in use: it gets another name first."""
     hidden = folder.with_name(f".mvllm-{secrets.token_hex(8)}")
-    with contextlib.suppress(OSError):
-        folder.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+    with removing(folder) as is_free, contextlib.suppress(OSError):
+        if is_free:
+            folder.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _remove_outdated(root: Path, name: str) -> None:
@@ -293,14 +396,11 @@ def _remove_outdated(root: Path, name: str) -> None:
 
 def _has_changed(folder: Path) -> bool:
     """Whether a GGUF file of a derived folder has changed or is gone."""
-    found = _read_files_json(folder)
-    files = found.get("files") if found else None
-    if not isinstance(files, list):
+    record = _read_record(folder)
+    if record is None:
         return False
     try:
-        then = [_FileState(each["path"], each["size"], each["mtime_ns"]) for each in files]
-        return _states(tuple(Path(state.path) for state in then)) != then
+        now = file_states(record.files)
     except ModelError:
         return True
-    except (KeyError, TypeError):
-        return False
+    return now != record.states and not record.is_of(now)

@@ -29,6 +29,8 @@ logger = get_logger(__name__)
 
 _SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 
+_MOST_TEMPLATE_BYTES = 4 << 20  # as for templates in other models' folders
+
 _NAMED = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -51,14 +53,25 @@ def tokenizer_files(model: GGUFModel) -> dict[str, bytes]:
         Several are in `tokenizer_config.json`.
 
     Raises:
-        ModelError: The kind of vocabulary, or its split into words, is not supported; or the vocabulary is damaged.
+        ModelError: The kind of vocabulary, or its split into words, is not supported; or the vocabulary is damaged. It
+            says that another tokenizer may be given, for which the vocabulary is not read.
     """
+    try:
+        return _tokenizer_files(model)
+    except ModelError as e:
+        raise ModelError(
+            f"{e} Or pass tokenizer=... with a Hugging Face folder or name that has the tokenizer, for instance of the "
+            "model from which the file was converted: then that in the file is not used."
+        ) from e
+
+
+def _tokenizer_files(model: GGUFModel) -> dict[str, bytes]:
     vocabulary = read_vocabulary(model)
     build = _KINDS.get(vocabulary.kind)
     if build is None:
         raise ModelError(
             f"{model.files[0]} has a vocabulary of the kind {vocabulary.kind!r:.100}, which is not supported. "
-            f"Supported: {', '.join(_KINDS)}. Pass tokenizer=... with the folder of the original model's tokenizer."
+            f"Supported: {', '.join(_KINDS)}."
         )
     parts, add_bos = build(model, vocabulary)
     special = _special_ids(vocabulary)
@@ -111,8 +124,7 @@ def _pre_tokenizer(model: GGUFModel) -> PreTokenizer:
         # Another split would give other tokens, and worse outputs without any error.
         raise ModelError(
             f"{model.files[0]}: 'tokenizer.ggml.pre' is {name!r:.100}, a split into words that is not supported. "
-            f"Supported: {', '.join(sorted(PRE_TOKENIZERS))}. Pass tokenizer=... with the folder of the original "
-            "model's tokenizer."
+            f"Supported: {', '.join(sorted(PRE_TOKENIZERS))}."
         )
     return found
 
@@ -255,12 +267,21 @@ def _settings(model: GGUFModel, vocabulary: Vocabulary, special: set[int]) -> di
 
 
 def _chat_templates(model: GGUFModel) -> dict[str, str]:
-    """The chat templates by name: `default`, and for instance `tool_use`."""
+    """The chat templates by name: `default`, and for instance `tool_use`.
+
+    Raises:
+        ModelError: They are longer than any template.
+    """
     prefix = "tokenizer.chat_template"
-    found = {}
+    found: dict[str, str] = {}
     for key, text in model.metadata.items():
         if (key == prefix or key.startswith(f"{prefix}.")) and isinstance(text, str) and text.strip():
             found[readable(key[len(prefix) + 1 :]) or "default"] = readable(text)
+    if (num_bytes := sum(len(text.encode()) for text in found.values())) > _MOST_TEMPLATE_BYTES:
+        raise ModelError(
+            f"{model.files[0]} has chat templates of {num_bytes} bytes, and at most {_MOST_TEMPLATE_BYTES} are "
+            "allowed. Check where the file comes from."
+        )
     return found
 
 

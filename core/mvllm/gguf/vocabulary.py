@@ -133,10 +133,7 @@ def read_vocabulary(model: GGUFModel) -> Vocabulary:
     where = str(model.files[0])
     kind = metadata.get("tokenizer.ggml.model")
     if not isinstance(kind, str):
-        raise ModelError(
-            f"{where} has no tokenizer ('tokenizer.ggml.model' is {_shown.repr(kind)}). Pass tokenizer=... with the "
-            "folder of the original model's tokenizer."
-        )
+        raise ModelError(f"{where} has no tokenizer: 'tokenizer.ggml.model' is {_shown.repr(kind)}, expected a text.")
     tokens = _texts(metadata, "tokenizer.ggml.tokens", where)
     if not 0 < len(tokens) <= _MOST_TOKENS:
         raise ModelError(f"{where} has {len(tokens)} tokens; a vocabulary has 1 to {_MOST_TOKENS}.")
@@ -241,7 +238,7 @@ def _texts(metadata: Mapping[str, Any], key: str, where: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise ModelError(
             f"{where}: {key!r} should be a list of texts, found {_shown.repr(value)}. Download or convert the file "
-            "again, or pass tokenizer=... with the folder of the original model's tokenizer."
+            "again."
         )
     return value
 

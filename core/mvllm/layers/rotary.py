@@ -18,6 +18,7 @@ blocks only between requests of equal n (dynamic), or among the long ones (longr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -43,6 +44,9 @@ class CosSinRows:
 class RotaryEmbedding(nn.Module):
     """Applies rotary embedding to queries and keys. All layers of a model share one instance.
 
+    The tables are allocated by `prepare_weights`, or when they are first needed: the model is built before anybody has
+    checked that `max_len` fits into memory.
+
     Args:
         ctx: Build context.
         rope: The checkpoint's RoPE parameters.
@@ -60,12 +64,23 @@ class RotaryEmbedding(nn.Module):
         self.rope = rope
         self.max_len = max_len
         self.uses_prompt_lens = rope.depends_on_length(max_len)
-        by_length = dynamic_frequencies(rope, torch.arange(1, max_len + 1)) if rope.rope_type == "dynamic" else None
-        # Not buffers: casting a module's dtype must not touch the tables.
-        self._table = self._build_table(by_length).to(ctx.device)
-        self._by_length = None if by_length is None else by_length.to(ctx.device)
+        self._device = ctx.device
         self._rotate = ctx.op("rotary_embedding", head_size=rope.head_size, rotary_dim=rope.rotary_dim).function
         self._order = _interleaved_order(rope).to(ctx.device) if interleaved else None
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables on the device."""
+        width = self.rope.rotary_dim
+        if self.rope.rope_type == "dynamic":
+            width += self.rope.rotary_dim // 2
+        elif self.uses_prompt_lens:
+            width += self.rope.rotary_dim
+        return self.max_len * width * torch.float32.itemsize
+
+    def prepare_weights(self) -> None:
+        """Allocates the tables, after the weights have been loaded."""
+        self._tables  # noqa: B018  (cached)
 
     def angles(self, positions: torch.Tensor, prompt_lens: torch.Tensor | None = None) -> CosSinRows:
         """The rows of a step's tokens, computed once for all layers.
@@ -74,12 +89,13 @@ class RotaryEmbedding(nn.Module):
             positions: [T], integers.
             prompt_lens: [T], integers, as in ForwardStep; None treats every prompt as within the original context.
         """
+        table, by_length = self._tables
         if prompt_lens is None or not self.uses_prompt_lens:
-            return CosSinRows(positions, self._table)
-        if self._by_length is None:
+            return CosSinRows(positions, table)
+        if by_length is None:
             # The second part of the table, for long prompts, has the long frequencies at every position.
-            return CosSinRows(positions + self.max_len * (prompt_lens > self.rope.native_len), self._table)
-        inv_freq = self._by_length.index_select(0, torch.maximum(positions, prompt_lens - 1))
+            return CosSinRows(positions + self.max_len * (prompt_lens > self.rope.native_len), table)
+        inv_freq = by_length.index_select(0, torch.maximum(positions, prompt_lens - 1))
         rows = _cos_sin(positions.unsqueeze(-1) * inv_freq, 1.0)
         return CosSinRows(torch.arange(len(positions), device=positions.device), rows)
 
@@ -88,6 +104,17 @@ class RotaryEmbedding(nn.Module):
         if self._order is not None:
             query, key = query.index_select(-1, self._order), key.index_select(-1, self._order)
         return self._rotate(angles.index, query, key, angles.cos_sin)
+
+    # Not buffers: casting a module's dtype must not touch the tables.
+    @cached_property
+    def _tables(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows of each position; with the scaling `dynamic` also the frequencies of each length."""
+        rope = self.rope
+        by_length = (
+            dynamic_frequencies(rope, torch.arange(1, self.max_len + 1)) if rope.rope_type == "dynamic" else None
+        )
+        table = self._build_table(by_length).to(self._device)
+        return table, None if by_length is None else by_length.to(self._device)
 
     def _build_table(self, by_length: torch.Tensor | None) -> torch.Tensor:
         positions = torch.arange(self.max_len).unsqueeze(-1).float()

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from mvllm.config.hf_config import read_json_object
 from mvllm.errors import ModelError
+from mvllm.gguf.model_folder import update_states
 from mvllm.models.gguf_checkpoint import GGUFEntry, GGUFReader, is_gguf_folder, read_gguf_folder
 from mvllm.models.safetensors_file import MOST_TENSORS, SafetensorsReader, header_limit, read_header
 from mvllm.models.tensor_entry import TensorEntry, TensorReader
@@ -40,6 +41,7 @@ def read_checkpoint(
             there are too many tensors, or a tensor is in two files.
     """
     if is_gguf_folder(folder):
+        update_states(folder)
         return read_gguf_folder(folder, most_tensors, packed=packed)
     if (folder / SINGLE_FILE).is_file():
         return _merge({}, folder / SINGLE_FILE, most_tensors)

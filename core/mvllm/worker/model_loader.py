@@ -21,6 +21,7 @@ from mvllm.platform.checked_calls import call_checked
 from mvllm.platform.interface import Platform
 from mvllm.platform.runtime import DeviceRuntime
 from mvllm.worker.kv_cache_layers import KVCacheLayers
+from mvllm.worker.length_check import check_length
 from mvllm.worker.lora_model_manager import LoRAModelManager
 from mvllm.worker.out_of_memory import out_of_memory_as
 from mvllm.worker.spec_decode.draft_model import DraftModel
@@ -118,6 +119,7 @@ class ModelLoader:
         what = f"The weights of {config.model}, whose sizes config.json gives,"
         with out_of_memory_as(ModelError, what, remedy):
             model = model_class(config, context)
+        check_length(model, self._runtime.memory(), self._config.cache.kv_cache_memory_bytes)
         load_weights(
             model,
             config.path,

@@ -135,6 +135,10 @@ def test_old_files_of_deepseek_have_its_expert_groups() -> None:
     assert (config["n_group"], config["topk_group"], config["norm_topk_prob"]) == (8, 4, True)
     assert (config["qk_nope_head_dim"], config["v_head_dim"], config["num_key_value_heads"]) == (16, 16, 4)
     assert (config["rope_scaling"]["mscale"], config["rope_scaling"]["mscale_all_dim"]) == (1.0, 1.0)
+    for nothing in (None, 0.0):  # of a checkpoint without `mscale_all_dim`
+        values["rope.scaling.yarn_log_multiplier"] = nothing
+        scaling = model_config(make_model("deepseek2", values, shapes=shapes))["rope_scaling"]
+        assert scaling["factor"] == 40.0 and not {"mscale", "mscale_all_dim"} & scaling.keys()
 
 
 def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from mvllm.errors import ModelError
+from mvllm.gguf import folder_lock
 from mvllm.gguf import model_folder as module
+from mvllm.gguf.folder_lock import LOCK_NAME
 from mvllm.gguf.header import read_gguf
-from mvllm.gguf.model_folder import FILES_NAME, model_folder
+from mvllm.gguf.model_folder import FILES_NAME, model_folder, update_states
 from tests.unit.gguf.files import write_gguf
 
 TENSOR = {"output_norm.weight": (np.ones(4, np.float32), None)}
@@ -29,6 +31,27 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MVLLM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     return tmp_path / "cache" / "gguf"
+
+
+@pytest.fixture(autouse=True)
+def end_process():
+    """Gives back what this process holds until its end."""
+
+    def end():
+        while folder_lock._held:
+            os.close(folder_lock._held.popitem()[1])
+
+    yield end
+    end()
+
+
+def change(file):
+    """Changes one byte of the data; the header and the size stay."""
+    content = bytearray(file.read_bytes())
+    content[-1] = (content[-1] + 1) % 256
+    time = file.stat().st_mtime_ns + 1
+    file.write_bytes(content)
+    os.utime(file, ns=(0, time))
 
 
 @pytest.fixture
@@ -55,7 +78,7 @@ def file(tmp_path):
 def test_a_folder_names_the_file_as_it_was(file, cache, derived):
     folder = model_folder(file)
     assert folder.parent == cache and folder.name.startswith("tiny_model.Q4_0-")
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", FILES_NAME, "tokenizer.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [LOCK_NAME, "config.json", FILES_NAME, "tokenizer.json"]
     found = file.stat()
     assert json.loads((folder / FILES_NAME).read_text())["files"] == [
         {"path": str(file), "size": found.st_size, "mtime_ns": found.st_mtime_ns}
@@ -73,24 +96,70 @@ def test_an_existing_folder_is_found_without_reading_the_file(file, derived, mon
     assert model_folder(file.parent.parent / "link" / ".." / file.name) == folder
 
 
-def test_a_changed_file_gets_another_folder_and_the_old_one_goes(file, cache, derived):
+def test_a_changed_file_gets_another_folder_and_the_old_one_goes(file, cache, derived, end_process):
     old = model_folder(file)
-    os.utime(file, ns=(0, 1))
+    change(file)
+    end_process()
     new = model_folder(file)
     assert new != old and os.listdir(cache) == [new.name] and len(derived) == 2
     other = model_folder(write_gguf(file.with_name("other.gguf")))
     assert sorted(os.listdir(cache)) == sorted([new.name, other.name])
     file.unlink()
+    end_process()
     model_folder(write_gguf(file.with_name("third.gguf")))
     assert not new.exists() and other.exists()
 
 
-def test_another_version_of_the_conversion_has_a_folder_of_its_own(file, derived, monkeypatch):
+USE = """
+import sys
+from pathlib import Path
+from mvllm.gguf import model_folder as module
+from mvllm.gguf.model_folder import model_folder
+module._derive = lambda model, with_tokenizer: {"config.json": b"{}"}
+print(model_folder(Path(sys.argv[1])), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_folder_of_a_changed_file_stays_as_long_as_a_process_uses_it(file, cache, derived, monkeypatch):
+    monkeypatch.setattr(module, "_version", lambda: b"another")  # the process has the real one
+    old = model_folder(file)
+    command = [sys.executable, "-c", USE, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as user:
+        used = Path(user.stdout.readline().strip())
+        change(file)
+        new = model_folder(file)
+        assert len({old, used, new}) == 3 and old.exists() and new.exists()
+        assert sorted(path.name for path in used.iterdir()) == [LOCK_NAME, "config.json", FILES_NAME]
+        user.stdin.close()
+    change(file)
+    model_folder(file)
+    assert not used.exists() and old.exists()  # the latter is used by this process
+
+
+def test_a_touched_file_keeps_its_folder_which_gets_the_new_time(file, cache, derived):
+    folder = model_folder(file)
+
+    def stored():
+        return json.loads((folder / FILES_NAME).read_text())["files"][0]["mtime_ns"]
+
+    os.utime(file, ns=(0, 1))
+    assert model_folder(file) == folder and stored() == 1 and len(derived) == 1
+    os.utime(file, ns=(0, 2))
+    update_states(folder)  # as the reader of the weights does
+    assert stored() == 2 and os.listdir(cache) == [folder.name]
+    change(file)
+    update_states(folder)
+    assert stored() == 2 and model_folder(file) != folder
+
+
+def test_another_version_of_the_conversion_has_a_folder_of_its_own(file, derived, monkeypatch, end_process):
     first = model_folder(file)
     monkeypatch.setattr(module, "_version", lambda: b"next")
     second = model_folder(file)
     assert second != first and first.exists()  # the other version may be in use
     os.utime(first, (0, 0))
+    end_process()
     monkeypatch.setattr(module, "_version", lambda: b"after that")
     third = model_folder(file)
     assert not first.exists() and second.exists() and third.exists()
@@ -143,7 +212,7 @@ def test_every_part_of_a_split_model_has_the_same_folder(tmp_path, derived):
     folder = model_folder(parts[1])
     assert folder == model_folder(parts[0]) and folder.name.startswith("m-") and "00001" not in folder.name
     assert [each["path"] for each in json.loads((folder / FILES_NAME).read_text())["files"]] == [*map(str, parts)]
-    os.utime(parts[1], ns=(0, 1))
+    change(parts[1])
     assert model_folder(parts[0]) != folder
 
 

@@ -14,9 +14,10 @@ from transformers import AutoTokenizer
 
 from mvllm import ModelError
 from mvllm.engine.tokenizer.tokenizer import load_tokenizer
-from mvllm.entrypoints.chat_template import read_chat_template
+from mvllm.entrypoints.chat_template import read_chat_template, render_chat
 from mvllm.gguf.generation_config import generation_config
 from mvllm.gguf.header import GGUFModel, read_gguf
+from mvllm.gguf.model_folder import FILES_NAME
 from mvllm.gguf.pre_tokenizers import PRE_TOKENIZERS
 from mvllm.gguf.tokenizer import tokenizer_files
 from tests.helpers.published import FILES, MISSING, find_published
@@ -373,6 +374,42 @@ def test_the_engine_reads_it_without_transformers_and_transformers_reads_the_sam
     assert hf.eos_token_id == eos
     assert special == {i for i, token in hf.added_tokens_decoder.items() if token.special}
     assert (hf.model_max_length, hf.chat_template) == (77, "{{ 1 }}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type"), [("llama-bpe", "mistral"), ("gpt-2", "qwen2"), ("sentencepiece", "mistral")]
+)
+def test_a_folder_derived_from_a_file_is_read_as_it_is_whatever_the_model_type(tmp_path, kind, model_type, caplog):
+    """transformers has other tokenizers for these model types, which split texts in another way."""
+    template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | tojson }}\n{% endfor %}{{ x }}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    more = {"bos_token_id": 1, "chat_template": template, "add_bos_token": True}
+    gguf = sentencepiece_model(**more) if kind == "sentencepiece" else byte_level(kind, **more)
+    (tmp_path / FILES_NAME).write_text("{}")
+    loaded = load(write(tmp_path, gguf, model_type))
+    ids = [loaded.encode(text) for text in TEXTS]
+    assert ids == [built(gguf).encode(text).ids for text in TEXTS]
+    chat = [{"role": "user", "content": "<é>", "name": None}, {"role": "assistant", "content": "A"}]
+    given = {"chat_template_kwargs": {"x": 7}}
+    rendered = [render_chat(loaded, chat, **given), render_chat(loaded, chat, chat_template="{{ eos_token }}!")]
+    assert "hf" not in vars(loaded)
+    assert rendered[0].endswith('[user] "<é>"\n[assistant] "A"\n7[assistant]')
+    assert loaded.hf(TEXTS)["input_ids"] == ids and loaded.template_renderer is loaded.hf
+    assert rendered == [render_chat(loaded, chat, **given), render_chat(loaded, chat, chat_template="{{ eos_token }}!")]
+    assert "regex" not in caplog.text
+
+
+def test_templates_longer_than_any_are_refused_and_shorter_ones_read_whole(tmp_path):
+    longest = "x" * (4 << 20)
+    write(tmp_path, byte_level("gpt-2", chat_template=longest))
+    assert read_chat_template(tmp_path) == longest
+    (tmp_path / "chat_template.jinja").write_text(longest + "x")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja has more than 4194304 bytes"):
+        read_chat_template(tmp_path)
+    with pytest.raises(ModelError, match=r"chat templates of 4194305 bytes, and at most 4194304 .* pass tokenizer="):
+        tokenizer_files(byte_level("gpt-2", chat_template=longest + "x"))
 
 
 def test_one_chat_template_is_a_file(tmp_path):

@@ -12,9 +12,11 @@ from typing import Any
 
 from mvllm.config.hf_config import read_json_object
 from mvllm.config.model import ModelConfig
+from mvllm.engine.tokenizer.folder_template import FolderTemplate, read_folder_template
 from mvllm.engine.tokenizer.tokenizer_expansion import check_tokenizer_expansion
 from mvllm.engine.tokenizer.tokenizer_json import JsonTokenizer, read_tokenizer_json
 from mvllm.errors import ModelError, RequestError, plain_reason
+from mvllm.gguf.model_folder import is_derived_folder
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
 """A folder with a tokenizer has at least one of these files."""
@@ -34,11 +36,15 @@ class Tokenizer:
         hf: Creates the tokenizer of `transformers`, when it is first needed.
         plain: The same tokenizer, read from `tokenizer.json`. It is used until `hf` is created, for chat templates or
             by the user. After that `hf` is used, so that changes that a user makes to it have an effect.
+        template: The chat template of the same tokenizer. It is used with `plain`, and as long.
     """
 
-    def __init__(self, hf: Callable[[], Any], plain: JsonTokenizer | None = None) -> None:
+    def __init__(
+        self, hf: Callable[[], Any], plain: JsonTokenizer | None = None, template: FolderTemplate | None = None
+    ) -> None:
         self._make_hf = hf
         self._json_tokenizer = plain
+        self._folder_template = template
         self._fast: Any = plain.fast if plain is not None else None
         if plain is None and getattr(self.hf, "is_fast", False):
             self._fast = getattr(self.hf, "backend_tokenizer", None)
@@ -51,6 +57,13 @@ class Tokenizer:
         if self._json_tokenizer is not None:
             self._fast, self._json_tokenizer = hf.backend_tokenizer, None
         return hf
+
+    @property
+    def template_renderer(self) -> Any:
+        """Has the chat template, and renders it: `hf`, or an equal `FolderTemplate` as long as `hf` is not needed."""
+        if self._json_tokenizer is not None and self._folder_template is not None:
+            return self._folder_template
+        return self.hf
 
     @property
     def backend(self) -> Any:
@@ -290,14 +303,15 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer | None:
     if config.tokenizer is None:
         return None
     folder = Path(config.tokenizer)
-    plain = None
+    plain, template = None, None
     if folder.is_dir():
         _require_files(folder)
         check_tokenizer_expansion(folder / "tokenizer.json")
-        plain = read_tokenizer_json(
-            folder, _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
-        )
-    return Tokenizer(lambda: _load_with_transformers(config, folder), plain)
+        settings, model = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
+        plain = read_tokenizer_json(folder, settings, model, is_complete=is_derived_folder(folder))
+        if plain is not None:
+            template = read_folder_template(folder, settings, plain.special_tokens)
+    return Tokenizer(lambda: _load_with_transformers(config, folder), plain, template)
 
 
 def _load_with_transformers(config: ModelConfig, folder: Path) -> Any:
@@ -306,6 +320,11 @@ def _load_with_transformers(config: ModelConfig, folder: Path) -> Any:
     with _no_device_backends():
         transformers = importlib.import_module("transformers")
         try:
+            if is_derived_folder(folder):
+                # AutoTokenizer has classes for some model types that replace parts of tokenizer.json.
+                return transformers.PreTrainedTokenizerFast.from_pretrained(
+                    str(folder), local_files_only=True, fix_mistral_regex=False
+                )
             return transformers.AutoTokenizer.from_pretrained(
                 str(config.tokenizer),
                 config=_minimal_config(transformers, folder) if local else None,

@@ -201,27 +201,34 @@ class JsonTokenizer:
     Attributes:
         fast: The object of the library `tokenizers`, without truncation and padding.
         eos_token_id: The end-of-sequence token, if there is one.
+        special_tokens: Texts of special tokens by the names in `tokenizer_config.json`, as chat templates read them.
     """
 
     fast: Tokenizer
     eos_token_id: int | None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_tokenizer_json(folder: Path, settings: Mapping[str, Any], model: Mapping[str, Any]) -> JsonTokenizer | None:
+def read_tokenizer_json(
+    folder: Path, settings: Mapping[str, Any], model: Mapping[str, Any], *, is_complete: bool = False
+) -> JsonTokenizer | None:
     """The tokenizer of a folder, or None if transformers must load it, or report its errors.
 
     Args:
         folder: Holds `tokenizer.json`.
         settings: Contents of its `tokenizer_config.json`.
         model: Contents of its `config.json`.
+        is_complete: A generic tokenizer class means `tokenizer.json` as it is, whatever class transformers has for the
+            model type.
     """
     name = settings.get("tokenizer_class")
     spec = _TOKENIZER_CLASS_SPECS.get(name) if isinstance(name, str) else None
     if spec is None and name not in _GENERIC_CLASSES:
         return None
-    if spec is None and model.get("model_type") in _QWEN2.for_generic:
+    if spec is None and model.get("model_type") in _QWEN2.for_generic and not is_complete:
         spec = _QWEN2
-    if model.get("model_type") not in (_MODEL_TYPES if spec is None else spec.model_types) or "auto_map" in model:
+    model_types = _MODEL_TYPES if spec is None else spec.model_types
+    if not (is_complete and spec is None) and (model.get("model_type") not in model_types or "auto_map" in model):
         return None
     if spec is not None:
         if not settings.keys() <= {
@@ -255,8 +262,9 @@ def read_tokenizer_json(folder: Path, settings: Mapping[str, Any], model: Mappin
         return None
     fast.no_truncation()
     fast.no_padding()
-    eos = settings.get("eos_token")
-    return JsonTokenizer(fast, None if eos is None else fast.token_to_id(_text(eos)))
+    special_tokens = {key: _text(settings[key]) for key in _SPECIAL_TOKEN_KEYS if settings.get(key) is not None}
+    eos = special_tokens.get("eos_token")
+    return JsonTokenizer(fast, None if eos is None else fast.token_to_id(eos), special_tokens)
 
 
 def _file_matches_spec(spec: _TokenizerClassSpec, path: Path, settings: Mapping[str, Any]) -> bool:

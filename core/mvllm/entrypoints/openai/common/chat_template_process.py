@@ -92,7 +92,7 @@ def render(job: ChatTemplateJob, render_jinja_template: Any) -> RenderedChat:
         texts, _ = render_jinja_template(conversations=[chat], **{**job.special_tokens, **settings})
         return str(texts[0])
 
-    tokenizer: Any = SimpleNamespace(hf=SimpleNamespace(chat_template=None, apply_chat_template=apply))
+    tokenizer: Any = SimpleNamespace(template_renderer=SimpleNamespace(chat_template=None, apply_chat_template=apply))
     try:
         messages, settings = msgspec.json.decode(job.conversation)
         text = render_chat(cast(Any, tokenizer), messages, **settings)

@@ -102,7 +102,8 @@ class TokenizerPool:
         Raises:
             RequestError: The template failed, or took too much time or memory.
         """
-        special = await self.run(lambda: dict(self.tokenizer.hf.special_tokens_map))  # slow the first time
+        # The first time may import transformers.
+        special = await self.run(lambda: dict(self.tokenizer.template_renderer.special_tokens_map))
         async with self._request_template_slots:
             with contextlib.closing(ChatTemplateRenderer(self._template_seconds)) as renderer:
                 return await renderer.render(messages, settings, special)
