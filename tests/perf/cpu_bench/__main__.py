@@ -13,7 +13,7 @@ measured before and after it. The table shows these shares of the run time:
 
 With `--gguf`, mvllm is compared with llama.cpp on GGUF files instead, see `gguf_rows.py`:
 
-    python3 ci/dev.py bench cpu --peers FOLDER --gguf made FILE ... [--workload single,prefill,offline,start]
+    python3 ci/dev.py bench cpu --peers FOLDER --gguf [made published FILE ...] [--workload single,start]
 
 Every run is also a line of JSON in --out; `--table FILE` prints the table from such files.
 """
@@ -32,8 +32,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mvllm.errors import ModelError
+from tests.helpers.published import FILES
 from tests.perf.cpu_bench.engines import PRECISIONS, Engine, installed_peers, our_engines, with_settings
-from tests.perf.cpu_bench.gguf_rows import GGUF_WORKLOADS, MADE, FileBenchmark, files_of, render_files
+from tests.perf.cpu_bench.gguf_rows import GGUF_WORKLOADS, MADE, NAMES, FileBenchmark, files_of, render_files
 from tests.perf.cpu_bench.limits import ModelSize
 from tests.perf.cpu_bench.machine import Probe, describe, wait_until_idle
 from tests.perf.cpu_bench.mixed import Answer, MixedLoad, Server, arrivals_of, drive, summary
@@ -59,7 +60,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--gguf",
         nargs="*",
         metavar="FILE",
-        help=f"GGUF files, names among {','.join(MADE)}, or 'made' for all of these, which is the default",
+        help=f"GGUF files, or names among {','.join((*NAMES, *MADE, *FILES))}; default: {' '.join(NAMES)}",
     )
     parser.add_argument("--dtype", default="bfloat16", help="compute dtype of mvllm with --gguf (bfloat16)")
     parser.add_argument(
@@ -153,7 +154,7 @@ def gguf_files(args: argparse.Namespace) -> None:
     peer = peers[0] if peers else None
     out, keep, records, logs = _outputs(args)
     try:
-        files = files_of(args.gguf or ["made"], args.models, peer)
+        files = files_of(args.gguf, args.models, peer)
     except subprocess.CalledProcessError as e:
         raise SystemExit(f"error: a file could not be made: {e.stdout}") from e
     except (ValueError, ModelError) as e:

@@ -1,7 +1,8 @@
 """mvllm beside llama.cpp on the same GGUF files: `bench cpu --gguf [FILE | NAME ...]`.
 
-A name is one of the models that the benchmark makes with llama.cpp's quantizer, such as `S-q4_k_m`; `made` stands for
-all of them. Both engines are loaded, then run in turn: mvllm, llama.cpp, mvllm, ... The workloads are those of
+A name is one of the models that the benchmark makes with llama.cpp's quantizer, such as `S-q4_k_m` (`made` stands for
+all of them), or `smollm2` or `gemma`, the files that `ci/dev.py test --published` fetches (`published` for both). The
+default is all of them. Both engines are loaded, then run in turn: mvllm, llama.cpp, mvllm, ... The workloads are those of
 `workloads.py`, with prompts as long as the file's context allows, and
 
     start   from a new process to the first token of 32: with Python and its imports, and without them
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mvllm.gguf.header import read_gguf
+from tests.helpers.published import FILES, MISSING, find_published
 from tests.perf.cpu_bench.engine_process import EngineFailed, EngineProcess
 from tests.perf.cpu_bench.engines import RUNNERS, Engine
 from tests.perf.cpu_bench.limits import BF16
@@ -73,27 +75,38 @@ class File:
         return dataclasses.replace(workload, own=own)
 
 
+NAMES = {"made": MADE, "published": tuple(FILES)}
+"""Names that stand for several."""
+
+
 def files_of(asked: Sequence[str], models: Path, peer: Engine | None) -> list[File]:
-    """The asked files, made if they are the benchmark's own and missing.
+    """The asked files, made if they are the benchmark's own and missing; of `NAMES` if none is asked.
 
     Raises:
-        ValueError: A name is neither a file nor one of MADE, or it has to be made and there is no llama.cpp.
+        ValueError: A name is neither a file nor known, or its file is missing and cannot be made.
         subprocess.CalledProcessError: A file could not be made; the output is attached.
     """
-    files = []
-    for name in asked:
-        if Path(name).is_file():
-            files.append(File.of(Path(name)))
-            continue
-        if name != "made" and name not in MADE:
-            raise ValueError(f"--gguf got {name!r}, which is no file. Pass a GGUF file, 'made', or {', '.join(MADE)}.")
-        for each in MADE if name == "made" else (name,):
-            path = models / "gguf" / f"{each}.gguf"
-            if peer is None and not path.exists():
-                raise ValueError(f"{path} is missing, and llama.cpp makes it. Pass its environment with --peers.")
+    single = [each for name in asked or NAMES for each in NAMES.get(name, (name,))]
+    return [File.of(_path_of(name, models, peer)) for name in single]
 
-            files.append(File.of(gguf_model(models, *each.split("-"), peer.python if peer else Path(sys.executable))))
-    return files
+
+def _path_of(name: str, models: Path, peer: Engine | None) -> Path:
+    if Path(name).is_file():
+        return Path(name)
+    if name in FILES:
+        if (published := find_published(name)) is None:
+            raise ValueError(f"--gguf got {name!r}: {MISSING}.")
+        return published
+    if name not in MADE:
+        known = ", ".join((*NAMES, *MADE, *FILES))
+        raise ValueError(f"--gguf got {name!r}, which is no file. Pass a GGUF file or one of {known}.")
+    path = models / "gguf" / f"{name}.gguf"
+    if path.exists():
+        return path
+    if peer is None:
+        raise ValueError(f"{path} is missing, and llama.cpp makes it. Pass its environment with --peers.")
+    model, quantization = name.split("-")
+    return gguf_model(models, model, quantization, peer.python)
 
 
 def our_engine(dtype: str, *, with_tokenizer: bool = False) -> Engine:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.perf.cpu_bench.engine_process import EngineFailed, EngineProcess
 from tests.perf.cpu_bench.engines import Engine, our_engines, peers_with, with_settings
-from tests.perf.cpu_bench.gguf_rows import File, render_files
+from tests.perf.cpu_bench.gguf_rows import File, files_of, render_files
 from tests.perf.cpu_bench.limits import BF16, ModelSize, Rates, WeightFormat, floor_seconds, phases
 from tests.perf.cpu_bench.mixed import Answer, MixedLoad, Server, arrivals_of, drive, summary
 from tests.perf.cpu_bench.table import Record, render, rows_of
@@ -155,6 +155,13 @@ def test_files_are_compared_by_medians_and_by_pairs_of_runs() -> None:
     assert lines[-1] == "llama.cpp 7: A = 1, B = 1"
     missing = Record("single", "bf16", "llama.cpp", False, note="it broke")
     assert "| 2.000 | - | - | - | 3+0 | 2 | bfloat16 | 50-50 | it broke |" in render_files([*runs[:3], missing])
+
+
+def test_files_that_cannot_be_had_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'S-q5_0', which is no file. Pass a GGUF file or one of made, published, S-"):
+        files_of(["S-q5_0"], tmp_path, None)
+    with pytest.raises(ValueError, match="M-q8_0.gguf is missing, and llama.cpp makes it"):
+        files_of(["M-q8_0"], tmp_path, None)
 
 
 def test_prompts_are_as_long_as_the_files_context_allows() -> None:
