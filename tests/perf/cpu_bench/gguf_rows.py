@@ -2,8 +2,8 @@
 
 A name is one of the models that the benchmark makes with llama.cpp's quantizer, such as `S-q4_k_m` (`made` stands for
 all of them), or `smollm2` or `gemma`, the files that `ci/dev.py test --published` fetches (`published` for both). The
-default is all of them. Both engines are loaded, then run in turn: mvllm, llama.cpp, mvllm, ... The workloads are those of
-`workloads.py`, with prompts as long as the file's context allows, and
+default is all of them. Both engines are loaded, then run in turn: mvllm, llama.cpp, mvllm, ... The workloads are those
+of `workloads.py`, with prompts as long as the file's context allows, and
 
     start   from a new process to the first token of 32: with Python and its imports, and without them
 

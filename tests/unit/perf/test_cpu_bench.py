@@ -158,9 +158,9 @@ def test_files_are_compared_by_medians_and_by_pairs_of_runs() -> None:
 
 
 def test_files_that_cannot_be_had_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'S-q5_0', which is no file. Pass a GGUF file or one of made, published, S-"):
+    with pytest.raises(ValueError, match=r"'S-q5_0', which is no file.* one of made, published, S-"):
         files_of(["S-q5_0"], tmp_path, None)
-    with pytest.raises(ValueError, match="M-q8_0.gguf is missing, and llama.cpp makes it"):
+    with pytest.raises(ValueError, match=r"M-q8_0\.gguf is missing, and llama.cpp makes it"):
         files_of(["M-q8_0"], tmp_path, None)
 
 
