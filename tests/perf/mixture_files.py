@@ -383,12 +383,11 @@ def _gguf_header(scratch: Path, tensors: Sequence[Tensor], layers: int, vocab_si
     writer.add_rope_freq_base(1e6)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*letters, letters[0] + letters[1]]
-    words += [f"<|unused{i}|>" for i in range(vocab_size - len(words))]
-    kinds = [gguf.TokenType.NORMAL if i <= len(letters) else gguf.TokenType.CONTROL for i in range(vocab_size)]
+    words += [f"unused{i}" for i in range(vocab_size - len(words))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(words)
-    writer.add_token_types(kinds)
+    writer.add_token_types([gguf.TokenType.NORMAL] * vocab_size)  # special ones would be slow to load
     writer.add_token_merges([f"{letters[0]} {letters[1]}"])
     writer.add_eos_token_id(vocab_size - 1)
     writer.add_bos_token_id(vocab_size - 1)
