@@ -11,6 +11,10 @@ measured before and after it. The table shows these shares of the run time:
     GEMM bound        operations / rate of matrix products
     floor             the larger of the two in each phase (prompts, then tokens)
 
+With `--gguf`, mvllm is compared with llama.cpp on GGUF files instead, see `gguf_rows.py`:
+
+    python3 ci/dev.py bench cpu --peers FOLDER --gguf [made published FILE ...] [--workload single,start]
+
 Every run is also a line of JSON in --out; `--table FILE` prints the table from such files.
 """
 
@@ -21,19 +25,23 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mvllm.errors import ModelError
+from tests.helpers.published import FILES
 from tests.perf.cpu_bench.engines import PRECISIONS, Engine, installed_peers, our_engines, with_settings
+from tests.perf.cpu_bench.gguf_rows import GGUF_WORKLOADS, MADE, NAMES, FileBenchmark, files_of, render_files
 from tests.perf.cpu_bench.limits import ModelSize
 from tests.perf.cpu_bench.machine import Probe, describe, wait_until_idle
 from tests.perf.cpu_bench.mixed import Answer, MixedLoad, Server, arrivals_of, drive, summary
 from tests.perf.cpu_bench.models import hf_model, model_for
 from tests.perf.cpu_bench.session import Session
 from tests.perf.cpu_bench.table import Record, render
-from tests.perf.cpu_bench.workloads import MIXED, WARM_UP, WORKLOADS, in_turn
+from tests.perf.cpu_bench.workloads import MIXED, START, WARM_UP, WORKLOADS, in_turn
 
 
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,8 +50,19 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="ci/dev.py bench cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     here = Path(tempfile.gettempdir())
-    every = [*WORKLOADS, MIXED]
-    parser.add_argument("--workload", type=_among(every), default=every, help=f"of {','.join(every)}; default: all")
+    every = [*WORKLOADS, MIXED, START]
+    parser.add_argument(
+        "--workload",
+        type=_among(every),
+        help=f"of {','.join(every)}; default: all but {START}; with --gguf {','.join(GGUF_WORKLOADS)}",
+    )
+    parser.add_argument(
+        "--gguf",
+        nargs="*",
+        metavar="FILE",
+        help=f"GGUF files, or names among {','.join((*NAMES, *MADE, *FILES))}; default: {' '.join(NAMES)}",
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="compute dtype of mvllm with --gguf (bfloat16)")
     parser.add_argument(
         "--precision",
         type=_among(PRECISIONS),
@@ -72,7 +91,13 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="file that gets a JSON line per run (default: among the models)")
     parser.add_argument("--table", type=Path, nargs="+", help="measure nothing: print the table of such files")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    not_there = {START} if args.gguf is None else {MIXED}
+    if args.workload is None:
+        args.workload = [*WORKLOADS, MIXED] if args.gguf is None else list(GGUF_WORKLOADS)
+    elif wrong := sorted(not_there & set(args.workload)):
+        parser.error(f"workload {wrong[0]!r} is measured only {'with' if args.gguf is None else 'without'} --gguf")
+    return args
 
 
 def chosen(engines: Sequence[Engine], names: Sequence[str] | None) -> list[Engine]:
@@ -87,24 +112,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.table:
         lines = [line for file in args.table for line in file.read_text().splitlines()]
         records = [Record.from_json(json.loads(line)) for line in lines]
+        if args.gguf is not None:
+            print(render_files(records))
+            return
         print(render(records, ModelSize.of(hf_model(args.models, args.model))))
+        return
+    if args.gguf is not None:
+        gguf_files(args)
         return
     ours = our_engines(args.threads)
     ours += [with_settings(ours[0], settings) for settings in args.also]
     engines = chosen([*ours, *installed_peers(args.peers)], args.engine)
-    out = args.out or args.models / f"runs-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    records: list[Record] = []
-
-    def keep(record: Record) -> None:
-        records.append(record)
-        with out.open("a") as lines:
-            lines.write(json.dumps(record.to_json()) + "\n")
-        took = record.note if record.seconds is None else f"{record.seconds:.3f} s"
-        print(f"  {record.engine} ({record.precision}) {took}", flush=True)
-
-    logs = args.models / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    out, keep, records, logs = _outputs(args)
     hf_model(args.models, args.model)
     with Probe(args.models, args.threads) as probe:
         print(f"{describe()}; {args.threads} threads; model {args.model}; prompts of seed {args.seed}", flush=True)
@@ -127,6 +146,56 @@ def main(argv: Sequence[str] | None = None) -> None:
             if MIXED in args.workload:
                 mixed(group, args, probe, session.size, logs, keep)
     print(f"\n{render(records, session.size)}\n\nruns: {out}")
+
+
+def gguf_files(args: argparse.Namespace) -> None:
+    """mvllm beside llama.cpp on the same files."""
+    peers = [peer for peer in installed_peers(args.peers) if peer.runner.name == "run_llama_cpp.py"]
+    peer = peers[0] if peers else None
+    out, keep, records, logs = _outputs(args)
+    try:
+        files = files_of(args.gguf, args.models, peer)
+    except subprocess.CalledProcessError as e:
+        raise SystemExit(f"error: a file could not be made: {e.stdout}") from e
+    except (ValueError, ModelError) as e:
+        raise SystemExit(f"error: {e}") from e
+    with Probe(args.models, args.threads) as probe:
+        print(f"{describe()}; {args.threads} threads; dtype {args.dtype}; prompts of seed {args.seed}", flush=True)
+        if peer is None:
+            print("no llama.cpp among --peers: mvllm alone", flush=True)
+        if probe.note:
+            print(probe.note, flush=True)
+        benchmark = FileBenchmark(
+            peer,
+            dtype=args.dtype,
+            probe=probe,
+            threads=args.threads,
+            logs=logs,
+            keep=keep,
+            seed=args.seed,
+            idle_limit=args.idle_limit,
+        )
+        for file in files:
+            benchmark.run(file, args.workload, args.runs)
+    print(f"\n{render_files(records)}\n\nruns: {out}")
+
+
+def _outputs(args: argparse.Namespace) -> tuple[Path, Callable[[Record], None], list[Record], Path]:
+    """The file of the runs, what keeps a record in it, the kept records, and the folder for engines' output."""
+    out = args.out or args.models / f"runs-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    logs = args.models / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    records: list[Record] = []
+
+    def keep(record: Record) -> None:
+        records.append(record)
+        with out.open("a") as lines:
+            lines.write(json.dumps(record.to_json()) + "\n")
+        took = record.note if record.seconds is None else f"{record.workload} {record.seconds:.3f} s"
+        print(f"  {record.engine} ({record.precision}) {took}", flush=True)
+
+    return out, keep, records, logs
 
 
 def mixed(

@@ -45,19 +45,33 @@ class EngineProcess:
         threads: Threads to compute with.
         max_len: Longest sequence.
         log: File for the engine's output.
+        kv_bytes: Size of its KV cache, if it takes one.
+
+    Attributes:
+        version, says: Its version, and what else it says about itself; set by `start`.
+        load_seconds: From the end of its imports until it was loaded, measured inside its process; set by `start`.
 
     Raises:
         EngineFailed: From `start` and `run`.
     """
 
-    def __init__(self, engine: Engine, model: Path, *, threads: int, max_len: int, log: Path) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: Path,
+        *,
+        threads: int,
+        max_len: int,
+        log: Path,
+        kv_bytes: int = KV_CACHE_BYTES,
+    ) -> None:
         self.engine, self._log = engine, log
         reader, writer = os.pipe()
         os.set_inheritable(writer, True)
         command = [
             *(str(part) for part in (engine.python, engine.runner)),
             *("--model", str(model), "--precision", engine.precision, "--threads", str(threads)),
-            *("--kv-bytes", str(KV_CACHE_BYTES), "--max-len", str(max_len), "--answers", str(writer)),
+            *("--kv-bytes", str(kv_bytes), "--max-len", str(max_len), "--answers", str(writer)),
             *(f"--option={option}" for option in engine.options),
         ]
         with log.open("w") as output:
@@ -74,6 +88,7 @@ class EngineProcess:
         self._answers = os.fdopen(reader, "rb", buffering=0)
         self._pending = b""
         self.version = self.says = ""
+        self.load_seconds = 0.0
 
     def start(self) -> str:
         """Waits until the engine is loaded; returns why it is not available, or an empty string."""
@@ -81,6 +96,7 @@ class EngineProcess:
         if "unavailable" in found:
             return str(found["unavailable"])
         self.version, self.says = str(found["version"]), str(found["says"])
+        self.load_seconds = float(found["load_seconds"])
         return ""
 
     def run(self, prompts: list[list[int]], output: int, shared: int) -> Run:

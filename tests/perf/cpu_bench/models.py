@@ -3,7 +3,7 @@
 <models>/hf/S, hf/M     config.json and safetensors in bf16, random weights of a fixed seed, written by transformers
 <models>/hf/S-w8a8      the same as compressed-tensors: int8 weights per output row, activations per token
 <models>/ov/S-fp16 ...  converted by the peer's own tools, in its own environment
-<models>/gguf/S-bf16.gguf ...
+<models>/gguf/S-bf16.gguf, and S-q4_0.gguf ... that llama.cpp's quantizer makes of it
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.perf.cpu_bench.engines import RUNNERS, Engine
@@ -66,10 +67,24 @@ def model_for(engine: Engine, models: Path, name: str) -> Path:
             task = ("--task", "text-generation-with-past", "--weight-format", quantization)
             _convert([tool, "export", "openvino", "-m", source, *task, target], target)
         return target
+    return gguf_model(models, name, quantization, engine.python)
+
+
+def gguf_model(models: Path, name: str, quantization: str, python: Path) -> Path:
+    """The GGUF file of model `name`: bf16, or q4_0, q4_k_m or q8_0 by llama.cpp, which `python` has.
+
+    Raises:
+        subprocess.CalledProcessError: The conversion failed; its output is attached.
+    """
     target = models / "gguf" / f"{name}-{quantization}.gguf"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _convert([engine.python, RUNNERS / "write_gguf.py", source, target, quantization], target)
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if quantization == "bf16":
+        _convert([sys.executable, RUNNERS / "write_gguf.py", hf_model(models, name), target], target)
+    else:
+        whole = gguf_model(models, name, "bf16", python)
+        _convert([python, RUNNERS / "quantize_gguf.py", whole, target, quantization], target)
     return target
 
 

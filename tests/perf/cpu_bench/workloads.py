@@ -5,6 +5,7 @@ single    one request: time per token
 prefill   one long prompt: time per prompt
 prefix    many requests with a common prefix: gain of prefix caching
 mixed     requests of many lengths that arrive one by one through an HTTP server, see `mixed.py`
+start     a new process to its first token, of GGUF files only, see `gguf_rows.py`
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ WORKLOADS = {
     )
 }
 MIXED = "mixed"
+START = "start"  # of GGUF files, see `gguf_rows.py`
 WARM_UP = -1  # number of the warm-up run
 
 FIRST_ID = 16  # smaller ids may be special

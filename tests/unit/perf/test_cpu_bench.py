@@ -11,6 +11,7 @@ import pytest
 
 from tests.perf.cpu_bench.engine_process import EngineFailed, EngineProcess
 from tests.perf.cpu_bench.engines import Engine, our_engines, peers_with, with_settings
+from tests.perf.cpu_bench.gguf_rows import File, files_of, render_files
 from tests.perf.cpu_bench.limits import BF16, ModelSize, Rates, WeightFormat, floor_seconds, phases
 from tests.perf.cpu_bench.mixed import Answer, MixedLoad, Server, arrivals_of, drive, summary
 from tests.perf.cpu_bench.table import Record, render, rows_of
@@ -141,6 +142,31 @@ def test_shares_are_of_the_rates_around_each_run() -> None:
 def test_rows_with_different_bandwidths_are_flagged() -> None:
     rows = rows_of([record("a", 1.0), record("b", 1.0), record("c", 1.0, read=90.0)], SMALL)
     assert [row.flags for row in rows] == [(), (), ("other bandwidth than the rows beside it",)]
+
+
+def test_files_are_compared_by_medians_and_by_pairs_of_runs() -> None:
+    ours, theirs = [(0, 1.0), (1, 4.0), (2, 2.0)], [(0, 3.0), (1, 4.4), (2, 1.0)]
+    runs = [record("mvllm", s, ours=True, run=r, more={"threads": 2, "dtype": "bfloat16"}) for r, s in ours]
+    runs += [record("llama.cpp", s, run=r, version="7", more={"says": "A = 1 | B = 1"}, idle=r != 1) for r, s in theirs]
+    lines = render_files(runs).splitlines()
+    assert lines[2] == (
+        "| bf16 | single | 2.000 | 3.000 | 1.50 | 0.50-3.00 | 3+3 | 2 | bfloat16 | 50-50 | machine not idle |"
+    )
+    assert lines[-1] == "llama.cpp 7: A = 1, B = 1"
+    missing = Record("single", "bf16", "llama.cpp", False, note="it broke")
+    assert "| 2.000 | - | - | - | 3+0 | 2 | bfloat16 | 50-50 | it broke |" in render_files([*runs[:3], missing])
+
+
+def test_files_that_cannot_be_had_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'S-q5_0', which is no file.* one of made, published, S-"):
+        files_of(["S-q5_0"], tmp_path, None)
+    with pytest.raises(ValueError, match=r"M-q8_0\.gguf is missing, and llama.cpp makes it"):
+        files_of(["M-q8_0"], tmp_path, None)
+
+
+def test_prompts_are_as_long_as_the_files_context_allows() -> None:
+    short, long = (File("f", Path("f.gguf"), 100, context).fitted(WORKLOADS["prefill"]) for context in (512, 4096))
+    assert (short.prompt, long.prompt) == (511, 2048)
 
 
 def test_an_engine_that_did_not_run_has_a_row_that_says_why() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mvllm.gguf.header import read_gguf
 from tests.perf.cpu_bench import models
 from tests.perf.cpu_bench.engines import our_engines
 from tests.perf.cpu_bench.limits import ModelSize
@@ -72,9 +73,18 @@ def test_the_int8_copy_is_rounded_to_nearest_per_output_row(folder: Path) -> Non
     assert (found["quant_method"], found["ignore"]) == ("compressed-tensors", ["lm_head"])
 
 
-def test_a_converter_that_fails_leaves_nothing_behind(folder: Path) -> None:
-    engine = replace(our_engines(1)[0], model="gguf-bf16", python=Path(sys.executable))
+def test_a_converter_that_fails_leaves_no_file_behind(folder: Path) -> None:
+    engine = replace(our_engines(1)[0], model="gguf-q4_0", python=Path(sys.executable))
     with pytest.raises(subprocess.CalledProcessError) as failed:  # the package is not installed in this Python
         models.model_for(engine, folder, "tiny")
-    assert "gguf" in failed.value.stdout
-    assert list((folder / "gguf").iterdir()) == []
+    assert "llama_cpp" in failed.value.stdout
+    assert [path.name for path in (folder / "gguf").iterdir()] == ["tiny-bf16.gguf"]  # what the quantizer reads
+
+
+def test_the_gguf_file_has_the_weights_of_the_checkpoint(folder: Path) -> None:
+    made = read_gguf(models.gguf_model(folder, "tiny", "bf16", Path(sys.executable)))
+    source = load_file(models.hf_model(folder, "tiny") / "model.safetensors")
+    assert (len(made.metadata["tokenizer.ggml.tokens"]), made.metadata["qwen3.block_count"]) == (300, 2)
+    tensor = made.tensors["blk.1.ffn_down.weight"]
+    stored = tensor.file.read_bytes()[tensor.start : tensor.start + tensor.num_bytes]
+    assert stored == source["model.layers.1.mlp.down_proj.weight"].view(torch.uint8).numpy().tobytes()

@@ -4,7 +4,7 @@ A runner is a program that passes `serve` a function that loads its engine. It r
 standard input, and writes one line per answer to a separate file descriptor, because engines print to standard output:
 
     started as  run_x.py --model FOLDER --precision bf16 --threads 2 --kv-bytes 1073741824 --max-len 4096 --answers 5
-    answers     {"version": "1.2", "says": "..."}         when it is loaded, or {"unavailable": "why"}
+    answers     {"version": "1.2", "says": "...", "load_seconds": 0.3} when it is loaded, or {"unavailable": "why"}
     request     {"prompts": [[ids]], "output": 64, "shared": 0}
     answers     {"seconds": 4.2, "lengths": [64, ...], "first": [ids]}
 
@@ -23,6 +23,15 @@ from pathlib import Path
 
 Generate = Callable[[list, int, int], list]
 """(prompts, tokens to generate, tokens of the shared prefix) to the generated token ids of each prompt."""
+
+
+_load_began: float | None = None
+
+
+def imports_done() -> None:
+    """A runner calls this when its engine's packages are imported: `load_seconds` count from here."""
+    global _load_began
+    _load_began = time.perf_counter()
 
 
 class Unavailable(Exception):
@@ -46,12 +55,14 @@ def serve(load: Callable[[argparse.Namespace], tuple[Generate, str, str]]) -> No
         answers.write(json.dumps(fields) + "\n")
         answers.flush()
 
+    imports_done()
     try:
         generate, version, says = load(args)
     except Unavailable as e:
         answer(unavailable=str(e))
         return
-    answer(version=version, says=says)
+    assert _load_began is not None
+    answer(version=version, says=says, load_seconds=time.perf_counter() - _load_began)
     for line in sys.stdin:
         asked = json.loads(line)
         start = time.perf_counter()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 
-from protocol import Generate, serve
+from protocol import Generate, imports_done, serve
 
 BATCH = 2048
 UBATCH = 512
@@ -75,7 +75,9 @@ class Sequences:
 
 def load(args: argparse.Namespace) -> tuple[Generate, str, str]:
     import llama_cpp as api
+    import numpy as np  # noqa: F401  (for the logits)
 
+    imports_done()
     silent = api.llama_log_callback(lambda *_: None)
     api.llama_log_set(silent, ctypes.c_void_p(0))
     api.llama_backend_init()
@@ -85,7 +87,7 @@ def load(args: argparse.Namespace) -> tuple[Generate, str, str]:
     kept: dict = {}
 
     def sequences(count: int, length: int, unified: bool) -> Sequences:
-        key = (count, length, unified)
+        key = (count, -(-length // 256), unified)  # a context of as many cells
         if key not in kept:
             while kept:
                 kept.popitem()[1].close()
@@ -116,7 +118,8 @@ def load(args: argparse.Namespace) -> tuple[Generate, str, str]:
         return tokens
 
     generate.silent = silent  # the library calls it for as long as the process lives
-    return generate, api.__version__, "flash attention, a stream of cells per sequence"
+    system = api.llama_print_system_info().decode().strip().rstrip("|").strip()
+    return generate, api.__version__, f"flash attention, a stream of cells per sequence; {system}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Runner of mvllm, offline, with the engine in this process (or with a worker per rank)."""
+"""Runner of mvllm, offline, with the engine in this process (or with a worker per rank).
+
+Every `--option=NAME=JSON` is a setting of the engine, and overrides those that this program passes.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,34 @@ import argparse
 import dataclasses
 import json
 
-from protocol import Generate, Unavailable, serve
+from protocol import Generate, Unavailable, imports_done, serve
 
 
 def load(args: argparse.Namespace) -> tuple[Generate, str, str]:
+    import torch  # noqa: F401  (the engine imports it later)
+
     import mvllm
+    import mvllm.engine.llm_engine
     from mvllm import LLM, SamplingParams
     from mvllm.config.engine_args import EngineArgs
 
+    imports_done()
     options = dict(option.split("=", 1) for option in args.option)
     is_quantized = options.pop("checkpoint", None) == "quantized"
     settings = {name: json.loads(value) for name, value in options.items()}
-    if args.precision != "bf16":
+    if args.precision in ("int8", "int4"):  # a GGUF file names its own formats
         if "quantization" not in {field.name for field in dataclasses.fields(EngineArgs)}:
             raise Unavailable("this version has no quantization")
         if not is_quantized:
             settings["quantization"] = args.precision
     ranks = settings.get("tensor_parallel_size", 1)
-    llm = LLM(
-        model=str(args.model),
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        use_tqdm_on_load=False,
-        kv_cache_memory_bytes=args.kv_bytes // ranks,
-        max_model_len=args.max_len,
-        **settings,
-    )
+    defaults = {
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": args.kv_bytes // ranks,
+        "max_model_len": args.max_len,
+    }
+    llm = LLM(model=str(args.model), use_tqdm_on_load=False, **(defaults | settings))
 
     def generate(prompts: list, output: int, shared: int) -> list:
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)

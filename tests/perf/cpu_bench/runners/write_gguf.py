@@ -1,7 +1,7 @@
-"""Converts a Llama or Qwen3 checkpoint to GGUF: write_gguf.py FOLDER TARGET bf16|q8_0|q4_0, in llama.cpp's Python.
+"""Converts a Llama or Qwen3 checkpoint to GGUF in bf16: write_gguf.py FOLDER TARGET.
 
-This program writes bf16; the library quantizes it. llama.cpp's Llama rotates neighbouring pairs of a head where the
-checkpoint rotates halves, so the rows of queries and keys are interleaved.
+llama.cpp's Llama rotates neighbouring pairs of a head where the checkpoint rotates halves, so the rows of queries and
+keys are interleaved.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
-import llama_cpp
 import numpy as np
 
 WHOLE = {
@@ -33,7 +32,6 @@ IN_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-QUANTIZED = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
 
 
 def bf16_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -107,20 +105,5 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> No
     writer.add_add_bos_token(False)
 
 
-def main() -> None:
-    folder, target, precision = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    if precision == "bf16":
-        write(folder, target)
-        return
-    whole = target.with_suffix(".bf16")
-    write(folder, whole)
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.nthread, params.ftype = 2, QUANTIZED[precision]
-    status = llama_cpp.llama_model_quantize(str(whole).encode(), str(target).encode(), params)
-    whole.unlink()
-    if status:
-        raise SystemExit(f"llama_model_quantize returned {status}")
-
-
 if __name__ == "__main__":
-    main()
+    write(Path(sys.argv[1]), Path(sys.argv[2]))
