@@ -39,6 +39,7 @@ constexpr int64_t MAX_THREADS = 512;
 constexpr int64_t NEIGHBOURS = 4;              // threads whose pieces a thread claims in a full team, itself included
 constexpr int64_t PREFETCH_BYTES = 128 << 10;  // that a waiting thread prefetches into its second-level cache
 constexpr int64_t SPIN_NS = 50'000;            // before a waiting thread sleeps
+constexpr int64_t LONG_PIECE_NS = 100'000;     // in calls without `ahead` it computes, rather than reads memory
 constexpr int64_t USUAL_WAIT_NS = 20'000;      // that the calling thread waits on an idle machine, besides two pieces
 
 int64_t now_ns() {
@@ -162,8 +163,9 @@ class Team {
         while (!finished())
             if (!spin(finished, SPIN_NS, prefetch)) caller_.sleep(finished);
         if (!adapts()) return;
-        const int64_t end = now_ns(), usual = USUAL_WAIT_NS + 2 * (claimed - begin) / std::max<int64_t>(1, mine);
-        controller_.record(begin, end, std::max<int64_t>(0, end - claimed - usual));
+        const int64_t end = now_ns(), piece = (claimed - begin) / std::max<int64_t>(1, mine);
+        const int64_t alone = !job.ahead.range && piece >= LONG_PIECE_NS ? piece * total : 0;
+        controller_.record(begin, end, std::max<int64_t>(0, end - claimed - USUAL_WAIT_NS - 2 * piece), alone);
     }
 
   private:

@@ -44,15 +44,18 @@ void many_calls(int rounds) {
 void decisions() {
     TeamSizeController controller;
     int64_t time = 0;
-    auto compute = [&](int milliseconds, double waiting) {
+    auto compute = [&](int milliseconds, double waiting, double alone = 0) {
         int64_t least = 2, most = 1;
         for (int i = 0; i < milliseconds; ++i, time += 1'000'000) {
             const int64_t active = controller.active(2);
             least = std::min(least, active), most = std::max(most, active);
-            controller.record(time, time + 1'000'000, active == 1 ? 0 : int64_t(waiting * 1e6));
+            controller.record(time, time + 1'000'000, active == 1 ? 0 : int64_t(waiting * 1e6), int64_t(alone * 1e6));
         }
         return std::pair<int64_t, int64_t>(least, most);
     };
+    require(compute(1000, 0.3, 1.2).first == 2, "a thread that gains more than its waits cost stays");
+    require(compute(25, 0.3, 0.9).second == 2 && controller.active(2) == 1, "one that costs more is taken out");
+    compute(1100, 0.0);
     require(compute(1000, 0.05).first == 2, "small waits change nothing");
     compute(25, 0.5);
     require(controller.active(2) == 1, "large waits take a thread out");
