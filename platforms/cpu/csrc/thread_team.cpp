@@ -4,6 +4,11 @@
 //
 // Waiting. A thread spins for some microseconds, as long as most waits take, and then sleeps. On a busy machine the sleep
 // matters: the core of a sleeping thread is free, and the system moves a thread there that waits for another core.
+//
+// Cache lines. A line that one thread writes and another one reads costs a transfer of some 50 to 100 ns, and a decode
+// step has some hundred calls. So a call of all threads moves few lines: one to each thread, which has the job and that
+// thread's unclaimed pieces, and that is where the thread waits for jobs; one back, which counts finished pieces; and the
+// lines of other threads' shares when a thread looks for more. All other lines change rarely or belong to the caller.
 
 #include "thread_team.h"
 
@@ -137,8 +142,7 @@ struct Job {
 class Team {
   public:
     ~Team() {
-        stop_.store(true);
-        generation_.fetch_add(1);
+        stop_.store(true, std::memory_order_seq_cst);
         for (auto& worker : workers_) worker->sleeper.wake();
         for (auto& worker : workers_) worker->thread.join();
     }
@@ -146,24 +150,29 @@ class Team {
     void run(const Job& job) {
         const int64_t threads = std::min(job.threads, available(job.threads));
         const int64_t active = adapts() ? controller_.active(threads) : threads;
-        threads_in_use.store(int(active), std::memory_order_relaxed);
-        const int64_t begin = now_ns();
+        store_if_changed(threads_in_use, int(active));
+        const int64_t begin = now_ns(), total = job.threads * job.pieces;
         if (active == 1) {
-            for (int64_t i = 0, count = job.threads * job.pieces; i < count; ++i)
-                call(job, Part{i, count, i == 0});
+            for (int64_t i = 0; i < total; ++i) call(job, Part{i, total, i == 0});
             if (threads > 1 && adapts()) controller_.record(begin, now_ns(), 0);
             return;
         }
         post(job, active);
         Range prefetch{nullptr, 0};
         const int64_t mine = execute(0, job.threads, prefetch);
-        const int64_t total = job.threads * job.pieces;
-        auto finished = [&] { return completed_.load(std::memory_order_seq_cst) == total; };
+        expected_ += total - mine;
+        auto finished = [&] { return completed_.load(std::memory_order_seq_cst) == expected_; };
         const int64_t claimed = now_ns();
-        while (!finished())
-            if (!spin(finished, SPIN_NS, prefetch)) caller_.sleep(finished);
+        int64_t end = claimed;
+        if (!finished()) {
+            while (!spin(finished, SPIN_NS, prefetch)) {
+                awaited_.store(expected_, std::memory_order_seq_cst);
+                caller_.sleep(finished);
+            }
+            end = now_ns();
+        }
         if (!adapts()) return;
-        const int64_t end = now_ns(), piece = (claimed - begin) / std::max<int64_t>(1, mine);
+        const int64_t piece = (claimed - begin) / std::max<int64_t>(1, mine);
         const int64_t alone = !job.ahead.range && piece >= LONG_PIECE_NS ? piece * total : 0;
         controller_.record(begin, end, std::max<int64_t>(0, end - claimed - USUAL_WAIT_NS - 2 * piece), alone);
     }
@@ -174,9 +183,12 @@ class Team {
         std::thread thread;
     };
 
-    struct alignas(LINE) Unclaimed {
-        std::atomic<uint64_t> value{0};  // number of the job << 32 | pieces that nobody has claimed
+    // What a thread is to do. A thread reads `job` after it has claimed a piece, so while the job runs.
+    struct alignas(LINE) Share {
+        std::atomic<uint64_t> unclaimed{0};  // number of the job << 32 | pieces that nobody has claimed
+        Job job{};                           // the same in all shares
     };
+    static_assert(sizeof(Share) == LINE, "one line for each thread");
 
     static void call(const Job& job, Part part) {
         in_piece = true;
@@ -212,27 +224,33 @@ class Team {
         return int64_t(workers_.size()) + 1;
     }
 
+    template <class Value>
+    static void store_if_changed(std::atomic<Value>& to, Value value) {
+        if (to.load(std::memory_order_relaxed) != value) to.store(value, std::memory_order_relaxed);
+    }
+
     void post(const Job& job, int64_t active) {
-        job_ = job;
-        active_.store(active, std::memory_order_relaxed);
-        owners_.store(std::max(owners_.load(std::memory_order_relaxed), job.threads), std::memory_order_relaxed);
-        completed_.store(0, std::memory_order_relaxed);
-        const uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
-        for (int64_t i = 0; i < job.threads; ++i)
-            unclaimed_[i].value.store(uint64_t(generation) << 32 | uint64_t(job.pieces), std::memory_order_release);
-        generation_.store(generation, std::memory_order_seq_cst);
+        store_if_changed(active_, active);
+        if (owners_.load(std::memory_order_relaxed) < job.threads) owners_.store(job.threads, std::memory_order_relaxed);
+        const uint64_t unclaimed = uint64_t(++generation_) << 32 | uint64_t(job.pieces);
+        for (int64_t i = job.threads - 1; i >= 0; --i) {
+            shares_[i].job = job;
+            shares_[i].unclaimed.store(unclaimed, std::memory_order_release);
+        }
+        // A thread that goes to sleep sees its share, or the caller sees that it is asleep.
+        std::atomic_thread_fence(std::memory_order_seq_cst);
         if (sleeping_.load(std::memory_order_seq_cst) == 0) return;
         for (int64_t i = 1; i < active; ++i) workers_[size_t(i - 1)]->sleeper.wake();
     }
 
-    // Claims a piece of a thread's share; its number, or -1. What is claimed belongs to the current job: a job ends only
-    // when all its pieces are done, and its data are written before its pieces can be claimed.
-    int64_t claim(int64_t owner) {
-        std::atomic<uint64_t>& unclaimed = unclaimed_[owner].value;
+    // Claims a piece of a share; its number, or -1. What is claimed belongs to the current job: a job ends only when all
+    // its pieces are done, and its data are written before its pieces can be claimed.
+    static int64_t claim(Share& share) {
+        std::atomic<uint64_t>& unclaimed = share.unclaimed;
         uint64_t value = unclaimed.load(std::memory_order_relaxed);
         while (uint32_t(value) != 0)
             if (unclaimed.compare_exchange_weak(value, value - 1, std::memory_order_acquire, std::memory_order_relaxed))
-                return job_.pieces - int64_t(uint32_t(value));
+                return share.job.pieces - int64_t(uint32_t(value));
         return -1;
     }
 
@@ -241,18 +259,23 @@ class Team {
         const bool full = active_.load(std::memory_order_relaxed) >= owners;
         const int64_t searched = thread == 0 || !full ? owners : std::min(owners, NEIGHBOURS);
         int64_t done = 0;
+        const Job* job = nullptr;
         for (int64_t i = 0; i < searched; ++i) {
             const int64_t owner = (thread + i) % owners;
-            for (int64_t piece; (piece = claim(owner)) >= 0; ++done)
-                call(job_, Part{owner * job_.pieces + piece, job_.threads * job_.pieces, done == 0});
+            Share& share = shares_[owner];
+            for (int64_t piece; (piece = claim(share)) >= 0; ++done) {
+                job = &share.job;
+                call(*job, Part{owner * job->pieces + piece, job->threads * job->pieces, done == 0});
+            }
         }
         if (!done) return 0;
-        if (job_.ahead.range) {
-            prefetch = job_.ahead.range(job_.ahead.work, thread, job_.threads);
+        if (job->ahead.range) {
+            prefetch = job->ahead.range(job->ahead.work, thread, job->threads);
             prefetch.size = std::min(prefetch.size, PREFETCH_BYTES);
         }
-        const int64_t total = job_.threads * job_.pieces;
-        if (completed_.fetch_add(done, std::memory_order_seq_cst) + done == total && thread != 0) caller_.wake();
+        if (thread == 0) return done;  // which only the caller itself waits for
+        const int64_t completed = completed_.fetch_add(done, std::memory_order_seq_cst) + done;
+        if (completed == awaited_.load(std::memory_order_seq_cst)) caller_.wake();
         return done;
     }
 
@@ -260,9 +283,13 @@ class Team {
 #if defined(__linux__)
         pthread_setname_np(pthread_self(), "mvllm-kernels");
 #endif
+        std::atomic<uint64_t>& unclaimed = shares_[thread].unclaimed;
         uint32_t seen = 0;
         Range prefetch{nullptr, 0};
-        auto changed = [&] { return generation_.load(std::memory_order_seq_cst) != seen; };
+        auto changed = [&] {
+            const bool posted = uint32_t(unclaimed.load(std::memory_order_seq_cst) >> 32) != seen;
+            return posted || stop_.load(std::memory_order_seq_cst);
+        };
         while (!stop_.load(std::memory_order_relaxed)) {
             const bool takes_part = thread < active_.load(std::memory_order_relaxed);
             if (!changed() && !(takes_part && spin(changed, SPIN_NS, prefetch))) {
@@ -271,23 +298,26 @@ class Team {
                 sleeping_.fetch_sub(1, std::memory_order_relaxed);
                 continue;
             }
-            seen = generation_.load(std::memory_order_acquire);
+            seen = uint32_t(unclaimed.load(std::memory_order_acquire) >> 32);
             prefetch = {nullptr, 0};
-            if (thread < active_.load(std::memory_order_relaxed)) {
-                const int64_t owners = owners_.load(std::memory_order_relaxed);
-                if (owners) execute(thread, owners, prefetch);
-            }
+            if (thread < active_.load(std::memory_order_relaxed))
+                execute(thread, owners_.load(std::memory_order_relaxed), prefetch);
         }
     }
 
-    Job job_{};
-    alignas(LINE) std::atomic<uint32_t> generation_{0};
-    std::atomic<int64_t> active_{1}, owners_{0};
+    // Change rarely.
+    alignas(LINE) std::atomic<int64_t> active_{1}, owners_{0};
+    std::atomic<int64_t> awaited_{-1};  // the value of `completed_` that the caller sleeps for
     std::atomic<bool> stop_{false};
-    alignas(LINE) std::atomic<int64_t> completed_{0};
+    const std::unique_ptr<Share[]> shares_{new Share[size_t(MAX_THREADS)]};
+
+    alignas(LINE) std::atomic<int64_t> completed_{0};  // pieces of all jobs, except those of the caller
     alignas(LINE) std::atomic<int64_t> sleeping_{0};
     Sleeper caller_;
-    std::unique_ptr<Unclaimed[]> unclaimed_{new Unclaimed[size_t(MAX_THREADS)]};
+
+    // The caller's own.
+    alignas(LINE) uint32_t generation_ = 0;
+    int64_t expected_ = 0;  // of `completed_` at the end of the job
     std::vector<std::unique_ptr<Worker>> workers_;
     TeamSizeController controller_;
 };

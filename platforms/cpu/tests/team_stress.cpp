@@ -24,7 +24,7 @@ void require(bool holds, const char* what) {
     std::_Exit(1);
 }
 
-// Every part is executed once, whatever the numbers of threads and pieces are.
+// Every part is executed once, whatever the numbers of threads and pieces are, and whoever sleeps meanwhile.
 void many_calls(int rounds) {
     std::vector<int> counts;
     for (int i = 0; i < rounds; ++i) {
@@ -32,6 +32,7 @@ void many_calls(int rounds) {
         counts.assign(size_t(threads * pieces), 0);
         divide_pieces(threads, threads * pieces, [&](Part part) {
             counts[size_t(part.index)] += 1 + int(part.count != threads * pieces);
+            if (i % 20 == 0 && part.index == (i % 40 ? part.count - 1 : 0)) usleep(300);
             int inner = 0;
             if (i % 5 == 0) divide_range(4, 10, [&](int64_t begin, int64_t end) { inner += int(end - begin); });
             if (i % 5 == 0 && inner != 10) counts[size_t(part.index)] = -100;
