@@ -183,9 +183,15 @@ class Team {
         std::thread thread;
     };
 
+    // The owner of a share claims half of what is left of it at once. A claim waits for all memory accesses before it, and
+    // recorded calls, which read memory, have short pieces; in others a thread that stops should hold one piece only.
+    static constexpr uint64_t IN_HALVES = uint64_t(1) << 31;
+
+    static int64_t left_of(uint64_t unclaimed) { return int64_t(unclaimed & (IN_HALVES - 1)); }
+
     // What a thread is to do. A thread reads `job` after it has claimed a piece, so while the job runs.
     struct alignas(LINE) Share {
-        std::atomic<uint64_t> unclaimed{0};  // number of the job << 32 | pieces that nobody has claimed
+        std::atomic<uint64_t> unclaimed{0};  // number of the job << 32 | IN_HALVES or 0 | pieces that nobody has claimed
         Job job{};                           // the same in all shares
     };
     static_assert(sizeof(Share) == LINE, "one line for each thread");
@@ -232,7 +238,8 @@ class Team {
     void post(const Job& job, int64_t active) {
         store_if_changed(active_, active);
         if (owners_.load(std::memory_order_relaxed) < job.threads) owners_.store(job.threads, std::memory_order_relaxed);
-        const uint64_t unclaimed = uint64_t(++generation_) << 32 | uint64_t(job.pieces);
+        const uint64_t how = job.ahead.range ? IN_HALVES : 0;
+        const uint64_t unclaimed = uint64_t(++generation_) << 32 | how | uint64_t(job.pieces);
         for (int64_t i = job.threads - 1; i >= 0; --i) {
             shares_[i].job = job;
             shares_[i].unclaimed.store(unclaimed, std::memory_order_release);
@@ -243,15 +250,22 @@ class Team {
         for (int64_t i = 1; i < active; ++i) workers_[size_t(i - 1)]->sleeper.wake();
     }
 
-    // Claims a piece of a share; its number, or -1. What is claimed belongs to the current job: a job ends only when all
-    // its pieces are done, and its data are written before its pieces can be claimed.
-    static int64_t claim(Share& share) {
+    struct Pieces {
+        int64_t first, count;
+    };
+
+    // Claims pieces of a share. What is claimed belongs to the current job: a job ends only when all its pieces are done,
+    // and its data are written before its pieces can be claimed.
+    static Pieces claim(Share& share, bool own) {
         std::atomic<uint64_t>& unclaimed = share.unclaimed;
         uint64_t value = unclaimed.load(std::memory_order_relaxed);
-        while (uint32_t(value) != 0)
-            if (unclaimed.compare_exchange_weak(value, value - 1, std::memory_order_acquire, std::memory_order_relaxed))
-                return share.job.pieces - int64_t(uint32_t(value));
-        return -1;
+        while (const int64_t left = left_of(value)) {
+            const int64_t count = own && value & IN_HALVES ? (left + 1) / 2 : 1;
+            if (unclaimed.compare_exchange_weak(value, value - uint64_t(count), std::memory_order_acquire,
+                                                std::memory_order_relaxed))
+                return {share.job.pieces - left, count};
+        }
+        return {0, 0};
     }
 
     // Executes pieces, first of the thread's own share, then of others. Returns how many.
@@ -263,9 +277,11 @@ class Team {
         for (int64_t i = 0; i < searched; ++i) {
             const int64_t owner = (thread + i) % owners;
             Share& share = shares_[owner];
-            for (int64_t piece; (piece = claim(share)) >= 0; ++done) {
+            for (Pieces claimed = claim(share, i == 0); claimed.count; claimed = claim(share, i == 0)) {
                 job = &share.job;
-                call(*job, Part{owner * job->pieces + piece, job->threads * job->pieces, done == 0});
+                const int64_t begin = owner * job->pieces + claimed.first;
+                for (int64_t piece = begin; piece < begin + claimed.count; ++piece, ++done)
+                    call(*job, Part{piece, job->threads * job->pieces, done == 0});
             }
         }
         if (!done) return 0;

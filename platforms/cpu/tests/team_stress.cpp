@@ -24,19 +24,24 @@ void require(bool holds, const char* what) {
     std::_Exit(1);
 }
 
-// Every part is executed once, whatever the numbers of threads and pieces are, and whoever sleeps meanwhile.
+// Every part is executed once, whatever the numbers of threads and pieces are, however they are claimed, and whoever
+// sleeps meanwhile.
 void many_calls(int rounds) {
+    static const char memory[1000] = {};
     std::vector<int> counts;
     for (int i = 0; i < rounds; ++i) {
         const int threads = 2 + i % 4, pieces = 1 + i % 7;
         counts.assign(size_t(threads * pieces), 0);
-        divide_pieces(threads, threads * pieces, [&](Part part) {
+        const auto work = [&](Part part) {
             counts[size_t(part.index)] += 1 + int(part.count != threads * pieces);
             if (i % 20 == 0 && part.index == (i % 40 ? part.count - 1 : 0)) usleep(300);
             int inner = 0;
             if (i % 5 == 0) divide_range(4, 10, [&](int64_t begin, int64_t end) { inner += int(end - begin); });
             if (i % 5 == 0 && inner != 10) counts[size_t(part.index)] = -100;
-        });
+        };
+        const auto range = [](const void* memory, int64_t, int64_t) { return Range{static_cast<const char*>(memory), 1000}; };
+        run_pieces(threads, pieces, [](const void* w, Part part) { (*static_cast<const decltype(work)*>(w))(part); }, &work,
+                   i % 2 ? Ahead{range, memory} : Ahead{nullptr, nullptr});
         for (int count : counts) require(count == 1, "every part once");
     }
 }
