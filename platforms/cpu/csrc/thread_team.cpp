@@ -5,6 +5,10 @@
 // Waiting. A thread spins for some microseconds, as long as most waits take, and then sleeps. On a busy machine the sleep
 // matters: the core of a sleeping thread is free, and the system moves a thread there that waits for another core.
 //
+// Placing. When the caller sleeps, the system moves a stopped thread to the caller's CPU, where it finishes its piece and
+// wakes the caller. Both would then share this CPU for a while, and the program beside them would have the other alone:
+// the system does not move one of three threads between two CPUs soon. So the thread leaves the caller's CPU at once.
+//
 // Cache lines. A line that one thread writes and another one reads costs a transfer of some 50 to 100 ns, and a decode
 // step has some hundred calls. So a call of all threads moves few lines: one to each thread, which has the job and that
 // thread's unclaimed pieces, and that is where the thread waits for jobs; one back, which counts finished pieces; and the
@@ -29,6 +33,7 @@
 
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -91,6 +96,8 @@ class Sleeper {
 #endif
     }
 
+    bool is_asleep() const { return asleep_.load(std::memory_order_relaxed) != 0; }
+
   private:
     alignas(LINE) std::atomic<uint32_t> asleep_{0};
 #if !defined(__linux__)
@@ -98,6 +105,29 @@ class Sleeper {
     std::condition_variable changed_;
 #endif
 };
+
+// The CPU that this thread runs on; -1 if the system does not say.
+int current_cpu() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+// Moves this thread to another of the CPUs that it may run on.
+void leave_cpu(int cpu) {
+#if defined(__linux__)
+    cpu_set_t allowed, others;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || cpu < 0 || cpu >= CPU_SETSIZE) return;
+    others = allowed;
+    CPU_CLR(size_t(cpu), &others);
+    if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof(others), &others) == 0)
+        sched_setaffinity(0, sizeof(allowed), &allowed);
+#else
+    (void)cpu;
+#endif
+}
 
 // Prefetches some lines of what is left of `range`.
 void prefetch_some(Range& range) {
@@ -159,7 +189,7 @@ class Team {
         }
         post(job, active);
         Range prefetch{nullptr, 0};
-        const int64_t mine = execute(0, job.threads, prefetch);
+        const int64_t mine = execute(0, job.threads, prefetch).pieces;
         expected_ += total - mine;
         auto finished = [&] { return completed_.load(std::memory_order_seq_cst) == expected_; };
         const int64_t claimed = now_ns();
@@ -237,7 +267,8 @@ class Team {
 
     void post(const Job& job, int64_t active) {
         store_if_changed(active_, active);
-        if (owners_.load(std::memory_order_relaxed) < job.threads) owners_.store(job.threads, std::memory_order_relaxed);
+        store_if_changed(caller_cpu_, current_cpu());
+        store_if_changed(owners_, std::max(owners_.load(std::memory_order_relaxed), job.threads));
         const uint64_t how = job.ahead.range ? IN_HALVES : 0;
         const uint64_t unclaimed = uint64_t(++generation_) << 32 | how | uint64_t(job.pieces);
         for (int64_t i = job.threads - 1; i >= 0; --i) {
@@ -268,31 +299,49 @@ class Team {
         return {0, 0};
     }
 
-    // Executes pieces, first of the thread's own share, then of others. Returns how many.
-    int64_t execute(int64_t thread, int64_t owners, Range& prefetch) {
+    // Whether a worker runs on the caller's CPU, so that the caller cannot, although it could go on.
+    bool displaces_caller() const {
+        const int cpu = caller_cpu_.load(std::memory_order_relaxed);
+        return cpu >= 0 && current_cpu() == cpu && !caller_.is_asleep();
+    }
+
+    struct Executed {
+        int64_t pieces;
+        bool displaces_caller;  // so it stopped before all pieces were claimed
+    };
+
+    // Executes pieces, first of the thread's own share, then of others.
+    Executed execute(int64_t thread, int64_t owners, Range& prefetch) {
         const bool full = active_.load(std::memory_order_relaxed) >= owners;
         const int64_t searched = thread == 0 || !full ? owners : std::min(owners, NEIGHBOURS);
         int64_t done = 0;
+        bool displaces = false;
         const Job* job = nullptr;
-        for (int64_t i = 0; i < searched; ++i) {
+        for (int64_t i = 0; i < searched && !displaces; ++i) {
             const int64_t owner = (thread + i) % owners;
             Share& share = shares_[owner];
-            for (Pieces claimed = claim(share, i == 0); claimed.count; claimed = claim(share, i == 0)) {
+            while (!displaces) {
+                const Pieces claimed = claim(share, i == 0);
+                if (!claimed.count) break;
                 job = &share.job;
                 const int64_t begin = owner * job->pieces + claimed.first;
                 for (int64_t piece = begin; piece < begin + claimed.count; ++piece, ++done)
                     call(*job, Part{piece, job->threads * job->pieces, done == 0});
+                displaces = thread != 0 && displaces_caller();
             }
         }
-        if (!done) return 0;
+        if (!done) return {0, false};
         if (job->ahead.range) {
             prefetch = job->ahead.range(job->ahead.work, thread, job->threads);
             prefetch.size = std::min(prefetch.size, PREFETCH_BYTES);
         }
-        if (thread == 0) return done;  // which only the caller itself waits for
+        if (thread == 0) return {done, false};  // which only the caller itself waits for
         const int64_t completed = completed_.fetch_add(done, std::memory_order_seq_cst) + done;
-        if (completed == awaited_.load(std::memory_order_seq_cst)) caller_.wake();
-        return done;
+        if (completed == awaited_.load(std::memory_order_seq_cst)) {
+            caller_.wake();
+            displaces = displaces_caller();
+        }
+        return {done, displaces};
     }
 
     void work(int64_t thread, Worker& own) {
@@ -316,14 +365,19 @@ class Team {
             }
             seen = uint32_t(unclaimed.load(std::memory_order_acquire) >> 32);
             prefetch = {nullptr, 0};
-            if (thread < active_.load(std::memory_order_relaxed))
-                execute(thread, owners_.load(std::memory_order_relaxed), prefetch);
+            bool displaces = displaces_caller();
+            while (thread < active_.load(std::memory_order_relaxed)) {
+                if (displaces) leave_cpu(caller_cpu_.load(std::memory_order_relaxed));
+                displaces = execute(thread, owners_.load(std::memory_order_relaxed), prefetch).displaces_caller;
+                if (!displaces) break;
+            }
         }
     }
 
     // Change rarely.
     alignas(LINE) std::atomic<int64_t> active_{1}, owners_{0};
     std::atomic<int64_t> awaited_{-1};  // the value of `completed_` that the caller sleeps for
+    std::atomic<int> caller_cpu_{-1};
     std::atomic<bool> stop_{false};
     const std::unique_ptr<Share[]> shares_{new Share[size_t(MAX_THREADS)]};
 

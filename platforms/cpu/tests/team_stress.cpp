@@ -2,11 +2,13 @@
 // divide work themselves, with more threads than cores, and in a forked process. Built with the address sanitizer or the
 // thread sanitizer by test_thread_team.py. Also the decisions about the number of threads, for scripted calls.
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
 #include <vector>
 
+#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -78,10 +80,40 @@ void decisions() {
     require(compute(1000, 0.0).first == 2, "all threads take part again when the waits are over");
 }
 
+// A thread on the CPU of the caller leaves it before its next piece.
+void threads_leave_the_callers_cpu() {
+    cpu_set_t allowed, one;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) || CPU_COUNT(&allowed) < 2) return;
+    divide_pieces(2, 2, [](Part) {});  // starts the other thread, which may run on all CPUs
+    const int cpu = sched_getcpu();
+    CPU_ZERO(&one);
+    CPU_SET(size_t(cpu), &one);
+    const pid_t caller = gettid();
+    sched_setaffinity(0, sizeof(one), &one);
+    std::atomic<int> left{0};
+    for (int i = 0; i < 500 && !left.load(); ++i) {
+        bool was_moved = false;
+        divide_pieces(2, 16, [&](Part) {
+            if (gettid() == caller) {
+                usleep(500);
+            } else if (!was_moved) {
+                was_moved = true;
+                sched_setaffinity(0, sizeof(one), &one);
+                sched_setaffinity(0, sizeof(allowed), &allowed);
+            } else if (sched_getcpu() != cpu) {
+                left = 1;
+            }
+        });
+    }
+    sched_setaffinity(0, sizeof(allowed), &allowed);
+    require(left.load(), "a thread leaves the caller's CPU");
+}
+
 }  // namespace
 
 int main() {
     decisions();
+    threads_leave_the_callers_cpu();
     many_calls(2000);
     std::vector<std::thread> callers;
     for (int i = 0; i < 3; ++i) callers.emplace_back([] { many_calls(500); });
