@@ -142,9 +142,9 @@ def core_share(local_rank: int, local_world_size: int) -> CoreShare:
 def _within_quota(cores: int) -> int:
     """Threads for a quota, which is rounded half up.
 
-    The system stops all threads of a group that has used its quota for the rest of the period (100 ms by default). Two
-    threads with a quota of 1.5 stand for a quarter of the time, and are faster than one; with 1.2 they would stand for
-    two fifths, and one thread leaves the rest of the quota to the engine's other threads.
+    The system stops all threads of a group that has used its quota for the rest of the period (100 ms by default).
+    Two threads with a quota of 1.5 are stopped for a quarter of the time, and still compute more than one thread.
+    With 1.2 it would be two fifths, and one thread leaves the rest of the quota to the engine's other threads.
     """
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota + 0.5)))
