@@ -111,6 +111,8 @@ def test_reason_names_what_narrows_the_number(machine, monkeypatch):
     machine("proc/self/cgroup", "0::/job\n")
     machine("sys/fs/cgroup/job/cpu.max", "90000 100000")
     assert describe(1).endswith("one per physical core, cgroup quota 0.9")
+    machine("sys/fs/cgroup/job/cpu.max", "150000 100000")
+    assert describe(2).endswith("one per physical core, cgroup quota 1.5")
 
 
 def test_choice_is_logged_at_the_start_and_shown_by_doctor(machine, monkeypatch, caplog):

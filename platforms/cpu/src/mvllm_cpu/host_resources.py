@@ -166,7 +166,7 @@ def describe_threads(threads: int, workers: int = 1, allowed: Iterable[int] | No
         reasons.append(f"the process may run on {len(allowed)}")
     if cores < len(allowed):
         reasons.append("one per physical core")
-    if quota is not None and within < cores:
+    if quota is not None and quota < cores:
         reasons.append(f"cgroup quota {quota:g}")
     if workers > 1:
         reasons.append(f"{workers} workers share them")
