@@ -4,6 +4,10 @@
 // slice of the system. The team measures that: the time that the calling thread waits for claimed pieces, beyond the usual
 // difference between threads. If it is a large share of the computing time, fewer threads take part for a while; then more
 // are tried again, after intervals that double while the attempts fail.
+//
+// A thread that stops often may still do more than its waits cost. For calls that compute, fewer threads would need the
+// time of all pieces at the caller's pace, divided among them; they take over only if that is less than the calls took.
+// Calls that read memory are different: fewer threads read nearly as fast, so there the share of waits decides alone.
 
 #pragma once
 
@@ -28,16 +32,18 @@ class TeamSizeController {
         return std::min(active_, threads);
     }
 
-    // Records a call: its time, and how long the calling thread waited beyond what is usual.
-    void record(int64_t begin, int64_t end, int64_t waited) {
+    // Records a call: its time, and how long the calling thread waited beyond what is usual. `alone`: what the calling
+    // thread alone would have taken, if computing bounds the call; 0 if memory may.
+    void record(int64_t begin, int64_t end, int64_t waited, int64_t alone = 0) {
+        const int64_t step = std::max<int64_t>(1, threads_ / 8), fewer = std::max<int64_t>(1, active_ - step);
         computed_ += end - begin;
         waited_ += waited;
+        with_fewer_ += alone ? alone / fewer : end - begin - waited;
         if (computed_ < WINDOW_NS) return;
-        const bool stalled = double(waited_) > MOST_WAITING * double(computed_);
-        computed_ = waited_ = 0;
-        const int64_t step = std::max<int64_t>(1, threads_ / 8);
+        const bool stalled = double(waited_) > MOST_WAITING * double(computed_) && computed_ > with_fewer_;
+        computed_ = waited_ = with_fewer_ = 0;
         if (stalled && active_ > 1) {
-            active_ = std::max<int64_t>(1, active_ - step);
+            active_ = fewer;
             hold_ = trying_ ? std::min(2 * hold_, LONGEST_HOLD_NS) : SHORTEST_HOLD_NS;
             hold_until_ = end + hold_;
             trying_ = false;
@@ -52,6 +58,7 @@ class TeamSizeController {
   private:
     int64_t threads_ = 0, active_ = 0;
     int64_t computed_ = 0, waited_ = 0;
+    int64_t with_fewer_ = 0;  // what fewer threads would have taken
     int64_t hold_ = SHORTEST_HOLD_NS, hold_until_ = 0;
     bool trying_ = false;  // whether more threads take part to see how it goes
 };

@@ -4,6 +4,15 @@
 //
 // Waiting. A thread spins for some microseconds, as long as most waits take, and then sleeps. On a busy machine the sleep
 // matters: the core of a sleeping thread is free, and the system moves a thread there that waits for another core.
+//
+// Placing. When the caller sleeps, the system moves a stopped thread to the caller's CPU, where it finishes its piece and
+// wakes the caller. Both would then share this CPU for a while, and the program beside them would have the other alone:
+// the system does not move one of three threads between two CPUs soon. So the thread leaves the caller's CPU at once.
+//
+// Cache lines. A line that one thread writes and another one reads costs a transfer of some 50 to 100 ns, and a decode
+// step has some hundred calls. So a call of all threads moves few lines: one to each thread, which has the job and that
+// thread's unclaimed pieces, and that is where the thread waits for jobs; one back, which counts finished pieces; and the
+// lines of other threads' shares when a thread looks for more. All other lines change rarely or belong to the caller.
 
 #include "thread_team.h"
 
@@ -24,6 +33,7 @@
 
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -39,6 +49,7 @@ constexpr int64_t MAX_THREADS = 512;
 constexpr int64_t NEIGHBOURS = 4;              // threads whose pieces a thread claims in a full team, itself included
 constexpr int64_t PREFETCH_BYTES = 128 << 10;  // that a waiting thread prefetches into its second-level cache
 constexpr int64_t SPIN_NS = 50'000;            // before a waiting thread sleeps
+constexpr int64_t LONG_PIECE_NS = 100'000;     // in calls without `ahead` it computes, rather than reads memory
 constexpr int64_t USUAL_WAIT_NS = 20'000;      // that the calling thread waits on an idle machine, besides two pieces
 
 int64_t now_ns() {
@@ -85,6 +96,8 @@ class Sleeper {
 #endif
     }
 
+    bool is_asleep() const { return asleep_.load(std::memory_order_relaxed) != 0; }
+
   private:
     alignas(LINE) std::atomic<uint32_t> asleep_{0};
 #if !defined(__linux__)
@@ -92,6 +105,29 @@ class Sleeper {
     std::condition_variable changed_;
 #endif
 };
+
+// The CPU that this thread runs on; -1 if the system does not say.
+int current_cpu() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+// Moves this thread to another of the CPUs that it may run on.
+void leave_cpu(int cpu) {
+#if defined(__linux__)
+    cpu_set_t allowed, others;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || cpu < 0 || cpu >= CPU_SETSIZE) return;
+    others = allowed;
+    CPU_CLR(size_t(cpu), &others);
+    if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof(others), &others) == 0)
+        sched_setaffinity(0, sizeof(allowed), &allowed);
+#else
+    (void)cpu;
+#endif
+}
 
 // Prefetches some lines of what is left of `range`.
 void prefetch_some(Range& range) {
@@ -136,8 +172,7 @@ struct Job {
 class Team {
   public:
     ~Team() {
-        stop_.store(true);
-        generation_.fetch_add(1);
+        stop_.store(true, std::memory_order_seq_cst);
         for (auto& worker : workers_) worker->sleeper.wake();
         for (auto& worker : workers_) worker->thread.join();
     }
@@ -145,25 +180,31 @@ class Team {
     void run(const Job& job) {
         const int64_t threads = std::min(job.threads, available(job.threads));
         const int64_t active = adapts() ? controller_.active(threads) : threads;
-        threads_in_use.store(int(active), std::memory_order_relaxed);
-        const int64_t begin = now_ns();
+        store_if_changed(threads_in_use, int(active));
+        const int64_t begin = now_ns(), total = job.threads * job.pieces;
         if (active == 1) {
-            for (int64_t i = 0, count = job.threads * job.pieces; i < count; ++i)
-                call(job, Part{i, count, i == 0});
+            for (int64_t i = 0; i < total; ++i) call(job, Part{i, total, i == 0});
             if (threads > 1 && adapts()) controller_.record(begin, now_ns(), 0);
             return;
         }
         post(job, active);
         Range prefetch{nullptr, 0};
-        const int64_t mine = execute(0, job.threads, prefetch);
-        const int64_t total = job.threads * job.pieces;
-        auto finished = [&] { return completed_.load(std::memory_order_seq_cst) == total; };
+        const int64_t mine = execute(0, job.threads, prefetch).pieces;
+        expected_ += total - mine;
+        auto finished = [&] { return completed_.load(std::memory_order_seq_cst) == expected_; };
         const int64_t claimed = now_ns();
-        while (!finished())
-            if (!spin(finished, SPIN_NS, prefetch)) caller_.sleep(finished);
+        int64_t end = claimed;
+        if (!finished()) {
+            while (!spin(finished, SPIN_NS, prefetch)) {
+                awaited_.store(expected_, std::memory_order_seq_cst);
+                caller_.sleep(finished);
+            }
+            end = now_ns();
+        }
         if (!adapts()) return;
-        const int64_t end = now_ns(), usual = USUAL_WAIT_NS + 2 * (claimed - begin) / std::max<int64_t>(1, mine);
-        controller_.record(begin, end, std::max<int64_t>(0, end - claimed - usual));
+        const int64_t piece = (claimed - begin) / std::max<int64_t>(1, mine);
+        const int64_t alone = !job.ahead.range && piece >= LONG_PIECE_NS ? piece * total : 0;
+        controller_.record(begin, end, std::max<int64_t>(0, end - claimed - USUAL_WAIT_NS - 2 * piece), alone);
     }
 
   private:
@@ -172,9 +213,18 @@ class Team {
         std::thread thread;
     };
 
-    struct alignas(LINE) Unclaimed {
-        std::atomic<uint64_t> value{0};  // number of the job << 32 | pieces that nobody has claimed
+    // The owner of a share claims half of what is left of it at once. A claim waits for all memory accesses before it, and
+    // recorded calls, which read memory, have short pieces; in others a thread that stops should hold one piece only.
+    static constexpr uint64_t IN_HALVES = uint64_t(1) << 31;
+
+    static int64_t left_of(uint64_t unclaimed) { return int64_t(unclaimed & (IN_HALVES - 1)); }
+
+    // What a thread is to do. A thread reads `job` after it has claimed a piece, so while the job runs.
+    struct alignas(LINE) Share {
+        std::atomic<uint64_t> unclaimed{0};  // number of the job << 32 | IN_HALVES or 0 | pieces that nobody has claimed
+        Job job{};                           // the same in all shares
     };
+    static_assert(sizeof(Share) == LINE, "one line for each thread");
 
     static void call(const Job& job, Part part) {
         in_piece = true;
@@ -210,57 +260,101 @@ class Team {
         return int64_t(workers_.size()) + 1;
     }
 
+    template <class Value>
+    static void store_if_changed(std::atomic<Value>& to, Value value) {
+        if (to.load(std::memory_order_relaxed) != value) to.store(value, std::memory_order_relaxed);
+    }
+
     void post(const Job& job, int64_t active) {
-        job_ = job;
-        active_.store(active, std::memory_order_relaxed);
-        owners_.store(std::max(owners_.load(std::memory_order_relaxed), job.threads), std::memory_order_relaxed);
-        completed_.store(0, std::memory_order_relaxed);
-        const uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
-        for (int64_t i = 0; i < job.threads; ++i)
-            unclaimed_[i].value.store(uint64_t(generation) << 32 | uint64_t(job.pieces), std::memory_order_release);
-        generation_.store(generation, std::memory_order_seq_cst);
+        store_if_changed(active_, active);
+        store_if_changed(caller_cpu_, current_cpu());
+        store_if_changed(owners_, std::max(owners_.load(std::memory_order_relaxed), job.threads));
+        const uint64_t how = job.ahead.range ? IN_HALVES : 0;
+        const uint64_t unclaimed = uint64_t(++generation_) << 32 | how | uint64_t(job.pieces);
+        for (int64_t i = job.threads - 1; i >= 0; --i) {
+            shares_[i].job = job;
+            shares_[i].unclaimed.store(unclaimed, std::memory_order_release);
+        }
+        // A thread that goes to sleep sees its share, or the caller sees that it is asleep.
+        std::atomic_thread_fence(std::memory_order_seq_cst);
         if (sleeping_.load(std::memory_order_seq_cst) == 0) return;
         for (int64_t i = 1; i < active; ++i) workers_[size_t(i - 1)]->sleeper.wake();
     }
 
-    // Claims a piece of a thread's share; its number, or -1. What is claimed belongs to the current job: a job ends only
-    // when all its pieces are done, and its data are written before its pieces can be claimed.
-    int64_t claim(int64_t owner) {
-        std::atomic<uint64_t>& unclaimed = unclaimed_[owner].value;
+    struct Pieces {
+        int64_t first, count;
+    };
+
+    // Claims pieces of a share. What is claimed belongs to the current job: a job ends only when all its pieces are done,
+    // and its data are written before its pieces can be claimed.
+    static Pieces claim(Share& share, bool own) {
+        std::atomic<uint64_t>& unclaimed = share.unclaimed;
         uint64_t value = unclaimed.load(std::memory_order_relaxed);
-        while (uint32_t(value) != 0)
-            if (unclaimed.compare_exchange_weak(value, value - 1, std::memory_order_acquire, std::memory_order_relaxed))
-                return job_.pieces - int64_t(uint32_t(value));
-        return -1;
+        while (const int64_t left = left_of(value)) {
+            const int64_t count = own && value & IN_HALVES ? (left + 1) / 2 : 1;
+            if (unclaimed.compare_exchange_weak(value, value - uint64_t(count), std::memory_order_acquire,
+                                                std::memory_order_relaxed))
+                return {share.job.pieces - left, count};
+        }
+        return {0, 0};
     }
 
-    // Executes pieces, first of the thread's own share, then of others. Returns how many.
-    int64_t execute(int64_t thread, int64_t owners, Range& prefetch) {
+    // Whether a worker runs on the caller's CPU, so that the caller cannot, although it could go on.
+    bool displaces_caller() const {
+        const int cpu = caller_cpu_.load(std::memory_order_relaxed);
+        return cpu >= 0 && current_cpu() == cpu && !caller_.is_asleep();
+    }
+
+    struct Executed {
+        int64_t pieces;
+        bool displaces_caller;  // so it stopped before all pieces were claimed
+    };
+
+    // Executes pieces, first of the thread's own share, then of others.
+    Executed execute(int64_t thread, int64_t owners, Range& prefetch) {
         const bool full = active_.load(std::memory_order_relaxed) >= owners;
         const int64_t searched = thread == 0 || !full ? owners : std::min(owners, NEIGHBOURS);
         int64_t done = 0;
-        for (int64_t i = 0; i < searched; ++i) {
+        bool displaces = false;
+        const Job* job = nullptr;
+        for (int64_t i = 0; i < searched && !displaces; ++i) {
             const int64_t owner = (thread + i) % owners;
-            for (int64_t piece; (piece = claim(owner)) >= 0; ++done)
-                call(job_, Part{owner * job_.pieces + piece, job_.threads * job_.pieces, done == 0});
+            Share& share = shares_[owner];
+            while (!displaces) {
+                const Pieces claimed = claim(share, i == 0);
+                if (!claimed.count) break;
+                job = &share.job;
+                const int64_t begin = owner * job->pieces + claimed.first;
+                for (int64_t piece = begin; piece < begin + claimed.count; ++piece, ++done)
+                    call(*job, Part{piece, job->threads * job->pieces, done == 0});
+                displaces = thread != 0 && displaces_caller();
+            }
         }
-        if (!done) return 0;
-        if (job_.ahead.range) {
-            prefetch = job_.ahead.range(job_.ahead.work, thread, job_.threads);
+        if (!done) return {0, false};
+        if (job->ahead.range) {
+            prefetch = job->ahead.range(job->ahead.work, thread, job->threads);
             prefetch.size = std::min(prefetch.size, PREFETCH_BYTES);
         }
-        const int64_t total = job_.threads * job_.pieces;
-        if (completed_.fetch_add(done, std::memory_order_seq_cst) + done == total && thread != 0) caller_.wake();
-        return done;
+        if (thread == 0) return {done, false};  // which only the caller itself waits for
+        const int64_t completed = completed_.fetch_add(done, std::memory_order_seq_cst) + done;
+        if (completed == awaited_.load(std::memory_order_seq_cst)) {
+            caller_.wake();
+            displaces = displaces_caller();
+        }
+        return {done, displaces};
     }
 
     void work(int64_t thread, Worker& own) {
 #if defined(__linux__)
         pthread_setname_np(pthread_self(), "mvllm-kernels");
 #endif
+        std::atomic<uint64_t>& unclaimed = shares_[thread].unclaimed;
         uint32_t seen = 0;
         Range prefetch{nullptr, 0};
-        auto changed = [&] { return generation_.load(std::memory_order_seq_cst) != seen; };
+        auto changed = [&] {
+            const bool posted = uint32_t(unclaimed.load(std::memory_order_seq_cst) >> 32) != seen;
+            return posted || stop_.load(std::memory_order_seq_cst);
+        };
         while (!stop_.load(std::memory_order_relaxed)) {
             const bool takes_part = thread < active_.load(std::memory_order_relaxed);
             if (!changed() && !(takes_part && spin(changed, SPIN_NS, prefetch))) {
@@ -269,23 +363,31 @@ class Team {
                 sleeping_.fetch_sub(1, std::memory_order_relaxed);
                 continue;
             }
-            seen = generation_.load(std::memory_order_acquire);
+            seen = uint32_t(unclaimed.load(std::memory_order_acquire) >> 32);
             prefetch = {nullptr, 0};
-            if (thread < active_.load(std::memory_order_relaxed)) {
-                const int64_t owners = owners_.load(std::memory_order_relaxed);
-                if (owners) execute(thread, owners, prefetch);
+            bool displaces = displaces_caller();
+            while (thread < active_.load(std::memory_order_relaxed)) {
+                if (displaces) leave_cpu(caller_cpu_.load(std::memory_order_relaxed));
+                displaces = execute(thread, owners_.load(std::memory_order_relaxed), prefetch).displaces_caller;
+                if (!displaces) break;
             }
         }
     }
 
-    Job job_{};
-    alignas(LINE) std::atomic<uint32_t> generation_{0};
-    std::atomic<int64_t> active_{1}, owners_{0};
+    // Change rarely.
+    alignas(LINE) std::atomic<int64_t> active_{1}, owners_{0};
+    std::atomic<int64_t> awaited_{-1};  // the value of `completed_` that the caller sleeps for
+    std::atomic<int> caller_cpu_{-1};
     std::atomic<bool> stop_{false};
-    alignas(LINE) std::atomic<int64_t> completed_{0};
+    const std::unique_ptr<Share[]> shares_{new Share[size_t(MAX_THREADS)]};
+
+    alignas(LINE) std::atomic<int64_t> completed_{0};  // pieces of all jobs, except those of the caller
     alignas(LINE) std::atomic<int64_t> sleeping_{0};
     Sleeper caller_;
-    std::unique_ptr<Unclaimed[]> unclaimed_{new Unclaimed[size_t(MAX_THREADS)]};
+
+    // The caller's own.
+    alignas(LINE) uint32_t generation_ = 0;
+    int64_t expected_ = 0;  // of `completed_` at the end of the job
     std::vector<std::unique_ptr<Worker>> workers_;
     TeamSizeController controller_;
 };

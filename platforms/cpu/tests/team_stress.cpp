@@ -2,11 +2,13 @@
 // divide work themselves, with more threads than cores, and in a forked process. Built with the address sanitizer or the
 // thread sanitizer by test_thread_team.py. Also the decisions about the number of threads, for scripted calls.
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
 #include <vector>
 
+#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,18 +26,24 @@ void require(bool holds, const char* what) {
     std::_Exit(1);
 }
 
-// Every part is executed once, whatever the numbers of threads and pieces are.
+// Every part is executed once, whatever the numbers of threads and pieces are, however they are claimed, and whoever
+// sleeps meanwhile.
 void many_calls(int rounds) {
+    static const char memory[1000] = {};
     std::vector<int> counts;
     for (int i = 0; i < rounds; ++i) {
         const int threads = 2 + i % 4, pieces = 1 + i % 7;
         counts.assign(size_t(threads * pieces), 0);
-        divide_pieces(threads, threads * pieces, [&](Part part) {
+        const auto work = [&](Part part) {
             counts[size_t(part.index)] += 1 + int(part.count != threads * pieces);
+            if (i % 20 == 0 && part.index == (i % 40 ? part.count - 1 : 0)) usleep(300);
             int inner = 0;
             if (i % 5 == 0) divide_range(4, 10, [&](int64_t begin, int64_t end) { inner += int(end - begin); });
             if (i % 5 == 0 && inner != 10) counts[size_t(part.index)] = -100;
-        });
+        };
+        const auto range = [](const void* memory, int64_t, int64_t) { return Range{static_cast<const char*>(memory), 1000}; };
+        run_pieces(threads, pieces, [](const void* w, Part part) { (*static_cast<const decltype(work)*>(w))(part); }, &work,
+                   i % 2 ? Ahead{range, memory} : Ahead{nullptr, nullptr});
         for (int count : counts) require(count == 1, "every part once");
     }
 }
@@ -44,15 +52,18 @@ void many_calls(int rounds) {
 void decisions() {
     TeamSizeController controller;
     int64_t time = 0;
-    auto compute = [&](int milliseconds, double waiting) {
+    auto compute = [&](int milliseconds, double waiting, double alone = 0) {
         int64_t least = 2, most = 1;
         for (int i = 0; i < milliseconds; ++i, time += 1'000'000) {
             const int64_t active = controller.active(2);
             least = std::min(least, active), most = std::max(most, active);
-            controller.record(time, time + 1'000'000, active == 1 ? 0 : int64_t(waiting * 1e6));
+            controller.record(time, time + 1'000'000, active == 1 ? 0 : int64_t(waiting * 1e6), int64_t(alone * 1e6));
         }
         return std::pair<int64_t, int64_t>(least, most);
     };
+    require(compute(1000, 0.3, 1.2).first == 2, "a thread that gains more than its waits cost stays");
+    require(compute(25, 0.3, 0.9).second == 2 && controller.active(2) == 1, "one that costs more is taken out");
+    compute(1100, 0.0);
     require(compute(1000, 0.05).first == 2, "small waits change nothing");
     compute(25, 0.5);
     require(controller.active(2) == 1, "large waits take a thread out");
@@ -69,10 +80,40 @@ void decisions() {
     require(compute(1000, 0.0).first == 2, "all threads take part again when the waits are over");
 }
 
+// A thread on the CPU of the caller leaves it before its next piece.
+void threads_leave_the_callers_cpu() {
+    cpu_set_t allowed, one;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) || CPU_COUNT(&allowed) < 2) return;
+    divide_pieces(2, 2, [](Part) {});  // starts the other thread, which may run on all CPUs
+    const int cpu = sched_getcpu();
+    CPU_ZERO(&one);
+    CPU_SET(size_t(cpu), &one);
+    const pid_t caller = gettid();
+    sched_setaffinity(0, sizeof(one), &one);
+    std::atomic<int> left{0};
+    for (int i = 0; i < 500 && !left.load(); ++i) {
+        bool was_moved = false;
+        divide_pieces(2, 16, [&](Part) {
+            if (gettid() == caller) {
+                usleep(500);
+            } else if (!was_moved) {
+                was_moved = true;
+                sched_setaffinity(0, sizeof(one), &one);
+                sched_setaffinity(0, sizeof(allowed), &allowed);
+            } else if (sched_getcpu() != cpu) {
+                left = 1;
+            }
+        });
+    }
+    sched_setaffinity(0, sizeof(allowed), &allowed);
+    require(left.load(), "a thread leaves the caller's CPU");
+}
+
 }  // namespace
 
 int main() {
     decisions();
+    threads_leave_the_callers_cpu();
     many_calls(2000);
     std::vector<std::thread> callers;
     for (int i = 0; i < 3; ++i) callers.emplace_back([] { many_calls(500); });

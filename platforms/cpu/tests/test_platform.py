@@ -190,7 +190,7 @@ class TestMachine:
             1,
         ]
         monkeypatch.setattr(host_resources, "cpu_quota", lambda: 1.5)
-        assert host_resources.num_cores_of_processes([1, 2, 3]) == 2
+        assert host_resources.num_cores_of_processes([1, 2, 3]) == 1
 
     def test_thread_count_that_the_user_set_wins(self, fake, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "5,2")

@@ -38,19 +38,14 @@ def _kernels() -> Check:
 
 
 def _threads() -> Check:
-    cores, asked, quota = (
-        len(host_resources.physical_cores()),
-        host_resources.threads_asked_for(),
-        host_resources.cpu_quota(),
-    )
-    found = f"{host_resources.usable_threads()} threads on {cores} physical cores of {host_resources.processor_name()}"
-    if quota is not None:
-        found += f", of which the control group grants {quota:g}"
+    cores, asked = len(host_resources.physical_cores()), host_resources.threads_asked_for()
+    chosen = host_resources.describe_threads(host_resources.usable_threads())
+    found = f"{host_resources.processor_name()}, threads that compute: {chosen}"
     if asked is not None and asked > cores:
         return Check(
             "platform.cpu.threads",
             CheckStatus.WARNING,
-            f"{found}: OMP_NUM_THREADS={asked} asks for more threads than there are cores.",
+            f"{found}, which is more than the {cores} physical cores that this process may use.",
             f"Unset OMP_NUM_THREADS or set it to at most {cores}.",
         )
     return Check("platform.cpu.threads", CheckStatus.OK, f"{found}.")

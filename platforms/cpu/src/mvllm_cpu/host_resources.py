@@ -1,18 +1,18 @@
 """Cores, memory nodes and memory that this process may use. Read from /proc and /sys, never changed here.
 
 Three things narrow what the hardware offers: the affinity mask that the process was started with, the CPU quota of its
-control group, and the memory limit of its control group. All three are respected; a container sees its own share.
+control group, and the memory limit of its control group. All three are respected; a container sees its own share. Of
+nested control groups the tightest limit counts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import platform as python_platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 PROC = Path("/proc")
 SYS = Path("/sys")
@@ -53,24 +53,35 @@ def physical_cores(cpus: Iterable[int] | None = None) -> list[Core]:
     seen: set[tuple[str, ...]] = set()
     cores = []
     for cpu in sorted(allowed_cpus() if cpus is None else cpus):
-        siblings = _read(SYS / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        identity = (siblings,) if siblings else (str(cpu), "alone")
+        identity = _identity_of_core(cpu)
         if identity not in seen:
             seen.add(identity)
             cores.append(Core(cpu=cpu, node=_node_of(cpu)))
     return sorted(cores, key=lambda core: (core.node, core.cpu))
 
 
+def _identity_of_core(cpu: int) -> tuple[str, ...]:
+    """Equal for the hardware threads of one physical core. A hardware thread that nothing is known of is one core."""
+    topology = SYS / f"devices/system/cpu/cpu{cpu}/topology"
+    for name in ("thread_siblings_list", "core_cpus_list"):
+        siblings = _read(topology / name)
+        if siblings:
+            return (siblings,)
+    package, core = _read(topology / "physical_package_id"), _read(topology / "core_id")
+    return (package, core, "core_id") if core.isdigit() else (str(cpu), "alone")
+
+
 def cpu_quota() -> float | None:
-    """Cores' worth of time that the control group grants, or None where it grants all."""
+    """Cores' worth of time that the control group and those above it grant, or None where they grant all."""
+    granted = []
     for folder in _cgroup_folders("cpu"):
-        limit = _read(folder / "cpu.max").split()
-        if len(limit) == 2 and limit[0] != "max":
-            return int(limit[0]) / int(limit[1])
-        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        if quota and period and int(quota) > 0:
-            return int(quota) / int(period)
-    return None
+        for limit in (
+            _read(folder / "cpu.max").split(),
+            [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")],
+        ):
+            if len(limit) == 2 and all(number.isdigit() and int(number) > 0 for number in limit):
+                granted.append(int(limit[0]) / int(limit[1]))
+    return min(granted, default=None)
 
 
 def threads_asked_for() -> int | None:
@@ -85,12 +96,13 @@ def usable_threads() -> int:
 
 
 def num_cores_of_processes(pids: Iterable[int]) -> int:
-    """Cores that these processes have together, within this one's quota."""
+    """Cores that these processes have together at any time: of a quota of 1.5 cores, one."""
     cpus: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             cpus.update(allowed_cpus(pid))
-    return _within_quota(len(physical_cores(cpus)))
+    cores, quota = len(physical_cores(cpus)), cpu_quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 @dataclass(frozen=True)
@@ -128,8 +140,40 @@ def core_share(local_rank: int, local_world_size: int) -> CoreShare:
 
 
 def _within_quota(cores: int) -> int:
+    """Threads for a quota, which is rounded half up.
+
+    The system stops all threads of a group that has used its quota for the rest of the period (100 ms by default).
+    Two threads with a quota of 1.5 are stopped for a quarter of the time, and still compute more than one thread.
+    With 1.2 it would be two fifths, and one thread leaves the rest of the quota to the engine's other threads.
+    """
     quota = cpu_quota()
-    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+    return cores if quota is None else max(1, min(cores, int(quota + 0.5)))
+
+
+def describe_threads(threads: int, workers: int = 1, allowed: Iterable[int] | None = None) -> str:
+    """How many of the machine's CPUs a worker computes with, and why not all: '2 of 8 CPUs: cgroup quota 1.5'.
+
+    Args:
+        threads: The threads of a worker.
+        workers: Workers that share this machine.
+        allowed: Hardware threads that all workers may run on; by default those of this process.
+    """
+    allowed = allowed_cpus() if allowed is None else list(allowed)
+    total, quota, cores = os.cpu_count() or 1, cpu_quota(), len(physical_cores(allowed))
+    within = _within_quota(cores)
+    reasons = []
+    if len(allowed) < total:
+        reasons.append(f"the process may run on {len(allowed)}")
+    if cores < len(allowed):
+        reasons.append("one per physical core")
+    if quota is not None and quota < cores:
+        reasons.append(f"cgroup quota {quota:g}")
+    if workers > 1:
+        reasons.append(f"{workers} workers share them")
+    if threads != max(1, within // workers):  # the platform sets the variable too, to this number
+        asked = threads_asked_for()
+        reasons = [f"OMP_NUM_THREADS={asked}" if asked == threads else "set in this process before the engine"]
+    return f"{threads} of {total} CPUs" + (f": {', '.join(reasons)}" if reasons else "")
 
 
 def _node_of(cpu: int) -> int:
@@ -227,7 +271,10 @@ def _droppable(folder: Path) -> int:
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
-    """Folders of this process's control group and of those above it, for either version of control groups."""
+    """Folders of this process's control group and of those above it, for either version of control groups.
+
+    A container sees its own group as the top of a mount, and groups above that not at all.
+    """
     root = SYS / "fs/cgroup"
     folders: list[Path] = []
     for line in _read(PROC / "self/cgroup").splitlines():
@@ -235,14 +282,29 @@ def _cgroup_folders(controller: str) -> list[Path]:
         controllers, _, path = rest.partition(":")
         if controllers and controller not in controllers.split(","):
             continue
-        base = root / controller if controllers else root
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            folders.append(folder)
-            if folder == base:
-                break
+        usual = ("/", root / controller if controllers else root)
+        for top, base in [*_cgroup_mounts(controller if controllers else None)] or [usual]:
+            group = base
+            if PurePosixPath(path).is_relative_to(top) and ".." not in path.split("/"):
+                group = base / PurePosixPath(path).relative_to(top)
+            for folder in (group, *group.parents):
+                folders.append(folder)
+                if folder == base:
+                    break
     folders.append(root)
     return list(dict.fromkeys(folders))
+
+
+def _cgroup_mounts(controller: str | None) -> Iterator[tuple[str, Path]]:
+    """(control group at the top, folder) of each mount of a version 1 controller, or of version 2 where it is None."""
+    for line in _read(PROC / "self/mountinfo").splitlines():
+        mount, _, system = line.partition(" - ")
+        where, what = mount.split(), system.split()
+        if len(where) < 5 or len(what) < 3:
+            continue
+        right = what[0] == "cgroup2" if controller is None else what[0] == "cgroup" and controller in what[2].split(",")
+        if right:
+            yield where[3], Path(where[4].replace(r"\040", " "))
 
 
 def _read(path: Path) -> str:

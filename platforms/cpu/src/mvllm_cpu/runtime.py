@@ -26,11 +26,11 @@ def bind_threads(ctx: WorkerContext) -> None:
     caller's other threads would be bound with it. There the thread count is only lowered (to a control group's
     quota, say), and left alone where the user has set OMP_NUM_THREADS.
     """
+    share = host_resources.core_share(ctx.local_rank, ctx.local_world_size)
     if ctx.in_engine_process:
         if host_resources.threads_asked_for() is None:
-            torch.set_num_threads(min(torch.get_num_threads(), host_resources.usable_threads()))
+            torch.set_num_threads(min(torch.get_num_threads(), share.threads))
         return
-    share = host_resources.core_share(ctx.local_rank, ctx.local_world_size)
     if hasattr(os, "sched_setaffinity"):
         try:
             os.sched_setaffinity(0, share.cpus)
@@ -43,7 +43,11 @@ class CPURuntime(DeviceRuntime):
     """The processor, bound and seeded."""
 
     def __init__(self, ctx: WorkerContext) -> None:
+        allowed = host_resources.allowed_cpus()
         bind_threads(ctx)
+        if ctx.local_rank == 0:
+            chosen = host_resources.describe_threads(torch.get_num_threads(), ctx.local_world_size, allowed)
+            logger.info("Threads that compute: %s.", chosen)
         self.device = torch.device("cpu")
         self.seed(ctx.seed)
 
