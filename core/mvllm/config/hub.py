@@ -92,7 +92,7 @@ def find_model(
         load_format: As the setting; where there are both, `gguf` takes GGUF files, others safetensors.
 
     Raises:
-        ModelError: It was not found; says what was tried, the results, and what to do.
+        ModelError: It was not found; lists what was tried, the results, and what to do.
     """
     patterns: tuple[str, ...] = _CONFIGURATION + _TOKENIZER
     if with_weights:
@@ -236,10 +236,10 @@ def _check_file_alone(search: _Search) -> None:
 
 
 def _gguf_choices(search: _Search, names: Iterable[str], where: str) -> list[GGUFChoice]:
-    """The models as GGUF files of which one is to be read; none if they are to be left alone.
+    """The GGUF models to choose from; empty if GGUF files are not to be read.
 
     Raises:
-        ModelError: GGUF files were asked for and there are none, or they were ruled out and there is nothing else.
+        ModelError: The settings require GGUF files and there are none, or exclude them and there are no other files.
     """
     names = list(names)
     choices = list_choices(names)

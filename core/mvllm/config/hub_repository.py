@@ -47,10 +47,10 @@ class HubRepository:
         return f"{place} {self.name!r}{self._version}"
 
     def snapshot(self, patterns: Sequence[str]) -> Path:
-        """The folder in the cache with the files that match `patterns`, fetched unless the hub is not to be asked.
+        """The cache folder with the files that match `patterns`. Downloads them first, unless in offline mode.
 
         Raises:
-            ModelError: They cannot be had; says what was tried, the results, and what to do.
+            ModelError: They are not available; lists what was tried, the results, and what to do.
         """
         offline = is_offline()
         if not offline:
@@ -62,7 +62,7 @@ class HubRepository:
             raise self._not_found(e, offline) from e
 
     def file_names(self) -> list[str]:
-        """Paths of all files of the repository; of those in the cache if the hub is not to be asked or cannot be.
+        """Paths of all files of the repository. In offline mode, or if the hub does not respond, of those in the cache.
 
         Raises:
             ModelError: As `snapshot`.
