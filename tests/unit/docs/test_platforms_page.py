@@ -69,7 +69,7 @@ def test_each_capability_has_clauses() -> None:
     assert {clause for clauses in CLAUSES_OF.values() for clause in clauses} <= set(CLAUSES)
 
 
-# --- the machinery
+# --- the functions that generate the tables
 
 REPORT = {
     "platform": "acme",

@@ -313,20 +313,20 @@ def assert_refused(parameter: str, params: SamplingParams, **changes: int) -> st
     return str(caught.value)
 
 
-def test_stop_tokens_lie_in_the_vocabulary():
+def test_stop_tokens_must_be_in_the_vocabulary():
     check(SamplingParams(stop_token_ids=[0, 999]))
     assert "0 to 999" in assert_refused("stop_token_ids", SamplingParams(stop_token_ids=[3, 1000]))
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_logprobs_up_to_the_limit(field):
-    def asking_for(count: int) -> SamplingParams:
+    def with_logprobs(count: int) -> SamplingParams:
         return SamplingParams(**{field: count})
 
     for count in (0, 20):
-        check(asking_for(count))
+        check(with_logprobs(count))
     for count in (21, 1001, INT64_MAX, -1):
-        message = assert_refused(field, asking_for(count))
+        message = assert_refused(field, with_logprobs(count))
         assert "from 0 to 20" in message and "max_logprobs" in message and message.endswith(str(count))
 
 
