@@ -77,5 +77,5 @@ def _largest_group(count: Counter[int | None], groups: Counter[int | None] | dic
 
 
 def _waste(count: Counter[int | None], groups: dict[int | None, int]) -> Fraction:
-    """The number of a worker's empty layer places, divided by the number of its layers."""
+    """The layers' worth of cache that a worker leaves unused in every block, divided by the number of its layers."""
     return Fraction(sum(groups.values()) * _largest_group(count, groups), count.total()) - 1
