@@ -55,7 +55,7 @@ class HubRepository:
         offline = is_offline()
         if not offline:
             logger.info("Fetching %s%s from the hub (cache: %s).", self.name, self._version, _cache())
-        # Every way a download can fail (HTTP client, file system) ends here with its cause.
+        # Converts the errors of the HTTP client and of the file system.
         try:
             return self._download(patterns, offline)
         except Exception as e:
@@ -92,7 +92,7 @@ class HubRepository:
             (Path(folder) / name).relative_to(root).as_posix()
             for folder, _, names in os.walk(root)
             for name in names
-            if os.path.exists(os.path.join(folder, name))  # a link whose file is there
+            if os.path.exists(os.path.join(folder, name))  # skips broken links
         ]
 
     def _download(self, patterns: Sequence[str], local_files_only: bool) -> Path:
