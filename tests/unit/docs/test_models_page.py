@@ -34,7 +34,7 @@ def collected_from(files: set[str], folder: Path) -> model_coverage.Coverage:
     return model_coverage.from_json(json.loads(path.read_text(encoding="utf-8"))["collected"])
 
 
-def test_the_page_is_that_of_the_record() -> None:
+def test_the_page_is_up_to_date() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert with_table(page, read_record()) == page, COMMAND
 
