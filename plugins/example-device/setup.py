@@ -19,7 +19,7 @@ DEVICE = CppExtension("mvllm_example_device._device", ["csrc/device.cpp"], extra
 
 
 class BuildDevice(BuildExtension):
-    """Says what is missing where there is no compiler, and leaves no older library behind in the sources."""
+    """Fails with a hint if there is no compiler, and removes older libraries from the source folder."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "use_ninja": False, "no_python_abi_suffix": True})

@@ -28,7 +28,7 @@ AT_ONCE = 2
 """Number of mutants that run in parallel."""
 
 
-def plant(mutant: Mutant, folder: Path) -> Path:
+def install_mutant(mutant: Mutant, folder: Path) -> Path:
     """Installs a copy of the device with the fault in `folder`.
 
     Raises:
@@ -49,11 +49,10 @@ def plant(mutant: Mutant, folder: Path) -> Path:
 
 
 _QUICKLY = ("-ra", "--assert=plain", "-p", "pytest_timeout")
-"""Disables the assertion rewriting of pytest: nobody reads the comparisons of a mutant, and it would take a third of
-the time."""
+"""Disables pytest's assertion rewriting, which takes a third of the time and only improves failure messages."""
 
 
-def examine(mutant: Mutant, clauses: tuple[str, ...], folder: Path) -> None:
+def run_suite(mutant: Mutant, clauses: tuple[str, ...], folder: Path) -> None:
     """Runs the suite on the device in `folder` and ends the process; the results are in report.json and output.txt."""
     from mvllm.testing.run import Settings, run
 
@@ -121,12 +120,12 @@ def main(folder: Path, chosen: Collection[int] | None = None) -> None:
     for number, (mutant, clauses) in enumerate([*against, *((m, m.clauses) for m in MUTANTS)]):
         if not clauses or (number >= first and chosen is not None and number - first not in chosen):
             continue
-        home = plant(mutant, folder / str(number))
+        home = install_mutant(mutant, folder / str(number))
         while len(running) >= AT_ONCE:
             running.discard(os.wait()[0])
         started = os.fork()
         if started == 0:
-            examine(mutant, clauses, home)
+            run_suite(mutant, clauses, home)
         running.add(started)
     while running:
         running.discard(os.wait()[0])

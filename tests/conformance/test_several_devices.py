@@ -18,7 +18,7 @@ CLAUSES = ("DEV-09", "MEM-05", "KVL-06", "RUN-03")
 """tests/engine/test_several_devices.py tests whole engines."""
 
 
-def examine(folder: Path, fault: str, clauses: tuple[str, ...]) -> dict[str, str]:
+def run_suite(folder: Path, fault: str, clauses: tuple[str, ...]) -> dict[str, str]:
     """The suite's status of each clause, in the order of the contract's page."""
     path = os.pathsep.join([*multi_device_platform_path(folder), *(entry for entry in sys.path if entry)])
     report = folder / "report.json"
@@ -38,7 +38,7 @@ def examine(folder: Path, fault: str, clauses: tuple[str, ...]) -> dict[str, str
 
 @pytest.mark.timeout(700)
 def test_a_platform_with_several_devices_per_worker_keeps_the_clauses(tmp_path: Path) -> None:
-    found = examine(tmp_path, "", (*CLAUSES, "E2E-03"))
+    found = run_suite(tmp_path, "", (*CLAUSES, "E2E-03"))
     assert found == {**dict.fromkeys(CLAUSES, "passed"), "E2E-03": "not claimed"}
 
 
@@ -55,5 +55,5 @@ def test_a_platform_with_several_devices_per_worker_keeps_the_clauses(tmp_path: 
     ],
 )
 def test_the_first_clause_that_fails_names_the_fault(tmp_path: Path, fault: str, clause: str) -> None:
-    found = examine(tmp_path, fault, CLAUSES[: CLAUSES.index(clause) + 1])
+    found = run_suite(tmp_path, fault, CLAUSES[: CLAUSES.index(clause) + 1])
     assert [name for name, status in found.items() if status == "failed"] == [clause], found

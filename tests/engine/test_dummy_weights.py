@@ -29,7 +29,7 @@ def test_it_generates_tokens_that_depend_on_the_seed(make_llm: MakeLLM, without_
     assert tokens(2) != first
 
 
-def test_without_it_the_error_names_the_missing_weights_and_the_option(
+def test_without_load_format_dummy_the_error_names_the_missing_weights_and_the_option(
     make_llm: MakeLLM, without_weights: Path
 ) -> None:
     with pytest.raises(ModelError, match=r"bare.*model\.safetensors.*dummy"):

@@ -92,7 +92,7 @@ def _check(expected: parity.Oracle, folder: Path, **settings: object) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family(name: str, tmp_path: Path) -> None:
+def test_each_family_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     checkpoint = _checkpoint(name, tmp_path / "hf", FAMILIES[name])
     expected = parity.oracle_of(checkpoint, parity.prompts_of(name, PROMPTS), NUM_TOKENS)
     _check(expected, _derived(checkpoint, tmp_path / "gguf"))
@@ -146,7 +146,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_an_engine_gives_the_tokens_that_it_gives_on_the_checkpoint(
+def test_a_gguf_file_gives_the_tokens_of_its_checkpoint_with_every_setting(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, settings = SETTINGS[case]
@@ -191,7 +191,7 @@ def test_an_engine_wakes_up_after_its_file_was_touched_but_not_after_it_changed(
             llm.wake_up()
 
 
-def test_a_split_model_of_quantized_blocks(tmp_path: Path) -> None:
+def test_a_split_and_quantized_model_gives_the_tokens_of_its_dequantized_weights(tmp_path: Path) -> None:
     """Its tokens are those of the checkpoint with the dequantized values."""
     checkpoint = _checkpoint("llama-mha-tied", tmp_path / "hf", {})
     kinds = {"attn_q": "Q8_0", "attn_k": "Q5_1", "ffn_down": "Q4_0", "token_embd": "Q8_0"}

@@ -32,7 +32,9 @@ def exact():
 
 @pytest.mark.parametrize("kernels", ["1", "0"], ids=["kernels", "torch"])
 @pytest.mark.parametrize(("kv_dtype", "allowed"), [("int8", 0.002), ("fp8", 0.02)])
-def test_eight_bits_take_a_quarter_of_float32_and_cost_little(exact, monkeypatch, kernels, kv_dtype, allowed):
+def test_8_bit_caches_take_a_quarter_of_the_memory_and_hardly_increase_the_loss(
+    exact, monkeypatch, kernels, kv_dtype, allowed
+):
     monkeypatch.setenv("MVLLM_CPU_KERNELS", kernels)
     loss, tokens, size = run(dtype="float32", kv_cache_dtype=kv_dtype)
     assert 0 < abs(loss - exact[0]) < allowed, "close, but not the cache of float32"

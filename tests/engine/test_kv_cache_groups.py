@@ -44,7 +44,7 @@ def blocks_in_use(llm: LLM, prompt: list[int]) -> list[int]:
     return used
 
 
-def test_three_blocks_serve_sequences_of_eleven(stack: ExitStack) -> None:
+def test_three_blocks_suffice_for_sequences_of_eleven_blocks(stack: ExitStack) -> None:
     llm = make(stack, ALL_LAYERS, 3, max_num_batched_tokens=16)
     summary = llm.llm_engine.cache_summary
     assert (summary.num_blocks, summary.blocks_per_request, summary.num_tokens) == (3, 3, 176)

@@ -32,7 +32,9 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_its_state_stays_consistent_and_outputs_stay_correct(make_llm: MakeLLM, async_scheduling: bool) -> None:
+def test_random_traffic_keeps_the_state_consistent_and_the_outputs_correct(
+    make_llm: MakeLLM, async_scheduling: bool
+) -> None:
     rng = random.Random(11)
     llm = make_llm(
         **TIGHT,

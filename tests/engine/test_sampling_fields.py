@@ -182,7 +182,7 @@ def test_bad_words_as_text_are_blocked_at_the_beginning_and_after_a_space(plain:
 
 
 class TestBestOf:
-    def test_gives_the_best_by_the_sum_of_log_probabilities(self, plain: LLM) -> None:
+    def test_best_of_returns_the_sequences_with_the_largest_cumulative_logprob(self, plain: LLM) -> None:
         common = {"temperature": 1.5, "seed": 11, "max_tokens": 12, "stop_token_ids": list(range(0, 320, 12))}
         prompt = {"prompt_token_ids": PROMPTS[0]}
         every = plain.generate(prompt, SamplingParams(n=6, logprobs=0, **common), use_tqdm=False)[0].outputs
@@ -196,7 +196,7 @@ class TestBestOf:
             assert [each.cumulative_logprob for each in best] == [each.cumulative_logprob for each in ranked[:n]]
             assert all(each.logprobs is None for each in best)
 
-    def test_shows_nothing_before_the_end(self, plain: LLM) -> None:
+    def test_best_of_has_no_output_before_the_end(self, plain: LLM) -> None:
         params = SamplingParams(best_of=3, max_tokens=6, ignore_eos=True)
         plain.llm_engine.add_request("1", {"prompt_token_ids": [5]}, params)
         shown = []
@@ -206,7 +206,7 @@ class TestBestOf:
 
 
 class TestTruncation:
-    def test_keeps_the_last_tokens(self, plain: LLM) -> None:
+    def test_truncation_keeps_the_last_tokens(self, plain: LLM) -> None:
         long = list(range(5, 60))
         cut = plain.generate({"prompt_token_ids": long}, greedy(truncate_prompt_tokens=8), use_tqdm=False)[0]
         short = plain.generate({"prompt_token_ids": long[-8:]}, greedy(), use_tqdm=False)[0]
@@ -214,13 +214,13 @@ class TestTruncation:
         whole = plain.generate({"prompt_token_ids": long}, greedy(truncate_prompt_tokens=100), use_tqdm=False)[0]
         assert whole.prompt_token_ids == long
 
-    def test_of_text(self, plain: LLM) -> None:
+    def test_truncation_of_text(self, plain: LLM) -> None:
         text = "once upon a time there was"
         ids = plain.generate(text, greedy(), use_tqdm=False)[0].prompt_token_ids
         cut = plain.generate(text, greedy(truncate_prompt_tokens=3), use_tqdm=False)[0]
         assert cut.prompt_token_ids == ids[-3:] and cut.prompt == text
 
-    def test_minus_one_makes_anything_fit(self, plain: LLM) -> None:
+    def test_minus_one_truncates_to_the_context(self, plain: LLM) -> None:
         room = plain.llm_engine.model_config.max_model_len
         cut = plain.generate([[5] * 1000, "word " * 2000], greedy(truncate_prompt_tokens=-1), use_tqdm=False)
         assert [len(output.prompt_token_ids) for output in cut] == [room - 1] * 2
@@ -228,14 +228,14 @@ class TestTruncation:
             plain.generate([5], greedy(truncate_prompt_tokens=room + 1), use_tqdm=False)
 
 
-def test_without_detokenizing_there_is_no_text_and_nothing_to_stop_at(plain: LLM) -> None:
+def test_without_detokenize_there_is_no_text_and_stop_is_rejected(plain: LLM) -> None:
     output = plain.generate([5, 6], greedy(detokenize=False), use_tqdm=False)[0].outputs[0]
     assert output.text == "" and len(output.token_ids) == LENGTH
     with pytest.raises(RequestError, match="detokenize"):
         greedy(detokenize=False, stop="x")
 
 
-def test_other_prompts_of_the_call_are_not_begun_when_one_field_is_wrong(plain: LLM) -> None:
+def test_one_invalid_field_rejects_all_prompts_of_the_call(plain: LLM) -> None:
     wrong: list[Callable[[], SamplingParams]] = [
         lambda: greedy(allowed_token_ids=[320]),
         lambda: greedy(logit_bias={320: 1}),

@@ -114,7 +114,7 @@ def test_outputs_match_many_generated_schemas_and_patterns(llm: LLM) -> None:
     check_regexes(llm, 100, seed=2)
 
 
-def test_every_form(llm: LLM) -> None:
+def test_every_kind_of_constraint(llm: LLM) -> None:
     choices = ["yes", 'no, "never"', "été\n"]
     asked = [
         wanted(choice=choices),
@@ -156,7 +156,7 @@ def test_tokens_are_the_same_alone_and_in_any_batch(llm: LLM, make_llm: MakeLLM)
     assert any(each.llm_engine.stats.num_preemptions for each in engines[2:])  # type: ignore[union-attr]
 
 
-class FirstHalfOnly(UniProcExecutor):
+class ExecutorWithoutDeferredMasks(UniProcExecutor):
     """An executor without support for deferred masks."""
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
@@ -165,7 +165,7 @@ class FirstHalfOnly(UniProcExecutor):
         return future
 
 
-class FirstHalfOnlyWorker(Worker):
+class WorkerWithoutDeferredMasks(Worker):
     """A worker without support for deferred masks."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -178,8 +178,8 @@ class FirstHalfOnlyWorker(Worker):
     ("settings", "num_steps"),
     [
         ({}, 40),
-        ({"distributed_executor_backend": f"{__name__}:FirstHalfOnly"}, 50),
-        ({"worker_class": f"{__name__}:FirstHalfOnlyWorker"}, 50),
+        ({"distributed_executor_backend": f"{__name__}:ExecutorWithoutDeferredMasks"}, 50),
+        ({"worker_class": f"{__name__}:WorkerWithoutDeferredMasks"}, 50),
         ({"async_scheduling": False}, 40),
     ],
     ids=["asynchronous", "older executor", "older worker", "synchronous"],

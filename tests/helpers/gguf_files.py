@@ -63,11 +63,12 @@ def write_gguf(
     Args:
         folder: A checkpoint.
         path: The file.
-        type_of: The type of a matrix by its name in the file; vectors and routers are F32 always.
-        fused: Query, key and value in one tensor, gate and up of experts in one, as newer converters can write them.
-        merged_latent: `attn_kv_b` as older files have it.
-        extra: Further metadata, or other values, by key.
-        split_from: Tensors whose names begin so are in a second file. `path` ends in `-00001-of-00002.gguf`.
+        type_of: Returns the type of a matrix by its name in the file. Vectors and routers are always F32.
+        fused: Store query, key and value in one tensor, and gate and up of experts in one, as newer converters can.
+        merged_latent: Store `attn_kv_b`, as older converters do.
+        extra: Additional or replaced metadata by key.
+        split_from: Tensors whose names begin with this prefix are in a second file. Then `path` ends in
+            `-00001-of-00002.gguf`.
 
     Returns:
         `path`.
@@ -102,7 +103,7 @@ def make_folder(gguf_file: Path, folder: Path, config: dict[str, Any], *more_fil
 
     Args:
         gguf_file: The file.
-        folder: Where to; made if need be.
+        folder: Output folder; created if missing.
         config: `config.json`.
         more_files: The other files of a split model.
 
@@ -134,7 +135,7 @@ def _add_value(out: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 class _Writer:
-    """One checkpoint as metadata and tensors of a GGUF file."""
+    """Converts one checkpoint to metadata and tensors of a GGUF file."""
 
     def __init__(self, folder: Path, fused: bool, merged_latent: bool) -> None:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -381,7 +382,7 @@ class _Writer:
 
 
 def random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int, seed: int) -> np.ndarray[Any, Any]:
-    """Rows of random blocks of a type with scales that are finite, uint8 [rows, bytes of a row]."""
+    """Random blocks of a type with finite scales, uint8 [rows, bytes of a row]."""
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows * columns // block, num_bytes), dtype=np.uint8)

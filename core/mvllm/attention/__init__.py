@@ -1,0 +1,1 @@
+"""Reference attention, and 8-bit storage of keys and values."""

@@ -1,7 +1,7 @@
 """Paged attention in plain torch: the reference that every backend is compared with.
 
 For each request it gathers exactly the blocks that its queries attend to, and computes softmax attention over them in
-float32. Nothing is padded, and scores exist for a few hundred queries at a time.
+float32, for at most 256 queries at a time, which bounds the memory for scores. Nothing is padded.
 
     keys, values: [num_blocks, block_size, num_kv_heads, head_size or value_size]    scales of each: the same without
                                                                                      the last dimension
@@ -29,9 +29,9 @@ _QUERY_TILE = 256
 
 
 Cache = torch.Tensor | tuple[torch.Tensor, ...]
-"""Keys and values of one layer, then the scales of both if its spec has them.
+"""The KV cache of one layer: keys, values, and with 8 bits their scales, as a tuple.
 
-A tensor is a tuple of its first dimension.
+Keys and values of equal shape without scales are one tensor [2, ...], which is indexed like a tuple of two.
 """
 
 
@@ -101,7 +101,7 @@ class ReferenceAttention(AttentionBackend):
             if len(sizes) == 2 and sizes[0] == sizes[1]:
                 return _zeros((2, *slots, sizes[0]), dtype, device)
             return tuple(_zeros((*slots, size), dtype, device) for size in sizes)
-        except (RuntimeError, MemoryError) as e:  # what allocators raise, in many wordings
+        except (RuntimeError, MemoryError) as e:  # torch's allocators raise them with different messages
             raise MemoryError(f"A KV cache of {num_blocks} blocks of {block_size} tokens does not fit: {e}") from e
 
     def build_metadata(self, batch: BatchLayout) -> ReferenceMetadata:

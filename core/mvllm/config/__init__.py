@@ -1,1 +1,1 @@
-"""The engine's settings: built once from what the user asked and what the model folder says, then still."""
+"""The engine's settings: resolved once from the user's settings and the model folder, then immutable."""

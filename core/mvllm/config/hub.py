@@ -50,12 +50,12 @@ _MOST_SUBFOLDERS = 100
 
 @dataclass(frozen=True)
 class _Search:
-    """What is sought.
+    """The model or tokenizer to find.
 
     Args:
         what: `model` or `tokenizer`.
         name: As given, without the quantization.
-        quantization: Of the GGUF file to take; None if none was given.
+        quantization: Quantization of the GGUF file to choose; None if none was given.
         load_format: As the setting.
         with_weights: As `find_model`.
         with_tokenizer: As `find_model`.
@@ -92,7 +92,7 @@ def find_model(
         load_format: As the setting; where there are both, `gguf` takes GGUF files, others safetensors.
 
     Raises:
-        ModelError: It was not found; says what was tried, the results, and what to do.
+        ModelError: It was not found; lists what was tried, the results, and what to do.
     """
     patterns: tuple[str, ...] = _CONFIGURATION + _TOKENIZER
     if with_weights:
@@ -109,7 +109,7 @@ def find_tokenizer(
 ) -> Path:
     """The folder of a tokenizer that is not the model's; arguments and errors as `find_model`.
 
-    Files of a tokenizer beside a GGUF file are preferred to the tokenizer in it.
+    Tokenizer files in the folder of a GGUF file have precedence over the tokenizer in the GGUF file.
     """
     patterns = _CONFIGURATION + _TOKENIZER + (_CODE if trust_remote_code else ())
     name, quantization = _split_quantization(tokenizer)
@@ -186,7 +186,7 @@ def _may_be_hub_name(name: str) -> bool:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Names of the files of a folder; those of its folders as well if none of its own can be weights."""
+    """Names of the files of a folder; those of its subfolders as well if the folder itself has no weights."""
     names = sorted(path.name for path in folder.iterdir())
     if not any(is_gguf_name(name) or name.endswith(".safetensors") for name in names):
         for subfolder in [folder / name for name in names[:_MOST_SUBFOLDERS]]:
@@ -196,7 +196,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _is_gguf(path: Path) -> bool:
-    """Whether an existing file is one by its name or its first bytes."""
+    """Whether an existing file is a GGUF file, by its name or its first bytes."""
     if is_gguf_name(path.name):
         return True
     if not stat.S_ISREG(path.stat().st_mode):
@@ -236,10 +236,10 @@ def _check_file_alone(search: _Search) -> None:
 
 
 def _gguf_choices(search: _Search, names: Iterable[str], where: str) -> list[GGUFChoice]:
-    """The models as GGUF files of which one is to be read; none if they are to be left alone.
+    """The GGUF models to choose from; empty if GGUF files are not to be read.
 
     Raises:
-        ModelError: GGUF files were asked for and there are none, or they were ruled out and there is nothing else.
+        ModelError: The settings require GGUF files and there are none, or exclude them and there are no other files.
     """
     names = list(names)
     choices = list_choices(names)
@@ -287,7 +287,7 @@ def _log_choice(choice: GGUFChoice, choices: Sequence[GGUFChoice], where: str) -
 
 
 def _on_hub(search: _Search, repository: HubRepository, patterns: tuple[str, ...]) -> Path:
-    """The snapshot of a repository. Its files are listed first only where GGUF files are likely, as that is one more
+    """The snapshot of a repository. Lists its files first only if GGUF files are likely, because that is one more
     request."""
     is_likely = search.quantization is not None or search.load_format == "gguf" or "gguf" in search.name.lower()
     if is_likely or is_offline():

@@ -47,22 +47,22 @@ class HubRepository:
         return f"{place} {self.name!r}{self._version}"
 
     def snapshot(self, patterns: Sequence[str]) -> Path:
-        """The folder in the cache with the files that match `patterns`, fetched unless the hub is not to be asked.
+        """The cache folder with the files that match `patterns`. Downloads them first, unless in offline mode.
 
         Raises:
-            ModelError: They cannot be had; says what was tried, the results, and what to do.
+            ModelError: They are not available; lists what was tried, the results, and what to do.
         """
         offline = is_offline()
         if not offline:
             logger.info("Fetching %s%s from the hub (cache: %s).", self.name, self._version, _cache())
-        # Every way a download can fail (HTTP client, file system) ends here with its cause.
+        # Converts the errors of the HTTP client and of the file system.
         try:
             return self._download(patterns, offline)
         except Exception as e:
             raise self._not_found(e, offline) from e
 
     def file_names(self) -> list[str]:
-        """Paths of all files of the repository; of those in the cache if the hub is not to be asked or cannot be.
+        """Paths of all files of the repository. In offline mode, or if the hub does not respond, of those in the cache.
 
         Raises:
             ModelError: As `snapshot`.
@@ -92,7 +92,7 @@ class HubRepository:
             (Path(folder) / name).relative_to(root).as_posix()
             for folder, _, names in os.walk(root)
             for name in names
-            if os.path.exists(os.path.join(folder, name))  # a link whose file is there
+            if os.path.exists(os.path.join(folder, name))  # skips broken links
         ]
 
     def _download(self, patterns: Sequence[str], local_files_only: bool) -> Path:

@@ -10,7 +10,7 @@ from mvllm.errors import ConfigError, ModelError
 
 _KEYS = ("quantization_config", "compression_config")
 _DEQUANTIZED_ON_REQUEST = ("gguf",)
-"""Methods whose checkpoints offer their weights as floats, too, so that another method may quantize these on load."""
+"""Methods whose weights can be read dequantized, so that another method may quantize them on load."""
 
 
 def stored_quantization(hf_config: HFConfig) -> tuple[str, HFConfig] | None:

@@ -21,8 +21,8 @@ def max_blocks_held(num_tokens: int, window: int | None, block_size: int, max_st
         num_tokens: At least 1.
         window: Sliding window of the layers in tokens; None for full attention.
         block_size: Tokens per block.
-        max_step_tokens: Most tokens of one request in one step; all of them need blocks, besides the first one's
-            window.
+        max_step_tokens: Most tokens of one request in one step. All of them need blocks, in addition to the window of
+            the first one.
     """
     needed = -(-num_tokens // block_size)
     if window is None:

@@ -470,7 +470,7 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
         try:
             self._client.shutdown()
         finally:
-            # Queued work is not cancelled, which its callers could not tell from their own cancellation: it raises.
+            # Queued work raises an error. Callers would mistake a cancellation for their own.
             self._threads.shutdown(wait=False)
             self._stat_loggers.close()
 

@@ -1,0 +1,1 @@
+"""Entry points: the class LLM, the command line, the HTTP server, and the benchmarks."""

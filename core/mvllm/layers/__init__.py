@@ -1,0 +1,1 @@
+"""Layers of models (attention, linear, MoE, norms, embeddings), sharded over ranks."""

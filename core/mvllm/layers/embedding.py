@@ -43,7 +43,7 @@ class Embedding(nn.Module):
         return self._lookup(ids, self.weight)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them."""
+        """Checkpoint tensor names and their targets on this rank."""
         everything = tuple(slice(0, size) for size in self.weight.shape)
         yield f"{self.name}.weight", WeightTarget(self.weight, tuple(self.weight.shape), everything, everything)
 
@@ -106,7 +106,7 @@ class VocabEmbedding(VocabShard):
         return self._tp.all_reduce(self._lookup(ids, self.weight, self.first))
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them; none if rows are read from a quantized head."""
+        """Checkpoint tensor names and their targets on this rank; none if rows are read from a quantized head."""
         return iter(()) if self.weight is None else float_targets(self.layout, self.weight)
 
     def share(self, head: LMHead) -> None:

@@ -118,7 +118,7 @@ class Linear(nn.Module):
         return True
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them. Before `prepare_weights` only."""
+        """Checkpoint tensor names and their targets on this rank. Before `prepare_weights` only."""
         if isinstance(self.weight, QuantizedMatrix):
             yield from self.weight.targets()
         else:
@@ -142,11 +142,11 @@ class Linear(nn.Module):
 
 
 class ColumnParallelLinear(Linear):
-    """Each rank computes a part of the outputs.
+    """Each rank computes a shard of the outputs.
 
     `bands` lists the checkpoint matrices, stacked in this order, with their numbers of rows. A repeated name is one
-    checkpoint matrix that contains these row ranges in order. With several devices, each has its part of all bands, in
-    this order.
+    checkpoint matrix that contains these row ranges in order. With several devices per worker, each device has its
+    shard of every band, in the same order.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
         return self._add_norm(x, residual, self.weight, self.eps)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them."""
+        """Checkpoint tensor names and their targets on this rank."""
         yield whole_tensor_target(f"{self.name}.weight", self.weight)
 
 
@@ -117,7 +117,7 @@ class FullWidthQKNorm(nn.Module):
         return q.view(query.shape), k.view(key.shape)
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them."""
+        """Checkpoint tensor names and their targets on this rank."""
         weights = (self.q_weight, self.k_weight)
         for name, weight, full, shares in zip(self.names, weights, self.full_sizes, self._shares, strict=True):
             start = 0
@@ -156,7 +156,7 @@ class LayerNorm(nn.Module):
         return self.forward(total), total
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Checkpoint tensor names and what this rank takes of them."""
+        """Checkpoint tensor names and their targets on this rank."""
         if self.weight is not None and self.bias is not None:
             yield whole_tensor_target(f"{self.name}.weight", self.weight)
             yield whole_tensor_target(f"{self.name}.bias", self.bias)

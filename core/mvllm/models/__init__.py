@@ -1,0 +1,1 @@
+"""Model classes, and loading of their weights from checkpoints."""

@@ -31,9 +31,9 @@ class CausalLM(nn.Module, ABC):
         stage: The layers of this rank.
         head_name: The checkpoint module of an untied head.
         ties_embeddings_by_default: Default of `tie_word_embeddings`.
-        layer_names: Matches names of per-layer tensors; group 1 is the layer's number.
+        layer_names: Regular expression for names of per-layer tensors; its first group is the layer's number.
         first_stage_names, last_stage_names: Name prefixes of tensors that only that stage holds.
-        ignored_names: Matches names of checkpoint tensors that are not weights.
+        ignored_names: Regular expression for names of checkpoint tensors that are not weights.
         uses_prompt_lens, uses_token_types: Whether the model reads `ForwardStep`'s field of that name.
         lm_head: The language-model head on the last stage, else None.
         scores: Classification head on the last stage: pooled states [n, hidden_size] to [n, labels]; else None.
@@ -111,7 +111,7 @@ class CausalLM(nn.Module, ABC):
         """Prepares the modules whose tensors are now all loaded: shards their weights over the worker's devices, and
         lets op providers convert them.
 
-        Converting each layer at once keeps at most one layer in memory in two forms.
+        Each layer is converted as soon as it is loaded, so at most one layer is in memory both converted and not.
 
         Args:
             name: A checkpoint tensor all of whose targets are filled, as in `weight_targets`.

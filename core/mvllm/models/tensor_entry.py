@@ -1,4 +1,4 @@
-"""What weight_loader.py knows of a checkpoint's tensors and of reading them, whatever the format of its files."""
+"""Description of a checkpoint's tensors, and an interface for reading them, independent of the file format."""
 
 from __future__ import annotations
 

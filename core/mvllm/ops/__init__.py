@@ -1,0 +1,1 @@
+"""Operations: a schema and a torch reference each; platforms may provide faster implementations."""

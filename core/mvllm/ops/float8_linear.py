@@ -61,13 +61,13 @@ def float8_linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | No
 
     `floats`: the dequantized weight times `x`, in float32, rounded once.
 
-    `dynamic`: each row of `x` is cut into runs of the weight's block_columns. Every run becomes 8-bit floats times
-    s = max |run| / 448, in float32; a run of zeros stays zeros. `static`: all of `x` becomes 8-bit floats, clamped to
-    ±448, times `input_scale`. Rounding is to the nearest, halves to even. The result is the product with the
-    dequantized weight in float32, plus the bias, rounded once.
+    `dynamic`: each row of `x` is split into groups of the weight's block_columns. Each group is rounded to 8-bit floats
+    with the scale s = max |group| / 448, in float32; a group of zeros stays zeros. `static`: all of `x` is rounded to
+    8-bit floats, clamped to ±448, with the scale `input_scale`. Rounding is to the nearest, halves to even. The result
+    is the product with the dequantized weight in float32, plus the bias, rounded once.
 
-    A device with another 8-bit float format of as many significant bits and another range rounds the inputs to that
-    format: `s` is then max |run| divided by its largest number, and the clamp may be larger than 448.
+    A device whose 8-bit float format has as many significant bits and another range rounds the inputs to that format:
+    `s` is then max |group| divided by its largest number, and the clamp may be larger than 448.
 
     Args:
         x: [..., in_features], compute dtype.

@@ -1,1 +1,1 @@
-"""The platform contract, and how plugins that honour it are found, checked and chosen."""
+"""The platform contract, and discovery, validation and choice of platform plugins."""

@@ -6,9 +6,9 @@ row alone, not on the order in which a device returns ties or on other rows. And
 
     min_p  max logit + temperature * ln(min_p)
     top_k  the k-th largest logit, the last of k candidates
-    top_p  the largest logit above which lies top_p of the mass that min_p and top_k left: among the top_k candidates if
-           there are some, otherwise by bisection. 24 passes of three cheap operations over the vocabulary are faster
-           than sorting it (20 times on a CPU core), and take the same time whatever the distribution.
+    top_p  the largest logit such that greater ones have top_p of the mass that min_p and top_k left: among the top_k
+           candidates if there are any, otherwise by bisection. 24 passes of three cheap operations over the vocabulary
+           are faster than sorting it (20 times on a CPU core), and take the same time for every distribution.
 
 If the candidates of a small top_k contain all kept tokens, which they do unless dozens of tokens tie with the last one,
 no other weight is computed. Checking that waits for the device, so it is done only with `may_synchronize`. A row gets

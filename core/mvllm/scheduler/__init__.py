@@ -1,1 +1,1 @@
-"""Decides what the workers compute next. Knows requests, tokens and blocks; no tensor, no device."""
+"""The scheduler: plans each step as integers (requests, tokens, KV blocks), without tensors or devices."""

@@ -84,9 +84,9 @@ class Request:
         prompt_logprobs: Of prompt tokens 1, 2, ... so far, if requested; None again once sent.
         num_cached_tokens: Tokens found in the prefix cache when first scheduled; -1 before.
         scheduled_time: When first scheduled.
-        first_token_time: When the first token was known, for requests that do not send tokens at once; 0 before.
-        is_long: It was held back as a long prompt while it waited. Checked again when there is room for a long prompt:
-            more of it may be in the prefix cache by then.
+        first_token_time: Time of the first token, for requests that do not send each token at once; 0 before.
+        is_long: The long-prefill limit has delayed it while it waited. Checked again when the limit permits another
+            long prompt: by then more of this prompt may be in the prefix cache.
         draft_token_ids: Draft tokens for its next plan.
         grammar: Its grammar, if it has one.
     """

@@ -1,0 +1,1 @@
+"""The worker of one rank: loads the model and runs the steps."""

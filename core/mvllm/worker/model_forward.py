@@ -1,7 +1,7 @@
 """The forward pass of one step on one rank: attention metadata, the model (compiled where possible), logits.
 
-Two programs make a step: the model, whose sizes are the numbers of tokens, requests and pages; and what follows it
-(logits and sampling), whose size is the number of requests alone.
+A step runs two device programs. The shapes of the model depend on the numbers of tokens, requests and pages; those of
+logits and sampling only on the number of requests.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class ModelForward:
         self.decoder: DecoderForward | None = None
 
     def bind_model(self) -> None:
-        """Uses the model that was loaded, with the present groups of attention layers."""
+        """Prepares to run the loaded model, with the current KV cache groups."""
         model = self.loader.model
         self.decoder = DecoderForward(model, self.layers.attention_groups_of(model.attention_layers()))
 
     def release(self) -> None:
         """Drops the model and its compiled function."""
         if self.decoder is not None:
-            self.decoder.drop_compiled()  # it refers to the decoder: without this, memory waits for the collector
+            self.decoder.drop_compiled()  # breaks a reference cycle, so that the memory is freed at once
         self.decoder = None
 
     @property
@@ -99,7 +99,7 @@ class ModelForward:
         """Runs the model, and ends the device program of the forward pass.
 
         Returns:
-            Hidden states of all tokens, [T, hidden_size]; and on the last stage those whose logits are needed,
+            Hidden states of all tokens, [T, hidden_size]; and on the last stage the hidden states that need logits,
             [L, hidden_size], or None if no row samples.
         """
         hidden, states = self.run(inputs, intermediate, adapters, pooling), None
@@ -131,7 +131,7 @@ class ModelForward:
         assert self.decoder is not None, "the model is not loaded"
         if adapters is None:
             return self.decoder.run(inputs, intermediate)
-        # Not compiled: the LoRA mapping has other shapes in every step.
+        # Not compiled: the shapes of the LoRA mapping differ in every step.
         with self.loader.lora_manager.step.active(adapters):
             return self.decoder.run(inputs, intermediate, eager=True)
 
@@ -143,7 +143,7 @@ class ModelForward:
     def _run_encoder(
         self, inputs: StepInputs, intermediate: torch.Tensor | None, pooling: PoolingState | None
     ) -> torch.Tensor:
-        """Runs a model without KV cache. Not compiled: prompts begin at other places in every step."""
+        """Runs a model without KV cache. Not compiled: the lengths of the prompts differ in every step."""
         model, starts, token_types = self.loader.model, inputs.layout.query_start_loc.tolist(), None
         if model.uses_token_types and pooling is not None:
             types = make_token_type_ids(

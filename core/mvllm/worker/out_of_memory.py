@@ -1,10 +1,10 @@
 """Out-of-memory errors in the user's terms, and an agreement among ranks on whether a failed step can be dropped.
 
 A rank that runs out of memory within a step leaves the others waiting in a collective, unless they have failed too.
-Ranks that share layers do the same work in the same order, and mostly fail in the same place. So a failed rank asks the
-others whether they have failed in the same step, and waits for a short time; a rank that computes, or waits in a
-collective, does not answer. When all have failed, each synchronizes its device and tells the others: every collective
-is complete then, and the next step begins on all ranks in the same state.
+Ranks that share layers do the same work in the same order, and mostly fail at the same operation. So a failed rank
+asks the others whether they have failed in the same step, and waits for a short time; a rank that computes, or waits
+in a collective, does not answer. When all have failed, each synchronizes its device and notifies the others: every
+collective is complete then, and the next step begins on all ranks in the same state.
 
     rank 0   step 7 ── no memory ── "7 failed" ─┐         ┌─ synchronize ── "7 over" ─┐        ┌─ step 8
     rank 1   step 7 ──── no memory ─ "7 failed" ┴─ both ──┴─ synchronize ─── "7 over" ┴─ both ─┴─ step 8

@@ -1,3 +1,5 @@
+// Detects instruction sets that are not in the x86 list of dispatch.cpp: AMX, on request, and bfloat16 of Arm.
+
 #include "other_isas.h"
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// Instruction sets outside of the x86 list in dispatch.cpp.
+// Detection of instruction sets that are not in the x86 list of dispatch.cpp.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Products with integer weights: which instruction set runs, packing, and dividing a product over the threads.
+// Products with integer weights: choice of the instruction set, packing, and division of a product among threads.
 
 #include "entries.h"
 #include "processor.h"
@@ -23,10 +23,10 @@ extern const QIsa qisa_generic __attribute__((weak));
 namespace {
 
 constexpr int64_t SERIAL_WORK = 1 << 19;        // multiply-adds below which waking other threads costs more than it saves
-constexpr int64_t CONVERTED_ROWS = 1152;        // rows of x that are rounded or converted at a time
-constexpr int64_t ROW_STEP = 12;                // what registers hold at a time, in every instruction set, divides this
-constexpr int64_t REPEATED_ELEMENTS = 1 << 13;  // elements of x that every thread converts for itself: cheaper than waiting
-constexpr int64_t GATED_ELEMENTS = 1 << 14;     // of a product that is gated, at a time: they stay in the first cache
+constexpr int64_t CONVERTED_ROWS = 1152;        // rows of x that are quantized or converted at a time
+constexpr int64_t ROW_STEP = 12;                // a multiple of the rows of a register tile in every instruction set
+constexpr int64_t REPEATED_ELEMENTS = 1 << 13;  // up to this size every thread converts all of x: faster than waiting
+constexpr int64_t GATED_ELEMENTS = 1 << 14;     // elements computed before silu_and_mul: they stay in the L1 cache
 
 const QIsa& choose() {
     [[maybe_unused]] const Features has;
@@ -53,7 +53,7 @@ int64_t element_of(int dtype) { return dtype == F32 ? 4 : 2; }
 
 int threads_for(int64_t work) { return work < SERIAL_WORK ? 1 : team_size(); }
 
-// A product of rows, or, where it is gated, silu of its first half times its second half.
+// A product of rows. If `gated`, the result is silu(first half) * second half.
 struct Product {
     QLinear op;
     int64_t rows;
@@ -65,23 +65,23 @@ struct Product {
     }
 };
 
-// What the kernels read in place of the caller's rows.
+// Memory layout of the quantized or converted rows of x.
 struct Converted {
     bool int8, wanted;
-    int64_t stride, sums, bytes;  // of a row, in elements; where the sums begin, and of all, in bytes
+    int64_t stride, sums, bytes;  // elements from row to row; offset of the row sums and total size in bytes
 
     Converted(const QIsa& isa, const Product& p) : int8(p.op.int8_activations) {
         const QLinear& op = p.op;
         const bool bf16 = op.dtype == BF16 && isa.bf16_dot, in_place = op.dtype == F32 || bf16;
         wanted = int8 || !in_place || op.in_features % lane_depth(op.bits);
-        // Rows at distances of whole pages would map to the same few cache sets.
+        // A stride of whole pages would map all rows to a few cache sets.
         stride = round_up(op.in_features, 64) + 64;
         const int64_t values = p.rows * stride * (int8 ? 1 : bf16 ? 2 : 4);
         sums = values + p.rows * 4;
         bytes = !wanted ? 0 : int8 ? sums + p.rows * op.blocks * 4 : values;
     }
 
-    // Lays the parts out in `memory` and points `to` at them.
+    // Sets the pointers of `to` to their parts of `memory`.
     void place(char* memory, Product& to) const {
         if (!wanted) return;
         to.op.x = memory;
@@ -101,7 +101,7 @@ struct Converted {
     }
 };
 
-// Rows by strips of the result. What is to be gated is rounded as if it were stored whole.
+// Computes a block of rows by strips of the result. A gated product is rounded like a separate product.
 void block(const QIsa& isa, const Product& p, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end) {
     const auto kernel = p.op.int8_activations ? isa.int8 : isa.weight_only;
     if (!p.gated) return kernel(p.op, row_begin, row_end, begin, end);
@@ -114,7 +114,7 @@ void block(const QIsa& isa, const Product& p, int64_t row_begin, int64_t row_end
         const int64_t width = (next - begin) * STRIP;
         QLinear half = p.op;
         half.out_stride = 2 * width;
-        // Kernels count from the first row and column.
+        // Kernels index `out` from the first row and column of the whole result.
         auto from = [&](int64_t column) {
             return reinterpret_cast<void*>(intptr_t(scratch) - (row_begin * 2 * width + column) * element);
         };
@@ -127,18 +127,19 @@ void block(const QIsa& isa, const Product& p, int64_t row_begin, int64_t row_end
     }
 }
 
-// Into how many parts a product divides well.
+// Number of pieces of a useful size in a product.
 int64_t pieces_of(const QIsa& isa, const Product& p) {
     return p.strips() * STRIP / isa.tile * ((p.rows + QLINEAR_ROWS - 1) / QLINEAR_ROWS);
 }
 
-// Where part `i` of `count` begins, in strips: between two tiles where there are enough of them.
+// The first strip of part `i` of `count`; at a tile boundary if there are enough tiles.
 int64_t edge_of(int64_t strips, int64_t width, int64_t i, int64_t count) {
     const int64_t tiles = (strips + width - 1) / width;
     return tiles >= 2 * count ? std::min(strips, tiles * i / count * width) : strips * i / count;
 }
 
-// One of `threads` parts: few rows, a range of columns; many, a range of blocks, those of the same rows in sequence.
+// Computes one of `threads` parts. With few rows, a part is a range of columns. With many, it is a range of blocks in
+// the order of rows.
 void compute(const QIsa& isa, const Product& p, int64_t thread, int64_t threads) {
     const int64_t strips = p.strips(), rows = p.rows, width = isa.tile / STRIP;
     if (rows <= QLINEAR_ROWS)
@@ -153,7 +154,7 @@ void compute(const QIsa& isa, const Product& p, int64_t thread, int64_t threads)
     }
 }
 
-// Whether every thread converts all rows itself instead of waiting for the other threads' shares.
+// Whether every thread converts all rows itself. Otherwise the threads divide the rows and wait for each other.
 bool converts_alone(const Converted& converted, const Product& p) {
     return !converted.wanted || p.rows * p.op.in_features <= REPEATED_ELEMENTS;
 }
@@ -189,7 +190,7 @@ void multiply(const Product& p) {
     }
 }
 
-// `size` is that of the result's rows.
+// `size` is the number of columns of the result.
 Product product_of(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
                    const void* bias, void* out, int64_t rows, int64_t in_features, int64_t size, int64_t group_size,
                    int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype, bool gated) {
@@ -241,7 +242,7 @@ int64_t recorded_pieces(const int64_t* s) {
     return pieces_of(current(), recorded<GATED>(s));
 }
 
-// A thread's first columns lie side by side.
+// The weights of the thread's first columns, which are contiguous.
 template <bool GATED>
 Range ahead_of(const int64_t* s, int64_t thread, int64_t threads) {
     const Product p = recorded<GATED>(s);
@@ -251,11 +252,11 @@ Range ahead_of(const int64_t* s, int64_t thread, int64_t threads) {
     return {reinterpret_cast<const char*>(p.op.weight) + first * bytes, (last - first) * bytes};
 }
 
-// The lanes of one tile. `values` is its first column's row.
+// Packs one tile. `values` is the weight row of its first column.
 void pack_tile(const int8_t* values, int64_t stride, uint32_t* packed, int64_t columns, int64_t in_features, int tile,
                int bits, bool int8_activations) {
     static const int pairs[8] = {0, 16, 4, 20, 8, 24, 12, 28}, bytes[8] = {0, 8, 16, 24, 4, 12, 20, 28};
-    const int* order = int8_activations ? bytes : pairs;  // where the nibble of each k goes
+    const int* order = int8_activations ? bytes : pairs;  // bit offset of the nibble of each k
     const int depth = lane_depth(bits);
     for (int64_t k = 0; k < in_features; k += depth, packed += tile) {
         const int n = int(std::min<int64_t>(depth, in_features - k));
@@ -289,11 +290,11 @@ extern "C" {
 
 const char* mvllm_cpu_qlinear_isa() { return current().name; }
 
-// Columns per tile: what the sizes of a packed weight's parts follow from.
+// Columns per tile, which determines the sizes of the packed arrays.
 int mvllm_cpu_qlinear_tile() { return current().tile; }
 
-// `zeros` [out_features, groups] and `packed_zeros` may be null; `factors` are as many, or null where all are one. Scales are
-// [out_features, blocks]; in bfloat16 they lose what that cannot hold. The packed parts hold zeros before.
+// `zeros` [out_features, groups] and `packed_zeros` may be null; `factors` has the same shape, or is null if all are
+// one. Scales are [out_features, blocks]; bfloat16 truncates them. The caller fills the packed arrays with zeros.
 void mvllm_cpu_qlinear_pack(const int8_t* values, int64_t stride, const float* scales, const int8_t* zeros,
                             const int8_t* factors, uint32_t* packed, void* packed_scales, int8_t* packed_zeros,
                             int64_t out_features, int64_t in_features, int64_t groups, int64_t blocks, int bits,
@@ -337,7 +338,8 @@ void mvllm_cpu_qlinear(const void* x, int64_t x_stride, const uint32_t* weight, 
                         block_size, bits, int8_activations, bf16_scales, dtype, false));
 }
 
-// out [rows, size] = silu(first half of y) * second half of y, where y = x * weight^T + bias; `size` is a multiple of 16.
+// out [rows, size] = silu(first half of y) * second half of y, where y = x * weight^T + bias; `size` is a multiple of
+// 16.
 void mvllm_cpu_qlinear_silu(const void* x, int64_t x_stride, const uint32_t* weight, const void* scales, const int8_t* zeros,
                             const void* bias, void* out, int64_t rows, int64_t in_features, int64_t size, int64_t group_size,
                             int64_t block_size, int bits, int int8_activations, int bf16_scales, int dtype) {

@@ -1,10 +1,10 @@
-// Products of rows rounded to int8 with packed integer weights. Included by qlinear_tile.h.
+// Products of rows quantized to int8 with packed integer weights. Included by qlinear_tile.h.
 //
-// Sums over a row, or over each block of columns that share a float32 scale, are integers and exact. A block's sum is scaled
-// and added to those of the blocks before it, in their order, however many rows there are.
+// Sums over a row, or over each block of columns that share a float32 scale, are exact integers. The sum of a block is
+// scaled and added to the sum of the previous blocks, in the same order for any number of rows.
 
-// Four products per lane. `OFFSET` is what a weight's factor is above its value: the x86 byte products want one unsigned
-// factor, and where their sums of two could overflow 16 bits, the sign of the weight moves to x instead.
+// Four products per lane. x86 byte products require one unsigned operand. With VNNI this is the weight + OFFSET.
+// Without VNNI, pairs of products could overflow 16 bits, so the operand is |weight|, and its sign is moved to x.
 #if HAS_VNNI
 struct Quads {
     vu w;
@@ -92,7 +92,7 @@ static void quantize_rows(const QLinear& op, int8_t* out, int64_t stride, float*
     for (int64_t row = begin; row < end; ++row) {
         const T* x = static_cast<const T*>(op.x) + row * op.x_stride;
         int8_t* to = out + row * stride;
-        // The largest magnitude, compared as bits: an infinity is above every number, a NaN above that.
+        // The largest magnitude, compared as bits: infinity is greater than every number, NaN greater than infinity.
         vu most = {};
         int k = 0;
         for (; k < whole; k += LANES) {
@@ -131,7 +131,7 @@ static void quantize_rows(const QLinear& op, int8_t* out, int64_t stride, float*
 template <int MR, int NV>
 static void int8_unit(const int8_t* x, int64_t ldx, const uint32_t* w, int steps, int32_t* sums, bool first, Ahead ahead) {
     vi acc[MR][NV] = {};
-    do {  // there is a step: the compiler need not keep sums for a way around
+    do {  // `steps` is at least 1; a `while` loop would make the compiler save the sums for the case of 0
         Quads q[NV];
         for (int v = 0; v < NV; ++v) q[v] = Quads::of(load_lanes(w + v * LANES));
         for (int m = 0; m < MR; ++m) {
@@ -199,16 +199,17 @@ static void int8_block(const QLinear& op, int64_t row_begin, int64_t row_end, in
     }
 }
 
-// ---- blocks of columns with scales of their own --------------------------------------------------------------------------
-// A block has at most INT8_DEPTH columns. Nibbles become what bytes are, (value less zero point) * factor + 128: a few rows'
-// worth in registers, for more a piece once, which all rows share. A lane of bytes times a factor takes no carry from one
-// byte to the next, since no product exceeds a byte.
+// ---- one scale per block of columns --------------------------------------------------------------------------------------
+// A block has at most INT8_DEPTH columns. Nibbles are unpacked to bytes, (value - zero point) * factor + 128: with few
+// rows in registers; with more rows into memory, once per piece for all rows. All bytes of a lane are multiplied at
+// once: no product exceeds a byte, so there is no carry into the next byte.
 
-constexpr int NIBBLE_ROWS = 4;  // most rows for which nibbles are unpacked in registers
+constexpr int NIBBLE_ROWS = 4;  // maximum number of rows for which nibbles are unpacked in registers
 
 typedef uint16_t vw __attribute__((vector_size(LANES * 4)));
 
-// Neighbouring whole blocks, at most INT8_DEPTH columns; `block` is the first, and the matrix's last may be shorter.
+// Adjacent blocks, at most INT8_DEPTH columns together. `block` is the index of the first one. The last block of the
+// matrix may be shorter.
 struct Blocks {
     int size, block_size, block;
 };
@@ -220,7 +221,7 @@ INLINE vf scales_at(const QLinear& op, int64_t at) {
                           : load(static_cast<const float*>(op.scales) + at);
 }
 
-// What a sum begins with, for the offset that factors have.
+// Initial value of a sum: it corrects for the OFFSET of the weights.
 INLINE vi begin_sum(int32_t total) { return vi{} - Quads::OFFSET * total; }
 
 template <int MR, int NV>
@@ -240,7 +241,8 @@ INLINE void add_block(const QLinear& op, const vi (&acc)[MR][NV], float* sums, i
     }
 }
 
-// Weights that are bytes: packed so, or nibbles unpacked before. `at` is where the tile's first block has its scales.
+// Weights in bytes: packed as bytes, or unpacked from nibbles. `at` is the index of the scales of the tile's first
+// block.
 template <int MR, int NV>
 static void bytes_unit(const QLinear& op, const int8_t* x, const int32_t* totals, const uint32_t* w, Blocks blocks, int64_t at,
                        float* sums, Ahead ahead) {
@@ -275,12 +277,12 @@ INLINE void bytes_group(int rows, int strips, const QLinear& op, const int8_t* x
     QGROUP(bytes_unit, rows, strips, op, x, totals, w, blocks, at, sums, ahead);
 }
 
-// What makes bytes of a group's nibbles.
+// Factor and offset that convert a group's nibbles to bytes.
 struct Unpacking {
     vw factor;   // in both halves of a lane
     vu offset;   // in its four bytes
 
-    // `at` is where the group has its zero points and factors.
+    // `at` is the index of the group's zero points and factors.
     INLINE Unpacking of(const QLinear& op, int64_t at) {
         if (!op.zeros) return {vw{} + 1, vu{} + 0x78787878u};
         const vu both = (vu)widen_bytes(op.zeros + at), factor = (both >> 4 & 15u) + 1u;
@@ -331,7 +333,7 @@ INLINE void nibbles_group(int rows, int strips, const QLinear& op, const int8_t*
     }
 }
 
-// Nibbles of `size` columns as bytes, as if they had been packed so.
+// Unpacks the nibbles of `size` k to bytes, in the layout of packed 8-bit weights.
 INLINE void unpack_nibbles(const QLinear& op, const uint32_t* w, int size, int64_t zeros_at, int columns, uint32_t* panel) {
     for (int k = 0; k < size; k += op.group_size, zeros_at += QTILE) {
         const int steps = (least(size - k, op.group_size) + 7) / 8;
@@ -348,7 +350,7 @@ INLINE void unpack_nibbles(const QLinear& op, const uint32_t* w, int size, int64
     }
 }
 
-// Weights with a scale for each block of columns.
+// Weights with one scale per block of columns.
 template <class E>
 static void blocks_block(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
     typedef typename E::type T;

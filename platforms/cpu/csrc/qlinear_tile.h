@@ -1,10 +1,9 @@
-// Products of rows with packed integer weights (qlinear.h describes the packing). Included inside a namespace, after simd.h,
-// by files that define HAS_VNNI as well.
+// Products of rows with packed integer weights (qlinear.h describes the packing). Included inside a namespace, after
+// simd.h, by files that also define HAS_VNNI.
 //
-// As in linear_tile.h a register tile is a few rows by a tile of columns, a row's sum is made in the same order whatever
-// other rows are there, and rows that share a piece of the weight pass over it while it is in the first cache. With one
-// group of rows, weight-only kernels unpack weights in registers; with more they unpack a piece once and all groups use it.
-// Both do the same arithmetic.
+// As in linear_tile.h, a register tile is a few rows by a tile of columns, and a row is summed in the same order with
+// any other rows. All groups of rows use a piece of the weights while it is in the L1 cache. With few rows, kernels
+// unpack weights in registers; with more rows, they unpack a piece once for all groups. Both do the same arithmetic.
 
 #if LANES == 16
 #define QTILE 64
@@ -18,7 +17,7 @@
 constexpr int qlinear_tile = QTILE;
 constexpr bool qlinear_bf16_dot = HAS_BF16_DOT;
 constexpr int QTILE_STRIPS = QTILE / STRIP;
-constexpr int INT8_DEPTH = 256;  // k per piece of an integer product: half of a first cache of 32 KiB
+constexpr int INT8_DEPTH = 256;  // k per piece of an integer product: 16 KiB of weights, half of a 32 KiB L1 cache
 
 typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef int8_t vb_mem __attribute__((vector_size(LANES), aligned(1), may_alias));
@@ -28,7 +27,7 @@ INLINE vu load_lanes(const uint32_t* p) { return *reinterpret_cast<const vu_mem*
 INLINE void store_lanes(uint32_t* p, vu v) { *reinterpret_cast<vu_mem*>(p) = v; }
 INLINE vi load_ints(const int32_t* p) { return *reinterpret_cast<const vi_mem*>(p); }
 
-// Some compilers widen bytes one by one without the intrinsic.
+// Uses intrinsics because some compilers do not vectorize __builtin_convertvector.
 INLINE vi widen_bytes(const int8_t* p) {
 #if LANES == 16
     return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -55,8 +54,8 @@ INLINE void store_bytes(int8_t* p, vu v) {
 }
 
 // ---- prefetching ---------------------------------------------------------------------------------------------------------
-// While rows pass over a piece of the weight they fetch the one that follows in memory: each line once, over the groups.
-// Rows that pass over everything once fetch what they come to next.
+// While several groups of rows use a piece of the weights, they prefetch the next piece. The groups share its cache
+// lines, so that each line is prefetched once. A single group prefetches NEAR bytes ahead (simd.h).
 
 struct Ahead {
     const char* from;
@@ -109,7 +108,7 @@ INLINE int qlines(int lines, int g, int groups) {
         QGROUP_MORE(UNIT, strips, __VA_ARGS__)            \
     }
 
-// Rounds and stores `columns` results of one row, adding the bias. `value(c)` gives a vector, `one(c)` a single one.
+// Adds the bias to `columns` results of one row, rounds and stores them. `value(c)` returns the vector at column c.
 template <class E, class Vector>
 INLINE void store_row(typename E::type* out, const typename E::type* bias, int columns, Vector value) {
     int c = 0;
@@ -118,7 +117,7 @@ INLINE void store_row(typename E::type* out, const typename E::type* bias, int c
         E::narrow(out + c, bias ? v + E::widen(bias + c) : v);
     }
     if (c == columns) return;
-    const vf v = value(c);  // a tile's scales and sums are there in whole vectors
+    const vf v = value(c);  // scales and sums of a tile are padded to whole vectors
     for (int i = 0; c < columns; ++c, ++i) out[c] = E::put(bias ? v[i] + E::get(bias[c]) : v[i]);
 }
 

@@ -1,6 +1,6 @@
-// ---- activations as they are ---------------------------------------------------------------------------------------------
-// `Unpacked` weights, value less zero point, are what one step of the sum takes: float32 of one k, or bfloat16 of a pair of k
-// in each lane. `Zero` is a vector of zero points in the form that the subtraction needs.
+// ---- weight-only: activations are not quantized --------------------------------------------------------------------------
+// `Unpacked` weights, value - zero point, are the operands of one step of the sum: each lane holds float32 of one k, or
+// bfloat16 of a pair of k. `Zero` is a vector of zero points in the form that the subtraction needs.
 
 struct Floats {
     typedef float X;
@@ -36,7 +36,8 @@ struct Pairs {
 };
 #endif
 
-// A lane of packed weights holds DEPTH of them; `at<J>` gives what step J takes. 2^23 + n is a float whose low bits are n.
+// A lane of packed weights holds DEPTH values; `at<J>` returns the operand of step J. 2^23 + n is a float whose low
+// bits are n.
 struct Bytes {
     static constexpr int DEPTH = 4;
     template <class K>
@@ -78,7 +79,8 @@ struct Nibbles {
 };
 
 #if HAS_BF16_DOT
-// What is to be added to a nibble, in both halves of a lane, so that it names its bfloat16 among those of -16 to 15.
+// Offset of a nibble, in both halves of a lane: nibble + offset is the index of its value in the bfloat16 table of -16
+// to 15.
 template <>
 struct Nibbles::Zero<Pairs> {
     vu offset;
@@ -125,8 +127,8 @@ INLINE typename W::template Zero<K> zeros_at(const int8_t* zeros) {
     return W::template Zero<K>::of(zeros ? widen_bytes(zeros) : vi{});
 }
 
-// Up to QLINEAR_PIECE neighbouring k: pieces of `piece` k with a scale each, of which the last may be shorter. Their scales
-// and zero points (null where there are none) lie QTILE apart.
+// Up to QLINEAR_PIECE consecutive k: pieces of `piece` k with one scale each; the last may be shorter. The scales of
+// consecutive pieces are QTILE elements apart, as are their zero points (null if there are none).
 struct Span {
     int size, piece;
     const float* scales;
@@ -175,9 +177,9 @@ struct Direct {
         }
     }
 };
-constexpr int DIRECT_ROWS = 2;  // most rows for which weights are unpacked in registers
+constexpr int DIRECT_ROWS = 2;  // maximum number of rows for which weights are unpacked in registers
 
-// Weights that were unpacked before.
+// Weights unpacked by `unpack`.
 template <class K>
 struct FromPanel {
     template <int MR, int NV>
@@ -204,7 +206,7 @@ struct FromPanel {
     }
 };
 
-// The weights of a span, unpacked one row of QTILE per step.
+// Unpacks the weights of a span, one row of QTILE per step.
 template <class W, class K>
 INLINE void unpack(const uint32_t* w, const Span& span, int columns, typename K::Unpacked* panel) {
     const int8_t* from = span.zeros;
@@ -222,7 +224,7 @@ INLINE void unpack(const uint32_t* w, const Span& span, int columns, typename K:
     }
 }
 
-// The span that begins at k: what is left of a group of more than QLINEAR_PIECE, or as many smaller groups as it holds.
+// The span that begins at k: as many whole groups as fit into QLINEAR_PIECE, or a part of one larger group.
 INLINE Span span_at(const QLinear& op, int k, const float* scales, const int8_t* zeros) {
     const int group = k / op.group_size, most = QLINEAR_PIECE / op.group_size * op.group_size;
     int end = op.in_features;

@@ -20,7 +20,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 NEEDED = ("torch_tpu", "xla_plugins.xla_cpu_pjrt")
 
 
-def why_not() -> str:
+def missing_requirements() -> str:
     """The missing requirements, as text; empty if nothing is missing."""
     for name in NEEDED:
         try:
@@ -52,7 +52,7 @@ def build(folder: Path) -> dict[str, str]:
     }
 
 
-def lend_cumsum() -> None:
+def register_cumsum() -> None:
     """Registers a `cumsum` by doubling for this process, because this plugin does not support torch_tpu's operation."""
     import torch
     import torch_tpu  # noqa: F401
@@ -74,7 +74,7 @@ _LENT: list[Any] = []
 """Keeps the torch library alive; its operations are removed with it."""
 
 if __name__ == "__main__":
-    reason = why_not()
+    reason = missing_requirements()
     if reason or len(sys.argv) != 2:
         sys.exit(reason or "one folder is expected")
     for name, value in build(Path(sys.argv[1])).items():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from platforms.tpu.tests import host_devices
 
-if reason := host_devices.why_not():
+if reason := host_devices.missing_requirements():
     pytest.skip(reason, allow_module_level=True)
 
 PROGRAM = """
@@ -23,9 +23,9 @@ import json, sys
 from mvllm import LLM, SamplingParams
 from mvllm.testing.zoo import Zoo
 from pathlib import Path
-from platforms.tpu.tests.host_devices import lend_cumsum
+from platforms.tpu.tests.host_devices import register_cumsum
 
-lend_cumsum()
+register_cumsum()
 expected = Zoo(Path(sys.argv[1])).oracle(sys.argv[2], (3, 11), 6)
 settings = dict(platform="tpu", dtype="float32", skip_tokenizer_init=True, max_model_len=32, max_num_seqs=2,
                 max_num_batched_tokens=16, kv_cache_memory_bytes=2**20, use_tqdm_on_load=False)

@@ -14,7 +14,7 @@ importlib.import_module("platforms.triton-kernels.tests.interpreted")
 from mvllm_triton import quantized_linear as quantized  # noqa: E402  once Triton is imported with its interpreter
 
 
-def assert_right(trials, dtype):
+def check_against_exact(trials, dtype):
     tried = 0
     for trial in trials:
         x, weight, bias = trial.make()
@@ -29,13 +29,15 @@ def assert_right(trials, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_cases_of_core(dtype):
-    assert_right([t for t in op_cases.op_calls("quantized_linear", dtype) if t.facts["in_features"] == 80], dtype)
+    check_against_exact(
+        [t for t in op_cases.op_calls("quantized_linear", dtype) if t.facts["in_features"] == 80], dtype
+    )
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_case_of_core(dtype):
-    assert_right(op_cases.op_calls("quantized_linear", dtype), dtype)
+    check_against_exact(op_cases.op_calls("quantized_linear", dtype), dtype)
 
 
 def test_four_bits_take_half_the_memory_of_eight():

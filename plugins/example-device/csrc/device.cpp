@@ -1,8 +1,8 @@
-// A device in the host's memory on torch's PrivateUse1. It has a limited memory of its own that is accounted for byte by
-// byte, and refuses tensors of the host and of other devices of its kind, as hardware would.
+// A device in host memory, registered as torch's PrivateUse1 backend. Its memory is limited and counted to the byte. As
+// on hardware, tensors of the host and of other such devices raise errors.
 //
-// Operations: what torch composes of others (most of them) ends in a few that write into a given tensor. Those land in
-// `run_on_host`, which calls the host's kernel on views of the device's memory and moves new results to the device.
+// torch decomposes most operations into a few that write into a given tensor. The fallback of these, `run_on_host`, calls
+// the host's kernel on views of the device's memory and moves new results to the device.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -106,7 +106,7 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, s
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
 
-at::Tensor on_host(const at::Tensor& tensor) {  // the same memory as a tensor of the host
+at::Tensor on_host(const at::Tensor& tensor) {  // a host tensor that shares the memory
   if (tensor.device().type() != kType) return tensor;
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
 }
@@ -117,7 +117,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
 }
 
 const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
-  const c10::DeviceGuard guard(self.device());  // where new memory comes from
+  const c10::DeviceGuard guard(self.device());  // the device that allocates
   return at::native::resize_(self, size, format);
 }
 
@@ -148,7 +148,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     TORCH_CHECK(!device || *device == tensor.device(), op.operator_name(), ": tensors of ", *device, " and of ",
                 tensor.device());
     device = tensor.device();
-    // What has no elements may be a result that is still to get its size.
+    // An empty tensor may be a result that the operation resizes.
     return written && tensor.numel() == 0 ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU)) : on_host(tensor);
   };
   for (size_t i = 0; i < num_arguments; ++i) {
@@ -172,7 +172,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   const std::vector<c10::IValue> lent(stack->begin() + base, stack->end());
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  for (size_t i = 0; i < num_arguments; ++i)  // results that have got their size
+  for (size_t i = 0; i < num_arguments; ++i)  // results that the operation has resized
     if (given[i].isTensor() && given[i].toTensor().defined() && given[i].toTensor().sizes() != lent[i].toTensor().sizes())
       copy_from_and_resize(lent[i].toTensor(), given[i].toTensor());
   const auto target = device.value_or(c10::Device(kType, current));

@@ -1,6 +1,6 @@
-"""Rules of the example device, each a test function; run in a process of its own, because PrivateUse1 has one owner.
+"""Tests of the example device, run in a separate process, because a process has one PrivateUse1 backend.
 
-Prints one JSON object: the name of each rule to what went wrong, or null.
+Each `rule_` function is a test. Prints one JSON object: for each name the traceback of its failure, or null.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SPEC = AttentionSpec(4, 2, 16, "float32", "float32", 0.25)
 
 
 @contextmanager
-def opened(mode="eager", faults="none", **context):
-    """A platform and the runtime of its device, opened and closed again."""
+def open_device(mode="eager", faults="none", **context):
+    """A platform and the runtime of its device, which is shut down at the end."""
     os.environ.update(MVLLM_EXAMPLE_MODE=mode, FAULT_INJECTION=faults)
     platform = ExamplePlatform()
     with enter_phase(Phase.WORKER):
@@ -43,7 +43,7 @@ def opened(mode="eager", faults="none", **context):
             runtime.shutdown()
 
 
-def refused(action, kind, text):
+def check_raises(action, kind, text):
     try:
         action()
     except kind as e:
@@ -62,65 +62,67 @@ def layout(runtime, tokens=4, pages=2):
 # ---------------------------------------------------------------------------------------------------- phase and process
 
 
-def rule_phases_are_asserted():
+def rule_methods_raise_in_other_phases():
     platform = ExamplePlatform()
     config = EngineArgs.from_kwargs(model="demo").create_engine_config()
     with enter_phase(Phase.ENGINE):
-        refused(lambda: platform.init_device(WorkerContext()), ContractError, "phase worker was called in phase engine")
-        refused(lambda: platform.plan(config), ContractError, "phase frontend was called in phase engine")
-        refused(platform.ops, ContractError, "phase worker")
-        refused(platform.doctor, ContractError, "phase frontend")
+        check_raises(
+            lambda: platform.init_device(WorkerContext()), ContractError, "phase worker was called in phase engine"
+        )
+        check_raises(lambda: platform.plan(config), ContractError, "phase frontend was called in phase engine")
+        check_raises(platform.ops, ContractError, "phase worker")
+        check_raises(platform.doctor, ContractError, "phase frontend")
     with enter_phase(Phase.WORKER):
-        refused(lambda: platform.topology(config.parallel), ContractError, "phase frontend, engine")
-        refused(lambda: platform.attention_backend(SPEC), PlatformError, "call init_device first")
+        check_raises(lambda: platform.topology(config.parallel), ContractError, "phase frontend, engine")
+        check_raises(lambda: platform.attention_backend(SPEC), PlatformError, "call init_device first")
 
 
-def rule_nothing_is_offered_beside_the_contract():
-    with opened() as (platform, runtime):
+def rule_attributes_outside_the_contract_raise():
+    with open_device() as (platform, runtime):
         for thing in (
             platform,
             runtime,
             platform.attention_backend(SPEC),
             runtime.to_host(runtime.empty((1,), torch.int32)),
         ):
-            refused(lambda thing=thing: getattr(thing, "is_cuda_alike", None), ContractError, "is_cuda_alike")
+            check_raises(lambda thing=thing: getattr(thing, "is_cuda_alike", None), ContractError, "is_cuda_alike")
             assert not hasattr(thing, "__deepcopy__")
 
 
 def rule_a_device_is_opened_once_and_again_after_shutdown():
-    with opened() as (platform, _):
-        refused(lambda: platform.init_device(WorkerContext()), PlatformError, "binds one device, once")
-    with opened() as (_, runtime):
+    with open_device() as (platform, _):
+        check_raises(lambda: platform.init_device(WorkerContext()), PlatformError, "binds one device, once")
+    with open_device() as (_, runtime):
         assert runtime.device == torch.device("example", 0)
         runtime.shutdown()
         runtime.shutdown()
-        refused(runtime.memory, ContractError, "after shutdown")
+        check_raises(runtime.memory, ContractError, "after shutdown")
 
 
-def rule_local_rank_decides_which():
-    with opened(rank=5, local_rank=3) as (_, runtime):
+def rule_local_rank_selects_the_device():
+    with open_device(rank=5, local_rank=3) as (_, runtime):
         tensor = runtime.to_device(torch.ones(3))
         assert tensor.device == runtime.device == torch.device("example", 3)
         assert (tensor + 1).cumsum(0).device == torch.arange(2, device=runtime.device).view(2).device == tensor.device
-    refused(lambda: opened(local_rank=8).__enter__(), PlatformError, "has 8 devices")
+    check_raises(lambda: open_device(local_rank=8).__enter__(), PlatformError, "has 8 devices")
 
 
-def rule_another_process_or_thread_may_not_use_it():
-    with opened(in_engine_process=False) as (_, runtime):
+def rule_use_from_another_process_or_thread_raises():
+    with open_device(in_engine_process=False) as (_, runtime):
         found = []
-        thread = threading.Thread(target=lambda: found.append(caught(runtime.memory)))
+        thread = threading.Thread(target=lambda: found.append(message_of(runtime.memory)))
         thread.start()
         thread.join()
         assert "another thread" in found[0]
         read, write = os.pipe()
         if os.fork() == 0:
-            os.write(write, caught(runtime.memory).encode())
+            os.write(write, message_of(runtime.memory).encode())
             os._exit(0)
         assert "was opened by process" in os.read(read, 1000).decode()
         os.wait()
 
 
-def caught(action):
+def message_of(action):
     try:
         action()
     except ContractError as e:
@@ -131,8 +133,8 @@ def caught(action):
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def rule_memory_is_accounted_for_and_limited():
-    with opened() as (_, runtime):
+def rule_memory_is_counted_and_limited():
+    with open_device() as (_, runtime):
         before = runtime.memory()
         assert before.total == LIMIT and before.used_by_me == 0
         tensor = runtime.empty((1000,), torch.float32)
@@ -142,15 +144,15 @@ def rule_memory_is_accounted_for_and_limited():
         assert after.used_by_me == 0 and after.peak_by_me >= 4000
         runtime.reset_peak_memory()
         assert runtime.memory().peak_by_me == 0
-        refused(lambda: runtime.empty((LIMIT,), torch.float32), MemoryError, f"{LIMIT} are free")
-        refused(lambda: torch.zeros(LIMIT, device=runtime.device), RuntimeError, "out of memory on example:0")
+        check_raises(lambda: runtime.empty((LIMIT,), torch.float32), MemoryError, f"{LIMIT} are free")
+        check_raises(lambda: torch.zeros(LIMIT, device=runtime.device), RuntimeError, "out of memory on example:0")
         assert runtime.memory().used_by_me == 0
 
 
 def rule_a_cache_that_does_not_fit_is_a_memory_error():
-    with opened() as (platform, runtime):
+    with open_device() as (platform, runtime):
         backend = platform.attention_backend(SPEC)
-        refused(lambda: backend.allocate(10**6, 16, runtime.device), MemoryError, "out of memory")
+        check_raises(lambda: backend.allocate(10**6, 16, runtime.device), MemoryError, "out of memory")
         cache = backend.allocate(3, 16, runtime.device)
         assert runtime.memory().used_by_me == 3 * 16 * backend.kv_layout().bytes_per_token
         assert not cache.any().item()
@@ -159,21 +161,21 @@ def rule_a_cache_that_does_not_fit_is_a_memory_error():
 # -------------------------------------------------------------------------------------------------------------- tensors
 
 
-def rule_tensors_of_the_host_and_of_other_devices_do_not_mix_with_its_own():
-    with opened():
+def rule_tensors_of_different_devices_cannot_be_mixed():
+    with open_device():
         here, there = torch.ones(4, device="example:0"), torch.ones(4, device="example:1")
-        refused(lambda: here + torch.ones(4), RuntimeError, "same device")
-        refused(lambda: here + there, RuntimeError, "same device")
-        refused(lambda: here.index_select(0, torch.tensor([1])), RuntimeError, "")
-        refused(lambda: torch.cat([here, torch.ones(4)]), RuntimeError, "")
-        refused(here.numpy, TypeError, "host memory first")
+        check_raises(lambda: here + torch.ones(4), RuntimeError, "same device")
+        check_raises(lambda: here + there, RuntimeError, "same device")
+        check_raises(lambda: here.index_select(0, torch.tensor([1])), RuntimeError, "")
+        check_raises(lambda: torch.cat([here, torch.ones(4)]), RuntimeError, "")
+        check_raises(here.numpy, TypeError, "host memory first")
         assert (here * torch.tensor(2.0)).sum().item() == 8.0, "a number of the host is none of its tensors"
 
 
-def rule_operations_give_what_the_host_gives():
+def rule_operations_equal_those_of_the_host():
     torch.manual_seed(0)
     x, index = torch.randn(6, 8), torch.tensor([4, 0, 4])
-    with opened() as (_, runtime):
+    with open_device() as (_, runtime):
         d, i = runtime.to_device(x), runtime.to_device(index)
 
         def written(a, at):
@@ -200,10 +202,10 @@ def rule_operations_give_what_the_host_gives():
             assert torch.allclose(result.cpu(), function(x, index), atol=1e-6), name
 
 
-def rule_its_attention_and_operations_are_the_references():
+def rule_attention_and_op_providers_equal_the_references():
     torch.manual_seed(1)
     query, key, value, weight = torch.randn(4, 4, 16), torch.randn(4, 2, 16), torch.randn(4, 2, 16), torch.randn(16)
-    with opened() as (platform, runtime):
+    with open_device() as (platform, runtime):
         results = []
         for backend, device in ((platform.attention_backend(SPEC), runtime.device), (ReferenceAttention(SPEC), "cpu")):
             batch = layout(runtime)
@@ -225,17 +227,17 @@ def rule_its_attention_and_operations_are_the_references():
 # --------------------------------------------------------------------------------------------------------------- copies
 
 
-def rule_a_copy_to_the_host_holds_what_was_there_when_it_was_asked_for():
-    with opened() as (_, runtime):
+def rule_a_copy_to_the_host_is_unchanged_by_later_writes():
+    with open_device() as (_, runtime):
         tensor = runtime.to_device(torch.arange(1000.0))
         copy = runtime.to_host(tensor)
         tensor.zero_()
         assert torch.equal(copy.wait(), torch.arange(1000.0)) and torch.equal(copy.wait(), torch.arange(1000.0))
-        refused(lambda: runtime.to_host(torch.ones(1)), ContractError, "not of cpu")
+        check_raises(lambda: runtime.to_host(torch.ones(1)), ContractError, "not of cpu")
 
 
-def rule_a_source_may_be_changed_only_after_the_next_end_of_a_step():
-    with opened() as (_, runtime):
+def rule_a_copied_host_tensor_may_be_changed_only_after_the_step():
+    with open_device() as (_, runtime):
         source = runtime.host_buffer((3,), torch.int32).zero_()
         for end in (runtime.step_mark, runtime.synchronize, runtime.to_host(runtime.empty((1,), torch.int32)).wait):
             runtime.to_device(source)
@@ -243,46 +245,46 @@ def rule_a_source_may_be_changed_only_after_the_next_end_of_a_step():
             source += 1
         runtime.to_device(source)
         source += 1
-        refused(runtime.step_mark, ContractError, "changed before the copy of it to the device was done")
+        check_raises(runtime.step_mark, ContractError, "changed before the copy of it to the device was done")
 
 
 # ---------------------------------------------------------------------------------------------------------------- modes
 
 
-def rule_static_counts_shapes_until_the_warm_up_ends_and_then_refuses_new_ones():
-    with opened(mode="static") as (platform, runtime):
+def rule_mode_static_raises_for_new_shapes_after_the_warm_up():
+    with open_device(mode="static") as (platform, runtime):
         assert platform.capabilities.static_shapes and platform.shapes().tokens
         backend = platform.attention_backend(SPEC)
         for tokens in (4, 8):
             backend.build_metadata(layout(runtime, tokens))
         runtime.end_warm_up()
         backend.build_metadata(layout(runtime, 8))
-        refused(lambda: backend.build_metadata(layout(runtime, 5)), PlatformError, "needed a compilation")
-        refused(lambda: backend.build_metadata(layout(runtime, 8, pages=3)), PlatformError, "needed a compilation")
-        refused(lambda: platform.ops()[0].function(torch.ones(3, 3), None, 1.0), PlatformError, "rms_norm")
+        check_raises(lambda: backend.build_metadata(layout(runtime, 5)), PlatformError, "needed a compilation")
+        check_raises(lambda: backend.build_metadata(layout(runtime, 8, pages=3)), PlatformError, "needed a compilation")
+        check_raises(lambda: platform.ops()[0].function(torch.ones(3, 3), None, 1.0), PlatformError, "rms_norm")
 
 
-def rule_lazy_refuses_a_step_before_the_last_one_was_ended():
-    with opened(mode="lazy") as (platform, runtime):
+def rule_mode_lazy_raises_if_the_previous_step_was_not_ended():
+    with open_device(mode="lazy") as (platform, runtime):
         assert platform.capabilities.lazy
         first, second = platform.attention_backend(SPEC), platform.attention_backend(replace(SPEC, scale=1.0))
         batch = layout(runtime)
         first.build_metadata(batch)
         second.build_metadata(batch)  # the same step, for other layers
-        refused(lambda: first.build_metadata(layout(runtime)), ContractError, "before step_mark")
+        check_raises(lambda: first.build_metadata(layout(runtime)), ContractError, "before step_mark")
         for end in (runtime.step_mark, runtime.synchronize):
             end()
             first.build_metadata(layout(runtime))
 
 
-def rule_faults_count_steps_from_the_end_of_the_warm_up():
-    with opened(faults="raise@execute:step=1") as (platform, runtime):
+def rule_steps_of_faults_are_counted_from_the_end_of_the_warm_up():
+    with open_device(faults="raise@execute:step=1") as (platform, runtime):
         backend = platform.attention_backend(SPEC)
         for _ in range(3):
             backend.build_metadata(layout(runtime))
         runtime.end_warm_up()
         backend.build_metadata(layout(runtime))
-        refused(lambda: backend.build_metadata(layout(runtime)), RuntimeError, "injected into execute of rank 0")
+        check_raises(lambda: backend.build_metadata(layout(runtime)), RuntimeError, "injected into execute of rank 0")
 
 
 def main():

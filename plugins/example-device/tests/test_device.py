@@ -1,4 +1,4 @@
-"""Runs the rules of device_rules.py, and tests the package without opening a device."""
+"""Runs the tests in device_rules.py, and tests the package without opening a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGE = EXAMPLE_SOURCE / "mvllm_example_device"
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """Runs all rules in one process of their own: who owns PrivateUse1 owns it for good."""
+    """Runs device_rules.py in a separate process: a PrivateUse1 backend cannot be unregistered."""
     path = [*example_platform_path(tmp_path_factory.mktemp("plugins")), str(ROOT), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     environment.pop("MVLLM_EXAMPLE_DEVICES", None)
@@ -55,7 +55,7 @@ print(refusal())
 """
 
 
-def test_another_owner_of_the_place_and_a_library_for_another_torch_are_said_to_be_that(tmp_path):
+def test_another_privateuse1_backend_and_a_library_for_another_torch_are_named(tmp_path):
     (tmp_path / "_device.so").write_bytes(b"not for this torch")
     path = os.pathsep.join([str(EXAMPLE_SOURCE), *filter(None, sys.path)])
     done = subprocess.run(
@@ -73,7 +73,7 @@ def test_another_owner_of_the_place_and_a_library_for_another_torch_are_said_to_
 
 @pytest.fixture
 def platform(tmp_path, monkeypatch):
-    """The platform in this process, which opens no device."""
+    """The platform, without an open device."""
     prepend(monkeypatch, example_platform_path(tmp_path))
     for name in ("FAULT_INJECTION", "MVLLM_EXAMPLE_DEVICES", "MVLLM_EXAMPLE_MEMORY", "MVLLM_EXAMPLE_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -82,7 +82,7 @@ def platform(tmp_path, monkeypatch):
     return choose_platform("example").platform
 
 
-def test_choosing_planning_and_diagnosing_open_no_device(platform):
+def test_choice_plan_topology_and_doctor_open_no_device(platform):
     import torch
 
     from mvllm.config.engine_args import EngineArgs
@@ -109,7 +109,7 @@ def test_choosing_planning_and_diagnosing_open_no_device(platform):
         ("MVLLM_EXAMPLE_MEMORY", "2 GiB", "positive whole number"),
     ],
 )
-def test_a_variable_without_meaning_makes_it_unavailable_and_is_named(platform, monkeypatch, name, value, complaint):
+def test_an_invalid_variable_makes_the_platform_unavailable_and_is_named(platform, monkeypatch, name, value, complaint):
     from mvllm_example_device.plugin import probe
 
     assert probe().available and len(probe().devices) == 8
@@ -118,7 +118,7 @@ def test_a_variable_without_meaning_makes_it_unavailable_and_is_named(platform, 
     assert not result.available and name in result.reason and complaint in result.reason
 
 
-def test_workers_elsewhere_get_this_process_settings(platform, monkeypatch):
+def test_workers_get_the_settings_of_this_process(platform, monkeypatch):
     from mvllm.config.engine_config import ParallelConfig
     from mvllm_example_device.platform import ExamplePlatform
 
@@ -133,6 +133,6 @@ def test_workers_elsewhere_get_this_process_settings(platform, monkeypatch):
     assert ExamplePlatform().topology(ParallelConfig(tensor_parallel_size=2)).env_per_worker == (given, given)
 
 
-def test_the_whole_plugin_stays_small_enough_to_read():
+def test_the_plugin_has_at_most_600_lines():
     files = [*PACKAGE.glob("*.py"), EXAMPLE_SOURCE.parent / "setup.py"]
     assert sum(bool(line.strip()) for file in files for line in file.read_text("utf-8").splitlines()) <= 600

@@ -29,7 +29,7 @@ def test_a_plain_folder_gives_a_complete_config(tmp_path):
     assert (config.load.load_format, config.platform, config.enforce_eager) == ("auto", None, False)
 
 
-def test_engines_without_a_seed_draw_different_ones_and_have_the_same_random_weights(tmp_path):
+def test_engines_without_a_seed_draw_different_seeds_and_the_same_dummy_weights(tmp_path):
     drawn = [make_config(tmp_path, **given).model for given in ({}, {}, {"seed": None})]
     assert len({model.seed for model in drawn}) == 3
     assert {model.weights_seed for model in drawn} == {make_config(tmp_path, seed=0).model.weights_seed}
@@ -37,7 +37,7 @@ def test_engines_without_a_seed_draw_different_ones_and_have_the_same_random_wei
     assert (given.seed, given.weights_seed, given.seed_is_random) == (drawn[0].seed, drawn[0].seed, False)
 
 
-def test_every_setting_reaches_its_place(tmp_path):
+def test_every_setting_is_copied_to_its_config_field(tmp_path):
     config = make_config(
         tmp_path,
         dtype="float16",
@@ -103,11 +103,11 @@ def test_an_unknown_keyword_names_the_nearest():
         EngineArgs.from_kwargs(model="x", max_modle_len=5)
 
 
-def test_the_usual_name_of_memory_utilization_is_accepted(tmp_path):
+def test_gpu_memory_utilization_is_an_alias_of_memory_utilization(tmp_path):
     assert make_config(tmp_path, gpu_memory_utilization=0.25).cache.memory_utilization == 0.25
 
 
-def test_two_names_with_two_values_are_refused():
+def test_an_alias_with_another_value_is_refused():
     with pytest.raises(ConfigError, match="are the same setting"):
         EngineArgs.from_kwargs(model="x", gpu_memory_utilization=0.25, memory_utilization=0.5)
     assert EngineArgs.from_kwargs(model="x", gpu_memory_utilization=0.5, memory_utilization=0.5).memory_utilization
@@ -123,7 +123,7 @@ def test_paths_are_accepted_like_strings(tmp_path):
     assert args.create_engine_config().model.model == str(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------------- kinds, ranges
+# ------------------------------------------------------------------------------------------------------- types, ranges
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_short_names_of_dtypes_are_expanded(tmp_path, alias, name):
     assert make_config(tmp_path, dtype=alias).model.dtype == name
 
 
-# --------------------------------------------------------------------------------------------- depending on each other
+# --------------------------------------------------------------------------------------- dependencies between settings
 
 
 def test_the_token_budget_is_at_least_max_num_seqs():
@@ -205,7 +205,7 @@ def test_without_chunked_prefill_the_budget_holds_the_longest_prompt(tmp_path):
         EngineArgs.from_kwargs(**args, max_num_batched_tokens=8999).create_engine_config()
 
 
-def test_parallel_sizes_must_suit_the_model(tmp_path):  # 4 heads, 2 key-value heads, 2 layers
+def test_parallel_sizes_must_divide_heads_and_not_exceed_layers(tmp_path):  # 4 heads, 2 key-value heads, 2 layers
     assert make_config(tmp_path, tensor_parallel_size=4).parallel.tensor_parallel_size == 4
     with pytest.raises(ConfigError, match="does not divide the model's 4 attention heads"):
         make_config(tmp_path, tensor_parallel_size=3)
@@ -213,7 +213,7 @@ def test_parallel_sizes_must_suit_the_model(tmp_path):  # 4 heads, 2 key-value h
         make_config(tmp_path, pipeline_parallel_size=3)
 
 
-def test_key_value_heads_and_ranks_divide_one_way_or_the_other(tmp_path):
+def test_key_value_heads_are_a_multiple_or_a_divisor_of_the_ranks(tmp_path):
     folder = write_folder(tmp_path, num_attention_heads=12, num_key_value_heads=6, hidden_size=48)
     with pytest.raises(ConfigError, match="6 key-value heads"):
         EngineArgs.from_kwargs(model=str(folder), tensor_parallel_size=4).create_engine_config()
@@ -240,7 +240,7 @@ def test_a_separate_tokenizer(tmp_path):
         make_config(tmp_path / "m", tokenizer="./nowhere")
 
 
-def test_generation_defaults_come_from_the_model_from_another_folder_or_from_nowhere(tmp_path):
+def test_generation_defaults_come_from_the_model_or_another_folder_or_are_off(tmp_path):
     folder = write_folder(tmp_path / "m", generation={"temperature": 0.6, "eos_token_id": [7, 8]})
     other = write_folder(tmp_path / "o", generation={"temperature": 0.1})
 

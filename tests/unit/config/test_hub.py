@@ -95,7 +95,7 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, download):
 
 
 @pytest.mark.parametrize("name", ["", "  "])
-def test_no_name_at_all(name):
+def test_an_empty_model_name_is_refused(name):
     with pytest.raises(ModelError, match="No model was named"):
         hub.find_model(name)
 
@@ -225,7 +225,7 @@ except ModelError as e:
 
 
 def resolve_offline(model: str, revision: str | None = None, **environment: str) -> str:
-    """What a new process finds, with HF_HUB_OFFLINE=1 and no working socket."""
+    """The result of `find_model` in a new process with HF_HUB_OFFLINE=1 and without network access."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     done = subprocess.run(
         [sys.executable, "-c", NO_NETWORK.format(model=model, revision=revision)],

@@ -1,4 +1,4 @@
-"""Which GGUF file a model's name stands for, in folders, in the hub's cache and on the hub."""
+"""The GGUF file that a model's name selects: in folders, in the hub's cache and on the hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DERIVED = Path("/derived")
 
 @pytest.fixture(autouse=True)
 def derived(monkeypatch):
-    """Stands in for the derivation of folders: lists the files, and whether with the tokenizer."""
+    """Replaces the derivation of model folders; records each file, and whether the tokenizer is requested."""
 
     class Derived(list):
         folder = DERIVED
@@ -45,7 +45,7 @@ def fill(folder, *names):
 # ---------------------------------------------------------------------------------------------------- files and folders
 
 
-def test_a_file_is_taken_by_its_name_or_its_first_bytes(tmp_path, derived, monkeypatch):
+def test_a_gguf_file_is_recognized_by_its_name_or_its_first_bytes(tmp_path, derived, monkeypatch):
     fill(tmp_path, "m.GGUF")
     (tmp_path / "blob").write_bytes(b"GGUF\3\0\0\0")
     monkeypatch.chdir(tmp_path)
@@ -53,13 +53,13 @@ def test_a_file_is_taken_by_its_name_or_its_first_bytes(tmp_path, derived, monke
     assert derived == [(Path("m.GGUF"), True), (tmp_path / "blob", False)]
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_a_pipe_is_refused_without_reading_it(tmp_path):
     os.mkfifo(tmp_path / "model")
     with pytest.raises(ModelError, match=r"is a file\. Pass the folder"):
         hub.find_model(str(tmp_path / "model"))
 
 
-def test_in_a_folder_the_file_wins_over_a_configuration_beside_it(tmp_path, derived, caplog):
+def test_a_gguf_file_has_precedence_over_a_config_json_in_its_folder(tmp_path, derived, caplog):
     fill(tmp_path, "m-Q8_0.gguf", "mmproj-f16.gguf", "config.json", "tokenizer.json", "README.md")
     with caplog.at_level(logging.INFO):
         assert hub.find_model(str(tmp_path)) == DERIVED
@@ -77,7 +77,7 @@ def test_in_a_folder_the_file_wins_over_a_configuration_beside_it(tmp_path, deri
         ("{}:q8_0", "auto", "m-Q8_0.gguf"),
     ],
 )
-def test_safetensors_win_unless_gguf_files_are_asked_for(name, load_format, file, tmp_path, derived):
+def test_safetensors_have_precedence_unless_gguf_files_are_requested(name, load_format, file, tmp_path, derived):
     fill(tmp_path, "m-Q4_K_M.gguf", "m-Q8_0.gguf", "model.safetensors")
     found = hub.find_model(name.format(tmp_path), load_format=load_format)
     assert (found, [path for path, _ in derived]) == ((DERIVED, [tmp_path / file]) if file else (tmp_path, []))
@@ -90,14 +90,14 @@ def test_the_choice_is_logged(tmp_path, caplog):
     assert f"Chose m-Q4_K_M.gguf of {tmp_path}. Further GGUF files: Q2_K, Q8_0." in caplog.text
 
 
-def test_files_in_folders_of_the_folder_are_found(tmp_path, derived):
+def test_files_in_subfolders_are_found(tmp_path, derived):
     fill(tmp_path, "config.json", "BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf", "Q2_K/m.gguf")
     hub.find_model(f"{tmp_path}:bf16")
     hub.find_model(f"{tmp_path}:Q2_K")
     assert derived == [(tmp_path / "BF16" / "m-BF16-00001-of-00002.gguf", True), (tmp_path / "Q2_K" / "m.gguf", True)]
 
 
-def test_a_folder_whose_name_has_a_colon_is_that_folder(tmp_path, derived):
+def test_a_folder_name_may_contain_a_colon(tmp_path, derived):
     fill(tmp_path, "a:Q8_0/m-Q2_K.gguf")
     hub.find_model(str(tmp_path / "a:Q8_0"))
     assert derived == [(tmp_path / "a:Q8_0" / "m-Q2_K.gguf", True)]
@@ -119,14 +119,14 @@ def test_a_folder_whose_name_has_a_colon_is_that_folder(tmp_path, derived):
         (r"C:\models\m-Q4_0.gguf", "auto", r"model 'C:\\\\models\\\\m-Q4_0.gguf' was not found[^$]*Hub: not asked"),
     ],
 )
-def test_what_cannot_be_is_refused(name, load_format, said, tmp_path, monkeypatch):
+def test_missing_ambiguous_and_excluded_files_are_refused(name, load_format, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fill(tmp_path, "both/m-Q2_K.gguf", "both/m-Q8_0.gguf", "plain/config.json")
     with pytest.raises(ModelError, match=said):
         hub.find_model(name, load_format=load_format)
 
 
-def test_tokenizer_files_beside_a_gguf_file_are_the_tokenizer(tmp_path, derived):
+def test_tokenizer_files_in_the_folder_have_precedence_over_the_gguf_files_tokenizer(tmp_path, derived):
     fill(tmp_path, "m-Q8_0.gguf", "config.json")
     assert hub.find_tokenizer(str(tmp_path)) == DERIVED == hub.find_tokenizer(str(tmp_path / "m-Q8_0.gguf"))
     fill(tmp_path, "tokenizer.json")
@@ -134,7 +134,7 @@ def test_tokenizer_files_beside_a_gguf_file_are_the_tokenizer(tmp_path, derived)
     assert hub.find_tokenizer(f"{tmp_path}:Q8_0") == DERIVED
 
 
-def test_an_engine_has_the_models_own_tokenizer_unless_it_is_told_otherwise(tmp_path, derived):
+def test_an_engine_uses_the_models_tokenizer_unless_the_settings_name_another(tmp_path, derived):
     fill(tmp_path, "m.gguf")
     derived.folder = write_folder(tmp_path / "derived")
     other = write_folder(tmp_path / "other")
@@ -147,7 +147,7 @@ def test_an_engine_has_the_models_own_tokenizer_unless_it_is_told_otherwise(tmp_
     assert derived == [(tmp_path / "m.gguf", True), (tmp_path / "m.gguf", False), (tmp_path / "m.gguf", False)]
 
 
-def test_a_draft_model_may_have_the_other_form(tmp_path, derived):
+def test_a_draft_model_may_have_another_file_format(tmp_path, derived):
     derived.folder = write_folder(tmp_path / "derived")
     target = write_folder(fill(tmp_path / "target", "model.safetensors"))
     draft = fill(tmp_path / "draft", "m.gguf") / "m.gguf"
@@ -165,7 +165,7 @@ QUANTIZED = ("README.md", "config.json", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj
 
 @pytest.fixture
 def repository(monkeypatch, tmp_path):
-    """Stands in for the hub: a repository of `files`; lists what was fetched, and counts listings."""
+    """Replaces the hub by a repository with `files`; records downloaded files and requests."""
 
     class Repository:
         files = QUANTIZED
@@ -236,7 +236,7 @@ def test_a_repository_of_any_name_may_have_gguf_files_only(repository, derived):
     assert repository.fetched == ["config.json", "m-Q4_K_M.gguf"]
 
 
-def test_a_tokenizer_in_the_repository_spares_the_weights(tmp_path, repository, derived):
+def test_a_repository_with_tokenizer_files_needs_no_derived_tokenizer(tmp_path, repository, derived):
     repository.files = (*QUANTIZED, "tokenizer.json")
     assert hub.find_tokenizer("org/name-GGUF") == tmp_path / "snapshot" and not derived
     repository.files = QUANTIZED
@@ -253,13 +253,13 @@ def test_a_tokenizer_in_the_repository_spares_the_weights(tmp_path, repository, 
         ("org/name/../m-Q6_K.gguf", "auto", "Hub: not asked"),
     ],
 )
-def test_what_a_repository_lacks_is_refused_and_nothing_large_fetched(name, load_format, said, repository):
+def test_a_missing_file_is_refused_without_downloading_a_gguf_file(name, load_format, said, repository):
     with pytest.raises(ModelError, match=said):
         hub.find_model(name, load_format=load_format)
     assert not any(file.endswith(".gguf") for file in repository.fetched)
 
 
-def test_a_missing_repository_is_reported_as_ever(repository):
+def test_a_missing_repository_has_the_usual_error(repository):
     error = errors.RepositoryNotFoundError.__new__(errors.RepositoryNotFoundError)
     Exception.__init__(error, "no")
     repository.error = error

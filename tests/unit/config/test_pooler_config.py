@@ -89,7 +89,7 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
         PoolerConfig.from_model(model(tmp_path))
 
 
-def test_requests_choose_and_the_model_fills_in_the_rest(tmp_path: Path) -> None:
+def test_settings_of_a_request_override_the_models_defaults(tmp_path: Path) -> None:
     config = PoolerConfig.from_model(model(tmp_path))
     assert config.resolve_params(PoolingParams()) == PoolingParams(
         pooling_type=PoolingType.LAST, normalize=True, task=PoolingTask.EMBED

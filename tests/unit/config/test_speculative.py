@@ -68,7 +68,7 @@ def test_speculative_decoding_is_off_by_default(target: Path) -> None:
         ({"prompt_lookup_min": 64, "prompt_lookup_max": 64}, (64, 64)),
     ],
 )
-def test_n_grams_have_bounds(target: Path, settings: dict[str, Any], bounds: tuple[int, int]) -> None:
+def test_n_gram_lengths_have_defaults(target: Path, settings: dict[str, Any], bounds: tuple[int, int]) -> None:
     found = read(target, {"num_speculative_tokens": 5, **settings})
     assert found == SpeculativeConfig("ngram", 5, *bounds)
     assert found is not None and found.num_lookahead_tokens == 0

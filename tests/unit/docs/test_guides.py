@@ -61,7 +61,7 @@ def test_methods_and_arguments_in_the_guide_exist():
         assert hasattr(mvllm.LLMEngine, name)
 
 
-def test_the_errors_it_explains_are_those_of_the_code():
+def test_every_explained_error_is_in_the_source():
     """Each heading of the last section is part of a message in the source, even if the string is split there."""
     messages = "\n".join(
         "".join(literal_parts(node))

@@ -34,12 +34,12 @@ def collected_from(files: set[str], folder: Path) -> model_coverage.Coverage:
     return model_coverage.from_json(json.loads(path.read_text(encoding="utf-8"))["collected"])
 
 
-def test_the_page_is_that_of_the_record() -> None:
+def test_the_page_is_up_to_date() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert with_table(page, read_record()) == page, COMMAND
 
 
-def test_every_entry_has_a_test_that_shows_it(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_every_entry_has_a_test_that_covers_it(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     notes = request.config.pluginmanager.get_plugin("mvllm-shown")
     assert isinstance(notes, model_coverage.CoverageRecorder)
     record, claimed = read_record(), dict(notes.collected)
@@ -55,7 +55,7 @@ def test_every_entry_has_a_test_that_shows_it(request: pytest.FixtureRequest, tm
     assert not {claim: tests for claim, tests in wrong.items() if tests}
 
 
-# --- the machinery
+# --- the functions that collect claims
 
 
 def item_with(*marks: Any, cls: type | None = None, **params: Any) -> Any:
@@ -91,7 +91,7 @@ SHOWS = pytest.mark.shows
         ),
     ],
 )
-def test_a_mark_and_the_parameters_say_what_is_shown(mark: Any, params: dict[str, Any], claims: list) -> None:
+def test_claims_follow_from_marks_and_parameters(mark: Any, params: dict[str, Any], claims: list) -> None:
     assert list(model_coverage.coverage_of(item_with(mark, **params))) == claims
 
 
@@ -110,7 +110,7 @@ def test_an_empty_mark_is_refused(mark: Any) -> None:
         list(model_coverage.coverage_of(item_with(mark)))
 
 
-def test_a_run_adds_what_passed_and_drops_what_its_files_no_longer_claim() -> None:
+def test_a_run_adds_passed_claims_and_drops_claims_that_its_files_no_longer_make() -> None:
     tokens, sharded = ("llama", "native", "tokens", ""), ("llama", "native", "tp", "")
     record = {tokens: {"a.py::test_a", "b.py::test_b"}, sharded: {"a.py::test_old"}}
     collected = {tokens: {"a.py::test_a", "a.py::test_new"}}
@@ -118,7 +118,7 @@ def test_a_run_adds_what_passed_and_drops_what_its_files_no_longer_claim() -> No
     assert found == {tokens: {"a.py::test_a", "a.py::test_new", "b.py::test_b"}}
 
 
-def test_a_failing_test_shows_nothing(pytester_run: Any) -> None:
+def test_a_failing_test_covers_nothing(pytester_run: Any) -> None:
     notes = pytester_run("assert name != 'gpt2'")
     assert [row[0] for row in notes["collected"]] == ["gpt2", "opt"]
     assert [row[0] for row in notes["passed"]] == ["opt"]

@@ -39,7 +39,7 @@ def entry_points() -> set[str]:
     return found
 
 
-def test_the_page_is_that_of_the_records() -> None:
+def test_the_page_is_up_to_date() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert with_tables(page, RECORDS) == page, COMMAND
 
@@ -69,7 +69,7 @@ def test_each_capability_has_clauses() -> None:
     assert {clause for clauses in CLAUSES_OF.values() for clause in clauses} <= set(CLAUSES)
 
 
-# --- the machinery
+# --- the functions that generate the tables
 
 REPORT = {
     "platform": "acme",
@@ -88,7 +88,7 @@ def cells(record: dict[str, object]) -> dict[str, str]:
     return {name.strip(" `"): value.strip() for _, name, value, _ in (line.split("|") for line in lines)}
 
 
-def test_passed_capabilities_are_shown_and_others_claimed() -> None:
+def test_passed_capabilities_are_marked_as_tested_and_others_as_claimed() -> None:
     record = record_of(REPORT, on="a device", command="mvllm conformance", date="2026-01-01")
     assert cells(record)["sinks"] == "shown" and cells(record)["dtypes"] == "float32: shown"
     assert cells(record)["mla"] == "–" and cells(record)["max_head_size"] == "any: shown"
@@ -97,7 +97,7 @@ def test_passed_capabilities_are_shown_and_others_claimed() -> None:
     assert cells(record_of(waived, on="a device", command="c", date="d"))["sinks"] == "claimed"
 
 
-def test_without_a_computing_device_nothing_is_shown() -> None:
+def test_without_a_computing_device_no_capability_is_marked_as_tested() -> None:
     record = record_of(REPORT, on="", command="mvllm conformance", date="2026-01-01")
     assert not any(is_shown(record, name) for name in CLAUSES_OF)
     assert "**not run on hardware**" in tables({"acme": record})["platforms"]

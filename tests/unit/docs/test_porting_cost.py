@@ -41,7 +41,7 @@ def test_the_page_is_up_to_date():
     assert figures.with_tables(page) == page, "run: python3 ci/plugin_figures.py --write"
 
 
-def test_every_platform_of_the_repository_is_in_it():
+def test_the_page_has_every_platform_of_the_repository():
     names = {folder.name for folder in figures.plugins()}
     assert {"cpu", "fault-injection"} <= names
     assert all(f"/{name}]" in figures.PAGE.read_text("utf-8") for name in names)

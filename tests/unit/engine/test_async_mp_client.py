@@ -24,7 +24,7 @@ class Loop:
         self.ordered.append(work)
 
 
-def look(activity: str, seconds: float) -> Loop:
+def check_heartbeat(activity: str, seconds: float) -> Loop:
     """The client's result at its next heartbeat check, after the core has had this activity for `seconds`."""
     loop = Loop()
     link = SimpleNamespace(
@@ -41,12 +41,12 @@ def look(activity: str, seconds: float) -> Loop:
 
 
 def test_wake_up_has_the_time_limit_of_a_start() -> None:
-    loop = look("wake_up", 400.0)  # weights are read from a slow disk
+    loop = check_heartbeat("wake_up", 400.0)  # weights are read from a slow disk
     assert not loop.ordered and loop.later == [315.0]  # later steps have the usual limit
-    assert look("wake_up", 1900.0).ordered
+    assert check_heartbeat("wake_up", 1900.0).ordered
 
 
 def test_a_step_has_a_shorter_time_limit_than_a_start() -> None:
-    assert look("execution", 400.0).ordered
-    loop = look("execution", 300.0)
+    assert check_heartbeat("execution", 400.0).ordered
+    loop = check_heartbeat("execution", 300.0)
     assert not loop.ordered and 0 < loop.later[0] <= 15.0

@@ -156,7 +156,7 @@ def received(control: MessageSocket) -> list[ToFrontEnd]:
     return [decoder.decode(data) for data in iter(control.receive, None)]
 
 
-def ask_one_without_room(net: Net) -> None:
+def request_sleep_with_a_full_socket(net: Net) -> None:
     """The first front end requests sleep; the socket of the second is full."""
     count = 0
     while net._theirs[3].send(SentPrefixes(0, [1 << 60] * 5000)):
@@ -168,7 +168,7 @@ def ask_one_without_room(net: Net) -> None:
 
 def test_sleep_reaches_a_front_end_with_a_full_buffer_before_it_is_answered() -> None:
     net = Net()
-    ask_one_without_room(net)
+    request_sleep_with_a_full_socket(net)
     assert received(net.front_ends[0]) == []
     assert all(isinstance(message, SentPrefixes) for message in received(net.front_ends[1]))
     net.coordinator.run_once()
@@ -181,7 +181,7 @@ def test_sleep_reaches_a_front_end_with_a_full_buffer_before_it_is_answered() ->
 
 def test_sleep_is_answered_without_a_front_end_that_has_exited() -> None:
     net = Net()
-    ask_one_without_room(net)
+    request_sleep_with_a_full_socket(net)
     net.front_ends[1].close()
     net.coordinator.run_once()
     assert received(net.front_ends[0]) == [SleepDone(7)]

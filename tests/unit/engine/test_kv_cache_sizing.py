@@ -103,7 +103,7 @@ class TestRefusal:
         assert "utilization" not in text
         size_kv_cache(config(kv_cache_memory_bytes=4 * BLOCK), [NEEDS], [4 * BLOCK])
 
-    def test_it_says_if_the_weights_already_exceed_the_share(self):
+    def test_it_reports_if_the_weights_already_exceed_the_share(self):
         text = self.refuse(-5 * 2**20)
         assert "the weights and one step already take 5.0 MiB more" in text
         assert "set max_model_len" not in text, "no length fits"

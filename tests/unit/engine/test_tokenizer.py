@@ -256,7 +256,7 @@ def test_it_is_read_if_settings_name_a_generic_class(tmp_path):
 
 
 @pytest.mark.parametrize("changes", NOT_QWEN2.values(), ids=NOT_QWEN2)
-def test_transformers_is_used_if_qwen2_would_be_another(tmp_path, changes):
+def test_transformers_is_used_if_the_file_differs_from_the_class_qwen2(tmp_path, changes):
     save_qwen2(tmp_path)
     for name, settings in changes.items():
         edit(tmp_path / name, **settings)
@@ -264,7 +264,7 @@ def test_transformers_is_used_if_qwen2_would_be_another(tmp_path, changes):
 
 
 @pytest.mark.parametrize("changes", NOT_GEMMA.values(), ids=NOT_GEMMA)
-def test_transformers_is_used_if_the_class_builds_another(tmp_path, changes):
+def test_transformers_is_used_if_its_class_builds_a_different_tokenizer(tmp_path, changes):
     save_gemma(tmp_path)
     for name, settings in changes.items():
         edit(tmp_path / name, **settings)
@@ -272,7 +272,7 @@ def test_transformers_is_used_if_the_class_builds_another(tmp_path, changes):
 
 
 @pytest.mark.parametrize("model_type", sorted(tokenizer_json._MODEL_TYPES))
-def test_for_these_model_types_transformers_uses_the_generic_class(tmp_path, model_type):
+def test_model_types_with_transformers_generic_class_are_read_from_the_file(tmp_path, model_type):
     save_tokenizer(tmp_path)
     edit(tmp_path / "config.json", model_type=model_type)
     assert "hf" not in vars(check_same_as_transformers(tmp_path))

@@ -86,9 +86,9 @@ class Server:
     def exchange(
         self, *requests: tuple[str, str, dict[str, Any] | None], keys: Sequence[str] = ()
     ) -> list[httpx.Response]:
-        """Sends requests, one after the other, of method, path and body, each with its key, if there are any.
+        """Sends requests (method, path, body) one after the other, each with the API key at its index of `keys`.
 
-        In a path or a body, `{id}` stands for the id in the last answer that had one.
+        In a path or a body, `{id}` is replaced by the id in the last response that had one.
         """
 
         async def run() -> list[httpx.Response]:

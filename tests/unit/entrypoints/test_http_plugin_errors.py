@@ -16,7 +16,7 @@ from mvllm.entrypoints.openai.server.http_plugins import LoadedPlugin
 from mvllm.platform.discovery import PluginSource
 
 
-def ask(method: str, path: str, **more: Any) -> httpx.Response:
+def request_plugin(method: str, path: str, **more: Any) -> httpx.Response:
     plugin, app = _add_handlers(FastAPI()), _add_handlers(FastAPI())
 
     async def save(request: Request) -> Any:
@@ -38,12 +38,12 @@ def ask(method: str, path: str, **more: Any) -> httpx.Response:
 
 
 def test_a_body_that_is_too_long_closes_the_connection() -> None:
-    assert ask("POST", "save", json=[1]).json() == [1]
-    answer = ask("POST", "save", json=["x" * 200])
+    assert request_plugin("POST", "save", json=[1]).json() == [1]
+    answer = request_plugin("POST", "save", json=["x" * 200])
     assert answer.status_code == 413 and "100 bytes" in answer.json()["error"]["message"]
     assert answer.headers["connection"] == "close"
 
 
 def test_a_plugins_404_keeps_its_text() -> None:
-    assert ask("GET", "find").json()["error"]["message"] == "There is no such document."
-    assert ask("GET", "nothing").json()["error"]["code"] == "unknown_path"
+    assert request_plugin("GET", "find").json()["error"]["message"] == "There is no such document."
+    assert request_plugin("GET", "nothing").json()["error"]["code"] == "unknown_path"

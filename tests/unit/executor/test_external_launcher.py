@@ -109,7 +109,7 @@ class TestSettingsOfAllRanks:
 
 
 class TestOutputOfLastStage:
-    def test_it_is_fetched_once_and_only_when_asked_for(self) -> None:
+    def test_it_is_fetched_once_and_only_on_request(self) -> None:
         calls = []
 
         def fetch():

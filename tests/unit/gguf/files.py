@@ -1,4 +1,4 @@
-"""Builders of GGUF files: whole ones by the gguf package, and headers byte by byte, which may be wrong."""
+"""Builders of GGUF files: valid ones with the gguf package, and valid or invalid headers byte by byte."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def write_gguf(
     """A file of architecture llama.
 
     Args:
-        tensors: Values and the number of their type by name; None is the type of the values. The values of quantized
-            types are bytes. By default a vector.
+        tensors: By name, the values and their GGUF type number, None for the type of the values. Values of quantized
+            types are bytes. By default one float32 vector.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, "llama")
@@ -48,23 +48,23 @@ def write_gguf(
 
 
 def text(value: str | bytes) -> bytes:
-    """A text of a header."""
+    """An encoded string."""
     content = value.encode() if isinstance(value, str) else value
     return struct.pack("<Q", len(content)) + content
 
 
 def value(key: str | bytes, kind: int, content: bytes) -> bytes:
-    """A metadata value."""
+    """An encoded metadata entry."""
     return text(key) + struct.pack("<I", kind) + content
 
 
 def array(kind: int, length: int, content: bytes) -> bytes:
-    """The content of a list."""
+    """The encoded content of an array."""
     return struct.pack("<IQ", kind, length) + content
 
 
 def tensor(name: str | bytes = "a", sizes: Sequence[int] = (4,), kind: int = F32, offset: int = 0) -> bytes:
-    """The entry of a tensor; `sizes` in the order of the file, columns first."""
+    """The encoded entry of a tensor; `sizes` in the order of the file, columns first."""
     return text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset)
 
 
@@ -78,9 +78,9 @@ def raw(
     num_tensors: int | None = None,
     version: int = 3,
 ) -> Path:
-    """A file from encoded values and tensors (by default one vector), with `data` zeros behind the header.
+    """Writes a file from encoded entries and tensors (by default one vector), with `data` zeros after the header.
 
-    The counts in the header are those of the sequences unless others are given.
+    The header has the numbers of `values` and `tensors`, unless `num_values` or `num_tensors` are given.
     """
     tensors = [tensor()] if tensors is None else tensors
     counts = (

@@ -1,4 +1,4 @@
-"""Which GGUF file of a folder or repository is the model, by names as publishers give them."""
+"""Choice of one GGUF file of a folder or repository, with file names as publishers use them."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_a_missing_part_is_named():
         (["m-Q8_0.gguf"], "Q4_0", r"no GGUF file for 'Q4_0', but m-Q8_0\.gguf"),
     ],
 )
-def test_what_is_not_clear_is_refused_with_the_names(names, quantization, said):
+def test_an_ambiguous_or_missing_quantization_is_refused_with_the_file_names(names, quantization, said):
     with pytest.raises(ModelError, match=said):
         chosen(names, quantization)
 
 
-def test_files_beside_the_model_are_none():
+def test_files_other_than_models_are_ignored():
     assert list_choices(["mmproj-F16.gguf", "imatrix.gguf", "README.md", "model.safetensors"]) == []

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what is read from good ones, and that bad ones are refused in little time and memory."""
+"""Headers of GGUF files: the values read from valid ones, and rejection of invalid ones with little time and memory."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_impossible_part_numbers_are_refused(name, tmp_path):
         gguf_files(tmp_path / name)
 
 
-def test_the_limits_hold_for_all_files_together(tmp_path, monkeypatch):
+def test_the_limits_apply_to_the_sum_of_all_files(tmp_path, monkeypatch):
     first = write_split(tmp_path, tokens=["a"] * 100)
     assert len(read_gguf(first).tensors) == 3
     monkeypatch.setattr(header, "_Limits", functools.partial(header._Limits, items=250))
@@ -186,7 +186,7 @@ def test_a_path_with_a_null_character_is_refused():
         read_gguf(Path("a\0b.gguf"))
 
 
-def test_a_file_that_ends_early_is_refused_wherever_it_ends(tmp_path):
+def test_a_file_truncated_at_any_byte_is_refused(tmp_path):
     content = write_good(tmp_path / "m.gguf").read_bytes()
     last = max(t.start + t.num_bytes for t in read_gguf(tmp_path / "m.gguf").tensors.values())
     path = tmp_path / "cut.gguf"
@@ -207,7 +207,7 @@ def test_a_file_that_ends_early_is_refused_wherever_it_ends(tmp_path):
     ],
     ids=["list", "text in a list", "text"],
 )
-def test_a_sparse_file_of_any_size_costs_little_memory(values, tmp_path):
+def test_a_large_sparse_file_takes_little_memory(values, tmp_path):
     path = raw(tmp_path / "m.gguf", values)
     os.truncate(path, 2**40)
     tracemalloc.start()
@@ -219,7 +219,7 @@ def test_a_sparse_file_of_any_size_costs_little_memory(values, tmp_path):
         tracemalloc.stop()
 
 
-def test_a_header_is_limited_whatever_the_size_of_the_file(tmp_path, monkeypatch):
+def test_the_size_of_a_header_is_limited(tmp_path, monkeypatch):
     path = raw(tmp_path / "m.gguf", [value(f"k{i}", TEXT, text("x" * 1000)) for i in range(20)])
     assert len(read_gguf(path).metadata) == 20
     monkeypatch.setattr(header, "_Limits", functools.partial(header._Limits, header_bytes=10_000))
@@ -241,7 +241,7 @@ def test_a_header_is_limited_whatever_the_size_of_the_file(tmp_path, monkeypatch
         max_size=4,
     )
 )
-def test_a_good_file_damaged_anywhere_is_read_or_refused(tmp_path_factory, changes):
+def test_a_file_with_any_damage_is_read_or_refused(tmp_path_factory, changes):
     folder = tmp_path_factory.getbasetemp()
     if not (folder / "good.gguf").exists():
         write_good(folder / "good.gguf")

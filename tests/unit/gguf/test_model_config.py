@@ -72,7 +72,7 @@ def test_values_become_keys_of_the_checkpoint() -> None:
     }
 
 
-def test_what_the_tensors_say() -> None:
+def test_values_that_are_derived_from_the_tensors() -> None:
     shapes = {"token_embd.weight": (319, 64), "blk.1.attn_q.bias": (64,)}
     config = model_config(make_model(shapes=shapes, kind="F16"))
     assert (config["vocab_size"], config["dtype"]) == (319, "float16")
@@ -103,17 +103,17 @@ def test_what_the_tensors_say() -> None:
         ("granite", {"logit_scale": 4.0}, {"attention_multiplier": 0.25, "logits_scaling": 4.0}),
     ],
 )
-def test_families(architecture: str, values: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_keys_of_each_family(architecture: str, values: dict[str, Any], expected: dict[str, Any]) -> None:
     assert model_config(make_model(architecture, values)).items() >= expected.items()
 
 
-def test_the_largest_gemma_scales_scores_by_the_width_of_its_heads() -> None:
+def test_gemma_3_with_62_layers_has_its_own_score_scale() -> None:
     shapes = SHAPES | {f"blk.{i}.attn_norm.weight": (64,) for i in range(62)}
     values = {"block_count": 62, "attention.key_length": 24, "attention.value_length": 24}
     assert model_config(make_model("gemma3", values, shapes=shapes))["query_pre_attn_scalar"] == 16
 
 
-def test_old_files_of_deepseek_have_its_expert_groups() -> None:
+def test_deepseek_files_without_expert_groups_get_the_published_ones() -> None:
     values = {
         "block_count": 61,
         "expert_count": 256,
@@ -188,37 +188,37 @@ def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
         ({"expert_count": 1 << 30, "expert_used_count": 2}, "expected rows for 1073741824 experts"),
     ],
 )
-def test_refused_values(values: dict[str, Any], message: str) -> None:
+def test_unsupported_values_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         model_config(make_model(values=values, shapes=SHAPES | {"blk.0.ffn_gate_inp.weight": (4, 64)}))
 
 
-def test_settings_that_change_nothing_are_accepted() -> None:
+def test_settings_without_effect_are_accepted() -> None:
     neutral = {"attention.causal": True, "logit_scale": 1.0, "attention.scale": 0.0, "rope.scaling.attn_factor": 1.0}
     assert model_config(make_model(values=neutral)) == model_config(make_model())
 
 
-def test_old_files_of_phi_3_have_its_window() -> None:
+def test_phi_3_files_without_a_window_get_its_published_window() -> None:
     shapes = SHAPES | {f"blk.{i}.attn_norm.weight": (64,) for i in range(32)}
     for values, window in (({}, 2047), ({"attention.sliding_window": 0}, None), ({"context_length": 131072}, None)):
         config = model_config(make_model("phi3", {"block_count": 32, **values}, shapes=shapes))
         assert config["sliding_window"] == window
 
 
-def test_float16_is_not_taken_where_activations_exceed_it() -> None:
+def test_families_whose_activations_exceed_float16_use_bfloat16() -> None:
     assert model_config(make_model("qwen3", kind="F16"))["dtype"] == "float16"
     for architecture in ("gemma2", "gemma3", "glm4"):
         assert model_config(make_model(architecture, kind="F16"))["dtype"] == "bfloat16"
 
 
-def test_scaling_beside_a_tensor_of_factors_is_refused() -> None:
+def test_rope_scaling_in_addition_to_a_tensor_of_factors_is_refused() -> None:
     shapes = SHAPES | {"rope_freqs.weight": (8,)}
     for kind in ({}, {"rope.scaling.type": "yarn"}):
         with pytest.raises(ModelError, match=r"a tensor of RoPE factors and '(linear|yarn)' scaling by 8\.0"):
             model_config(make_model(values={"rope.scaling.factor": 8.0, **kind}, shapes=shapes))
 
 
-def test_messages_are_short_whatever_the_texts() -> None:
+def test_long_texts_are_truncated_in_errors() -> None:
     long = "x" * 100_000
     for model in (make_model(long), make_model(values={"rope.scaling.type": long})):
         with pytest.raises(ModelError) as error:
@@ -226,7 +226,7 @@ def test_messages_are_short_whatever_the_texts() -> None:
         assert len(str(error.value)) < 1000
 
 
-def test_refused_architectures() -> None:
+def test_unsupported_architectures_and_incomplete_files_are_refused() -> None:
     with pytest.raises(ModelError, match=r"architecture 'rwkv7' is not supported in GGUF files. Supported: .*qwen3moe"):
         model_config(make_model("rwkv7"))
     with pytest.raises(ModelError, match=r"lacks the key 'general\.architecture'"):

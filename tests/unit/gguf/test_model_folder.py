@@ -1,4 +1,4 @@
-"""Derived folders: written once, whole or not at all, and again when the file has changed."""
+"""Model folders derived from GGUF files: written once and completely, and again if the file has changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TENSOR = {"output_norm.weight": (np.ones(4, np.float32), None)}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """The cache; the temporary folder of the system is beside it."""
+    """Sets the cache folder and the system's temporary folder; returns the cache."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("MVLLM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
@@ -56,7 +56,7 @@ def change(file):
 
 @pytest.fixture
 def derived(monkeypatch):
-    """Stands in for the conversions; lists the models that were converted."""
+    """Replaces the conversions; records the converted models."""
 
     class Derived(list):
         contents = {"config.json": b"{}", "tokenizer.json": b"{}"}  # noqa: RUF012
@@ -75,7 +75,7 @@ def file(tmp_path):
     return write_gguf(tmp_path / "models" / "tiny model.Q4_0.gguf")
 
 
-def test_a_folder_names_the_file_as_it_was(file, cache, derived):
+def test_a_folder_records_path_size_and_time_of_its_file(file, cache, derived):
     folder = model_folder(file)
     assert folder.parent == cache and folder.name.startswith("tiny_model.Q4_0-")
     assert sorted(path.name for path in folder.iterdir()) == [LOCK_NAME, "config.json", FILES_NAME, "tokenizer.json"]
@@ -96,7 +96,7 @@ def test_an_existing_folder_is_found_without_reading_the_file(file, derived, mon
     assert model_folder(file.parent.parent / "link" / ".." / file.name) == folder
 
 
-def test_a_changed_file_gets_another_folder_and_the_old_one_goes(file, cache, derived, end_process):
+def test_a_changed_file_gets_a_new_folder_and_the_old_one_is_removed(file, cache, derived, end_process):
     old = model_folder(file)
     change(file)
     end_process()
@@ -153,7 +153,7 @@ def test_a_touched_file_keeps_its_folder_which_gets_the_new_time(file, cache, de
     assert stored() == 2 and model_folder(file) != folder
 
 
-def test_another_version_of_the_conversion_has_a_folder_of_its_own(file, derived, monkeypatch, end_process):
+def test_each_version_of_the_conversion_has_a_separate_folder(file, derived, monkeypatch, end_process):
     first = model_folder(file)
     monkeypatch.setattr(module, "_version", lambda: b"next")
     second = model_folder(file)
@@ -165,7 +165,7 @@ def test_another_version_of_the_conversion_has_a_folder_of_its_own(file, derived
     assert not first.exists() and second.exists() and third.exists()
 
 
-def test_the_version_is_that_of_the_sources(monkeypatch, tmp_path):
+def test_the_version_changes_with_the_source_code(monkeypatch, tmp_path):
     sources = Path(module.__file__).parent
     for name in ("header.py", "model_folder.py"):
         (tmp_path / name).write_bytes((sources / name).read_bytes())
@@ -176,7 +176,7 @@ def test_the_version_is_that_of_the_sources(monkeypatch, tmp_path):
     assert module._version.__wrapped__() != before
 
 
-def test_only_folders_of_our_own_are_removed(file, cache, derived):
+def test_foreign_folders_are_never_removed(file, cache, derived):
     foreign = [cache / "notes", cache / "a-000000000000-000000000000", cache / ".mvllm-0123456789abcdef"]
     for folder in foreign:
         folder.mkdir(parents=True)
@@ -186,7 +186,7 @@ def test_only_folders_of_our_own_are_removed(file, cache, derived):
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "not JSON", "deep JSON"])
-def test_a_folder_that_lost_files_is_written_again(damage, file, derived):
+def test_a_damaged_folder_is_written_again(damage, file, derived):
     folder = model_folder(file)
     if damage == "missing":
         (folder / "tokenizer.json").unlink()
@@ -198,7 +198,7 @@ def test_a_folder_that_lost_files_is_written_again(damage, file, derived):
     assert (folder / "tokenizer.json").read_bytes() == b"{}" == (folder / "config.json").read_bytes()
 
 
-def test_without_the_tokenizer_it_is_another_folder(file, derived):
+def test_a_folder_without_tokenizer_is_separate(file, derived):
     with_tokenizer, without = model_folder(file), model_folder(file, with_tokenizer=False)
     assert with_tokenizer != without and not (without / "tokenizer.json").exists()
     assert (model_folder(file), model_folder(file, with_tokenizer=False)) == (with_tokenizer, without)
@@ -226,7 +226,7 @@ def test_links_into_the_blobs_of_a_hub_cache_keep_their_names(tmp_path, derived)
     assert entry == {"path": str(link), "size": blob.stat().st_size, "mtime_ns": blob.stat().st_mtime_ns}
 
 
-def test_the_default_cache_is_that_of_the_user(file, tmp_path, derived, monkeypatch):
+def test_the_default_cache_is_in_the_users_cache_folder(file, tmp_path, derived, monkeypatch):
     monkeypatch.delenv("MVLLM_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert model_folder(file).parent == tmp_path / "xdg" / "mvllm" / "gguf"
@@ -259,7 +259,7 @@ def test_a_temporary_folder_that_others_may_write_is_not_used(what, file, tmp_pa
         model_folder(file)
 
 
-def test_nothing_stays_of_a_folder_that_could_not_be_written(file, cache, derived, monkeypatch):
+def test_a_folder_that_could_not_be_written_leaves_no_files(file, cache, derived, monkeypatch):
     def full(self, content):
         raise OSError(28, "No space left on device")
 
@@ -292,7 +292,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
         module._derive(read_gguf(path), False)
 
 
-def test_threads_that_meet_get_one_complete_folder(file, cache, monkeypatch):
+def test_concurrent_threads_get_one_complete_folder(file, cache, monkeypatch):
     meeting, found = threading.Barrier(4), []
 
     def wait(model, with_tokenizer):
@@ -324,7 +324,7 @@ print(folder)
 """
 
 
-def test_processes_that_write_repair_and_read_at_once_never_fail(file, cache):
+def test_concurrent_processes_that_write_repair_and_read_do_not_fail(file, cache):
     programs = [
         subprocess.Popen(
             [sys.executable, "-c", RACE, str(file), str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

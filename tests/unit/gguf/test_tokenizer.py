@@ -177,7 +177,7 @@ def test_byte_level_vocabularies_encode_and_decode_as_the_original(family):
             assert made.decode(ids, skip_special_tokens=skip) == expected.decode(ids, skip_special_tokens=skip)
 
 
-def test_the_texts_tell_the_families_apart():
+def test_the_texts_distinguish_the_families():
     def words(family):
         normalizer, pre_tokenizer = original(family).normalizer, original(family).pre_tokenizer
         return [pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(t) if normalizer else t) for t in TEXTS]
@@ -188,7 +188,7 @@ def test_the_texts_tell_the_families_apart():
 
 
 @pytest.mark.parametrize("family", PRE_TOKENIZERS)
-def test_every_split_is_accepted_and_loses_nothing(family):
+def test_every_pre_tokenizer_preserves_the_text(family):
     tokenizer = built(byte_level("gpt-2", pre=family))
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) in (
@@ -197,7 +197,7 @@ def test_every_split_is_accepted_and_loses_nothing(family):
         )
 
 
-def test_without_a_named_split_the_default_is_used_and_a_warning_says_so(caplog):
+def test_without_a_named_pre_tokenizer_the_default_is_used_with_a_warning(caplog):
     with caplog.at_level("WARNING"):
         tokenizer = built(byte_level("gpt-2", pre=""))
     assert "tokenizer.ggml.pre" in caplog.text
@@ -208,7 +208,7 @@ def test_without_a_named_split_the_default_is_used_and_a_warning_says_so(caplog)
 
 
 def merge_by_scores(text: str, ids: dict[str, int], scores: list[float]) -> list[str]:
-    """How SentencePiece merges: the neighbours with the best result first, the leftmost of equals."""
+    """The tokens of SentencePiece: merges the adjacent pair with the highest score first, the leftmost of equals."""
     symbols = list(text)
     while True:
         results = enumerate(map("".join, itertools.pairwise(symbols)))
@@ -219,7 +219,7 @@ def merge_by_scores(text: str, ids: dict[str, int], scores: list[float]) -> list
         symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
 
 
-def test_merges_follow_from_scores():
+def test_merges_follow_the_scores():
     made = random.Random(1)
     for _ in range(150):
         tokens = ["<unk>", "a", "b", "c"]
@@ -316,14 +316,14 @@ def test_literal_control_and_byte_tokens_do_not_result_from_merges():
         ({"add_bos_token": False, "add_eos_token": True, "eos_token_id": 4}, [], ["<|im_end|>"]),
     ],
 )
-def test_bos_and_eos_are_added_as_the_file_says(more, before, after):
+def test_bos_and_eos_are_added_according_to_the_file(more, before, after):
     tokenizer = built(sentencepiece_model(**more))
     inner = tokenizer.encode("the cat", add_special_tokens=False).tokens
     assert tokenizer.encode("the cat").tokens == [*before, *inner, *after]
 
 
 @pytest.mark.parametrize(("family", "expected"), [("llama-bpe", True), ("tekken", True), ("gpt-2", False)])
-def test_the_split_says_whether_bos_is_added_if_the_file_does_not(family, expected):
+def test_the_pre_tokenizer_determines_whether_bos_is_added_if_the_file_does_not(family, expected):
     gguf = byte_level("gpt-2", pre=family, bos_token_id=0)
     gguf = GGUFModel(gguf.files, {k: v for k, v in gguf.metadata.items() if not k.endswith("add_bos_token")}, {})
     assert (built(gguf).encode("x").tokens[0] == SPECIAL[0]) == expected
@@ -510,7 +510,7 @@ def test_damaged_metadata_is_refused_with_a_reason(changes, message):
         tokenizer_files(model(**{name: value for name, value in metadata.items() if value is not None}))
 
 
-def test_merges_that_name_no_tokens_are_ignored_and_the_first_of_two_counts(caplog):
+def test_merges_without_tokens_and_repeated_merges_are_ignored(caplog):
     merges = ["a b", "b c", "x y", "ab", " c", "a b", "b", ""]
     with caplog.at_level("WARNING"):
         tokenizer = built(model(model="gpt2", pre="gpt-2", tokens=["a", "b", "c", "ab", "bc"], merges=merges))
@@ -542,8 +542,8 @@ def test_ids_outside_the_vocabulary_are_ignored_with_a_warning(caplog):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_published_files_give_the_ids_that_transformers_gives(tmp_path, name):
-    """Transformers knows one split for all files, so it gets ours."""
+def test_token_ids_of_published_files_equal_those_of_transformers(tmp_path, name):
+    """transformers uses one pre-tokenizer for all GGUF files, so the test replaces it by the family's."""
     path = find_published(name) or pytest.skip(MISSING)
     gguf = read_gguf(path)
     loaded = load(write(tmp_path, gguf, {"gemma3": "gemma3_text"}.get(gguf.metadata["general.architecture"], "llama")))

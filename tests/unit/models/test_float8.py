@@ -90,9 +90,9 @@ def test_fp8_weights_without_quantization_config_are_refused(tmp_path: Path) -> 
         load_model(folder)
 
 
-def kept(seen: list[Float8Weight], refused: str = "") -> OpProvider:
-    """Records the FP8 weights and multiplies with them; inputs are not rounded, so that logits equal those of the
-    floats."""
+def record_weights(seen: list[Float8Weight], refused: str = "") -> OpProvider:
+    """A provider of `float8_linear` that records its weights in `seen`. It does not round inputs, so that logits equal
+    those of the dequantized weights."""
 
     def prepare(weight: Float8Weight) -> Float8Weight:
         seen.append(weight)
@@ -111,7 +111,7 @@ INPUTS = {"fp8-static": "static", "ct-tensor-static": "static", "ct-blocks": "fl
 def test_with_a_provider_of_float8_linear_weights_stay_fp8(scheme: str, tmp_path: Path) -> None:
     checkpoint = make_float8(scheme, tmp_path)
     seen: list[Float8Weight] = []
-    model = load_model(checkpoint.quantized, make_context(providers=[kept(seen)]))
+    model = load_model(checkpoint.quantized, make_context(providers=[record_weights(seen)]))
     torch.testing.assert_close(run(PagedDriver(model)), expected(checkpoint), atol=TOLERANCE, rtol=0)
     stored = load_file(checkpoint.quantized / "model.safetensors")
     num_codes = sum(tensor.numel() for tensor in stored.values() if tensor.dtype == torch.float8_e4m3fn)
@@ -132,7 +132,7 @@ def test_with_a_provider_of_float8_linear_weights_stay_fp8(scheme: str, tmp_path
 def test_ranks_keep_their_shard_of_fp8_weights(scheme: str, name: str, tmp_path: Path) -> None:
     checkpoint = make_float8(scheme, tmp_path, name)
     wanted = expected(checkpoint)
-    contexts: Callable[..., BuildContext] = lambda tp: make_context(tp=tp, providers=[kept([])])  # noqa: E731
+    contexts: Callable[..., BuildContext] = lambda tp: make_context(tp=tp, providers=[record_weights([])])  # noqa: E731
     for logits in run_ranks(2, lambda tp: run(PagedDriver(load_model(checkpoint.quantized, contexts(tp))))):
         torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
 
@@ -143,28 +143,28 @@ def test_the_input_scale_of_fused_matrices_is_the_largest(tmp_path: Path) -> Non
     key = "model.layers.0.self_attn.k_proj.input_scale"
     save_file({**tensors, key: torch.tensor(0.5)}, folder / "model.safetensors")
     seen: list[Float8Weight] = []
-    load_model(folder, make_context(providers=[kept(seen)]))
+    load_model(folder, make_context(providers=[record_weights(seen)]))
     scales = [float(weight.input_scale) for weight in seen if weight.input_scale is not None]
     assert sorted(set(scales)) == [pytest.approx(0.02), 0.5] and scales.count(0.5) == 1
     del tensors[key]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=f"missing tensor '{key}'"):
-        load_model(folder, make_context(providers=[kept([])]))
+        load_model(folder, make_context(providers=[record_weights([])]))
     load_model(folder)  # without rounded inputs
 
 
 def test_weights_are_dequantized_if_float8_linear_is_declined_or_bypassed(tmp_path: Path) -> None:
     folder = make_float8("fp8-static", tmp_path).quantized
     seen: list[Float8Weight] = []
-    load_model(folder, make_context(providers=[kept(seen, refused="static")]))
+    load_model(folder, make_context(providers=[record_weights(seen, refused="static")]))
     asked = OpProvider("linear", "asked for", SCHEMAS["linear"].reference)
-    load_model(folder, dataclasses.replace(make_context(), ops=OpTable.resolve([kept(seen)], [asked])))
+    load_model(folder, dataclasses.replace(make_context(), ops=OpTable.resolve([record_weights(seen)], [asked])))
     assert seen == []
 
 
 def test_experts_and_mla_use_dequantized_weights(tmp_path: Path) -> None:
     checkpoint = make_float8("fp8-blocks", tmp_path, "deepseek3")
     seen: list[Float8Weight] = []
-    found = run(PagedDriver(load_model(checkpoint.quantized, make_context(providers=[kept(seen)]))))
+    found = run(PagedDriver(load_model(checkpoint.quantized, make_context(providers=[record_weights(seen)]))))
     assert seen
     torch.testing.assert_close(found, run(PagedDriver(load_model(checkpoint.quantized))), atol=TOLERANCE, rtol=0)

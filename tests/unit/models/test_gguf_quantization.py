@@ -27,11 +27,11 @@ from tests.unit.models.test_parity import reference_logits
 from tests.unit.models.test_quantized import PROMPT_LEN, TOKENS, TOLERANCE, run
 
 TYPES = {"v_proj": "Q8_0", "down_proj": "Q4_1", "o_proj": "F16", "_proj": "Q4_0", "embed_tokens": "Q8_0"}
-"""By how a module's name ends; the first that fits."""
+"""Tensor types by suffix of the module name; the first match applies."""
 
 
 def make_packed(folder: Path, name: str = "llama-gqa") -> QuantizedCheckpoint:
-    """A checkpoint that offers its matrices as blocks and as floats, and a plain one with the same weights."""
+    """A checkpoint with each matrix both packed and dequantized, and a plain one with the dequantized weights."""
     plain, packed = make_checkpoint(name, folder / "plain", tokenizer=False), folder / "packed"
     packed.mkdir()
     for path in plain.glob("*.json"):
@@ -61,7 +61,7 @@ def expected(checkpoint: QuantizedCheckpoint) -> torch.Tensor:
 
 
 def look_up(ids: torch.Tensor, weight: BlockQuantizedWeight, first: int | None = None) -> torch.Tensor:
-    """The operation `embedding` on a weight."""
+    """The operation `embedding` with a packed weight."""
     table = weight.dequantize().to(weight.dtype)
     result: torch.Tensor = SCHEMAS["embedding"].reference(ids, table, first)
     return result
@@ -70,7 +70,7 @@ def look_up(ids: torch.Tensor, weight: BlockQuantizedWeight, first: int | None =
 def providers(
     seen: list[BlockQuantizedWeight], declined: str = "", lookup: Callable[..., torch.Tensor] | None = None
 ) -> list[OpProvider]:
-    """The references as providers, which note the weights that they prepare."""
+    """The reference operations as providers, which append the weights that they prepare to `seen`."""
 
     def prepare(weight: BlockQuantizedWeight) -> BlockQuantizedWeight:
         seen.append(weight)
@@ -83,7 +83,7 @@ def providers(
     return [OpProvider(op, "blocks", SCHEMAS[op].reference, supports, prepare=prepare, lookup=lookup) for op in ops]
 
 
-def test_blocks_stay_as_they_are_where_the_operation_is_provided(tmp_path: Path) -> None:
+def test_weights_stay_packed_if_a_provider_supports_their_formats(tmp_path: Path) -> None:
     checkpoint = make_packed(tmp_path)
     seen: list[BlockQuantizedWeight] = []
     model = load_model(checkpoint.quantized, make_context(providers=providers(seen)))
@@ -94,7 +94,7 @@ def test_blocks_stay_as_they_are_where_the_operation_is_provided(tmp_path: Path)
     assert {weight.formats for weight in seen} == {("q4_0", "q4_0", "q8_0"), ("q4_0", "q4_0"), ("q4_1",)}
 
 
-def test_floats_are_read_where_it_is_not_or_where_a_format_is_declined(tmp_path: Path) -> None:
+def test_weights_are_dequantized_without_a_provider_or_for_an_unsupported_format(tmp_path: Path) -> None:
     checkpoint = make_packed(tmp_path)
     wanted = expected(checkpoint)
     torch.testing.assert_close(run(PagedDriver(load_model(checkpoint.quantized))), wanted, atol=TOLERANCE, rtol=0)
@@ -105,7 +105,7 @@ def test_floats_are_read_where_it_is_not_or_where_a_format_is_declined(tmp_path:
 
 
 @pytest.mark.parametrize("lookup", [None, look_up], ids=["floats", "lookup"])
-def test_a_tied_head_reads_the_blocks_of_the_embedding_on_any_rank(
+def test_a_tied_lm_head_uses_the_packed_embedding_on_every_rank(
     lookup: Callable[..., torch.Tensor] | None, tmp_path: Path
 ) -> None:
     checkpoint = make_packed(tmp_path, "llama-odd-vocabulary-tied")
@@ -123,7 +123,7 @@ def test_a_tied_head_reads_the_blocks_of_the_embedding_on_any_rank(
     assert sum(weight.formats == ("q8_0",) for weight in seen) == 2
 
 
-def test_ranks_read_their_rows_and_whole_blocks_of_columns(tmp_path: Path) -> None:
+def test_ranks_read_their_shard_of_rows_or_of_whole_blocks(tmp_path: Path) -> None:
     checkpoint = make_packed(tmp_path)
     wanted, seen = expected(checkpoint), list[BlockQuantizedWeight]()
 
@@ -144,6 +144,6 @@ def test_inputs_of_16_bits_are_rounded_to_int8(tmp_path: Path) -> None:
         assert {weight.int8_activations for weight in seen} == {dtype == torch.bfloat16}
 
 
-def test_a_list_of_tensors_is_refused() -> None:
+def test_tensor_types_must_be_a_mapping() -> None:
     with pytest.raises(ModelError, match="'tensors' should map names of modules to tensor types"):
         GGUF.from_config(HFConfig({"tensors": ["model.layers.0.mlp.up_proj"]}, "config.json"))

@@ -20,7 +20,7 @@ OPERATIONS = ("block_quantized_linear", "block_quantized_linear_silu_and_mul")
 
 @pytest.mark.parametrize("op", OPERATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_it_is_what_the_definition_says_for_every_format(op: str, dtype: str) -> None:
+def test_it_equals_the_definition_for_every_format(op: str, dtype: str) -> None:
     for trial in op_calls(op, dtype):
         found, wanted = SCHEMAS[op].reference(*trial.make()), exact(trial)
         off = (found.double() - wanted).abs().max() / wanted.abs().max()
@@ -28,7 +28,7 @@ def test_it_is_what_the_definition_says_for_every_format(op: str, dtype: str) ->
 
 
 @pytest.mark.parametrize("format", BLOCK_FORMATS)
-def test_every_format_is_dequantized_bit_for_bit_as_gguf_does(format: str) -> None:
+def test_dequantized_values_equal_those_of_gguf_bit_for_bit(format: str) -> None:
     in_file = GGMLQuantizationType[format.upper()]
     typical = random_blocks(format, 40, 768, seed=3)
     any_bytes = torch.randint(0, 256, (400, typical.shape[1]), dtype=torch.uint8, generator=torch.Generator())
@@ -57,7 +57,7 @@ def identity(int8_activations: bool) -> BlockQuantizedWeight:
     return BlockQuantizedWeight((BlockQuantizedPart("q8_0", data.view(64, -1)),), 64, int8_activations)
 
 
-def test_inputs_of_16_bits_are_rounded_in_runs_of_32_and_float32_is_not() -> None:
+def test_16_bit_inputs_are_rounded_in_blocks_of_32_and_float32_inputs_are_not() -> None:
     x = torch.zeros(2, 64)
     x[0, :3], x[0, 32:35] = torch.tensor([127.0, 2.5, 3.5]), torch.tensor([-1270.0, 4.0, 26.0])
     rounded = x.clone()
@@ -69,7 +69,7 @@ def test_inputs_of_16_bits_are_rounded_in_runs_of_32_and_float32_is_not() -> Non
     assert torch.equal(block_quantized_linear(x.bfloat16(), identity(False), None), x.bfloat16())
 
 
-def test_leading_dimensions_stay_and_rows_do_not_know_each_other() -> None:
+def test_leading_dimensions_are_kept_and_rows_are_independent() -> None:
     x = torch.randn(2, 3, 64).bfloat16()
     found = block_quantized_linear(x, identity(True), torch.ones(64).bfloat16())
     assert found.shape == (2, 3, 64)

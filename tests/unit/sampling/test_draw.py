@@ -60,7 +60,7 @@ def test_a_realistic_large_distribution():
 
 @pytest.mark.parametrize("vocab_size", [97, 2048, 50_257, LARGE])
 @pytest.mark.parametrize("uniform", [0.0, 2.0**-24, 0.5, LAST])
-def test_never_a_token_of_weight_zero(vocab_size, uniform):
+def test_tokens_of_weight_zero_are_never_drawn(vocab_size, uniform):
     generator = np.random.default_rng(3)
     weights = generator.exponential(size=(20, vocab_size)).astype(np.float32)
     weights[generator.random(weights.shape) < 0.95] = 0.0

@@ -13,7 +13,7 @@ from tests.unit.sampling.builders import Sampled, random_logits, sample_batch
 VOCAB = 500
 
 
-def assert_right(entry, logits: torch.Tensor, token_id: int, num_logprobs: int) -> None:
+def check_logprobs(entry, logits: torch.Tensor, token_id: int, num_logprobs: int) -> None:
     exact = logits.double().log_softmax(0)
     order = sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
     assert entry.token_ids == [token_id, *order[:num_logprobs]]
@@ -30,23 +30,23 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs:
 @pytest.mark.parametrize(
     ("asked", "given"), [(0, 0), (1, 1), (20, 20), (-1, VOCAB), (VOCAB, VOCAB), (VOCAB + 9, VOCAB)]
 )
-def test_of_a_prompt(dtype, asked, given):
+def test_logprobs_of_a_prompt(dtype, asked, given):
     logits = random_logits(7, VOCAB).to(dtype)
     token_ids = torch.tensor([0, 499, 3, 3, 250, 77, 1])
     found = prompt_logprobs(logits, token_ids, asked)
     assert len(found) == 7
     for entry, row, token_id in zip(found, logits, token_ids.tolist(), strict=True):
-        assert_right(entry, row, token_id, given)
+        check_logprobs(entry, row, token_id, given)
 
 
-def test_of_a_long_prompt_are_computed_in_chunks(monkeypatch):
+def test_logprobs_of_a_long_prompt_are_computed_in_chunks(monkeypatch):
     logits, token_ids = random_logits(50, VOCAB), torch.arange(50)
     whole = prompt_logprobs(logits, token_ids, 4)
     monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", 7 * VOCAB)
     assert prompt_logprobs(logits, token_ids, 4) == whole
 
 
-def test_of_an_empty_chunk_of_a_prompt():
+def test_logprobs_of_an_empty_chunk_of_a_prompt():
     assert prompt_logprobs(torch.empty(0, VOCAB), torch.empty(0, dtype=torch.int64), 3) == []
 
 
@@ -58,14 +58,14 @@ def test_each_row_has_the_requested_number():
     assert set(sampled.logprobs) == {1, 2, 3, 4}
     for row, entry in sampled.logprobs.items():
         wanted = VOCAB if asked[row] == -1 else asked[row]
-        assert_right(entry, logits[row], sampled.tolist()[row], wanted)
+        check_logprobs(entry, logits[row], sampled.tolist()[row], wanted)
 
 
-def test_are_those_before_temperature_and_filters():
+def test_logprobs_are_those_before_temperature_and_filters():
     logits = random_logits(1, VOCAB, seed=2)
     params = SamplingParams(temperature=0.2, top_k=2, top_p=0.5, seed=1, logprobs=5)
     sampled = sample_batch(logits, [Sampled(params)])
-    assert_right(sampled.logprobs[0], logits[0], sampled.tolist()[0], 5)
+    check_logprobs(sampled.logprobs[0], logits[0], sampled.tolist()[0], 5)
 
 
 def test_a_greedy_token_has_rank_one_and_is_first_even_with_ties():

@@ -133,13 +133,13 @@ def cases(table: list[tuple[str, list[Any]]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("field", "value"), cases(ACCEPTED))
-def test_accepts(field, value):
+def test_valid_values_are_accepted(field, value):
     params = SamplingParams(**{field: value})
     assert SamplingParams(**msgspec.structs.asdict(params)) == params, "checking twice changes nothing"
 
 
 @pytest.mark.parametrize(("field", "value"), cases(REFUSED))
-def test_refuses_and_names_the_field(field, value):
+def test_invalid_values_are_rejected_by_field(field, value):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{field: value})
     assert caught.value.parameter == field
@@ -147,7 +147,7 @@ def test_refuses_and_names_the_field(field, value):
     assert len(str(caught.value)) < 250 and str(caught.value).isascii()
 
 
-def test_both_tables_cover_every_field():
+def test_the_cases_cover_every_field():
     names = {field.name for field in msgspec.structs.fields(SamplingParams)}
     assert {field for field, _ in ACCEPTED} == names == {field for field, _ in REFUSED}
 
@@ -163,7 +163,7 @@ def test_an_error_names_range_and_value():
         SamplingParams(seed=HUGE)
 
 
-def test_is_a_value_error_too():
+def test_request_error_is_a_value_error():
     with pytest.raises(ValueError, match="temperature"):
         SamplingParams(temperature=-1)
 
@@ -190,13 +190,13 @@ def test_is_a_value_error_too():
         ("output_kind", 1, RequestOutputKind.DELTA),
     ],
 )
-def test_normalizes(field, given, kept):
+def test_values_are_normalized(field, given, kept):
     value = getattr(SamplingParams(**{field: given}), field)
     assert value == kept and type(value) is type(kept)
     assert math.copysign(1, value) == 1 if isinstance(value, float) else True
 
 
-def test_stop_needs_text():
+def test_stop_requires_detokenize():
     with pytest.raises(RequestError, match="detokenize") as caught:
         SamplingParams(stop="a", detokenize=False)
     assert caught.value.parameter == "stop"
@@ -237,14 +237,14 @@ def test_the_callers_list_is_copied():
     assert params.stop == ["a"]
 
 
-def test_survives_encoding_unchanged():
+def test_encoding_and_decoding_preserve_all_fields():
     params = SamplingParams(temperature=0.3, top_k=4, stop="x", stop_token_ids=[3], seed=-5, output_kind=2, logprobs=-1)
     for codec in (msgspec.msgpack, msgspec.json):
         assert codec.decode(codec.encode(params), type=SamplingParams) == params
 
 
 @pytest.mark.parametrize("changes", [{"temperature": -1.0}, {"n": 500}, {"stop": [""]}, {"min_tokens": 99}])
-def test_is_checked_again_where_it_arrives(changes):
+def test_decoded_params_are_validated_again(changes):
     """A process that decodes a message validates it again."""
     message = msgspec.msgpack.encode(changes)
     with pytest.raises(msgspec.ValidationError, match=next(iter(changes))):
@@ -313,26 +313,26 @@ def assert_refused(parameter: str, params: SamplingParams, **changes: int) -> st
     return str(caught.value)
 
 
-def test_stop_tokens_lie_in_the_vocabulary():
+def test_stop_tokens_must_be_in_the_vocabulary():
     check(SamplingParams(stop_token_ids=[0, 999]))
     assert "0 to 999" in assert_refused("stop_token_ids", SamplingParams(stop_token_ids=[3, 1000]))
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_logprobs_up_to_the_limit(field):
-    def asking_for(count: int) -> SamplingParams:
+    def with_logprobs(count: int) -> SamplingParams:
         return SamplingParams(**{field: count})
 
     for count in (0, 20):
-        check(asking_for(count))
+        check(with_logprobs(count))
     for count in (21, 1001, INT64_MAX, -1):
-        message = assert_refused(field, asking_for(count))
+        message = assert_refused(field, with_logprobs(count))
         assert "from 0 to 20" in message and "max_logprobs" in message and message.endswith(str(count))
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 @pytest.mark.parametrize("max_logprobs", [-1, 1000, 5000])
-def test_logprobs_of_the_whole_vocabulary_where_the_engine_allows(field, max_logprobs):
+def test_logprobs_of_the_whole_vocabulary_if_max_logprobs_permits(field, max_logprobs):
     for count in (-1, 0, 1000):
         check(SamplingParams(**{field: count}), max_logprobs=max_logprobs)
     message = assert_refused(field, SamplingParams(**{field: 1001}), max_logprobs=max_logprobs)
@@ -435,7 +435,7 @@ def test_biases_are_clamped():
     assert SamplingParams(logit_bias={"5": 1e9, 6: -101, 7: 3}).logit_bias == {5: 100.0, 6: -100.0, 7: 3.0}
 
 
-def test_entries_are_counted():
+def test_num_entries_counts_lists_dicts_and_texts():
     assert SamplingParams().num_entries == 0
     settings = {
         "stop_token_ids": [1, 2],

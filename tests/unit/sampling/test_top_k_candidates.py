@@ -41,7 +41,7 @@ def tokens(logits: torch.Tensor, batch: list[Sampled], sampler: Sampler | None =
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("scale", [0.3, 2.0, 8.0])
-def test_the_same_tokens_with_and_without_synchronizing(settings, scale) -> None:
+def test_tokens_are_the_same_with_and_without_synchronizing(settings, scale) -> None:
     logits = random_logits(40, VOCAB, seed=3, scale=scale)
     batch = sequences(40, **settings)
     assert tokens(logits, batch) == tokens(logits, batch, Dense())
@@ -69,7 +69,7 @@ def test_a_row_does_not_depend_on_a_row_with_more_candidates(settings) -> None:
     assert tokens(logits, batch) == alone
 
 
-def test_more_rows_than_are_handled_together(monkeypatch) -> None:
+def test_more_rows_than_one_chunk(monkeypatch) -> None:
     """In chunks: the same tokens, log-probabilities and errors, at the same positions."""
     logits = random_logits(23, VOCAB, seed=9)
     logits[13] = float("nan")

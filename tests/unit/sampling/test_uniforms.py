@@ -34,7 +34,7 @@ DIRECTIONS = [
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_are_uniform(direction):
+def test_values_are_uniform(direction):
     for values in make_samples(direction):
         assert values.dtype == np.float32
         assert values.min() >= 0.0 and values.max() < 1.0
@@ -61,13 +61,13 @@ def test_low_bits_are_random_too():
             assert stats.chisquare(np.bincount(whole >> bit & 1)).pvalue > 1e-4
 
 
-def test_are_exact_multiples_of_two_to_the_minus_24():
+def test_values_are_exact_multiples_of_two_to_the_minus_24():
     for values in make_samples("both"):
         scaled = values.astype(np.float64) * 2**24
         assert (scaled == np.round(scaled)).all()
 
 
-def test_depend_on_nothing_but_seed_and_position():
+def test_values_depend_on_seed_and_position_only():
     seeds, positions = np.arange(50, dtype=np.uint64), np.arange(50)
     together = uniforms(seeds, positions)
     for i in (0, 13, 49):
@@ -75,12 +75,12 @@ def test_depend_on_nothing_but_seed_and_position():
         assert [a[0] for a in alone] == [t[i] for t in together]
 
 
-def test_a_seed_of_the_request_outranks_engine_seed_and_id():
+def test_the_seed_of_a_request_overrides_engine_seed_and_id():
     assert stream_seed(5, engine_seed=0, request_id="a") == stream_seed(5, engine_seed=1, request_id="b")
     assert stream_seed(-7, engine_seed=0, request_id="a") == 2**64 - 7
 
 
-def test_without_a_seed_engine_seed_and_id_both_count():
+def test_without_a_seed_values_depend_on_engine_seed_and_id():
     a = stream_seed(None, engine_seed=0, request_id="a")
     assert a == stream_seed(None, engine_seed=0, request_id="a")
     assert len({a, *(stream_seed(None, engine_seed=s, request_id=r) for s, r in [(1, "a"), (0, "b"), (1, "b")])}) == 4

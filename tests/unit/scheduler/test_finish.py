@@ -105,7 +105,7 @@ def test_logprobs_come_with_their_tokens():
     assert [output.logprobs for output in result.outputs] == [[logprobs_of(token)] for token in TOKENS[:4]]
 
 
-def test_logprobs_that_were_not_asked_for_are_not_sent():
+def test_unrequested_logprobs_are_not_sent():
     _, last = run_one(max_tokens=2)
     assert last.logprobs is None and last.prompt_logprobs is None
 

@@ -261,7 +261,7 @@ def test_choices_may_contain_any_text(manager: StructuredOutputManager, vocabula
 class TestReasoning:
     """Reasoning up to its end tag, and the grammar after it."""
 
-    def go(self, grammar: SequenceGrammar, vocabulary: Vocabulary, text: str) -> bool:
+    def consume(self, grammar: SequenceGrammar, vocabulary: Vocabulary, text: str) -> bool:
         """Consumes a text; false if one of its tokens is blocked."""
         for token in tokens_of(vocabulary, text):
             if token not in allowed(grammar):
@@ -272,37 +272,37 @@ class TestReasoning:
 
     @pytest.mark.parametrize("form", [{"json": {"enum": [7]}}, {"regex": "7"}, {"choice": ["7"]}], ids=str)
     @pytest.mark.parametrize("before", ["hm</think>", "</think>\n\n", "<think>a </thin b\n\n{</think> ", "é😀</think>"])
-    def test_within_them_from_the_beginning(
+    def test_output_that_begins_inside_the_reasoning(
         self, shared_manager: StructuredOutputManager, vocabulary: Vocabulary, form: dict[str, object], before: str
     ) -> None:
         grammar = begin(shared_manager, **form, thoughts_end="</think>")
-        assert self.go(grammar, vocabulary, before) and 1 not in allowed(grammar)
-        assert not self.go(grammar, vocabulary, "8")
-        assert self.go(grammar, vocabulary, "7") and allowed(grammar) == {1}
+        assert self.consume(grammar, vocabulary, before) and 1 not in allowed(grammar)
+        assert not self.consume(grammar, vocabulary, "8")
+        assert self.consume(grammar, vocabulary, "7") and allowed(grammar) == {1}
 
     @pytest.mark.parametrize("form", [{"json": {"enum": [7]}}, {"regex": "7"}, {"grammar": 'start: "7"'}], ids=str)
-    def test_begun_by_a_tag_or_left_out(
+    def test_optional_reasoning_with_an_opening_tag(
         self, shared_manager: StructuredOutputManager, vocabulary: Vocabulary, form: dict[str, object]
     ) -> None:
         for before in ("", "<think>so: 8</think>\n\n", "<think></think>"):
             grammar = begin(shared_manager, **form, thoughts_start="<think>", thoughts_end="</think>")
-            assert self.go(grammar, vocabulary, before)
-            assert not self.go(grammar, vocabulary, "8")
-            assert self.go(grammar, vocabulary, "7") and allowed(grammar) == {1}
-        assert not self.go(
+            assert self.consume(grammar, vocabulary, before)
+            assert not self.consume(grammar, vocabulary, "8")
+            assert self.consume(grammar, vocabulary, "7") and allowed(grammar) == {1}
+        assert not self.consume(
             begin(shared_manager, **form, thoughts_start="<think>", thoughts_end="</think>"), vocabulary, "hm"
         )
 
-    def test_ended_by_a_special_token_without_text(
+    def test_reasoning_that_ends_with_a_special_token_without_text(
         self, shared_manager: StructuredOutputManager, vocabulary: Vocabulary
     ) -> None:
         tokenizer = vocabulary.build()
         special = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i) and i not in (0, 1)]
         [tag] = [i for i in special if tokenizer.decode_str([i]) == "<|im_start|>"]
         grammar = begin(shared_manager, regex="7", thoughts_end="<|im_start|>")
-        assert self.go(grammar, vocabulary, "hm 8") and tag in allowed(grammar)
+        assert self.consume(grammar, vocabulary, "hm 8") and tag in allowed(grammar)
         grammar.accept(tag)
-        assert not self.go(grammar, vocabulary, "8") and self.go(grammar, vocabulary, "7")
+        assert not self.consume(grammar, vocabulary, "8") and self.consume(grammar, vocabulary, "7")
 
     def test_an_impossible_grammar_is_refused_although_its_reasoning_part_could_match(
         self, shared_manager: StructuredOutputManager
@@ -337,7 +337,7 @@ class TestStructuralTags:
             '[T]{"x": 1} more [T]{"x":2}',
         ],
     )
-    def test_what_may_come(self, shared_manager: StructuredOutputManager, vocabulary: Vocabulary, text: str) -> None:
+    def test_allowed_texts(self, shared_manager: StructuredOutputManager, vocabulary: Vocabulary, text: str) -> None:
         grammar = begin(shared_manager, structural_tag=TAGS)
         for token in tokens_of(vocabulary, text):
             assert token in allowed(grammar)
@@ -354,7 +354,7 @@ class TestStructuralTags:
             ('<fun=a>{"x": 5}</fun', ">"),
         ],
     )
-    def test_what_must_come(
+    def test_the_characters_allowed_inside_a_structure(
         self, shared_manager: StructuredOutputManager, vocabulary: Vocabulary, text: str, allows: str
     ) -> None:
         grammar = begin(shared_manager, structural_tag=TAGS)

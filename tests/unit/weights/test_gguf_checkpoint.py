@@ -138,7 +138,7 @@ def test_ranks_dequantize_their_shard_of_blocks(tmp_path: Path) -> None:
         for name, w in load_file(file).items()
     }
     save_file(rounded, file, metadata={"format": "pt"})
-    for rank in range(4):  # of 24 inner columns each, of blocks of 32
+    for rank in range(4):  # each shard has 24 inner columns, and a block has 32
         context = make_context(tp=fake_group("tp", rank, 4))
         check_same(load_model(folder, context), load_model(checkpoint, make_context(tp=fake_group("tp", rank, 4))))
 
@@ -214,7 +214,7 @@ def test_a_model_with_packed_targets_is_given_stored_blocks(tmp_path: Path) -> N
     assert np.array_equal(model.blocks.numpy(), blocks[20:, 144:])
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_damaged_changed_and_missing_files_are_refused(tmp_path: Path) -> None:
     folder, _ = one_matrix(tmp_path, gguf.GGMLQuantizationType.Q4_0)
     with pytest.raises(ModelError, match="more than 1 tensors"):
         read_checkpoint(folder, 1)
@@ -226,10 +226,10 @@ def test_refusals(tmp_path: Path) -> None:
         read_checkpoint(folder)
     (tmp_path / "model.gguf").unlink()
     with pytest.raises(ModelError, match=r"gguf_files.json|cannot be read"):
-        read_checkpoint(make_folder_of_missing(tmp_path))
+        read_checkpoint(make_folder_of_a_missing_file(tmp_path))
 
 
-def make_folder_of_missing(folder: Path) -> Path:
+def make_folder_of_a_missing_file(folder: Path) -> Path:
     (folder / "derived" / "gguf_files.json").write_text(
         f'{{"files": [{{"path": "{folder}/model.gguf", "size": 1, "mtime_ns": 1}}]}}'
     )

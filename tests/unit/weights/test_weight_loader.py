@@ -46,7 +46,7 @@ def test_tensors_larger_than_the_buffer_are_loaded_completely(tmp_path, monkeypa
     assert_holds(load(tmp_path), toy_tensors())
 
 
-def test_shards_are_put_together(tmp_path):
+def test_checkpoint_shards_are_merged(tmp_path):
     tensors = toy_tensors()
     for number, name in enumerate(tensors):
         save_file({name: tensors[name]}, tmp_path / f"shard{number}.safetensors")
@@ -160,7 +160,7 @@ def test_a_wrong_shape_is_named_with_file_expected_and_found(tmp_path):
     )
 
 
-def test_equal_size_is_not_equal_shape(tmp_path):
+def test_a_tensor_of_equal_size_and_another_shape_is_refused(tmp_path):
     assert "shape [3, 5], expected [5, 3]" in refused(
         tmp_path, {**toy_tensors(), "model.layers.0.fc.weight": torch.zeros(3, 5)}
     )

@@ -77,5 +77,5 @@ def _largest_group(count: Counter[int | None], groups: Counter[int | None] | dic
 
 
 def _waste(count: Counter[int | None], groups: dict[int | None, int]) -> Fraction:
-    """The number of a worker's empty layer places, divided by the number of its layers."""
+    """Unused layer slots (each group has as many as the largest group has layers), relative to a worker's layers."""
     return Fraction(sum(groups.values()) * _largest_group(count, groups), count.total()) - 1

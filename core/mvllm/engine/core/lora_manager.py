@@ -114,7 +114,7 @@ class LoRAManager:
             raise
 
     def _evict_idle_adapter(self) -> bool:
-        """Unloads the least recently used idle adapter if all places are taken; returns whether a place is free."""
+        """Unloads the least recently used idle adapter if `max_cpu_loras` are loaded; returns whether one more fits."""
         if len(self._loaded) < self._config.max_cpu_loras:
             return True
         in_use = self._in_use()

@@ -1,4 +1,4 @@
-"""Token ids of `bad_words`."""
+"""Converts the texts in `bad_words` of a request to token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mvllm.messages.sampling_param_checks import MAX_BAD_WORD_TOKENS
 def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Tokenizes each word as at the beginning of a text, and as after a space.
 
-    The second tokenization is omitted if it ends with the first, which then matches it, too.
+    The second tokenization is omitted if it ends with the first one, which then blocks it as well.
 
     Raises:
         RequestError: A word has no tokens, or all words together have too many.

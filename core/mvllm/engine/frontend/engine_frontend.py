@@ -50,7 +50,7 @@ class EngineFrontend(Generic[Client]):
     def __init__(
         self, config: EngineConfig, make_client: MakeClient[Client], client: Client | None = None, name: str = ""
     ) -> None:
-        # The cheapest reasons to fail come first, and the weights last.
+        # Cheap checks come first, loading the weights last.
         self._startup_timer = StartupTimer()
         self._tokenizer: Tokenizer | None = None
         if client is None:

@@ -1,6 +1,6 @@
-"""Input processor: validates and tokenizes prompts, and makes EngineCoreRequests of them.
+"""Input processor: validates and tokenizes prompts, and converts them to EngineCoreRequests.
 
-All entry points use it, so later code can rely on valid requests. Nothing is queued before everything is checked.
+All entry points use it, so later code can rely on valid requests. No request is queued before all of them are checked.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mvllm.structured_output.llguidance_library import check_available
 MAX_CACHE_SALT_LENGTH = 256
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _PRIORITY_LIMIT = 2**31
-_UTF8_CHECK_CHARS = 1 << 20  # encoded at a time: other threads can run in between
-_MAX_TRUNCATED_TEXT_CHARS = 1 << 22  # of a text to truncate, which has to be tokenized as a whole
+_UTF8_CHECK_CHARS = 1 << 20  # checked at a time, so that other threads can run in between
+_MAX_TRUNCATED_TEXT_CHARS = 1 << 22  # limit for a text to truncate, which is tokenized as a whole
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """The state of a request in the front end: tokens, text and log-probabilities of its sequences.
 
 One `SequenceState` per sequence collects the engine core's outputs. The `RequestState` owns the `n` sequences and makes
-a `RequestOutput` on demand. Text is decoded only then, unless stop strings are searched. Outputs accumulate until the
-caller asks, and the next `RequestOutput` contains all of them.
+a `RequestOutput` on demand. Text is decoded only then, unless the request has stop strings. Core outputs accumulate
+until the next `RequestOutput`, which contains all of them.
 """
 
 from __future__ import annotations

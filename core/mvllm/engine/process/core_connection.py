@@ -23,16 +23,16 @@ from mvllm.messages.core_protocol import Command
 
 
 class CoreConnection(ABC):
-    """One engine core as its client sees it. How updates are waited for is the client's choice.
+    """The connection to one engine core. The client that uses it waits for updates.
 
     Args:
-        address: Where front end and core meet.
+        address: The addresses of the sockets between front end and core.
         channel: The front end's sockets, bound to `address`.
-        activity_table: Where the core's process writes its activity.
+        activity_table: The table to which the core's process writes its activity.
         failure_fd: A descriptor that becomes readable, and stays so, when the core can no longer be used.
         unresponsive_timeout: Seconds without an update after which a core that has work is considered hung.
-        close: Frees everything, called once by `shutdown`; also when the object is garbage, and at the interpreter's
-            end. Must not refer to this object.
+        close: Frees all resources. Called once: by `shutdown`, when the object is garbage-collected, or at the exit of
+            the interpreter. Must not refer to this object.
 
     Attributes:
         channel, failure_fd, unresponsive_timeout: As given.

@@ -1,7 +1,7 @@
 """The asyncio client of several engine cores: data parallel replicas of the model, each with its own KV cache.
 
-A single front end sends all requests, so it knows the load of each core without asking. One of several receives the
-others' loads from the coordinator. Cores do not communicate with each other.
+A single front end sends all requests, so it can count the load of each core itself. With several front ends, each one
+receives the loads from the coordinator. Cores do not communicate with each other.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class JoinedCoreConnection(CoreConnection):
     """See CoreConnection.
 
     Args:
-        address: Where this front end and the core meet.
+        address: The addresses of the sockets between this front end and the core.
         activity_fd: The core's activity table; closed with the connection.
         unresponsive_timeout: Seconds without an update after which a core that has work is considered hung.
         report_hung: Called with such a core, so that its parent ends it.

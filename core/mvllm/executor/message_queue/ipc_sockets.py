@@ -33,7 +33,7 @@ def make_ipc_prefix() -> str:
 
 
 def bind_ipc_socket(socket: zmq.Socket[bytes], address: str) -> None:
-    """Binds a socket to which, on Linux, only processes of this user may connect: the kernel reports who does."""
+    """Binds a socket to which, on Linux, only processes of this user may connect, as reported by the kernel."""
     if sys.platform == "linux":
         socket.setsockopt(_IPC_FILTER_UID, os.getuid())
     socket.bind(address)

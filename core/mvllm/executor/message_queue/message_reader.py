@@ -31,7 +31,7 @@ class MessageSource(Protocol):
 
     Attributes:
         name: The queue's name.
-        in_place: Whether the last received frames lie in a slot, which `release` frees.
+        in_place: Whether the last received frames are views of a slot, which `release` frees.
         fds: Readable when there may be a message.
         peers: Local processes whose death ends a wait.
     """

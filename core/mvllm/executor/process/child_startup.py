@@ -46,7 +46,7 @@ def run_child(start_type: type[Start], program: Callable[[Start, socket.socket, 
 
 
 def initialize_child(start_type: type[Start]) -> tuple[Start, socket.socket, ActivityTable]:
-    """Configures this interpreter as its command line and its start arguments say.
+    """Configures this interpreter according to its command line and its start arguments.
 
     Exits if the parent has ended or closed the control socket before the start arguments have arrived.
 

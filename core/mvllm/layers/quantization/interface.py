@@ -1,10 +1,10 @@
-"""What a quantization method is: it looks at each linear layer's matrix and says how that one is stored, if at all.
+"""Interface of quantization methods: for each linear layer, a method chooses the storage format of its weight.
 
-    settings ──of──> QuantizationMethod ──matrix(layout)──> QuantizedMatrix ──weight_targets──> filled by the loader
-                                          (or None: floats)                 ──finish──────────> function and weight
+    settings ──from_config──> QuantizationMethod ──matrix(layout)──> QuantizedMatrix ──weight_targets──> weight loader
+                                                   (or None: not quantized)          ──finish──────────> op and weight
 
-A method is made before any process is started, to hear its objections, and again in each worker. So this module and
-those of methods import torch only where matrices are made.
+The front end creates a method to validate its settings before it starts processes. Each worker creates it again to
+build the matrices. Only `matrix` needs torch, so modules of methods import torch only there.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class QuantizationMethod(ABC):
     def matrix(
         self, ctx: BuildContext, layout: MatrixLayout, tied_to: nn.Parameter | None = None
     ) -> QuantizedMatrix | None:
-        """The quantized form of one matrix, which stages its tensors and provides its linear op. Phase: worker.
+        """The quantized form of one matrix: collects its tensors and provides its linear op. Phase: worker.
 
         Args:
             ctx: Build context.
             layout: The parts of the matrix.
-            tied_to: [out_features, num_columns]: for a tied layout, the token embedding of this rank if it has it,
-                which is then the matrix.
+            tied_to: For a tied layout, the token embedding [out_features, num_columns] of this rank if it has one. It
+                is then the matrix.
 
         Returns:
             None if the matrix is not quantized.
@@ -86,7 +86,7 @@ class QuantizationMethod(ABC):
         return False
 
     def given_name(self, name: str) -> str:
-        """The name in the matrices' targets of a checkpoint tensor."""
+        """The name by which the matrices' targets refer to the checkpoint tensor `name`."""
         return name
 
 

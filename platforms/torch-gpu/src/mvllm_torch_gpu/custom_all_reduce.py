@@ -1,8 +1,8 @@
 """All-reduce of small tensors without NCCL: ranks of one machine map each other's memory and read it directly.
 
-Every rank copies its part into a buffer that the others have mapped. One-shot: each rank reads all parts and adds them
-up, with one exchange and (ranks - 1) × size bytes. Two-shot, for longer sums: each rank adds up its shard, then all
-ranks read the shards, with two exchanges and fewer bytes.
+Every rank copies its tensor into a buffer that the others have mapped. One-shot: each rank reads all tensors and adds
+them up, with one exchange and (ranks - 1) × size bytes. Two-shot, for larger tensors: each rank sums one shard, then
+all ranks read the sums of all shards, with two exchanges and fewer bytes.
 
     rank 0   buffer [ a ]      one-shot: every rank reads a b c d and stores a + b + c + d
     rank 1   buffer [ b ]
@@ -82,7 +82,7 @@ def check_reach(num_ranks: int, num_devices: int, mine: int, reaches: object) ->
         num_ranks: Ranks of the group.
         num_devices: Devices that this process sees. Ranks on another machine have no device here.
         mine: This rank's device.
-        reaches: Function: whether a device can read another's memory.
+        reaches: Returns whether a device (first argument) can read the memory of another (second argument).
 
     Raises:
         PlatformError: This rank's device cannot read all of them.

@@ -17,7 +17,7 @@ MAX_HEAD_SIZE = 256
 
 
 class ExampleAttention(Strict, api.ReferenceAttention):
-    """The reference on this device: begins steps, counts shapes, and gives NaN where that was asked for."""
+    """The reference on this device. Begins steps, counts shapes, and returns NaN for the fault `nan`."""
 
     def __init__(self, spec: api.AttentionSpec, runtime: ExampleRuntime, faults: FaultPlan) -> None:
         super().__init__(spec)
@@ -49,10 +49,10 @@ class ExampleAttention(Strict, api.ReferenceAttention):
 
 
 def providers(compiled: Callable[..., None]) -> Sequence[api.OpProvider]:
-    """The operations that it has.
+    """The operations of the device.
 
     Args:
-        compiled: Called with what a compiler would know a shape by.
+        compiled: Called with the name and the shapes of each call, which identify a compiled program.
     """
 
     def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -61,7 +61,7 @@ def providers(compiled: Callable[..., None]) -> Sequence[api.OpProvider]:
         return result
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The weight is kept transposed: `prepare` does that once."""
+        """Multiplies with the transposed weight, which `prepare` has made."""
         compiled("linear", *x.shape, *weight.shape)
         return F.linear(x, weight.t(), bias)
 

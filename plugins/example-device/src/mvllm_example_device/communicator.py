@@ -9,7 +9,7 @@ from mvllm_example_device.strict import Strict, in_worker
 
 
 class ExampleCommunicator(Strict, api.Communicator):
-    """Copies to the host, lets the host's communicator do it, copies back.
+    """Copies tensors to the host, calls the host's communicator, and copies the results back.
 
     Args:
         spec: The group.

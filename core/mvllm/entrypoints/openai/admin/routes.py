@@ -128,7 +128,7 @@ class AdminRoutes:
 
 @contextmanager
 def _show_errors(code: str) -> Iterator[None]:
-    """Has the client see errors of the configuration, the model and the platform, which otherwise only the log has."""
+    """Returns errors of the configuration, the model and the platform to the client; otherwise they are only logged."""
     try:
         yield
     except (ConfigError, ModelError, PlatformError) as e:
