@@ -193,6 +193,5 @@ class ReferenceAttention(AttentionBackend):
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of zeros. On the host a page takes memory only when it is written: a cache is large and fills slowly."""
-    if torch.device(device).type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    host = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return host if host.device.type == torch.device(device).type else torch.zeros(shape, dtype=dtype, device=device)
