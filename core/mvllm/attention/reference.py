@@ -26,6 +26,7 @@ from mvllm.platform.attention import AttentionBackend, AttentionSpec, BatchLayou
 _BLOCK_SIZES = (16, 32, 8, 64, 128, 256, 4, 2, 1)
 _KV_DTYPES = ("float32", "bfloat16", "float16", *kv_quantization.LARGEST)
 _QUERY_TILE = 256
+_HOST_DEVICE_TYPE = torch.from_numpy(np.empty(0)).device.type
 
 
 Cache = torch.Tensor | tuple[torch.Tensor, ...]
@@ -193,5 +194,7 @@ class ReferenceAttention(AttentionBackend):
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of zeros. On the host a page takes memory only when it is written: a cache is large and fills slowly."""
-    host = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-    return host if host.device.type == torch.device(device).type else torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != _HOST_DEVICE_TYPE or num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
