@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from mvllm.models.causal_lm import CausalLM
 
 
-def check_length(model: CausalLM, memory: MemoryInfo, kv_cache_memory_bytes: int | None = None) -> None:
+def check_length(model: CausalLM, memory: MemoryInfo) -> None:
     """Compares a lower bound of what one sequence of `max_model_len` tokens needs with the memory of the device.
 
     Args:
         model: Built, without tables and caches.
         memory: Of the device.
-        kv_cache_memory_bytes: The setting; None if the KV cache may take what is free.
 
     Raises:
         CacheError: The rotary tables are larger than the free memory, or they and the KV cache of one sequence are
@@ -37,20 +36,17 @@ def check_length(model: CausalLM, memory: MemoryInfo, kv_cache_memory_bytes: int
             per_token += layer.backend.kv_layout().bytes_per_token
         else:
             windowed += layer.backend.kv_layout().bytes_per_token * window
-    limit = min(memory.total, kv_cache_memory_bytes or memory.total)
     fits = min(
         memory.free // per_position if per_position else length,
         (memory.total - windowed) // (per_position + per_token) if per_position + per_token else length,
-        (limit - windowed) // per_token if per_token else length,
     )
     if fits >= length:
         return
     tables = f" and {_gib(per_position * length)} of rotary tables" if per_position else ""
-    budget = f", and kv_cache_memory_bytes is {_gib(limit)}" if limit < memory.total else ""
     advice = f"Set max_model_len to less than {fits}" if fits > 1 else "Set a smaller max_model_len"
     raise CacheError(
         f"max_model_len {length:,} needs at least {_gib(per_token * length + windowed)} of KV cache{tables} for one "
-        f"sequence, but the device has {_gib(memory.total)}, of which {_gib(memory.free)} are free{budget}. {advice}; "
+        f"sequence, but the device has {_gib(memory.total)}, of which {_gib(memory.free)} are free. {advice}; "
         f"the default is the context length in {model.config.hf_config.source}."
     )
 

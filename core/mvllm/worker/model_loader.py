@@ -119,7 +119,7 @@ class ModelLoader:
         what = f"The weights of {config.model}, whose sizes config.json gives,"
         with out_of_memory_as(ModelError, what, remedy):
             model = model_class(config, context)
-        check_length(model, self._runtime.memory(), self._config.cache.kv_cache_memory_bytes)
+        check_length(model, self._runtime.memory())
         load_weights(
             model,
             config.path,
