@@ -160,6 +160,7 @@ constexpr float offset_of() {
     return float(F::OFFSET == 128 ? Quads::OFFSET : F::OFFSET);
 }
 
+// Nothing is prefetched: a tile is one stream of memory, and prefetch instructions made it up to twice as slow.
 template <class F, int MR>
 static void block_direct_unit(const BlockRows& op, const char* weight, int64_t row, float* sums) {
     constexpr int HALVES = F::KIND == BlockKind::HALVES ? 2 : 1;
@@ -171,7 +172,6 @@ static void block_direct_unit(const BlockRows& op, const char* weight, int64_t r
     for (int first = 0; first < groups; first += F::LAYOUT.groups, weight += BLOCK_BYTES) {
         const char* at = weight + F::LAYOUT.head * BTILE;
         for (int g = 0; g < F::LAYOUT.groups; ++g, x += BLOCK_GROUP, ++inputs) {
-            for (int i = 0; i < F::LAYOUT.group() * BTILE; i += 64) __builtin_prefetch(at + NEAR + i, 0, 2);
             vi acc[MR][BNV][HALVES] = {};
             add_pairs<F, 0, MR, HALVES>(acc, at + F::LAYOUT.sub * BTILE, x, op.x_stride);
             for (int v = 0; v < BNV; ++v) {

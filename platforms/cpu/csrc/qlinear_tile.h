@@ -55,7 +55,8 @@ INLINE void store_bytes(int8_t* p, vu v) {
 
 // ---- prefetching ---------------------------------------------------------------------------------------------------------
 // While several groups of rows use a piece of the weights, they prefetch the next piece. The groups share its cache
-// lines, so that each line is prefetched once. A single group prefetches NEAR bytes ahead (simd.h).
+// lines, so that each line is prefetched once. A single group of rows of an int8 product prefetches NEAR bytes ahead (simd.h); one
+// that unpacks weights in registers prefetches nothing, because the processor's own prefetching is then faster.
 
 struct Ahead {
     const char* from;
