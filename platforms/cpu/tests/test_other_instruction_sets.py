@@ -1,4 +1,7 @@
-"""Runs the kernel tests again, in a process for each instruction set that they have not run with here."""
+"""Runs the kernel tests again, in a process for each instruction set that they have not run with here.
+
+Of each test every third form runs, and with `ci/dev.py test --all` every form.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,30 @@ NAMES = {"isa": ISAS.split(", "), "quantized_isa": QUANTIZED_ISAS.split(", ")}
 
 TESTS_WITH_ISA = """
 import sys
+from collections import Counter
 
 import pytest
 
 from mvllm_cpu import kernels
 
+
+class EveryNth:
+    def __init__(self, n):
+        self.n = n
+
+    def pytest_collection_modifyitems(self, items):
+        forms = Counter()
+        for item in list(items):
+            place = item.path, item.originalname
+            if forms[place] % self.n:
+                items.remove(item)
+            forms[place] += 1
+
+
 loaded = kernels.load()
 print(loaded.isa, loaded.quantized_isa, flush=True)
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
+plugin = EveryNth(int(sys.argv[1]))
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:]], plugins=[plugin]))
 """
 
 
@@ -46,22 +65,22 @@ def kinds_of(isa: str) -> list[str]:
 
 FURTHER = ("avx512", "avx512_vnni")
 """Sets between avx2 and the best; the exhaustive tests run them, too."""
+OTHERS = [isa for isa in dict.fromkeys(NAMES["isa"] + NAMES["quantized_isa"]) if kinds_of(isa)]
 
 
 @pytest.mark.parametrize(
-    "isa",
+    ("isa", "nth"),
     [
-        pytest.param(isa, marks=pytest.mark.exhaustive if isa in FURTHER else ())
-        for isa in dict.fromkeys(NAMES["isa"] + NAMES["quantized_isa"])
-        if kinds_of(isa)
+        *(pytest.param(isa, 3, id=isa) for isa in OTHERS if isa not in FURTHER),
+        *(pytest.param(isa, 1, id=f"{isa} in every form", marks=pytest.mark.exhaustive) for isa in OTHERS),
     ],
 )
-def test_every_kernel_is_right_with(isa):
+def test_every_kernel_is_right_with(isa, nth):
     skip_unless_supported(isa)
     env = dict(os.environ, MVLLM_CPU_ISA=isa)
     kinds = kinds_of(isa)
     files = [str(Path(__file__).with_name(name)) for kind in kinds for name in FILES[kind]]
-    done = subprocess.run([sys.executable, "-c", TESTS_WITH_ISA, *files], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", TESTS_WITH_ISA, str(nth), *files], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = dict(zip(("isa", "quantized_isa"), done.stdout.splitlines()[0].split(), strict=True))
     assert all(found[kind] == isa for kind in kinds)
