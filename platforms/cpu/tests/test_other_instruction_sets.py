@@ -80,7 +80,9 @@ def test_every_kernel_is_right_with(isa, nth):
     env = dict(os.environ, MVLLM_CPU_ISA=isa)
     kinds = kinds_of(isa)
     files = [str(Path(__file__).with_name(name)) for kind in kinds for name in FILES[kind]]
-    done = subprocess.run([sys.executable, "-c", TESTS_WITH_ISA, str(nth), *files], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", TESTS_WITH_ISA, str(nth), *files], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = dict(zip(("isa", "quantized_isa"), done.stdout.splitlines()[0].split(), strict=True))
     assert all(found[kind] == isa for kind in kinds)
