@@ -97,7 +97,7 @@ void block(const BlockKernels& kernels, const Product& p, int64_t row_begin, int
         char* both = product_to_gate.at_least(size_t(2 * kernels.tile * BLOCK_ROWS * element));
         multiply_tile(kernels, p, place, row_begin, rows, both, 2 * width);
         multiply_tile(kernels, p, p.place(tiles + t, kernels.tile), row_begin, rows, both + width * element, 2 * width);
-        current_isa().silu_and_mul({both, out, 2 * width, p.size, width, width, p.op.dtype}, 0, rows);
+        current_isa().gate_and_mul({both, out, 2 * width, p.size, width, width, p.op.dtype}, 0, rows);
     }
 }
 

@@ -51,8 +51,12 @@ RmsNorm rms_norm_of(const void* x, int64_t x_stride, int64_t heads, int64_t head
     return {x, residual, weight, out, x_stride, heads, head_stride, int32_t(size), dtype, eps};
 }
 
-SiluAndMul silu_and_mul_of(const void* x, int64_t x_stride, void* out, int64_t size, int dtype) {
+GateAndMul silu_and_mul_of(const void* x, int64_t x_stride, void* out, int64_t size, int dtype) {
     return {x, out, x_stride, size, size, size, dtype};
+}
+
+GateAndMul gelu_tanh_and_mul_of(const void* x, int64_t x_stride, void* out, int64_t size, int dtype) {
+    return {x, out, x_stride, size, size, size, dtype, true};
 }
 
 // Cost of one element of silu_and_mul, in elements of a simple operation.
@@ -79,8 +83,13 @@ void rms_norm_part(const int64_t* s, Part part) {
 }
 
 void silu_and_mul_part(const int64_t* s, Part part) {
-    const SiluAndMul op = silu_and_mul_of(pointer(s[0]), s[1], target(s[2]), s[4], int(s[5]));
-    current_isa().silu_and_mul(op, s[3] * part.index / part.count, s[3] * (part.index + 1) / part.count);
+    const GateAndMul op = silu_and_mul_of(pointer(s[0]), s[1], target(s[2]), s[4], int(s[5]));
+    current_isa().gate_and_mul(op, s[3] * part.index / part.count, s[3] * (part.index + 1) / part.count);
+}
+
+void gelu_tanh_and_mul_part(const int64_t* s, Part part) {
+    const GateAndMul op = gelu_tanh_and_mul_of(pointer(s[0]), s[1], target(s[2]), s[4], int(s[5]));
+    current_isa().gate_and_mul(op, s[3] * part.index / part.count, s[3] * (part.index + 1) / part.count);
 }
 
 void rotary_part(const int64_t* s, Part part) {
@@ -97,6 +106,7 @@ ThreadMode always_own_division(const int64_t*) { return ThreadMode::OWN_DIVISION
 const WorkSharing one_thread{always_one_thread, nullptr, nullptr, nullptr}, own_division{always_own_division, nullptr, nullptr, nullptr};
 const WorkSharing rms_norm_sharing{rms_norm_mode, rms_norm_part, nullptr, nullptr};
 const WorkSharing silu_and_mul_sharing{silu_and_mul_mode, silu_and_mul_part, nullptr, nullptr};
+const WorkSharing gelu_tanh_and_mul_sharing{silu_and_mul_mode, gelu_tanh_and_mul_part, nullptr, nullptr};
 const WorkSharing rotary_sharing{rotary_mode, rotary_part, nullptr, nullptr};
 
 }  // namespace mvllm
@@ -105,7 +115,7 @@ using namespace mvllm;
 
 extern "C" {
 
-int mvllm_cpu_abi_version() { return 12; }
+int mvllm_cpu_abi_version() { return 13; }
 
 const char* mvllm_cpu_isa() { return current_isa().name; }
 
@@ -127,7 +137,20 @@ void mvllm_cpu_argmax(const void* x, int64_t x_stride, void* values, int64_t* id
 }
 
 void mvllm_cpu_silu_and_mul(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t size, int dtype) {
-    over_rows(current_isa().silu_and_mul, silu_and_mul_of(x, x_stride, out, size, dtype), rows, SILU_COST * size);
+    over_rows(current_isa().gate_and_mul, silu_and_mul_of(x, x_stride, out, size, dtype), rows, SILU_COST * size);
+}
+
+void mvllm_cpu_gelu_tanh_and_mul(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t size, int dtype) {
+    over_rows(current_isa().gate_and_mul, gelu_tanh_and_mul_of(x, x_stride, out, size, dtype), rows, SILU_COST * size);
+}
+
+// The sum of `x` and `y`, `count` contiguous elements each.
+void mvllm_cpu_add(const void* x, const void* y, void* out, int64_t count, int dtype) {
+    over_rows(current_isa().add_or_scale, AddOrScale{x, y, out, 1.f, dtype}, count, 1);
+}
+
+void mvllm_cpu_scale(const void* x, float factor, void* out, int64_t count, int dtype) {
+    over_rows(current_isa().add_or_scale, AddOrScale{x, nullptr, out, factor, dtype}, count, 1);
 }
 
 void mvllm_cpu_rotary(const void* index, int wide_index, const float* cos_sin, int rotary_dim, void* query,

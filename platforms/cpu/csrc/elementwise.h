@@ -45,9 +45,11 @@ static void rms_norm_rows(const RmsNorm& op, int64_t begin, int64_t end) {
     }
 }
 
-template <class E>
-static void silu_and_mul_rows(const SiluAndMul& op, int64_t begin, int64_t end) {
+// silu(x) = x * sigmoid(x), and the tanh form of gelu is x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)).
+template <class E, bool GELU_TANH>
+static void gate_and_mul_rows(const GateAndMul& op, int64_t begin, int64_t end) {
     typedef typename E::type T;
+    constexpr float LINEAR = GELU_TANH ? -1.5957691216057308f * LOG2E : -LOG2E, CUBIC = GELU_TANH ? LINEAR * 0.044715f : 0.f;
     const vf limit = splat(126.f);
     for (int64_t row = begin; row < end; ++row) {
         const T* gate = static_cast<const T*>(op.x) + row * op.x_stride;
@@ -55,16 +57,32 @@ static void silu_and_mul_rows(const SiluAndMul& op, int64_t begin, int64_t end) 
         T* out = static_cast<T*>(op.out) + row * op.out_stride;
         int64_t d = 0;
         for (; d + LANES <= op.size; d += LANES) {
-            const vf x = E::widen(gate + d), y = x * -LOG2E;
-            const vf silu = x / (1.f + vexp2<true>(y > limit ? limit : y));
-            E::narrow(out + d, E::round(silu) * E::widen(up + d));
+            const vf x = E::widen(gate + d), y = GELU_TANH ? x * (x * x * CUBIC + LINEAR) : x * LINEAR;
+            const vf gated = x / (1.f + vexp2<true>(y > limit ? limit : y));
+            E::narrow(out + d, E::round(gated) * E::widen(up + d));
         }
         for (; d < op.size; ++d) {
-            const float x = E::get(gate[d]), y = x * -LOG2E;
-            const float silu = x / (1.f + exp2_one(y > 126.f ? 126.f : y));
-            out[d] = E::put(rounded<E>(silu) * E::get(up[d]));
+            const float x = E::get(gate[d]), y = GELU_TANH ? x * (x * x * CUBIC + LINEAR) : x * LINEAR;
+            const float gated = x / (1.f + exp2_one(y > 126.f ? 126.f : y));
+            out[d] = E::put(rounded<E>(gated) * E::get(up[d]));
         }
     }
+}
+
+template <class E>
+static void silu_or_gelu_and_mul_rows(const GateAndMul& op, int64_t begin, int64_t end) {
+    (op.is_gelu_tanh ? gate_and_mul_rows<E, true> : gate_and_mul_rows<E, false>)(op, begin, end);
+}
+
+template <class E>
+static void add_or_scale_elements(const AddOrScale& op, int64_t begin, int64_t end) {
+    typedef typename E::type T;
+    const T* x = static_cast<const T*>(op.x);
+    const T* y = static_cast<const T*>(op.y);
+    T* out = static_cast<T*>(op.out);
+    int64_t i = begin;
+    for (; i + LANES <= end; i += LANES) E::narrow(out + i, y ? E::widen(x + i) + E::widen(y + i) : E::widen(x + i) * op.factor);
+    for (; i < end; ++i) out[i] = E::put(y ? E::get(x[i]) + E::get(y[i]) : E::get(x[i]) * op.factor);
 }
 
 template <class E>
@@ -147,7 +165,8 @@ static void argmax_rows(const Argmax& op, int64_t begin, int64_t end) {
     }
 
 static void rms_norm(const RmsNorm& op, int64_t begin, int64_t end) { BY_DTYPE(rms_norm_rows, op, begin, end) }
-static void silu_and_mul(const SiluAndMul& op, int64_t begin, int64_t end) { BY_DTYPE(silu_and_mul_rows, op, begin, end) }
+static void gate_and_mul(const GateAndMul& op, int64_t begin, int64_t end) { BY_DTYPE(silu_or_gelu_and_mul_rows, op, begin, end) }
+static void add_or_scale(const AddOrScale& op, int64_t begin, int64_t end) { BY_DTYPE(add_or_scale_elements, op, begin, end) }
 static void rotary(const Rotary& op, int64_t begin, int64_t end) { BY_DTYPE(rotary_tokens, op, begin, end) }
 static void argmax(const Argmax& op, int64_t begin, int64_t end) { BY_DTYPE(argmax_rows, op, begin, end) }
 

@@ -21,6 +21,9 @@ void mvllm_cpu_packed_embedding(const void* ids, int wide_ids, const void* packe
                                 int64_t in_features, int64_t first, int64_t count, int dtype);
 void mvllm_cpu_argmax(const void* x, int64_t x_stride, void* values, int64_t* ids, int64_t rows, int64_t size, int dtype);
 void mvllm_cpu_silu_and_mul(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t size, int dtype);
+void mvllm_cpu_gelu_tanh_and_mul(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t size, int dtype);
+void mvllm_cpu_add(const void* x, const void* y, void* out, int64_t count, int dtype);
+void mvllm_cpu_scale(const void* x, float factor, void* out, int64_t count, int dtype);
 void mvllm_cpu_rotary(const void* index, int wide_index, const float* cos_sin, int rotary_dim, void* query,
                       int64_t query_stride, int64_t query_head_stride, int num_heads, void* key, int64_t key_stride,
                       int64_t key_head_stride, int num_kv_heads, int64_t tokens, int dtype);

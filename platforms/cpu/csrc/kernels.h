@@ -138,17 +138,28 @@ struct RmsNorm {
     float eps;
 };
 
-// out[i] = silu(x[i]) * x[up + i]; rows lie `x_stride` and `out_stride` elements apart.
-struct SiluAndMul {
+// out[i] = silu(x[i]) * x[up + i], or gelu in its tanh form in place of silu; rows lie `x_stride` and `out_stride` elements
+// apart.
+struct GateAndMul {
     const void* x;
     void* out;
     int64_t x_stride, out_stride, up, size;
+    int32_t dtype;
+    bool is_gelu_tanh = false;
+};
+
+// out[i] = x[i] + y[i], or x[i] * factor if `y` is null.
+struct AddOrScale {
+    const void* x;
+    const void* y;
+    void* out;
+    float factor;
     int32_t dtype;
 };
 
 // out[i] = (u + 1) * g * sigmoid(alpha * g), where g = min(x[i], limit) and u is x[up + i], at least -limit and at most limit.
 struct ClampedGate {
-    SiluAndMul rows;
+    GateAndMul rows;
     float alpha, limit;
 };
 
@@ -204,7 +215,8 @@ struct Isa {
     void (*combine)(const Geometry&, const Layer&, const SplitTile&, const Scratch&, const float* partials);
     void (*store_kv)(const Geometry&, const NewKV&, int token_begin, int token_end);
     void (*rms_norm)(const RmsNorm&, int64_t row_begin, int64_t row_end);
-    void (*silu_and_mul)(const SiluAndMul&, int64_t row_begin, int64_t row_end);
+    void (*gate_and_mul)(const GateAndMul&, int64_t row_begin, int64_t row_end);
+    void (*add_or_scale)(const AddOrScale&, int64_t begin, int64_t end);
     void (*rotary)(const Rotary&, int64_t token_begin, int64_t token_end);
     void (*argmax)(const Argmax&, int64_t row_begin, int64_t row_end);
     // Columns in strips of STRIP. `x` holds float32 rows, zero-padded like the weight, except where it is the caller's

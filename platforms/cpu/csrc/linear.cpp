@@ -105,9 +105,9 @@ void gate(const Isa& isa, const Linear& op, void* out, int64_t row_begin, int64_
     isa.linear(half, row_begin, row_end, begin, end);
     half.out = at(row_begin * 2 * width + begin * STRIP + size - width);
     isa.linear(half, row_begin, row_end, size / STRIP + begin, size / STRIP + end);
-    const SiluAndMul act{scratch, static_cast<char*>(out) + (row_begin * size + begin * STRIP) * element, 2 * width, size,
+    const GateAndMul act{scratch, static_cast<char*>(out) + (row_begin * size + begin * STRIP) * element, 2 * width, size,
                          width, width, op.dtype};
-    isa.silu_and_mul(act, 0, row_end - row_begin);
+    isa.gate_and_mul(act, 0, row_end - row_begin);
 }
 
 // Computes one of `threads` parts, divided like in `compute`.

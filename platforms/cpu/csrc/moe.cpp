@@ -142,11 +142,11 @@ void run(const Isa& isa, const Moe& op, int64_t num_tokens) {
                              panel * gate_up.panel_bytes, op.gate_up_bias ? bias : nullptr, sums, in.elements,
                              int32_t(op.hidden), int32_t(2 * n), op.dtype};
         isa.linear(product, 0, height, 0, (2 * n + STRIP - 1) / STRIP);
-        const SiluAndMul gates{sums, gated, 2 * n, n, n, n, op.dtype};
+        const GateAndMul gates{sums, gated, 2 * n, n, n, n, op.dtype};
         if (op.clamped)
             isa.clamped_gate(ClampedGate{gates, op.alpha, op.limit}, 0, height);
         else
-            isa.silu_and_mul(gates, 0, height);
+            isa.gate_and_mul(gates, 0, height);
         for (int64_t m = 0; m < height; ++m)
             std::memcpy(act + (block.begin + m) * act_bytes + column * element, gated + m * n * element,
                         size_t(n * element));

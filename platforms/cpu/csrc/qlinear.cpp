@@ -123,7 +123,7 @@ void block(const QIsa& isa, const Product& p, int64_t row_begin, int64_t row_end
         half.out = from(size + begin * STRIP - width);
         kernel(half, row_begin, row_end, size / STRIP + begin, size / STRIP + next);
         char* out = static_cast<char*>(p.op.out) + (row_begin * p.op.out_stride + begin * STRIP) * element;
-        current_isa().silu_and_mul({scratch, out, 2 * width, p.op.out_stride, width, width, p.op.dtype}, 0, rows);
+        current_isa().gate_and_mul({scratch, out, 2 * width, p.op.out_stride, width, width, p.op.dtype}, 0, rows);
     }
 }
 

@@ -180,12 +180,12 @@ class Run {
                     const int64_t column = half * all.count + gate_up_.columns(t, t + 1).begin - all.begin;
                     gate_up_.multiply(block.expert, half, t, rows, int(height), bias, both + column * element_, 2 * all.count);
                 }
-            const SiluAndMul gate{both, gated_ + (block.begin * inner_ + all.begin) * element_, 2 * all.count, inner_, all.count,
+            const GateAndMul gate{both, gated_ + (block.begin * inner_ + all.begin) * element_, 2 * all.count, inner_, all.count,
                                   all.count, op_.dtype};
             if (op_.clamped)
                 current_isa().clamped_gate(ClampedGate{gate, op_.alpha, op_.limit}, 0, height);
             else
-                current_isa().silu_and_mul(gate, 0, height);
+                current_isa().gate_and_mul(gate, 0, height);
         }
     }
 

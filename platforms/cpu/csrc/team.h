@@ -30,7 +30,7 @@ struct WorkSharing {
 void record_kernel_use();
 
 extern const WorkSharing one_thread, own_division;
-extern const WorkSharing rms_norm_sharing, silu_and_mul_sharing, rotary_sharing;
+extern const WorkSharing rms_norm_sharing, silu_and_mul_sharing, gelu_tanh_and_mul_sharing, rotary_sharing;
 extern const WorkSharing linear_sharing, linear_silu_sharing;
 extern const WorkSharing qlinear_sharing, qlinear_silu_sharing;
 extern const WorkSharing block_linear_sharing, block_linear_silu_sharing;

@@ -146,6 +146,7 @@ def elementwise() -> None:
         ops.rms_norm(x, weight, 1e-6)
         ops.fused_add_rms_norm(x, torch.randn(rows, size).to(dtype), weight, 1e-6)
         ops.silu_and_mul(torch.randn(rows, 2 * size).to(dtype))
+        ops.gelu_tanh_and_mul(torch.randn(rows, 2 * size).to(dtype))
         ops.argmax(x)
         ops.embedding(torch.randint(-1, rows + 1, (9,)), x, 0)
         cos_sin = torch.randn(rows, 2 * size)

@@ -35,6 +35,7 @@ class KernelOps:
         self._rms_norm = Kernel(library, "mvllm_cpu_rms_norm", norm)
         act = (pointer, length, pointer, length, length, number)
         self._silu_and_mul = Kernel(library, "mvllm_cpu_silu_and_mul", act)
+        self._gelu_tanh_and_mul = Kernel(library, "mvllm_cpu_gelu_tanh_and_mul", act)
         heads = (pointer, length, length, number)
         rotary = (pointer, number, pointer, number, *heads, *heads, length, number)
         self._rotary = Kernel(library, "mvllm_cpu_rotary", rotary)
@@ -51,6 +52,7 @@ class KernelOps:
             self.rms_norm,
             self.fused_add_rms_norm,
             self.silu_and_mul,
+            self.gelu_tanh_and_mul,
             self.rotary_embedding,
         )
         return [OpProvider(f.__name__, PROVIDER, f, supports) for f in functions]
@@ -137,10 +139,17 @@ class KernelOps:
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """silu of the first half times the second half."""
+        return self._gate_and_mul(self._silu_and_mul, x)
+
+    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """gelu_tanh of the first half times the second half."""
+        return self._gate_and_mul(self._gelu_tanh_and_mul, x)
+
+    def _gate_and_mul(self, kernel: Kernel, x: torch.Tensor) -> torch.Tensor:
         size = x.shape[-1] // 2
         rows = rows_of(x)
         out = workspace.empty((*x.shape[:-1], size), x.dtype)
-        self._silu_and_mul(rows.data_ptr(), rows.stride(0), out.data_ptr(), rows.shape[0], size, DTYPE_CODES[x.dtype])
+        kernel(rows.data_ptr(), rows.stride(0), out.data_ptr(), rows.shape[0], size, DTYPE_CODES[x.dtype])
         return out
 
     def rotary_embedding(

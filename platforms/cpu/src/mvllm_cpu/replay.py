@@ -11,8 +11,9 @@ execute them all with one call into the library:
 Intermediate tensors are placed in one arena that all recordings share; memory is reused after a tensor's last reader.
 Addresses of arguments and of the result are patched for each run.
 
-Whether a function can be replayed is detected. While it is recorded, torch reports its operations; an operation that
-computes and is not one of our kernels makes the record incomplete. Then the record is executed over an arena filled
+Whether a function can be replayed is detected. While it is recorded, torch reports its operations; kernels compute
+sums and products with a number (`recordable_torch_ops.py`), and any other operation that computes makes the record
+incomplete. Then the record is executed over an arena filled
 with NaN patterns, and has to reproduce the recorded result to the last bit; otherwise work is missing from it and it is
 not used. Functions that cannot be replayed are called directly.
 
@@ -33,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mvllm.plugin_api import CompileBackend, get_logger
 from mvllm_cpu import recording
+from mvllm_cpu.recordable_torch_ops import RecordableTorchOps
 from mvllm_cpu.recording import BlockingKernel, Call
 
 logger = get_logger("mvllm.cpu.replay")
@@ -88,10 +90,15 @@ class _Program:
 
 
 class _OperationRecorder(TorchDispatchMode):
-    """Collects the tensors that torch's operations allocate, and reports operations that compute."""
+    """Collects the tensors that torch's operations allocate, and reports operations that no kernel computes.
 
-    def __init__(self) -> None:
+    Args:
+        torch_ops: Kernels for operations of torch.
+    """
+
+    def __init__(self, torch_ops: RecordableTorchOps) -> None:
         super().__init__()
+        self._torch_ops = torch_ops
         self.allocated: list[torch.Tensor] = []
 
     @classmethod
@@ -102,8 +109,12 @@ class _OperationRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = func.name()
+        computed = self._torch_ops.compute(name, args, kwargs)
+        if computed is not None:
+            self.allocated.append(computed)
+            return computed
+        result = func(*args, **(kwargs or {}))
         if name.startswith(("aten::empty", "aten::new_empty")):
             self.allocated.append(result)
         elif not (func.is_view or name in ("aten::detach", "aten::_unsafe_view")):
@@ -135,6 +146,7 @@ class Replay(CompileBackend):
             self._run = library.mvllm_cpu_program_run
             self._run.argtypes = (pointer, length, length, pointer, pointer, length, pointer)
             self._run.restype = length
+            self.torch_ops = RecordableTorchOps(library)
         self._arena = torch.empty(0, dtype=torch.uint8)
 
     def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
@@ -193,7 +205,7 @@ class _Compiled:
 
     def _record(self, key: Hashable, args: tuple[Any, ...]) -> Any:
         before = _copies(args)  # the function may modify its arguments
-        with _OperationRecorder() as watch:
+        with _OperationRecorder(self._backend.torch_ops) as watch:
             result, calls, refusal = recording.record(lambda: self._function(*args))
         self._programs[key] = None
         try:
