@@ -217,6 +217,8 @@ def test(arguments: list[str], *, fast: bool = False, quick: bool = False, every
     which = "" if everything else " and not exhaustive"
     # ci.times prints the time of each file, and starts the slowest files first.
     parallel = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
+    if not everything:
+        parallel += ["-p", "ci.forked_workers"]
     one_thread = {"OMP_NUM_THREADS": "1", **({"TESTS_FRESH_PROGRAMS": "1"} if everything else {})}
     included, interpreted = (
         (what, None) if chosen else ([*what, *(f"--ignore-glob={each}/*" for each in INTERPRETED)], arguments)

@@ -1,6 +1,6 @@
 """Runs the kernel tests again, in a process for each instruction set that they have not run with here.
 
-Of each test every third form runs, and with `ci/dev.py test --all` every form.
+Of each test every sixth form runs, and with `ci/dev.py test --all` every form.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ OTHERS = [isa for isa in dict.fromkeys(NAMES["isa"] + NAMES["quantized_isa"]) if
 @pytest.mark.parametrize(
     ("isa", "nth"),
     [
-        *(pytest.param(isa, 3, id=isa) for isa in OTHERS if isa not in FURTHER),
+        *(pytest.param(isa, 6, id=isa) for isa in OTHERS if isa not in FURTHER),
         *(pytest.param(isa, 1, id=f"{isa} in every form", marks=pytest.mark.exhaustive) for isa in OTHERS),
     ],
 )

@@ -1,8 +1,8 @@
-"""Every kernel over ragged edge shapes, compiled with the address and the undefined-behaviour sanitizer.
+"""Every kernel over ragged edge shapes, compiled with the address sanitizer and the undefined-behaviour sanitizer.
 
 The library is built for one instruction set at a time and opened by a process of its own, which loads the sanitizer's
 runtime before anything else; `edge_shapes.py` says what is called. The gate takes the set that runs here, with small
-register tiles and without optimization: a third of the time to compile.
+register tiles, without optimization and with the address sanitizer only: a fourth of the time to compile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from platforms.cpu.tests.instruction_sets import skip_unless_supported
 from mvllm_cpu import kernels
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
-FLAGS = ["-g1", "-std=c++17", "-fopenmp", "-fPIC", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+FLAGS = ["-g1", "-std=c++17", "-fopenmp", "-fPIC", "-fno-sanitize-recover=all"]
 ISA = kernels.load().isa or "generic"
 ISAS = sorted(path.stem.removeprefix("isa_") for path in CSRC.glob("isa_*.cpp"))
 
@@ -35,7 +35,8 @@ def build(compiler: str, isa: str, folder: Path, *, whole: bool) -> Path:
     """The library with one instruction set, and the portable one where this processor may not have it."""
     names = {isa} | ({"generic"} if isa != ISA else set())
     wanted = {kind + name for kind in ("isa_", "qisa_") for name in names}
-    flags = [*FLAGS, *(["-O1"] if whole else ["-O0", "-DMVLLM_SMALL_TILES=1"])]
+    sanitizers = "-fsanitize=address,undefined" if whole else "-fsanitize=address"
+    flags = [*FLAGS, sanitizers, *(["-O1"] if whole else ["-O0", "-DMVLLM_SMALL_TILES=1"])]
 
     def compile_one(source: Path) -> Path:
         target = folder / f"{source.stem}.o"
@@ -46,7 +47,7 @@ def build(compiler: str, isa: str, folder: Path, *, whole: bool) -> Path:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [str(path) for path in pool.map(compile_one, sources)]
     library = folder / "sanitized.so"
-    subprocess.run([compiler, *FLAGS, "-shared", *objects, "-o", str(library)], check=True, timeout=600)
+    subprocess.run([compiler, *FLAGS, sanitizers, "-shared", *objects, "-o", str(library)], check=True, timeout=600)
     return library
 
 
