@@ -459,6 +459,42 @@ def test_an_error_ends_a_program(block, backend):
     assert torch.equal(compiled(ids), expected), "the next run begins at the beginning"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sums_and_products_with_a_number_are_replayed_with_the_bits_of_torch(block, backend, dtype):
+    def function(x, y):
+        return block.ops.silu_and_mul((x + y) * 0.3) * 7
+
+    compiled = backend.compile(function, dynamic=True)
+    for seed in (0, 2, 4):
+        x, y = random(3, 38, seed=seed, dtype=dtype), random(3, 38, seed=seed + 1, dtype=dtype)
+        assert torch.equal(compiled(x, y), function(x, y))
+    assert None not in compiled._programs.values()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x, y: x + y[:1],
+        lambda x, y: x + y.double(),
+        lambda x, y: torch.add(x, y, alpha=2),
+        lambda x, y: x + 1,
+        lambda x, y: x * y,
+        lambda x, y: x.t().mul(2).t(),
+        lambda x, y: x.int() * 3,
+    ],
+    ids=["broadcast", "other dtype", "alpha", "number added", "product", "strides", "integers"],
+)
+def test_other_sums_and_products_are_not_replayed(block, backend, operation):
+    def function(x, y):
+        return block.ops.silu_and_mul(operation(x, y).bfloat16().contiguous())
+
+    compiled = backend.compile(function, dynamic=True)
+    for seed in (0, 2):
+        x, y = random(4, 16, seed=seed), random(4, 16, seed=seed + 1)
+        assert torch.equal(compiled(x, y), function(x, y))
+    assert list(compiled._programs.values()) == [None]
+
+
 def test_long_steps_are_called(block, backend):
     compiled = backend.compile(lambda x: block.ops.silu_and_mul(x), dynamic=True)
     for rows in (MOST_ROWS, MOST_ROWS + 1):
