@@ -89,7 +89,7 @@ def vendor(tmp_path_factory) -> VendorEnvironment:
     subprocess.run([environment / "bin" / "python", "-m", "pip", "uninstall", "-q", "-y", "setuptools"], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     (environment / "lib" / version / "site-packages" / "requirements.pth").write_text(f"{links}\n")
-    folder = root / "desk"
+    folder = root / "work"
     folder.mkdir()
     return VendorEnvironment(folder, environment / "bin", wheels)
 

@@ -71,12 +71,12 @@ class TwoStepCore:
 
 @pytest.fixture
 def loop():
-    input_queue, output_queue, board = SimpleQueue(), SimpleQueue(), ActivityTable.create(1)
+    input_queue, output_queue, activity = SimpleQueue(), SimpleQueue(), ActivityTable.create(1)
     core = TwoStepCore(input_queue)
-    core.input_queue, core.output_queue, core.board = input_queue, output_queue, board
-    core.proc = EngineCoreProc("EngineCore", core, input_queue, make_output_queues(1, output_queue), board)
+    core.input_queue, core.output_queue, core.activity = input_queue, output_queue, activity
+    core.proc = EngineCoreProc("EngineCore", core, input_queue, make_output_queues(1, output_queue), activity)
     yield core
-    board.close()
+    activity.close()
 
 
 def add(*ids, prompt=(1, 2)):
@@ -101,19 +101,19 @@ def serve(loop, commands, *, stop_at_step=None) -> list[EngineCoreOutputs]:
 
 
 def test_requests_sent_together_start_together_and_updates_have_content(loop):
-    news = serve(loop, [add("a", "b"), add("c")], stop_at_step=1)
+    updates = serve(loop, [add("a", "b"), add("c")], stop_at_step=1)
     assert loop.steps == [["a", "b", "c"]] * 2
-    last = news[-1]
+    last = updates[-1]
     assert [output.request_id for output in last.outputs] == ["a", "b", "c"]
     assert (last.num_acknowledged, last.is_busy) == (2, False)
-    assert len(news) <= 2  # the first step's update is sent only if none was sent for a while
+    assert len(updates) <= 2  # the first step's update is sent only if none was sent for a while
 
 
 def test_a_request_that_cannot_be_decoded_or_queued_ends_alone(loop):
     broken = AddRequests(["x"], [msgspec.Raw(msgspec.msgpack.encode({"request_id": "x", "prompt_token_ids": ["?"]}))])
     refused = AddRequests(["y"], add("y", prompt=()).requests)
-    news = serve(loop, [broken, add("a"), refused], stop_at_step=1)
-    outputs = {output.request_id: output for each in news for output in each.outputs}
+    updates = serve(loop, [broken, add("a"), refused], stop_at_step=1)
+    outputs = {output.request_id: output for each in updates for output in each.outputs}
     assert outputs["a"].finish_reason is FinishReason.LENGTH
     for request_id, text in (("x", "cannot take this request"), ("y", "The prompt is empty.")):
         assert outputs[request_id].finish_reason is FinishReason.ERROR and text in outputs[request_id].error
@@ -131,11 +131,11 @@ def test_a_core_without_work_reports_that_it_is_idle(loop):
     assert not update.is_busy and not update.outputs
     loop.input_queue.put(STOP)
     thread.join(30)
-    assert loop.board.read(0).text == IDLE
+    assert loop.activity.read(0).text == IDLE
 
 
 def test_commands_of_a_disconnected_client_are_ignored(loop):
-    proc = EngineCoreProc("EngineCore", loop, loop.input_queue, make_output_queues(3, loop.output_queue), loop.board)
+    proc = EngineCoreProc("EngineCore", loop, loop.input_queue, make_output_queues(3, loop.output_queue), loop.activity)
     loop.at_step[1] = [STOP]
     for item in ((2, 1, add("a")), (0, 1, DropClient(2)), (2, 2, add("b")), (1, 1, add("c"))):
         loop.input_queue.put(item)
@@ -190,11 +190,11 @@ def test_messages_without_the_token_are_dropped_on_both_sides():
     assert front.send(name, AbortRequests(["a"])) == 1
     assert source.receive() == (0, 1, AbortRequests(["a"]))
     target.send(0, EngineCoreOutputs(num_acknowledged=1))
-    news = None
-    while news is None:
+    updates = None
+    while updates is None:
         assert front.update_socket.poll(30_000)
-        news = front.receive()
-    assert news.num_acknowledged == 1
+        updates = front.receive()
+    assert updates.num_acknowledged == 1
     for stranger in strangers:
         stranger.close(0)
     context.term()

@@ -14,21 +14,21 @@ from mvllm.executor.process.activity_table import IDLE, ActivityTable
 
 def test_the_heartbeat_age_of_an_idle_front_end_includes_the_running_step():
     """Any front end may answer a health check."""
-    board = ActivityTable.create(1)
+    activity = ActivityTable.create(1)
     [address] = new_addresses()
-    link = JoinedCoreConnection(address, os.dup(board.fd), 60.0, lambda: None)
+    link = JoinedCoreConnection(address, os.dup(activity.fd), 60.0, lambda: None)
     config: Any = None
     client = AsyncMPClient(config, link, "")
     try:
-        board.write(0, IDLE)
+        activity.write(0, IDLE)
         assert client.heartbeat_age == 0.0
-        board.write(0, "execution", step=3)
+        activity.write(0, "execution", step=3)
         time.sleep(0.01)
         assert 0.01 <= client.heartbeat_age < 60.0
-        board.write(0, "wake_up")  # may take as long as loading the weights
+        activity.write(0, "wake_up")  # may take as long as loading the weights
         time.sleep(0.001)
         assert client.heartbeat_age == 0.0
     finally:
         client.shutdown()
-        board.close()
+        activity.close()
     assert client.heartbeat_age == 0.0
