@@ -52,7 +52,9 @@ class SparseMoeBlock(nn.Module):
         self.router = ReplicatedLinear(floats, router, experts.hidden_size, num_experts, bias=bias)
         self.experts = experts
         self.shared_experts = shared_experts
-        self.routing = routing
+        facts = {"top_k": routing.top_k, "scores": routing.scores, "num_groups": routing.num_groups}
+        self._select_experts = ctx.op("select_experts", num_experts=num_experts, **facts).function
+        self._routing = routing.arguments()
         # In float32: rounding the biases would change the selection between close scores.
         self.correction = None if correction is None else ctx.floats(torch.float32).parameter(num_experts)
         self._correction_name = correction
@@ -61,7 +63,8 @@ class SparseMoeBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
-        weights, ids = self.routing(self.router(x.to(self._router_dtype)), self.correction)
+        logits = self.router(x.to(self._router_dtype))
+        weights, ids = self._select_experts(logits, self.correction, *self._routing)
         routed = self._tp.all_reduce(self.experts(x, weights, ids))
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 

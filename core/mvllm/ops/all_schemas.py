@@ -16,6 +16,7 @@ from mvllm.ops.quantized_linear import QUANTIZED_LINEAR, QUANTIZED_LINEAR_SILU_A
 from mvllm.ops.quantized_moe import QUANTIZED_MOE
 from mvllm.ops.rotary import ROTARY_EMBEDDING
 from mvllm.ops.schema import OpSchema
+from mvllm.ops.select_experts import SELECT_EXPERTS
 
 SCHEMAS: dict[str, OpSchema] = {
     schema.name: schema
@@ -36,6 +37,7 @@ SCHEMAS: dict[str, OpSchema] = {
         MOE,
         CLAMPED_MOE,
         QUANTIZED_MOE,
+        SELECT_EXPERTS,
         ARGMAX,
         FILTERED_DRAW,
         *ACTIVATIONS,

@@ -182,6 +182,32 @@ def _moe_arguments(dtype: torch.dtype, rows: int, clamped: bool) -> tuple[Any, .
     )
 
 
+_SELECTIONS = (  # whether there is a correction, and the parameters after it
+    (False, (2, "softmax", True, 1.0, 1, 1, "best")),
+    (False, (3, "softmax", False, 0.5, 4, 2, "best")),
+    (True, (4, "sigmoid", True, 2.5, 4, 2, "best_two")),
+    (False, (1, "softmax_of_chosen", False, 1.0, 1, 1, "best")),
+    (False, (4, "softmax_of_chosen", False, 1.0, 1, 1, "best")),
+)
+
+
+def _select_experts(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
+    for rows in ROWS:
+        for size in (16, 60):
+            for corrected, settings in _SELECTIONS:
+                facts = {"num_experts": size, "top_k": settings[0], "scores": settings[1], "num_groups": settings[4]}
+                yield OpCall(op, facts, partial(_selection_arguments, dtype, rows, size, corrected, settings))
+
+
+def _selection_arguments(
+    dtype: torch.dtype, rows: int, size: int, corrected: bool, settings: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    # Distinct logits and corrections in steps that rounding does not exceed: the selection is not between equal scores.
+    logits = random_tensor(torch.float32, rows, size).argsort(dim=1).argsort(dim=1) * (4 / size) - 2
+    correction = random_tensor(torch.float32, size, seed=1).argsort() * (0.01 / size) if corrected else None
+    return (logits.to(dtype), correction, *settings)
+
+
 def _add_lora(op: str, dtype: torch.dtype) -> Iterator[OpCall]:
     for rows in ROWS:
         # Three slots, one of them unused; one output band, and three bands of which two share a block.
@@ -295,6 +321,7 @@ _MAKERS: dict[str, Callable[[str, torch.dtype], Iterator[OpCall]]] = {
     "rotary_embedding": _rotary,
     "moe": _moe,
     "quantized_moe": quantized_moe_cases,
+    "select_experts": _select_experts,
     "clamped_moe": _moe,
     "argmax": _argmax,
     "filtered_draw": _filtered_draw,

@@ -9,6 +9,7 @@
 
 namespace mvllm {
 struct SharedGroup;
+struct ExpertMatrices;
 }
 
 extern "C" {
@@ -27,6 +28,19 @@ void mvllm_cpu_scale(const void* x, float factor, void* out, int64_t count, int 
 void mvllm_cpu_rotary(const void* index, int wide_index, const float* cos_sin, int rotary_dim, void* query,
                       int64_t query_stride, int64_t query_head_stride, int num_heads, void* key, int64_t key_stride,
                       int64_t key_head_stride, int num_kv_heads, int64_t tokens, int dtype);
+void mvllm_cpu_select_experts(const void* logits, int64_t stride, const float* correction, float* weights, int64_t* ids,
+                              int64_t rows, int64_t experts, int64_t top_k, int scores, int normalize, float scale,
+                              int64_t groups, int64_t top_groups, int by_best_two, int dtype);
+void mvllm_cpu_moe(const void* x, int64_t x_stride, const void* gate_up, const void* down, const int64_t* ids,
+                   const float* weights, void* out, int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden,
+                   int64_t inner, int dtype);
+void mvllm_cpu_clamped_moe(const void* x, int64_t x_stride, const void* gate_up, const void* gate_up_bias, const void* down,
+                           const void* down_bias, const int64_t* ids, const float* weights, void* out, int64_t tokens,
+                           int64_t experts, int64_t top_k, int64_t hidden, int64_t inner, float alpha, float limit, int dtype);
+void mvllm_cpu_quantized_moe(const void* x, int64_t x_stride, const mvllm::ExpertMatrices* gate_up,
+                             const mvllm::ExpertMatrices* down, const void* gate_up_bias, const void* down_bias,
+                             const int64_t* ids, const float* weights, void* out, int64_t tokens, int64_t experts,
+                             int64_t top_k, int clamped, float alpha, float limit, int dtype);
 void mvllm_cpu_linear(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,
                       int64_t in_features, int64_t out_features, int dtype);
 void mvllm_cpu_linear_silu(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows,

@@ -20,6 +20,7 @@
 #include <cstring>
 #include <memory>
 
+#include "entries.h"
 #include "kernels.h"
 #include "moe_routing.h"
 #include "team.h"

@@ -88,6 +88,10 @@ const Entry entries[] = {
     ENTRY(mvllm_cpu_block_linear, block_linear_sharing),
     ENTRY(mvllm_cpu_block_linear_silu, block_linear_silu_sharing),
     ENTRY(mvllm_cpu_block_embedding, one_thread),
+    ENTRY(mvllm_cpu_select_experts, own_division),
+    ENTRY(mvllm_cpu_moe, own_division),
+    ENTRY(mvllm_cpu_clamped_moe, own_division),
+    ENTRY(mvllm_cpu_quantized_moe, own_division),
     ENTRY(mvllm_cpu_write_kv, one_thread),
     ENTRY(mvllm_cpu_attention, own_division),
 #if defined(__linux__)

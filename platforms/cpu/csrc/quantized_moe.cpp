@@ -14,6 +14,7 @@
 
 #include <vector>
 
+#include "entries.h"
 #include "expert_product.h"
 #include "moe_routing.h"
 #include "team.h"

@@ -19,6 +19,10 @@ from mvllm_cpu.paged_attention import DTYPE_CODES
 from mvllm_cpu.recording import Kernel
 
 
+SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
+"""In the order of `Scores` in csrc/expert_selection.cpp."""
+
+
 @dataclass(frozen=True)
 class PackedExperts:
     """One of the two weights of all experts in the kernels' layout (csrc/moe.cpp); only `Moe.moe` reads it."""
@@ -42,14 +46,17 @@ class Moe:
         sizes = (length, length, length, length, length, number)
         moe = (pointer, length, pointer, pointer, pointer, pointer, pointer, *sizes)
         self._moe = Kernel(library, "mvllm_cpu_moe", moe)
+        selection = (pointer, length, pointer, pointer, pointer, length, length, length, number, number, ctypes.c_float)
+        self._select_experts = Kernel(library, "mvllm_cpu_select_experts", (*selection, length, length, number, number))
         clamped = (pointer, length, *(pointer,) * 7, *sizes[:-1], ctypes.c_float, ctypes.c_float, number)
         self._clamped_moe = Kernel(library, "mvllm_cpu_clamped_moe", clamped)
 
     def providers(self) -> Sequence[OpProvider]:
-        """One for each kind of experts."""
+        """One for each kind of experts, and one that selects experts."""
         return (
             OpProvider("moe", PROVIDER, self.moe, supports, prepare=self.pack),
             OpProvider("clamped_moe", PROVIDER, self.clamped_moe, supports, prepare=self.pack),
+            OpProvider("select_experts", PROVIDER, self.select_experts, supports),
         )
 
     def pack(self, weights: tuple[torch.Tensor, torch.Tensor]) -> tuple[PackedExperts, PackedExperts]:
@@ -65,6 +72,42 @@ class Moe:
             self._pack(is_down, weight.data_ptr(), data.data_ptr(), num_experts, hidden_size, inner, code)
             packed.append(PackedExperts(data, num_experts, inner))
         return packed[0], packed[1]
+
+    def select_experts(
+        self,
+        logits: torch.Tensor,
+        correction: torch.Tensor | None,
+        top_k: int,
+        scores: str,
+        normalize: bool,
+        scale: float,
+        num_groups: int,
+        top_groups: int,
+        group_by: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights and ids of each token's experts."""
+        rows = rows_of(logits)
+        correction = None if correction is None else correction.contiguous()
+        weights = torch.empty((rows.shape[0], top_k), dtype=torch.float32)
+        ids = torch.empty((rows.shape[0], top_k), dtype=torch.int64)
+        self._select_experts(
+            rows.data_ptr(),
+            rows.stride(0),
+            None if correction is None else correction.data_ptr(),
+            weights.data_ptr(),
+            ids.data_ptr(),
+            rows.shape[0],
+            rows.shape[1],
+            top_k,
+            SCORES.index(scores),
+            normalize,
+            scale,
+            num_groups,
+            top_groups,
+            group_by == "best_two",
+            DTYPE_CODES[rows.dtype],
+        )
+        return weights, ids
 
     def moe(
         self,
