@@ -156,8 +156,8 @@ class StackedMXFP4(QuantizedStack):
     def targets(self) -> Targets:
         for suffix, (shape, source) in self._tensors().items():
             parameter = self._stored[suffix]
-            everything = tuple(slice(0, size) for size in parameter.shape)
-            yield f"{self.sizes.name}.{suffix}", WeightTarget(parameter, shape, source, everything)
+            whole = tuple(slice(0, size) for size in parameter.shape)
+            yield f"{self.sizes.name}.{suffix}", WeightTarget(parameter, shape, source, whole)
 
     def gate_up(self, expert: int) -> BlockQuantizedWeight:
         blocks = as_blocks(*self._packed("gate_up", expert))

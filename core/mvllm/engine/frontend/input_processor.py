@@ -365,9 +365,9 @@ class InputProcessor:
 
     def _end_token_ids(self) -> list[int]:
         ids = list(self._model.eos_token_ids)
-        own = self._tokenizer.eos_token_id if self._tokenizer is not None else None
-        if own is not None and own not in ids and 0 <= own < self._model.vocab_size:
-            ids.append(own)
+        eos = self._tokenizer.eos_token_id if self._tokenizer is not None else None
+        if eos is not None and eos not in ids and 0 <= eos < self._model.vocab_size:
+            ids.append(eos)
         return ids
 
     @staticmethod

@@ -128,8 +128,8 @@ class PackedMatrix(IntegerMatrix):
         for part, share, staged in zip(self.layout.parts, self._shares, self.stored, strict=True):
             for suffix, stored in self._tensors(share).items():
                 parameter = staged.get_parameter(suffix)
-                everything = tuple(slice(0, size) for size in parameter.shape)
-                yield f"{part.name}.{suffix}", WeightTarget(parameter, stored.shape, stored.source, everything)
+                whole = tuple(slice(0, size) for size in parameter.shape)
+                yield f"{part.name}.{suffix}", WeightTarget(parameter, stored.shape, stored.source, whole)
 
     def expert_facts(self) -> ExpertFacts | None:
         return self._facts_of_expert() if self._how.order_tensor is None else None
