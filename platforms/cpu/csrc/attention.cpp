@@ -26,7 +26,7 @@ constexpr int FEWEST_COMMON = 2 * CHUNK;     // keys
 
 struct Step {
     Geometry geometry;
-    std::vector<Item> common;  // before all others
+    std::vector<Item> common;  // run before all other items
     std::vector<Item> items;
     std::unique_ptr<float[]> states;
     std::vector<SplitTile> split_tiles;
@@ -59,7 +59,7 @@ void add_request(Step& step, int request, int per_tile, std::vector<Item>& tiles
 int shared_keys(const Batch& batch, int first, int other) {
     const int32_t* a = batch.block_table + int64_t(first) * batch.block_table_stride;
     const int32_t* b = batch.block_table + int64_t(other) * batch.block_table_stride;
-    const int keys = std::min(batch.seq_lens[first], batch.seq_lens[other]) - 1;  // keys visible to both
+    const int keys = std::min(batch.seq_lens[first], batch.seq_lens[other]) - 1;  // keys that both see
     int blocks = 0;
     while ((blocks + 1) * batch.block_size <= keys && a[blocks] == b[blocks]) ++blocks;
     return blocks * batch.block_size;
