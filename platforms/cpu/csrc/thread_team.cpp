@@ -444,7 +444,7 @@ extern "C" {
 // Number of threads that took part in the last divided call; 0 before the first one.
 int mvllm_cpu_threads_in_use() { return mvllm::threads_in_use.load(std::memory_order_relaxed); }
 
-// Enables or disables the adaptation of the number of threads to the load of the machine.
+// Whether the number of threads adapts to the load of the machine.
 int mvllm_cpu_threads_adapt() { return mvllm::adapts(); }
 
 }  // extern "C"
