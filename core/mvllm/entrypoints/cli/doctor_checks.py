@@ -232,7 +232,8 @@ def _entry_points(candidates: Sequence[Candidate], requested: str | None) -> Che
     names = sorted({source.name for source in find_sources()})
     found = f"{len(names)} platform plugin(s): {', '.join(names)}" if names else "no platform plugin is installed"
     known = installable_platforms()
-    remedy = f"pip install {f'mvllm-{requested}' if requested else known[0] if known else 'mvllm-<platform>'}"
+    default = known[0] if known else "mvllm-<platform>"
+    remedy = f"pip install mvllm-{requested}" if requested else f"pip install {default}"
     if requested and not candidates:
         found += f"; {requested!r} is not among them"
     yield _check("platform.entry_points", bool(candidates), found, remedy)
