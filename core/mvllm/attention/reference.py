@@ -181,10 +181,10 @@ class ReferenceAttention(AttentionBackend):
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         query_at = torch.arange(begin, begin + n, device=query.device).unsqueeze(-1)
         key_at = torch.arange(m, device=query.device)
-        hidden = key_at > query_at
+        masked = key_at > query_at
         if spec.sliding_window is not None:
-            hidden |= key_at <= query_at - spec.sliding_window
-        scores = scores.masked_fill(hidden, float("-inf"))
+            masked |= key_at <= query_at - spec.sliding_window
+        scores = scores.masked_fill(masked, float("-inf"))
         if sinks is not None:
             extra = sinks.float().view(spec.num_kv_heads, -1, 1, 1).expand(-1, -1, n, 1)
             scores = torch.cat((scores, extra), dim=-1)

@@ -33,11 +33,11 @@ class ContextLength:
     reason: str
 
 
-def resolve_max_model_len(hf_config: HFConfig, asked: int | None) -> int:
+def resolve_max_model_len(hf_config: HFConfig, requested: int | None) -> int:
     """The longest sequence that the engine accepts, prompt and output together.
 
     Args:
-        asked: The setting max_model_len; None for the model's context length.
+        requested: The setting max_model_len; None for the model's context length.
 
     Raises:
         ConfigError: The setting is larger than the model's context length.
@@ -45,21 +45,21 @@ def resolve_max_model_len(hf_config: HFConfig, asked: int | None) -> int:
     """
     derived = derive_context_length(hf_config)
     if derived is None:
-        if asked is None:
+        if requested is None:
             raise ModelError(
                 f"{hf_config.source} has none of the keys {', '.join(_LENGTH_KEYS)}, so the context length is not "
                 "known. Pass max_model_len."
             )
-        return asked
-    if asked is None:
+        return requested
+    if requested is None:
         return derived.num_tokens
-    if asked > derived.num_tokens:
+    if requested > derived.num_tokens:
         raise ConfigError(
-            f"max_model_len is {asked}, but the model takes at most {derived.num_tokens} tokens ({derived.reason} in "
-            f"{hf_config.source}). Lower max_model_len to {derived.num_tokens}, or, if the model is known to do more, "
-            "change that key with hf_overrides."
+            f"max_model_len is {requested}, but the model takes at most {derived.num_tokens} tokens "
+            f"({derived.reason} in {hf_config.source}). Lower max_model_len to {derived.num_tokens}, or, if the model "
+            "is known to do more, change that key with hf_overrides."
         )
-    return asked
+    return requested
 
 
 def derive_context_length(hf_config: HFConfig) -> ContextLength | None:

@@ -245,9 +245,9 @@ def _gguf_choices(search: _Search, names: Iterable[str], where: str) -> list[GGU
     choices = list_choices(names)
     if search.quantization is not None or search.load_format == "gguf":
         if not choices:
-            asked = f"':{search.quantization}'" if search.quantization is not None else "load_format='gguf'"
+            request = f"':{search.quantization}'" if search.quantization is not None else "load_format='gguf'"
             raise ModelError(
-                f"{where} holds no model as a GGUF file, and {asked} asks for one. Leave it out, or pass a folder or "
+                f"{where} holds no model as a GGUF file, and {request} asks for one. Leave it out, or pass a folder or "
                 "repository that has GGUF files."
             )
         _check_load_format(search, where)

@@ -162,8 +162,8 @@ def _activation(hf: HFConfig, num_labels: int) -> Activation:
     Raises:
         ModelError: The config names an unsupported activation.
     """
-    own = hf.get("sentence_transformers")
-    named = own.get("activation_fn") if isinstance(own, Mapping) else None
+    section = hf.get("sentence_transformers")
+    named = section.get("activation_fn") if isinstance(section, Mapping) else None
     named = named or hf.get("sbert_ce_default_activation_function")
     if named is not None:
         module, _, name = str(named).rpartition(".")

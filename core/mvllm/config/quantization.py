@@ -39,7 +39,7 @@ def method_name(text: str) -> str:
     return text.lower().replace("_", "-")
 
 
-def resolve_quantization(hf_config: HFConfig, asked: str | None) -> str | None:
+def resolve_quantization(hf_config: HFConfig, requested: str | None) -> str | None:
     """The name of the model's quantization method, or None.
 
     Raises:
@@ -48,13 +48,13 @@ def resolve_quantization(hf_config: HFConfig, asked: str | None) -> str | None:
     """
     stored = stored_quantization(hf_config)
     if stored is None:
-        return None if asked is None else method_name(asked)
+        return None if requested is None else method_name(requested)
     name, settings = stored
-    if asked is not None and name in _DEQUANTIZED_ON_REQUEST:
-        return method_name(asked)
-    if asked is not None and method_name(asked) != name:
+    if requested is not None and name in _DEQUANTIZED_ON_REQUEST:
+        return method_name(requested)
+    if requested is not None and method_name(requested) != name:
         raise ConfigError(
-            f"quantization is {asked!r}, but the weights of this checkpoint are stored as {name!r} already "
+            f"quantization is {requested!r}, but the weights of this checkpoint are stored as {name!r} already "
             f"({settings.source}). Leave quantization out, or take the unquantized checkpoint of the same model."
         )
     return name

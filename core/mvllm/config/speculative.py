@@ -64,14 +64,14 @@ def read_speculative_config(
     if not target.kind.generates:
         raise ConfigError("speculative_config is set, but the model generates no tokens. Leave it out.")
     method = settings.get("method", DRAFT_MODEL if "model" in settings else NGRAM)
-    own = {
+    keys = {
         NGRAM: ("prompt_lookup_min", "prompt_lookup_max"),
         DRAFT_MODEL: ("model", "revision", "quantization"),
     }
-    if not isinstance(method, str) or method not in own:
-        known = ", ".join(map(repr, own))
+    if not isinstance(method, str) or method not in keys:
+        known = ", ".join(map(repr, keys))
         raise ConfigError(f"speculative_config: method must be one of {known}, found {method!r:.40}.")
-    allowed = ("method", "num_speculative_tokens", *own[method])
+    allowed = ("method", "num_speculative_tokens", *keys[method])
     if unknown := [name for name in settings if name not in allowed]:
         raise ConfigError(
             f"speculative_config: the method {method!r} permits the keys {', '.join(allowed)}, found "

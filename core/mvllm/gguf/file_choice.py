@@ -1,7 +1,8 @@
-"""Chooses the file of a model among the GGUF files of a folder or a repository, by its name.
+"""Chooses one model among the GGUF files of a folder or a repository, by file name.
 
-Publishers put a model in many quantizations into one folder (`name-Q4_K_M.gguf`, `name.q8_0.gguf`, `BF16/name.gguf`),
-large ones as several files (`name-Q8_0-00001-of-00003.gguf`), beside files that are no model (`mmproj-name-f16.gguf`).
+Publishers put many quantizations of a model into one folder (`name-Q4_K_M.gguf`, `name.q8_0.gguf`, `BF16/name.gguf`).
+Large models are split into several files (`name-Q8_0-00001-of-00003.gguf`). Other files are not models
+(`mmproj-name-f16.gguf`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 from mvllm.errors import ModelError
 
 PREFERRED = "Q4_K_M"
-"""Chosen from several if none is named, as by llama.cpp."""
+"""The default quantization if there are several, as in llama.cpp."""
 
 SUFFIX = ".gguf"
 
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})", re.DOTALL)
-# Projectors of images and sound, and statistics for quantizing.
+# Multimodal projectors, and importance matrices for quantization.
 _NOT_A_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _QUANTIZATION = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32))(?=$|[-./])",
@@ -28,11 +29,11 @@ _QUANTIZATION = re.compile(
 
 @dataclass(frozen=True)
 class GGUFChoice:
-    """A model that may be chosen.
+    """One model: a GGUF file, or all files of a split model.
 
     Attributes:
         stem: The path of its file without suffix and part number, for instance `name-Q8_0`.
-        files: Paths of its files in the order of their numbers, with `/`; one if it is not split.
+        files: Paths of its files with `/`, in the order of their numbers; one if it is not split.
     """
 
     stem: str
@@ -46,7 +47,7 @@ class GGUFChoice:
 
 
 def is_gguf_name(name: str) -> bool:
-    """Whether a file is a GGUF file by its name."""
+    """Whether a file name has the suffix of GGUF files."""
     return name.lower().endswith(SUFFIX)
 
 
@@ -54,7 +55,7 @@ def list_choices(names: Iterable[str]) -> list[GGUFChoice]:
     """The models among the files of a folder or a repository, sorted by name.
 
     Args:
-        names: Paths of all files, relative to it, with `/`.
+        names: Relative paths of all files, with `/`.
     """
     models: dict[str, list[str]] = {}
     for name in sorted(names):
@@ -66,20 +67,20 @@ def list_choices(names: Iterable[str]) -> list[GGUFChoice]:
 
 
 def choose(choices: Sequence[GGUFChoice], quantization: str | None, where: str, how: str) -> GGUFChoice:
-    """One of several models.
+    """Chooses one of several models.
 
     Args:
         choices: From `list_choices`; not empty.
-        quantization: The one asked for, in any case; None takes the only model, or `PREFERRED`.
-        where: What was searched, for messages.
-        how: How to name a quantization, for messages; `{}` stands for it.
+        quantization: The requested quantization, case-insensitive; None chooses the only model, or `PREFERRED`.
+        where: The searched folder or repository, for messages.
+        how: Example of how to request a quantization, for messages; `{}` is replaced by it.
 
     Raises:
-        ModelError: There is no such model, there are several, or a part of it is missing; lists what there is.
+        ModelError: There is no such model, there are several, or one of its files is missing; lists the models.
     """
     wanted = quantization or PREFERRED
     found = _matching(choices, wanted) if quantization or len(choices) > 1 else list(choices)
-    if len(found) > 1:  # `Q4_K_M` is a part of `UD-Q4_K_M`, too
+    if len(found) > 1:  # `Q4_K_M` also matches `UD-Q4_K_M`
         found = [each for each in found if each.quantization.upper() == wanted.upper()] or found
     if not found and quantization:
         raise ModelError(
@@ -100,7 +101,7 @@ def choose(choices: Sequence[GGUFChoice], quantization: str | None, where: str, 
 
 
 def _matching(choices: Sequence[GGUFChoice], quantization: str) -> list[GGUFChoice]:
-    """Models whose names contain the quantization as a whole part: `Q4_K` is no part of `name-Q4_K_M`."""
+    """Models whose names contain the quantization as a separate word: `Q4_K` does not match `name-Q4_K_M`."""
     part = re.compile(rf"(?:^|[-._/]){re.escape(quantization)}(?=$|[-./])", re.IGNORECASE)
     return [each for each in choices if part.search(each.stem)]
 

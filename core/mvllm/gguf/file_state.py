@@ -1,7 +1,7 @@
-"""States of GGUF files: whether a file is still the one that a model folder was derived from.
+"""Detects changes of the GGUF files from which a model folder was derived.
 
-Size and modification time are compared first. A file that was only touched, or copied over itself, has another time and
-the same content; then a digest of the whole header and of samples of the data is compared, which reads some megabytes.
+Size and modification time are compared first. If only the modification time differs, a digest of the header and of
+samples of the data is compared, which reads some megabytes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class FileState:
-    """A file at one time.
+    """Path, size and modification time of a file.
 
     Attributes:
-        path: Absolute.
-        size: Bytes.
-        mtime_ns: Modification time.
+        path: Absolute path.
+        size: Size in bytes.
+        mtime_ns: Modification time in nanoseconds.
     """
 
     path: str
@@ -36,11 +36,11 @@ class FileState:
 
 @dataclass(frozen=True)
 class FileContent:
-    """What a file contains.
+    """A digest of a file's content.
 
     Attributes:
         header_bytes: Bytes before the first tensor.
-        digest: Of its size, its header, and samples of its data, hexadecimal.
+        digest: Hexadecimal SHA-256 of its size, its header, and samples of its data.
     """
 
     header_bytes: int
@@ -48,10 +48,10 @@ class FileContent:
 
 
 def file_states(files: tuple[Path, ...]) -> list[FileState]:
-    """The present states of files.
+    """The current states of files.
 
     Raises:
-        ModelError: A file is missing or cannot be looked up.
+        ModelError: A file is missing or cannot be accessed.
     """
     states = []
     for file in files:
@@ -78,7 +78,7 @@ def file_contents(model: GGUFModel, states: list[FileState]) -> list[FileContent
 
 
 def has_content(state: FileState, content: FileContent) -> bool:
-    """Whether a file contains what it did. False if it cannot be read."""
+    """Whether a file still has this content. False if it cannot be read."""
     try:
         return _digest(state, content.header_bytes) == content.digest
     except ModelError:
@@ -86,7 +86,7 @@ def has_content(state: FileState, content: FileContent) -> bool:
 
 
 def as_states(listed: Any) -> list[FileState] | None:
-    """States from JSON; None if it is something else."""
+    """States from JSON; None if the JSON is invalid."""
     try:
         states = [FileState(each["path"], each["size"], each["mtime_ns"]) for each in listed]
     except (TypeError, KeyError):
@@ -98,7 +98,7 @@ def as_states(listed: Any) -> list[FileState] | None:
 
 
 def as_contents(listed: Any) -> list[FileContent] | None:
-    """Contents from JSON; None if it is something else."""
+    """Contents from JSON; None if the JSON is invalid."""
     try:
         contents = [FileContent(each["header_bytes"], each["digest"]) for each in listed]
     except (TypeError, KeyError):

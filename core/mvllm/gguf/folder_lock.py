@@ -1,8 +1,7 @@
-"""Marks derived folders that running processes use, so that nobody removes them.
+"""Locks derived folders that running processes use, so that other processes do not remove them.
 
-A process that uses a folder holds a shared lock on a file in it until the process ends, however it ends. Whoever wants
-to remove the folder needs the exclusive lock, and leaves the folder alone without it. Where files cannot be locked,
-nothing is marked.
+A process that uses a folder holds a shared lock (flock) on a file in it until the process ends. A process may remove a
+folder only with the exclusive lock. Without support for file locks, folders are not locked.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 fcntl: Any = None
-with contextlib.suppress(ImportError):  # Windows has none
+with contextlib.suppress(ImportError):  # not available on Windows
     fcntl = importlib.import_module("fcntl")
 
 LOCK_NAME = ".in-use"
@@ -25,7 +24,7 @@ _held: dict[tuple[int, int], int] = {}
 
 
 def hold(folder: Path) -> bool:
-    """Marks a folder as used until this process ends. Idempotent.
+    """Locks a folder (shared) until this process ends. Idempotent.
 
     Returns:
         False if another process is removing the folder, or has removed it.
@@ -50,12 +49,12 @@ def hold(folder: Path) -> bool:
         os.close(file)
     else:
         _held[key] = file
-    return (folder / LOCK_NAME).exists()  # it may have got another name before it was locked
+    return (folder / LOCK_NAME).exists()  # it may have been renamed before it was locked
 
 
 @contextlib.contextmanager
 def removing(folder: Path) -> Iterator[bool]:
-    """Whether a folder may be removed in the `with` statement: nobody uses it, and nobody can begin to."""
+    """Locks a folder (exclusive) for removal in the `with` statement. Yields False if another process uses it."""
     if fcntl is None:
         yield True
         return

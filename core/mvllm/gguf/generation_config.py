@@ -27,13 +27,13 @@ _SAMPLING = {
 def generation_config(model: GGUFModel, *, with_vocabulary: bool = True) -> dict[str, Any]:
     """The contents of `generation_config.json`.
 
-    `eos_token_id` lists eos, eot, eom and the tokens whose texts are known to end a turn, as in llama.cpp. Separators
-    of fill-in-the-middle prompts, which also end a sequence in llama.cpp, are not among them. Of a file without
-    vocabulary, whose tokenizer is given as a folder, only config.json has token ids.
+    `eos_token_id` lists eos, eot, eom and tokens whose texts are known to end a turn, as in llama.cpp, but without the
+    separators of fill-in-the-middle prompts. For a file without vocabulary, whose tokenizer is another folder, only
+    config.json has token ids.
 
     Args:
         model: The headers of the files.
-        with_vocabulary: The file's vocabulary is used. Otherwise a damaged one counts as none.
+        with_vocabulary: Whether the file's vocabulary is used. If not, a damaged one is ignored.
 
     Raises:
         ModelError: The vocabulary is damaged, or a sampling default is not a number.

@@ -2,9 +2,9 @@
 
     magic "GGUF" │ version u32 │ tensors u64 │ values u64 │ key, type, value ... │ name, shape, type, offset ... │ data
 
-All numbers are little-endian. Every count is compared with the bytes that are left, and with a limit for all files of
-the model together, before memory is allocated for it: a damaged or hostile file costs seconds and at most about a
-gigabyte, whatever it claims. Tensor data is not read.
+All numbers are little-endian. Before memory is allocated, every count is compared with the remaining bytes of the file,
+and with a limit for all files of the model together: parsing a damaged or malicious file takes seconds and at most
+about a gigabyte. Tensor data is not read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GGUFTensor:
     Attributes:
         name: Its name in the file, for instance `blk.0.attn_q.weight`.
         type: Its tensor type.
-        shape: Sizes of its dimensions, row-major: the last is the one in which blocks lie.
+        shape: Sizes of its dimensions, row-major; blocks are along the last dimension.
         file: The file that holds its data.
         start: Position of its first byte in `file`.
         num_bytes: Its size.
@@ -81,7 +81,7 @@ class GGUFModel:
 
 @dataclass
 class _Limits:
-    """What the headers of a model's files may still contain, all together.
+    """Remaining limits for the headers of all files of a model together.
 
     The largest known header has 20 MB and 1.5 million list items (a vocabulary of 262,144 tokens and its merges).
     """
@@ -93,13 +93,12 @@ class _Limits:
 
 
 def read_gguf(path: Path) -> GGUFModel:
-    """Reads the header of a GGUF file; of a split model (`name-00001-of-00003.gguf`) those of all its files.
+    """Reads the header of a GGUF file, or the headers of all files of a split model (`name-00001-of-00003.gguf`).
 
-    Reads no tensor data.
+    Does not read tensor data.
 
     Raises:
-        ModelError: A file is missing, damaged, cut short, or not a GGUF file, or the files hold no tensors; says what
-            was expected and found.
+        ModelError: A file is missing, damaged, truncated, or not a GGUF file, or the files have no tensors.
     """
     files = gguf_files(path)
     limits = _Limits()
@@ -163,7 +162,7 @@ def _read_file(path: Path, limits: _Limits) -> tuple[dict[str, Any], list[GGUFTe
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise ModelError(f"{path} is not a regular file and will not be read. Pass a GGUF file.")
-        # Without waiting, should it have become a pipe.
+        # Non-blocking, in case the path has become a pipe.
         file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         try:
             return _Header(path, file, os.fstat(file).st_size, limits).parse()
@@ -178,12 +177,13 @@ def _read_file(path: Path, limits: _Limits) -> tuple[dict[str, Any], list[GGUFTe
 
 
 class _Header:
-    """Reads values one after another from the beginning of a file.
+    """Reads values sequentially from the beginning of a file.
 
     Args:
-        file: Its descriptor.
+        path: Path of the file, for messages.
+        file: Descriptor of the file.
         size: Bytes of the file.
-        limits: Decreased by what the header contains.
+        limits: Reduced by the contents of the header.
     """
 
     def __init__(self, path: Path, file: int, size: int, limits: _Limits) -> None:
@@ -244,7 +244,7 @@ class _Header:
     def _placed(
         self, entries: list[tuple[str, TensorType, tuple[int, ...], int]], alignment: object
     ) -> list[GGUFTensor]:
-        """The tensors in the order of their data, after a check that they lie within the file and do not overlap."""
+        """The tensors in the order of their data. Checks that they are inside of the file and do not overlap."""
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
             raise self._damaged(f"general.alignment is {_shown.repr(alignment)}, expected a power of two")
         data = -(-self._position // alignment) * alignment
@@ -291,7 +291,7 @@ class _Header:
         return list(struct.unpack(f"<{length}{_NUMBERS[kind]}", self._take(length * item_bytes)))
 
     def _texts(self, count: int) -> list[str]:
-        """As `count` calls of `_text`, without their overhead: a vocabulary has hundreds of thousands."""
+        """Like `count` calls of `_text`, but faster: a vocabulary has hundreds of thousands of texts."""
         buffer, position, texts = self._buffer, self._position, []
         for _ in range(count):
             start = position + _LENGTH.size
@@ -307,7 +307,7 @@ class _Header:
     def _text(self, longest: int) -> str:
         length = self._number("Q")
         self._check_count(length, 1, longest, "bytes of a text")
-        # Vocabularies may have tokens that are no UTF-8; decoded so, they can be told apart and encoded again.
+        # Tokens may be invalid UTF-8; `surrogateescape` keeps them distinct and reversible.
         return self._take(length).decode("utf-8", "surrogateescape")
 
     def _number(self, form: str) -> Any:
@@ -321,7 +321,7 @@ class _Header:
         return bytes(memoryview(self._buffer)[start:end])
 
     def _fill(self, end: int) -> None:
-        """Reads the file up to `end` at least."""
+        """Reads the file up to `end` or further."""
         if end > min(self._size, self._limits.header_bytes):
             if end > self._size:
                 raise ModelError(

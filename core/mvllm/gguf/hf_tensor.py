@@ -1,13 +1,13 @@
-"""HFTensor: a tensor of the Hugging Face checkpoint, put together from rows of the tensors in a GGUF file.
+"""HFTensor: a tensor of the Hugging Face checkpoint, composed of rows of tensors in a GGUF file.
 
-    sources, rows counted through     row_numbers()        the checkpoint's tensor
+    sources (row numbers)             row_numbers()        the checkpoint's tensor
     ┌──────────────┐ 0                                     ┌──────────────┐
     │ attn_q       │ 1                  [0, 2, 1, 3]       │ row 0        │
     │              │ 2                 ─────────────▶      │ row 2        │
     └──────────────┘ 3                                     │ row 1 ...    │
 
-A row is what the file stores as one: values that are adjacent in the last dimension, in whole blocks. So a permutation,
-a slice or a concatenation of rows needs no dequantization.
+A row is a row of the file: the values along the last dimension, which are whole blocks. So permutations, slices and
+concatenations of rows need no dequantization.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Rows = Callable[[], NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the file as a list of rows.
+    """The rows of a tensor in the file.
 
     Attributes:
         tensor: The tensor.
-        swapped: The rows are those of the transpose of each matrix: columns in the file.
-        single: Each value is a row. Only for tensors that are not quantized.
+        swapped: Whether rows are those of each matrix's transpose, that is, columns in the file.
+        single: Whether each value is a row. Only for unquantized tensors.
     """
 
     tensor: GGUFTensor
@@ -42,12 +42,12 @@ class Source:
 
     @property
     def row_length(self) -> int:
-        """Values of a row."""
+        """Number of values per row."""
         return 1 if self.single else self.tensor.shape[-2 if self.swapped else -1]
 
     @property
     def num_rows(self) -> int:
-        """Rows of all matrices together."""
+        """Number of rows of all matrices."""
         return math.prod(self.tensor.shape) // self.row_length
 
 
@@ -57,10 +57,10 @@ class HFTensor:
 
     Attributes:
         name: Its name in the checkpoint.
-        shape: Its sizes.
-        sources: The tensors whose rows it consists of; all have the same row length.
-        row_numbers: Makes the number of the row in `sources` of each of its rows, [rows], int64.
-        transposed: `shape` is as stored; the checkpoint has the last two dimensions of it swapped.
+        shape: Its shape as stored.
+        sources: The tensors with its rows; all have the same row length.
+        row_numbers: Returns the row number in the concatenated `sources` for each of its rows, [rows], int64.
+        transposed: Whether the last two dimensions of `shape` are swapped in the checkpoint.
         offset: Added to each value.
     """
 
@@ -73,41 +73,42 @@ class HFTensor:
 
     @property
     def row_length(self) -> int:
-        """Values of a row."""
+        """Number of values per row."""
         return self.sources[0].row_length
 
     @property
     def num_rows(self) -> int:
-        """Rows of the tensor."""
+        """Number of rows."""
         return math.prod(self.shape) // self.row_length
 
     @property
     def has_whole_rows(self) -> bool:
-        """Whether its rows are stored rows of one type without change, so that they can be used in packed form."""
+        """Whether its rows are unchanged rows of one tensor type in the file, so that packed rows can be used."""
         types = {source.tensor.type for source in self.sources}
         return len(types) == 1 and not self.offset and not any(s.swapped or s.single for s in self.sources)
 
     @property
     def packed_type(self) -> TensorType | None:
-        """The type of a matrix, or stack of them, whose stored blocks can be used as they are; None for others."""
+        """The type of a matrix, or stack of matrices, whose blocks can be used without conversion; None for others."""
         kind = self.sources[0].tensor.type
         is_matrix = len(self.shape) == 3 or (self.name.endswith(".weight") and len(self.shape) == 2)
         return kind if is_matrix and kind.is_quantized and self.has_whole_rows else None
 
 
 def in_order(count: int, first: int = 0) -> Rows:
-    """`count` rows in the order of the file, from `first` on."""
+    """Rows [first, first + count) in the order of the file."""
     return partial(np.arange, first, first + count)
 
 
 def rotary_halves(num_heads: int, head_size: int, first: int = 0) -> Rows:
-    """The rows of rotary heads with the two elements of each pair half a head apart, where the file has them adjacent.
+    """Rows of heads with RoPE in the rotate-half layout; in the file, the two rows of each rotary pair are adjacent.
 
         file         a₀ b₀ a₁ b₁ a₂ b₂
         checkpoint   a₀ a₁ a₂ b₀ b₁ b₂
 
     Args:
-        num_heads, head_size: Heads and their rows, an even number.
+        num_heads: Number of heads.
+        head_size: Rows per head, an even number.
         first: The first row.
     """
     return partial(_rotary_halves, num_heads, head_size, first)
@@ -119,11 +120,11 @@ def _rotary_halves(num_heads: int, head_size: int, first: int) -> NDArray[np.int
 
 
 def interleaved(num_matrices: int, num_rows: int) -> Rows:
-    """Rows of two stacks of matrices in turn.
+    """Rows of two stacks of matrices, alternating.
 
     Args:
-        num_matrices: Matrices of each stack.
-        num_rows: Rows of each matrix.
+        num_matrices: Matrices per stack.
+        num_rows: Rows per matrix.
     """
     return partial(_reordered, (2, num_matrices, num_rows), (1, 2, 0))
 
@@ -133,11 +134,11 @@ def _reordered(shape: tuple[int, ...], axes: tuple[int, ...]) -> NDArray[np.int6
 
 
 def joined_by_group(num_groups: int, *sizes: int) -> Rows:
-    """Rows of several tensors, group by group.
+    """Rows of several tensors, concatenated per group.
 
     Args:
-        num_groups: Groups of each tensor.
-        *sizes: Rows of a group in each tensor.
+        num_groups: Groups per tensor.
+        *sizes: Rows per group of each tensor.
     """
     return partial(_joined_by_group, num_groups, sizes)
 

@@ -1,7 +1,7 @@
-"""The merges of BPE vocabularies: those in the file, or those that follow from the scores of a SentencePiece model.
+"""The merges of BPE vocabularies, from the file or from the scores of a SentencePiece model.
 
-SentencePiece merges the two neighbours whose concatenation is the token with the highest score, the leftmost of equals.
-A list of merges says the same: every split of a token into two tokens is a merge, in the order of the scores.
+SentencePiece merges the two adjacent tokens whose concatenation is the token with the highest score, the leftmost if
+equal. This is equivalent to a list of merges: each split of a token into two tokens, in the order of the scores.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _MOST_WORK = 1 << 27  # sum of squared token lengths; 3e7 in the largest publish
 _MOST_MERGES = 1 << 21  # the largest published vocabulary has 2**19
 
 _MERGED = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
-"""Types of tokens that merges make. Texts never become control or byte tokens, whatever they contain."""
+"""Types of tokens that merges produce. Merges never produce control or byte tokens."""
 
 
 def known_merges(merges: list[str], vocabulary: Vocabulary, where: str) -> list[tuple[str, str]]:
-    """The merges of a file, `left right` each, whose parts and results are tokens.
+    """The merges of a file (`left right`) whose parts and results are tokens.
 
-    The first of two equal merges counts, as in llama.cpp. Others are ignored with a warning: converters change the
-    texts of some added tokens, and merges keep the old ones.
+    The first of two equal merges counts, as in llama.cpp. Other merges are ignored with a warning: converters rename
+    some added tokens, but not in the merges.
 
     Raises:
-        ModelError: There are so many that the tokenizer would take minutes to build.
+        ModelError: There are too many merges; building the tokenizer would take minutes.
     """
     if len(merges) > _MOST_MERGES:
         raise ModelError(f"{where} has {len(merges)} merges; {_MOST_MERGES} are allowed. Download the file again.")
@@ -48,11 +48,11 @@ def known_merges(merges: list[str], vocabulary: Vocabulary, where: str) -> list[
 def merges_from_scores(vocabulary: Vocabulary, where: str) -> list[tuple[str, str]]:
     """The merges of a SentencePiece vocabulary, in the order of their priority.
 
-    Among the splits of one token, those with a longer left part come first: where two overlap in a text, that is the
+    Splits of one token are sorted by decreasing length of the left part: if two merges overlap in a text, this is the
     one further left.
 
     Raises:
-        ModelError: There are no scores, or tokens are so long that this would take minutes.
+        ModelError: There are no scores, or tokens are too long; building the list would take minutes.
     """
     if not vocabulary.scores:
         raise ModelError(

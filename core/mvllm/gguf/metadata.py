@@ -1,4 +1,4 @@
-"""Metadata: the values that describe a model's architecture, with checked types."""
+"""Metadata: typed access to the values that describe a model's architecture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGEST_VECTOR = 1 << 16
 
 
 class Metadata:
-    """Typed access to a model's values and tensors; errors name the file, the key, what was expected and found.
+    """Typed access to a model's values and tensors; errors name the file, the key, the expected type and the value.
 
     Keys are given without the architecture: `block_count` for `llama.block_count`.
 
@@ -25,8 +25,8 @@ class Metadata:
 
     Attributes:
         architecture: The value of `general.architecture`.
-        file: The file that holds the values.
-        num_tensors: Tensors of the model.
+        file: The file with the values.
+        num_tensors: Number of tensors of the model.
 
     Raises:
         ModelError: The architecture is missing or not a text.
@@ -44,7 +44,7 @@ class Metadata:
         return self._name(key) in self._values
 
     def integer(self, key: str, default: int | None = None, *, at_least: int = 1) -> int:
-        """An integer. A list of equal integers, one for each layer, counts as one.
+        """An integer. A list of equal integers, one per layer, is accepted as one integer.
 
         Raises:
             ModelError: It is missing and there is no default, has another type, or is out of range.
@@ -56,7 +56,7 @@ class Metadata:
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number > 0, as the shortest decimal that is equal in float32 if it was stored so.
+        """A finite number > 0; a float32 value as the shortest decimal that rounds to it.
 
         Raises:
             ModelError: It is missing and there is no default, has another type, or is out of range.
@@ -102,7 +102,7 @@ class Metadata:
         return value
 
     def refuse_other(self, key: str, neutral: object) -> None:
-        """Checks that a setting without counterpart in the family is absent, or has the value that changes nothing.
+        """Checks that an unsupported setting is absent, or has its neutral value.
 
         Raises:
             ModelError: It has another value.
@@ -135,7 +135,7 @@ class Metadata:
         return found
 
     def vector(self, name: str, length: int) -> list[float]:
-        """The values of a tensor of one dimension in float32.
+        """The values of a one-dimensional float32 tensor.
 
         Raises:
             ModelError: It is missing, has another type or length, or the file cannot be read.
@@ -154,7 +154,7 @@ class Metadata:
         return [float(str(value)) for value in values]
 
     def error(self, what: str) -> ModelError:
-        """An error that says what is wrong with the file."""
+        """An error about the file."""
         return ModelError(f"{self.file} {what}. Convert or download the model again.")
 
     def _get(self, key: str, kind: type | tuple[type, ...], expected: str, default: Any) -> Any:

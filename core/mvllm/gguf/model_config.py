@@ -1,7 +1,7 @@
 """Writes config.json from the metadata of a GGUF file, with the keys of the family's Hugging Face checkpoints.
 
-What a file does not store is taken from llama.cpp, which runs these files: activation functions, the pattern of sliding
-windows, the scale of attention scores. Biases and tied embeddings follow from which tensors the file has.
+Settings that files do not store (activation functions, the pattern of sliding windows, the scale of attention scores)
+are those of llama.cpp. Biases and tied embeddings are derived from the tensors of the file.
 
 Sources: convert_hf_to_gguf.py and src/models of llama.cpp; the config classes of transformers.
 """
@@ -21,7 +21,7 @@ from mvllm.logging import get_logger
 logger = get_logger(__name__)
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
-_GATING_SOFTMAX, _GATING_SIGMOID = 1, 2  # as llama.cpp numbers the functions of expert_gating_func
+_GATING_SOFTMAX, _GATING_SIGMOID = 1, 2  # numbers of llama.cpp's expert_gating_func
 _PARTIAL_ROTARY = ("phi3", "glm4", "chatglm")
 _OVERFLOW_IN_FLOAT16 = ("gemma2", "gemma3", "glm4")
 _UNUSED_SETTINGS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
@@ -41,9 +41,9 @@ _UNUSED_SETTINGS: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("rope.dimension_sections", None, ("chatglm", "glm4")),
     ("rope.scaling.yarn_log_multiplier", 0.0, ("deepseek2",)),
 )
-"""Keys that change what a model computes, the value that changes nothing, and the architectures that use them here."""
+"""Keys that change results, their neutral values, and the architectures for which they are supported."""
 _EXPERT_GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
-"""Groups and chosen groups by layers and experts: DeepSeek V2 and V3 in files from before these numbers were stored."""
+"""n_group and topk_group by layers and experts, for old files of DeepSeek V2 and V3, which do not store them."""
 
 
 def supported_gguf_architectures() -> tuple[str, ...]:
@@ -58,8 +58,8 @@ def model_config(model: GGUFModel) -> dict[str, Any]:
         model: The headers of the files.
 
     Returns:
-        A JSON object. `dtype` is float16 or float32 if all matrices are stored so, else bfloat16; it is never float16
-        in families whose activations exceed its range.
+        A JSON object. `dtype` is float16 or float32 if all matrices have that type, else bfloat16. It is never float16
+        for families whose activations exceed its range.
 
     Raises:
         ModelError: The architecture is not supported, or a key or tensor is missing or has another type than expected.
@@ -83,12 +83,12 @@ def model_config(model: GGUFModel) -> dict[str, Any]:
     }
     ids = {key: values.token_id(key) for key in ("bos_token_id", "eos_token_id")}
     known = {key: token for key, token in ids.items() if token is not None}
-    # Null rather than absent: the defaults of some families are beyond a small vocabulary.
+    # Explicitly null: the default of some families is outside of a small vocabulary.
     return {**config, **known, "pad_token_id": values.token_id("padding_token_id")}
 
 
 def _vocab_size(values: Metadata) -> int:
-    """Rows of the embedding: some files have fewer rows than the checkpoint had, and others more than tokens."""
+    """Number of rows of the embedding, which may differ from the checkpoint and from the number of tokens."""
     shape, hidden_size = values.tensor(_EMBEDDING).shape, values.integer("embedding_length")
     if len(shape) != 2 or shape[1] != hidden_size:
         raise values.error(f"has tensor {_EMBEDDING!r} of shape {list(shape)}, expected [tokens, {hidden_size}]")
@@ -96,7 +96,7 @@ def _vocab_size(values: Metadata) -> int:
 
 
 def _dtype(model: GGUFModel, architecture: str) -> str:
-    """float16 only where activations fit: the file's type says nothing of them, as llama.cpp computes in float32."""
+    """The model's dtype; float16 only if activations fit, since llama.cpp computes float16 files in float32."""
     types = {tensor.type.name for tensor in model.tensors.values() if len(tensor.shape) > 1}
     if types == {"F16"} and architecture not in _OVERFLOW_IN_FLOAT16:
         return "float16"
@@ -104,7 +104,7 @@ def _dtype(model: GGUFModel, architecture: str) -> str:
 
 
 def _decoder(values: Metadata, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
-    """The keys that all families but GPT-2 share, and `settings`."""
+    """The keys of all families except GPT-2, and `settings`."""
     hidden_size, num_heads = values.integer("embedding_length"), values.integer("attention.head_count")
     max_position = values.integer("context_length")
     return {
@@ -120,7 +120,7 @@ def _decoder(values: Metadata, architecture: str, model_type: str, **settings: A
 
 
 def _gated(values: Metadata, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
-    """The keys of the families like Llama: heads of one size, RoPE, RMSNorm and gated MLPs."""
+    """The keys of Llama-like families: heads of one size, RoPE, RMSNorm and gated MLPs."""
     head_dim = _head_dim(values)
     config = _decoder(
         values,
@@ -137,7 +137,7 @@ def _gated(values: Metadata, architecture: str, model_type: str, **settings: Any
 
 
 def _num_layers(values: Metadata) -> int:
-    """Layers without those for multi-token prediction, which are stored after the others."""
+    """Number of layers without those for multi-token prediction, which are stored last."""
     count = values.integer("block_count") - values.integer("nextn_predict_layers", 0, at_least=0)
     if not 1 <= count <= values.num_tensors:
         raise values.error(
@@ -155,7 +155,7 @@ def _head_dim(values: Metadata) -> int:
 
 
 def _has(values: Metadata, *names: str) -> bool:
-    """Whether the first layer, or another one, has one of these tensors."""
+    """Whether any layer has one of these tensors."""
     return any(values.has_tensor(f"blk.{layer}.{name}") for layer in range(_num_layers(values)) for name in names)
 
 
@@ -166,7 +166,7 @@ def _attention_bias(values: Metadata) -> bool:
 def _layer_types(values: Metadata, pattern: int) -> list[str]:
     """`layer_types` of a family in which the last of every `pattern` layers has no window.
 
-    A file may store another pattern, or a list that says of each layer whether it has a window.
+    A file may store another pattern, or a list of flags, one per layer: whether it has a window.
     """
     num_layers, stored = _num_layers(values), values.list_or_integer("attention.sliding_window_pattern", pattern)
     if isinstance(stored, list):
@@ -213,7 +213,7 @@ def _qwen3(values: Metadata) -> dict[str, Any]:
 
 
 def _gemma(values: Metadata, largest: int) -> dict[str, Any]:
-    """Keys of Gemma 2 and 3; the model with `largest` layers scales scores by another number than the head size."""
+    """Keys of Gemma 2 and 3. The model with `largest` layers has another scale of scores than the head size."""
     size = _head_dim(values)
     if _num_layers(values) == largest:
         size = values.integer("embedding_length") // values.integer("attention.head_count")
@@ -259,7 +259,7 @@ def _gemma3(values: Metadata) -> dict[str, Any]:
 
 
 def _phi3(values: Metadata) -> dict[str, Any]:
-    # Files of Phi-3 mini and medium for 4,096 tokens may be older than the key.
+    # Old files of Phi-3 mini and medium with 4,096 tokens may lack the key.
     has_window = values.integer("context_length") == 4096 and _num_layers(values) in (32, 40)
     window = values.integer("attention.sliding_window", 2047 if has_window else 0, at_least=0)
     config = _gated(values, "Phi3ForCausalLM", "phi3", sliding_window=window or None)
@@ -398,7 +398,7 @@ def _qwen_experts(values: Metadata) -> dict[str, Any]:
 
 
 def _num_experts(values: Metadata) -> int:
-    """The number of experts, after a check that routers have as many rows: models are built before weights are read."""
+    """The number of experts. Checks that routers have as many rows, as models are built before weights are read."""
     count = values.integer("expert_count")
     for layer in range(_num_layers(values)):
         name = f"blk.{layer}.ffn_gate_inp.weight"
@@ -408,7 +408,7 @@ def _num_experts(values: Metadata) -> int:
 
 
 def _rows(values: Metadata, name: str, key: str) -> int:
-    """The value of `key`, or in files from before it was stored, the output features of a layer's tensor."""
+    """The value of `key`; for old files without it, the output features of a layer's tensor."""
     if key in values:
         return values.integer(key)
     layers = (f"blk.{layer}.{name}" for layer in range(_num_layers(values)))
@@ -439,7 +439,7 @@ def _deepseek2(values: Metadata) -> dict[str, Any]:
     if gating not in (0, _GATING_SOFTMAX, _GATING_SIGMOID):
         raise values.error(f"has {gating} as 'deepseek2.expert_gating_func', expected softmax (1) or sigmoid (2)")
     is_v3 = gating == _GATING_SIGMOID
-    # Files with split key and value projections store the sizes of heads under keys of their own.
+    # Files with split key and value projections store head sizes under separate keys.
     rope_dim = values.integer("rope.dimension_count")
     key_length = values.integer("attention.key_length_mla", values.integer("attention.key_length"))
     if key_length <= rope_dim:
@@ -466,7 +466,7 @@ def _deepseek2(values: Metadata) -> dict[str, Any]:
         norm_topk_prob=values.boolean("expert_weights_norm", False),
         num_nextn_predict_layers=values.integer("nextn_predict_layers", 0, at_least=0),
     )
-    config["num_key_value_heads"] = config["num_attention_heads"]  # files store that of the shared latent, 1
+    config["num_key_value_heads"] = config["num_attention_heads"]  # files store 1, for the shared latent
     known = _EXPERT_GROUPS.get((config["num_hidden_layers"], config["n_routed_experts"]), (1, 1))
     config["n_group"] = values.integer("expert_group_count", known[0])
     config["topk_group"] = values.integer("expert_group_used_count", known[1])
@@ -479,10 +479,10 @@ def _deepseek2(values: Metadata) -> dict[str, Any]:
 
 
 def _mscale(values: Metadata) -> dict[str, float]:
-    """The factors of attention scores with YaRN, of which files store a tenth of `mscale_all_dim`.
+    """`mscale` and `mscale_all_dim` of YaRN. Files store a tenth of `mscale_all_dim`.
 
-    `mscale` is equal in all published models. Converters store nothing, or zero, for a checkpoint without
-    `mscale_all_dim`; scores are then scaled as transformers scales them for such a checkpoint.
+    In all published models both are equal. For a checkpoint without `mscale_all_dim`, converters store zero or nothing;
+    both are then left out.
     """
     key = "rope.scaling.yarn_log_multiplier"
     if values.is_zero(key):

@@ -1,17 +1,17 @@
 """Derived model folders: a GGUF file's metadata as the files of a Hugging Face model folder.
 
-The folder is written once, in the cache, and has config.json, generation_config.json, the files of the tokenizer, and
-gguf_files.json, which names the GGUF files; weights stay where they are. Its name says what it was made from:
+The folder is written once to a cache and has config.json, generation_config.json, the files of the tokenizer, and
+gguf_files.json, which names the GGUF files. Weights are not copied. Its name identifies its sources:
 
     ~/.cache/mvllm/gguf/SmolLM2-135M.Q4_1-4f1a9be2c07d-93d5c8e01b6a
                         │                 │            └ content of each file; sources of mvllm.gguf
                         │                 └ path of the file
-                        └ its name
+                        └ name of the file
 
-A file with other content, and another version of mvllm, therefore give another folder. An existing folder is found with
-a few calls of stat and the hash of this package's sources (100 kB), without parsing the header. If a file was only
-touched, its folder stays, and gguf_files.json gets the new modification time. Processes hold a lock on the folders that
-they use (`folder_lock.py`), which others therefore do not remove.
+Another file content or another version of mvllm therefore gives another folder. Finding an existing folder takes a few
+calls of stat and a hash of this package's sources (100 kB), without parsing the header. If only a file's modification
+time has changed, its folder stays valid, and gguf_files.json is updated. Processes lock the folders that they use
+(`folder_lock.py`), so that other processes do not remove them.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ logger = get_logger(__name__)
 
 CACHE_VARIABLE = "MVLLM_CACHE_DIR"
 FILES_NAME = "gguf_files.json"
-"""Names the GGUF files of a derived folder: `{"files": [{"path": ..., "size": ..., "mtime_ns": ...}, ...]}`, with
-absolute paths, under `contents` a digest of each, and under `derived` the size of every other file of the folder."""
+"""Lists the GGUF files of a derived folder: `{"files": [{"path": ..., "size": ..., "mtime_ns": ...}, ...]}`, with
+absolute paths; `contents`, a digest of each; and `derived`, the sizes of all other files of the folder."""
 
-_MOST_TENSORS = 500_000  # each expert's matrices counted
+_MOST_TENSORS = 500_000  # including each expert's matrices
 _DAY = 86_400.0
 _UNUSED_FOR = 30 * _DAY
 _SPLIT_SUFFIX = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
@@ -66,8 +66,8 @@ class _Record:
     """A folder's gguf_files.json.
 
     Attributes:
-        json: All of it.
-        states: The files when they were read, or last seen with the same contents.
+        json: The parsed JSON.
+        states: The states of the files when they were last read or compared.
         contents: The contents of the files.
     """
 
@@ -81,7 +81,7 @@ class _Record:
         return tuple(Path(state.path) for state in self.states)
 
     def is_of(self, now: list[FileState]) -> bool:
-        """Whether files in these states have the same contents. Reads those with another modification time."""
+        """Whether files in these states have the same contents. Reads the files with another modification time."""
         if [(state.path, state.size) for state in self.states] != [(state.path, state.size) for state in now]:
             return False
         before = zip(self.states, now, self.contents, strict=True)
@@ -91,17 +91,17 @@ class _Record:
 def model_folder(path: Path, *, with_tokenizer: bool = True) -> Path:
     """The derived model folder of a GGUF file, written if it does not exist.
 
-    Folders are in `$MVLLM_CACHE_DIR/gguf`, by default `$XDG_CACHE_HOME/mvllm/gguf` or `~/.cache/mvllm/gguf`; if none
-    can be written there, in a folder of the user's own below the system's temporary folder. Processes may call this at
-    the same time: a folder appears complete or not at all, and the first one stays.
+    Folders are in `$MVLLM_CACHE_DIR/gguf`, by default `$XDG_CACHE_HOME/mvllm/gguf` or `~/.cache/mvllm/gguf`; if that
+    cannot be written, in a private folder in the system's temporary folder. Several processes may call this at the same
+    time: folders are created atomically, and the first one is kept.
 
-    Whoever writes a folder removes those of files that have changed or are gone, those of the same file that have not
-    been used for 30 days (they belong to other versions of mvllm), and what interrupted processes left; but none that a
-    running process uses.
+    A process that writes a folder removes outdated folders that no running process uses: those of files that have
+    changed or no longer exist, those of the same file that have not been used for 30 days (of other versions of mvllm),
+    and incomplete ones.
 
     Args:
         path: A GGUF file; any part of a split model.
-        with_tokenizer: Derive the tokenizer as well. Without it, a model may be used whose tokenizer is not supported.
+        with_tokenizer: Whether to derive the tokenizer. If not, the model's tokenizer may be unsupported.
 
     Raises:
         ModelError: A file is missing or damaged, the model or its tokenizer is not supported, or no folder can be
@@ -111,7 +111,7 @@ def model_folder(path: Path, *, with_tokenizer: bool = True) -> Path:
     states = file_states(files)
     prefix = _name_prefix(files[0], with_tokenizer)
     if (existing := _existing_folder(prefix, states)) is not None:
-        with contextlib.suppress(OSError):  # a cache that cannot be written
+        with contextlib.suppress(OSError):  # a read-only cache
             os.utime(existing)
         logger.debug("Configuration and tokenizer of %s are in %s.", files[0], existing)
         return existing
@@ -148,14 +148,14 @@ def model_folder(path: Path, *, with_tokenizer: bool = True) -> Path:
 
 
 def is_derived_folder(folder: Path) -> bool:
-    """Whether a folder was derived from a GGUF file: its tokenizer.json is the whole tokenizer of the file."""
+    """Whether a folder was derived from a GGUF file, so that its tokenizer.json is complete."""
     return (folder / FILES_NAME).is_file()
 
 
 def update_states(folder: Path) -> None:
-    """Stores the present modification times of the GGUF files of a derived folder, if their contents are as they were.
+    """Stores the current modification times of the GGUF files of a derived folder if their contents are unchanged.
 
-    Nothing happens if a file has changed or cannot be read: whoever reads it then raises an error.
+    Does nothing if a file has changed or cannot be read; reading it raises an error later.
     """
     record = _read_record(folder)
     if record is None:
@@ -174,7 +174,7 @@ def _derive(model: GGUFModel, with_tokenizer: bool) -> dict[str, bytes]:
             f"{model.files[0]} holds no language model: its general.type is {str(kind)[:40]!r}. Pass the file of the "
             "model itself."
         )
-    # Imported here, as an existing folder needs none of them.
+    # Imported here, because an existing folder does not need them.
     from mvllm.gguf.generation_config import generation_config
     from mvllm.gguf.model_config import model_config
     from mvllm.gguf.tensor_names import packed_modules
@@ -183,7 +183,7 @@ def _derive(model: GGUFModel, with_tokenizer: bool) -> dict[str, bytes]:
     if packed := packed_modules(model, _MOST_TENSORS):
         config["quantization_config"] = {"quant_method": "gguf", "tensors": packed}
     contents: dict[str, bytes] = {}
-    if with_tokenizer:  # first: its errors say what to do about a damaged vocabulary
+    if with_tokenizer:  # first, because its errors have a remedy for a damaged vocabulary
         from mvllm.gguf.tokenizer import tokenizer_files
 
         contents.update(tokenizer_files(model))
@@ -209,8 +209,8 @@ def _as_json(values: Any) -> bytes:
 
 
 def _real_folder(file: Path) -> Path:
-    """An absolute path without links in its folders. The file itself may be a link: in the hub's cache its target has
-    another name, and the parts of a split model are found by their names."""
+    """An absolute path with resolved folders. A link to the file itself is kept: in the hub's cache the target has
+    another name, and the files of a split model are found by name."""
     try:
         return file.parent.resolve() / file.name
     except (OSError, ValueError, RuntimeError) as e:  # a null character; a loop of links
@@ -218,7 +218,7 @@ def _real_folder(file: Path) -> Path:
 
 
 def _name_prefix(file: Path, with_tokenizer: bool) -> str:
-    """What the names of all folders of a file begin with."""
+    """Common prefix of the names of a file's derived folders."""
     stem = re.sub(r"[^\w.\-]", "_", _SPLIT_SUFFIX.sub("", file.stem), flags=re.ASCII)[:80].lstrip(".") or "model"
     return f"{stem}-{_hash(os.fsencode(file), str(with_tokenizer).encode())}-"
 
@@ -233,7 +233,7 @@ def _hash(*parts: bytes) -> str:
 
 @functools.cache
 def _version() -> bytes:
-    """Identifies the code that derives: a hash of this package's sources, so that no number must be raised by hand."""
+    """A hash of this package's sources, which replaces a version number that must be incremented manually."""
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
@@ -241,7 +241,7 @@ def _version() -> bytes:
 
 
 def _existing_folder(prefix: str, states: list[FileState]) -> Path | None:
-    """A complete folder of files in these states, now marked as used; None if there is none."""
+    """A complete folder of files in these states, now locked; None if there is none."""
     touched = []
     for root in _cache_folders():
         for folder in _folders(root, prefix):
@@ -268,7 +268,7 @@ def _folders(root: Path, prefix: str) -> list[Path]:
 
 
 def _store_states(folder: Path, record: _Record, states: list[FileState]) -> None:
-    """Replaces gguf_files.json by one with other states.
+    """Updates the states in gguf_files.json atomically.
 
     Raises:
         OSError: It cannot be written.
@@ -282,7 +282,7 @@ def _store_states(folder: Path, record: _Record, states: list[FileState]) -> Non
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a folder has all its files: cleaners of temporary folders remove single ones."""
+    """Whether a folder has all its files; cleaners of temporary folders may remove some."""
     found = _read_files_json(folder)
     if found is None:
         return False
@@ -314,7 +314,7 @@ def _read_files_json(folder: Path) -> dict[str, Any] | None:
 
 
 def _cache_folders(*, for_writing: bool = False) -> Iterator[Path]:
-    """Where derived folders may be, in the order of preference."""
+    """Folders that may contain derived folders, in the order of preference."""
     chosen, xdg = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME", "")
     with contextlib.suppress(RuntimeError):  # the user has no home
         if chosen:
@@ -331,8 +331,8 @@ def _cache_folders(*, for_writing: bool = False) -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether a folder exists and is this user's alone: chat templates and tokenizers are read from it, and anybody may
-    create one of its name."""
+    """Whether a folder exists, belongs to this user, and nobody else can access it. Chat templates and tokenizers are
+    read from it, and other users could create a folder of this name."""
     try:
         found = folder.lstat()
     except OSError:
@@ -343,7 +343,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _write(root: Path, name: str, contents: dict[str, bytes]) -> Path:
-    """Writes a folder under a temporary name and renames it; if another process was faster, its folder stays.
+    """Writes a folder under a temporary name and renames it. If it exists already, restores its files.
 
     Raises:
         OSError: It cannot be written.
@@ -359,8 +359,8 @@ def _write(root: Path, name: str, contents: dict[str, bytes]) -> Path:
         except OSError:
             if not folder.is_dir():
                 raise
-            # It lost files, or is as new as ours. Its files have the same content, and may be in use: none is missing
-            # meanwhile. The lock stays the one that others hold.
+            # The folder exists: it is incomplete, or another process has just created it. Its files may be in use, so
+            # each is replaced atomically, except the lock file, which other processes may hold.
             for file in contents:
                 if file != LOCK_NAME or not (folder / file).exists():
                     (temporary / file).replace(folder / file)
@@ -370,16 +370,16 @@ def _write(root: Path, name: str, contents: dict[str, bytes]) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder at once for readers, unless it is in use: it gets another name first."""
-    hidden = folder.with_name(f".mvllm-{secrets.token_hex(8)}")
+    """Removes a folder unless it is in use. It is renamed first, so that readers never see an incomplete folder."""
+    renamed = folder.with_name(f".mvllm-{secrets.token_hex(8)}")
     with removing(folder) as is_free, contextlib.suppress(OSError):
         if is_free:
-            folder.rename(hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
+            folder.rename(renamed)
+            shutil.rmtree(renamed, ignore_errors=True)
 
 
 def _remove_outdated(root: Path, name: str) -> None:
-    """Removes what `model_folder` says it removes. Failures are ignored: another process may remove the same."""
+    """Removes outdated folders (see `model_folder`). Ignores errors: another process may remove them as well."""
     written = _FOLDER_NAME.fullmatch(name)
     with contextlib.suppress(OSError):
         for folder in list(root.iterdir()):
@@ -395,7 +395,7 @@ def _remove_outdated(root: Path, name: str) -> None:
 
 
 def _has_changed(folder: Path) -> bool:
-    """Whether a GGUF file of a derived folder has changed or is gone."""
+    """Whether a GGUF file of a derived folder has changed or no longer exists."""
     record = _read_record(folder)
     if record is None:
         return False

@@ -1,19 +1,18 @@
-r"""How byte-level BPE vocabularies split a text into words, by the name in `tokenizer.ggml.pre`.
+r"""Pre-tokenizers of byte-level BPE vocabularies, by their names in `tokenizer.ggml.pre`.
 
-The merges of a vocabulary never cross the border of two words, so another split gives other tokens, without any error.
-GGUF files contain only the name of the split. The expressions below are those of the published `tokenizer.json` of each
-family. Where only llama.cpp's are known, they are those of its `llama-vocab.cpp`. Token ids are the same as llama.cpp's
-for all names except these:
+A pre-tokenizer splits a text into words. Merges never cross words, so a wrong pre-tokenizer gives wrong tokens without
+any error. GGUF files contain only its name. The regular expressions below are those of the published `tokenizer.json`
+of each family, or of llama.cpp's `llama-vocab.cpp` if there is none. Token ids equal llama.cpp's for all names except:
 
 | name | published, used here | llama.cpp |
 |---|---|---|
-| gpt-4o, llama4, tekken and their like | case by Unicode; combining marks belong to words | case by ASCII letters |
+| gpt-4o, llama4, tekken and similar | case by Unicode; combining marks belong to words | case by ASCII letters |
 | qwen2, qwen35, command-r | NFC normalization before the split | none |
-| falcon | splits digits among the mapped bytes, too | of the text only |
+| falcon | splits digits in the text and in mapped bytes | in the text only |
 | deepseek-llm | single digits | runs of digits |
 | deepseek-llm, deepseek-coder | a range from U+0800 to U+4E00 includes white space such as U+2003 | excludes it |
 
-Each expression splits further what the previous ones have left: its matches and the texts between them become words.
+Expressions are applied in order to the words of the previous one: matches and the texts between them become words.
 """
 
 from __future__ import annotations
@@ -65,14 +64,14 @@ _THREE_DIGITS = "[0-9][0-9][0-9]"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One way to split a text into words.
+    """A pre-tokenizer: splits a text into words.
 
     Attributes:
-        patterns: Regular expressions, each applied to the words that the previous ones left.
+        patterns: Regular expressions, each applied to the words of the previous one.
         byte_patterns: Expressions applied after bytes have been mapped to characters.
         nfc: Whether texts are normalized to NFC first.
-        ignore_merges: Whether a word that is a token becomes that token, whatever the merges say.
-        add_bos: Whether a prompt begins with the bos token if the file does not say.
+        ignore_merges: Whether a word that is a token becomes that token, regardless of merges.
+        add_bos: Default of `add_bos_token` if the file does not have it.
     """
 
     patterns: tuple[str, ...]
@@ -108,7 +107,7 @@ _BAILING = PreTokenizer(
 )
 
 DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS))
-"""The split of a file that does not name one: llama.cpp's `default`."""
+"""The pre-tokenizer of files that do not name one: llama.cpp's `default`."""
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": DEFAULT,

@@ -10,7 +10,7 @@ import numpy as np
 from mvllm.gguf.metadata import Metadata
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The settings of all published Llama 3 models but `factor`; files store the resulting factors only."""
+"""Settings of all published Llama 3 models except `factor`; files store only the resulting frequency factors."""
 
 _LONG, _SHORT, _FACTORS = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
 
@@ -22,7 +22,7 @@ def rope_config(values: Metadata, head_dim: int, max_position: int, *, partial: 
         values: The file's metadata.
         head_dim: Elements per head.
         max_position: `max_position_embeddings`.
-        partial: Whether the family can rotate a part of each head; files of others must rotate whole heads.
+        partial: Whether the family supports partial rotary embeddings.
 
     Raises:
         ModelError: A value or tensor is missing, has the wrong type, or the scaling is not supported.
@@ -44,7 +44,7 @@ def rope_config(values: Metadata, head_dim: int, max_position: int, *, partial: 
 
 def _scaling(values: Metadata, rotary_dim: int, max_position: int, theta: float) -> dict[str, Any] | None:
     original = values.integer("rope.scaling.original_context_length", max_position)
-    # Files from before the type was stored have a factor alone, or its first name.
+    # Old files have no type, and the factor may have its old name.
     factor = values.number("rope.scaling.factor", values.number("rope.scale_linear", 1.0))
     kind = values.text("rope.scaling.type", "linear")
     has_factors = any(map(values.has_tensor, (_LONG, _SHORT, _FACTORS)))
@@ -60,7 +60,7 @@ def _scaling(values: Metadata, rotary_dim: int, max_position: int, theta: float)
         return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         return _yarn(values, factor, original)
-    if kind in ("none", "longrope"):  # LongRoPE without its tensors scales nothing
+    if kind in ("none", "longrope"):  # LongRoPE without its tensors has no effect
         return None
     raise values.error(
         f"has {kind!r:.100} as '{values.architecture}.rope.scaling.type', "
@@ -103,14 +103,14 @@ def _longrope(
 
 
 def _from_factors(factors: list[float], theta: float, max_position: int) -> dict[str, Any] | None:
-    """The scaling that divides each frequency by its factor: Llama 3's if it results in these factors."""
+    """The scaling that divides each frequency by its factor: `llama3` if that gives these factors, else `longrope`."""
     found = np.array(factors)
     if np.all(found == 1.0):
         return None
     settings = {"rope_type": "llama3", "factor": factors[-1], **_LLAMA3}
     if np.allclose(_llama3_factors(len(factors), theta, factors[-1]), found, rtol=1e-4):
         return settings
-    # LongRoPE has a factor for each frequency. As the original context is the whole one, the short factors always hold.
+    # LongRoPE has one factor per frequency. With the original context equal to the whole, short factors always apply.
     return {
         "rope_type": "longrope",
         "short_factor": factors,

@@ -1,12 +1,12 @@
-"""Translates the tensors of a GGUF file to those of the Hugging Face checkpoint: names, and what became of the values.
+"""Maps the tensors of a GGUF file to those of the Hugging Face checkpoint: names, and layout of values.
 
 A table for each architecture names the modules. Rules cover the tensors that llama.cpp's converter changes:
 
-    attn_q, attn_k          rotary pairs adjacent                     architectures llama and granite
-    attn_qkv                query, key and value in one, or not       any
+    attn_q, attn_k          rows of rotary pairs are adjacent         architectures llama and granite
+    attn_qkv                query, key and value fused or separate    any
     ffn_*_exps              experts stacked                           all with experts
-    attn_k_b, attn_v_b      kv_b_proj in two, keys transposed         deepseek2
-    *norm                   one added                                 gemma2, gemma3
+    attn_k_b, attn_v_b      kv_b_proj split, keys transposed          deepseek2
+    *norm                   weight + 1                                gemma2, gemma3
     matrices                transposed                                gpt2; experts of gpt-oss
 
 Source: convert_hf_to_gguf.py of llama.cpp.
@@ -29,9 +29,9 @@ _EXPERT = re.compile(r"ffn_(?P<kind>gate|up|down)\.(?P<expert>\d{1,5})")
 _EXPERT_MODULE = re.compile(r"\.experts\.\d+\.")
 _STACK = re.compile(r"ffn_(?P<kind>gate|up|down|gate_up)_exps")
 _ROPE = re.compile(r"(rope_freqs|rope_factors_long|rope_factors_short)\.weight|blk\.\d{1,5}\.attn_rot_embd(\.weight)?")
-"""Tensors that config.json covers: RoPE factors by the names that `rope_config` looks up, and frequencies."""
+"""RoPE factors and frequencies, which become settings in config.json (`rope_config`)."""
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_TOP_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -52,7 +52,7 @@ _GEMMA = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _SHARED_EXPERT = {f"ffn_{kind}_shexp": f"mlp.shared_expert.{kind}_proj" for kind in ("gate", "up", "down")}
-_OWN_MODULES: dict[str, dict[str, str]] = {
+_ARCHITECTURE_MODULES: dict[str, dict[str, str]] = {
     "chatglm": {"ffn_up": "mlp.gate_up_proj"},
     "deepseek2": {
         "attn_q_a": "self_attn.q_a_proj",
@@ -96,9 +96,9 @@ _MIXTRAL_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def packed_modules(model: GGUFModel, most_tensors: int) -> dict[str, str]:
-    """The tensor type of each module whose weight can be used as it is stored, in blocks.
+    """The tensor type of each module whose blocks can be used without conversion.
 
-    Experts whose matrices have one type have one entry: `model.layers.0.mlp.experts.*.up_proj`.
+    Experts whose matrices have the same type have one entry: `model.layers.0.mlp.experts.*.up_proj`.
 
     Args:
         model, most_tensors: As `hf_tensors`.
@@ -123,20 +123,20 @@ def packed_modules(model: GGUFModel, most_tensors: int) -> dict[str, str]:
 
 
 def hf_tensors(model: GGUFModel, most_tensors: int) -> dict[str, HFTensor]:
-    """The tensors of the Hugging Face checkpoint, by name. Reads no tensor data.
+    """The tensors of the Hugging Face checkpoint, by name. Does not read tensor data.
 
-    Tensors of the file that have no counterpart keep their names.
+    Tensors without counterpart in the checkpoint keep their names.
 
     Args:
         model: The headers of the files.
-        most_tensors: Maximum number of tensors, each expert's matrices counted.
+        most_tensors: Maximum number of tensors, including each expert's matrices.
 
     Raises:
-        ModelError: The architecture is not supported, a tensor does not have the shape that the metadata imply, or
-            there are too many tensors.
+        ModelError: The architecture is not supported, a tensor's shape does not match the metadata, or there are too
+            many tensors.
     """
     found: dict[str, HFTensor] = {}
-    for tensor in _Translation(model).tensors():
+    for tensor in _TensorMapping(model).tensors():
         if tensor.name in found:
             raise ModelError(f"{model.files[0]} has two tensors for {tensor.name!r}. Convert the model again.")
         found[tensor.name] = tensor
@@ -148,8 +148,8 @@ def hf_tensors(model: GGUFModel, most_tensors: int) -> dict[str, HFTensor]:
     return found
 
 
-class _Translation:
-    """The tensors of one model."""
+class _TensorMapping:
+    """Maps the tensors of one model."""
 
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
@@ -157,8 +157,8 @@ class _Translation:
         self._config = model_config(model)
         self._arch = arch = self._values.architecture
         self._is_gpt2, self._is_falcon = arch == "gpt2", arch == "falcon"
-        self._modules: Mapping[str, str] = {**_MODULES, **_OWN_MODULES.get(arch, {})}
-        self._top, self._prefix = _TOP, "model.layers."
+        self._modules: Mapping[str, str] = {**_MODULES, **_ARCHITECTURE_MODULES.get(arch, {})}
+        self._top, self._prefix = _TOP_MODULES, "model.layers."
         if self._is_gpt2 or self._is_falcon:
             embedding = "wte" if self._is_gpt2 else "word_embeddings"
             self._prefix, self._modules = "transformer.h.", _GPT2 if self._is_gpt2 else _FALCON
@@ -214,7 +214,7 @@ class _Translation:
             yield self._plain(tensor.name, tensor)
 
     def _plain(self, name: str, tensor: GGUFTensor) -> HFTensor:
-        """A tensor with another name; of Gemma and GPT-2 also with other values."""
+        """A renamed tensor; Gemma's norms are shifted by one, and GPT-2's matrices are transposed."""
         offset = -1.0 if self._arch in ("gemma2", "gemma3") and name.endswith("norm.weight") else 0.0
         source = Source(tensor)
         transposed = self._is_gpt2 and name.startswith(self._prefix) and len(tensor.shape) == 2
@@ -223,9 +223,9 @@ class _Translation:
     # ------------------------------------------------------------------------------------------------------ attention
 
     def _projections(self, tensor: GGUFTensor, layer: int, base: str, suffix: str) -> Iterator[HFTensor]:
-        """Query, key and value, which the file and the checkpoint may store as one matrix each, or as one in all."""
+        """Query, key and value projections, which may be fused or separate in the file and in the checkpoint."""
         if self._arch in _FUSED_QKV:
-            if base not in ("attn_qkv", "attn_q"):  # with the query
+            if base not in ("attn_qkv", "attn_q"):  # handled with the query
                 return
             parts = [tensor]
             if base == "attn_q":
@@ -271,7 +271,7 @@ class _Translation:
         return self._checked(HFTensor(name, shape, sources, rows, self._is_gpt2 and not single))
 
     def _latent_projections(self, layer: int, base: str) -> Iterator[HFTensor]:
-        if base == "attn_v_b" or self._has(layer, "attn_kv_b.weight"):  # with the keys, or there as one matrix
+        if base == "attn_v_b" or self._has(layer, "attn_kv_b.weight"):  # handled with the keys, or stored as one matrix
             return
         keys, heads = self._values.tensor(f"blk.{layer}.attn_k_b.weight"), self._num_heads
         found = self._values.tensor(f"blk.{layer}.attn_v_b.weight")
@@ -307,12 +307,12 @@ class _Translation:
         return f"{self._prefix}{layer}.{block}.experts.{expert}.{names[kind]}.weight"
 
     def _stacked_experts(self, tensor: GGUFTensor, layer: int, kind: str, suffix: str) -> Iterator[HFTensor]:
-        """The experts of GPT-OSS: one tensor for all, in which rows of gate and up alternate."""
+        """The experts of GPT-OSS: one tensor for all experts, with alternating rows of gate and up."""
         name = f"{self._prefix}{layer}.mlp.experts.{'down' if kind == 'down' else 'gate_up'}_proj"
         single = suffix == "bias"
         if len(tensor.shape) != (2 if single else 3):
             raise self._wrong_shape(tensor, f"{2 if single else 3} dimensions")
-        if kind == "up":  # with the gate
+        if kind == "up":  # handled with the gate
             return
         parts = [tensor]
         if kind == "gate":
@@ -340,7 +340,7 @@ class _Translation:
         return Source(tensor, single=single)
 
     def _checked(self, tensor: HFTensor) -> HFTensor:
-        """The tensor, if all its sources have rows of one length."""
+        """Checks that all sources of a tensor have the same row length."""
         first, *others = tensor.sources
         for other in others:
             if other.row_length != first.row_length:

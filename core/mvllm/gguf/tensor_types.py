@@ -1,7 +1,7 @@
 """The tensor types of GGUF files: numbers, names and block sizes.
 
-Every type stores a row as blocks of equal size; a block holds `block_values` values in `block_bytes` bytes. Numbers and
-sizes are those of `ggml_type` in ggml.
+Every type stores a row as blocks of equal size: `block_values` values in `block_bytes` bytes. Numbers and sizes are
+those of `ggml_type` in ggml.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TensorType:
     Attributes:
         number: Its number in the file.
         name: Its usual name, for instance `Q4_K`.
-        block_values: Values in a block; 1 for types that are not quantized.
+        block_values: Values per block; 1 for unquantized types.
         block_bytes: Bytes of a block.
     """
 

@@ -1,14 +1,14 @@
 """The tokenizer of a GGUF file as the files of a Hugging Face tokenizer.
 
-Token ids stay those of the file. Kinds of vocabularies:
+Token ids are those of the file. Kinds of vocabularies:
 
 | `tokenizer.ggml.model` | tokenizer |
 |---|---|
-| `gpt2` | byte-level BPE; `tokenizer.ggml.pre` names the split into words (`pre_tokenizers.py`) |
-| `llama` | SentencePiece BPE; the merges follow from the scores (`merges.py`) |
+| `gpt2` | byte-level BPE; `tokenizer.ggml.pre` names the pre-tokenizer (`pre_tokenizers.py`) |
+| `llama` | SentencePiece BPE; merges are computed from scores (`merges.py`) |
 
-Control and unknown tokens become special added tokens, user-defined tokens other added tokens: both are found in a text
-before anything else.
+Control and unknown tokens become special added tokens; user-defined tokens become other added tokens. Both are matched
+in a text before it is split into words.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
 
-_SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
+_SPACE = "\u2581"  # the space character of SentencePiece vocabularies
 
-_MOST_TEMPLATE_BYTES = 4 << 20  # as for templates in other models' folders
+_MOST_TEMPLATE_BYTES = 4 << 20  # the limit for templates of other models
 
 _NAMED = {
     "bos_token": "bos",
@@ -42,7 +42,7 @@ _NAMED = {
 """Special tokens by their names in `tokenizer_config.json` and in GGUF files."""
 
 _RIGHT_STRIPPED_EXCEPT = frozenset({"<unk>", "<s>", "<|endoftext|>"})
-"""Special tokens of Phi-3 that keep the white space after them."""
+"""Special tokens of Phi-3 that do not strip the white space after them."""
 
 
 def tokenizer_files(model: GGUFModel) -> dict[str, bytes]:
@@ -53,8 +53,8 @@ def tokenizer_files(model: GGUFModel) -> dict[str, bytes]:
         Several are in `tokenizer_config.json`.
 
     Raises:
-        ModelError: The kind of vocabulary, or its split into words, is not supported; or the vocabulary is damaged. It
-            says that another tokenizer may be given, for which the vocabulary is not read.
+        ModelError: The kind of vocabulary or its pre-tokenizer is not supported, or the vocabulary is damaged. The
+            remedy is another tokenizer; then the vocabulary is not read.
     """
     try:
         return _tokenizer_files(model)
@@ -121,7 +121,7 @@ def _pre_tokenizer(model: GGUFModel) -> PreTokenizer:
         return DEFAULT
     found = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if found is None:
-        # Another split would give other tokens, and worse outputs without any error.
+        # Another pre-tokenizer would give other tokens and worse outputs, without any error.
         raise ModelError(
             f"{model.files[0]}: 'tokenizer.ggml.pre' is {name!r:.100}, a split into words that is not supported. "
             f"Supported: {', '.join(sorted(PRE_TOKENIZERS))}."
@@ -132,7 +132,7 @@ def _pre_tokenizer(model: GGUFModel) -> PreTokenizer:
 def _sentencepiece_bpe(model: GGUFModel, vocabulary: Vocabulary) -> tuple[dict[str, Any], bool]:
     """The parts of a `tokenizer.json` for the kind `llama`, and whether prompts begin with bos by default.
 
-    A space is put before a text, and before each text after an added token, unless the file says otherwise.
+    A space is prepended to a text, and to each text after an added token, unless the file disables it.
     """
     prefix = read_flag(model, "tokenizer.ggml.add_space_prefix", True)
     normalizer: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -183,9 +183,9 @@ def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], **settings: Any)
 
 
 def _special_ids(vocabulary: Vocabulary) -> set[int]:
-    """Tokens that decoding skips: control and unknown tokens, those that end a turn, and bos and eos if they look so.
+    """Tokens that decoding skips: control and unknown tokens, tokens that end a turn, and bos and eos in brackets.
 
-    Old files have types that call all tokens normal, or none.
+    Old files mark all tokens as normal, or have no types.
     """
     kinds = (TokenType.CONTROL, TokenType.UNKNOWN)
     special = {i for i, kind in enumerate(vocabulary.types) if kind in kinds}
@@ -215,10 +215,10 @@ def _added_tokens(model: GGUFModel, vocabulary: Vocabulary, special: set[int]) -
 
 
 def _post_processor(model: GGUFModel, vocabulary: Vocabulary, add_bos: bool) -> dict[str, Any] | None:
-    """The step that puts bos before and eos after a prompt; None if the file wants neither.
+    """The post-processor that adds bos before and eos after a prompt; None if the file has neither.
 
     Args:
-        add_bos: Whether bos is put there if the file does not say.
+        add_bos: Default of `add_bos_token`.
     """
     ids: dict[str, int] = {}
     around: list[list[dict[str, Any]]] = []
@@ -248,8 +248,8 @@ def _post_processor(model: GGUFModel, vocabulary: Vocabulary, add_bos: bool) -> 
 def _settings(model: GGUFModel, vocabulary: Vocabulary, special: set[int]) -> dict[str, Any]:
     """The contents of `tokenizer_config.json`, without chat templates.
 
-    The flags `add_bos_token` and `add_eos_token` are left out: the post-processor does what they say, and transformers
-    would build another.
+    The flags `add_bos_token` and `add_eos_token` are left out: the post-processor implements them, and transformers
+    would create a second one.
     """
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -286,8 +286,8 @@ def _chat_templates(model: GGUFModel) -> dict[str, str]:
 
 
 def _check(content: bytes, vocabulary: Vocabulary, where: str) -> None:
-    """Checks that the library accepts a `tokenizer.json` and numbers all tokens as the file does."""
-    from tokenizers import Tokenizer  # imported only for models in GGUF files
+    """Checks that the tokenizers library loads a `tokenizer.json` and keeps the token ids of the file."""
+    from tokenizers import Tokenizer  # imported for GGUF files only
 
     try:
         tokenizer = Tokenizer.from_buffer(content)

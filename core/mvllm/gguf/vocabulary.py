@@ -18,8 +18,8 @@ from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
 
-_MOST_TOKENS = 1 << 21  # the largest published vocabularies have 2**18
-_MOST_CHARACTERS = 1 << 23  # and these 2**21
+_MOST_TOKENS = 1 << 21  # the largest published vocabulary has 2**18
+_MOST_CHARACTERS = 1 << 23  # the largest published one has 2**21
 
 _END_OF_TURN = frozenset(
     {
@@ -47,14 +47,14 @@ _END_OF_TURN = frozenset(
         "[e~[",
     }
 )
-"""Tokens that end a turn or a text wherever they are in a vocabulary. Many files name only one of several."""
+"""Texts of tokens that end a turn or a text in any vocabulary. Many files name only one of several."""
 
 _DEFAULT_IDS = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
     "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
 }
-"""Special tokens of a kind of vocabulary, if the file does not name them. (llama.cpp has 11 as bos and eos of `gpt2`,
-which are those of Falcon; they are not used here.)"""
+"""Default ids of special tokens, by kind of vocabulary. (llama.cpp's defaults for `gpt2`, bos and eos 11, are
+Falcon's and not used here.)"""
 
 _SPECIAL_TOKENS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask", "cls")
 
@@ -63,7 +63,7 @@ _shown.maxstring = _shown.maxother = 100
 
 
 class TokenType(IntEnum):
-    """What a token is for. Other numbers in a file mean `NORMAL`."""
+    """Type of a token. Other numbers in a file mean `NORMAL`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -79,7 +79,7 @@ class Vocabulary:
 
     Attributes:
         kind: `tokenizer.ggml.model`, for instance `gpt2`.
-        tokens: The texts by token id. All differ, and all are valid UTF-8.
+        tokens: The texts by token id, unique and valid UTF-8.
         types: The types by token id.
         scores: The scores by token id; empty if the file has none.
         special_ids: Ids of special tokens by the names in GGUF files: `bos`, `eos`, `eot`, `eom`, `unknown`, `padding`,
@@ -100,7 +100,7 @@ class Vocabulary:
         return None if token_id is None else self.tokens[token_id]
 
     def end_ids(self) -> list[int]:
-        """Tokens that end a sequence: eos, eot and eom, then those whose texts are known to end a turn."""
+        """Tokens that end a sequence: eos, eot and eom, then tokens whose texts are known to end a turn."""
         ids = [self.special_ids[name] for name in ("eos", "eot", "eom") if name in self.special_ids]
         ids += self.known_end_ids()
         return list(dict.fromkeys(ids))
@@ -115,19 +115,19 @@ class Vocabulary:
             del found["</s>"]
         calls = {"<|call|>", "<|calls|>"} & found.keys()
         if calls and {"<|return|>", "<|flush|>"} & found.keys():
-            found.pop("<|end|>", None)  # ends a message, and others follow (Harmony)
+            found.pop("<|end|>", None)  # ends a message, not the turn (Harmony)
         return sorted(found.values())
 
 
 def read_vocabulary(model: GGUFModel) -> Vocabulary:
     """The vocabulary in a file's metadata.
 
-    An empty token gets the text `[EMPTY_7]` (with its id), a token that is not UTF-8 `[INVALID_7]`: no text contains
-    them, and the ids of the other tokens stay as they are. An id outside the vocabulary is ignored, with a warning.
+    An empty token gets the text `[EMPTY_7]` (with its id), a token that is not UTF-8 `[INVALID_7]`, so that the ids of
+    other tokens do not change. A special token id outside of the vocabulary is ignored, with a warning.
 
     Raises:
-        ModelError: There is none, or it is damaged: lists of different lengths, a token that is there twice, a score
-            that is not a number, a value of another type than expected.
+        ModelError: There is none, or it is damaged: lists of different lengths, duplicate tokens, scores that are not
+            finite, values of a wrong type.
     """
     metadata = model.metadata
     where = str(model.files[0])
@@ -156,10 +156,10 @@ def read_vocabulary(model: GGUFModel) -> Vocabulary:
 
 
 def read_flag(model: GGUFModel, key: str, default: bool) -> bool:
-    """A value that is true or false.
+    """A boolean value.
 
     Raises:
-        ModelError: It is something else.
+        ModelError: It has another type.
     """
     value = model.metadata.get(key, default)
     if not isinstance(value, bool):
@@ -168,17 +168,17 @@ def read_flag(model: GGUFModel, key: str, default: bool) -> bool:
 
 
 def read_merges(model: GGUFModel) -> list[str]:
-    """The merges of a BPE vocabulary, `left right` each.
+    """The merges of a BPE vocabulary, each `left right`.
 
     Raises:
-        ModelError: There are none, or they are no texts.
+        ModelError: There are none, or they are not texts.
     """
     merges = _texts(model.metadata, "tokenizer.ggml.merges", str(model.files[0]))
     return [_utf8(merge) or "" for merge in merges]
 
 
 def readable(text: str) -> str:
-    """A text of the metadata with U+FFFD in place of bytes that are not UTF-8."""
+    """A text of the metadata with invalid UTF-8 replaced by U+FFFD."""
     return text.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
 
 
@@ -192,7 +192,7 @@ def _utf8(text: str) -> str | None:
 
 
 def _unique(tokens: list[str], kind: str, where: str) -> list[str]:
-    """The tokens after a check that they differ, with names for those that are empty or not UTF-8."""
+    """The tokens, with generated texts for those that are empty or not UTF-8. Checks that all are unique."""
     named = []
     for i, token in enumerate(tokens):
         if not token:

@@ -214,9 +214,9 @@ class KVCacheManager:
             pool.touch(found)
             self.unconfirmed.record_reader(table, found)
             for i, blocks in enumerate(table.groups):
-                own = computed_blocks[i * num_found : (i + 1) * num_found]
-                blocks.num_dropped = own.count(_OUT_OF_WINDOW)
-                blocks.block_ids += [max(block, 0) for block in own]  # block tables need an entry, which is not read
+                cached = computed_blocks[i * num_found : (i + 1) * num_found]
+                blocks.num_dropped = cached.count(_OUT_OF_WINDOW)
+                blocks.block_ids += [max(block, 0) for block in cached]  # block tables need an entry, which is not read
             table.num_hashed_blocks = num_found
         new = pool.allocate(num_new)
         start = 0

@@ -44,8 +44,8 @@ class Embedding(nn.Module):
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Checkpoint tensor names and their targets on this rank."""
-        everything = tuple(slice(0, size) for size in self.weight.shape)
-        yield f"{self.name}.weight", WeightTarget(self.weight, tuple(self.weight.shape), everything, everything)
+        whole = tuple(slice(0, size) for size in self.weight.shape)
+        yield f"{self.name}.weight", WeightTarget(self.weight, tuple(self.weight.shape), whole, whole)
 
 
 class VocabShard(nn.Module):

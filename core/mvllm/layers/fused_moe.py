@@ -1,11 +1,11 @@
 """FusedMoE: the experts of a mixture of experts with a separate checkpoint tensor for each matrix of each expert.
 
 Tensor parallelism shards every expert along its inner size, so that the load of the ranks does not depend on the
-routing; `forward` returns this rank's summand of a sum over ranks. The devices of a worker with several devices hold
-some of the experts each, or all of them if the number of experts is not a multiple of the number of devices.
+routing; `forward` returns this rank's summand of a sum over ranks. If a worker has several devices, each
+holds some of the experts, or all of them if the number of experts is not a multiple of the number of devices.
 
-Quantized experts stay quantized where the platform multiplies with them (quantized_experts.py). Otherwise those of a
-checkpoint are dequantized after loading, and online quantization leaves experts as they are.
+Quantized experts stay quantized if the platform supports `quantized_moe` (quantized_experts.py). Otherwise experts of a
+quantized checkpoint are dequantized after loading, and online quantization does not change experts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from mvllm.layers.weight_target import WeightTarget
 
 
 class FusedMoE(nn.Module):
-    """Experts gated by silu, each of three matrices of its own.
+    """Experts with a silu gate, each with three separate matrices.
 
     Args:
         ctx: Build context.
         name: The checkpoint module whose children `0`, `1`, ... are the experts.
         hidden_size, intermediate_size: Outer and inner size of one expert.
-        num_experts, top_k: Experts in all, and per token.
+        num_experts, top_k: Number of experts, and experts per token.
         names: Checkpoint names of gate, up and down of an expert.
 
     Attributes:
@@ -91,7 +91,7 @@ class FusedMoE(nn.Module):
             self.gate_up, self.down = gate_up, down
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """This rank's summand of the experts' weighted sum.
+        """This rank's partial sum of the weighted expert outputs; all ranks' results must be added.
 
         Args:
             x: [T, hidden_size].
@@ -138,7 +138,7 @@ class FusedMoE(nn.Module):
 
 
 def quantization_of_layout(ctx: BuildContext, layout: MatrixLayout) -> QuantizedMatrix | None:
-    """The quantized matrix of a layer that multiplies floats only; None if the checkpoint stores floats."""
+    """The quantized matrix of a layer without quantized op, to be dequantized; None if the checkpoint stores floats."""
     if ctx.quantization is None or ctx.quantization.quantizes_on_load:
         return None
     return ctx.quantized(layout)

@@ -3,8 +3,8 @@
     gate_up_proj  [experts, hidden_size, 2 · size]    columns of gate and up alternate      (floats)
     down_proj     [experts, size, hidden_size]
 
-Quantized experts (stacked_experts.py) stay quantized where the platform multiplies with them; otherwise they are
-dequantized after loading, and online quantization leaves experts as they are.
+Quantized experts (stacked_experts.py) stay quantized if the platform supports `quantized_moe`; otherwise they are
+dequantized after loading, and online quantization does not change them.
 
 Tensor parallelism shards every expert along its inner size, as in `fused_moe.py`. Only the first rank adds the biases
 of results that are summed over ranks.
@@ -36,7 +36,7 @@ class GptOssExperts(nn.Module):
         ctx: Build context.
         name: The checkpoint module that holds all experts.
         hidden_size, intermediate_size: Outer and inner size of one expert.
-        num_experts, top_k: Experts in all, and per token.
+        num_experts, top_k: Number of experts, and experts per token.
         alpha, limit: As in the operation `clamped_moe`.
 
     Attributes:

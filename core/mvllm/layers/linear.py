@@ -287,11 +287,11 @@ class QKVLinear(Linear):
         parts = []
         for i, device in enumerate(devices):
             if by_group:
-                own = _grouped_qkv_parts(names[0], device, num_heads, num_kv_heads, head_size)
+                device_parts = _grouped_qkv_parts(names[0], device, num_heads, num_kv_heads, head_size)
             else:
-                own = _stacked_qkv_parts(names, device, num_heads, num_kv_heads, head_size)
+                device_parts = _stacked_qkv_parts(names, device, num_heads, num_kv_heads, head_size)
             start = i * (q_size + 2 * kv_size)
-            for part in own:
+            for part in device_parts:
                 rows = slice(start + part.destination.start, start + part.destination.stop)
                 parts.append(replace(part, destination=rows))
         super().__init__(ctx, parts, hidden_size, bias=bias, transposed=transposed, partition=0)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one checkpoint matrix, as this rank holds them.
+    """This rank's rows of one checkpoint matrix.
 
     Attributes:
         name: The checkpoint module; `.weight` and `.bias` are appended.
         num_rows: Rows (output features) of the whole checkpoint matrix.
         source: The rows read.
-        destination: The rows of this rank's matrix that they fill.
+        destination: The rows of this rank's matrix to which they are copied.
     """
 
     name: str
@@ -30,14 +30,14 @@ class MatrixLayout:
         parts: The stacked row ranges.
         in_features: Columns of the whole checkpoint matrices.
         columns: The columns that this rank holds.
-        out_features: Rows on this rank; those that no part fills stay zero.
+        out_features: Rows on this rank; rows without a part are zero.
         bias: Whether the layer has a bias.
         transposed: The checkpoint stores matrices as [in, out].
         is_head: It is the language-model head.
         tied: The head is tied: the checkpoint stores it under the embedding's name only.
         partition: The dimension along which the devices of this worker shard it, if it has several; None if each
             device holds all of it.
-        is_expert: It belongs to one expert of several, whose layer multiplies all of them in one operation.
+        is_expert: Whether it belongs to one of several experts, which their layer computes in one operation.
     """
 
     parts: tuple[Part, ...]

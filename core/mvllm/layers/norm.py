@@ -14,8 +14,8 @@ from mvllm.layers.weight_target import WeightTarget
 
 def whole_tensor_target(name: str, parameter: nn.Parameter) -> tuple[str, WeightTarget]:
     """The target of a parameter that one whole checkpoint tensor fills."""
-    everything = tuple(slice(0, size) for size in parameter.shape)
-    return name, WeightTarget(parameter, tuple(parameter.shape), everything, everything)
+    whole = tuple(slice(0, size) for size in parameter.shape)
+    return name, WeightTarget(parameter, tuple(parameter.shape), whole, whole)
 
 
 class RMSNorm(nn.Module):

@@ -4,7 +4,7 @@
                    (staging, in the checkpoint's bits)               one expert at a time
 
 Experts stay quantized where all have weights of one operation in one format, and a provider has `quantized_moe` for
-it. Otherwise the layer multiplies floats.
+it. Otherwise the layer dequantizes them.
 
 Memory: while a layer is converted, its staging and its result exist, and one expert in the form of the operation.
 """
@@ -71,8 +71,8 @@ class QuantizedExperts:
     Args:
         ctx: Build context.
         layouts: Gate and up, and down, of each expert.
-        floats: The operation that multiplies floats.
-        facts: Its facts.
+        floats: The operation for dequantized weights.
+        facts: The facts of `floats`.
 
     Attributes:
         op: The operation `quantized_moe` if the experts stay quantized, else None.
@@ -88,12 +88,12 @@ class QuantizedExperts:
         self.op: ResolvedOp | None = None
         self._matrices: dict[tuple[int, int], QuantizedMatrix] = {}
         # By checkpoint tensor: its matrix, with the names of the matrix's tensors that are not loaded yet.
-        self._waiting: dict[str, tuple[QuantizedMatrix, set[str]]] = {}
+        self._unloaded: dict[str, tuple[QuantizedMatrix, set[str]]] = {}
         if ctx.quantization is not None:
             self._build(ctx, layouts, floats, facts)
 
     def matrix(self, expert: int, which: int) -> QuantizedMatrix | None:
-        """The matrix of gate and up (0) or down (1); None if floats are read."""
+        """The matrix of gate and up (0) or down (1); None if the checkpoint has floats."""
         return self._matrices.get((expert, which))
 
     def pop(self) -> Iterator[tuple[int, int, QuantizedMatrix]]:
@@ -108,14 +108,14 @@ class QuantizedExperts:
         """The targets of a matrix."""
         found = list(matrix.targets())
         if self.op is not None:
-            waiting = matrix, {name for name, _ in found}
-            self._waiting.update((name, waiting) for name, _ in found)
+            unloaded = matrix, {name for name, _ in found}
+            self._unloaded.update((name, unloaded) for name, _ in found)
         yield from found
 
     def tensor_loaded(self, name: str) -> None:
         """Lets the matrix to which a checkpoint tensor belongs reduce its memory if it has all of its tensors."""
-        if name in self._waiting:
-            matrix, names = self._waiting.pop(name)
+        if name in self._unloaded:
+            matrix, names = self._unloaded.pop(name)
             names.discard(name)
             if not names:
                 matrix.tensors_loaded()
@@ -127,7 +127,7 @@ class QuantizedExperts:
         for (_, which), matrix in self._matrices.items():
             readers[which].append(matrix.expert_weight)
         self._matrices.clear()
-        self._waiting.clear()
+        self._unloaded.clear()
         return prepared_experts(self.op, *map(ReadOnce, readers))
 
     def _build(
@@ -148,7 +148,7 @@ class QuantizedExperts:
                     return
             self._matrices.update(((expert, i), matrix) for i, matrix in enumerate(made) if matrix is not None)
         if any(each != formats[0] for each in formats):
-            report_mixed_formats(ctx, layouts[0][0].names[0])
+            log_mixed_formats(ctx, layouts[0][0].names[0])
             op = None
         if op is None:
             self._matrices = {k: matrix for k, matrix in self._matrices.items() if not matrix.checkpoint_has_floats}
@@ -171,9 +171,9 @@ def quantized_moe_op(
 
     Args:
         ctx: Build context.
-        gate_up, down: What `expert_facts` says of every expert.
-        floats: The operation that multiplies floats.
-        facts: Its facts.
+        gate_up, down: Result of `expert_facts`, equal for all experts.
+        floats: The operation for dequantized weights.
+        facts: The facts of `floats`.
         clamped: Whether there are biases and clamped gates.
     """
     if gate_up is None or down is None or gate_up[0] != down[0] or ctx.num_devices > 1:
@@ -191,8 +191,8 @@ def prepared_experts(op: ResolvedOp, gate_up: ReadOnce, down: ReadOnce) -> tuple
     return prepared
 
 
-def report_mixed_formats(ctx: BuildContext, name: str) -> None:
-    """Logs once for each model that experts are computed in floats because their formats differ."""
+def log_mixed_formats(ctx: BuildContext, name: str) -> None:
+    """Logs once per model that experts are dequantized because their formats differ."""
     if ctx.quantization is not None and ctx.quantization not in _reported:
         _reported.add(ctx.quantization)
         logger.info(

@@ -109,9 +109,9 @@ def _rotations_to_dim(p: RopeParameters, rotations: float) -> float:
 
 
 def _yarn_attention_factor(p: RopeParameters, factor: float) -> float:
-    given = p.values.get("attention_factor")
-    if given is not None:
-        return float(given)
+    attention_factor = p.values.get("attention_factor")
+    if attention_factor is not None:
+        return float(attention_factor)
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -25,9 +25,9 @@ class SparseMoeBlock(nn.Module):
         experts: The experts.
         routing: Selects experts from the router's logits.
         bias: Whether the router has biases.
-        correction: Checkpoint tensor of the correction bias for the selection; None without.
+        correction: Checkpoint tensor of the correction bias for the selection, or None.
         router_dtype: Dtype of the router, if it is not the compute dtype.
-        shared_experts: A module applied to every token; its result is added. None where there is none.
+        shared_experts: A module whose output for every token is added, or None.
 
     Raises:
         ModelError: The routing does not fit the experts.

@@ -1,8 +1,8 @@
-"""The quantized experts of GPT-OSS until they are loaded: one checkpoint tensor holds a matrix of all experts.
+"""Staging of GPT-OSS's quantized experts; one checkpoint tensor holds a matrix of all experts.
 
 StackedMXFP4     gate_up_proj_blocks, _scales    [experts, 2 · size, hidden_size / 32, ...]   gate and up alternate
                  down_proj_blocks, _scales       [experts, hidden_size, size / 32, ...]
-StackedBlocks    gate_up_proj.packed_weight      [experts, 2 · size, row_bytes], likewise, of a GGUF file
+StackedBlocks    gate_up_proj.packed_weight      [experts, 2 · size, row_bytes], likewise, from a GGUF file
                  down_proj.packed_weight         [experts, hidden_size, row_bytes]
 StackedFloats    gate_up_proj, down_proj         floats, rounded to integers
 """
@@ -46,7 +46,7 @@ class ExpertStack:
     Attributes:
         name: The checkpoint module that holds all experts.
         num_experts, hidden_size, intermediate_size: As in GptOssExperts.
-        band: The inner elements of this rank.
+        band: The range of inner elements on this rank.
     """
 
     name: str
@@ -57,12 +57,12 @@ class ExpertStack:
 
     @property
     def size(self) -> int:
-        """Inner elements of this rank."""
+        """Number of inner elements on this rank."""
         return int(self.band.stop - self.band.start)
 
     @property
     def halves(self) -> Iterator[tuple[slice, slice]]:
-        """Gate and up: their rows among all rows of the checkpoint, and on this rank."""
+        """Gate and up: the slices of their rows in the checkpoint and on this rank."""
         for first in (0, 1):
             rows = slice(2 * self.band.start + first, 2 * self.band.stop, 2)
             yield rows, slice(first * self.size, (first + 1) * self.size)
@@ -109,13 +109,13 @@ class QuantizedStack(ABC):
         return
 
     def weights(self) -> tuple[ReadOnce, ReadOnce]:
-        """gate_up and down of all experts, made when they are accessed."""
+        """gate_up and down of all experts, created on access."""
         experts = range(self.sizes.num_experts)
         return ReadOnce(partial(self.gate_up, e) for e in experts), ReadOnce(partial(self.down, e) for e in experts)
 
 
 def quantized_stack(ctx: BuildContext, sizes: ExpertStack) -> QuantizedStack | None:
-    """The experts as the model's quantization has them; None if they are floats."""
+    """The experts in the format of the model's quantization; None if it does not quantize them."""
     method = ctx.quantization
     if isinstance(method, MXFP4):
         return StackedMXFP4(ctx, sizes)
@@ -132,7 +132,7 @@ def quantized_stack(ctx: BuildContext, sizes: ExpertStack) -> QuantizedStack | N
 
 
 class StackedMXFP4(QuantizedStack):
-    """Experts of a checkpoint in MXFP4, staged on the host.
+    """MXFP4 experts of a checkpoint, staged on the host.
 
     Args:
         ctx: Build context.
@@ -142,7 +142,7 @@ class StackedMXFP4(QuantizedStack):
     def __init__(self, ctx: BuildContext, sizes: ExpertStack) -> None:
         super().__init__(sizes)
         self._ctx = ctx
-        # Groups of 32 columns: the first and last group of a shard may overlap the neighbouring shards.
+        # Groups of 32 columns: the first and last group of a shard may overlap adjacent shards.
         self._groups = slice(sizes.band.start // GROUP_SIZE, -(-sizes.band.stop // GROUP_SIZE))
         self._stored = {
             suffix: staging(*(s.stop - s.start for s in source), dtype=torch.uint8)
@@ -156,8 +156,8 @@ class StackedMXFP4(QuantizedStack):
     def targets(self) -> Targets:
         for suffix, (shape, source) in self._tensors().items():
             parameter = self._stored[suffix]
-            everything = tuple(slice(0, size) for size in parameter.shape)
-            yield f"{self.sizes.name}.{suffix}", WeightTarget(parameter, shape, source, everything)
+            whole = tuple(slice(0, size) for size in parameter.shape)
+            yield f"{self.sizes.name}.{suffix}", WeightTarget(parameter, shape, source, whole)
 
     def gate_up(self, expert: int) -> BlockQuantizedWeight:
         blocks = as_blocks(*self._packed("gate_up", expert))
@@ -196,13 +196,13 @@ class StackedMXFP4(QuantizedStack):
 
 
 class StackedBlocks(QuantizedStack):
-    """Experts of a GGUF file in its blocks, staged on the host.
+    """Block-quantized experts of a GGUF file, staged on the host.
 
     Args:
         ctx: Build context.
         sizes: Sizes of the experts; this rank's columns are whole blocks.
         method: The checkpoint's quantization.
-        of_gate_up, of_down: Their formats.
+        of_gate_up, of_down: Block formats of gate_up and down.
     """
 
     def __init__(self, ctx: BuildContext, sizes: ExpertStack, method: GGUF, of_gate_up: str, of_down: str) -> None:
@@ -246,7 +246,7 @@ class StackedFloats(QuantizedStack):
     Args:
         ctx: Build context.
         sizes: Sizes of the experts.
-        format: The format to which they are rounded.
+        format: The integer format to which they are rounded.
     """
 
     def __init__(self, ctx: BuildContext, sizes: ExpertStack, format: IntegerFormat) -> None:
@@ -273,6 +273,6 @@ def _block_facts(ctx: BuildContext, *formats: str) -> ExpertFacts:
 
 
 def _block_weight(ctx: BuildContext, in_features: int, *parts: tuple[str, torch.Tensor]) -> BlockQuantizedWeight:
-    """The weight of rows of blocks, on the device."""
+    """A block-quantized weight of these rows, on the device."""
     made = tuple(BlockQuantizedPart(name, blocks.to(ctx.device).contiguous()) for name, blocks in parts)
     return BlockQuantizedWeight(made, in_features, ctx.dtype != torch.float32, ctx.dtype)

@@ -55,10 +55,10 @@ class CausalLM(nn.Module, ABC):
         self.stage = PipelineStage.for_rank(config.num_layers, ctx.pp)
         self.scores: nn.Module | None = None
         self._quantization = ctx.quantization
-        self._place, self._spreads = ctx.place, ctx.num_devices > 1
+        self._place, self._uses_several_devices = ctx.place, ctx.num_devices > 1
         self._placed: dict[nn.Parameter, nn.Parameter] = {}
         # By checkpoint tensor: modules that it fills, with the names of their tensors that are not loaded yet.
-        self._waiting: dict[str, list[tuple[nn.Module, set[str]]]] = {}
+        self._unloaded: dict[str, list[tuple[nn.Module, set[str]]]] = {}
         self._prepared: set[nn.Module] = set()
 
     @abstractmethod
@@ -94,7 +94,7 @@ class CausalLM(nn.Module, ABC):
     def weight_targets(self) -> dict[str, list[WeightTarget]]:
         """Targets on this rank by checkpoint tensor name. The checkpoint must have each of these tensors."""
         targets: dict[str, list[WeightTarget]] = {}
-        self._waiting = {}
+        self._unloaded = {}
         for module in self.modules():
             of_module = getattr(module, "weight_targets", None)
             if module is not self and of_module is not None:
@@ -102,9 +102,9 @@ class CausalLM(nn.Module, ABC):
                 for name, target in of_module():
                     targets.setdefault(name, []).append(target)
                     names.add(name)
-                if self._spreads or hasattr(module, "prepare_weights"):
+                if self._uses_several_devices or hasattr(module, "prepare_weights"):
                     for name in names:
-                        self._waiting.setdefault(name, []).append((module, names))
+                        self._unloaded.setdefault(name, []).append((module, names))
         return targets
 
     def tensor_loaded(self, name: str) -> None:
@@ -116,7 +116,7 @@ class CausalLM(nn.Module, ABC):
         Args:
             name: A checkpoint tensor all of whose targets are filled, as in `weight_targets`.
         """
-        for module, names in self._waiting.pop(name, ()):
+        for module, names in self._unloaded.pop(name, ()):
             names.remove(name)
             if not names:
                 self._prepared.add(module)
@@ -178,13 +178,13 @@ class CausalLM(nn.Module, ABC):
         return iter(range(self.stage.first, self.stage.stop))
 
     def _prepare(self, module: nn.Module) -> None:
-        if self._spreads:
-            self._spread(module)
+        if self._uses_several_devices:
+            self._shard_parameters(module)
         prepare = getattr(module, "prepare_weights", None)
         if prepare is not None:
             prepare()
 
-    def _spread(self, module: nn.Module) -> None:
+    def _shard_parameters(self, module: nn.Module) -> None:
         """Shards the parameters of a module over the devices of this worker along the module's `partitions`."""
         partitions: Mapping[str, int] = getattr(module, "partitions", {})
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -4,8 +4,8 @@ The folder's `gguf_files.json` names the files:
 
     {"files": [{"path": "/models/x.gguf", "size": 98362432, "mtime_ns": 1738886400000000000}]}
 
-Tensors that are stored in blocks are offered as F32: a range of bytes of such a tensor is rows, or columns of rows,
-that the reader finds in the file and dequantizes. So a rank dequantizes its shard only, a few rows at a time.
+Block-quantized tensors are provided as F32: a range of bytes of such a tensor corresponds to rows, or columns of rows,
+which the reader reads from the file and dequantizes. So a rank dequantizes only its shard, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from mvllm.models.tensor_entry import TensorEntry, packed_name
 FILES_NAME = "gguf_files.json"
 
 _VALUES_AT_ONCE = 1 << 18
-"""Values that are dequantized at a time: their intermediate results stay in the second-level cache."""
+"""Values that are dequantized at a time, so that intermediate results stay in the L2 cache."""
 
 _MOST_GAP = 16
-"""Unused rows between two used ones that are read rather than skipped."""
+"""Largest number of unused rows between two used ones that are read instead of skipped."""
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "U8": "u1"}
 _DOWNLOAD_AGAIN = "Download or copy the file again."
@@ -47,8 +47,8 @@ class GGUFEntry(TensorEntry):
     """A tensor of the checkpoint that a GGUF file stores.
 
     Attributes:
-        tensor: Which rows it consists of.
-        packed: The bytes are those of the stored blocks, dtype U8.
+        tensor: The rows of the file that it consists of.
+        packed: Whether its bytes are the stored blocks, with dtype U8.
     """
 
     tensor: HFTensor
@@ -56,7 +56,7 @@ class GGUFEntry(TensorEntry):
 
     @property
     def tensor_type(self) -> TensorType:
-        """How the file stores its first row."""
+        """The tensor type of its first row in the file."""
         return self.tensor.sources[0].tensor.type
 
     @property
@@ -73,9 +73,9 @@ def read_gguf_folder(
 
     Args:
         folder: A model folder with `gguf_files.json`.
-        most_tensors: Maximum number of tensors, each expert's matrices counted.
-        packed: Which weights that have a `packed_type` are offered as stored, too: uint8 [..., rows, bytes of a row's
-            blocks], rows permuted as those of the weight, named by `packed_name`.
+        most_tensors: Maximum number of tensors, including each expert's matrices.
+        packed: Returns whether a weight with a `packed_type` is also provided as stored: uint8 [..., rows, bytes per
+            row], with the row order of the weight, under the name `packed_name`.
 
     Raises:
         ModelError: A file is missing, damaged, or has changed since the folder was written; its architecture is not

@@ -124,8 +124,8 @@ def match_names(
     matched: dict[str, TensorEntry] = {}
     unknown: list[TensorEntry] = []
     for name, entry in checkpoint.items():
-        own = model.given_name(name)
-        candidates = [own, *(prefix + own for prefix in prefixes)]
+        given = model.given_name(name)
+        candidates = [given, *(prefix + given for prefix in prefixes)]
         known = next((c for c in candidates if c in targets), None)
         if known is None:
             if not any(model.ignores(candidate) for candidate in candidates):

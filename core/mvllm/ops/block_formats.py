@@ -1,29 +1,29 @@
 """The formats of block-quantized weights: bytes of a block, and their conversion to float32.
 
-A row consists of blocks of 32 or 256 values; a block has its scales beside its values. GGUF files store weights so.
-Two bytes in a row that are a float16 are stored with the low byte first. `n` is the value's index within the block.
+These are formats of GGUF files. A row consists of blocks of 32 or 256 values; each block has its own scales. float16
+numbers are little-endian. `n` is the index of a value in the block, `q` its stored integer, `w` the weight.
 
     q4_0    ┌ d f16 ┬ 16 bytes: low half value n, high half value n + 16 ┐             w = d · (q - 8)
     q4_1    ┌ d f16 ┬ m f16 ┬ 16 bytes, as q4_0 ┐                                      w = d · q + m
     q5_0    ┌ d f16 ┬ 4 bytes ┬ 16 bytes, as q4_0 ┐                                    w = d · (q - 16)
-            bit n of the 32, the low byte first: the fifth bit of value n
+            bit n of the 4 bytes (little-endian): the fifth bit of value n
     q5_1    ┌ d f16 ┬ m f16 ┬ 4 bytes, as q5_0 ┬ 16 bytes, as q4_0 ┐                   w = d · q + m
-    q8_0    ┌ d f16 ┬ 32 bytes with sign ┐                                             w = d · q
+    q8_0    ┌ d f16 ┬ 32 signed bytes ┐                                                w = d · q
     mxfp4   ┌ e byte ┬ 16 bytes, as q4_0 ┐      q: sign, 2 bits exponent, 1 mantissa   w = 2^(e - 127) · q
     iq4_nl  ┌ d f16 ┬ 16 bytes, as q4_0 ┐                                              w = d · table[q]
 
-    The others have 256 values, in groups of 32, or of 16 for q3_k and q6_k, that have small integers for scales:
+    The other formats have 256 values in groups of 32 (16 for q3_k and q6_k), each with small integers as scales:
 
     q3_k    ┌ 32 bytes ┬ 64 bytes ┬ 12 bytes: s, 6 bits each ┬ d f16 ┐                 w = d · (s - 32) · (q - 4)
-            value 32i + n has its high bit in byte n of the 32, bit i; and its 2 low bits in byte n of 32 of the 64 (the
-            first 32 if i < 4), from bit 2 (i mod 4) on
+            value 32i + n: the high bit is bit i of byte n of the 32; the 2 low bits are in byte n of the first (i < 4)
+            or second 32 of the 64 bytes, from bit 2 (i mod 4) on
     q4_k    ┌ d f16 ┬ d' f16 ┬ 12 bytes: s, m of each group, 6 bits each ┬ 128 bytes ┐  w = d · s · q - d' · m
-            groups 2i and 2i + 1 are the low and the high halves of bytes 32i to 32i + 31
+            groups 2i and 2i + 1: the low and the high halves of bytes 32i to 32i + 31
     q5_k    ┌ d f16 ┬ d' f16 ┬ 12 bytes, as q4_k ┬ 32 bytes ┬ 128 bytes, as q4_k ┐      likewise
             bit i of byte n of the 32: the fifth bit of value n of group i
-    q6_k    ┌ 128 bytes ┬ 64 bytes ┬ 16 bytes with sign: s ┬ d f16 ┐                    w = d · s · (q - 32)
-            of each 128 values (i from 0 to 3, n from 0 to 31): value 32i + n has 4 low bits in byte 32 (i mod 2) + n
-            of 64, the low half if i < 2; and 2 high bits in byte n of 32, from bit 2i on
+    q6_k    ┌ 128 bytes ┬ 64 bytes ┬ 16 signed bytes: s ┬ d f16 ┐                       w = d · s · (q - 32)
+            per 128 values (i from 0 to 3, n from 0 to 31): value 32i + n has its 4 low bits in byte 32 (i mod 2) + n
+            of 64, in the low half if i < 2; and its 2 high bits in byte n of 32, from bit 2i on
     iq4_xs  ┌ d f16 ┬ 6 bytes: s, 6 bits each ┬ 16 bytes for each group, as q4_0 ┐     w = d · (s - 32) · table[q]
 """
 
@@ -40,9 +40,9 @@ class BlockFormat:
     """One format.
 
     Attributes:
-        block_values: Values in a block.
-        block_bytes: Bytes of a block.
-        dequantize: Blocks [n, block_bytes], uint8, to their values [n, block_values], float32.
+        block_values: Values per block.
+        block_bytes: Bytes per block.
+        dequantize: Converts blocks [n, block_bytes], uint8, to values [n, block_values], float32.
     """
 
     block_values: int
@@ -55,17 +55,17 @@ class BlockFormat:
 
 
 def dequantize_rows(data: torch.Tensor, format: str) -> torch.Tensor:
-    """Rows of blocks [rows, row_bytes], uint8, as float32 [rows, in_features].
+    """Dequantizes rows of blocks [rows, row_bytes], uint8, to float32 [rows, in_features].
 
-    Every operation rounds to float32, in the order of the formulas, so results are those of other implementations to
-    the last bit.
+    Every operation rounds to float32, in the order of the formulas, so results are bit-identical to other
+    implementations.
     """
     known = BLOCK_FORMATS[format]
     return known.dequantize(data.reshape(-1, known.block_bytes)).view(data.shape[0], -1)
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The float16 in two bytes, [n, 1]."""
+    """The float16 in the two bytes at `start`, [n, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
@@ -83,7 +83,7 @@ def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _five_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Values with their fifth bits in the 4 bytes at `start` and the others behind them, [n, 32], uint8."""
+    """Values [n, 32], uint8: their fifth bits are in the 4 bytes at `start`, their low bits after these."""
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     high = ((blocks[:, start : start + 4, None] >> shifts) & 1).flatten(1)
     return _nibbles(blocks[:, start + 4 :]) | (high << 4)
@@ -102,7 +102,7 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    # Integers twice as large as the numbers, times half the scale, which is subnormal for the two smallest exponents.
+    # Twice the values, times half the scale, which is subnormal for the two smallest exponents.
     numbers = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
     exponent = blocks[:, :1].int()
     bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
@@ -123,7 +123,7 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _from_table(codes: torch.Tensor) -> torch.Tensor:
-    """The numbers of iq4_nl and iq4_xs."""
+    """The quantization levels of iq4_nl and iq4_xs."""
     table = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
     return torch.tensor(table, dtype=torch.float32, device=codes.device)[codes.long()]
 

@@ -116,8 +116,8 @@ class OpTable:
     def describe(self) -> list[OpRow]:
         """One row for each resolved case, and one for each unused operation."""
         rows = [row for _, row in self._resolved.values()]
-        asked = {row.op for row in rows}
-        rows += [OpRow(op, SCHEMAS[op].summary, self._candidates(op)) for op in SCHEMAS if op not in asked]
+        resolved = {row.op for row in rows}
+        rows += [OpRow(op, SCHEMAS[op].summary, self._candidates(op)) for op in SCHEMAS if op not in resolved]
         order = list(SCHEMAS)
         return sorted(rows, key=lambda row: order.index(row.op))
 
@@ -128,7 +128,7 @@ class OpTable:
         for provider in self._providers.get(case.op, ()):
             reasons = provider.supports(case)
             if not reasons:
-                asked_for = any(provider is asked for asked in self._asked_for)
+                asked_for = any(provider is selected for selected in self._asked_for)
                 chosen = ResolvedOp(provider.function, provider.name, provider.prepare, provider.lookup, asked_for)
                 break
             declined.append((provider.name, tuple(reasons)))

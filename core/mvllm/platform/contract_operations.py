@@ -90,14 +90,14 @@ def _operations(module: ast.Module) -> Iterator[tuple[str, Operation]]:
         for node in ast.walk(value):
             match node:
                 case ast.Call(func=ast.Name(id="OpSchema"), args=[ast.Name(id=function)], keywords=keywords):
-                    given = {keyword.arg or "": _evaluate(keyword.value, values) for keyword in keywords}
+                    arguments = {keyword.arg or "": _evaluate(keyword.value, values) for keyword in keywords}
                     for name in several.get(function, [function]):
-                        yield name, _operation(functions[name], given)
+                        yield name, _operation(functions[name], arguments)
 
 
-def _operation(function: ast.FunctionDef, given: dict[str, object]) -> Operation:
+def _operation(function: ast.FunctionDef, arguments: dict[str, object]) -> Operation:
     summary, notes, shapes = _describe(ast.get_docstring(function) or "")
-    facts, may_overwrite = given.get("facts", {}), given.get("may_overwrite", ())
+    facts, may_overwrite = arguments.get("facts", {}), arguments.get("may_overwrite", ())
     assert isinstance(facts, dict) and isinstance(may_overwrite, tuple), function.name
     return Operation(
         summary=summary,

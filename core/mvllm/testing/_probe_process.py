@@ -44,12 +44,12 @@ def mapped_libraries() -> set[str]:
     return found
 
 
-def import_and_probe(order: dict[str, Any]) -> dict[str, Any]:
+def import_and_probe(settings: dict[str, Any]) -> dict[str, Any]:
     """Imports the entry point's module, then probes twice; returns the findings."""
     before = mapped_libraries()
     started = time.process_time()
     with enter_phase(Phase.PROBE):
-        module = importlib.import_module(order["module"])
+        module = importlib.import_module(settings["module"])
         facts: dict[str, Any] = {"import_seconds": time.process_time() - started}
         facts["imported"] = sorted({name.partition(".")[0] for name in sys.modules} & set(HEAVY))
         facts["libraries"] = sorted(mapped_libraries() - before)
@@ -59,7 +59,7 @@ def import_and_probe(order: dict[str, Any]) -> dict[str, Any]:
         facts["name"], facts["contract"] = spec.name, list(spec.contract)
         facts.update(probe(spec))
         facts["fork"] = fork(lambda: load_attribute(spec.probe)())
-        if order["bind_after_fork"]:
+        if settings["bind_after_fork"]:
             facts["bind_after_fork"] = fork(lambda: bind(spec))
     return facts
 
@@ -67,8 +67,8 @@ def import_and_probe(order: dict[str, Any]) -> dict[str, Any]:
 def probe(spec: PlatformSpec) -> dict[str, Any]:
     """Probes twice; returns the results and the changes to the process."""
     environment, threads = dict(os.environ), threading.active_count()
-    me = psutil.Process()
-    native, children = me.num_threads(), len(me.children())
+    process = psutil.Process()
+    native, children = process.num_threads(), len(process.children())
     facts: dict[str, Any] = {"error": "", "cpu_seconds": []}
     results = []
     for _ in range(2):
@@ -87,8 +87,8 @@ def probe(spec: PlatformSpec) -> dict[str, Any]:
         facts["available"], facts["reason"], facts["remedy"] = first.available, first.reason, first.remedy
         facts["indices"] = [device.index for device in first.devices]
     facts["loaded"] = sorted({name.partition(".")[0] for name in sys.modules} & set(HEAVY))
-    facts["new_threads"] = max(threading.active_count() - threads, me.num_threads() - native)
-    facts["new_children"] = len(me.children()) - children
+    facts["new_threads"] = max(threading.active_count() - threads, process.num_threads() - native)
+    facts["new_children"] = len(process.children()) - children
     changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}
     facts["changed_variables"] = sorted(changed)
     return facts

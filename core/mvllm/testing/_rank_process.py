@@ -122,7 +122,7 @@ def all_reduce(world: World) -> str:
 
 
 def _rounding_agrees(world: World) -> str:
-    """Sums with rounding: close to the exact sum, and part of the digest."""
+    """Checks that inexact sums are close to the exact ones, and adds them to the digest."""
     problem = ""
     for name in world.dtypes:
         dtype = torch_dtype(name)
@@ -319,11 +319,11 @@ def weights(world: World) -> str:
         for device, part in enumerate(worker.runtime.parts(parameter.data)):
             bytes_of[device] += part.numel() * part.element_size()
     worker.shutdown()
-    fair = whole / world.context.num_devices
+    equal_share = whole / world.context.num_devices
     if whole == 0:
         return ""  # the platform stores weights outside of parameters
-    if max(bytes_of) > 1.25 * fair or min(bytes_of) < 0.75 * fair:
-        return f"of {whole} bytes of weights the devices hold {bytes_of}; each should have about {fair:.0f}"
+    if max(bytes_of) > 1.25 * equal_share or min(bytes_of) < 0.75 * equal_share:
+        return f"of {whole} bytes of weights the devices hold {bytes_of}; each should have about {equal_share:.0f}"
     return ""
 
 
@@ -344,20 +344,20 @@ MULTI_DEVICE_CHECKS = {"bind": bind, "place": place, "cache": cache, "total": to
 _digest = hashlib.sha256()
 
 
-def main(order: dict[str, Any]) -> int:
+def main(settings: dict[str, Any]) -> int:
     """Runs the checks in the given order; stops if `bind` or `join` fails, since the other ranks would wait forever."""
     global _digest
     context = WorkerContext(
-        rank=order["rank"],
-        local_rank=order["rank"],
-        world_size=order["world_size"],
-        local_world_size=order["world_size"],
+        rank=settings["rank"],
+        local_rank=settings["rank"],
+        world_size=settings["world_size"],
+        local_world_size=settings["world_size"],
         in_engine_process=False,
-        init_method=order["init_method"],
-        num_devices=order["num_devices"],
+        init_method=settings["init_method"],
+        num_devices=settings["num_devices"],
     )
-    world = World(choose_platform(order["platform"]).platform, context, order["dtypes"], order["checkpoint"])
-    for name in order["checks"]:
+    world = World(choose_platform(settings["platform"]).platform, context, settings["dtypes"], settings["checkpoint"])
+    for name in settings["checks"]:
         if name in COLLECTIVES and (name not in world.platform.capabilities.collectives or context.world_size == 1):
             continue
         _digest = hashlib.sha256()

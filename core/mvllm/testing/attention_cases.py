@@ -28,7 +28,7 @@ OUT_OF_RANGE = 10**6
 def tolerance(dtype: str, kv_dtype: str) -> float:
     """Largest allowed difference from exact attention for keys and values of order one.
 
-    float32 sums some hundred products; other dtypes round weights, values and the result once each. Values reach about
+    float32 adds some hundred products; other dtypes round weights, values and the result once each. Values reach about
     4, so one rounding of the result is up to 4 units of 2^-8 (bfloat16) or 2^-11 (float16). In 8 bits, backends may
     round ties and scales differently than `stored`: one step of int8 at 4, and half a step of float8_e4m3fn.
     """
@@ -293,29 +293,29 @@ def run(
         poison: Initial value of every slot; None leaves a new cache as it is.
         move_blocks: Store the cached tokens in other blocks, then copy these to the blocks of the block table.
     """
-    bench = CacheHarness(backend, runtime, case.num_blocks * (2 if move_blocks else 1), case.layout.block_size)
+    harness = CacheHarness(backend, runtime, case.num_blocks * (2 if move_blocks else 1), case.layout.block_size)
     if poison is not None:
-        bench.fill(poison)
+        harness.fill(poison)
     rows = [r for r, (before, _) in enumerate(case.requests) if before]
     if rows:
         tables = case.layout.block_table[rows].copy()
         tables[tables < OUT_OF_RANGE] += case.num_blocks if move_blocks else 0
-        earlier = make_layout([(0, case.requests[r][0]) for r in rows], tables, bench.block_size)
+        earlier = make_layout([(0, case.requests[r][0]) for r in rows], tables, harness.block_size)
         parts = [torch.cat([whole[r][: case.requests[r][0]] for r in rows]) for whole in (case.keys, case.values)]
-        bench.write(earlier, parts[0], parts[1])
+        harness.write(earlier, parts[0], parts[1])
         if move_blocks:
             blocks = torch.arange(case.num_blocks)
-            backend.copy_blocks(bench.kv, runtime.to_device(blocks + case.num_blocks), runtime.to_device(blocks))
+            backend.copy_blocks(harness.kv, runtime.to_device(blocks + case.num_blocks), runtime.to_device(blocks))
     new = []
     for whole in (case.keys, case.values):
         fresh = [one[before:] for one, (before, _) in zip(whole, case.requests, strict=True)]
         padding = case.layout.num_tokens - case.num_real_tokens
         new.append(torch.cat([*fresh, torch.full((padding, *whole[0].shape[1:]), 0.5).to(whole[0].dtype)]))
-    metadata = bench.write(case.layout, new[0], new[1])
+    metadata = harness.write(case.layout, new[0], new[1])
     # A strided view, like the split of a fused projection.
     flat = case.query.flatten(1)
     fused = runtime.to_device(torch.cat([flat, torch.zeros_like(flat)], dim=1))
     query = fused[:, : flat.shape[1]].view(case.query.shape)
     sinks = None if case.sinks is None else runtime.to_device(case.sinks)
-    found = backend.forward(query, bench.kv, metadata, sinks)
+    found = backend.forward(query, harness.kv, metadata, sinks)
     return runtime.to_host(found).wait()

@@ -85,10 +85,10 @@ def block_quantized_weight(
 
 
 def rows_of_block_quantized(dtype: torch.dtype, rows: int, size: int) -> torch.Tensor:
-    """Inputs whose rounding to int8 has one correct result, however the scales are computed.
+    """Inputs whose rounding to int8 has one correct result, independent of how the scales are computed.
 
-    The largest magnitude of each run is 127 times a power of two, and no value is near the middle of two multiples of
-    that power.
+    The largest magnitude of each group of inputs is 127 times a power of two, and no value is near the middle between
+    two multiples of that power.
     """
     generator = torch.Generator().manual_seed(0)
     whole = torch.randint(-31, 32, (rows, size), generator=generator)

@@ -1,4 +1,4 @@
-"""The platform under test. It exists even if its plugin cannot be loaded, whose clauses then fail."""
+"""The platform under test. If its plugin cannot be loaded, its tests fail with the reason."""
 
 from __future__ import annotations
 

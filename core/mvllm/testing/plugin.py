@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from mvllm.plugin_api import DeviceRuntime
     from mvllm.testing.zoo import Zoo
 
-# Shows values in failures also if a vendor's file imports the tests.
+# Shows values in assertion errors, also if a vendor's file imports the tests.
 pytest.register_assert_rewrite("mvllm.testing.suite", "mvllm.testing.zoo", "mvllm.testing.leftover_processes")
 
 PROPERTY = "mvllm-conformance"
-"""Key of the user property with a test's clauses; it survives the way from a worker of xdist."""
+"""Key of the user property with a test's clauses; xdist sends user properties from its workers to the controller."""
 
 DEVICE_FIXTURES = frozenset({"bound_device", "free_device"})
 """Fixtures of tests that open the device, in this process or another."""

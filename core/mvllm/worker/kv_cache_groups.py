@@ -60,8 +60,8 @@ def assign_layers_to_groups(
     seen: Counter[int | None] = Counter()
     for window in windows:
         kind = window if window is not None and window < max_model_len else None
-        own = [group for group, of_group in enumerate(groups) if of_group == kind]
-        places.append((own[seen[kind] % len(own)], seen[kind] // len(own)))
+        candidates = [group for group, of_group in enumerate(groups) if of_group == kind]
+        places.append((candidates[seen[kind] % len(candidates)], seen[kind] // len(candidates)))
         seen[kind] += 1
     return places
 

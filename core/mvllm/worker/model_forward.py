@@ -107,8 +107,8 @@ class ModelForward:
             if self.is_static:
                 states = hidden.index_select(0, inputs.logits_indices)
             elif len(inputs.sampling_positions):
-                everything = int(inputs.num_logits_rows.sum()) == len(inputs.logits_indices) == hidden.shape[0]
-                states = hidden if everything else hidden.index_select(0, inputs.logits_indices)
+                needs_all = int(inputs.num_logits_rows.sum()) == len(inputs.logits_indices) == hidden.shape[0]
+                states = hidden if needs_all else hidden.index_select(0, inputs.logits_indices)
         self.runtime.step_mark()
         return hidden, states
 

@@ -1,5 +1,5 @@
-// Products of bfloat16 rows with packed weights on AMX tiles. All other kernels of this instruction set are those of
-// avx512_bf16, and so is the packing: 16 of its pairs of k by 16 columns have the layout of a tile's second factor,
+// Products of bfloat16 rows with packed weights on AMX tiles. All other kernels and the packing are those of avx512_bf16:
+// 16 pairs of k by 16 columns of a packed weight have the layout of the second operand of a tile product,
 //
 //     weight [pairs of k][64 columns][2]:  tile = 16 rows, 256 bytes apart, of 64 bytes
 //     x      [rows][k]:                    tile = 16 rows of 32 k
@@ -60,7 +60,7 @@ static void configure(int first_rows, int second_rows) {
     TILE_CONFIG(config);
 }
 
-// The rest of k that does not fill a tile, padded with zeros.
+// The remainder of k that does not fill a tile, padded with zeros.
 struct Tail {
     alignas(64) uint16_t x[2 * SIDE][2 * PAIRS];
     alignas(64) uint16_t weight[PAIRS][WIDE * 2];

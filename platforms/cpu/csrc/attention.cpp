@@ -26,7 +26,7 @@ constexpr int FEWEST_COMMON = 2 * CHUNK;     // keys
 
 struct Step {
     Geometry geometry;
-    std::vector<Item> common;  // before all others
+    std::vector<Item> common;  // run before all other items
     std::vector<Item> items;
     std::unique_ptr<float[]> states;
     std::vector<SplitTile> split_tiles;
@@ -59,7 +59,7 @@ void add_request(Step& step, int request, int per_tile, std::vector<Item>& tiles
 int shared_keys(const Batch& batch, int first, int other) {
     const int32_t* a = batch.block_table + int64_t(first) * batch.block_table_stride;
     const int32_t* b = batch.block_table + int64_t(other) * batch.block_table_stride;
-    const int keys = std::min(batch.seq_lens[first], batch.seq_lens[other]) - 1;  // keys visible to both
+    const int keys = std::min(batch.seq_lens[first], batch.seq_lens[other]) - 1;  // keys that both see
     int blocks = 0;
     while ((blocks + 1) * batch.block_size <= keys && a[blocks] == b[blocks]) ++blocks;
     return blocks * batch.block_size;
@@ -243,10 +243,10 @@ void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride,
 }
 
 void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const Cache* cache,
-                         const float* sinks, void* out) {
+                         const void* sinks, int sinks_dtype, void* out) {
     const Step& step = *static_cast<const Step*>(handle);
     const Geometry& g = step.geometry;
-    const Layer layer{query, query_stride, *cache, sinks, out};
+    const Layer layer{query, query_stride, *cache, sinks, sinks_dtype, out};
     record_kernel_use();
     const Isa& isa = current_isa();
     // Heads of one request are adjacent in each block. A thread claims adjacent items, so that the hardware prefetcher

@@ -273,12 +273,20 @@ static void read_rows(const Geometry& g, const Layer& layer, const Item& item, i
     }
 }
 
+INLINE float sink_of(const Layer& layer, int head) {
+    switch (layer.sinks_dtype) {
+        case F32: return static_cast<const float*>(layer.sinks)[head];
+        case BF16: return BFloat16::get(static_cast<const uint16_t*>(layer.sinks)[head]);
+        default: return Float16::get(static_cast<const uint16_t*>(layer.sinks)[head]);
+    }
+}
+
 INLINE void finish_row(const Geometry& g, const Layer& layer, const Item& item, int m, const float* acc, float row_max,
                        float row_sum) {
     const int head = item.kv_head * g.group + m % g.group, size = g.spec.value_size;
     float factor = 1.f;
     if (layer.sinks) {
-        float sink = layer.sinks[head] * LOG2E, top = sink > row_max ? sink : row_max;
+        const float sink = sink_of(layer, head) * LOG2E, top = sink > row_max ? sink : row_max;
         factor = exp2_one(row_max - top);
         row_sum = row_sum * factor + exp2_one(sink - top);
     }

@@ -1,7 +1,7 @@
 // Products with 8-bit floats (E4M3), in the packing of block_linear.h. Included by block_linear_tile.h.
 //
-// A weight becomes float32 by shifting its bits to those of float32: a factor of 2^120 corrects the exponent and subnormals.
-// Where a weight is NaN, packing has stored NaN for the scale.
+// Shifting the bits of a weight converts it to float32; a factor of 2^120 corrects the exponent and subnormals. If a weight is
+// NaN, packing has stored NaN as the scale.
 
 template <int I>
 INLINE vf float8_at(vu lanes, vf scale) {
@@ -29,7 +29,7 @@ static void unpack_float8_panel(const char* weight, int first, int groups, float
     }
 }
 
-// Four k of one row of lanes, in their order.
+// Adds the products of the four k of one row of lanes, in order.
 template <int I, int MR>
 INLINE void add_float8(vf (&acc)[MR][BNV], const vu (&lanes)[BNV], const vf (&scale)[BNV], const float* x, int64_t stride) {
     for (int v = 0; v < BNV; ++v) {
@@ -39,7 +39,7 @@ INLINE void add_float8(vf (&acc)[MR][BNV], const vu (&lanes)[BNV], const vf (&sc
     if constexpr (I < 3) add_float8<I + 1, MR>(acc, lanes, scale, x, stride);
 }
 
-// A few rows without a panel: the same arithmetic as with it, a block at a time.
+// Few rows: unpacks in registers, one block at a time, with the same arithmetic as with a panel.
 template <int MR>
 static void float8_direct(const BlockRows& op, const char* weight, int64_t row, float* sums) {
     constexpr BlockLayout LAYOUT = BLOCK_LAYOUTS[E4M3];
@@ -86,7 +86,7 @@ static void float8_rows(const Float8Inputs& op, float* out, int64_t stride, int6
             }
             float scale = op.scale;
             if (op.dynamic) {
-                // The largest magnitude, compared as bits: an infinity is above every number, a NaN above that.
+                // The largest magnitude, compared as bits: infinity is greater than every number, NaN greater than infinity.
                 vu most = {};
                 for (int64_t k = first; k < end; k += LANES) {
                     const vu bits = (vu)E::widen(x + k) & 0x7fffffffu;

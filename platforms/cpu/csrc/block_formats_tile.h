@@ -1,7 +1,7 @@
-// The formats of block_linear.h as the kernels read them. Included inside a namespace, after qlinear_tile.h.
+// Unpacking of the formats of block_linear.h in registers. Included inside a namespace, after qlinear_tile.h.
 //
-// Each format gives, for a vector of columns, pairs of quads (four k as unsigned bytes in each lane) and the scales of a
-// group. What a byte stands for:
+// Each format returns, for a vector of columns, pairs of quads (four k as unsigned bytes in each lane) and the scales of a
+// group. The weight w of a byte:
 //
 //     OFFSET    w = a * (byte - OFFSET)
 //     MINIMUM   w = a * byte - b
@@ -16,8 +16,8 @@ struct BlockScale {
     vf a, b;
 };
 
-// a * b + c. Said outright where there is an instruction: the compiler might contract the same formula differently in two
-// kernels, and these have to give the same bits.
+// a * b + c, as one FMA instruction where the instruction set has it: the compiler might contract the formula in one kernel
+// and not in another, but their results must be bit-identical.
 INLINE vf multiply_add(vf a, vf b, vf c) {
 #if LANES == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -86,14 +86,14 @@ INLINE void nibble_pair(const char* lanes, int column, vu& even, vu& odd) {
     odd = both >> 4 & 0x0f0f0f0fu;
 }
 
-// `v` shifted to the left, or to the right where that is negative.
+// `v` shifted left by SHIFT, or right if SHIFT is negative.
 template <int SHIFT>
 INLINE vu shifted(vu v) {
     if constexpr (SHIFT >= 0) return v << SHIFT;
     else return v >> -SHIFT;
 }
 
-// Nibbles with fifth bits in a row behind them.
+// Nibbles with their fifth bits, which follow in a separate row.
 template <int R>
 INLINE void five_bit_pair(const char* lanes, int column, vu& even, vu& odd) {
     nibble_pair<R>(lanes, column, even, odd);
@@ -102,7 +102,7 @@ INLINE void five_bit_pair(const char* lanes, int column, vu& even, vu& odd) {
     odd |= shifted<3 - 2 * R>(high) & 0x10101010u;
 }
 
-// Nibbles that stand for the bytes of a table.
+// Nibbles as indices of a table of bytes.
 INLINE vu numbers_of(const uint8_t* table, vu nibbles) {
 #if LANES == 16
     const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
@@ -185,7 +185,7 @@ struct FormatQ8_0 : Blocks32<Q8_0> {
 struct FormatMXFP4 : Blocks32<MXFP4> {
     static constexpr BlockKind KIND = BlockKind::OFFSET;
     static constexpr int OFFSET = 12;
-    // Twice the number that four bits stand for, plus OFFSET; the scale is half as large.
+    // Twice the value of a code plus OFFSET; the scale is halved.
     static constexpr uint8_t NUMBERS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
     template <int R>
     INLINE void pair(const char* lanes, int column, vu& even, vu& odd) {
@@ -198,7 +198,7 @@ struct FormatMXFP4 : Blocks32<MXFP4> {
     }
 };
 
-// Groups with a scale and a minimum that are multiples of the block's two.
+// Groups whose scale and minimum are multiples of the block's scale and minimum.
 template <BlockFormat FORMAT>
 struct Blocks256 : Blocks32<FORMAT> {
     static constexpr BlockKind KIND = BlockKind::MINIMUM;
@@ -246,7 +246,7 @@ struct FormatQ3_K : Blocks32<Q3_K> {
     INLINE BlockScale scale(const char* head, const char* sub, int column) { return FormatQ6_K::scale(head, sub, column); }
 };
 
-// Bytes of steps that are not even: values + 128.
+// Non-uniform quantization levels, as bytes: value + 128.
 template <BlockFormat FORMAT>
 struct UnevenBlocks : Blocks32<FORMAT> {
     static constexpr BlockKind KIND = BlockKind::OFFSET;

@@ -1,4 +1,4 @@
-// Products with blocks of GGUF files: divides a product over the threads. As in qlinear.cpp, with tiles for columns.
+// Products with block-quantized weights: division among threads as in qlinear.cpp, by tiles instead of columns.
 
 #include <algorithm>
 
@@ -11,15 +11,15 @@ namespace mvllm {
 namespace {
 
 constexpr int64_t SERIAL_WORK = 1 << 19;        // multiply-adds below which waking other threads costs more than it saves
-constexpr int64_t CONVERTED_ROWS = 1152;        // rows of x that are rounded or converted at a time
-constexpr int64_t REPEATED_ELEMENTS = 1 << 13;  // elements of x that every thread converts for itself: cheaper than waiting
+constexpr int64_t CONVERTED_ROWS = 1152;        // rows of x that are quantized or converted at a time
+constexpr int64_t REPEATED_ELEMENTS = 1 << 13;  // up to this size every thread converts all of x: faster than waiting
 
 thread_local Buffer converted_rows, product_to_gate;
 
 int64_t element_of(int dtype) { return dtype == F32 ? 4 : 2; }
 
-// A product of rows, or, where it is gated, silu of its first half times its second half. The halves then consist of parts
-// with the same numbers of columns.
+// A product of rows. If `gated`, the result is silu(first half) * second half; both halves consist of parts with the same
+// numbers of columns.
 struct Product {
     BlockRows op;
     const char* weight;
@@ -27,10 +27,10 @@ struct Product {
     int64_t num_parts;
     const void* bias;
     void* out;
-    int64_t x_stride, rows, size;  // of the caller's x, in elements; columns of the result
+    int64_t x_stride, rows, size;  // stride of the caller's x in elements; `size`: columns of the result
     bool int8, gated;
 
-    // Of all columns, or of the first half.
+    // Number of tiles: of all columns, or of the first half if gated.
     int64_t tiles(int tile) const {
         const int64_t all = tiles_of(parts, num_parts, tile);
         return gated ? all / 2 : all;
@@ -40,20 +40,20 @@ struct Product {
     int64_t element() const { return element_of(op.dtype); }
 };
 
-// What the kernels read in place of the caller's rows.
+// Memory layout of the quantized or converted rows of x.
 struct Converted {
     bool wanted;
-    int64_t stride, inputs, bytes;  // of a row, in elements; where the scales begin, and of all, in bytes
+    int64_t stride, inputs, bytes;  // elements from row to row; offset of the scales and total size in bytes
 
     explicit Converted(const Product& p) {
         wanted = p.int8 || p.op.dtype != F32;
-        stride = p.op.in_features + 64;  // rows at distances of whole pages would map to the same few cache sets
+        stride = p.op.in_features + 64;  // a stride of whole pages would map all rows to a few cache sets
         const int64_t values = (p.rows * stride * (p.int8 ? 1 : 4) + 63) / 64 * 64;
         inputs = values;
         bytes = !wanted ? 0 : p.int8 ? values + p.rows * (p.op.in_features / BLOCK_GROUP) * int64_t(sizeof(BlockInput)) : values;
     }
 
-    // Lays the parts out in `memory` and points `to` at them.
+    // Sets the pointers of `to` to their parts of `memory`.
     void place(char* memory, Product& to) const {
         if (!wanted) return;
         to.op.x = memory;
@@ -74,7 +74,7 @@ struct Converted {
     }
 };
 
-// A tile of the product of some rows. `out` is where the first row and column go.
+// Computes one tile of the product for some rows. `out`: first row and column of the tile's result.
 void multiply_tile(const BlockKernels& kernels, const Product& p, const BlockPlace& place, int64_t row, int rows, char* out,
                    int64_t out_stride) {
     const void* bias = p.bias ? static_cast<const char*>(p.bias) + place.column * p.element() : nullptr;
@@ -82,7 +82,7 @@ void multiply_tile(const BlockKernels& kernels, const Product& p, const BlockPla
     (p.int8 ? kernels.int8 : kernels.weight_only)(p.op, tile, row, rows);
 }
 
-// Rows by tiles of the result. What is to be gated is rounded as if it were stored whole.
+// Computes a block of rows by tiles of the result. A gated product is rounded like a separate product.
 void block(const BlockKernels& kernels, const Product& p, int64_t row_begin, int64_t row_end, int64_t begin, int64_t end) {
     const int64_t element = p.element(), tiles = p.gated ? p.tiles(kernels.tile) : 0;
     const int rows = int(row_end - row_begin);
@@ -103,10 +103,10 @@ void block(const BlockKernels& kernels, const Product& p, int64_t row_begin, int
 
 int64_t row_blocks_of(const Product& p) { return (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
 
-// Into how many parts a product divides well.
+// Number of pieces of a useful size in a product.
 int64_t pieces_of(const BlockKernels& kernels, const Product& p) { return p.tiles(kernels.tile) * row_blocks_of(p); }
 
-// One of `threads` parts: a range of tiles, or of tiles of the same rows in sequence.
+// Computes one of `threads` parts: a range of (block of rows, tile) pairs in this order.
 void compute(const BlockKernels& kernels, const Product& p, int64_t thread, int64_t threads) {
     const int64_t tiles = p.tiles(kernels.tile), row_blocks = row_blocks_of(p), blocks = tiles * row_blocks;
     auto edge = [&](int64_t i) { return p.rows * i / row_blocks; };
@@ -118,7 +118,7 @@ void compute(const BlockKernels& kernels, const Product& p, int64_t thread, int6
     }
 }
 
-// Whether every thread converts all rows itself instead of waiting for the other threads' shares.
+// Whether every thread converts all rows itself. Otherwise the threads divide the rows and wait for each other.
 bool converts_alone(const Converted& converted, const Product& p) {
     return !converted.wanted || p.rows * p.op.in_features <= REPEATED_ELEMENTS;
 }
@@ -154,7 +154,7 @@ void multiply(const Product& p) {
     }
 }
 
-// `size` is that of the result's rows.
+// `size` is the number of columns of the result.
 Product product_of(const void* x, int64_t x_stride, const void* weight, const BlockPart* parts, int64_t num_parts,
                    const void* bias, void* out, int64_t rows, int64_t in_features, int64_t size, int int8_activations,
                    int dtype, bool gated) {
@@ -188,7 +188,7 @@ int64_t recorded_pieces(const int64_t* s) {
     return pieces_of(current_qisa().blocks, recorded<GATED>(s));
 }
 
-// A thread's first tiles lie side by side.
+// The weights of the thread's first tiles, which are contiguous.
 template <bool GATED>
 Range ahead_of(const int64_t* s, int64_t thread, int64_t threads) {
     const Product p = recorded<GATED>(s);

@@ -1,11 +1,11 @@
-// Matrix products with the blocks of GGUF files: the packing, and the table of kernels that each instruction set fills in
-// (qisa_*.cpp compile block_linear_tile.h for one each; block_pack.cpp packs; block_linear.cpp divides a product over the
+// Matrix products with block-quantized weights of GGUF files: the packed layout, and the kernel table of one instruction
+// set (qisa_*.cpp each compile block_linear_tile.h for one; block_pack.cpp packs; block_linear.cpp divides a product among
 // threads). core's mvllm/ops/block_formats.py describes the blocks of a file.
 //
-// A file's block belongs to one column of the product and has 32 or 256 values of k. Here neighbouring columns are
-// interleaved in tiles, with as many bytes as in the file, except that 6-bit scales of groups take a byte each. A tile is one
-// stream of memory. A part of the columns that has its own format begins with a tile; the last tile's missing columns are
-// zero.
+// A block of a file belongs to one column of the product and has 32 or 256 values of k. The packed layout interleaves
+// adjacent columns in tiles. It takes as many bytes as the file, except that 6-bit scales of groups take a byte each. A tile
+// is contiguous. Columns with different formats are different parts; each part begins a new tile, and its last tile is padded
+// with zero columns.
 //
 //     part      [tiles][blocks] block
 //     block     head[tile] fields  |  groups of 32 k:  sub[tile] bytes ...  |  rows of 32-bit lanes [tile] ...
@@ -18,13 +18,14 @@
 //               q6_k: two more rows: the upper 2 bits of k = 4j + i are in row j / 4, byte i, from bit 2 (j mod 4) on
 //               q3_k: three rows instead: two with the lower bits, as the upper ones of q6_k; one with the third bits, as
 //               the fifth ones of q5_k
-//               q8_0: eight rows instead: byte i of row j is k = 4j + i, value + 128
-//               e4m3: likewise, the 8-bit float; no format of a file, blocks of 128 values, for weight-only kernels
+//               q8_0: eight rows instead: byte i of row j is k = 4j + i, as value + 128
+//               e4m3: likewise, the 8-bit float; not a GGUF format: blocks of 128 values, for weight-only kernels
 //
-// So four k of one column become the bytes of a lane with a shift and a mask: the form of the byte dot products.
+// A shift and a mask give four k of one column in the bytes of a lane: the operand of byte dot products.
 //
-// *Int8 activations*: each run of 32 k of a row of x is rounded to int8 with a scale. Sums within a group are exact integers.
-// *Weight-only*: weights become float32 and are multiplied with float32 x.
+// *Int8 activations*: 32 consecutive k of a row of x (a run) are rounded to int8 with one scale. Sums within a group are
+// exact integers.
+// *Weight-only*: weights are converted to float32 and multiplied by float32 x.
 
 #pragma once
 
@@ -36,9 +37,9 @@ enum BlockFormat : int32_t {
     Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, Q5_0, Q5_1, Q3_K, IQ4_NL, IQ4_XS, E4M3, NUM_BLOCK_FORMATS
 };
 
-constexpr int BLOCK_GROUP = 32;  // k that share a scale of x; a group of the weight
+constexpr int BLOCK_GROUP = 32;  // number of k in a group of the weight and in a run of x
 
-// Bytes per column.
+// Sizes in bytes per column; `groups` per block, `rows` of lanes per group.
 struct BlockLayout {
     int32_t file_block, groups, head, sub, rows;
 
@@ -55,7 +56,7 @@ constexpr BlockLayout BLOCK_LAYOUTS[NUM_BLOCK_FORMATS] = {
 // Columns with one format. Mirrored in Python.
 struct BlockPart {
     int64_t format;
-    int64_t offset;  // of its first tile, in bytes
+    int64_t offset;  // of the first tile, in bytes
     int64_t column, columns;
 };
 
@@ -67,7 +68,7 @@ inline int64_t tiles_of(const BlockPart* parts, int64_t num_parts, int tile) {
     return all;
 }
 
-// Where tile `index` of a packed weight is; `columns` are the tile's.
+// Location of tile `index` of a packed weight; `columns`: number of columns in the tile.
 struct BlockPlace {
     const char* weight;
     int64_t column;
@@ -83,7 +84,7 @@ inline BlockPlace place_of(const char* weight, const BlockPart* part, int64_t in
             int32_t(columns < tile ? columns : tile)};
 }
 
-// A run of 32 values of x that were rounded to int8: their scale, and the sums of the rounded values.
+// A run of 32 values of x rounded to int8: its scale, and the sums of the rounded values (all, each half).
 struct BlockInput {
     float scale, total, half[2];
 };
@@ -92,7 +93,7 @@ struct BlockRows {
     const void* x;  // rows `x_stride` elements apart: int8, or float32 for weight-only kernels
     const BlockInput* inputs;  // [rows][in_features / 32], null for weight-only kernels
     int64_t x_stride;
-    int32_t in_features, dtype;  // of the result
+    int32_t in_features, dtype;  // `dtype` of the result
 };
 
 // A tile of the result: up to `BlockKernels::tile` columns.
@@ -107,25 +108,25 @@ struct BlockTile {
 // Rows of x for products with 8-bit floats. `size` and `run` are multiples of 32.
 struct Float8Inputs {
     const void* x;  // rows `x_stride` elements apart
-    int64_t x_stride, size, padded;  // elements of a row, and with the zeros behind them
+    int64_t x_stride, size, padded;  // elements of a row, without and with zero padding
     int64_t run;                     // elements that share a scale
     int32_t dtype;
-    bool rounds, dynamic;  // to 8-bit floats; with scales by the largest magnitude of each run
-    float scale;           // of all rows, where not `dynamic`
+    bool rounds, dynamic;  // round x to 8-bit floats; one scale per run, from its largest magnitude
+    float scale;           // of all rows, unless `dynamic`
 };
 
-constexpr int BLOCK_ROWS = 96;  // most rows that one call of a kernel takes
+constexpr int BLOCK_ROWS = 96;  // maximum number of rows per kernel call
 
 struct BlockKernels {
-    // Rows of x rounded to int8, without gaps between runs; rows of the result lie `stride` bytes apart.
+    // Rounds rows of x to int8. Rows of `out` are `stride` bytes apart; runs are adjacent.
     void (*quantize)(const void* x, int64_t x_stride, int32_t in_features, int32_t dtype, int8_t* out, int64_t stride,
                      BlockInput* inputs, int64_t rows);
     void (*int8)(const BlockRows&, const BlockTile&, int64_t row, int rows);
-    // Rows of x as float32.
+    // Converts rows of x to float32.
     void (*convert)(const void* x, int64_t x_stride, int32_t in_features, int32_t dtype, float* out, int64_t stride,
                     int64_t rows);
     void (*weight_only)(const BlockRows&, const BlockTile&, int64_t row, int rows);
-    // Rows of x as float32 with zeros behind them, rounded to 8-bit floats where wanted.
+    // Converts rows of x to float32 with zero padding, rounded to 8-bit floats if `rounds`.
     void (*convert_float8)(const Float8Inputs&, float* out, int64_t stride, int64_t rows);
     int32_t tile;
 };

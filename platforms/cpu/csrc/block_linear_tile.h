@@ -1,14 +1,14 @@
-// Products of rows with blocks of GGUF files (block_linear.h describes the packing). Included inside a namespace, after
+// Products of rows with block-quantized weights (block_linear.h describes the packing). Included inside a namespace, after
 // qlinear_tile.h.
 //
-// A kernel makes a tile of the result for some rows. A few rows unpack the weight in registers; more unpack a piece of it
-// once, into a panel in the first cache, which all rows pass over. Both do the same arithmetic, so a row's result does not
-// depend on the other rows.
+// A kernel computes one tile of the result for some rows. With few rows, it unpacks weights in registers. With more rows, it
+// unpacks a piece of the weight once into a panel in the L1 cache, which all rows read. Both do the same arithmetic, so a
+// row's result does not depend on the other rows.
 
 #include "block_formats_tile.h"
 
 #if LANES == 16
-#define BMR (MVLLM_SMALL_TILES ? 2 : 6)  // rows that the registers hold at a time
+#define BMR (MVLLM_SMALL_TILES ? 2 : 6)  // rows of a register tile
 #else
 #define BMR (MVLLM_SMALL_TILES ? 2 : 3)
 #endif
@@ -34,7 +34,7 @@ static void block_quantize_rows(const typename E::type* x, int64_t x_stride, int
     const float magic = 12582912.f;  // adding it leaves the nearest integer, ties to even, in the low bits
     for (int64_t row = 0; row < rows; ++row, x += x_stride, out += stride)
         for (int k = 0; k < size; k += BLOCK_GROUP, ++inputs) {
-            // The largest magnitude, compared as bits: an infinity is above every number, a NaN above that.
+            // The largest magnitude, compared as bits: infinity is greater than every number, NaN greater than infinity.
             vu most = {};
             for (int i = 0; i < BLOCK_GROUP; i += LANES) {
                 const vu bits = (vu)E::widen(x + k + i) & 0x7fffffffu;
@@ -108,7 +108,7 @@ static void store_block_tile(const BlockTile& tile, const float* sums, int rows,
 
 // ---- int8 activations ----------------------------------------------------------------------------------------------------
 
-// Where the block of a group begins, and the group in it.
+// Start of the block that contains a group, and of the group in its block.
 template <class F>
 INLINE const char* head_of(const char* weight, int group) {
     return weight + int64_t(group / F::LAYOUT.groups) * F::LAYOUT.block() * BTILE;
@@ -118,7 +118,7 @@ INLINE const char* group_of(const char* head, int group) {
     return head + (F::LAYOUT.head + group % F::LAYOUT.groups * F::LAYOUT.group()) * BTILE;
 }
 
-// One group's part of the result. `sums` are the exact ones of the group, or of its halves.
+// Adds one group's product to `total`. `sums`: integer sums of the group, or of its two halves.
 template <BlockKind KIND>
 INLINE vf add_group(vf total, const vi* sums, const BlockScale& scale, float offset, const BlockInput& x) {
     const vf first = __builtin_convertvector(sums[0], vf);
@@ -138,7 +138,7 @@ INLINE uint32_t quad_at(const int8_t* x) {
     return quad;
 }
 
-// Sums of 8 k, from step R on: of the whole group, or of its two halves.
+// Adds the products of a group, 8 k per step from step R on, to one sum or to one sum per half.
 template <class F, int R, int MR, int HALVES>
 INLINE void add_pairs(vi (&acc)[MR][BNV][HALVES], const char* lanes, const int8_t* x, int64_t stride) {
     constexpr int half = HALVES == 2 ? R / 2 : 0;
@@ -154,13 +154,13 @@ INLINE void add_pairs(vi (&acc)[MR][BNV][HALVES], const char* lanes, const int8_
     if constexpr (R < 3) add_pairs<F, R + 1, MR, HALVES>(acc, lanes, x, stride);
 }
 
-// What is to be taken from the bytes; products of large ones take it themselves where there is no VNNI.
+// The offset to subtract from the bytes. Without VNNI, products of bytes above 127 subtract theirs themselves.
 template <class F>
 constexpr float offset_of() {
     return float(F::OFFSET == 128 ? Quads::OFFSET : F::OFFSET);
 }
 
-// Nothing is prefetched: a tile is one stream of memory, and prefetch instructions made it up to twice as slow.
+// Without prefetch instructions, which made it up to twice as slow: a tile is contiguous.
 template <class F, int MR>
 static void block_direct_unit(const BlockRows& op, const char* weight, int64_t row, float* sums) {
     constexpr int HALVES = F::KIND == BlockKind::HALVES ? 2 : 1;
@@ -186,13 +186,13 @@ static void block_direct_unit(const BlockRows& op, const char* weight, int64_t r
         for (int v = 0; v < BNV; ++v) store(sums + m * BTILE + v * LANES, total[m][v]);
 }
 
-// Most rows at a time for which registers hold the sums and what is unpacked.
+// Maximum number of rows for which the registers hold the sums and the unpacked weights.
 template <class F>
 constexpr int direct_unit() {
     return LANES != 16 || MVLLM_SMALL_TILES ? 2 : F::KIND == BlockKind::HALVES ? 4 : 6;
 }
 
-// Most rows that unpack in registers. Up to two passes cost less than writing and reading a panel.
+// Maximum number of rows for which weights are unpacked in registers. Two passes are still faster than a panel.
 template <class F>
 constexpr int direct_rows() {
     return F::KIND == BlockKind::HALVES ? direct_unit<F>() : 2 * direct_unit<F>();
@@ -224,7 +224,7 @@ INLINE void block_direct(const BlockRows& op, const char* weight, int64_t row, i
     block_direct_pass<F>(op, weight, row + first, rows - first, sums + first * BTILE);
 }
 
-// Unpacked groups: eight rows of quads each, and scales.
+// Unpacked groups: eight rows of quads per group, and the scales.
 struct BlockPanel {
     uint32_t quads[BLOCK_PIECE * 8 * BTILE];
     float a[BLOCK_PIECE * BTILE], b[BLOCK_PIECE * BTILE];

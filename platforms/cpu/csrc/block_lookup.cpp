@@ -1,6 +1,6 @@
-// Rows of a weight that is packed as block_linear.h describes: token embeddings that share the weight of the head.
+// Reads rows of a weight packed as block_linear.h describes: token embeddings tied to the language-model head.
 //
-// Numbers are those of core's mvllm/ops/block_formats.py to the last bit: each operation rounds to float32.
+// Results are bit-identical to core's mvllm/ops/block_formats.py: each operation rounds to float32.
 
 #include <cstring>
 
@@ -18,9 +18,9 @@ namespace mvllm {
 namespace {
 #include "simd.h"
 
-constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // below which waking other threads costs more than it saves
+constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // elements below which waking other threads costs more than it saves
 
-// The values of one group of a column, as unsigned bytes. `lanes` is the column's lane of the first row.
+// Unpacks one group of a column to unsigned bytes. `lanes` is the column's lane in the first row.
 void read_codes(const char* lanes, int rows, int tile, uint8_t* codes) {
     auto lane_at = [&](int row) {
         uint32_t lane;
@@ -50,7 +50,7 @@ void read_codes(const char* lanes, int rows, int tile, uint8_t* codes) {
     }
 }
 
-// Group `g` of the block that begins at `block`, for one column.
+// Dequantizes group `g` of the block that starts at `block`, for one column.
 void read_group(BlockFormat format, const char* block, int g, int tile, int column, float* to) {
     static const float fours[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     static const float steps[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -104,7 +104,7 @@ void read_group(BlockFormat format, const char* block, int g, int tile, int colu
     }
 }
 
-// Row `row` of the weight, a column of the packed product, to `out`.
+// Writes row `row` of the weight, which is a column of the packed product, to `out`.
 void read_row(const char* weight, const BlockPart* part, int64_t row, int64_t in_features, void* out, int dtype) {
     const BlockFormat format = BlockFormat(part->format);
     const BlockLayout& layout = BLOCK_LAYOUTS[format];
@@ -130,7 +130,7 @@ using namespace mvllm;
 
 extern "C" {
 
-// out[t] = the packed weight's row ids[t] - first, zeros where it has none such.
+// out[t] = the packed weight's row ids[t] - first, zeros for ids outside of its rows.
 void mvllm_cpu_block_embedding(const void* ids, int wide_ids, const void* weight, const BlockPart* parts, int64_t num_parts,
                                void* out, int64_t rows, int64_t in_features, int64_t first, int dtype) {
     const int64_t element = dtype == F32 ? 4 : 2, count = parts[num_parts - 1].column + parts[num_parts - 1].columns;

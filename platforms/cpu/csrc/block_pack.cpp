@@ -9,11 +9,11 @@
 namespace mvllm {
 namespace {
 
-// One block of a file, taken apart.
+// The fields of one block of a GGUF file.
 struct FileBlock {
     uint8_t head[4];
     uint8_t sub[8][2];
-    uint8_t codes[256];  // as unsigned bytes: what kernels take for values of k
+    uint8_t codes[256];  // one unsigned byte for each of the block's values
 };
 
 void read_nibbles(const uint8_t* from, int bytes, uint8_t* to) {
@@ -96,7 +96,7 @@ void read_block(BlockFormat format, const uint8_t* from, FileBlock& to) {
     }
 }
 
-// Row `row` of the lanes of one group of a column.
+// The 32-bit lane of one group of a column that belongs to row `row` of lanes.
 uint32_t lane_of(const uint8_t* codes, int rows, int row) {
     uint32_t lane = 0;
     for (int i = 0; i < 4; ++i) {
@@ -118,7 +118,7 @@ uint32_t lane_of(const uint8_t* codes, int rows, int row) {
     return lane;
 }
 
-// One block of one column; `to` is where the tile's block begins.
+// Writes one block of one column; `to` is the start of the tile's block.
 void write_block(const BlockLayout& layout, const FileBlock& block, char* to, int tile, int column) {
     if (layout.head == 1)
         to[column] = char(block.head[0]);
@@ -151,7 +151,7 @@ int64_t mvllm_cpu_block_packed_size(int64_t columns, int64_t in_features, int fo
     return (columns + tile - 1) / tile * tile * (in_features / (layout.groups * BLOCK_GROUP)) * layout.block();
 }
 
-// `data` has a row of a file for each column, `stride` bytes apart. `packed` holds zeros before.
+// `data` has one row of a file per column, `stride` bytes apart. The caller fills `packed` with zeros.
 void mvllm_cpu_block_pack(const uint8_t* data, int64_t stride, char* packed, int64_t columns, int64_t in_features, int format) {
     const BlockLayout& layout = BLOCK_LAYOUTS[format];
     const int tile = current_qisa().blocks.tile;
@@ -169,9 +169,9 @@ void mvllm_cpu_block_pack(const uint8_t* data, int64_t stride, char* packed, int
     });
 }
 
-// `codes` has a row of 8-bit floats for each column, `stride` bytes apart; they are rows [first_row, ...) of a matrix whose
-// `scales`, rows `scales_stride` elements apart, each hold for `block_rows` by `block_columns` elements. Columns of a block are
-// a multiple of 128, or all `in_features`. `packed` holds zeros before.
+// `codes` has one row of 8-bit floats per column, `stride` bytes apart: rows [first_row, ...) of a matrix with one scale per
+// block of `block_rows` by `block_columns` elements. Rows of `scales` are `scales_stride` elements apart. `block_columns` is a
+// multiple of 128, or equals `in_features`. The caller fills `packed` with zeros.
 void mvllm_cpu_float8_pack(const uint8_t* codes, int64_t stride, const float* scales, int64_t scales_stride,
                            int64_t block_rows, int64_t block_columns, int64_t first_row, char* packed, int64_t columns,
                            int64_t in_features) {
@@ -188,7 +188,7 @@ void mvllm_cpu_float8_pack(const uint8_t* codes, int64_t stride, const float* sc
                 const int64_t k = b * values;
                 std::memcpy(block, codes + row * stride + k, size_t(std::min(values, in_features - k)));
                 char* to = packed + (t * blocks + b) * layout.block() * tile;
-                // A product with NaN is NaN, whatever x is: the kernels find it in the scale.
+                // A NaN weight makes every product NaN, so NaN is stored as the scale, where the kernels read it.
                 const bool has_nan = std::any_of(block, block + values, [](uint8_t code) { return (code & 127) == 127; });
                 const float scale = has_nan ? __builtin_nanf("") : of_row[k / block_columns];
                 std::memcpy(to + 4 * c, &scale, 4);

@@ -1,4 +1,4 @@
-// Which instruction set runs: the best that the processor has, or what MVLLM_CPU_ISA names if the processor has it.
+// Selects the instruction set: the best of the processor, or the one that MVLLM_CPU_ISA names if the processor has it.
 
 #include "kernels.h"
 #include "other_isas.h"
@@ -6,7 +6,7 @@
 
 namespace mvllm {
 
-// Weak, so that a library may be linked with some of them: the sanitized one of the tests is.
+// Weak, so that a library can be linked with some of them only, like the sanitizer build of the tests.
 #if MVLLM_X86
 extern const Isa isa_avx2 __attribute__((weak));
 extern const Isa isa_avx512 __attribute__((weak));
@@ -21,7 +21,7 @@ const Isa& choose() {
     const Candidate<Isa> best_first[] = {
 #if MVLLM_X86
         {&isa_avx512_bf16, has.avx512_bf16},
-        {&isa_avx512, has.avx512, "avx512_vnni"},  // VNNI is for products of integers
+        {&isa_avx512, has.avx512, "avx512_vnni"},  // VNNI is used by integer products only
         {&isa_avx2, has.avx2, "avx2_vnni"},
 #endif
         {&isa_generic, true},

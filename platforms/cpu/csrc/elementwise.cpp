@@ -31,7 +31,7 @@ struct Embedding {
     void* out;
     int64_t table_stride, row_bytes;
     int64_t first, count;  // ids of the table's rows
-    int32_t wide_ids;  // 64-bit numbers, else 32-bit ones
+    int32_t wide_ids;  // whether ids are 64-bit integers, else 32-bit
 };
 
 void embedding_rows(const Embedding& op, int64_t begin, int64_t end) {

@@ -62,7 +62,7 @@ void mvllm_cpu_block_embedding(const void* ids, int wide_ids, const void* weight
 void mvllm_cpu_write_kv(const void* handle, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
                         const mvllm::Cache* cache);
 void mvllm_cpu_attention(const void* handle, const void* query, int64_t query_stride, const mvllm::Cache* cache,
-                         const float* sinks, void* out);
+                         const void* sinks, int sinks_dtype, void* out);
 #if defined(__linux__)
 int mvllm_cpu_shared_all_reduce(mvllm::SharedGroup* group, void* data, int64_t count, int dtype, const char* ahead);
 #endif

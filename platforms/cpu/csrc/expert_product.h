@@ -1,4 +1,4 @@
-// Products of rows with a quantized matrix of one expert, tile by tile: what quantized_moe.cpp divides over the threads. A
+// Products of rows with a quantized matrix of one expert, tile by tile; quantized_moe.cpp divides them among threads. A
 // matrix is packed as block_linear.h or qlinear.h describes.
 
 #pragma once
@@ -11,32 +11,32 @@
 
 namespace mvllm {
 
-// One expert's packed matrix; of a matrix of integers with two halves, one half. Mirrored in Python.
+// One expert's packed matrix; for integers with two halves (gate and up), one half. Mirrored in Python.
 struct ExpertMatrix {
     const char* weight;
-    const void* scales;    // integers; of 8-bit floats the scale of the inputs where that is static
-    const int8_t* zeros;   // integers, or null
-    int64_t bf16_scales;   // integers
+    const void* scales;    // integers: scales; 8-bit floats: the static scale of the inputs, or null
+    const int8_t* zeros;   // integers only, or null
+    int64_t bf16_scales;   // integers only
 };
 
 // The same matrix of all experts. Mirrored in Python.
 struct ExpertMatrices {
     int64_t kind;  // ExpertKind
     int64_t in_features, out_features, int8_activations;
-    const ExpertMatrix* experts;  // [experts], of integers [experts][halves]
-    const BlockPart* parts;       // blocks; where there are two halves, each consists of half of the parts
+    const ExpertMatrix* experts;  // [experts], for integers [experts][halves]
+    const BlockPart* parts;       // blocks only; with two halves, each consists of half of the parts
     int64_t num_parts;
-    int64_t group_size, bits;     // integers; of 8-bit floats the columns that share a scale, and Float8Rounding
+    int64_t group_size, bits;     // integers; 8-bit floats: number of columns that share a scale, and Float8Rounding
 };
 
 enum ExpertKind : int64_t { BLOCKS, INTEGERS, FLOATS };
 enum Float8Rounding : int64_t { NOT_ROUNDED, DYNAMIC, STATIC };
 
-// What kernels read in place of rows of x, in one piece of memory:
+// Quantized or converted rows of x, which the kernels read, in one allocation:
 //
 //     values [rows][value_bytes]  |  sides [rows][side_bytes]  |  scales [rows]
 //
-// `sides` are the scales and sums of runs that were rounded to int8 (BlockInput), or the sums of blocks (QLinear::row_sums).
+// `sides`: scales and sums of runs rounded to int8 (BlockInput), or the sums of blocks (QLinear::row_sums).
 struct ExpertRows {
     char* values;
     char* sides;
@@ -44,7 +44,7 @@ struct ExpertRows {
 };
 
 struct ExpertRowFormat {
-    int64_t stride, value_bytes, side_bytes;  // the first in elements
+    int64_t stride, value_bytes, side_bytes;  // `stride` in elements
 
     int64_t bytes(int64_t rows) const { return rows * (value_bytes + side_bytes) + aligned(rows * 4); }
     ExpertRows place(char* memory, int64_t rows) const {
@@ -61,7 +61,7 @@ struct ExpertRowFormat {
     }
 };
 
-// Columns of a half of the matrix.
+// A range of columns of one half of the matrix.
 struct ExpertColumns {
     int64_t begin, count;
 };
@@ -79,7 +79,7 @@ class ExpertProduct {
         const int64_t size = matrices.in_features, whole = BLOCK_LAYOUTS[E4M3].groups * BLOCK_GROUP;
         depth_ = matrices.kind == FLOATS ? (size + whole - 1) / whole * whole : size;
         const bool bf16 = matrices.kind == INTEGERS && dtype == BF16 && isa.bf16_dot;
-        // Rows at distances of whole pages would map to the same few cache sets.
+        // A stride of whole pages would map all rows to a few cache sets.
         rows_.stride = round_up(int(depth_), 64) + 64;
         rows_.value_bytes = rows_.stride * (int8_ ? 1 : bf16 ? 2 : 4);
         const int64_t sides = matrices.kind == BLOCKS ? size / BLOCK_GROUP * int64_t(sizeof(BlockInput)) : groups() * 4;
@@ -91,10 +91,10 @@ class ExpertProduct {
     int64_t size() const { return size_; }    // columns of a half
     const ExpertRowFormat& rows() const { return rows_; }
 
-    // Whether each expert's kernels read other numbers for the same row of x.
+    // Whether rows of x are converted differently for each expert (static scales).
     bool converts_by_expert() const { return matrices_.kind == FLOATS && matrices_.bits == STATIC; }
 
-    // `count` rows of x, `stride` elements apart, for the kernels.
+    // Converts `count` rows of x, `stride` elements apart, to the format of the kernels.
     void convert(int64_t expert, const char* x, int64_t stride, const ExpertRows& to, int64_t count) const {
         const int32_t size = int32_t(matrices_.in_features);
         if (matrices_.kind == FLOATS) {
@@ -126,8 +126,8 @@ class ExpertProduct {
         return {first.column, last.column + last.columns - first.column};
     }
 
-    // Tile `t` of a half for `count` rows, at most LINEAR_ROWS. `bias` is the expert's [out_features] or null; `out` is where
-    // the first row and the tile's first column go.
+    // Computes tile `t` of a half for `count` rows, at most LINEAR_ROWS. `bias`: the expert's [out_features] or null; `out`:
+    // the first row and column of the tile's result.
     void multiply(int64_t expert, int half, int64_t t, const ExpertRows& rows, int count, const char* bias, char* out,
                   int64_t out_stride) const {
         const int element = element_size(dtype_);
@@ -147,7 +147,7 @@ class ExpertProduct {
         op.zeros = matrix.zeros;
         op.bf16_scales = matrix.bf16_scales != 0;
         op.bias = bias ? bias + half * size_ * element : nullptr;
-        // Kernels count from the first column.
+        // Kernels index `out` from the first column of the whole result.
         op.out = reinterpret_cast<void*>(reinterpret_cast<intptr_t>(out) - t * tile_ * element);
         op.out_stride = out_stride;
         op.row_scales = rows.scales;

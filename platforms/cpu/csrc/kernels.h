@@ -1,26 +1,26 @@
-// Declarations shared by the files of this library: the layout of the cache, the plan of a step, and the table of kernels
-// that each instruction set fills in. `isa_*.cpp` compile the same inner loops (simd.h, attention_tile.h, ...) for one instruction
-// set each; `dispatch.cpp` picks the best one that the processor has; everything else is compiled for any processor.
+// Declarations shared by the files of this library: the layout of the KV cache, the plan of a step, and the kernel table of
+// an instruction set. Each `isa_*.cpp` compiles the same inner loops (simd.h, attention_tile.h, ...) for one instruction set;
+// `dispatch.cpp` selects the best one that the processor has; all other files are compiled for any processor.
 //
 // Cache of one layer, for each block and key/value head (Dk = head size rounded up to 4, Dv = rounded up to 16):
 //
-//     keys      [Dk][block]        one row per dimension: a vector holds the same dimension of neighbouring keys, so scores
-//                                  come out side by side and no sum runs across a vector
-//     values    [block][Dv]        one row per token: a vector holds neighbouring dimensions of the output
+//     keys      [Dk][block]        one row per dimension: a vector holds the same dimension of adjacent keys, so a vector of
+//                                  sums holds the scores of adjacent keys, without sums across lanes
+//     values    [block][Dv]        one row per token: a vector holds adjacent dimensions of the output
 //
-// bfloat16 is stored in pairs, the form that its dot-product instructions take. It is also the cheapest to widen by hand:
-// a pair is one 32-bit lane, whose upper half is already a float32 and whose lower half is one shift away.
+// bfloat16 is stored in pairs, the operand layout of its dot-product instructions. Without these instructions pairs are cheap
+// to widen: a pair is a 32-bit lane; its upper half is a float32 after a mask, its lower half after a shift.
 //
-//     keys      [Dk / 2][block][2]     (d, d + 1) of one key side by side
-//     values    [block / 2][Dv][2]     (t, t + 1) of one dimension side by side
+//     keys      [Dk / 2][block][2]     dimensions (d, d + 1) of one key are adjacent
+//     values    [block / 2][Dv][2]     tokens (t, t + 1) of one dimension are adjacent
 //
-// Numbers of 8 bits (int8, float8_e4m3fn) lie in the same pairs, and become bfloat16, exactly, when they are read. Each
+// 8-bit numbers (int8, float8_e4m3fn) are stored in the same pairs and converted exactly to bfloat16 when they are read. Each
 // token and head has a scale for its key and one for its value: [block] float32 for each block and head.
 //
-// Latent attention stores no values: they are the first `value_size` dimensions of the keys.
+// Latent attention (MLA) stores no values: they are the first `value_size` dimensions of the keys.
 //
-// Padding is zero and stays zero, except slots that hold no token yet: their scores are never used, and their values are
-// never multiplied (zero times a stale NaN is NaN).
+// Padding is always zero. Slots without a token have undefined contents: their scores are not used, and their values are not
+// multiplied, because zero times a stale NaN is NaN.
 
 #pragma once
 
@@ -33,13 +33,13 @@ enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, FP8 = 4 };
 
 inline bool is_byte(int32_t dtype) { return dtype == INT8 || dtype == FP8; }
 
-constexpr int STRIP = 16;        // tokens computed together; every block is a whole number of strips
+constexpr int STRIP = 16;        // tokens computed together; the block size is a multiple
 constexpr int CHUNK = 128;       // tokens whose scores are in memory at a time
-constexpr int TILE_ROWS = 96;    // rows (query tokens x heads of a group) that share one walk over the keys
-#ifndef MVLLM_SMALL_TILES        // the same kernels with less to compile, for the sanitizers' test
+constexpr int TILE_ROWS = 96;    // maximum number of rows (query tokens x heads of a group) computed in one pass over the keys
+#ifndef MVLLM_SMALL_TILES        // fewer template instances, to compile faster with sanitizers
 #define MVLLM_SMALL_TILES 0
 #endif
-constexpr int MAX_MR = MVLLM_SMALL_TILES ? 2 : 6;  // rows that the registers hold at a time
+constexpr int MAX_MR = MVLLM_SMALL_TILES ? 2 : 6;  // rows of a register tile
 
 inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -52,7 +52,7 @@ struct Spec {
     float scale, soft_cap;       // soft_cap 0: none
 };
 
-// One step's batch. Mirrored in Python. The arrays stay the caller's and outlive the step.
+// One step's batch. Mirrored in Python. The caller owns the arrays, which outlive the step.
 struct Batch {
     int32_t num_requests, num_tokens, block_size, block_table_stride;
     const int32_t* query_start_loc;
@@ -61,14 +61,14 @@ struct Batch {
     const int32_t* slot_mapping;
 };
 
-// Work item: a tile of rows of one request and one key/value head, over a range of keys. With `save_state`, rows of several
-// consecutive requests with one new token each, over keys in blocks that they share; the rows' partial states are saved for
-// the requests' own items, which load them.
+// Work item: a tile of rows of one request and one key/value head, over a range of keys. With `save_state`: rows of several
+// consecutive requests with one new token each, over keys in blocks that they share; the softmax state of the rows is saved,
+// and the items of the requests continue from it (`load_state`).
 struct Item {
     int32_t request, kv_head;
-    int32_t query_begin, query_end;  // tokens, counted within the request's new ones
+    int32_t query_begin, query_end;  // tokens, as indices of the request's new tokens
     int32_t key_begin, key_end;
-    int32_t partial;                 // index of its partial result, or -1 when it has all the keys its rows see
+    int32_t partial;                 // index of its partial result, or -1 if the item covers all keys of its rows
     int32_t save_state = -1, load_state = -1;  // index of a token's state, or -1
 };
 
@@ -78,7 +78,7 @@ struct SplitTile {
     int32_t first_partial, num_partials;
 };
 
-// One layer's cache. Scales are there for 8-bit numbers, values (and their scales) where they are not the keys'.
+// One layer's cache. Scales exist for 8-bit numbers; values and their scales are null for latent attention.
 struct Cache {
     void* keys;
     void* values;
@@ -86,12 +86,13 @@ struct Cache {
     float* value_scales;
 };
 
-// Tensors of one layer. `query` rows lie `query_stride` elements apart.
+// Tensors of one layer. Rows of `query` are `query_stride` elements apart.
 struct Layer {
     const void* query;
     int64_t query_stride;
     Cache cache;
-    const float* sinks;  // [num_heads] or null
+    const void* sinks;  // [num_heads] or null
+    int32_t sinks_dtype;
     void* out;           // [tokens, num_heads * value_size]
 };
 
@@ -99,10 +100,10 @@ struct Geometry {
     Spec spec;
     Batch batch;
     int group, dk, dv;       // query heads per key/value head; padded head sizes
-    int tile_rows;           // most rows of one item
+    int tile_rows;           // maximum number of rows of an item
     int64_t key_head, value_head;  // elements per block and head
     int partial_size;        // floats per partial result: tile_rows * (dv + 2)
-    int state_size;          // floats of a token's rows that are half done: group * (dv + 1 + STRIP)
+    int state_size;          // floats of the saved state of one token's rows: group * (dv + 1 + STRIP)
     float* states;
 };
 
@@ -112,13 +113,13 @@ struct Scratch {
     float* scores;     // [MAX_MR, CHUNK]
     uint32_t* pairs;   // [MAX_MR, CHUNK / 2]: probabilities as bfloat16 pairs
     float* acc;        // [rows, dv]
-    float* row_max;    // [rows]: maximum that the powers of 2 are relative to
-    float* row_sum;    // [rows, STRIP]: in lanes
-    void* keys;        // a chunk's keys and values, converted if the products need another form than the cache's
+    float* row_max;    // [rows]: exponent to which a row's sums are relative
+    float* row_sum;    // [rows, STRIP]: partial sums per lane
+    void* keys;        // a chunk's keys and values, if the products cannot read them in place
     void* values;
 };
 
-// A step's new keys and values, and the layer's cache. Rows lie `*_stride` elements apart.
+// A step's new keys and values, and the layer's cache. Rows are `*_stride` elements apart.
 struct NewKV {
     const void* key;
     const void* value;
@@ -126,8 +127,8 @@ struct NewKV {
     Cache cache;
 };
 
-// out = norm(x) * weight; with a residual, residual += x first and the sum is normalised. Rows come in groups of `heads`:
-// groups lie `x_stride` elements apart, the rows of one `head_stride`.
+// out = norm(x) * weight; with a residual, residual += x first and the sum is normalized. Rows are in groups of `heads`:
+// groups are `x_stride` elements apart, rows of a group `head_stride`.
 struct RmsNorm {
     const void* x;
     void* residual;  // null, or [rows, size] contiguous
@@ -138,8 +139,7 @@ struct RmsNorm {
     float eps;
 };
 
-// out[i] = silu(x[i]) * x[up + i], or gelu in its tanh form in place of silu; rows lie `x_stride` and `out_stride` elements
-// apart.
+// out[i] = silu(x[i]) * x[up + i], or gelu (tanh form) instead of silu; rows are `x_stride` and `out_stride` elements apart.
 struct GateAndMul {
     const void* x;
     void* out;
@@ -157,13 +157,13 @@ struct AddOrScale {
     int32_t dtype;
 };
 
-// out[i] = (u + 1) * g * sigmoid(alpha * g), where g = min(x[i], limit) and u is x[up + i], at least -limit and at most limit.
+// out[i] = (u + 1) * g * sigmoid(alpha * g), where g = min(x[i], limit) and u is x[up + i] clamped to [-limit, limit].
 struct ClampedGate {
     GateAndMul rows;
     float alpha, limit;
 };
 
-// values[i] = the largest of row i, ids[i] = where it is first. A NaN is larger than anything.
+// values[i] = maximum of row i, ids[i] = its first index. NaN is greater than every number.
 struct Argmax {
     const void* x;  // rows `x_stride` elements apart
     void* values;
@@ -172,7 +172,7 @@ struct Argmax {
     int32_t dtype;
 };
 
-// Rotates queries and keys in place. `index` holds 64-bit numbers where `wide_index`, else 32-bit ones.
+// Rotates queries and keys in place. `index` holds 64-bit integers if `wide_index`, else 32-bit integers.
 struct Rotary {
     const void* index;
     const float* cos_sin;  // [rows, rotary_dim]: cosines, then sines
@@ -182,21 +182,21 @@ struct Rotary {
     int32_t wide_index, num_heads, num_kv_heads, rotary_dim, dtype;
 };
 
-// out = x * weight^T + bias, with `weight` packed for one instruction set: columns in tiles of `linear_tile`, a tile's last
-// ones zero where there are fewer; within a tile one row per k, or per pair of k for bfloat16, as in the cache:
+// out = x * weight^T + bias, with `weight` packed for one instruction set: columns in tiles of `linear_tile`, the last tile
+// padded with zeros; in a tile one row per k, or per pair of k for bfloat16, as in the cache:
 //
 //     [tiles][in_features][linear_tile]    or    [tiles][in_features / 2, rounded up][linear_tile][2]
 struct Linear {
     const void* x;  // rows `x_stride` elements apart
     const void* weight;
     const void* bias;  // [out_features] or null
-    void* out;         // rows `out_stride` elements apart, or without gaps where that is 0
+    void* out;         // rows `out_stride` elements apart; 0: contiguous
     int64_t x_stride;
     int32_t in_features, out_features, dtype;
     int64_t out_stride = 0;
 };
 
-// out[t] = the sum over k of weights[t][k] * rows[positions[t][k]], in float32.
+// out[t] = sum over k of weights[t][k] * rows[positions[t][k]], in float32.
 struct MoeCombine {
     const void* rows;  // `row_stride` elements apart
     const int32_t* positions;
@@ -206,7 +206,7 @@ struct MoeCombine {
     int32_t top_k, dtype;
 };
 
-constexpr int LINEAR_ROWS = 96;  // most rows that one call of an instruction set's `linear` takes
+constexpr int LINEAR_ROWS = 96;  // maximum number of rows per call of `Isa::linear`
 
 // The kernels of one instruction set.
 struct Isa {
@@ -219,8 +219,8 @@ struct Isa {
     void (*add_or_scale)(const AddOrScale&, int64_t begin, int64_t end);
     void (*rotary)(const Rotary&, int64_t token_begin, int64_t token_end);
     void (*argmax)(const Argmax&, int64_t row_begin, int64_t row_end);
-    // Columns in strips of STRIP. `x` holds float32 rows, zero-padded like the weight, except where it is the caller's
-    // own: for float32, and for bfloat16 in pairs where `bf16_dot`. `linear_x` makes such rows.
+    // Computes strips of STRIP columns. For float32, and for bfloat16 with `bf16_dot`, it reads the caller's x directly.
+    // Otherwise `x` holds float32 rows, zero-padded like the weight, which `linear_x` makes.
     void (*linear)(const Linear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);
     void (*linear_x)(const Linear&, void* out, int64_t row_stride, int64_t row_begin, int64_t row_end);
     int32_t linear_tile;

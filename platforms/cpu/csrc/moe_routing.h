@@ -1,5 +1,5 @@
-// Which rows of x each expert of a mixture-of-experts layer gets. A *pair* is a token and one of its top_k experts; pairs are
-// sorted by expert.
+// Assigns the rows of x to the experts of a mixture-of-experts layer. A *pair* is a token and one of its top_k experts; pairs
+// are sorted by expert.
 
 #pragma once
 
@@ -15,7 +15,7 @@ namespace mvllm {
 inline int element_size(int dtype) { return dtype == F32 ? 4 : 2; }
 inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Tokens that are processed together, where each needs `token_bytes` of intermediate memory.
+// Number of tokens that are processed together if each needs `token_bytes` of intermediate memory.
 inline int64_t tokens_at_once(int64_t token_bytes) {
     constexpr int64_t BUFFER_BYTES = 64 << 20, FEWEST_TOKENS = 256;
     return std::max(FEWEST_TOKENS, BUFFER_BYTES / token_bytes);
@@ -29,7 +29,7 @@ struct Block {
 
 struct Routing {
     std::vector<int32_t> tokens;     // of each pair
-    std::vector<int32_t> positions;  // [tokens, top_k]: pairs of each token, by rising expert
+    std::vector<int32_t> positions;  // [tokens, top_k]: pairs of each token, in order of expert ids
     std::vector<float> weights;      // likewise
     std::vector<Block> blocks;
 

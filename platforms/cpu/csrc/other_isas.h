@@ -6,7 +6,7 @@
 
 namespace mvllm {
 
-// The instruction set that overrides the choice of dispatch.cpp, or null. `asked`: value of MVLLM_CPU_ISA, or null.
+// The instruction set that overrides the choice of dispatch.cpp, or null. `asked`: requested name (MVLLM_CPU_ISA), or null.
 const Isa* other_isa(const char* asked);
 
 }  // namespace mvllm

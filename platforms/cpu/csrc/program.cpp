@@ -55,7 +55,7 @@ constexpr int count_of(R (*)(Ts...)) {
 
 struct Entry {
     const char* name;
-    int count;  // of arguments
+    int count;  // number of arguments
     bool (*run)(const int64_t* slots);  // false: call it again; only functions with OWN_DIVISION return it
     const WorkSharing* sharing;
 };
@@ -114,7 +114,7 @@ struct Stage {
     int64_t pieces;  // per thread
 };
 
-// Executes a call that all threads share. A waiting thread prefetches what it reads first in the next such call.
+// Executes a call that all threads share. A waiting thread prefetches the memory that it reads first in the next such call.
 void share(const Stage& stage, const Stage* next, int64_t threads) {
     const auto run = [](const void* work, Part part) {
         const Stage& own = *static_cast<const Stage*>(work);

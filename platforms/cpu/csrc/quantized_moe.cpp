@@ -1,13 +1,13 @@
-// The experts of a mixture-of-experts layer whose weights are quantized. As in moe.cpp, pairs of a token and an expert are
-// sorted by expert, so that unused experts are not read:
+// Mixture-of-experts layers with quantized weights. As in moe.cpp, pairs of a token and an expert are sorted by expert, and
+// unused experts are not read:
 //
-//     tokens       x converted for the kernels            (convert; a thread for itself where that is quick)
+//     tokens       x converted for the kernels            (convert; every thread converts all of a small x)
 //     pieces       (expert, up to 96 of its rows, tiles)  gate and up, activation
 //     pieces       (expert, up to 96 of its rows, tiles)  down
 //     tokens       t0 = w * row of e0 + w * row of e4     (combine, in float32)
 //
-// A piece is a share of the work of all experts, from some tile of one block of rows to some tile of the same or a later one:
-// a single token has so much work for each of its experts that threads share it in the order of memory.
+// A piece is a range of the (block of rows, tile) pairs of all experts. With a single token, each of its experts has so many
+// tiles that several threads share them, in memory order.
 //
 // Results are rounded where the reference rounds. A token's result does not depend on the other tokens or their number: rows
 // of a product are independent, and a token's experts are summed in the order of their ids.
@@ -24,11 +24,11 @@ namespace mvllm {
 namespace {
 
 constexpr int64_t SERIAL_WORK = 1 << 19;        // multiply-adds below which waking other threads costs more than it saves
-constexpr int64_t SERIAL_COMBINE = 1 << 16;     // likewise, of combine
-constexpr int64_t REPEATED_ELEMENTS = 1 << 13;  // elements of x that every thread converts for itself: cheaper than waiting
-constexpr int64_t REPEATED_INNER = 1 << 15;     // of inner rows; a thread converts those of its own pieces
-constexpr int64_t GATED_ELEMENTS = 1 << 14;     // gates and ups that are computed before the activation: they stay in the cache
-constexpr int64_t TILE_WORK = 8;                // reading a tile of a weight takes as long as computing so many rows of it
+constexpr int64_t SERIAL_COMBINE = 1 << 16;     // the same for combine, in elements
+constexpr int64_t REPEATED_ELEMENTS = 1 << 13;  // up to this size every thread converts all of x: faster than waiting
+constexpr int64_t REPEATED_INNER = 1 << 15;     // the same for inner rows; a thread converts those of its own pieces
+constexpr int64_t GATED_ELEMENTS = 1 << 14;     // gate and up elements before the activation: they stay in the L1 cache
+constexpr int64_t TILE_WORK = 8;                // reading a tile of a weight takes as long as computing this many rows
 
 thread_local Buffer shared_memory, own_rows, gathered_rows, own_gates;
 thread_local std::vector<char> own_blocks;
@@ -49,7 +49,7 @@ struct QuantizedMoe {
     int dtype;
 };
 
-// All tiles of all blocks of rows, in parts of equal work.
+// Divides all tiles of all blocks of rows into parts of equal work.
 class Pieces {
   public:
     Pieces(const std::vector<Block>& blocks, int64_t tiles) : blocks_(blocks), tiles_(tiles), starts_(1, 0) {
@@ -58,7 +58,7 @@ class Pieces {
 
     int64_t tiles() const { return int64_t(blocks_.size()) * tiles_; }
 
-    // Calls work(index of a block, first tile, end) for one part.
+    // Calls work(block index, first tile, end) for the tiles of one part.
     template <class Work>
     void for_each(Part part, const Work& work) const {
         const Edge end = edge(part.index + 1, part.count);
@@ -136,7 +136,7 @@ class Run {
                       block.end - block.begin);
     }
 
-    // The rows of x of a block: where they are if they lie side by side, else copies.
+    // The converted rows of a block: in place if they are contiguous, else copies.
     ExpertRows rows_of(const ExpertRows& tokens, const Block& block) const {
         const ExpertRowFormat& format = gate_up_.rows();
         const int32_t* const of = routing_.tokens.data();
@@ -148,7 +148,7 @@ class Run {
                                  format.from(own, i), 1);
             return own;
         }
-        // They rise.
+        // Token indices are increasing.
         if (of[block.end - 1] - of[block.begin] == count - 1) return format.from(tokens, of[block.begin]);
         const ExpertRows copies = format.place(gathered_rows.at_least(size_t(format.bytes(count))), count);
         for (int64_t i = 0; i < count; ++i) format.copy(format.from(tokens, of[block.begin + i]), format.from(copies, i));
@@ -167,7 +167,7 @@ class Run {
         });
     }
 
-    // Some tiles of gate and up for the rows of a block. All gates are computed before the ups: each is a stream of memory.
+    // Computes tiles [begin, end) of gate and up for the rows of a block: all gates first, since each half is contiguous.
     void gate_block(const Block& block, const ExpertRows& rows, int64_t begin, int64_t end) const {
         const int64_t height = block.end - block.begin;
         const int64_t most = std::max<int64_t>(1, GATED_ELEMENTS / (2 * gate_up_.tile() * height));
@@ -228,7 +228,7 @@ using namespace mvllm;
 extern "C" {
 
 // out [tokens, hidden], contiguous; rows of `x` are `x_stride` elements apart. `ids` and `weights` are [tokens, top_k]; biases
-// [experts, out_features] or null. Gates are silu, or where `clamped` those of ClampedGate.
+// [experts, out_features] or null. The activation is silu, or ClampedGate if `clamped`.
 void mvllm_cpu_quantized_moe(const void* x, int64_t x_stride, const ExpertMatrices* gate_up, const ExpertMatrices* down,
                              const void* gate_up_bias, const void* down_bias, const int64_t* ids, const float* weights,
                              void* out, int64_t tokens, int64_t experts, int64_t top_k, int clamped, float alpha, float limit,

@@ -52,7 +52,7 @@ static_assert(sizeof(Word) <= WORD_BYTES && std::atomic<uint32_t>::is_always_loc
 struct mvllm::SharedGroup {
     char* base;
     int64_t world_size, slot_bytes, rank;
-    int64_t spin_ns;       // how long a wait spins before it sleeps
+    int64_t spin_ns;       // time that a wait spins before it sleeps
     int64_t timeout_ms;    // of a wait
     int64_t done;          // elements of the current sum that are complete
     int64_t late;          // the first rank that had not posted when a wait timed out

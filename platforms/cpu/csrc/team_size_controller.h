@@ -1,13 +1,14 @@
-// How many threads of a team take part in calls.
+// Adapts the number of threads of a team to the load of the machine.
 //
-// If other programs use the cores, a thread that stopped within a piece holds up the others for a time
-// slice of the system. The team measures that: the time that the calling thread waits for claimed pieces, beyond the usual
-// difference between threads. If it is a large share of the computing time, fewer threads take part for a while; then more
-// are tried again, after intervals that double while the attempts fail.
+// If other programs use the cores, the system may preempt a thread in the middle of a piece; the other threads then wait for
+// up to a time slice. The team measures how long the calling thread waits for claimed pieces, beyond the usual
+// difference between threads. If this is a large share of the computing time, fewer threads take part for a while. Then
+// more threads are tried again, at intervals that double while the attempts fail.
 //
-// A thread that stops often may still do more than its waits cost. For calls that compute, fewer threads would need the
-// time of all pieces at the caller's pace, divided among them; they take over only if that is less than the calls took.
-// Calls that read memory are different: fewer threads read nearly as fast, so there the share of waits decides alone.
+// A thread that is often preempted may still contribute more than its waits cost. For compute-bound calls, the time with
+// fewer threads is estimated as the time of all pieces at the caller's speed, divided by the number of threads; the team
+// shrinks only if the estimate is less than the measured time. For memory-bound calls fewer threads are nearly as fast, so
+// only the share of waits counts.
 
 #pragma once
 
@@ -17,10 +18,10 @@
 namespace mvllm {
 
 constexpr int64_t WINDOW_NS = 20'000'000;      // computing time between two decisions about the number of threads
-constexpr int64_t SHORTEST_HOLD_NS = 100'000'000, LONGEST_HOLD_NS = 1'000'000'000;  // before more threads are tried
+constexpr int64_t SHORTEST_HOLD_NS = 100'000'000, LONGEST_HOLD_NS = 1'000'000'000;  // time before more threads are tried
 constexpr double MOST_WAITING = 0.15;          // share of the computing time
 
-// Decides how many threads take part.
+// Computes the number of threads that take part in calls.
 class TeamSizeController {
   public:
     // How many of `threads` threads take part in a call.
@@ -32,8 +33,8 @@ class TeamSizeController {
         return std::min(active_, threads);
     }
 
-    // Records a call: its time, and how long the calling thread waited beyond what is usual. `alone`: what the calling
-    // thread alone would have taken, if computing bounds the call; 0 if memory may.
+    // Records the time of a call, and the time that the calling thread waited beyond the usual. `alone`: estimated time of
+    // the calling thread alone if the call is compute-bound; 0 if it may be memory-bound.
     void record(int64_t begin, int64_t end, int64_t waited, int64_t alone = 0) {
         const int64_t step = std::max<int64_t>(1, threads_ / 8), fewer = std::max<int64_t>(1, active_ - step);
         computed_ += end - begin;
@@ -58,9 +59,9 @@ class TeamSizeController {
   private:
     int64_t threads_ = 0, active_ = 0;
     int64_t computed_ = 0, waited_ = 0;
-    int64_t with_fewer_ = 0;  // what fewer threads would have taken
+    int64_t with_fewer_ = 0;  // estimated computing time with fewer threads
     int64_t hold_ = SHORTEST_HOLD_NS, hold_until_ = 0;
-    bool trying_ = false;  // whether more threads take part to see how it goes
+    bool trying_ = false;  // whether more threads take part as a trial
 };
 
 }  // namespace mvllm

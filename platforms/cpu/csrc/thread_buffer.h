@@ -1,4 +1,4 @@
-// Memory that a thread keeps from call to call: a call of a decode step should allocate nothing.
+// Memory that a thread reuses in later calls, so that calls of a decode step allocate nothing.
 
 #pragma once
 
@@ -12,7 +12,7 @@ struct Buffer {
     std::unique_ptr<char[]> data;
     size_t size = 0;
 
-    // Aligned to 64 bytes; what was there before is lost.
+    // Aligned to 64 bytes; the previous contents may be lost.
     char* at_least(size_t bytes) {
         if (!bytes) return nullptr;
         if (bytes > size) {

@@ -1,18 +1,18 @@
-// The threads of thread_team.h: how they wait, claim pieces, and how many of them take part.
+// Implementation of thread_team.h: waiting, claiming of pieces, and the number of threads that take part.
 //
-// Every calling thread has a team of its own, as with OpenMP, so engines in one process do not share threads.
+// Every calling thread has its own team, as in OpenMP, so engines in one process do not share threads.
 //
 // Waiting. A thread spins for some microseconds, as long as most waits take, and then sleeps. On a busy machine the sleep
-// matters: the core of a sleeping thread is free, and the system moves a thread there that waits for another core.
+// frees the core, and the system moves a thread there that waits for another core.
 //
-// Placing. When the caller sleeps, the system moves a stopped thread to the caller's CPU, where it finishes its piece and
-// wakes the caller. Both would then share this CPU for a while, and the program beside them would have the other alone:
-// the system does not move one of three threads between two CPUs soon. So the thread leaves the caller's CPU at once.
+// Placement. When the caller sleeps, the system may move a preempted thread to the caller's CPU, where it finishes its piece
+// and wakes the caller. Both would then share this CPU for a while, and another program would have a CPU alone, because
+// the system does not soon move one of three threads between two CPUs. So the thread leaves the caller's CPU at once.
 //
-// Cache lines. A line that one thread writes and another one reads costs a transfer of some 50 to 100 ns, and a decode
-// step has some hundred calls. So a call of all threads moves few lines: one to each thread, which has the job and that
-// thread's unclaimed pieces, and that is where the thread waits for jobs; one back, which counts finished pieces; and the
-// lines of other threads' shares when a thread looks for more. All other lines change rarely or belong to the caller.
+// Cache lines. Transferring a line from the thread that writes it to one that reads it takes some 50 to 100 ns, and a decode
+// step has some hundred calls. So a call transfers few lines: one to each thread, with the job and the thread's unclaimed
+// pieces, which the thread polls for jobs; one back, which counts finished pieces; and the lines of other threads' shares
+// when a thread searches for more pieces. All other lines change rarely or are used by the caller only.
 
 #include "thread_team.h"
 
@@ -47,10 +47,10 @@ namespace {
 
 constexpr int64_t MAX_THREADS = 512;
 constexpr int64_t NEIGHBOURS = 4;              // threads whose pieces a thread claims in a full team, itself included
-constexpr int64_t PREFETCH_BYTES = 128 << 10;  // that a waiting thread prefetches into its second-level cache
-constexpr int64_t SPIN_NS = 50'000;            // before a waiting thread sleeps
-constexpr int64_t LONG_PIECE_NS = 100'000;     // in calls without `ahead` it computes, rather than reads memory
-constexpr int64_t USUAL_WAIT_NS = 20'000;      // that the calling thread waits on an idle machine, besides two pieces
+constexpr int64_t PREFETCH_BYTES = 128 << 10;  // bytes that a waiting thread prefetches into its L2 cache
+constexpr int64_t SPIN_NS = 50'000;            // time that a waiting thread spins before it sleeps
+constexpr int64_t LONG_PIECE_NS = 100'000;     // longer pieces of calls without `ahead` count as compute-bound
+constexpr int64_t USUAL_WAIT_NS = 20'000;      // wait of the calling thread on an idle machine, besides two pieces
 
 int64_t now_ns() {
     using namespace std::chrono;
@@ -85,7 +85,7 @@ class Sleeper {
         asleep_.store(0, std::memory_order_relaxed);
     }
 
-    // Called after what `ready` looks at has been stored (seq_cst).
+    // Called after the values that `ready` reads have been stored (seq_cst).
     void wake() {
         if (!asleep_.load(std::memory_order_seq_cst) || !asleep_.exchange(0)) return;
 #if defined(__linux__)
@@ -106,7 +106,7 @@ class Sleeper {
 #endif
 };
 
-// The CPU that this thread runs on; -1 if the system does not say.
+// The CPU that this thread runs on; -1 if unknown.
 int current_cpu() {
 #if defined(__linux__)
     return sched_getcpu();
@@ -129,7 +129,7 @@ void leave_cpu(int cpu) {
 #endif
 }
 
-// Prefetches some lines of what is left of `range`.
+// Prefetches the next lines of `range`.
 void prefetch_some(Range& range) {
     for (int i = 0; i < 4 && range.size > 0; ++i, range.begin += LINE, range.size -= LINE)
         __builtin_prefetch(range.begin, 0, 2);
@@ -158,7 +158,7 @@ bool adapts() {
     return value;
 }
 
-std::atomic<int> threads_in_use{0};  // of the team that computed last; 0 before its first call
+std::atomic<int> threads_in_use{0};  // by the team that computed last; 0 before the first call
 
 thread_local bool in_piece = false;
 
@@ -213,13 +213,14 @@ class Team {
         std::thread thread;
     };
 
-    // The owner of a share claims half of what is left of it at once. A claim waits for all memory accesses before it, and
-    // recorded calls, which read memory, have short pieces; in others a thread that stops should hold one piece only.
+    // Flag of jobs in which the owner of a share claims half of its remaining pieces at once. A claim waits for all earlier
+    // memory accesses, which is expensive in recorded calls: they are memory-bound, with short pieces. In other calls a
+    // preempted thread should hold one piece only.
     static constexpr uint64_t IN_HALVES = uint64_t(1) << 31;
 
     static int64_t left_of(uint64_t unclaimed) { return int64_t(unclaimed & (IN_HALVES - 1)); }
 
-    // What a thread is to do. A thread reads `job` after it has claimed a piece, so while the job runs.
+    // One thread's share of a job. `job` is read only after a piece has been claimed, so while the job runs.
     struct alignas(LINE) Share {
         std::atomic<uint64_t> unclaimed{0};  // number of the job << 32 | IN_HALVES or 0 | pieces that nobody has claimed
         Job job{};                           // the same in all shares
@@ -232,14 +233,14 @@ class Team {
         in_piece = false;
     }
 
-    // Starts threads that are missing; how many there are with the caller.
+    // Starts missing threads; returns the number of threads, including the caller.
     int64_t available(int64_t wanted) {
         while (int64_t(workers_.size()) + 1 < wanted) {
             auto worker = std::make_unique<Worker>();
             const int64_t number = int64_t(workers_.size()) + 1;
             try {
 #if defined(__unix__) || defined(__APPLE__)
-                sigset_t all, before;  // signals are for the program's own threads
+                sigset_t all, before;  // the program's own threads handle signals
                 sigfillset(&all);
                 pthread_sigmask(SIG_SETMASK, &all, &before);
 #endif
@@ -253,7 +254,7 @@ class Team {
                 sigemptyset(&none);
                 pthread_sigmask(SIG_SETMASK, &none, nullptr);
 #endif
-                break;  // the system has no more threads; those that there are do the work
+                break;  // the system has no more threads; the existing ones do the work
             }
             workers_.push_back(std::move(worker));
         }
@@ -275,7 +276,7 @@ class Team {
             shares_[i].job = job;
             shares_[i].unclaimed.store(unclaimed, std::memory_order_release);
         }
-        // A thread that goes to sleep sees its share, or the caller sees that it is asleep.
+        // The fence ensures that a thread that goes to sleep sees its share, or the caller sees that the thread sleeps.
         std::atomic_thread_fence(std::memory_order_seq_cst);
         if (sleeping_.load(std::memory_order_seq_cst) == 0) return;
         for (int64_t i = 1; i < active; ++i) workers_[size_t(i - 1)]->sleeper.wake();
@@ -285,8 +286,8 @@ class Team {
         int64_t first, count;
     };
 
-    // Claims pieces of a share. What is claimed belongs to the current job: a job ends only when all its pieces are done,
-    // and its data are written before its pieces can be claimed.
+    // Claims pieces of a share. They belong to the current job: a job ends only when all its pieces are done, and its data
+    // are written before its pieces can be claimed.
     static Pieces claim(Share& share, bool own) {
         std::atomic<uint64_t>& unclaimed = share.unclaimed;
         uint64_t value = unclaimed.load(std::memory_order_relaxed);
@@ -299,7 +300,7 @@ class Team {
         return {0, 0};
     }
 
-    // Whether a worker runs on the caller's CPU, so that the caller cannot, although it could go on.
+    // Whether this worker runs on the caller's CPU while the caller is ready to run.
     bool displaces_caller() const {
         const int cpu = caller_cpu_.load(std::memory_order_relaxed);
         return cpu >= 0 && current_cpu() == cpu && !caller_.is_asleep();
@@ -307,10 +308,10 @@ class Team {
 
     struct Executed {
         int64_t pieces;
-        bool displaces_caller;  // so it stopped before all pieces were claimed
+        bool displaces_caller;  // the worker stopped before all pieces were claimed
     };
 
-    // Executes pieces, first of the thread's own share, then of others.
+    // Executes pieces, first of the thread's own share, then of other shares.
     Executed execute(int64_t thread, int64_t owners, Range& prefetch) {
         const bool full = active_.load(std::memory_order_relaxed) >= owners;
         const int64_t searched = thread == 0 || !full ? owners : std::min(owners, NEIGHBOURS);
@@ -335,7 +336,7 @@ class Team {
             prefetch = job->ahead.range(job->ahead.work, thread, job->threads);
             prefetch.size = std::min(prefetch.size, PREFETCH_BYTES);
         }
-        if (thread == 0) return {done, false};  // which only the caller itself waits for
+        if (thread == 0) return {done, false};  // only the caller waits for its own pieces
         const int64_t completed = completed_.fetch_add(done, std::memory_order_seq_cst) + done;
         if (completed == awaited_.load(std::memory_order_seq_cst)) {
             caller_.wake();
@@ -374,7 +375,7 @@ class Team {
         }
     }
 
-    // Change rarely.
+    // Rarely written.
     alignas(LINE) std::atomic<int64_t> active_{1}, owners_{0};
     std::atomic<int64_t> awaited_{-1};  // the value of `completed_` that the caller sleeps for
     std::atomic<int> caller_cpu_{-1};
@@ -385,16 +386,16 @@ class Team {
     alignas(LINE) std::atomic<int64_t> sleeping_{0};
     Sleeper caller_;
 
-    // The caller's own.
+    // Used by the caller only.
     alignas(LINE) uint32_t generation_ = 0;
-    int64_t expected_ = 0;  // of `completed_` at the end of the job
+    int64_t expected_ = 0;  // value of `completed_` at the end of the job
     std::vector<std::unique_ptr<Worker>> workers_;
     TeamSizeController controller_;
 };
 
 std::atomic<int> forks{0};
 
-// The team of a calling thread. After a fork the child has none of its threads, so it gets a new team there.
+// The team of a calling thread. A forked child has none of its threads, so it creates a new team.
 struct TeamOfThread {
     Team* team = nullptr;
     int made_after = 0;
@@ -408,7 +409,7 @@ struct TeamOfThread {
         }();
         (void)registered;
         if (!team || made_after != forks.load(std::memory_order_relaxed)) {
-            team = new Team;  // one of before a fork is left as it is: its threads cannot be joined
+            team = new Team;  // a team from before a fork is not deleted: its threads cannot be joined
             made_after = forks.load(std::memory_order_relaxed);
         }
         return *team;
@@ -440,10 +441,10 @@ void run_pieces(int64_t threads, int64_t pieces, void (*function)(const void* wo
 
 extern "C" {
 
-// Threads that took part in the last call that was divided; 0 before it.
+// Number of threads that took part in the last divided call; 0 before the first one.
 int mvllm_cpu_threads_in_use() { return mvllm::threads_in_use.load(std::memory_order_relaxed); }
 
-// Whether the number of threads follows what the machine gives.
+// Whether the number of threads adapts to the load of the machine.
 int mvllm_cpu_threads_adapt() { return mvllm::adapts(); }
 
 }  // extern "C"

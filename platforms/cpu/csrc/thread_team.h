@@ -1,11 +1,11 @@
 // Threads that share the work of kernels.
 //
-// A call is divided into pieces, and every thread claims pieces until none is left. Nobody waits for a thread to arrive: a
-// thread that the system does not run at the moment holds up the others only if it stopped in the middle of a piece. The
-// calling thread takes part, so a call makes progress even if no other thread runs.
+// A call is divided into pieces, and every thread claims pieces until none is left. No thread waits for another one to start:
+// a preempted thread delays the others only if it has claimed a piece. The calling thread takes part, so a call makes
+// progress even if no other thread runs.
 //
-// The division depends on the number of threads that is configured, not on how many take part, so results do not depend
-// on what else the machine does.
+// The division depends on the configured number of threads, not on how many take part, so results do not depend on the load
+// of the machine.
 
 #pragma once
 
@@ -27,7 +27,7 @@ struct Part {
     bool fresh;
 };
 
-// Threads that calls of this thread are divided for: torch.set_num_threads() sets it.
+// Configured number of threads for calls of this thread (torch.set_num_threads()).
 int team_size();
 
 // Memory that a thread reads first in its next call; a waiting thread prefetches it. `thread` is the thread's number.

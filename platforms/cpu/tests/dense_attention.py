@@ -20,24 +20,24 @@ runtime = functools.cache(lambda: CPURuntime(WorkerContext()))
 def make_case(
     spec: AttentionSpec, requests: Sequence[tuple[int, int]], *, block_size: int = 16, spread: float = 1.0
 ) -> Case:
-    """A step with blocks of the usual size."""
+    """An attention case with a default block size of 16."""
     return attention_cases.make_case(spec, requests, block_size=block_size, spread=spread)
 
 
 def run(backend: AttentionBackend, case: Case, *, poison: bool = True) -> torch.Tensor:
-    """The step's result, where an earlier tenant of every block left NaN in all its slots."""
+    """The result of the step; all slots of the cache contain NaN before, unless `poison` is false."""
     return attention_cases.run(backend, runtime(), case, poison=torch.nan if poison else None)
 
 
 def as_stored(x: torch.Tensor, kv_dtype: str) -> torch.Tensor:
-    """What is left of keys or values in a cache of that dtype, in float64."""
+    """Keys or values after rounding to the cache dtype, in float64."""
     if kv_dtype in kv_quantization.LARGEST:
         return kv_quantization.decode(*kv_quantization.encode(x, kv_dtype), kv_dtype).double()
     return x.to(torch_dtype(kv_dtype)).double()
 
 
 def attend_densely(case: Case) -> torch.Tensor:
-    """[T, num_heads * value_size] in float64, from the values that are really stored."""
+    """[T, num_heads * value_size] in float64, from keys and values rounded to the cache dtype."""
     spec = case.spec
     group = spec.num_heads // spec.num_kv_heads
     rows = []

@@ -41,7 +41,7 @@ def attention() -> None:
     for requests in ([(0, 150)], [(1200, 1)]):  # several tiles; one that is split
         spec = make_spec(2, 1, 64, "bfloat16")
         run(PagedAttention(spec), make_case(spec, requests))
-    for heads, dtype in itertools.product(((2, 1), (7, 7)), DTYPES):  # requests that begin alike
+    for heads, dtype in itertools.product(((2, 1), (7, 7)), DTYPES):  # requests with a common prefix
         case = make_case(make_spec(*heads, 40, dtype), [(290, 1), (257, 1), (300, 1), (256, 1), (10, 1)])
         case.layout.block_table[1:4, :16] = case.layout.block_table[0, :16]
         run(PagedAttention(case.spec), case)
@@ -156,7 +156,7 @@ def elementwise() -> None:
 
 
 def shared_sum() -> None:
-    """Two ranks of one process: each calls until both have come, also for what takes several rounds."""
+    """All-reduces of two ranks in one process, each called until it is complete, also with several rounds."""
     library, ranks, slot, word = kernels.load().library, 2, 256, 64
     add = library.mvllm_cpu_shared_all_reduce
     add.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p)

@@ -19,12 +19,12 @@ NEEDS = {
     "amx_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
     "neon_bf16": {"asimd", "bf16"},
 }
-"""What the kernel's list of the processor's features has to name for each instruction set."""
+"""Processor features (in /proc/cpuinfo) that each instruction set needs."""
 
 
 @functools.cache
 def features() -> set[str]:
-    """Of this processor, asked of the kernel and not of the library under test."""
+    """Features of this processor according to the operating system, not to the library under test."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -35,7 +35,7 @@ def features() -> set[str]:
 
 
 def skip_unless_supported(isa: str) -> None:
-    """Skips where the processor does not have it. Where it does, not running with it is a failure."""
+    """Skips the test if the processor lacks the instruction set."""
     missing = sorted(NEEDS[isa] - features())
     if missing:
         pytest.skip(f"this processor has no {isa}: no {', '.join(missing)}")

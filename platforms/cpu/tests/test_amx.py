@@ -1,4 +1,4 @@
-"""AMX matrix products, on tiles emulated in C++: no test machine so far has the extension."""
+"""AMX matrix products with tiles emulated in C++, because no test machine has AMX."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def compiler() -> str:
     return found
 
 
-def test_products_over_emulated_tiles_are_right_for_any_shape(tmp_path):
+def test_products_with_emulated_tiles_are_correct_for_any_shape(tmp_path):
     sources = [CSRC / "amx_linear.cpp", CSRC / "linear.cpp", CSRC / "thread_team.cpp", HERE / "amx_products.cpp"]
     program = tmp_path / "products"
     command = [compiler(), *SANITIZED, "-DMVLLM_AMX_EMULATED=1", f"-I{CSRC}", *map(str, sources), "-o", str(program)]
@@ -42,7 +42,7 @@ def test_products_over_emulated_tiles_are_right_for_any_shape(tmp_path):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or platform.system() != "Linux", reason="AMX is x86's; Linux's here")
-def test_the_library_has_the_instructions(tmp_path):
+def test_the_library_contains_the_amx_instructions(tmp_path):
     listing = tmp_path / "amx_linear.s"
     command = [compiler(), "-O3", "-std=c++17", "-fopenmp", "-S", str(CSRC / "amx_linear.cpp"), "-o", str(listing)]
     subprocess.run(command, check=True, timeout=300)
@@ -50,7 +50,7 @@ def test_the_library_has_the_instructions(tmp_path):
     assert all(name in text for name in INSTRUCTIONS)
 
 
-def test_it_runs_only_where_the_processor_has_it_and_it_is_named():
+def test_amx_runs_only_if_supported_and_requested():
     if kernels.load().library is None:
         pytest.skip(f"no kernels: {kernels.load().reason}")
     ask = "from mvllm_cpu import kernels; print(kernels.load().isa)"

@@ -51,7 +51,7 @@ def program(tmp_path_factory) -> Path:
         pytest.param("cortex-a57", "neon_bf16", "generic", id="named-and-not-there"),
     ],
 )
-def test_every_kernel_is_right_on_arm(program, processor, asked, isa):
+def test_every_kernel_is_correct_on_arm(program, processor, asked, isa):
     env = {name: value for name, value in os.environ.items() if name != "MVLLM_CPU_ISA"} | {"OMP_NUM_THREADS": "2"}
     if asked:
         env["MVLLM_CPU_ISA"] = asked

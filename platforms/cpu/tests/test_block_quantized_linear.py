@@ -1,4 +1,4 @@
-"""Compiled products with blocks of GGUF files against float64, with the instruction set of the process."""
+"""Compiled products with block-quantized (GGUF) weights against float64, with the instruction set of the process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LO
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
-"""Half the distance of neighbouring values near 1: what rounding a result costs."""
+"""Unit roundoff: the largest relative error of rounding a result."""
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 33)
 MIXED = (("q4_k", 40), ("q4_k", 24), ("q6_k", 33), ("q8_0", 7))
-"""Parts as of a fused projection: other formats, and rows that no tile divides."""
+"""Parts like those of a fused projection: different formats, and numbers of rows that tiles do not divide."""
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def weight_of(format, in_features, int8_activations=False, rows=65):
 
 
 def sizes_of(format):
-    """In columns: one block, several, and more than a kernel unpacks at a time."""
+    """Values of in_features: one block, several blocks, and more than a kernel unpacks at a time."""
     return (256, 1280) if format == "mixed" or BLOCK_FORMATS[format].block_values == 256 else (32, 96, 256, 416)
 
 
 def assert_rounds(found, x, weight, bias=None):
-    """Right up to the rounding of the result and of float32 sums, minima counted apart as kernels may take them."""
+    """Fails if an error exceeds the rounding of the result and of float32 sums, with minima subtracted separately."""
     assert found.dtype == x.dtype
     if weight.int8_activations and x.dtype != torch.float32:
         wide = x.double().view(len(x), -1, 32)
@@ -68,7 +68,7 @@ def assert_rounds(found, x, weight, bias=None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("int8_activations", [False, True], ids=["weight-only", "int8"])
 @pytest.mark.parametrize("format", [*FORMATS, "mixed"])
-def test_right_for_any_format_and_shape(op, format, int8_activations, dtype):
+def test_results_are_correct_for_any_format_and_shape(op, format, int8_activations, dtype):
     for in_features in sizes_of(format):
         for out_features in (1, 97):
             weight = weight_of(format, in_features, int8_activations, out_features)
@@ -80,8 +80,8 @@ def test_right_for_any_format_and_shape(op, format, int8_activations, dtype):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_packed_weight_is_the_dequantized_one_to_the_last_place(op, format):
-    """Every bit pattern of a block's integers is read, and a product with ones has nothing to round but the weight."""
+def test_the_packed_weight_equals_the_dequantized_weight(op, format):
+    """Multiplies by the identity matrix, so that only the weight is rounded."""
     weight = weight_of(format, 512, rows=64)
     found = op.block_quantized_linear(torch.eye(512), op.pack(weight), None)
     torch.testing.assert_close(found.T, weight.dequantize(), rtol=2**-22, atol=2**-23)
@@ -89,7 +89,7 @@ def test_the_packed_weight_is_the_dequantized_one_to_the_last_place(op, format):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", [*FORMATS, "mixed"])
-def test_rows_that_are_looked_up_are_those_of_the_reference_to_the_last_bit(op, format, dtype):
+def test_looked_up_rows_are_bit_identical_to_the_reference(op, format, dtype):
     weight = replace(weight_of(format, 512, rows=70), dtype=dtype)
     packed, table = op.pack(weight), weight.dequantize().to(dtype)
     count = len(table)
@@ -100,8 +100,8 @@ def test_rows_that_are_looked_up_are_those_of_the_reference_to_the_last_bit(op, 
     assert torch.equal(of_others, torch.stack([0 * table[0], table[0], 0 * table[0], table[-1]]))
 
 
-def test_packed_bytes_are_those_of_the_file(op):
-    """What a decode step has to read."""
+def test_packed_weights_have_the_size_of_the_file(op):
+    """A decode step reads all packed bytes."""
     for format in FORMATS:
         weight = weight_of(format, 1024, rows=128)
         stored = sum(part.data.nbytes for part in weight.parts)
@@ -110,8 +110,8 @@ def test_packed_bytes_are_those_of_the_file(op):
 
 @pytest.mark.parametrize("int8_activations", [False, True], ids=["weight-only", "int8"])
 @pytest.mark.parametrize("format", [*FORMATS, "mixed"])
-def test_a_row_does_not_depend_on_the_others(op, format, int8_activations):
-    """Neither on their number nor on its place: a request's tokens are the same alone and in any batch."""
+def test_a_row_does_not_depend_on_other_rows(op, format, int8_activations):
+    """A request's results are bit-identical alone and in any batch, at any row index."""
     packed = op.pack(weight_of(format, 768, int8_activations, 100))
     x = random(200, 768, dtype=torch.bfloat16, seed=1)
     alone = torch.cat([op.block_quantized_linear(row[None], packed, None) for row in x])
@@ -122,8 +122,8 @@ def test_a_row_does_not_depend_on_the_others(op, format, int8_activations):
 
 
 @pytest.mark.parametrize("int8_activations", [False, True], ids=["weight-only", "int8"])
-def test_threads_change_nothing(op, int8_activations):
-    """Large enough for several threads, whatever number this process may use."""
+def test_results_do_not_depend_on_the_number_of_threads(op, int8_activations):
+    """The sizes are large enough to be divided among threads."""
     before = torch.get_num_threads()
     packed = op.pack(block_quantized_weight((("q4_k", 500), ("q6_k", 500)), 768, int8_activations))
     try:
@@ -140,7 +140,7 @@ def test_threads_change_nothing(op, int8_activations):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_products_are_replayed_by_any_number_of_threads(op, threads):
-    """One row: the threads of a region share them with what stands between. Many: each opens a region of its own."""
+    """With one row, one parallel region executes several calls. With many rows, each product opens a region."""
     ops, before = KernelOps(LOADED.library), torch.get_num_threads()
     gate_up = op.pack_halves(block_quantized_weight((("q4_k", 1024), ("q6_k", 1024)), 768, True))
     down, norm = op.pack(weight_of("q5_k", 1024, True, 768)), torch.ones(768, dtype=torch.bfloat16)
@@ -166,7 +166,7 @@ def test_products_are_replayed_by_any_number_of_threads(op, threads):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("int8_activations", [False, True], ids=["weight-only", "int8"])
-def test_gated_is_bit_for_bit_the_product_and_the_activation(op, int8_activations, dtype):
+def test_gated_products_are_bit_identical_to_separate_operations(op, int8_activations, dtype):
     silu_and_mul = KernelOps(LOADED.library).silu_and_mul
     uneven = (("q4_k", 80), ("q6_k", 16), ("q5_k", 96))
     for parts in ((("q4_0", 32),), (("q4_k", 112), ("q6_k", 112)), uneven, (("q8_0", 1040), ("q4_1", 1040))):
@@ -180,8 +180,8 @@ def test_gated_is_bit_for_bit_the_product_and_the_activation(op, int8_activation
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_int8_activations_round_as_the_reference_rounds(op, dtype):
-    """Halves go to even, the ends are reached, a run of zeros stays zeros, and tiny runs do not overflow."""
+def test_int8_activations_round_like_the_reference(op, dtype):
+    """Covers ties (to even), the largest values, runs of zeros, and runs of tiny values."""
     weight = weight_of("q8_0", 96, int8_activations=True)
     halves = torch.arange(-48, 48) + 0.5
     halves[::32] = 127  # the scale is 1
@@ -195,7 +195,7 @@ def test_int8_activations_round_as_the_reference_rounds(op, dtype):
 
 @pytest.mark.parametrize("int8_activations", [False, True], ids=["weight-only", "int8"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(op, value, int8_activations):
+def test_values_that_are_not_finite_affect_only_their_row(op, value, int8_activations):
     for format in ("q4_k", "q8_0", "q6_k"):
         packed = op.pack(weight_of(format, 256, int8_activations))
         for rows, bad in ((20, 7), (2, 1), (1, 0)):
@@ -207,7 +207,7 @@ def test_what_is_not_finite_stays_in_its_row(op, value, int8_activations):
             assert found[others].isfinite().all()
 
 
-def test_layouts_of_x_and_weight(op):
+def test_strided_inputs_and_weights(op):
     whole = weight_of("q4_k", 512, int8_activations=True, rows=90)
     [part] = whole.parts
     strided = BlockQuantizedPart("q4_k", part.data[::2, 144:])
@@ -222,7 +222,7 @@ def test_layouts_of_x_and_weight(op):
     assert op.block_quantized_linear(x[:, :0], packed, None).shape == (2, 0, 45)
 
 
-def test_more_rows_than_are_converted_at_a_time(op):
+def test_more_rows_than_one_conversion_handles(op):
     for int8_activations in (False, True):
         packed = op.pack(weight_of("q5_k", 256, int8_activations, 20))
         x = random(2100, 256, dtype=torch.float16)
@@ -238,7 +238,7 @@ def test_float32_is_not_rounded(op):
     assert torch.equal(found, op.block_quantized_linear(x, op.pack(replace(weight, int8_activations=False)), None))
 
 
-def test_declined_with_a_reason(op):
+def test_unsupported_cases_have_reasons(op):
     facts = {
         "in_features": 256,
         "out_features": 64,

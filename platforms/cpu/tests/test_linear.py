@@ -15,13 +15,13 @@ pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LO
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
-"""Half the distance of neighbouring values near 1: what rounding a result costs."""
+"""Unit roundoff: the largest relative error of rounding a result."""
 FUSED_WITH = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16"),
     torch.float16: (),
     torch.float32: FASTEST_WITH["float32"],
 }
-"""Instruction sets that multiply inputs as they are, so that the activation can follow at once."""
+"""Instruction sets whose kernels read inputs without conversion, so that products and activations are fused."""
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 16, 17, 24, 31, 33, 65)
 MANY_ROWS = (95, 97, 193, 515)
 SHAPES = (
@@ -53,7 +53,7 @@ def exact(x, weight, bias=None):
 
 
 def assert_rounds(found, x, weight, bias=None):
-    """Right up to the rounding of the result and of float32 sums."""
+    """Fails if an error exceeds the rounding of the result and of float32 sums."""
     assert found.dtype == x.dtype
     expected = exact(x, weight, bias)
     assert found.shape == expected.shape
@@ -66,7 +66,7 @@ def assert_rounds(found, x, weight, bias=None):
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_right_for_any_shape(op, dtype, shape, bias):
+def test_results_are_correct_for_any_shape(op, dtype, shape, bias):
     weight = random(*shape, dtype=dtype)
     offset = random(shape[0], dtype=dtype, seed=1) if bias else None
     packed = op.pack(weight)
@@ -77,7 +77,7 @@ def test_right_for_any_shape(op, dtype, shape, bias):
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gated_product_gives_the_bits_of_the_two_operations(op, dtype, bias):
+def test_gated_products_are_bit_identical_to_separate_operations(op, dtype, bias):
     silu_and_mul = KernelOps(LOADED.library).silu_and_mul
     for size, in_features in ((16, 64), (48, 192), (208, 386), (512, 100)):
         case = OpCase("linear_silu_and_mul", str(dtype)[6:], {"in_features": in_features, "size": size, "bias": bias})
@@ -93,8 +93,8 @@ def test_a_gated_product_gives_the_bits_of_the_two_operations(op, dtype, bias):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_the_others(op, dtype):
-    """Neither on their number nor on its place: a request's tokens are the same alone and in any batch."""
+def test_a_row_does_not_depend_on_other_rows(op, dtype):
+    """A request's results are bit-identical alone and in any batch, at any row index."""
     for out_features, in_features in ((100, 768), (64, 385)):
         packed = op.pack(random(out_features, in_features, dtype=dtype))
         x = random(200, in_features, dtype=dtype, seed=1)
@@ -106,7 +106,7 @@ def test_a_row_does_not_depend_on_the_others(op, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row_and_column(op, dtype, value):
+def test_values_that_are_not_finite_affect_only_their_row_and_column(op, dtype, value):
     for in_features in (64, 67):
         weight = random(70, in_features, dtype=dtype)
         x = random(20, in_features, dtype=dtype, seed=1)
@@ -120,7 +120,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column(op, dtype, value):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layouts_of_x_and_weight(op, dtype):
+def test_strided_inputs_and_weights(op, dtype):
     wide = random(9, 200, dtype=dtype)
     table = random(90, 150, dtype=dtype, seed=1)
     for size in (100, 101):
@@ -138,8 +138,8 @@ def test_layouts_of_x_and_weight(op, dtype):
         assert op.linear(x[:, :0], packed, None).shape == (2, 0, 45)
 
 
-def test_nothing_is_written_beside_the_result(op):
-    """Padding columns belong to no one: rows of the result are contiguous."""
+def test_nothing_is_written_outside_of_the_result(op):
+    """Rows of the result are contiguous, so padding columns must not be written."""
     for rows in (1, 13, 97):
         weight, x = random(37, 64, dtype=torch.bfloat16), random(rows, 64, dtype=torch.bfloat16, seed=1)
         around = torch.full((rows * 37 + 128,), 7.0, dtype=torch.bfloat16)
@@ -151,8 +151,8 @@ def test_nothing_is_written_beside_the_result(op):
         assert torch.equal(around[64:-64].view(rows, 37), op.linear(x, packed, None))
 
 
-def test_threads_change_nothing(op):
-    """Large enough for several threads, whatever number this process may use."""
+def test_results_do_not_depend_on_the_number_of_threads(op):
+    """The sizes are large enough to be divided among threads."""
     before = torch.get_num_threads()
     packed = op.pack(random(1000, 768, dtype=torch.bfloat16))
     try:
@@ -167,12 +167,12 @@ def test_threads_change_nothing(op):
         torch.set_num_threads(before)
 
 
-def test_packing_takes_no_more_than_the_weight(op):
+def test_the_packed_weight_is_not_larger_than_the_weight(op):
     assert op.pack(random(128, 768, dtype=torch.bfloat16)).data.numel() == 128 * 768
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_large_weight_is_packed_piece_by_piece_and_let_go(op, dtype):
+def test_pages_of_a_large_weight_are_released_while_it_is_packed(op, dtype):
     columns = 1027
     weight = random(LARGE // columns // dtype.itemsize + 100, columns, dtype=dtype)
     expected = weight.clone()
@@ -184,14 +184,14 @@ def test_a_large_weight_is_packed_piece_by_piece_and_let_go(op, dtype):
     assert_rounds(op.linear(x, packed, None)[:, some], x, expected[some])
 
 
-def test_what_lies_beside_a_large_weight_stays(op):
+def test_memory_adjacent_to_a_large_weight_is_kept(op):
     table = random(LARGE // 1024 // 2 + 10, 1024, dtype=torch.bfloat16)
     expected = table.clone()
     op.pack(table[5:])
     assert torch.equal(table, expected)
 
 
-def test_declined_with_a_reason_where_another_is_faster():
+def test_cases_with_a_faster_provider_are_declined_with_a_reason():
     def reasons(dtype, isa="avx512_bf16", **facts):
         return " ".join(Linear(LOADED.library, isa).supports(OpCase("linear", dtype, facts)))
 
@@ -209,8 +209,8 @@ def test_declined_with_a_reason_where_another_is_faster():
         assert not reasons("bfloat16", **layer)
 
 
-def test_a_head_is_ours_wherever_there_is_a_kernel(monkeypatch):
-    """Only this form can be the token embedding's, too."""
+def test_a_language_model_head_uses_this_kernel_whenever_supported(monkeypatch):
+    """Only this packing supports the lookups of a tied token embedding."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     linear = Linear(LOADED.library, "avx512_bf16")
     layer, head = ({"in_features": 64, "out_features": out_features} for out_features in (256, 5000))
@@ -221,19 +221,19 @@ def test_a_head_is_ours_wherever_there_is_a_kernel(monkeypatch):
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_a_packed_weight_are_those_that_were_packed(op, dtype, shape, ids):
+def test_looked_up_rows_equal_the_packed_rows(op, dtype, shape, ids):
     weight = random(*shape, dtype=dtype)
     packed = op.pack(weight)
     some = torch.randint(shape[0], (70,), generator=torch.Generator().manual_seed(1)).to(ids)
     assert torch.equal(op.lookup(some, packed), weight[some.long()])
     assert torch.equal(op.lookup(some[::2], packed), weight[some[::2].long()]), "ids with gaps between them"
-    # A band that begins with the id 1000, and ids on either side of it.
+    # A vocabulary shard whose first id is 1000, and ids before and after it.
     around = torch.tensor([999, 1000, 1000 + shape[0] - 1, 1000 + shape[0], 0]).to(ids)
     expected = torch.cat((torch.zeros(1, shape[1]), weight[[0, -1]], torch.zeros(2, shape[1]))).to(dtype)
     assert torch.equal(op.lookup(around, packed, 1000), expected)
 
 
-def test_many_rows_are_looked_up_by_all_threads(op):
+def test_lookups_of_many_rows_use_all_threads(op):
     weight = random(1000, 512, dtype=torch.bfloat16)
     ids, before = torch.arange(5000) % 1000, torch.get_num_threads()
     packed = op.pack(weight)

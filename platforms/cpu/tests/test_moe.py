@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LO
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = ((64, 32), (96, 40), (67, 33), (256, 192), (130, 65))
-"""hidden_size and intermediate_size: whole panels, parts of them, odd ones."""
+"""(hidden_size, intermediate_size): multiples of panels and others, odd sizes included."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def packed(op, weights):
 
 
 def routing(rows, num_experts, top_k, *, among=None, seed=0):
-    """Distinct experts of each token, out of `among`, and their weights."""
+    """Random distinct experts of each token (from `among` if given), and their weights."""
     generator = torch.Generator().manual_seed(seed)
     names = torch.arange(num_experts) if among is None else torch.tensor(among)
     ids = torch.stack([names[torch.randperm(len(names), generator=generator)[:top_k]] for _ in range(rows)])
@@ -46,7 +46,7 @@ def routing(rows, num_experts, top_k, *, among=None, seed=0):
 
 
 def exact(x, gate_up, down, ids, weights):
-    """In float64; an expert sees its own tokens and no others."""
+    """The exact result in float64; an expert computes its own tokens only."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for e in ids.unique().tolist():
         tokens, places = (ids == e).nonzero(as_tuple=True)
@@ -64,7 +64,7 @@ def assert_close(found, expected, dtype):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes[0]}x{sizes[1]}")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_right_for_any_size_and_number_of_tokens(op, dtype, sizes):
+def test_results_are_correct_for_any_size_and_number_of_tokens(op, dtype, sizes):
     weights = experts(6, *sizes, dtype)
     ready = packed(op, weights)
     for top_k in (1, 2, 6):
@@ -87,8 +87,8 @@ def test_experts_without_tokens_are_not_read(op, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rounds_where_the_reference_rounds(op, dtype):
-    """Not bit for bit, since sums have another order, but as near as that order allows."""
+def test_rounding_matches_the_reference(op, dtype):
+    """Results differ from the reference only by the order of sums."""
     weights = experts(4, 96, 64, dtype)
     x, chosen = random(40, 96, dtype=dtype), routing(40, 4, 2)
     found, wanted = op.moe(x, *packed(op, weights), *chosen), reference(x, *weights, *chosen)
@@ -97,7 +97,7 @@ def test_rounds_where_the_reference_rounds(op, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_token_does_not_depend_on_the_others(op, dtype):
+def test_a_token_does_not_depend_on_other_tokens(op, dtype):
     ready = packed(op, experts(5, 128, 96, dtype))
     x, (ids, weights) = random(120, 128, dtype=dtype), routing(120, 5, 2)
     alone = torch.cat([op.moe(x[t : t + 1], *ready, ids[t : t + 1], weights[t : t + 1]) for t in range(120)])
@@ -110,7 +110,7 @@ def test_a_token_does_not_depend_on_the_others(op, dtype):
     assert torch.equal(found[:7], alone[:7]) and torch.equal(found[8:], alone[8:])
 
 
-def test_threads_and_the_order_of_choices_change_nothing(op):
+def test_results_do_not_depend_on_threads_or_the_order_of_experts(op):
     before = torch.get_num_threads()
     ready = packed(op, experts(8, 512, 256, torch.bfloat16))
     x, (ids, weights) = random(64, 512, dtype=torch.bfloat16), routing(64, 8, 3)
@@ -125,8 +125,8 @@ def test_threads_and_the_order_of_choices_change_nothing(op):
         torch.set_num_threads(before)
 
 
-def test_more_tokens_than_are_handled_together(op):
-    """Rows of x may be a view; the result is the same as in pieces."""
+def test_more_tokens_than_one_batch(op):
+    """The input is a strided view; results equal those of smaller batches."""
     ready = packed(op, experts(3, 1024, 1024, torch.bfloat16))
     x = random(2500, 2048, dtype=torch.bfloat16)[:, 5:1029]
     ids, weights = routing(2500, 3, 3)
@@ -138,7 +138,7 @@ def test_more_tokens_than_are_handled_together(op):
 
 @pytest.mark.parametrize("sizes", SIZES[:3], ids=lambda sizes: f"{sizes[0]}x{sizes[1]}")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_clamped_experts_are_those_of_the_reference_and_others_are_not_read(op, dtype, sizes):
+def test_clamped_experts_match_the_reference_and_unused_experts_are_not_read(op, dtype, sizes):
     hidden, inner = sizes
     gate_up, down = experts(8, hidden, inner, dtype)
     biases = random(8, 2 * inner, dtype=dtype, seed=3), random(8, hidden, dtype=dtype, seed=4)
@@ -159,7 +159,7 @@ def test_clamped_experts_are_those_of_the_reference_and_others_are_not_read(op, 
     assert op.clamped_moe(*no_tokens).shape == (0, hidden)
 
 
-def test_packing_takes_the_memory_of_the_loaded_weights_over(op):
+def test_packing_is_in_place(op):
     gate_up, down = experts(4, 128, 64, torch.bfloat16)
     ready = op.pack((torch.nn.Parameter(gate_up, requires_grad=False), down))
     assert [w.data.data_ptr() for w in ready] == [gate_up.data_ptr(), down.data_ptr()]

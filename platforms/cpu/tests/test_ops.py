@@ -12,8 +12,8 @@ from mvllm_cpu.ops import KernelOps, supports
 
 needs_kernels = pytest.mark.skipif(kernels.load().library is None, reason=f"no kernels: {kernels.load().reason}")
 
-# Where a sum's order or a fused multiply-add tips a rounding, a result lands on a neighbouring value of its dtype; a
-# norm rounds twice, so it may be the next but one.
+# Another order of sums or a fused multiply-add may round a result to an adjacent value of its dtype. A norm rounds
+# twice, so it may differ by two values.
 NEIGHBOUR = {torch.float32: 4e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
@@ -56,7 +56,7 @@ class TestRows:
     def test_gates(self, ops, dtype, rows, size, name):
         x = random(rows, 2 * size, dtype=dtype) * 8
         x[0, 0], x[0, 1] = 200, -200
-        # In float32, torch's gelu of -4 is off by a third: 1 + tanh cancels.
+        # In float32, the relative error of torch's gelu at -4 is a third, because 1 + tanh cancels.
         exact = x.double() if dtype == torch.float32 else x
         assert_near(ops[name](x), SCHEMAS[name].reference(exact).to(dtype))
 
@@ -133,6 +133,6 @@ def test_packed_linear(out_features, in_features, bias):
         torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=0.02)
 
 
-def test_other_dtypes_are_declined_with_a_reason():
+def test_unsupported_dtypes_have_reasons():
     assert supports(OpCase("rms_norm", "float64")) and not supports(OpCase("rms_norm", "bfloat16"))
     assert "float32" in onednn_linear.supports(OpCase("linear", "float32"))[0]

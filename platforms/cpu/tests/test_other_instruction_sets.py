@@ -1,6 +1,6 @@
-"""Runs the kernel tests again, in a process for each instruction set that they have not run with here.
+"""Repeats the kernel tests in one process for each other instruction set of this processor.
 
-Of each test every sixth form runs, and with `ci/dev.py test --all` every form.
+By default every sixth case of each test runs; with `ci/dev.py test --all`, every case.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILES = {
     "isa": ("test_linear.py", "test_moe.py"),
     "quantized_isa": ("test_quantized_linear.py", "test_block_quantized_linear.py", "test_quantized_moe.py"),
 }
-"""By what the opened kernels say that they run with."""
+"""Test files by the attribute of `Kernels` with their instruction set."""
 NAMES = {"isa": ISAS.split(", "), "quantized_isa": QUANTIZED_ISAS.split(", ")}
 
 
@@ -59,12 +59,12 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:]], plug
 
 
 def kinds_of(isa: str) -> list[str]:
-    """The kinds of kernels that have this set, and run with another one here."""
+    """The attributes of `Kernels` that support this instruction set and have another one in this process."""
     return [kind for kind, names in NAMES.items() if isa in names and isa != getattr(LOADED, kind)]
 
 
 FURTHER = ("avx512", "avx512_vnni")
-"""Sets between avx2 and the best; the exhaustive tests run them, too."""
+"""Instruction sets that only the exhaustive tests cover, besides the others."""
 OTHERS = [isa for isa in dict.fromkeys(NAMES["isa"] + NAMES["quantized_isa"]) if kinds_of(isa)]
 
 
@@ -75,7 +75,7 @@ OTHERS = [isa for isa in dict.fromkeys(NAMES["isa"] + NAMES["quantized_isa"]) if
         *(pytest.param(isa, 1, id=f"{isa} in every form", marks=pytest.mark.exhaustive) for isa in OTHERS),
     ],
 )
-def test_every_kernel_is_right_with(isa, nth):
+def test_every_kernel_is_correct_with(isa, nth):
     skip_unless_supported(isa)
     env = dict(os.environ, MVLLM_CPU_ISA=isa)
     kinds = kinds_of(isa)

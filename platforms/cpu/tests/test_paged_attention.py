@@ -30,7 +30,7 @@ TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2, "float16": 2e-3}
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 
 MIXED = [(0, 37), (100, 1), (15, 1), (16, 1), (200, 5), (0, 1), (33, 70), (700, 1)]
-"""(tokens computed before, new tokens): prompts, decodes and chunks in one batch, around every edge of a block."""
+"""(tokens computed before, new tokens): prompts, decodes and chunks in one batch, around the boundaries of blocks."""
 
 
 def assert_right(case, *, tolerance=None):
@@ -88,12 +88,12 @@ def test_cache_of_another_dtype_than_the_model(dtype, kv_dtype, head_size):
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("spread", [1e-30, 1e-3, 1.0, 1e4])
-def test_eight_bits_keep_their_precision_at_every_magnitude(kv_dtype, spread):
-    """One visible key gives its value back: within half a step of the type, whatever the scale."""
+def test_8_bit_caches_keep_their_precision_at_every_magnitude(kv_dtype, spread):
+    """A query with one visible key gets its value, within half a step of the dtype, for any scale."""
     spec = make_spec(2, 2, 64, "float32", kv_dtype=kv_dtype)
     case = make_case(spec, [(0, 1)] * 30, spread=spread)
     case.values[3][:] = 0
-    case.values[4][..., 1:] *= 1e-4  # an outlier costs its own vector alone
+    case.values[4][..., 1:] *= 1e-4  # an outlier affects its own vector only
     values = torch.cat(case.values)
     error = (run(PagedAttention(spec), case).view(values.shape) - values).abs()
     largest = values.abs().amax(dim=-1, keepdim=True)
@@ -102,7 +102,7 @@ def test_eight_bits_keep_their_precision_at_every_magnitude(kv_dtype, spread):
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-def test_a_nan_is_not_hidden_by_eight_bits(kv_dtype):
+def test_8_bit_caches_keep_nan(kv_dtype):
     spec = make_spec(2, 2, 64, "float32", kv_dtype=kv_dtype)
     case = make_case(spec, [(0, 1), (0, 1)])
     case.values[0][0, 1, 7] = torch.nan
@@ -144,7 +144,7 @@ def test_prompts_of_many_tiles(head_size):
     assert_right(make_case(make_spec(4, 2, head_size, "bfloat16"), [(0, 700), (130, 300), (90, 1)], spread=0.7))
 
 
-def test_scores_far_apart_neither_overflow_nor_vanish():
+def test_scores_with_a_large_range_neither_overflow_nor_vanish():
     assert_right(make_case(make_spec(scale=1.0), MIXED, spread=6.0), tolerance=1e-3)
 
 
@@ -173,7 +173,7 @@ def test_number_of_threads_does_not_change_a_request_that_is_not_split():
     assert torch.equal(*found)
 
 
-def test_slot_minus_one_stores_nothing():
+def test_slots_of_minus_one_store_nothing():
     case = make_case(make_spec(), [(0, 20)])
     backend = PagedAttention(case.spec)
     kv = backend.allocate(case.num_blocks, 16, torch.device("cpu"))
@@ -210,12 +210,12 @@ def test_rows_of_padding_are_finite():
     assert torch.isfinite(backend.forward(padded, kv, backend.build_metadata(case.layout))[3:]).all()
 
 
-def test_a_cache_that_does_not_fit_is_refused_before_it_is_claimed():
+def test_a_cache_that_does_not_fit_is_refused_before_allocation():
     with pytest.raises(MemoryError, match="does not fit"):
         PagedAttention(make_spec()).allocate(1 << 34, 16, torch.device("cpu"))
 
 
-def test_layout_states_what_allocate_takes():
+def test_kv_layout_gives_the_allocated_bytes():
     for head_size in (33, 64):
         for kv_dtype in KV_DTYPES:
             for shape in ({}, {"value_head_size": 24}, {"value_head_size": 24, "values_in_keys": True}):
@@ -224,7 +224,7 @@ def test_layout_states_what_allocate_takes():
                 assert sum(cache.nbytes for cache in kv) == backend.kv_layout().bytes_per_token * 10 * 32
 
 
-def test_eight_bits_take_half_of_sixteen_and_the_scales():
+def test_8_bit_caches_take_half_of_16_bits_and_the_scales():
     sixteen = PagedAttention(make_spec(4, 2, 64, "bfloat16")).kv_layout().bytes_per_token
     for kv_dtype in ("int8", "float8_e4m3fn"):
         eight = PagedAttention(make_spec(4, 2, 64, "bfloat16", kv_dtype=kv_dtype)).kv_layout().bytes_per_token
@@ -258,7 +258,7 @@ OTHER_ISA_SPECS = [
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_instruction_sets_agree(isa, tmp_path, request):
-    """Each with float64, in a process of its own."""
+    """Compares each instruction set with float64, in a new process."""
     skip_unless_supported(isa)
     specs = json.dumps(OTHER_ISA_SPECS)
     command = [sys.executable, "-c", _OTHER_ISA, str(tmp_path / "found.npz"), json.dumps(MIXED), specs]
@@ -274,8 +274,8 @@ def test_instruction_sets_agree(isa, tmp_path, request):
         assert np.abs(found - attend_densely(case).numpy()).max() < TOLERANCE[case.spec.dtype], fields
 
 
-def test_a_fresh_cache_is_touched_before_it_is_used():
-    """By a thread of its own, which lets go of what is dropped, and changes nothing."""
+def test_a_new_cache_is_prefaulted():
+    """A background thread touches all pages, does not change values, and stops when a cache is freed."""
     backend = PagedAttention(make_spec(8, 8, 64, "bfloat16"))
     library = kernels.load().library
     touched = library.mvllm_cpu_prefaulted_bytes
@@ -295,7 +295,7 @@ def test_a_fresh_cache_is_touched_before_it_is_used():
     backend.allocate(1, 16, torch.device("cpu"))
 
 
-def test_a_cache_is_allocated_where_no_thread_is_to_be_had():
+def test_a_cache_is_allocated_even_if_no_thread_can_be_started():
     code = """
 import os, resource
 import torch
@@ -311,8 +311,8 @@ assert cache[0].nbytes == 1024 * 16 * 8 * 128 * 2
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def begin_alike(case, count):
-    """Gives all requests of a case the first one's first `count` tokens, in its blocks."""
+def with_common_prefix(case, count):
+    """Makes the first `count` tokens of all requests equal to those of the first request, in the same blocks."""
     blocks = count // case.layout.block_size
     for r in range(1, len(case.requests)):
         for whole in (case.keys, case.values):
@@ -321,8 +321,8 @@ def begin_alike(case, count):
     return case
 
 
-def alone(case, r):
-    """The step of a case's request `r` by itself."""
+def single_request(case, r):
+    """A step with request `r` of a case only."""
     first = int(case.layout.query_start_loc[r])
     return dataclasses.replace(
         case,
@@ -334,13 +334,13 @@ def alone(case, r):
     )
 
 
-def num_sharing(case):
+def num_sharing_requests(case):
     backend = PagedAttention(case.spec)
     plan = backend.build_metadata(case.layout)
     return backend._library.mvllm_cpu_step_sharing(ctypes.c_void_p(plan.handle))
 
 
-ALIKE = [(400, 1), (390, 1), (384, 1), (601, 1), (415, 1), (384, 1), (500, 1), (399, 1), (450, 1)]
+PREFIX_REQUESTS = [(400, 1), (390, 1), (384, 1), (601, 1), (415, 1), (384, 1), (500, 1), (399, 1), (450, 1)]
 
 
 @pytest.mark.parametrize(
@@ -356,17 +356,19 @@ ALIKE = [(400, 1), (390, 1), (384, 1), (601, 1), (415, 1), (384, 1), (500, 1), (
     ],
     ids=str,
 )
-def test_requests_that_begin_alike_share_a_walk(fields):
-    """Where all tokens are single: a row then is, to the last bit, what it is alone."""
+def test_decodes_with_a_common_prefix_read_its_keys_once(fields):
+    """All requests are decodes; results are bit-identical to those of each request alone."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a request by itself is divided among threads, and then summed in another order
+    torch.set_num_threads(
+        1
+    )  # with more threads, a single request is split along its keys, which changes the order of sums
     try:
-        case = begin_alike(make_case(make_spec(**fields), ALIKE), 384)
-        assert num_sharing(case) == (0 if "sliding_window" in fields else len(ALIKE))
+        case = with_common_prefix(make_case(make_spec(**fields), PREFIX_REQUESTS), 384)
+        assert num_sharing_requests(case) == (0 if "sliding_window" in fields else len(PREFIX_REQUESTS))
         assert_right(case, tolerance=5e-2 if "kv_dtype" in fields else None)
         together = run(PagedAttention(case.spec), case)
-        for r in range(len(ALIKE)):
-            assert torch.equal(together[r : r + 1], run(PagedAttention(case.spec), alone(case, r)))
+        for r in range(len(PREFIX_REQUESTS)):
+            assert torch.equal(together[r : r + 1], run(PagedAttention(case.spec), single_request(case, r)))
     finally:
         torch.set_num_threads(threads)
 
@@ -374,22 +376,26 @@ def test_requests_that_begin_alike_share_a_walk(fields):
 @pytest.mark.parametrize(
     ("requests", "count", "sharing"),
     [
-        ([(300, 1), (300, 3), (300, 1), (310, 1)], 288, 2),  # a prompt's chunk is on its own, and parts its neighbours
+        (
+            [(300, 1), (300, 3), (300, 1), (310, 1)],
+            288,
+            2,
+        ),  # a prompt chunk does not share, and separates others
         ([(300, 1), (300, 1)], 240, 0),  # too few
-        ([(256, 1), (256, 1)], 256, 2),  # the new tokens' blocks are their own
-        ([(256, 1), (900, 1), (900, 1)], 256, 0),  # most of what some have is their own
+        ([(256, 1), (256, 1)], 256, 2),  # the blocks of new tokens are not shared
+        ([(256, 1), (900, 1), (900, 1)], 256, 0),  # most keys of some requests are not shared
         ([(300, 1), (0, 1), (300, 1)], 0, 0),
     ],
 )
-def test_who_shares_a_walk(requests, count, sharing):
-    case = begin_alike(make_case(make_spec(12, 12), requests), count)
-    assert num_sharing(case) == sharing
+def test_which_requests_share_the_read_of_a_prefix(requests, count, sharing):
+    case = with_common_prefix(make_case(make_spec(12, 12), requests), count)
+    assert num_sharing_requests(case) == sharing
     assert_right(case)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("features", [{}, {"value_head_size": 16, "values_in_keys": True, "num_kv_heads": 1}])
-def test_slots_are_read_as_they_were_written_and_filled_without_the_padding(kv_dtype, features):
+def test_read_slots_returns_written_values_and_fill_skips_padding(kv_dtype, features):
     backend = PagedAttention(make_spec(head_size=33, kv_dtype=kv_dtype, **features))
     spec, size = backend.spec, 32
     kv = backend.allocate(4, size, torch.device("cpu"))

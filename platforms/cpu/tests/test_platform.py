@@ -1,4 +1,4 @@
-"""The CPU platform through the contract: choice, plan, topology, device, fallback without kernels, doctor."""
+"""The CPU platform's contract methods: probe, plan, topology, device, fallback without kernels, doctor."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ class TestDiscovery:
 
 
 class TestPlan:
-    def test_default_share_of_memory_is_lowered_and_says_why(self, platform):
+    def test_default_memory_utilization_is_lowered_with_a_reason(self, platform):
         plan = platform.plan(engine_config())
         assert isinstance(plan, Plan)
         (change,) = plan.changes
         assert change.field == "cache.memory_utilization" and change.value == 0.5 and "host" in change.reason
 
-    def test_share_that_the_user_chose_stands(self, platform):
+    def test_memory_utilization_of_the_user_is_kept(self, platform):
         cache = dataclasses.replace(CacheConfig(), memory_utilization=0.8)
         assert platform.plan(engine_config(cache=cache)) == Plan()
 
@@ -152,13 +152,13 @@ class TestMachine:
 
         return write
 
-    def test_second_hardware_threads_do_not_count(self, fake, monkeypatch):
+    def test_second_hardware_threads_are_not_counted(self, fake, monkeypatch):
         monkeypatch.setattr(host_resources, "allowed_cpus", lambda: [0, 1, 2, 3])
         for cpu in range(4):
             fake(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 2},{cpu % 2 + 2}\n")
         assert [core.cpu for core in host_resources.physical_cores()] == [0, 1]
 
-    def test_cores_come_node_by_node(self, fake, monkeypatch):
+    def test_cores_are_ordered_by_node(self, fake, monkeypatch):
         monkeypatch.setattr(host_resources, "allowed_cpus", lambda: [0, 1, 2, 3])
         for cpu in range(4):
             fake(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", str(cpu))
@@ -192,11 +192,11 @@ class TestMachine:
         monkeypatch.setattr(host_resources, "cpu_quota", lambda: 1.5)
         assert host_resources.num_cores_of_processes([1, 2, 3]) == 1
 
-    def test_thread_count_that_the_user_set_wins(self, fake, monkeypatch):
+    def test_thread_count_of_the_user_has_precedence(self, fake, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
         assert host_resources.usable_threads() == 5
 
-    def test_memory_is_that_of_the_control_group_where_lower(self, fake):
+    def test_memory_is_limited_by_the_control_group(self, fake):
         fake("proc/meminfo", "MemTotal: 8000000 kB\nMemAvailable: 6000000 kB\n")
         assert (host_resources.memory_total(), host_resources.memory_free()) == (8_192_000_000, 6_144_000_000)
         fake("proc/self/cgroup", "0::/job\n")
@@ -207,11 +207,11 @@ class TestMachine:
 
 
 class TestDevice:
-    def test_memory_figures_are_consistent_and_follow_allocations(self, platform, threads):
+    def test_memory_statistics_are_consistent_and_follow_allocations(self, platform, threads):
         runtime = platform.init_device(WorkerContext())
         runtime.reset_peak_memory()
         before = runtime.memory()
-        # New pages in any case: what tests before have freed may still be the process's.
+        # A new mapping, because memory that earlier tests freed may still belong to the process.
         held = torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.uint8).fill_(1)
         during = runtime.memory()
         assert 0 < before.used_by_me < before.total and before.free < before.total
@@ -231,14 +231,14 @@ class TestDevice:
             found.append(torch.rand(4))
         assert torch.equal(*found)
 
-    def test_worker_inside_a_program_never_raises_its_thread_count_nor_binds_it(self, platform, threads, monkeypatch):
+    def test_worker_in_the_callers_process_is_not_bound_and_gets_no_more_threads(self, platform, threads, monkeypatch):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         cpus = os.sched_getaffinity(0)
         torch.set_num_threads(1)
         platform.init_device(WorkerContext(in_engine_process=True))
         assert torch.get_num_threads() == 1 and os.sched_getaffinity(0) == cpus
 
-    def test_worker_of_its_own_process_is_bound_to_its_share(self):
+    def test_worker_with_its_own_process_is_bound_to_its_cores(self):
         code = (
             "import os, torch; from mvllm.plugin_api import WorkerContext\n"
             "from mvllm_cpu import host_resources; from mvllm_cpu.platform import make_platform\n"
@@ -252,8 +252,8 @@ class TestDevice:
 class TestKernels:
     @pytest.mark.skipif(os.environ.get("MVLLM_CPU_KERNELS") == "0", reason="MVLLM_CPU_KERNELS=0 asks for none")
     @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler to build them with")
-    def test_they_are_there_wherever_a_compiler_is(self):
-        """Tests of kernels skip themselves without any: this one says that they must not."""
+    def test_kernels_exist_if_there_is_a_compiler(self):
+        """Kernel tests are skipped without kernels; this test fails if they are missing."""
         loaded = kernels.load()
         assert loaded.library is not None, loaded.reason
 
@@ -266,7 +266,7 @@ class TestKernels:
         assert (run(backend, case, poison=False) - fast).abs().max() < 0.02
         assert not [provider for provider in platform.ops() if provider.name == "mvllm_cpu"]
 
-    def test_doctor_says_when_kernels_are_missing_and_why(self, platform, monkeypatch):
+    def test_doctor_reports_missing_kernels_with_the_reason(self, platform, monkeypatch):
         monkeypatch.setenv("MVLLM_CPU_KERNELS", "0")
         found = {check.id: check for check in platform.doctor()}
         assert list(found) == [
@@ -285,7 +285,7 @@ class TestKernels:
             platform.attention_backend(make_spec(kv_dtype="int3"))
 
     @pytest.mark.skipif(kernels.load().library is None, reason="no kernels")
-    def test_doctor_says_when_the_instruction_set_asked_for_is_not_there(self, platform, monkeypatch):
+    def test_doctor_reports_an_unavailable_requested_instruction_set(self, platform, monkeypatch):
         monkeypatch.setenv("MVLLM_CPU_ISA", "avx1024")
         check = platform.doctor()[0]
         assert check.status is CheckStatus.WARNING and "avx1024" in check.found and "avx2" in check.remedy

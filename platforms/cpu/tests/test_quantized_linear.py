@@ -19,12 +19,12 @@ pytestmark = pytest.mark.skipif(LOADED.library is None, reason=f"no kernels: {LO
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
-"""Half the distance of neighbouring values near 1: what rounding a result costs."""
+"""Unit roundoff: the largest relative error of rounding a result."""
 ROWS = (1, 2, 3, 5, 6, 7, 8, 12, 13, 33)
 MANY_ROWS = (97, 193)
 SHAPES = ((1, 1), (1, 64), (15, 30), (17, 33), (64, 192), (65, 193), (7, 1027), (200, 768))
 GROUPS = ((70, 256, 32), (64, 320, 64), (33, 200, 128), (130, 776, 136), (40, 1024, 512), (5, 136, 8))
-"""Rows, columns and columns per scale: the last group shorter, groups longer than what is summed at once, and so on."""
+"""(rows, columns, group_size), for instance with a shorter last group, or groups that are summed in pieces."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 
 def quantized(out_features, in_features, group_size=None, *, bits=8, symmetric=True, int8_activations=False):
-    """A weight of random integers over the whole range, its ends included."""
+    """A weight of random integers over the whole range, including the smallest and the largest."""
     generator = torch.Generator().manual_seed(out_features)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
@@ -54,7 +54,7 @@ def quantized(out_features, in_features, group_size=None, *, bits=8, symmetric=T
 
 
 def exact(x, weight, bias=None):
-    """In float64, and the size of what is summed there, zero points counted apart as kernels may take them."""
+    """The exact result in float64, and the sum of magnitudes, with zero points as separate terms."""
     of = torch.arange(weight.values.shape[1]) // weight.group_size
     zeros = torch.zeros_like(weight.scales) if weight.zero_points is None else weight.zero_points.double()
     scales = weight.scales.double()[:, of]
@@ -65,7 +65,7 @@ def exact(x, weight, bias=None):
 
 
 def assert_rounds(found, x, weight, bias=None):
-    """Right up to the rounding of the result and of float32 sums."""
+    """Fails if an error exceeds the rounding of the result and of float32 sums."""
     assert found.dtype == x.dtype
     expected, size = exact(x, weight, bias)
     assert found.shape == expected.shape
@@ -76,7 +76,7 @@ def assert_rounds(found, x, weight, bias=None):
 
 
 def assert_is_the_reference(found, x, weight, bias=None):
-    """With int8 activations sums are exact, so nothing but float32's last places may differ before the rounding."""
+    """With int8 activations sums are exact, so only the last bits of float32 may differ before rounding."""
     wide = reference(x.float(), weight, None if bias is None else bias.float()).double()
     sums = 0 if weight.scales.shape[1] == 1 else exact(x, weight)[1] * 2**-23
     allowed = wide.abs() * (UNIT[x.dtype] * 1.01 + 2**-22) + sums + 1e-6
@@ -85,7 +85,7 @@ def assert_is_the_reference(found, x, weight, bias=None):
 
 
 def in_factors(weight):
-    """The weight with scales that are small multiples of one number in every 256 columns, as `int4` makes them."""
+    """The weight with scales that are small multiples of one number per 256 columns, as quantization="int4" creates."""
     per_block = max(1, 256 // weight.group_size)
     generator = torch.Generator().manual_seed(5)
     rows, groups = weight.scales.shape
@@ -119,7 +119,7 @@ def check(op, weight, dtype, bias, counts=(*ROWS, *MANY_ROWS)):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_right_for_any_shape_with_one_scale_per_row(op, scheme, dtype, shape):
+def test_results_are_correct_for_any_shape_with_one_scale_per_row(op, scheme, dtype, shape):
     for bias in (False, True):
         check(op, quantized(*shape, **scheme), dtype, bias)
 
@@ -128,7 +128,7 @@ def test_right_for_any_shape_with_one_scale_per_row(op, scheme, dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_right_for_any_group(op, bits, symmetric, dtype, shape):
+def test_results_are_correct_for_any_group_size(op, bits, symmetric, dtype, shape):
     check(op, quantized(*shape, bits=bits, symmetric=symmetric), dtype, bias=False)
 
 
@@ -136,13 +136,13 @@ def test_right_for_any_group(op, bits, symmetric, dtype, shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_groups_with_int8_activations_in_any_form_of_scales(op, bits, symmetric, dtype, shape):
+def test_groups_with_int8_activations_for_any_kind_of_scales(op, bits, symmetric, dtype, shape):
     any_scales = quantized(*shape, bits=bits, symmetric=symmetric, int8_activations=True)
     narrow = replace(any_scales, scales=any_scales.scales.bfloat16().float())
     multiples = in_factors(any_scales)
     for weight in (any_scales, narrow, multiples):
         check(op, weight, dtype, bias=weight is narrow, counts=(1, 4, 5, 97) if weight is multiples else (3, 13))
-    # What a step has to read: that the smaller forms are found is what they are for.
+    # A step reads the scales, so the smaller formats must be used where possible.
     assert op.pack(any_scales).scales.dtype == torch.float32
     assert op.pack(narrow).scales.dtype == torch.bfloat16
     if bits == 4 and shape[2] in (8, 32, 64, 128):
@@ -153,8 +153,8 @@ def test_groups_with_int8_activations_in_any_form_of_scales(op, bits, symmetric,
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_row_does_not_depend_on_the_others(op, scheme, dtype):
-    """Neither on their number nor on its place: a request's tokens are the same alone and in any batch."""
+def test_a_row_does_not_depend_on_other_rows(op, scheme, dtype):
+    """A request's results are bit-identical alone and in any batch, at any row index."""
     for group_size, out_features, in_features in ((64, 100, 768), (None, 64, 385)):
         packed = op.pack(quantized(out_features, in_features, group_size, **scheme))
         x = random(200, in_features, dtype=dtype, seed=1)
@@ -166,8 +166,8 @@ def test_a_row_does_not_depend_on_the_others(op, scheme, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_int8_activations_round_as_the_reference_rounds(op, dtype):
-    """Halves go to even, the ends are reached, a row of zeros stays zeros, and tiny rows do not overflow."""
+def test_int8_activations_round_like_the_reference(op, dtype):
+    """Covers ties (to even), the largest values, rows of zeros, and rows of tiny values."""
     weight = quantized(33, 67, int8_activations=True)
     packed = op.pack(weight)
     halves = torch.arange(-33, 34) + 0.5
@@ -182,7 +182,7 @@ def test_int8_activations_round_as_the_reference_rounds(op, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_is_not_finite_stays_in_its_row(op, scheme, value, dtype):
+def test_values_that_are_not_finite_affect_only_their_row(op, scheme, value, dtype):
     for in_features in (64, 67):
         packed = op.pack(quantized(70, in_features, **scheme))
         for rows, bad in ((20, 7), (2, 1), (1, 0)):
@@ -196,7 +196,7 @@ def test_what_is_not_finite_stays_in_its_row(op, scheme, value, dtype):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_layouts_of_x_and_weight(op, scheme):
+def test_strided_inputs_and_weights(op, scheme):
     wide = random(9, 200, dtype=torch.bfloat16)
     for size in (96, 101):
         whole = quantized(90, 150, **scheme)
@@ -218,8 +218,8 @@ def test_layouts_of_x_and_weight(op, scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_threads_change_nothing(op, scheme):
-    """Large enough for several threads, whatever number this process may use."""
+def test_results_do_not_depend_on_the_number_of_threads(op, scheme):
+    """The sizes are large enough to be divided among threads."""
     before = torch.get_num_threads()
     packed = op.pack(quantized(1000, 776, **scheme))
     try:
@@ -236,7 +236,7 @@ def test_threads_change_nothing(op, scheme):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_gated_is_bit_for_bit_the_product_and_the_activation(op, scheme, dtype):
+def test_gated_products_are_bit_identical_to_separate_operations(op, scheme, dtype):
     silu_and_mul = KernelOps(LOADED.library).silu_and_mul
     for group_size, size, in_features in ((None, 16, 67), (32, 48, 96), (64, 1040, 320)):
         packed = op.pack(quantized(2 * size, in_features, group_size, **scheme))
@@ -247,7 +247,7 @@ def test_gated_is_bit_for_bit_the_product_and_the_activation(op, scheme, dtype):
             assert torch.equal(found, silu_and_mul(op.quantized_linear(x, packed, bias)))
 
 
-def test_more_rows_than_are_converted_at_a_time(op):
+def test_more_rows_than_one_conversion_handles(op):
     for scheme in ({"int8_activations": True}, {"bits": 4, "symmetric": False}):
         weight = quantized(20, 72, **scheme)
         x = random(2100, 72, dtype=torch.float16)
@@ -257,8 +257,8 @@ def test_more_rows_than_are_converted_at_a_time(op):
         assert torch.equal(found[1151:1154], op.quantized_linear(x[1151:1154], packed, None))
 
 
-def test_what_is_rounded_while_loading_is_packed_in_blocks(op):
-    """4.3 bits per weight: the reference's scales take 5."""
+def test_weights_quantized_on_load_are_packed_in_blocks(op):
+    """4.3 bits per weight; with the reference's scales it would be 5."""
     weight = replace(quantized(64, 640, 32, bits=4, symmetric=False), int8_activations=True)
     round_rows(random(64, 640), weight, slice(0, 64))
     packed = op.pack(weight)
@@ -266,12 +266,12 @@ def test_what_is_rounded_while_loading_is_packed_in_blocks(op):
     assert packed.values.nbytes + packed.scales.nbytes + packed.zero_points.nbytes == 64 * (640 // 2 + 3 * 2 + 20)
 
 
-def test_packing_takes_as_many_bytes_as_the_bits_say(op):
+def test_the_packed_weight_has_the_expected_size(op):
     for bits in (8, 4):
         assert op.pack(quantized(128, 768, 32, bits=bits)).values.nbytes == 128 * 768 * bits // 8
 
 
-def test_declined_with_a_reason(op):
+def test_unsupported_cases_have_reasons(op):
     facts = {
         "in_features": 256,
         "out_features": 64,

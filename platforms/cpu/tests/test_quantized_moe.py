@@ -49,7 +49,7 @@ def random(*shape, dtype=torch.float32, seed=0, scale=1.0):
 
 
 def scaled_blocks(weight: BlockQuantizedWeight, seed: int) -> BlockQuantizedWeight:
-    """The same format with other blocks."""
+    """A weight of the same format with different blocks."""
     parts = tuple(
         replace(part, data=random_blocks(part.format, len(part.data), weight.in_features, seed=seed + i))
         for i, part in enumerate(weight.parts)
@@ -58,7 +58,7 @@ def scaled_blocks(weight: BlockQuantizedWeight, seed: int) -> BlockQuantizedWeig
 
 
 def block_experts(formats, num_experts, hidden, inner, int8_activations=False):
-    """`formats`: of gate_up (one, or gate's and up's) and of down."""
+    """Random experts. `formats`: of gate_up (one, or of gate and of up), and of down."""
     gate_up, down = formats
     parts = ((gate_up, 2 * inner),) if isinstance(gate_up, str) else tuple((name, inner) for name in gate_up)
     first = block_quantized_weight(parts, hidden, int8_activations)
@@ -106,7 +106,7 @@ def float_weight(kind, rows, columns, seed):
 
 
 def routing(rows, num_experts, top_k, *, among=None, seed=0):
-    """Distinct experts of each token, out of `among`, and their weights."""
+    """Random distinct experts of each token (from `among` if given), and their weights."""
     generator = torch.Generator().manual_seed(seed)
     names = torch.arange(num_experts) if among is None else torch.tensor(among)
     ids = torch.stack([names[torch.randperm(len(names), generator=generator)[:top_k]] for _ in range(rows)])
@@ -130,7 +130,7 @@ def assert_right(op, ready, experts, x, chosen):
 
 
 def assert_close(found, expected, rounds=False):
-    """`rounds`: to 8-bit floats, where a difference in the last bit may become a large one, of few elements."""
+    """With `rounds` (to 8-bit floats), a difference in the last bit may become a large difference of few elements."""
     assert found.dtype == expected.dtype and found.shape == expected.shape
     error, size = (found.double() - expected.double()).abs(), expected.double().abs().max()
     allowed = 2e-5 if found.dtype == torch.float32 else 4 * torch.finfo(found.dtype).eps
@@ -190,7 +190,7 @@ def test_8_bit_floats_with_any_blocks_and_inputs(op, kind, dtype):
 
 
 def test_8_bit_floats_of_every_code(op):
-    """Subnormal ones included: each token takes one column of the ups, and the gates are constant."""
+    """Covers subnormal codes: gates are constant, and each token selects one column of the up matrix."""
     one = 56
     ups = torch.arange(256, dtype=torch.uint8).view(2, 128).repeat(16, 1)
     down = Float8Weight((torch.eye(128, 32) * one).to(torch.uint8), torch.ones(128, 1), 1, 32)
@@ -226,7 +226,7 @@ def test_experts_without_tokens_are_not_read(op):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["mxfp4", "q4_k", "weight-only", *INTEGERS[1:5:2], *FLOATS[1:3]], ids=str)
-def test_a_token_does_not_depend_on_the_others(op, kind, dtype):
+def test_a_token_does_not_depend_on_other_tokens(op, kind, dtype):
     if kind in INTEGERS:
         experts = integer_experts(kind, 5, 256, 130)
     elif kind in FLOATS:
@@ -247,7 +247,7 @@ def test_a_token_does_not_depend_on_the_others(op, kind, dtype):
     assert torch.equal(found[:7], alone[:7]) and torch.equal(found[8:], alone[8:])
 
 
-def test_threads_change_nothing(op):
+def test_results_do_not_depend_on_the_number_of_threads(op):
     before = torch.get_num_threads()
     packs = [
         op.pack(block_experts(("q4_k", "q6_k"), 8, 1024, 512, int8_activations=True)),
@@ -258,7 +258,7 @@ def test_threads_change_nothing(op):
     try:
         for ready in packs:
             size = int(ready[0].descriptor[1])
-            for rows in (1, 2, 40, 300):  # threads convert rows alone, or share them
+            for rows in (1, 2, 40, 300):  # each thread converts all rows, or the threads divide them
                 x, chosen = random(rows, size, dtype=torch.bfloat16), routing(rows, 8, 4)
                 results = []
                 for threads in (1, 2, 3, 7):
@@ -269,7 +269,7 @@ def test_threads_change_nothing(op):
         torch.set_num_threads(before)
 
 
-def test_more_tokens_than_are_handled_together_and_rows_of_a_view(op):
+def test_more_tokens_than_one_batch_and_a_strided_input(op):
     ready = op.pack(block_experts(("q4_0", "q4_0"), 3, 1024, 1024, int8_activations=True))
     x = random(2500, 2048, dtype=torch.bfloat16)[:, 5:1029]
     ids, weights = routing(2500, 3, 3)
@@ -279,7 +279,7 @@ def test_more_tokens_than_are_handled_together_and_rows_of_a_view(op):
     assert call(op.quantized_moe, ready, (None, None), x[:0], (ids[:0], weights[:0])).shape == (0, 1024)
 
 
-def test_packing_reads_each_item_once_and_keeps_the_bytes_of_the_file(op):
+def test_packing_reads_each_item_once_and_keeps_the_size_of_the_file(op):
     class Lazy:
         def __init__(self, weights):
             self.weights, self.accessed = weights, []
@@ -300,7 +300,7 @@ def test_packing_reads_each_item_once_and_keeps_the_bytes_of_the_file(op):
             assert stored <= one.nbytes <= 1.04 * stored
 
 
-def test_functions_with_these_experts_are_not_replayed_wrongly(op):
+def test_functions_with_quantized_experts_are_not_replayed(op):
     ready = op.pack(block_experts(("q4_k", "q4_k"), 8, 256, 256, int8_activations=True))
     router = random(8, 256, dtype=torch.bfloat16, seed=5)
 
@@ -319,7 +319,7 @@ def float_facts(block_rows, block_columns):
     return ("block_columns", block_columns), ("block_rows", block_rows), ("inputs", "dynamic")
 
 
-def test_declined_with_a_reason(op):
+def test_unsupported_cases_have_reasons(op):
     blocks = (("formats", ("q4_k",)), ("int8_activations", True))
     integers = (("bits", 4), ("group_size", 32), ("int8_activations", False), ("symmetric", True))
     facts = {

@@ -34,7 +34,7 @@ def random(*shape, seed=0, dtype=torch.bfloat16):
 
 
 class Block:
-    """A transformer's block over the platform's own kernels, as layers call them."""
+    """A transformer block of the platform's kernels, called as layers call them."""
 
     def __init__(self):
         ops, linear = KernelOps(LOADED.library), Linear(LOADED.library, LOADED.isa)
@@ -68,7 +68,7 @@ class Block:
         return x
 
     def plan(self, seq_lens):
-        """A plan in which each request has one new token, and block r for its r-th request."""
+        """Attention metadata of requests with one new token each; request r has KV block r."""
         lens = torch.tensor(seq_lens, dtype=torch.int32)
         count = len(seq_lens)
         starts, table = torch.arange(count + 1, dtype=torch.int32), torch.arange(count, dtype=torch.int32).view(-1, 1)
@@ -97,7 +97,7 @@ def inputs(block, rows, seed):
     return ids, torch.tensor([n - 1 for n in lens]).int(), block.plan(lens)
 
 
-def test_gives_the_functions_results_without_calling_it(block, backend):
+def test_a_replay_gives_the_functions_result_without_calling_it(block, backend):
     compiled = backend.compile(block, dynamic=True)
     for rows in (1, 3, 5):
         compiled(*inputs(block, rows, 0))
@@ -129,8 +129,8 @@ def test_results_outlive_the_next_run(block, backend):
     assert all(map(torch.equal, first, kept))
 
 
-def test_places_are_used_again(block, backend):
-    """A layer's intermediates take the room of the layer before."""
+def test_arena_memory_is_reused(block, backend):
+    """Intermediate tensors of a layer reuse the memory of the previous layer's."""
     compiled = backend.compile(block, dynamic=True)
     compiled(*inputs(block, 2, 0))
     (program,) = compiled._programs.values()
@@ -138,7 +138,7 @@ def test_places_are_used_again(block, backend):
     assert 0 < program.arena_bytes <= one_layer + 64 * 10
 
 
-def test_other_strides_and_dtypes_are_recorded_on_their_own(block, backend):
+def test_other_strides_and_dtypes_are_recorded_separately(block, backend):
     compiled = backend.compile(block, dynamic=True)
     ids, positions, plan = inputs(block, 3, 0)
     expected = block(ids, positions, plan)
@@ -154,8 +154,8 @@ def test_other_strides_and_dtypes_are_recorded_on_their_own(block, backend):
     assert block.calls == calls + 4, "the rows were copied by torch"
 
 
-def test_padded_steps_are_recorded_on_their_own(block, backend):
-    """Attention answers zeros for rows that are no tokens."""
+def test_padded_steps_are_recorded_separately(block, backend):
+    """Attention returns zeros for padding rows."""
     query = random(3, HEADS, HEAD_SIZE)
     compiled = backend.compile(lambda x, plan: block.attention.forward(x, block.cache, plan), dynamic=True)
     compiled(query, block.plan([1, 2, 3]))
@@ -166,8 +166,8 @@ def test_padded_steps_are_recorded_on_their_own(block, backend):
         del found
 
 
-def refusing(block, backend, function):
-    """Whether `function` is called each time, and gives what it gives."""
+def is_never_replayed(block, backend, function):
+    """Whether `function` is called each time instead of replayed. Checks its results."""
     compiled = backend.compile(function, dynamic=True)
     results = []
     for seed in (0, 1, 2):
@@ -180,14 +180,14 @@ def refusing(block, backend, function):
     return True
 
 
-def test_what_torch_computes_is_not_replayed(block, backend):
-    assert refusing(block, backend, lambda *args: block(*args) + 1)
-    assert refusing(block, backend, lambda ids, positions, plan: block(ids.clone(), positions, plan))
-    assert not refusing(block, backend, lambda *args: block(*args))
+def test_functions_with_torch_operations_are_not_replayed(block, backend):
+    assert is_never_replayed(block, backend, lambda *args: block(*args) + 1)
+    assert is_never_replayed(block, backend, lambda ids, positions, plan: block(ids.clone(), positions, plan))
+    assert not is_never_replayed(block, backend, lambda *args: block(*args))
 
 
-def same_with_every_plan(block, function, compiled, rows):
-    """Checks results and what is stored, for as many plans as record, try and replay."""
+def assert_same_results(block, function, compiled, rows):
+    """Checks results and KV cache with enough plans to record, try and replay."""
     with torch.inference_mode():
         for seed in range(4):
             args = inputs(block, rows, seed)
@@ -198,7 +198,7 @@ def same_with_every_plan(block, function, compiled, rows):
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_norms_per_head_are_recorded(block, backend, rows):
-    """Rows of strided heads are used without a copy."""
+    """Strided heads are read without a copy."""
     norm = random(HEAD_SIZE, seed=9)
 
     def function(ids, positions, plan):
@@ -209,13 +209,13 @@ def test_norms_per_head_are_recorded(block, backend, rows):
         return block.linear(block.attention.forward(q, block.cache, plan), block.weights["out"], None)
 
     compiled = backend.compile(function, dynamic=True)
-    same_with_every_plan(block, function, compiled, rows)
+    assert_same_results(block, function, compiled, rows)
     assert None not in compiled._programs.values()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_copies_that_torch_makes_without_gradients_are_seen(block, backend, rows):
-    """Of rows that lie apart; in inference mode torch shows that as one operation, `reshape`."""
+def test_copies_by_torch_in_inference_mode_prevent_replay(block, backend, rows):
+    """Copies of strided rows, which torch reports as one operation, `reshape`, in inference mode."""
 
     def function(ids, positions, plan):
         x = block.linear(block.ops.embedding(ids, block.table), block.weights["qkv"], None)
@@ -224,14 +224,14 @@ def test_copies_that_torch_makes_without_gradients_are_seen(block, backend, rows
         return block.linear(block.attention.forward(heads, block.cache, plan), block.weights["out"], None)
 
     compiled = backend.compile(function, dynamic=True)
-    same_with_every_plan(block, function, compiled, rows)
+    assert_same_results(block, function, compiled, rows)
     assert [program is None for program in compiled._programs.values()] == [rows > 1]
 
 
 @pytest.mark.parametrize(
     "copy", [torch.Tensor.contiguous, torch.Tensor.long, lambda x: torch.from_numpy(x.numpy() * 1)]
 )
-def test_temporary_tensors_are_not_pointed_into(block, backend, copy):
+def test_temporary_tensors_prevent_replay(block, backend, copy):
     with torch.inference_mode():
         compiled = backend.compile(lambda ids: block.ops.embedding(copy(ids[:, 0]), block.table), dynamic=True)
         compiled(torch.zeros(3, 2, dtype=torch.int32))
@@ -239,8 +239,8 @@ def test_temporary_tensors_are_not_pointed_into(block, backend, copy):
 
 
 @pytest.mark.parametrize("kind", ["quantized_linear", "moe"])
-def test_kernels_that_programs_cannot_call_are_seen(block, backend, kind):
-    """Before the recording is tried: it would store what it makes without them as keys and values."""
+def test_kernels_that_programs_cannot_call_prevent_replay(block, backend, kind):
+    """The recording is dropped before it is tried: without these kernels it would store wrong keys and values."""
     if kind == "moe":
         moe = Moe(LOADED.library)
         packed = moe.pack((random(2, 64, HIDDEN, seed=3), random(2, HIDDEN, 32, seed=4)))
@@ -267,7 +267,7 @@ def test_kernels_that_programs_cannot_call_are_seen(block, backend, kind):
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_products_are_replayed_by_any_number_of_threads(block, backend, bits, threads):
-    """One row: the threads of a region share them with what stands between. Many: each opens a region of its own."""
+    """With one row, one parallel region executes several calls. With many rows, each product opens a region."""
     quantized, before = QuantizedLinear(LOADED.library), torch.get_num_threads()
     generator = torch.Generator().manual_seed(1)
 
@@ -299,18 +299,18 @@ def test_quantized_products_are_replayed_by_any_number_of_threads(block, backend
 
 
 def test_unrecorded_work_prevents_replay(block, backend):
-    """Work outside torch and outside the kernels, in another library say, shows by the result."""
+    """Work outside torch and the kernels, for example in another library, is detected by a different result."""
 
     def function(*args):
         x = block(*args)
         ctypes.memset(x.data_ptr(), 0x11, 2)
         return x
 
-    assert refusing(block, backend, function)
+    assert is_never_replayed(block, backend, function)
 
 
 def test_a_recording_that_fails_leaves_no_keys_and_values(block, backend):
-    """The trial replay has stored results without the unrecorded work."""
+    """The trial replay stores keys and values without the unrecorded work; they are overwritten."""
 
     def function(ids, positions, plan):
         x = block.ops.embedding(ids, block.table)
@@ -327,7 +327,7 @@ def test_a_recording_that_fails_leaves_no_keys_and_values(block, backend):
 
 
 def test_a_function_may_work_in_place(block, backend):
-    """As a later stage of a pipeline does: the hidden states that it is handed are its residual stream."""
+    """Like a later pipeline stage, whose residual stream is the hidden states that it receives."""
 
     def function(x):
         y = block.ops.silu_and_mul(block.linear(x, block.weights["up"], None))
@@ -340,8 +340,8 @@ def test_a_function_may_work_in_place(block, backend):
     assert None not in compiled._programs.values()
 
 
-def test_a_part_of_what_a_kernel_writes_is_not_replayed(block, backend):
-    """The memory of the result would be too small for the kernel."""
+def test_a_result_that_is_a_view_of_a_kernels_output_is_not_replayed(block, backend):
+    """The result's memory is smaller than the kernel's output."""
     compiled = backend.compile(lambda x: block.ops.silu_and_mul(x)[:1], dynamic=True)
     compiled(random(3, 8))
     assert list(compiled._programs.values()) == [None]
@@ -352,44 +352,44 @@ def test_a_function_may_refuse(block, backend):
         recording.refuse("it talks to others")
         return block(*args)
 
-    assert refusing(block, backend, function)
+    assert is_never_replayed(block, backend, function)
 
 
 class Ranks:
-    """Two ranks' ends of one memory, both in this process: the second one comes when the first one is asked to wait."""
+    """Two ranks with shared memory, both in this process. The second runs while the first waits."""
 
     def __init__(self, slot_bytes=4096):
         self.memory = torch.zeros(2 * (64 + 2 * slot_bytes), dtype=torch.uint8)
         self.groups = [SharedGroup(self.memory.data_ptr(), 2, slot_bytes, rank, 0, 0) for rank in range(2)]
         self.stops = 0
-        self.under_way = None
+        self.pending_input = None
         types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p)
         self.sum = BlockingKernel(
-            LOADED.library, "mvllm_cpu_shared_all_reduce", types, ahead=4, check_peers=self.let_second_come
+            LOADED.library, "mvllm_cpu_shared_all_reduce", types, ahead=4, check_peers=self.run_second_rank
         )
 
-    def will_add(self, part):
-        """What the second rank adds to each sum. As bytes: recordings would see what torch does."""
+    def set_second_rank_input(self, part):
+        """Sets the second rank's tensor. It is stored as bytes, because recordings would contain torch's operations."""
         self.part = bytes(part.view(torch.uint8).flatten().tolist())
 
-    def let_second_come(self):
-        """At every third call: the first rank looks at nothing twice before that."""
+    def run_second_rank(self):
+        """Runs the second rank's all-reduce at every third call, so that the first rank stops several times."""
         self.stops += 1
         if self.stops % 3 == 0:
-            buffer = self.under_way or ctypes.create_string_buffer(self.part, len(self.part))
+            buffer = self.pending_input or ctypes.create_string_buffer(self.part, len(self.part))
             group, count = ctypes.byref(self.groups[1]), len(self.part) // 2
             through = self.sum._function(group, ctypes.addressof(buffer), count, 1, None)
-            self.under_way = None if through else buffer
+            self.pending_input = None if through else buffer
 
     def all_reduce(self, x):
-        """Replaces x by the sum of it and of the second rank's part."""
+        """Adds the second rank's tensor to x in place."""
         self.sum(ctypes.byref(self.groups[0]), x.data_ptr(), x.numel(), 1, None)
 
 
 @needs_shared_memory
 @pytest.mark.parametrize(("slot_bytes", "rounds"), [(4096, 1), (64, 6)])
 def test_a_program_that_stops_goes_on_with_the_same_call(block, backend, slot_bytes, rounds):
-    """Where a rank is late, in the middle of the program, and within a sum of several rounds."""
+    """A late rank stops a program in the middle, also within an all-reduce of several rounds."""
     ranks = Ranks(slot_bytes)
 
     def function(ids):
@@ -402,7 +402,7 @@ def test_a_program_that_stops_goes_on_with_the_same_call(block, backend, slot_by
     compiled = backend.compile(function, dynamic=True)
     for seed in (0, 1, 2):
         ids = torch.randint(0, VOCAB, (3,), generator=torch.Generator().manual_seed(seed))
-        ranks.will_add(random(3, HIDDEN, seed=10 + seed))
+        ranks.set_second_rank_input(random(3, HIDDEN, seed=10 + seed))
         found, stops = compiled(ids), ranks.stops
         assert torch.equal(found, function(ids))
         assert ranks.stops > stops > 0, "nothing was waited for"
@@ -411,9 +411,9 @@ def test_a_program_that_stops_goes_on_with_the_same_call(block, backend, slot_by
 
 
 @needs_shared_memory
-def test_who_waits_knows_which_weights_are_read_next(block, backend):
+def test_an_all_reduce_gets_the_address_of_the_next_weights(block, backend):
     ranks = Ranks()
-    ranks.will_add(random(3, HIDDEN))
+    ranks.set_second_rank_input(random(3, HIDDEN))
 
     def function(ids):
         x = block.ops.embedding(ids, block.table)
@@ -435,7 +435,7 @@ def test_who_waits_knows_which_weights_are_read_next(block, backend):
 @needs_shared_memory
 def test_an_error_ends_a_program(block, backend):
     ranks = Ranks()
-    ranks.will_add(random(3, HIDDEN))
+    ranks.set_second_rank_input(random(3, HIDDEN))
 
     def function(ids):
         x = block.ops.embedding(ids, block.table)
@@ -446,15 +446,15 @@ def test_an_error_ends_a_program(block, backend):
     ids = torch.arange(3)
     expected = compiled(ids)
     (program,) = compiled._programs.values()
-    ((number, come),) = program.waits.items()
+    ((number, check_peers),) = program.waits.items()
 
-    def dies():
+    def fail():
         raise PlatformError("rank 1 has died")
 
-    program.waits[number] = dies
+    program.waits[number] = fail
     with pytest.raises(PlatformError, match="rank 1 has died"):
         compiled(ids)
-    program.waits[number] = come
+    program.waits[number] = check_peers
     ranks.groups[0].is_posted = 0
     assert torch.equal(compiled(ids), expected), "the next run begins at the beginning"
 
@@ -511,10 +511,10 @@ def test_an_error_leaves_no_recording_behind(block, backend):
     for _ in range(2):
         with pytest.raises(ValueError, match="on purpose"):
             compiled(random(2, 8))
-    assert not refusing(block, backend, lambda *args: block(*args))
+    assert not is_never_replayed(block, backend, lambda *args: block(*args))
 
 
-def test_without_kernels_a_function_stays_itself():
+def test_without_kernels_a_function_is_returned_unchanged():
     def function(x):
         return x
 
@@ -522,7 +522,7 @@ def test_without_kernels_a_function_stays_itself():
 
 
 def second_stage(block):
-    """A pipeline's second stage: its stream comes as an argument, whose storage it goes on using."""
+    """A second pipeline stage: the residual stream is an argument, which it modifies."""
 
     def run(stream, positions, plan):
         ops, linear = block.ops, block.linear
@@ -547,8 +547,8 @@ def test_an_argument_may_be_written_to(block, backend):
         assert torch.equal(left, block.cache[0]), "keys of another stream"
 
 
-def test_work_that_no_recording_sees_leaves_the_cache_as_it_should_be(block, backend):
-    """Work of a third-party library, which torch does not report and which is not one of our kernels."""
+def test_unrecorded_work_leaves_a_correct_cache(block, backend):
+    """Work of another library: torch does not report it, and no kernel of the platform does it."""
 
     def run(ids, positions, plan):
         x = block.ops.embedding(ids, block.table)
@@ -568,8 +568,8 @@ def test_work_that_no_recording_sees_leaves_the_cache_as_it_should_be(block, bac
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "mistral-window"])
 def test_decode_steps_of_models_are_recorded(name, tmp_path, monkeypatch):
-    """Of one request and of several: nothing that such a model does is torch's."""
-    # A product that torch does faster on this processor is torch's, and no step with it is recorded.
+    """Of one and of several requests: these models need no operation of torch."""
+    # Where torch's matrix products are faster on this processor, they are used, and no step with one is recorded.
     dtypes = [dtype for dtype, fastest_with in FASTEST_WITH.items() if LOADED.isa in fastest_with]
     if not dtypes:
         pytest.skip(f"torch's products are the faster ones with {LOADED.isa}, in every dtype")

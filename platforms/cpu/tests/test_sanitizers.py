@@ -1,8 +1,8 @@
-"""Every kernel over ragged edge shapes, compiled with the address sanitizer and the undefined-behaviour sanitizer.
+"""Runs every kernel with edge shapes, compiled with the address and undefined-behaviour sanitizers.
 
-The library is built for one instruction set at a time and opened by a process of its own, which loads the sanitizer's
-runtime before anything else; `edge_shapes.py` says what is called. The gate takes the set that runs here, with small
-register tiles, without optimization and with the address sanitizer only: a fourth of the time to compile.
+The library is built for one instruction set at a time and loaded by a new process that runs `edge_shapes.py`, with the
+sanitizer's runtime preloaded. By default only this processor's instruction set is tested, with small register tiles and
+without optimization, and with the address sanitizer only, which compiles four times faster.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ISAS = sorted(path.stem.removeprefix("isa_") for path in CSRC.glob("isa_*.cpp"))
 
 
 def runtime(compiler: str) -> Path:
-    """The address sanitizer's library."""
+    """Path of the address sanitizer's runtime library."""
     found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     return Path(found.stdout.strip())
 
 
 def build(compiler: str, isa: str, folder: Path, *, whole: bool) -> Path:
-    """The library with one instruction set, and the portable one where this processor may not have it."""
+    """Builds the library with one instruction set, and the generic one if this processor may lack the former."""
     names = {isa} | ({"generic"} if isa != ISA else set())
     wanted = {kind + name for kind in ("isa_", "qisa_") for name in names}
     sanitizers = "-fsanitize=address,undefined" if whole else "-fsanitize=address"
@@ -59,7 +59,7 @@ def build(compiler: str, isa: str, folder: Path, *, whole: bool) -> Path:
         *(pytest.param(isa, True, marks=pytest.mark.exhaustive, id=isa) for isa in ISAS),
     ],
 )
-def test_no_kernel_reads_or_writes_past_an_end_or_does_what_is_undefined(isa, whole, tmp_path, request):
+def test_no_kernel_accesses_memory_out_of_bounds_or_has_undefined_behaviour(isa, whole, tmp_path, request):
     skip_unless_supported(isa)
     compiler = shutil.which("g++")
     if compiler is None:
@@ -70,7 +70,7 @@ def test_no_kernel_reads_or_writes_past_an_end_or_does_what_is_undefined(isa, wh
     environment = {
         **os.environ,
         "LD_PRELOAD": str(asan),
-        "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",  # the interpreter's own are not ours to judge
+        "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",  # leaks of the Python interpreter are ignored
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "MVLLM_CPU_KERNELS": str(build(compiler, isa, tmp_path, whole=whole)),
         "MVLLM_CPU_ISA": isa,

@@ -50,7 +50,7 @@ def numbers(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 def sums_and_gathers(rank: int, world_size: int, address: str) -> None:
     comm = join(rank, world_size, address)
     assert comm.uses_shared_memory
-    for size in (1, 3, 1023, 1024, 1025, 2048, 5000):  # around the slots' size, and over several rounds
+    for size in (1, 3, 1023, 1024, 1025, 2048, 5000):  # around the slot size, and several rounds
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             everyone = [(numbers(r, size, torch.float32) * 10).to(dtype) for r in range(world_size)]
             mine = everyone[rank].clone()
@@ -79,26 +79,26 @@ def test_sums_and_gathers_of_every_size(world_size: int) -> None:
 
 def many_rounds(rank: int, world_size: int, address: str) -> None:
     comm = join(rank, world_size, address)
-    comm._shared.round = 2**32 - 300  # counts wrap on the way
+    comm._shared.round = 2**32 - 300  # the count wraps during the test
     assert comm._memory is not None
     for r in range(world_size):
         comm._memory[64 * r : 64 * r + 4] = comm._shared.round.to_bytes(4, "little")
     comm.barrier()
     for i in range(2000):
         if (i * 7 + rank) % 97 == 0:
-            time.sleep(0.001)  # now the one is late, now the other
+            time.sleep(0.001)  # the ranks are late in turn
         mine = torch.full((1 + i % 50,), float(rank + i))
         assert (comm.all_reduce(mine) == sum(r + i for r in range(world_size))).all()
     comm.close()
 
 
-def test_rounds_do_not_mix_whichever_rank_is_late() -> None:
+def test_rounds_stay_separate_whichever_rank_is_late() -> None:
     spawn(many_rounds, 2)
 
 
 def without_memory(rank: int, world_size: int, address: str) -> None:
     if rank == 1:
-        module._open = lambda *args: None  # as on another machine
+        module._map_memory = lambda *args: None  # as if on another machine
     comm = join(rank, world_size, address)
     assert not comm.uses_shared_memory
     assert comm.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
@@ -114,7 +114,7 @@ def refused(*_: object) -> None:
 
 
 def short_of_memory(rank: int, world_size: int, address: str) -> None:
-    if rank == 0:  # the one that makes it
+    if rank == 0:  # the rank that creates the memory
         host_resources.memory_free = lambda: 10_000
     comm = join(rank, world_size, address)
     assert not comm.uses_shared_memory
@@ -131,12 +131,12 @@ def not_allowed_memory(rank: int, world_size: int, address: str) -> None:
 
 
 @pytest.mark.parametrize("body", [short_of_memory, not_allowed_memory])
-def test_where_memory_cannot_be_had_all_ranks_use_sockets(body: Callable[..., None]) -> None:
+def test_all_ranks_use_sockets_if_memory_cannot_be_allocated(body: Callable[..., None]) -> None:
     spawn(body, 2)
 
 
 def test_every_page_is_allocated_and_the_memory_cannot_shrink() -> None:
-    fd = module._claim(64 << 10, bytes(16))
+    fd = module._create_memory(64 << 10, bytes(16))
     try:
         assert os.fstat(fd).st_blocks * 512 >= 64 << 10
         with pytest.raises(PermissionError):
@@ -145,7 +145,7 @@ def test_every_page_is_allocated_and_the_memory_cannot_shrink() -> None:
         os.close(fd)
 
 
-def deserted(rank: int, world_size: int, address: str) -> None:
+def peer_dies(rank: int, world_size: int, address: str) -> None:
     comm = join(rank, world_size, address)
     comm.barrier()
     if rank == 1:
@@ -159,10 +159,10 @@ def deserted(rank: int, world_size: int, address: str) -> None:
 
 def test_a_dead_rank_is_named_within_seconds() -> None:
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        spawn(deserted, 2)
+        spawn(peer_dies, 2)
 
 
-def stuck(rank: int, world_size: int, address: str) -> None:
+def peer_hangs(rank: int, world_size: int, address: str) -> None:
     comm = join(rank, world_size, address, timeout=2.0)
     comm.barrier()
     if rank == 1:
@@ -174,43 +174,45 @@ def stuck(rank: int, world_size: int, address: str) -> None:
 
 
 def test_a_stuck_rank_is_named_after_the_timeout() -> None:
-    spawn(stuck, 2)
+    spawn(peer_hangs, 2)
 
 
 class Step:
-    """A step of a model that two ranks share, replayed and as it is written. Results are the same on all ranks."""
+    """A tensor-parallel step of two ranks, replayed and called. Results are equal on all ranks."""
 
     def __init__(self, rank: int, comm: SharedMemoryCommunicator) -> None:
         loaded = kernels.load()
         ops, linear = KernelOps(loaded.library), Linear(loaded.library, loaded.isa)
         table, ones = numbers(rank, 50 * WIDTH, torch.bfloat16).view(50, WIDTH), torch.ones(WIDTH).bfloat16()
-        mine, common = (linear.pack(numbers(r, WIDTH**2, torch.bfloat16).view(WIDTH, WIDTH)) for r in (rank, 9))
+        own_weight, shared_weight = (
+            linear.pack(numbers(r, WIDTH**2, torch.bfloat16).view(WIDTH, WIDTH)) for r in (rank, 9)
+        )
 
-        def written(ids: torch.Tensor) -> torch.Tensor:
+        def called(ids: torch.Tensor) -> torch.Tensor:
             x = comm.all_reduce(ops.embedding(ids, table))
-            x = comm.all_reduce(linear.linear(ops.rms_norm(x, ones, 1e-5), mine, None))
-            return linear.linear(x, common, None)
+            x = comm.all_reduce(linear.linear(ops.rms_norm(x, ones, 1e-5), own_weight, None))
+            return linear.linear(x, shared_weight, None)
 
-        self.written = written
-        self.replayed = Replay(loaded.library).compile(written, dynamic=True)
+        self.called = called
+        self.replayed = Replay(loaded.library).compile(called, dynamic=True)
         self.inputs = torch.tensor([7, 8, 9])
         self.replayed(self.inputs)
         assert None not in self.replayed._programs.values()
 
     def leave_in_the_middle(self, comm: SharedMemoryCommunicator) -> None:
-        """Takes part in the first of the two sums."""
+        """Takes part in the first of the two all-reduces only."""
         comm.all_reduce(torch.zeros(len(self.inputs), WIDTH).bfloat16())
 
 
-def replays_beside_calls(slot_bytes: int, rank: int, world_size: int, address: str) -> None:
+def mixed_replays_and_calls(slot_bytes: int, rank: int, world_size: int, address: str) -> None:
     comm = join(rank, world_size, address, slot_bytes=slot_bytes)
     step = Step(rank, comm)
     for i in range(40):
         ids = torch.tensor([i, (3 * i) % 50, 49])
-        expected = step.written(ids)
-        found = [step.replayed, step.written][(i // 2 + rank) % 2](ids)  # one rank replays, the other calls
+        expected = step.called(ids)
+        found = [step.replayed, step.called][(i // 2 + rank) % 2](ids)  # one rank replays, the other calls
         assert torch.equal(found, expected) and torch.equal(step.replayed(ids), expected)
-        if i % 3 == 0:  # something else in between
+        if i % 3 == 0:  # another collective in between
             both = comm.all_gather(expected[:1, : 1 + i], 0)
             assert torch.equal(both[0], both[1])
         elif i % 5 == 0:
@@ -220,12 +222,12 @@ def replays_beside_calls(slot_bytes: int, rank: int, world_size: int, address: s
     comm.close()
 
 
-@pytest.mark.parametrize("slot_bytes", [4096, 256])  # the latter is less than one sum of a step
-def test_replays_and_calls_of_a_step_give_the_same_bits_in_any_order(slot_bytes: int) -> None:
-    spawn(partial(replays_beside_calls, slot_bytes), 2)
+@pytest.mark.parametrize("slot_bytes", [4096, 256])  # 256 is less than one all-reduce of the step
+def test_replays_and_calls_of_a_step_are_bit_identical_in_any_order(slot_bytes: int) -> None:
+    spawn(partial(mixed_replays_and_calls, slot_bytes), 2)
 
 
-def deserted_in_a_replay(rank: int, world_size: int, address: str) -> None:
+def peer_dies_in_a_replay(rank: int, world_size: int, address: str) -> None:
     module._TIMEOUT_MS = 50
     comm = join(rank, world_size, address)
     step = Step(rank, comm)
@@ -240,17 +242,17 @@ def deserted_in_a_replay(rank: int, world_size: int, address: str) -> None:
 
 def test_a_rank_that_dies_in_the_middle_of_a_replay_is_named() -> None:
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        spawn(deserted_in_a_replay, 2)
+        spawn(peer_dies_in_a_replay, 2)
 
 
-def stuck_in_a_replay(rank: int, world_size: int, address: str) -> None:
+def peer_hangs_in_a_replay(rank: int, world_size: int, address: str) -> None:
     module._TIMEOUT_MS = 50
     comm = join(rank, world_size, address)
     step = Step(rank, comm)
     comm.barrier()
     if rank == 1:
         step.leave_in_the_middle(comm)
-        comm.recv((1,), torch.int64, 0)  # alive, and not where it should be
+        comm.recv((1,), torch.int64, 0)  # alive, but not in the all-reduce
         os._exit(0)
     comm._timeout = 1.0
     with pytest.raises(PlatformError, match=r"rank 1 \(pid \d+\) has not joined a collective for 1 s; rank 0 gave up"):
@@ -260,39 +262,39 @@ def stuck_in_a_replay(rank: int, world_size: int, address: str) -> None:
 
 
 def test_a_rank_that_is_stuck_in_the_middle_of_a_replay_is_named_after_the_timeout() -> None:
-    spawn(stuck_in_a_replay, 2)
+    spawn(peer_hangs_in_a_replay, 2)
 
 
-def late_in_a_replay(rank: int, world_size: int, address: str) -> None:
+def peer_is_late_in_a_replay(rank: int, world_size: int, address: str) -> None:
     module._TIMEOUT_MS = 20
     comm = join(rank, world_size, address)
     step = Step(rank, comm)
-    expected = step.written(step.inputs)
+    expected = step.called(step.inputs)
     comm.barrier()
     if rank == 1:
-        comm.recv((1,), torch.int64, 0)  # comes when it has been missed
+        comm.recv((1,), torch.int64, 0)  # arrives after the timeout of the other rank
     else:
-        looks = []
+        checked_pids = []
 
-        def look(pid: int) -> bool:
-            looks.append(pid)
-            if len(looks) == 2:
+        def record_check(pid: int) -> bool:
+            checked_pids.append(pid)
+            if len(checked_pids) == 2:
                 comm.send(torch.ones(1, dtype=torch.int64), 1)
             return True
 
-        module._is_alive = look
+        module._is_alive = record_check
     assert torch.equal(step.replayed(step.inputs), expected)
-    assert torch.equal(step.replayed(step.inputs), step.written(step.inputs))
+    assert torch.equal(step.replayed(step.inputs), step.called(step.inputs))
     comm.close()
 
 
-def test_a_replay_goes_on_when_a_late_rank_comes() -> None:
-    spawn(late_in_a_replay, 2)
+def test_a_replay_resumes_when_a_late_rank_arrives() -> None:
+    spawn(peer_is_late_in_a_replay, 2)
 
 
 def bound_to_cores(which: list[int], rank: int, world_size: int, address: str) -> None:
     cpus = [core.cpu for core in host_resources.physical_cores()]
-    os.environ["OMP_NUM_THREADS"] = "1"  # as workers have it
+    os.environ["OMP_NUM_THREADS"] = "1"  # as the platform sets it for workers
     os.sched_setaffinity(0, [cpus[which[rank]]])
     comm = join(rank, world_size, address)
     assert (comm._shared.spin_ns > 0) == (len(set(which)) == world_size)
@@ -302,7 +304,7 @@ def bound_to_cores(which: list[int], rank: int, world_size: int, address: str) -
 
 @pytest.mark.skipif(host_resources.num_cores_of_processes([0]) < 2, reason="one core")
 @pytest.mark.parametrize("which", [[0, 1], [1, 1]])
-def test_ranks_spin_where_each_has_a_core_of_its_own(which: list[int]) -> None:
+def test_ranks_spin_if_each_has_its_own_core(which: list[int]) -> None:
     spawn(partial(bound_to_cores, which), 2)
 
 
@@ -314,5 +316,5 @@ def leave_nothing(rank: int, world_size: int, address: str) -> None:
     comm.close()
 
 
-def test_the_memory_has_no_name_that_could_be_left_behind() -> None:
+def test_the_memory_has_no_name_in_the_file_system() -> None:
     spawn(leave_nothing, 2)

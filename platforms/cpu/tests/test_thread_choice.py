@@ -1,4 +1,4 @@
-"""How many threads compute: by affinity, physical cores, nested CPU quotas and OMP_NUM_THREADS, and why it says so."""
+"""The number of compute threads, by affinity, physical cores, CPU quotas and OMP_NUM_THREADS, and its logged reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """A machine of 8 CPUs with an empty /proc and /sys to put files into; {root} in a file's text is its folder."""
+    """Writes files into a fake /proc and /sys of a machine with 8 CPUs; {root} in a text is their parent folder."""
     monkeypatch.setattr(host_resources, "PROC", tmp_path / "proc")
     monkeypatch.setattr(host_resources, "SYS", tmp_path / "sys")
     monkeypatch.setattr(host_resources, "allowed_cpus", lambda: list(range(8)))
@@ -67,7 +67,7 @@ def test_tightest_quota_bounds_the_threads(machine, case, version):
     assert (host_resources.cpu_quota(), host_resources.usable_threads()) == (quota, threads)
 
 
-def test_group_outside_of_what_is_mounted_falls_back_to_the_top(machine):
+def test_a_control_group_outside_of_the_mount_uses_the_mounted_root(machine):
     machine("proc/self/mountinfo", V2 + V1)
     machine("proc/self/cgroup", "4:cpu,cpuacct:/docker/other\n0::/../elsewhere\n")
     machine("sys/fs/cgroup/cpu.max", "300000 100000")
@@ -94,7 +94,7 @@ def test_one_thread_per_physical_core_of_the_affinity_mask(machine, monkeypatch,
     assert host_resources.usable_threads() == len(chosen)
 
 
-def test_reason_names_what_narrows_the_number(machine, monkeypatch):
+def test_the_reason_names_the_limits(machine, monkeypatch):
     describe = host_resources.describe_threads
     assert describe(8) == "8 of 8 CPUs"
     assert describe(2, workers=4) == "2 of 8 CPUs: 4 workers share them"
@@ -152,7 +152,7 @@ print(torch.get_num_threads(), (time.process_time() - used) / (time.monotonic() 
 
 
 def in_process(prepare: Callable[[int], None]) -> tuple[int, float]:
-    """Runs PROGRAM after `prepare` was called with its pid: the threads, and the cores that it used on average."""
+    """Runs PROGRAM after `prepare(pid)`; returns its number of threads and the average number of used cores."""
     env = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
     command = [sys.executable, "-c", PROGRAM]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
@@ -175,7 +175,7 @@ def test_process_that_is_pinned_to_one_cpu_computes_with_one_thread():
 
 @pytest.fixture
 def group_of_one_cpu() -> Iterator[Path]:
-    """A new control group without a quota, in a new one with a quota of one CPU."""
+    """A new control group without a quota; its parent, also new, has a quota of one CPU."""
     above = None
     for folder in host_resources._cgroup_folders("cpu"):
         version_1, version_2 = folder / "cpu.cfs_quota_us", folder / "cgroup.controllers"

@@ -1,4 +1,4 @@
-"""The threads that share the kernels' work: every part once, sleep between calls, and how many take part."""
+"""The kernels' thread team: each part is executed once, threads sleep between calls, and their number adapts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_changed_number_of_threads_is_logged_once(caplog):
 
 
 @pytest.mark.skipif(kernels.load().library is None, reason="no kernels")
-def test_a_setting_keeps_all_threads(tmp_path):
+def test_all_threads_are_kept_if_adaptation_is_off(tmp_path):
     program = "from mvllm_cpu import kernels; print(kernels.load().library.mvllm_cpu_threads_adapt())"
     for value, adapts in ((None, "1"), ("0", "0")):
         env = {name: text for name, text in os.environ.items() if name != "MVLLM_CPU_ADAPTIVE_THREADS"}

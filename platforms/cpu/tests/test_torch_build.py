@@ -13,7 +13,7 @@ from mvllm_cpu import doctor, torch_build
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Makes distributions by name: version, requirements, and files with their sizes. No others are there."""
+    """Creates fake distributions by name, version, requirements and files with sizes; no others are installed."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
 
     def make(name, version="1.0", requires=(), files=()):
@@ -40,7 +40,7 @@ def with_accelerators(installed):
     installed("nvidia-cuda-nvrtc", "13.2", files=[("nvidia/lib/libnvrtc.so", 100 * 10**6)])
 
 
-def test_what_is_not_used_is_counted_over_all_libraries(installed):
+def test_the_size_of_all_unused_libraries_is_reported(installed):
     with_accelerators(installed)
     build = torch_build.find_build()
     assert build.unused_bytes == 1600 * 10**6
@@ -52,7 +52,7 @@ def test_what_is_not_used_is_counted_over_all_libraries(installed):
     assert check.status is CheckStatus.WARNING and "--torch-backend=cpu" in check.remedy
 
 
-def test_it_is_logged_once_at_first_use(installed, caplog, monkeypatch):
+def test_unused_libraries_are_logged_once_at_first_use(installed, caplog, monkeypatch):
     with_accelerators(installed)
     monkeypatch.setattr(logging.getLogger("mvllm"), "propagate", True)
     torch_build.warn_once.cache_clear()
@@ -67,7 +67,7 @@ def test_it_is_logged_once_at_first_use(installed, caplog, monkeypatch):
     ]
 
 
-def test_a_platform_that_uses_them_excuses_them(installed):
+def test_libraries_that_an_installed_platform_uses_are_not_reported(installed):
     with_accelerators(installed)
     installed("mvllm-cuda")
     assert not torch_build.find_build().is_for_accelerators
@@ -76,11 +76,11 @@ def test_a_platform_that_uses_them_excuses_them(installed):
 
 
 @pytest.mark.parametrize("version", ["2.13.0+cpu", "2.13.0"])
-def test_a_build_for_processors_is_well(installed, version):
+def test_a_cpu_build_is_ok(installed, version):
     installed("torch", version, ["filelock"], [("torch/lib/libtorch_cpu.so", 400 * 10**6)])
     check = doctor._torch_build()
     assert check.status is CheckStatus.OK and check.found == f"torch {version} carries no accelerator libraries."
 
 
-def test_a_missing_torch_is_no_warning_here(installed):
+def test_a_missing_torch_is_not_reported(installed):
     assert doctor._torch_build().status is CheckStatus.OK

@@ -18,7 +18,7 @@ from mvllm_cpu.workspace import PAGE, SMALLEST, Workspace
 MIB = 1 << 20
 
 
-def test_a_place_is_used_again_when_its_tensor_is_gone():
+def test_memory_is_reused_when_its_tensor_is_freed():
     space = Workspace()
     first = space.empty((3, MIB), torch.uint8)
     second = space.empty((MIB,), torch.float32)
@@ -34,7 +34,7 @@ def test_a_place_is_used_again_when_its_tensor_is_gone():
     assert space.bytes_in_use() == 0
 
 
-def test_neighbouring_places_become_one():
+def test_adjacent_free_ranges_are_merged():
     space = Workspace()
     parts = [space.empty((8 * MIB,), torch.uint8) for _ in range(8)]
     at, reserved = parts[0].data_ptr(), space.bytes_reserved()
@@ -44,7 +44,7 @@ def test_neighbouring_places_become_one():
     assert (whole.data_ptr(), space.bytes_reserved()) == (at, reserved)
 
 
-def test_what_no_hole_holds_gets_a_region_of_its_own():
+def test_a_tensor_larger_than_every_hole_gets_a_new_region():
     space = Workspace()
     tensors = [space.empty((size,), torch.uint8) for size in (40 * MIB, 40 * MIB, 300 * MIB)]
     for i, tensor in enumerate(tensors):
@@ -53,7 +53,7 @@ def test_what_no_hole_holds_gets_a_region_of_its_own():
     assert space.bytes_in_use() == 380 * MIB
 
 
-def test_tensors_that_are_alive_never_overlap():
+def test_live_tensors_never_overlap():
     space, rng, alive = Workspace(), random.Random(5), {}
 
     def check():
@@ -72,7 +72,7 @@ def test_tensors_that_are_alive_never_overlap():
     assert space.bytes_in_use() == 0
 
 
-def test_many_threads_share_one():
+def test_threads_share_a_workspace():
     space = Workspace()
 
     def work(number: int) -> bool:
@@ -88,18 +88,18 @@ def test_many_threads_share_one():
     assert space.bytes_in_use() == 0
 
 
-def test_free_places_are_given_back():
+def test_free_memory_is_returned_to_the_system():
     space = Workspace()
-    kept, gone = space.empty((MIB,), torch.uint8), space.empty((8 * MIB,), torch.uint8)
+    kept, freed = space.empty((MIB,), torch.uint8), space.empty((8 * MIB,), torch.uint8)
     kept.fill_(7)
-    gone.fill_(9)
-    del gone
+    freed.fill_(9)
+    del freed
     space.release()
     assert bool((kept == 7).all())
     assert not bool(space.empty((8 * MIB,), torch.uint8).any()), "fresh pages are zero"
 
 
-def test_small_tensors_and_recorded_ones_are_torchs():
+def test_small_and_recorded_tensors_are_allocated_by_torch():
     before = workspace.process_workspace.bytes_in_use()
     small = workspace.empty((SMALLEST - 1,), torch.uint8)
     recorded, _, _ = recording.record(lambda: workspace.empty((SMALLEST,), torch.uint8))
@@ -109,7 +109,7 @@ def test_small_tensors_and_recorded_ones_are_torchs():
     assert small.nbytes < recorded.nbytes == large.nbytes
 
 
-def test_addresses_that_cannot_be_had_are_a_memory_error(monkeypatch):
+def test_an_exhausted_address_space_is_a_memory_error(monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError("no")
 
@@ -118,7 +118,7 @@ def test_addresses_that_cannot_be_had_are_a_memory_error(monkeypatch):
         Workspace().empty((MIB,), torch.uint8)
 
 
-def test_a_cycle_that_is_collected_within_a_call_gives_its_place_back():
+def test_a_cycle_that_is_collected_within_a_call_frees_its_memory():
     space = Workspace()
     cycle: list = [space.empty((MIB,), torch.uint8)]
     cycle.append(cycle)
@@ -127,7 +127,7 @@ def test_a_cycle_that_is_collected_within_a_call_gives_its_place_back():
     assert space.bytes_in_use() == 0
 
 
-def test_more_addresses_than_are_needed_are_no_condition():
+def test_a_region_of_the_needed_size_is_enough():
     code = """
 import resource
 from pathlib import Path

@@ -125,10 +125,10 @@ def test_tensors_that_the_small_all_reduce_supports(shape, dtype, expected):
 
 
 def test_devices_without_peer_access_are_named():
-    custom_all_reduce.check_reach(4, 4, 1, lambda mine, other: True)
+    custom_all_reduce.check_peer_access(4, 4, 1, lambda device, other: True)
     with pytest.raises(PlatformError, match=r"device 1 cannot read the memory of \[3\]"):
-        custom_all_reduce.check_reach(4, 4, 1, lambda mine, other: other != 3)
+        custom_all_reduce.check_peer_access(4, 4, 1, lambda device, other: other != 3)
     with pytest.raises(PlatformError, match="16 ranks do not all have a device among the 8"):
-        custom_all_reduce.check_reach(16, 8, 0, lambda mine, other: True)
+        custom_all_reduce.check_peer_access(16, 8, 0, lambda device, other: True)
     with pytest.raises(PlatformError, match="2 ranks"):
-        custom_all_reduce.check_reach(2, 1, 0, lambda mine, other: True)
+        custom_all_reduce.check_peer_access(2, 1, 0, lambda device, other: True)

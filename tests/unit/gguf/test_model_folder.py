@@ -35,7 +35,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def end_process():
-    """Gives back what this process holds until its end."""
+    """Releases the locks that this process holds until its end."""
 
     def end():
         while folder_lock._held:
@@ -46,7 +46,7 @@ def end_process():
 
 
 def change(file):
-    """Changes one byte of the data; the header and the size stay."""
+    """Changes one byte of the data, but not the header and the size."""
     content = bytearray(file.read_bytes())
     content[-1] = (content[-1] + 1) % 256
     time = file.stat().st_mtime_ns + 1

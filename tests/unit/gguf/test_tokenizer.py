@@ -168,7 +168,7 @@ def byte_level(family: str, **more) -> GGUFModel:
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_byte_level_vocabularies_encode_and_decode_as_the_original(family):
+def test_byte_level_vocabularies_encode_and_decode_like_the_original(family):
     made, expected = built(byte_level(family)), original(family)
     for text in TEXTS:
         ids = expected.encode(text).ids
@@ -177,7 +177,7 @@ def test_byte_level_vocabularies_encode_and_decode_as_the_original(family):
             assert made.decode(ids, skip_special_tokens=skip) == expected.decode(ids, skip_special_tokens=skip)
 
 
-def test_the_texts_distinguish_the_families():
+def test_the_test_texts_distinguish_the_pre_tokenizers():
     def words(family):
         normalizer, pre_tokenizer = original(family).normalizer, original(family).pre_tokenizer
         return [pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(t) if normalizer else t) for t in TEXTS]
@@ -208,7 +208,7 @@ def test_without_a_named_pre_tokenizer_the_default_is_used_with_a_warning(caplog
 
 
 def merge_by_scores(text: str, ids: dict[str, int], scores: list[float]) -> list[str]:
-    """The tokens of SentencePiece: merges the adjacent pair with the highest score first, the leftmost of equals."""
+    """The tokens of SentencePiece, which merges the adjacent pair with the highest score (the leftmost if equal)."""
     symbols = list(text)
     while True:
         results = enumerate(map("".join, itertools.pairwise(symbols)))
@@ -264,7 +264,7 @@ def sentencepiece_model(**more) -> GGUFModel:
 
 
 def reference(text: str, prefix: bool) -> list[str]:
-    """The tokens that llama.cpp makes of a text."""
+    """The tokens of a text according to llama.cpp."""
     tokens, scores, types = sentencepiece()
     ids = {token: i for i, token in enumerate(tokens)}
     found: list[str] = []
@@ -287,7 +287,7 @@ def reference(text: str, prefix: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece_vocabularies_encode_and_decode_as_in_llama_cpp(prefix):
+def test_sentencepiece_vocabularies_encode_and_decode_like_llama_cpp(prefix):
     tokenizer = built(sentencepiece_model(add_space_prefix=prefix))
     for text in TEXTS:
         assert tokenizer.encode(text).tokens == ["<s>", *reference(text, prefix)], text
@@ -346,7 +346,7 @@ def test_tokens_that_end_a_turn_are_special_even_if_the_file_has_no_types():
     assert built(gguf).decode(built(gguf).encode("x<|im_end|>").ids) == "x"
 
 
-def test_special_tokens_of_phi3_take_the_white_space_after_them():
+def test_special_tokens_of_phi3_strip_the_white_space_after_them():
     tokenizer = built(sentencepiece_model(**{"general.architecture": "phi3"}))
     ids = tokenizer.encode("<|im_start|> \n<unk> ", add_special_tokens=False).ids
     assert [tokenizer.id_to_token(i) for i in ids] == ["<|im_start|>", "<unk>", *reference(" ", prefix=True)]
@@ -379,8 +379,8 @@ def test_the_engine_reads_it_without_transformers_and_transformers_reads_the_sam
 @pytest.mark.parametrize(
     ("kind", "model_type"), [("llama-bpe", "mistral"), ("gpt-2", "qwen2"), ("sentencepiece", "mistral")]
 )
-def test_a_folder_derived_from_a_file_is_read_as_it_is_whatever_the_model_type(tmp_path, kind, model_type, caplog):
-    """transformers has other tokenizers for these model types, which split texts in another way."""
+def test_the_tokenizer_of_a_derived_folder_does_not_depend_on_the_model_type(tmp_path, kind, model_type, caplog):
+    """transformers has other tokenizer classes for these model types, with other pre-tokenizers."""
     template = (
         "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | tojson }}\n{% endfor %}{{ x }}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -401,7 +401,7 @@ def test_a_folder_derived_from_a_file_is_read_as_it_is_whatever_the_model_type(t
     assert "regex" not in caplog.text
 
 
-def test_templates_longer_than_any_are_refused_and_shorter_ones_read_whole(tmp_path):
+def test_chat_templates_have_a_size_limit(tmp_path):
     longest = "x" * (4 << 20)
     write(tmp_path, byte_level("gpt-2", chat_template=longest))
     assert read_chat_template(tmp_path) == longest
@@ -467,7 +467,7 @@ def test_sampling_defaults_and_special_tokens():
 
 
 @pytest.mark.parametrize("value", [float("nan"), "hot", True])
-def test_a_sampling_default_that_is_no_number_is_refused(value):
+def test_a_sampling_default_that_is_not_a_number_is_refused(value):
     with pytest.raises(ModelError, match=r"sampling\.temp"):
         generation_config(vocabulary("a", **{"general.sampling.temp": value}))
 

@@ -47,10 +47,10 @@ SIZES = {"intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 3
 
 
 class Provider:
-    """The reference as provider, for inputs that are not rounded.
+    """The reference as provider; it does not round inputs, so that logits equal those of dequantized experts.
 
     Attributes:
-        prepared: The weights of each layer, as given.
+        prepared: The weights of each layer, as passed to `prepare`.
     """
 
     def __init__(self, *, declined: str = "") -> None:
@@ -77,8 +77,8 @@ def _with_float_inputs(weight: ExpertWeight) -> ExpertWeight:
 
 
 @pytest.fixture
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the families experts whose shards are whole groups and blocks."""
+def divisible_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets sizes of experts whose shards are whole groups and blocks."""
 
     def with_sizes(entry: Any) -> Any:
         def config() -> Any:
@@ -95,7 +95,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_gguf(name: str, folder: Path, *types: str) -> Path:
-    """A model folder of a GGUF file with experts of these types, one for each kind of matrix; the rest is Q8_0."""
+    """A model folder of a GGUF file. `types`: tensor types of gate, up and down of the experts; others are Q8_0."""
     plain = make_checkpoint(name, folder / "plain", tokenizer=False)
     of_kind = dict(zip(("gate_exps", "up_exps", "down_exps"), types, strict=True))
     file = write_gguf(
@@ -138,9 +138,9 @@ def logits(model: CausalLM) -> torch.Tensor:
     return run(PagedDriver(model))
 
 
-@pytest.mark.usefixtures("wide")
+@pytest.mark.usefixtures("divisible_sizes")
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_logits_are_those_of_dequantized_experts_on_any_rank(checkpoint: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_dequantized_experts_on_every_rank(checkpoint: str, tmp_path: Path) -> None:
     folder = CHECKPOINTS[checkpoint](tmp_path)
     plain = load_model(folder)
     assert not any(experts.stays_quantized for experts in experts_of(plain))
@@ -157,15 +157,15 @@ def test_logits_are_those_of_dequantized_experts_on_any_rank(checkpoint: str, tm
             assert not any("bias" not in name for name, _ in experts.named_parameters()), "no floats beside them"
         return logits(model)
 
-    for ranks in (1, 2) if checkpoint != "awq-latent deepseek3" else (1,):  # its groups of attention cannot be cut
+    for ranks in (1, 2) if checkpoint != "awq-latent deepseek3" else (1,):  # its attention weights cannot be sharded
         for found in run_ranks(ranks, packed):
             torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.usefixtures("wide")
+@pytest.mark.usefixtures("divisible_sizes")
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["mixtral", "gptoss"])
-def test_quantization_on_load_rounds_experts(name: str, quantization: str, tmp_path: Path) -> None:
+def test_quantization_on_load_quantizes_experts(name: str, quantization: str, tmp_path: Path) -> None:
     folder = make_checkpoint(name, tmp_path, tokenizer=False)
     provider, plain = Provider(), load_model(folder, quantization=quantization)
     model = load_model(folder, make_context(providers=provider.providers), quantization=quantization)
@@ -181,8 +181,8 @@ def test_quantization_on_load_rounds_experts(name: str, quantization: str, tmp_p
     torch.testing.assert_close(logits(model), logits(plain), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.usefixtures("wide")
-def test_ranks_round_their_shards_of_experts(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("divisible_sizes")
+def test_ranks_quantize_their_shards_of_experts(tmp_path: Path) -> None:
     folder = make_checkpoint("mixtral", tmp_path, tokenizer=False)
     wanted = logits(load_model(folder))
 
@@ -208,28 +208,28 @@ def test_stacked_experts_are_listed_once(tmp_path: Path) -> None:
     assert GGUF({"x.experts.3.w1": "Q8_0"}).format_of("x.experts.2.w1") == ""
 
 
-@pytest.mark.usefixtures("wide")
-def test_experts_are_rounded_and_dropped_one_by_one_while_they_are_loaded(
+@pytest.mark.usefixtures("divisible_sizes")
+def test_experts_are_quantized_and_freed_one_by_one_while_they_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not more than one expert's floats are filled at a time, and its weight exists only while it is converted."""
+    """At most one expert's floats are in memory at a time, and its weight exists only while it is converted."""
     folder = make_checkpoint("qwen3moe", tmp_path, tokenizer=False)
     floats: list[weakref.ref[torch.Tensor]] = []
     init, loaded = RTNMatrix.__init__, RTNMatrix.tensors_loaded
     live: list[int] = []
 
-    def noted(self: RTNMatrix, *args: Any) -> None:
+    def recording_init(self: RTNMatrix, *args: Any) -> None:
         init(self, *args)
         if self.layout.is_expert:
             assert self.floats is not None
             floats.append(weakref.ref(self.floats))
 
-    def counted(self: RTNMatrix) -> None:
+    def counting_tensors_loaded(self: RTNMatrix) -> None:
         live.append(sum(ref() is not None for ref in floats))
         loaded(self)
 
-    monkeypatch.setattr(RTNMatrix, "__init__", noted)
-    monkeypatch.setattr(RTNMatrix, "tensors_loaded", counted)
+    monkeypatch.setattr(RTNMatrix, "__init__", recording_init)
+    monkeypatch.setattr(RTNMatrix, "tensors_loaded", counting_tensors_loaded)
     alive: list[int] = []
 
     def prepare(pair: tuple[Sequence[ExpertWeight], Sequence[ExpertWeight]]) -> Any:
@@ -255,7 +255,7 @@ def test_experts_are_rounded_and_dropped_one_by_one_while_they_are_loaded(
     assert not any(isinstance(module, QuantizedMatrix) for module in model.modules())
 
 
-def test_an_item_is_read_once() -> None:
+def test_an_expert_weight_can_be_read_once() -> None:
     made: list[int] = []
     weights = ReadOnce([lambda i=i: made.append(i) for i in range(3)])  # type: ignore[misc,func-returns-value]
     assert len(weights) == 3 and made == []
@@ -264,8 +264,8 @@ def test_an_item_is_read_once() -> None:
         weights[1]
 
 
-def with_other_blocks(folder: Path) -> Path:
-    """A checkpoint that lists its experts in a type without block format, which the reader dequantizes."""
+def with_unsupported_blocks(folder: Path) -> Path:
+    """A checkpoint that lists its experts with an unsupported tensor type, which the reader dequantizes."""
     derived = make_gguf("mixtral", folder, "F16", "F16", "F16")
     config = json.loads((derived / "config.json").read_text())
     types = config["quantization_config"]["tensors"]
@@ -280,38 +280,38 @@ def float_formats() -> Iterator[tuple[str, Callable[[Path], Path], str]]:
     yield "column order", lambda folder: make_quantized("gptq-desc-act", folder, "qwen3moe").quantized, ""
     yield "declined", CHECKPOINTS["awq mixtral"], "'bits', 4"
     yield "declined blocks", CHECKPOINTS["gguf mixtral"], "q5_1"
-    yield "other blocks", with_other_blocks, ""
+    yield "other blocks", with_unsupported_blocks, ""
     yield "floats of GGUF", lambda folder: make_gguf("gptoss", folder, "F16", "F16", "Q8_0"), ""
 
 
-@pytest.mark.usefixtures("wide")
+@pytest.mark.usefixtures("divisible_sizes")
 @pytest.mark.parametrize(("checkpoint", "declined"), [pytest.param(*rest, id=name) for name, *rest in float_formats()])
-def test_other_experts_are_dequantized(checkpoint: Callable[[Path], Path], declined: str, tmp_path: Path) -> None:
+def test_unsupported_experts_are_dequantized(checkpoint: Callable[[Path], Path], declined: str, tmp_path: Path) -> None:
     folder, provider = checkpoint(tmp_path), Provider(declined=declined)
     model = load_model(folder, make_context(providers=provider.providers))
     assert not provider.prepared and not any(experts.stays_quantized for experts in experts_of(model))
     torch.testing.assert_close(logits(model), logits(load_model(folder)), atol=1e-5, rtol=0)
 
 
-@pytest.mark.usefixtures("wide")
-def test_shards_that_cut_a_block_are_dequantized(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("divisible_sizes")
+def test_shards_that_split_a_block_are_dequantized(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(SIZES, "intermediate_size", 96)
     for checkpoint in ("gguf mixtral", "gguf gptoss", "mxfp4 gptoss"):
         (tmp_path / checkpoint).mkdir()
         folder = CHECKPOINTS[checkpoint](tmp_path / checkpoint)
         wanted = logits(load_model(folder))
 
-        def cut(tp: GroupCoordinator, folder: Path = folder) -> torch.Tensor:
+        def sharded_logits(tp: GroupCoordinator, folder: Path = folder) -> torch.Tensor:
             model = load_model(folder, make_context(tp=tp, providers=Provider().providers))
             assert [experts.stays_quantized for experts in experts_of(model)] == [tp.world_size == 1] * 2
             return logits(model)
 
         for ranks in (1, 2):
-            for found in run_ranks(ranks, cut):
+            for found in run_ranks(ranks, sharded_logits):
                 torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.usefixtures("wide")
+@pytest.mark.usefixtures("divisible_sizes")
 def test_experts_of_different_formats_are_dequantized_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -335,8 +335,8 @@ def test_experts_of_different_formats_are_dequantized_and_logged_once(
     assert sum("different formats" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.usefixtures("wide")
-def test_blocks_are_the_bytes_of_the_file_and_inputs_of_16_bits_are_rounded(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("divisible_sizes")
+def test_blocks_have_the_bytes_of_the_file_and_16_bit_inputs_are_rounded(tmp_path: Path) -> None:
     folder = CHECKPOINTS["mxfp4 gptoss"](tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
         provider = Provider()
@@ -350,7 +350,7 @@ def test_blocks_are_the_bytes_of_the_file_and_inputs_of_16_bits_are_rounded(tmp_
                 assert all(part.data.is_contiguous() for part in weight.parts)
 
 
-def test_staging_takes_memory_when_it_is_written() -> None:
+def test_staging_memory_is_allocated_on_first_write() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
@@ -362,7 +362,7 @@ def test_staging_takes_memory_when_it_is_written() -> None:
 
 
 @pytest.mark.parametrize("columns", [6, 7])
-def test_nibbles_are_unpacked_as_they_were(columns: int) -> None:
+def test_packed_nibbles_are_unpacked_to_the_same_values(columns: int) -> None:
     values = torch.randint(-8, 8, (3, columns), dtype=torch.int8)
     packed = pack_nibbles(values)
     assert packed.shape == (3, (columns + 1) // 2) and torch.equal(unpack_nibbles(packed, columns), values)

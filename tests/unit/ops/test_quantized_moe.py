@@ -20,14 +20,14 @@ LINEAR = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_it_is_what_the_definition_says_for_every_format(dtype: str) -> None:
+def test_it_equals_the_definition_for_every_format(dtype: str) -> None:
     for trial in op_calls("quantized_moe", dtype):
         found, wanted = quantized_moe(*trial.make()), exact(trial)
         off = (found.double() - wanted).abs().max() / wanted.abs().max()
         assert off < tolerance(dtype, trial), f"{trial}: off by {off:.2g}"
 
 
-def test_each_expert_is_the_products_of_its_own_matrices() -> None:
+def test_each_expert_equals_the_linear_operations_of_its_matrices() -> None:
     trials = [trial for trial in op_calls("quantized_moe", "bfloat16") if len(trial.make()[0]) <= 3]
     assert {trial.facts["linear"] for trial in trials} == {linear.__name__ for linear in LINEAR.values()}
     for trial in trials:

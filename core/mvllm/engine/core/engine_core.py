@@ -360,9 +360,9 @@ class EngineCore:
         if self.config.model.kind.is_encoder:
             return no_kv_cache(self.config.model.max_model_len)
         needs = self._executor.kv_cache_needs()
-        given = self.config.cache.kv_cache_memory_bytes
+        configured = self.config.cache.kv_cache_memory_bytes
         choose_block_size(self.config, needs)
-        available = [given] * len(needs) if given is not None else self._executor.available_kv_bytes()
+        available = [configured] * len(needs) if configured is not None else self._executor.available_kv_bytes()
         return size_kv_cache(self.config, needs, available)
 
     def _allocate_kv_cache(self) -> None:

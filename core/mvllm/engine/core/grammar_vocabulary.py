@@ -21,8 +21,8 @@ def load_vocabulary(config: ModelConfig) -> Vocabulary:
     backend = deepcopy(tokenizer.backend)
     backend.no_padding()
     backend.no_truncation()
-    own = tokenizer.eos_token_id
-    ends = [*config.eos_token_ids, *([] if own is None else [own])]
+    eos = tokenizer.eos_token_id
+    ends = [*config.eos_token_ids, *([] if eos is None else [eos])]
     return Vocabulary(
         tokenizer=backend.to_str(),
         vocab_size=config.vocab_size,

@@ -95,13 +95,13 @@ def choose_block_size(config: EngineConfig, needs: Sequence[KVCacheNeeds]) -> in
         CacheError: A worker does not accept it, or no block size is accepted by all.
     """
     common = [size for size in needs[0].block_sizes if all(size in n.block_sizes for n in needs)]
-    asked = config.cache.block_size
-    if asked is None and common:
+    configured = config.cache.block_size
+    if configured is None and common:
         return common[0]
-    if asked not in common:
+    if configured not in common:
         accepted = ", ".join(map(str, common)) or "none"
-        raise CacheError(f"block_size {asked} was asked for, but the attention backend accepts {accepted}.")
-    return asked
+        raise CacheError(f"block_size {configured} was asked for, but the attention backend accepts {accepted}.")
+    return configured
 
 
 def size_kv_cache(config: EngineConfig, needs: Sequence[KVCacheNeeds], available: Sequence[int]) -> KVCacheSummary:
@@ -161,7 +161,7 @@ def _too_small_error(
     tightest = min(range(len(needs)), key=lambda i: available[i] / required_by[i])
     required, found = required_by[tightest], available[tightest]
     per_token = needs[tightest].bytes_per_token
-    asked = f"max_model_len {max_len:,} needs {_format_bytes(required)} of KV cache ({per_token:,} bytes per token)"
+    need = f"max_model_len {max_len:,} needs {_format_bytes(required)} of KV cache ({per_token:,} bytes per token)"
     if config.cache.kv_cache_memory_bytes is not None:
         limits = f"kv_cache_memory_bytes gives {_format_bytes(found)}"
         grow = f"raise kv_cache_memory_bytes to {required}"
@@ -175,7 +175,7 @@ def _too_small_error(
         limits = f"memory_utilization {config.cache.memory_utilization} leaves {_format_bytes(found)}"
         grow = "raise memory_utilization, or give the KV cache its size with kv_cache_memory_bytes"
     shrink = f"set max_model_len to {fits} or less, or " if fits > 0 else ""
-    return CacheError(f"{asked}, but {limits}. To fix it, {shrink}{grow}.")
+    return CacheError(f"{need}, but {limits}. To fix it, {shrink}{grow}.")
 
 
 def _format_bytes(num_bytes: int) -> str:

@@ -200,18 +200,18 @@ class InputProcessor:
 
     def _num_tokens_to_keep(self, params: SamplingParams | PoolingParams | None) -> int | None:
         """Tokens to keep at the end of a prompt, at most as many as fit in the context; None for no truncation."""
-        asked = getattr(params, "truncate_prompt_tokens", None)
-        if asked is None:
+        requested = getattr(params, "truncate_prompt_tokens", None)
+        if requested is None:
             return None
         limit = self._model.max_model_len
-        if asked > limit:
+        if requested > limit:
             raise RequestError(
                 f"truncate_prompt_tokens must be an integer from 1 to {limit}, the model's context (max_model_len), or "
-                f"-1; got {describe_value(asked)}",
+                f"-1; got {describe_value(requested)}",
                 parameter="truncate_prompt_tokens",
             )
         most = limit - self.num_reserved_tokens
-        return most if asked == -1 else min(asked, most)
+        return most if requested == -1 else min(requested, most)
 
     def _parse_prompt_dict(self, prompt: Mapping[str, Any], keep: int | None) -> _Prompt:
         for key in prompt:
@@ -365,9 +365,9 @@ class InputProcessor:
 
     def _end_token_ids(self) -> list[int]:
         ids = list(self._model.eos_token_ids)
-        own = self._tokenizer.eos_token_id if self._tokenizer is not None else None
-        if own is not None and own not in ids and 0 <= own < self._model.vocab_size:
-            ids.append(own)
+        eos = self._tokenizer.eos_token_id if self._tokenizer is not None else None
+        if eos is not None and eos not in ids and 0 <= eos < self._model.vocab_size:
+            ids.append(eos)
         return ids
 
     @staticmethod

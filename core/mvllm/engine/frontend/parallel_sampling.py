@@ -55,10 +55,10 @@ def _child_params(params: SamplingParams, index: int) -> SamplingParams:
     log-probabilities if the sequences are ranked by them."""
     seed = None if params.seed is None else _child_seed(params.seed, index)
     prompt_logprobs = params.prompt_logprobs if index == 0 else None
-    own = {"n": 1, "best_of": None, "seed": seed, "prompt_logprobs": prompt_logprobs}
+    changes = {"n": 1, "best_of": None, "seed": seed, "prompt_logprobs": prompt_logprobs}
     if params.is_ranked:
-        own |= {"logprobs": params.logprobs or 0, "output_kind": RequestOutputKind.FINAL_ONLY}
-    return msgspec.structs.replace(params, **own)
+        changes |= {"logprobs": params.logprobs or 0, "output_kind": RequestOutputKind.FINAL_ONLY}
+    return msgspec.structs.replace(params, **changes)
 
 
 def _child_seed(seed: int, index: int) -> int:

@@ -71,11 +71,11 @@ class ScoringRequests:
             )
         if processor.num_labels == 1:
             each = [processor.make_pair_prompt(first[i % len(first)], text, params) for i, text in enumerate(second)]
-            return cls([prompt for prompt, _ in each], [asked for _, asked in each], None)
-        asked = msgspec.structs.replace(params, normalize=True)
+            return cls([prompt for prompt, _ in each], [pair_params for _, pair_params in each], None)
+        embedding_params = msgspec.structs.replace(params, normalize=True)
         places = {text: i for i, text in enumerate(dict.fromkeys((*first, *second)))}
         pairs = [(places[first[i % len(first)]], places[text]) for i, text in enumerate(second)]
-        return cls(list(places), [asked] * len(places), pairs)
+        return cls(list(places), [embedding_params] * len(places), pairs)
 
     def outputs(self, answers: Sequence[PoolingRequestOutput]) -> list[ScoringRequestOutput]:
         """The scores, in the order of the pairs.

@@ -228,13 +228,14 @@ def _torch(candidates: Sequence[Candidate], imported: ForkResult) -> Checks:
 # --- platforms
 
 
-def _entry_points(candidates: Sequence[Candidate], asked: str | None) -> Checks:
+def _entry_points(candidates: Sequence[Candidate], requested: str | None) -> Checks:
     names = sorted({source.name for source in find_sources()})
     found = f"{len(names)} platform plugin(s): {', '.join(names)}" if names else "no platform plugin is installed"
     known = installable_platforms()
-    remedy = f"pip install mvllm-{asked}" if asked else f"pip install {known[0] if known else 'mvllm-<platform>'}"
-    if asked and not candidates:
-        found += f"; {asked!r} is not among them"
+    default = known[0] if known else "mvllm-<platform>"
+    remedy = f"pip install mvllm-{requested}" if requested else f"pip install {default}"
+    if requested and not candidates:
+        found += f"; {requested!r} is not among them"
     yield _check("platform.entry_points", bool(candidates), found, remedy)
 
 
@@ -319,19 +320,19 @@ def _torch_backends(candidates: Sequence[Candidate]) -> Checks:
     yield Check("torch.backends", CheckStatus.BROKEN if early else CheckStatus.WARNING, found_text, remedy)
 
 
-def _choice(candidates: Sequence[Candidate], asked: str | None) -> Checks:
+def _choice(candidates: Sequence[Candidate], requested: str | None) -> Checks:
     """The platform that an engine would choose now."""
     try:
-        chosen, reason = choose_candidate(candidates, asked)
+        chosen, reason = choose_candidate(candidates, requested)
     except PlatformError:
-        yield _unavailable_platform_check(candidates, asked)
+        yield _unavailable_platform_check(candidates, requested)
     else:
         yield Check("platform.choice", CheckStatus.OK, f"{chosen.name}, from {chosen.source}: {reason}")
 
 
-def _unavailable_platform_check(candidates: Sequence[Candidate], asked: str | None) -> Check:
+def _unavailable_platform_check(candidates: Sequence[Candidate], requested: str | None) -> Check:
     """Why an engine would find no platform."""
-    name = asked or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    name = requested or os.environ.get(ENVIRONMENT_VARIABLE) or None
     automatic = [c for c in candidates if c.spec is None or not c.spec.by_name_only]
     usable = [c for c in (automatic if name is None else candidates) if c.available and name in (None, c.name)]
     if len(usable) == 1:

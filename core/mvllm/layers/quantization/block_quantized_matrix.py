@@ -1,9 +1,9 @@
-"""BlockQuantizedMatrix: a matrix in the blocks of a GGUF file, for the operation `block_quantized_linear`.
+"""BlockQuantizedMatrix: a matrix of GGUF blocks, for the operation `block_quantized_linear`.
 
-checkpoint tensors, uint8                        this rank's matrix: parts with a format each
+checkpoint tensors, uint8                        this rank's matrix: each part has a format
 ┌──────────────────────────┐                     ┌────────────┐
-│  ┌───────┐  rows exactly,│   ───────────▶      │ q   (Q4_K) │   Columns are cut between blocks only; a matrix that
-│  └───────┘  columns in   │                     ├────────────┤   would be cut within a block is dequantized.
+│  ┌───────┐  rows exactly,│   ───────────▶      │ q   (Q4_K) │   Columns are split between blocks only. A matrix
+│  └───────┘  columns in   │                     ├────────────┤   whose shard splits a block is dequantized.
 │             whole blocks │                     │ k   (Q4_K) │
 └──────────────────────────┘                     ├────────────┤
                                                  │ v   (Q6_K) │
@@ -35,14 +35,14 @@ from mvllm.ops.registry import ResolvedOp
 
 
 class BlockQuantizedMatrix(QuantizedMatrix):
-    """Stages a layer's blocks on the host. Made by `build`.
+    """Stages a layer's blocks on the host. Created by `build`.
 
     Args:
         ctx: Build context.
-        layout: The parts of the matrix, one after the other; rows behind the last are zero.
+        layout: The adjacent parts of the matrix; rows after the last part are zero.
         formats: The format of each part.
         op: The operation `block_quantized_linear`; None for an expert.
-        facts: The facts that it was resolved with, without the number of rows.
+        facts: The facts of the operation, without the number of rows.
     """
 
     checkpoint_has_floats = True
@@ -65,9 +65,9 @@ class BlockQuantizedMatrix(QuantizedMatrix):
 
     @classmethod
     def build(cls, ctx: BuildContext, layout: MatrixLayout, formats: Sequence[str]) -> BlockQuantizedMatrix | None:
-        """The matrix; None if a part has no block format, blocks would be cut, or no provider has the operation.
+        """The matrix; None if a part has no block format, a block would be split, or no provider has the operation.
 
-        An expert needs no provider: its layer looks for one.
+        For an expert, no provider is needed here: its layer resolves `quantized_moe`.
         """
         if not all(name in BLOCK_FORMATS for name in formats) or not _is_in_order(layout):
             return None
@@ -132,12 +132,12 @@ class BlockQuantizedMatrix(QuantizedMatrix):
 
 
 def _is_in_order(layout: MatrixLayout) -> bool:
-    """Whether each part begins where the one before it ends."""
+    """Whether each part begins at the end of the previous one."""
     ends = [0, *(part.destination.stop for part in layout.parts)]
     return all(part.destination.start == end for part, end in zip(layout.parts, ends, strict=False))
 
 
 def _rows_of_parts(layout: MatrixLayout) -> list[int]:
-    """Rows from the beginning of each part to that of the next, or to the end of the matrix."""
+    """Number of rows from the start of each part to the start of the next, or to the end of the matrix."""
     starts = [part.destination.start for part in layout.parts]
     return [stop - start for start, stop in zip(starts, [*starts[1:], layout.out_features], strict=True)]

@@ -145,12 +145,12 @@ def _float8(group: HFConfig, weights: HFConfig) -> Float8Format:
     one_of(weights, ("symmetric",), (True,), default=True)
     inputs: Float8Inputs = "floats"
     if group.get("input_activations"):
-        given = _part(group, "input_activations", None, group.require("input_activations", dict))
-        one_of(given, ("num_bits",), (8,))
-        one_of(given, ("type",), ("float",))
-        if given.get("dynamic", False) is True:
+        activations = _part(group, "input_activations", None, group.require("input_activations", dict))
+        one_of(activations, ("num_bits",), (8,))
+        one_of(activations, ("type",), ("float",))
+        if activations.get("dynamic", False) is True:
             inputs = "dynamic"
-        elif given.get("strategy", "tensor") == "tensor":
+        elif activations.get("strategy", "tensor") == "tensor":
             inputs = "static"
     strategy = one_of(weights, ("strategy",), ("tensor", "channel", "group", "block"), default="tensor")
     if strategy == "block":

@@ -1,16 +1,16 @@
-"""Matrices of GGUF files that stay in the file's blocks, if the platform multiplies with them.
+"""Matrices of GGUF files that stay block-quantized if the platform supports `block_quantized_linear`.
 
 `quantization_config: {"quant_method": "gguf", "tensors": {module: type}}` lists the quantized matrices. The checkpoint
-offers each of them twice, and this method determines which one is read:
+provides each of them in two forms, and this class determines which one is read:
 
     <module>.packed_weight    uint8 [rows, row_bytes]    the blocks, for `block_quantized_linear`
-    <module>.weight           floats [rows, columns]     dequantized by the reader of the checkpoint
+    <module>.weight           floats [rows, columns]     dequantized by the checkpoint reader
 
 An expert's module is listed as `<block>.experts.*.<name>` if the matrices of all experts have one type. The matrices of
 GPT-OSS are stacked: `<module>.packed_weight` is uint8 [experts, rows, row_bytes], and the floats have no `.weight`.
 
-A tied head reads the blocks of the token embedding. The embedding looks its rows up in them where the platform can, and
-else reads the floats.
+A tied head reads the blocks of the token embedding. The embedding looks up rows in them if the platform supports it,
+else it reads the floats.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GGUF(QuantizationMethod):
         return matrix
 
     def format_of(self, module: str) -> str:
-        """The block format of a module's matrix, or of a stack of matrices; empty if it is not listed."""
+        """The block format of a module's matrix or stack of matrices; empty if it is not listed."""
         kind = self.types.get(module) or self.types.get(_EXPERT.sub(".experts.*.", module))
         return (kind or "").lower()
 

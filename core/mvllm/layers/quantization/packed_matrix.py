@@ -2,8 +2,8 @@
 
     checkpoint words (int32, 8 or 4 values each)      this rank's matrix (int8)
     ┌───────────────────────┐                         ┌──────────────┐
-    │  ┌─────────────┐      │   read: whole words,    │  part 1      │   the words of a rank's shard may contain values
-    │  │ covering    │      │   then unpacked and     ├──────────────┤   of adjacent shards, which are unpacked, too,
+    │  ┌─────────────┐      │   read: whole words,    │  part 1      │   boundary words of a shard may contain values
+    │  │ covering    │      │   then unpacked and     ├──────────────┤   of adjacent shards, which are unpacked as well
     │  └─────────────┘      │   trimmed               │  part 2      │   and dropped
     └───────────────────────┘                         └──────────────┘
 
@@ -33,7 +33,7 @@ class MatrixShard:
     """This rank's rows and columns of one checkpoint matrix.
 
     Attributes:
-        num_rows, num_columns, num_groups: Sizes of the whole matrix, and its scales per row.
+        num_rows, num_columns, num_groups: Sizes of the whole matrix, and number of scales per row.
         rows, columns, groups: This rank's ranges.
         bits: Bits of a value.
     """
@@ -48,7 +48,7 @@ class MatrixShard:
 
     @property
     def per_word(self) -> int:
-        """Values in a word of 32 bits."""
+        """Values per 32-bit word."""
         return 32 // self.bits
 
     @property
@@ -65,7 +65,7 @@ class MatrixShard:
         return slice(band.start // self.per_word, self.words(band.stop))
 
     def trim(self, values: torch.Tensor, band: slice, dim: int) -> torch.Tensor:
-        """The range's values out of the values of the words that cover it."""
+        """The values of a range, from the unpacked values of the words that contain it."""
         return values.narrow(dim, band.start % self.per_word, band.stop - band.start)
 
 
@@ -128,8 +128,8 @@ class PackedMatrix(IntegerMatrix):
         for part, share, staged in zip(self.layout.parts, self._shares, self.stored, strict=True):
             for suffix, stored in self._tensors(share).items():
                 parameter = staged.get_parameter(suffix)
-                everything = tuple(slice(0, size) for size in parameter.shape)
-                yield f"{part.name}.{suffix}", WeightTarget(parameter, stored.shape, stored.source, everything)
+                whole = tuple(slice(0, size) for size in parameter.shape)
+                yield f"{part.name}.{suffix}", WeightTarget(parameter, stored.shape, stored.source, whole)
 
     def expert_facts(self) -> ExpertFacts | None:
         return self._facts_of_expert() if self._how.order_tensor is None else None

@@ -28,8 +28,8 @@ Lookup = Callable[..., torch.Tensor]
 """The operation `embedding`, or a provider's lookup in a prepared weight."""
 
 _OWN_PAGES = 1 << 17
-"""Bytes from which a staged tensor has pages of its own. A process may have 65,530 ranges of pages, where adjacent ones
-count once."""
+"""Size in bytes from which a staged tensor has its own memory mapping. Linux allows 65,530 mappings per process, of
+which adjacent ones count once."""
 
 ExpertFacts = tuple[str, tuple[tuple[str, Any], ...]]
 """Name of a linear operation, and a weight's facts without sizes and bias, sorted, as the facts of `quantized_moe`."""
@@ -38,10 +38,10 @@ ExpertFacts = tuple[str, tuple[tuple[str, Any], ...]]
 class QuantizedMatrix(nn.Module, ABC):
     """The `weight` of a quantized layer until its tensors are loaded.
 
-    The matrix of an expert (`layout.is_expert`) gives its layer `expert_weight` or `dequantized` instead of `finish`.
+    For an expert's matrix (`layout.is_expert`), its layer calls `expert_weight` or `dequantized` instead of `finish`.
 
     Attributes:
-        checkpoint_has_floats: A layer may read the `.weight` of its parts as floats instead.
+        checkpoint_has_floats: Whether a layer may instead read `.weight` of the parts as floats.
     """
 
     checkpoint_has_floats: ClassVar[bool] = False
@@ -58,15 +58,15 @@ class QuantizedMatrix(nn.Module, ABC):
     def lookup(self) -> Lookup | None:
         """The operation `embedding` on the weight of `finish`; None (the default) if its rows cannot be read.
 
-        With it the token embedding of a tied head is read from the head's weight, and is not loaded itself.
+        It lets the token embedding of a tied head read the head's weight, so that it is not loaded separately.
         """
         return None
 
     def dequantized(self, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Called instead of `finish`: the dequantized matrix, [out_features, num_columns].
 
-        For layers with their own multiplication. The default multiplies unit vectors; subclasses should override it if
-        they can dequantize directly.
+        For layers with their own matrix products. The default multiplies unit vectors; subclasses that can dequantize
+        directly should override it.
         """
         product, weight = self.finish()
         return product(torch.eye(num_columns, dtype=dtype, device=device), weight, None).T.contiguous()
@@ -80,9 +80,9 @@ class QuantizedMatrix(nn.Module, ABC):
         return
 
     def tensors_loaded(self) -> None:
-        """Called before `expert_weight`, when every target is filled. It may reduce the memory that is held until then.
+        """Called before `expert_weight`, when every target is filled. May reduce the staging memory.
 
-        It may be left out.
+        The call is optional.
         """
         return
 
@@ -98,7 +98,7 @@ class QuantizedMatrix(nn.Module, ABC):
             activation: The operation that follows the product otherwise.
 
         Returns:
-            Whether the linear op of `finish` includes it; False by default.
+            Whether the linear op of `finish` includes the activation; False by default.
         """
         return False
 
@@ -141,7 +141,7 @@ class IntegerMatrix(QuantizedMatrix):
 
     @abstractmethod
     def read(self) -> tuple[QuantizedWeight, torch.Tensor | None]:
-        """The weight, on the host, and its column order: column i belongs to input element `order[i]`.
+        """The weight on the host, and its column order: column i is multiplied with input element `order[i]`.
 
         The order is None if columns are in input order.
         """
@@ -205,7 +205,7 @@ def empty_integer_weight(out_features: int, in_features: int, format: IntegerFor
 
 
 def on_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
-    """A copy of the weight on the device; the weight itself if it is there."""
+    """The weight on the device; a copy only if it is elsewhere."""
     zero_points = None if weight.zero_points is None else weight.zero_points.to(device)
     return replace(weight, values=weight.values.to(device), scales=weight.scales.to(device), zero_points=zero_points)
 
@@ -222,20 +222,20 @@ def integer_facts(in_features: int, format: IntegerFormat) -> ExpertFacts:
 
 
 def expert_facts(op: str, facts: Mapping[str, Any]) -> ExpertFacts:
-    """The facts of a linear operation as those of an expert."""
+    """The facts of a linear operation as facts of an expert."""
     return op, tuple(sorted((k, v) for k, v in facts.items() if k not in ("in_features", "out_features", "bias")))
 
 
 def staging(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """A host parameter for a checkpoint tensor, filled with zeros. Its memory is allocated on first write.
 
-    Large ones have pages of their own, which the system gets back when they are dropped. The heap of the C library
-    keeps freed memory between what is still used, so that loading would need the staging of all layers beside the
-    results.
+    Large ones have their own memory mapping, which is returned to the system when they are freed. The C library's heap
+    keeps freed memory between used blocks, so that loading would need the staging memory of all layers in addition to
+    the results.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes >= _OWN_PAGES:
-        with suppress(OSError):  # there are too many ranges
+        with suppress(OSError):  # too many mappings
             pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             return nn.Parameter(torch.frombuffer(pages, dtype=dtype).view(shape), requires_grad=False)
     return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)

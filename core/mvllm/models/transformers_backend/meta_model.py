@@ -213,17 +213,17 @@ class MetaModel:
         run = DryRun(num_tokens, self._config.max_model_len)
         inputs = torch.zeros((1, num_tokens), dtype=torch.int32, device="meta")
         positions = torch.zeros((1, num_tokens), dtype=torch.int32, device="meta")
-        watch = CrossTokenOpDetector(num_tokens, positions)
+        detector = CrossTokenOpDetector(num_tokens, positions)
         try:
             with torch.inference_mode(), run.active(self.causal.config), _plain_rope(self.layers):
                 ones = torch.ones((1, num_tokens), dtype=torch.bool, device="meta")
-                with watch:
+                with detector:
                     hidden = self.layers(
                         input_ids=inputs, position_ids=positions, attention_mask=ones, use_cache=False
                     ).last_hidden_state
-                given = PrecomputedHiddenStates()
-                set_module(self.causal, self.layers_name, given)
-                given.hidden = hidden
+                precomputed = PrecomputedHiddenStates()
+                set_module(self.causal, self.layers_name, precomputed)
+                precomputed.hidden = hidden
                 logits = self.causal(input_ids=inputs, attention_mask=ones, use_cache=False).logits
         except UnsupportedModelError as e:
             raise self._unsupported(str(e)) from e
@@ -241,7 +241,7 @@ class MetaModel:
         if len(run.attention) != self._config.num_layers:
             found, expected = len(run.attention), self._config.num_layers
             raise self.refusal(f"{found} of its {expected} layers call transformers' attention interface")
-        if not watch.reads_positions:
+        if not detector.reads_positions:
             raise self.refusal("it does not use the positions that it is given")
         return run.attention
 

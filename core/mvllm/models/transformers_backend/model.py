@@ -64,9 +64,9 @@ class TransformersForCausalLM(CausalLM):
                 "devices."
             )
         skeleton = MetaModel(config, ctx.dtype, ctx.tp)
-        given = skeleton.causal.get_submodule(skeleton.layers_name)
-        assert isinstance(given, PrecomputedHiddenStates), "the dry run leaves it there"
-        self._given = [given]  # in a list: it is a submodule of the head
+        precomputed = skeleton.causal.get_submodule(skeleton.layers_name)
+        assert isinstance(precomputed, PrecomputedHiddenStates), "the dry run leaves it there"
+        self._precomputed = [precomputed]  # in a list: it is a submodule of the head
         self._now = CurrentStep()
         self._renaming = skeleton.renaming
         self._unexpected = [re.compile(p) for p in skeleton.causal._keys_to_ignore_on_load_unexpected or ()]
@@ -96,11 +96,11 @@ class TransformersForCausalLM(CausalLM):
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        given = self._given[0]
-        given.hidden = hidden[None]
+        precomputed = self._precomputed[0]
+        precomputed.hidden = hidden[None]
         ids = torch.zeros((1, len(hidden)), dtype=torch.int32, device=hidden.device)  # not read
         logits: torch.Tensor = self.head(input_ids=ids, use_cache=False).logits[0]
-        given.hidden = None
+        precomputed.hidden = None
         return logits
 
     def weight_targets(self) -> dict[str, list[WeightTarget]]:
@@ -221,11 +221,11 @@ def _targets(
             (piece.name, WeightTarget(parameter, piece.shape, tuple(slice(0, n) for n in piece.shape), piece.place))
             for piece in pieces
         ]
-    everything = tuple(slice(0, size) for size in parameter.shape)
+    whole = tuple(slice(0, size) for size in parameter.shape)
     if skeleton.cuts.style_of(name) is ParallelStyle.REPLICATED:
-        return [(name, WeightTarget(parameter, tuple(parameter.shape), everything, everything))]
+        return [(name, WeightTarget(parameter, tuple(parameter.shape), whole, whole))]
     size = parameter.shape[0] * ctx.tp.world_size  # a vector with an element per output, see MetaModel
-    return [(name, WeightTarget(parameter, (size,), (shard_slice(size, ctx.shares, "elements"),), everything))]
+    return [(name, WeightTarget(parameter, (size,), (shard_slice(size, ctx.shares, "elements"),), whole))]
 
 
 def _stored_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:

@@ -194,10 +194,10 @@ class CallDetector(nn.Module):
         self._original, self._name = [original], name  # in a list, so that it is not registered as a submodule
 
     def __getattr__(self, name: str) -> Any:
-        own = self.__dict__.get("_original")
-        if own is None or name == "_original":
+        original = self.__dict__.get("_original")
+        if original is None or name == "_original":
             return super().__getattr__(name)
-        found = getattr(own[0], name)
+        found = getattr(original[0], name)
         return CallDetector(found, f"{self._name}.{name}") if isinstance(found, nn.Module) else found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -167,7 +167,7 @@ def test_slots_of_minus_one_store_nothing(
     layout.slot_mapping[:] = -1
     harness.write(layout, keys, values)
     assert_same(before, contents(harness), "a step whose slots are all -1")
-    # Else the comparison above would prove nothing.
+    # `contents` must show a write, otherwise the comparison above would always succeed.
     layout.slot_mapping[0] = 2 * harness.block_size
     harness.write(layout, keys, values)
     assert any(not torch.equal(old, new) for old, new in zip(before, contents(harness), strict=True)), (
@@ -202,7 +202,7 @@ def test_a_write_touches_no_slot_that_it_was_not_given(
 
 
 def skip_default_copy_blocks(backend: AttentionBackend) -> None:
-    """Ends a test of `copy_blocks` where the backend keeps the default, which core's own tests cover."""
+    """Skips a test of `copy_blocks` if the backend inherits the default, which core's tests cover."""
     if type(backend).copy_blocks is AttentionBackend.copy_blocks:
         skip_not_claimed("copy_blocks")
 

@@ -24,14 +24,14 @@ PLUGIN_API = "mvllm.plugin_api"
 OWN_TESTS = "mvllm.testing"
 
 
-def inspect_plugin(platform_under_test: PlatformUnderTest, **order: Any) -> dict[str, Any]:
+def inspect_plugin(platform_under_test: PlatformUnderTest, **arguments: Any) -> dict[str, Any]:
     """Findings of `_probe_process` about the plugin."""
     assert platform_under_test.candidate is not None, (
         f"no installed distribution offers a platform {platform_under_test.name!r}"
     )
     module = platform_under_test.candidate.source.entry_point.partition(":")[0]
-    whole = {"module": module, "bind_after_fork": False, **order}
-    return run_in_subprocess("mvllm.testing._probe_process", whole, environment=platform_under_test.environment)
+    settings = {"module": module, "bind_after_fork": False, **arguments}
+    return run_in_subprocess("mvllm.testing._probe_process", settings, environment=platform_under_test.environment)
 
 
 @pytest.fixture(scope="module")

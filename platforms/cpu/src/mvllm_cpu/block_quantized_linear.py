@@ -1,11 +1,11 @@
-"""Linear layers with the blocks of GGUF files and the compiled kernels; weights are packed once after loading.
+"""Linear layers with block-quantized (GGUF) weights and the compiled kernels; weights are packed once after loading.
 
 The packed weight interleaves the columns of a product and has about as many bytes as the file (csrc/block_linear.h).
-There are two kinds of product. With *int8 activations*, runs of 32 elements of x are rounded to int8 as the reference
-does it, and sums within a group of a block are exact integers, which are scaled and added in float32. *Weight-only*
-products multiply the dequantized weight with x, in float32.
+There are two kinds of product. With *int8 activations*, runs of 32 elements of x are rounded to int8 as in the
+reference; sums within a group of a block are exact integers, which are scaled and added in float32. *Weight-only*
+products multiply x by the dequantized weight in float32.
 
-A row's result depends neither on the other rows nor on their number.
+A row's result does not depend on the other rows or their number.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FORMATS = ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4", "q5_0", "q5_
 """In the order of `BlockFormat` in csrc/block_linear.h."""
 
 ALIGNMENT = 64
-"""Parts begin at multiples of so many bytes: a line of the cache."""
+"""Alignment of the parts of a packed weight in bytes: a cache line."""
 
 STRIP = 16
-"""Columns that kernels handle together (csrc/kernels.h)."""
+"""Columns that kernels compute together (csrc/kernels.h)."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class PackedBlockWeight:
     Attributes:
         data: The packed blocks, uint8.
         parts: [parts, 4], int64: format, offset of its first tile, first column and number of columns of each part.
-        out_features, in_features: The weight's.
-        int8_activations: How it is multiplied.
-        dtype: Of rows that are looked up.
+        out_features, in_features: Sizes of the weight.
+        int8_activations: Whether inputs are rounded to int8.
+        dtype: Dtype of looked-up rows.
     """
 
     data: torch.Tensor
@@ -107,7 +107,7 @@ class BlockQuantizedLinear:
         return reasons
 
     def supports_silu(self, case: OpCase) -> list[str]:
-        """Reasons why the product and the activation behind it stay two operations."""
+        """Reasons why the product and its activation are not fused."""
         size = case.facts["size"]
         reasons = self.supports(case)
         if size % STRIP:
@@ -119,11 +119,11 @@ class BlockQuantizedLinear:
         return self._packed(weight, weight.parts)
 
     def pack_halves(self, weight: BlockQuantizedWeight) -> PackedBlockWeight:
-        """The same, with parts cut so that the two halves of the rows have parts of the same sizes."""
+        """Like `pack`, with parts split so that both halves of the rows consist of parts of the same sizes."""
         return self._packed(weight, halves_of(weight))
 
     def layout(self, parts: Sequence[BlockQuantizedPart], in_features: int) -> tuple[torch.Tensor, int]:
-        """Where the packed parts of a weight are.
+        """Memory layout of the packed parts of a weight.
 
         Returns:
             [parts, 4], int64, see PackedBlockWeight; and the bytes of all parts, a multiple of ALIGNMENT.
@@ -139,7 +139,7 @@ class BlockQuantizedLinear:
     def pack_parts(
         self, parts: Sequence[BlockQuantizedPart], in_features: int, layout: torch.Tensor, to: torch.Tensor
     ) -> None:
-        """Packs parts as `layout` says into `to`, uint8, which holds zeros before."""
+        """Packs parts into `to`, uint8 and filled with zeros, with the offsets in `layout`."""
         for part, (code, offset, _, rows) in zip(parts, layout.tolist(), strict=True):
             blocks = rows_of(part.data)
             self._pack(blocks.data_ptr(), blocks.stride(0), to.data_ptr() + offset, rows, in_features, code)
@@ -153,11 +153,11 @@ class BlockQuantizedLinear:
     def block_quantized_linear_silu_and_mul(
         self, x: torch.Tensor, weight: PackedBlockWeight, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """silu of the first half of the product, times the second; bit for bit what the two operations give."""
+        """silu(first half) * second half of the product; bit-identical to the separate operations."""
         return self._call(self._product_silu, x, weight, bias, weight.out_features // 2)
 
     def lookup(self, ids: torch.Tensor, weight: PackedBlockWeight, first: int | None = None) -> torch.Tensor:
-        """Rows of a packed weight, which so need not be kept in another form for the token embedding."""
+        """Rows of a packed weight, so that a tied token embedding needs no second copy."""
         ids = listed(ids)
         out = workspace.empty((*ids.shape, weight.in_features), weight.dtype)
         self._lookup(
@@ -204,17 +204,17 @@ class BlockQuantizedLinear:
 
 
 def halves_of(weight: BlockQuantizedWeight) -> list[BlockQuantizedPart]:
-    """The parts of a weight, cut so that the two halves of its rows have parts of the same sizes."""
+    """The parts of a weight, split so that both halves of its rows consist of parts of the same sizes."""
     half = weight.shape[0] // 2
     ends, row = {half}, 0
     for part in weight.parts:
         row += len(part.data)
         ends |= {row, row - half, row + half}
-    cuts = sorted(end for end in ends if 0 < end < 2 * half)
+    boundaries = sorted(end for end in ends if 0 < end < 2 * half)
     parts: list[BlockQuantizedPart] = []
     first = 0
     for part in weight.parts:
-        inner = [cut - first for cut in cuts if first < cut < first + len(part.data)]
+        inner = [boundary - first for boundary in boundaries if first < boundary < first + len(part.data)]
         parts += [BlockQuantizedPart(part.format, piece) for piece in part.data.tensor_split(inner)]
         first += len(part.data)
     return parts

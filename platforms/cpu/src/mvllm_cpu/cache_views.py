@@ -1,7 +1,7 @@
 """Views of a layer's KV cache by block, token and head, for the conformance suite; steps do not use them.
 
-The arrangement is that of `csrc/kernels.h`: keys with tokens side by side, values with dimensions side by side, and
-both in pairs where the storage dtype is bfloat16 or has 8 bits.
+The layout is that of `csrc/kernels.h`: tokens of keys are adjacent, dimensions of values are adjacent, and both are in
+pairs if the storage dtype is bfloat16 or has 8 bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 _PAIRED = (torch.bfloat16, torch.int8, torch.uint8)
 ONE = {torch.int8: 1, torch.uint8: 0x38}
-"""The code of 1, by what holds the codes: int8, and the bits of float8_e4m3fn."""
+"""The code of the number 1, by storage dtype: int8, and float8_e4m3fn stored as uint8."""
 
 
 def key_views(part: torch.Tensor, size: int) -> list[torch.Tensor]:
@@ -29,7 +29,7 @@ def key_views(part: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 
 def value_view(part: torch.Tensor, size: int) -> torch.Tensor:
-    """A view [num_blocks, block_size // n, n, num_kv_heads, size] of values, n = 2 where they lie in pairs, else 1.
+    """A view [num_blocks, block_size // n, n, num_kv_heads, size] of values; n is 2 if values are in pairs, else 1.
 
     Args:
         part: [num_blocks, num_kv_heads, padded size, block_size] as allocated.
@@ -41,7 +41,7 @@ def value_view(part: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def read_key(part: torch.Tensor, size: int, blocks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Keys of the tokens at these places of these blocks, [n, num_kv_heads, size]."""
+    """Keys [n, num_kv_heads, size] of the tokens with these block ids and offsets in the block."""
     read = [view[blocks, tokens] for view in key_views(part, size)]
     if len(read) == 1:
         return read[0]
@@ -51,18 +51,18 @@ def read_key(part: torch.Tensor, size: int, blocks: torch.Tensor, tokens: torch.
 
 
 def read_value(part: torch.Tensor, size: int, blocks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Values of the tokens at these places of these blocks, [n, num_kv_heads, size]."""
+    """Values [n, num_kv_heads, size] of the tokens with these block ids and offsets in the block."""
     view = value_view(part, size)
     n = view.shape[2]
     return view[blocks, tokens // n, tokens % n]
 
 
 def read_scales(part: torch.Tensor, blocks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Scales [n, num_kv_heads] of [num_blocks, num_kv_heads, block_size]."""
+    """Scales [n, num_kv_heads] of these tokens from `part`, [num_blocks, num_kv_heads, block_size]."""
     return part.transpose(1, 2)[blocks, tokens]
 
 
 def fill(views: Sequence[torch.Tensor], value: float) -> None:
-    """Makes the elements `value`, codes 1."""
+    """Sets all elements to `value`; 8-bit codes to the code of 1, since scales are set to `value`."""
     for view in views:
         view.fill_(ONE.get(view.dtype, value))

@@ -19,9 +19,9 @@ def checks() -> list[Check]:
 
 def _kernels() -> Check:
     loaded = kernels.load()
-    asked = os.environ.get("MVLLM_CPU_ISA")
-    if loaded.library is not None and asked and asked not in (loaded.isa, loaded.quantized_isa):
-        found = f"MVLLM_CPU_ISA={asked} cannot run here or does not exist; the kernels run with {loaded.isa}."
+    requested = os.environ.get("MVLLM_CPU_ISA")
+    if loaded.library is not None and requested and requested not in (loaded.isa, loaded.quantized_isa):
+        found = f"MVLLM_CPU_ISA={requested} cannot run here or does not exist; the kernels run with {loaded.isa}."
         return Check(
             "platform.cpu.kernels",
             CheckStatus.WARNING,
@@ -38,10 +38,10 @@ def _kernels() -> Check:
 
 
 def _threads() -> Check:
-    cores, asked = len(host_resources.physical_cores()), host_resources.threads_asked_for()
+    cores, requested = len(host_resources.physical_cores()), host_resources.threads_asked_for()
     chosen = host_resources.describe_threads(host_resources.usable_threads())
     found = f"{host_resources.processor_name()}, threads that compute: {chosen}"
-    if asked is not None and asked > cores:
+    if requested is not None and requested > cores:
         return Check(
             "platform.cpu.threads",
             CheckStatus.WARNING,

@@ -1,8 +1,8 @@
-"""Cores, memory nodes and memory that this process may use. Read from /proc and /sys, never changed here.
+"""Cores, NUMA nodes and memory that this process may use. Read from /proc and /sys, never changed here.
 
-Three things narrow what the hardware offers: the affinity mask that the process was started with, the CPU quota of its
-control group, and the memory limit of its control group. All three are respected; a container sees its own share. Of
-nested control groups the tightest limit counts.
+Three settings limit the use of the hardware: the affinity mask of the process, and the CPU quota and the memory limit
+of its control group. All three are respected, so a container uses its own share. With nested control groups, the
+lowest limit counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Core:
 
     Attributes:
         cpu: Number of that hardware thread.
-        node: Memory node that the core is nearest to.
+        node: The core's NUMA node.
     """
 
     cpu: int
@@ -46,22 +46,22 @@ def allowed_cpus(pid: int = 0) -> list[int]:
 
 
 def physical_cores(cpus: Iterable[int] | None = None) -> list[Core]:
-    """One entry per physical core of `cpus`, ordered by memory node and then by number; by default, of those allowed.
+    """One entry per physical core of `cpus` (default: the allowed CPUs), ordered by NUMA node and then by number.
 
-    A second hardware thread of a core adds nothing to arithmetic that already fills the core's vector units.
+    A second hardware thread of a core does not speed up arithmetic that saturates the core's vector units.
     """
     seen: set[tuple[str, ...]] = set()
     cores = []
     for cpu in sorted(allowed_cpus() if cpus is None else cpus):
-        identity = _identity_of_core(cpu)
-        if identity not in seen:
-            seen.add(identity)
+        key = _core_key(cpu)
+        if key not in seen:
+            seen.add(key)
             cores.append(Core(cpu=cpu, node=_node_of(cpu)))
     return sorted(cores, key=lambda core: (core.node, core.cpu))
 
 
-def _identity_of_core(cpu: int) -> tuple[str, ...]:
-    """Equal for the hardware threads of one physical core. A hardware thread that nothing is known of is one core."""
+def _core_key(cpu: int) -> tuple[str, ...]:
+    """A key that is equal for all hardware threads of a physical core. Without topology data, each CPU is a core."""
     topology = SYS / f"devices/system/cpu/cpu{cpu}/topology"
     for name in ("thread_siblings_list", "core_cpus_list"):
         siblings = _read(topology / name)
@@ -72,7 +72,7 @@ def _identity_of_core(cpu: int) -> tuple[str, ...]:
 
 
 def cpu_quota() -> float | None:
-    """Cores' worth of time that the control group and those above it grant, or None where they grant all."""
+    """CPU quota in cores: the lowest of the control group and its parents; None without a quota."""
     granted = []
     for folder in _cgroup_folders("cpu"):
         for limit in (
@@ -85,18 +85,18 @@ def cpu_quota() -> float | None:
 
 
 def threads_asked_for() -> int | None:
-    """What the user set OMP_NUM_THREADS to, or None. The first number counts where it is a list."""
+    """The user's OMP_NUM_THREADS, or None. Of a list, the first number counts."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else None
 
 
 def usable_threads() -> int:
-    """Threads that a worker alone on this machine should compute with."""
-    return threads_asked_for() or _within_quota(len(physical_cores()))
+    """Number of compute threads of a worker that is alone on this machine."""
+    return threads_asked_for() or _threads_within_quota(len(physical_cores()))
 
 
 def num_cores_of_processes(pids: Iterable[int]) -> int:
-    """Cores that these processes have together at any time: of a quota of 1.5 cores, one."""
+    """Number of cores that these processes can use together at any time: one with a quota of 1.5 cores."""
     cpus: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -107,11 +107,11 @@ def num_cores_of_processes(pids: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class CoreShare:
-    """What one of several workers on this machine gets.
+    """The cores and threads of one of several workers on this machine.
 
     Attributes:
         cpus: Hardware threads to run on, one per physical core.
-        threads: Threads to compute with.
+        threads: Number of compute threads.
     """
 
     cpus: tuple[int, ...]
@@ -119,13 +119,13 @@ class CoreShare:
 
 
 def core_share(local_rank: int, local_world_size: int) -> CoreShare:
-    """Divides the cores among the workers of this machine, memory nodes kept whole where possible.
+    """Divides the cores among the workers of this machine, without splitting NUMA nodes if possible.
 
-    Cores are ordered by node, so contiguous shares cross a node only if the shares do not divide it:
+    Cores are ordered by node, so contiguous shares cross a node boundary only if the shares do not divide a node:
 
         2 nodes of 4 cores, 2 workers:   0000 | 1111        4 workers:   00 | 00 | 11 | 11
 
-    More workers than cores share cores, in turn.
+    If there are more workers than cores, workers share cores round-robin.
     """
     cores = [core.cpu for core in physical_cores()]
     if local_world_size > len(cores):
@@ -134,33 +134,34 @@ def core_share(local_rank: int, local_world_size: int) -> CoreShare:
         begin = local_rank * len(cores) // local_world_size
         end = (local_rank + 1) * len(cores) // local_world_size
         cpus = cores[begin:end]
-    granted = max(1, _within_quota(len(cores)) // local_world_size)
+    granted = max(1, _threads_within_quota(len(cores)) // local_world_size)
     threads = threads_asked_for() or min(len(cpus), granted)
     return CoreShare(cpus=tuple(cpus), threads=threads)
 
 
-def _within_quota(cores: int) -> int:
-    """Threads for a quota, which is rounded half up.
+def _threads_within_quota(cores: int) -> int:
+    """Number of threads for the CPU quota, rounded half up.
 
     The system stops all threads of a group that has used its quota for the rest of the period (100 ms by default).
-    Two threads with a quota of 1.5 are stopped for a quarter of the time, and still compute more than one thread.
-    With 1.2 it would be two fifths, and one thread leaves the rest of the quota to the engine's other threads.
+    With a quota of 1.5, two threads are stopped for a quarter of the time and still compute more than one thread.
+    With 1.2, they would be stopped for two fifths, so one thread is used, and the rest of the quota is left to the
+    engine's other threads.
     """
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota + 0.5)))
 
 
 def describe_threads(threads: int, workers: int = 1, allowed: Iterable[int] | None = None) -> str:
-    """How many of the machine's CPUs a worker computes with, and why not all: '2 of 8 CPUs: cgroup quota 1.5'.
+    """Number of CPUs that a worker computes with, and why not all: '2 of 8 CPUs: cgroup quota 1.5'.
 
     Args:
-        threads: The threads of a worker.
+        threads: Compute threads of the worker.
         workers: Workers that share this machine.
         allowed: Hardware threads that all workers may run on; by default those of this process.
     """
     allowed = allowed_cpus() if allowed is None else list(allowed)
     total, quota, cores = os.cpu_count() or 1, cpu_quota(), len(physical_cores(allowed))
-    within = _within_quota(cores)
+    within = _threads_within_quota(cores)
     reasons = []
     if len(allowed) < total:
         reasons.append(f"the process may run on {len(allowed)}")
@@ -170,9 +171,9 @@ def describe_threads(threads: int, workers: int = 1, allowed: Iterable[int] | No
         reasons.append(f"cgroup quota {quota:g}")
     if workers > 1:
         reasons.append(f"{workers} workers share them")
-    if threads != max(1, within // workers):  # the platform sets the variable too, to this number
-        asked = threads_asked_for()
-        reasons = [f"OMP_NUM_THREADS={asked}" if asked == threads else "set in this process before the engine"]
+    if threads != max(1, within // workers):  # the platform also sets the variable, to this number
+        requested = threads_asked_for()
+        reasons = [f"OMP_NUM_THREADS={requested}" if requested == threads else "set in this process before the engine"]
     return f"{threads} of {total} CPUs" + (f": {', '.join(reasons)}" if reasons else "")
 
 
@@ -197,19 +198,19 @@ def processor_name() -> str:
 
 
 def memory_total() -> int:
-    """Bytes that this process could ever use: installed memory, or the control group's limit where lower."""
+    """Memory limit of this process in bytes: installed memory, or the control group's limit if lower."""
     installed = _meminfo().get("MemTotal") or _installed_memory()
     return min([installed, *(limit for limit, _ in _cgroup_memory())])
 
 
 def memory_free() -> int:
-    """Bytes that could be allocated now without pushing anything out, all processes considered."""
+    """Bytes that can be allocated now without swapping, given the memory of all processes."""
     free = _meminfo().get("MemAvailable") or memory_total() // 2
     return max(0, min([free, *(limit - used for limit, used in _cgroup_memory())]))
 
 
 def resident_memory() -> tuple[int, int]:
-    """Bytes of this process in memory: now, and at most since `reset_peak_resident_memory`."""
+    """Resident memory of this process in bytes: current, and peak since `reset_peak_resident_memory`."""
     fields = _kilobyte_fields(_read(PROC / "self/status"))
     if "VmRSS" in fields:
         return fields["VmRSS"], max(fields.get("VmHWM", 0), fields["VmRSS"])
@@ -221,7 +222,7 @@ def resident_memory() -> tuple[int, int]:
 
 
 def reset_peak_resident_memory() -> bool:
-    """Starts the peak anew from what is resident now. False where the system does not allow it."""
+    """Resets the peak to the current resident memory. False if the system does not allow it."""
     try:
         (PROC / "self/clear_refs").write_text("5")
     except OSError:
@@ -257,12 +258,12 @@ def _cgroup_memory() -> list[tuple[int, int]]:
         ):
             limit, used = _read(folder / limit_file), _read(folder / used_file)
             if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:
-                found.append((int(limit), max(0, int(used) - _droppable(folder))))
+                found.append((int(limit), max(0, int(used) - _cached_file_bytes(folder))))
     return found
 
 
-def _droppable(folder: Path) -> int:
-    """Bytes of cached files that the kernel drops before it refuses memory."""
+def _cached_file_bytes(folder: Path) -> int:
+    """Bytes of cached files, which the kernel drops before an allocation fails."""
     for line in _read(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file") and value.isdigit():
@@ -271,9 +272,9 @@ def _droppable(folder: Path) -> int:
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
-    """Folders of this process's control group and of those above it, for either version of control groups.
+    """Folders of this process's control group and its parents, for cgroup v1 and v2.
 
-    A container sees its own group as the top of a mount, and groups above that not at all.
+    In a container the mount starts at its own group; parent groups are not visible.
     """
     root = SYS / "fs/cgroup"
     folders: list[Path] = []
@@ -296,7 +297,7 @@ def _cgroup_folders(controller: str) -> list[Path]:
 
 
 def _cgroup_mounts(controller: str | None) -> Iterator[tuple[str, Path]]:
-    """(control group at the top, folder) of each mount of a version 1 controller, or of version 2 where it is None."""
+    """(root control group, folder) of each mount of a cgroup v1 controller, or of cgroup v2 if it is None."""
     for line in _read(PROC / "self/mountinfo").splitlines():
         mount, _, system = line.partition(" - ")
         where, what = mount.split(), system.split()
@@ -308,7 +309,7 @@ def _cgroup_mounts(controller: str | None) -> Iterator[tuple[str, Path]]:
 
 
 def _read(path: Path) -> str:
-    """A small file's text without surrounding space; empty when it cannot be read."""
+    """A small file's text without surrounding whitespace; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

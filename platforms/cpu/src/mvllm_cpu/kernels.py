@@ -1,7 +1,7 @@
 """Loads the library of compiled kernels, or explains why it is not available.
 
-The library is plain C called through ctypes: pointers in, nothing out, neither Python nor torch inside. It shares
-torch's OpenMP runtime, which is why torch is imported before it is opened.
+The library has a C interface, called through ctypes with pointers and numbers; it uses neither Python nor torch. It
+shares torch's OpenMP runtime, so torch is imported before the library is opened.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Kernels:
     """The opened library, or the reason why there is none.
 
     Attributes:
-        library: None when it is not used.
-        isa: Instruction set that its kernels run with.
-        quantized_isa: The one of its products with integer weights, which know one more.
+        library: The library; None if it is not used.
+        isa: Instruction set of the kernels.
+        quantized_isa: Instruction set of products with integer weights, which also have VNNI variants.
         reason: Why `library` is None.
-        remedy: What to do about that.
+        remedy: How to get the kernels.
     """
 
     library: ctypes.CDLL | None
@@ -39,18 +39,18 @@ class Kernels:
 
 
 def load() -> Kernels:
-    """The kernels, opened on first use. `MVLLM_CPU_KERNELS=0` leaves them closed; a path there opens that library."""
-    asked = os.environ.get("MVLLM_CPU_KERNELS", "1")
-    if asked == "0":
+    """The kernels, opened on first use. `MVLLM_CPU_KERNELS` may be 0 (do not use them) or the path of a library."""
+    requested = os.environ.get("MVLLM_CPU_KERNELS", "1")
+    if requested == "0":
         return Kernels(None, reason="MVLLM_CPU_KERNELS=0 is set.", remedy="Unset MVLLM_CPU_KERNELS.")
-    return _open(LIBRARY if asked in ("", "1") else Path(asked))
+    return _open(LIBRARY if requested in ("", "1") else Path(requested))
 
 
 @cache
 def _open(path: Path) -> Kernels:
     if not path.exists():
         return Kernels(None, reason=f"{path} was not built.", remedy=NO_COMPILER_REMEDY)
-    import torch  # noqa: F401  its OpenMP runtime has to be in the process first
+    import torch  # noqa: F401  loads its OpenMP runtime first
 
     try:
         library = ctypes.CDLL(str(path))

@@ -1,7 +1,7 @@
 """Linear layers with the compiled kernels; weights are packed once after loading, for the current instruction set.
 
-One packing serves any number of rows: with few (decode) the product is bound by reading the weight, and takes it as one
-stream; with many it is bound by arithmetic. A row's result depends neither on the other rows nor on their number.
+One packing is used for any number of rows. With few rows (decode) the product is memory-bound and reads the weight
+sequentially; with many rows it is compute-bound. A row's result does not depend on the other rows or their number.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
 from mvllm_cpu.recording import Kernel
 
 FASTER_THAN_ONEDNN = 1
-"""Priority of the provider; the others have 0."""
+"""Priority of this provider; others have 0."""
 
 AMX = "amx_bf16"
-"""Written and tested over emulated tiles, not run on hardware: only who names it gets it."""
+"""Tested with emulated tiles, not run on hardware, so it is used only if MVLLM_CPU_ISA names it."""
 
 FASTEST_WITH = {
     "bfloat16": ("avx2", "avx512", "avx512_bf16", AMX),
     "float16": ("avx2", "avx512", "avx512_bf16", AMX),
     "float32": ("avx512", "avx512_bf16", AMX),
 }
-"""Instruction sets with which the kernel is the fastest there is, at any number of rows; by dtype."""
+"""Instruction sets for which this kernel is the fastest provider for any number of rows, by dtype."""
 
 LARGE = 64 << 20
-"""Bytes from which a weight matters to the peak of memory while a model is loaded."""
+"""Size in bytes from which a weight affects the peak memory of loading."""
 
 VOCABULARY_RATIO = 16
-"""A weight with so many times more outputs than inputs is taken for a language model's head."""
+"""Minimum out_features / in_features of a weight that is treated as a language-model head."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Linear:
 
     Args:
         library: The kernels.
-        isa: Instruction set that they run with.
+        isa: Instruction set of the kernels.
     """
 
     def __init__(self, library: ctypes.CDLL, isa: str) -> None:
@@ -88,7 +88,7 @@ class Linear:
         )
 
     def supports(self, case: OpCase) -> list[str]:
-        """Reasons why the kernel does not take a case, or is not the fastest there."""
+        """Reasons why the kernel does not support a case, or is not the fastest for it."""
         fastest_with = FASTEST_WITH.get(case.dtype)
         if fastest_with is None:
             return [f"dtype {case.dtype} has no kernel (there are kernels for {', '.join(FASTEST_WITH)})"]
@@ -99,7 +99,7 @@ class Linear:
         return []
 
     def supports_silu(self, case: OpCase) -> list[str]:
-        """Reasons why the product and the activation behind it stay two operations."""
+        """Reasons why the product and its activation are not fused."""
         in_features, size = case.facts["in_features"], case.facts["size"]
         facts = {"in_features": in_features, "out_features": 2 * size, "bias": case.facts["bias"]}
         reasons = self.supports(OpCase("linear", case.dtype, facts))
@@ -112,7 +112,7 @@ class Linear:
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         """A weight [out_features, in_features] in the kernels' layout.
 
-        A large one is not in memory in both: what has been packed of it is let go.
+        The pages of a large weight are released as it is packed, so that it is not in memory twice.
         """
         weight = rows_of(weight.detach())
         out_features, in_features = weight.shape
@@ -134,11 +134,11 @@ class Linear:
         return self._call(self._linear, x, weight, bias, weight.out_features)
 
     def linear_silu_and_mul(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """silu of the first half of the product, times the second; bit for bit what the two operations give."""
+        """silu(first half) * second half of the product; bit-identical to the separate operations."""
         return self._call(self._linear_silu, x, weight, bias, weight.out_features // 2)
 
     def lookup(self, ids: torch.Tensor, weight: PackedWeight, first: int | None = None) -> torch.Tensor:
-        """Rows of a packed weight, which so need not be kept in another form for the token embedding."""
+        """Rows of a packed weight, so that a tied token embedding needs no second copy."""
         ids = listed(ids)
         out = workspace.empty((*ids.shape, weight.in_features), weight.data.dtype)
         self._lookup(
@@ -174,9 +174,9 @@ class Linear:
 
 
 def _is_head(case: OpCase) -> bool:
-    """Whether the case looks like a head.
+    """Whether the case looks like a language-model head.
 
-    Few rows come to one, which any kernel multiplies as fast as memory gives it the weight. And where the weight is the
-    token embedding's, too, oneDNN's form would be a second copy of it.
+    A head has few input rows, so every kernel is memory-bound. If the weight is tied to the token embedding, oneDNN's
+    packed form would be a second copy.
     """
     return case.facts.get("out_features", 0) >= VOCABULARY_RATIO * case.facts.get("in_features", 1)

@@ -13,12 +13,12 @@ import torch
 from mvllm_cpu import host_resources
 
 HUGE_PAGE = 2 << 20
-"""Size of a huge page, 512 times the usual page, if the kernel grants them."""
+"""Size of a huge page in bytes."""
 
 POOL_BYTES = 8 << 20
 
 LARGE_CODE = 1 << 20
-"""Bytes of a library's code below which releasing its pages gains nothing."""
+"""Size of a code mapping in bytes below which its pages are not released."""
 
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)")
 
@@ -27,7 +27,7 @@ class Pool:
     """Zeroed memory for many tensors, several per huge page.
 
     Args:
-        chunk_bytes: Memory that is mapped at a time. Tensors of a quarter of it or more have a mapping of their own.
+        chunk_bytes: Memory that is mapped at a time. Tensors of a quarter of it or more get their own mapping.
     """
 
     def __init__(self, chunk_bytes: int = POOL_BYTES) -> None:
@@ -50,15 +50,15 @@ class Pool:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros whose pages the kernel allocates on first touch, as huge pages where possible.
+    """A tensor of zeros whose pages the operating system allocates on first touch, as huge pages if possible.
 
-    A cache is large and fills slowly; allocating it this way takes no time, and puts each page on the memory node of
-    the core that first writes it. Memory that is read as one stream, weights above all, is faster in huge pages,
-    because prefetching stops where an address has to be translated. Only whole huge pages are requested, so no memory
-    is used beyond the tensor's size.
+    A KV cache is large and fills slowly; allocating it this way takes no time, and each page is allocated on the NUMA
+    node of the core that first writes it. Memory that is read sequentially, such as weights, is faster in huge pages,
+    because the hardware prefetcher stops at page boundaries. Only whole huge pages are requested, so no memory beyond
+    the tensor's size is used.
 
     Raises:
-        MemoryError: The machine does not have that much memory free now.
+        MemoryError: Less memory than this is free.
     """
     size = dtype.itemsize
     for extent in shape:
@@ -76,7 +76,7 @@ def map_pages(size: int) -> tuple[mmap.mmap, int]:
     """Maps `size` zeroed bytes, in huge pages where possible; returns the mapping and the offset of the bytes.
 
     Raises:
-        MemoryError: The system has no addresses left.
+        MemoryError: The address space is exhausted.
     """
     try:
         region = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -84,7 +84,7 @@ def map_pages(size: int) -> tuple[mmap.mmap, int]:
         raise MemoryError(f"{size:,} bytes of memory cannot be mapped: {e}.") from e
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(region)) % HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+        with contextlib.suppress(OSError):  # systems without huge pages are slower
             region.madvise(mmap.MADV_HUGEPAGE, begin, size // HUGE_PAGE * HUGE_PAGE)
     return region, begin
 
@@ -99,7 +99,7 @@ def release_pages(tensor: torch.Tensor) -> None:
     """Returns the whole pages of a tensor's memory to the system; the tensor's values must not be read afterwards.
 
     Args:
-        tensor: Without gaps.
+        tensor: Contiguous.
     """
     page = mmap.PAGESIZE
     begin = -(-tensor.data_ptr() // page) * page
@@ -110,10 +110,10 @@ def release_pages(tensor: torch.Tensor) -> None:
 
 
 def release_code_pages() -> None:
-    """Releases the pages of libraries' code: little of what their import has run is run again.
+    """Releases the code pages of libraries, most of which are used only during import.
 
-    Pages that run again come back from the page cache. Only unmodified code is released, not pages that a debugger or
-    a linker has changed.
+    Pages that are used again are read from the page cache. Only unmodified code is released, not pages that a debugger
+    or a linker has changed.
     """
     with contextlib.suppress(OSError, AttributeError):
         advise = ctypes.CDLL(None).madvise
@@ -121,7 +121,7 @@ def release_code_pages() -> None:
         for line in Path("/proc/self/smaps").read_text().splitlines():
             if found := _MAPPING.match(line):
                 begin, end = int(found[1], 16), int(found[2], 16)
-                is_code = found[3] == "r-xp" and found[4] != "0"  # with a file's number behind it
+                is_code = found[3] == "r-xp" and found[4] != "0"  # executable and mapped from a file
                 size = end - begin if is_code and end - begin >= LARGE_CODE else 0
             elif size and line.startswith("Anonymous:") and line.split()[1] == "0":
                 advise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)

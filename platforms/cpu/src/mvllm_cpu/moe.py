@@ -1,7 +1,7 @@
 """Mixture-of-experts layers with the compiled kernels: one call, without a loop over experts in Python.
 
-Weights are packed once, after loading, expert by expert and in place: there is never a second copy of them. A token's
-result depends neither on the other tokens nor on their number.
+Weights are packed once after loading, expert by expert and in place if the sizes allow it, without a second copy. A
+token's result does not depend on the other tokens or their number.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Moe:
         self._clamped_moe = Kernel(library, "mvllm_cpu_clamped_moe", clamped)
 
     def providers(self) -> Sequence[OpProvider]:
-        """One for each kind of experts, and one that selects experts."""
+        """One per operation."""
         return (
             OpProvider("moe", PROVIDER, self.moe, supports, prepare=self.pack),
             OpProvider("clamped_moe", PROVIDER, self.clamped_moe, supports, prepare=self.pack),
@@ -60,7 +60,7 @@ class Moe:
         )
 
     def pack(self, weights: tuple[torch.Tensor, torch.Tensor]) -> tuple[PackedExperts, PackedExperts]:
-        """The loaded gate_up and down in the kernels' layout. Takes their memory over where the sizes allow it."""
+        """The loaded gate_up and down in the kernels' layout, in the same memory if the sizes allow it."""
         gate_up, down = (weight.detach().contiguous() for weight in weights)
         num_experts, hidden_size, inner = down.shape
         code = DTYPE_CODES[down.dtype]
@@ -150,7 +150,7 @@ class Moe:
         alpha: float,
         limit: float,
     ) -> torch.Tensor:
-        """The same with biases and clamped gates."""
+        """Like `moe`, with biases and clamped gates."""
         rows = rows_of(x)
         out = workspace.empty(x.shape, x.dtype)
         ids, weights = expert_ids.contiguous(), expert_weights.contiguous()

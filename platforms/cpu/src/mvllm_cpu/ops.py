@@ -1,7 +1,6 @@
-"""Op providers of the compiled kernels: each operation is one call where torch needs several passes over the data.
+"""Op providers of the compiled kernels: each operation is one call, where torch needs several passes over the data.
 
-They round to the compute dtype where the references do, so a model's results do not depend on which of the two ran, up
-to the order of a sum.
+They round to the compute dtype where the references do, so results equal the references' up to the order of sums.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class KernelOps:
         return [OpProvider(f.__name__, PROVIDER, f, supports) for f in functions]
 
     def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest element of each row, and where it is."""
+        """The largest element of each row, and its index."""
         x = rows_of(x)
         values, ids = torch.empty(x.shape[:1], dtype=x.dtype), torch.empty(x.shape[:1], dtype=torch.int64)
         self._argmax(
@@ -73,7 +72,7 @@ class KernelOps:
         return values, ids
 
     def embedding(self, ids: torch.Tensor, weight: torch.Tensor, first: int | None = None) -> torch.Tensor:
-        """Rows of a table; zeros for ids of other tables' rows."""
+        """Rows of a table; zeros for ids outside of it (other vocabulary shards)."""
         ids, weight = listed(ids), rows_of(weight)
         size = weight.element_size()
         out = workspace.empty((*ids.shape, weight.shape[1]), weight.dtype)
@@ -94,7 +93,7 @@ class KernelOps:
         """x divided by its root mean square, times weight."""
         size = x.shape[-1]
         rows, heads, head_stride = x, 1, 0
-        if x.dim() == 3 and x.stride(2) == 1:  # heads may lie among those of others
+        if x.dim() == 3 and x.stride(2) == 1:  # a strided view of heads
             heads, head_stride = x.shape[1], x.stride(1)
         else:
             rows = rows_of(x)
@@ -117,7 +116,7 @@ class KernelOps:
     def fused_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds x to the residual stream, in place, and normalises the sum."""
+        """Adds x to the residual stream, in place, and normalizes the sum."""
         if not residual.is_contiguous():
             residual = residual.contiguous()
         x = rows_of(x)
@@ -182,14 +181,14 @@ class KernelOps:
 
 
 def listed(ids: torch.Tensor) -> torch.Tensor:
-    """The same ids as the kernels read them: 32 or 64 bits each, without gaps."""
+    """The ids in the format of the kernels: contiguous int32 or int64."""
     if ids.dtype not in (torch.int32, torch.int64):
         ids = ids.long()
     return ids if ids.is_contiguous() else ids.contiguous()
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """`x` as [rows, size]: strided rows stay where they are, anything else is copied."""
+    """`x` as [rows, size]; not copied if the elements of each row are contiguous."""
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Packs the experts of a mixture-of-experts layer one after the other, for `QuantizedMoe`."""
+"""Packs the experts of a mixture-of-experts layer one by one, for `QuantizedMoe`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS, INTEGERS, FLOATS = range(3)
 """`ExpertKind` in csrc/expert_product.h."""
 
 E4M3 = len(FORMATS)
-"""The code of 8-bit floats, behind those of a file's formats."""
+"""The format code of 8-bit floats, which follows the codes of FORMATS."""
 
 ROUNDINGS = ("floats", "dynamic", "static")
 """In the order of `Float8Rounding` in csrc/expert_product.h."""
@@ -29,11 +29,11 @@ class PackedExpertMatrices:
     """One of the two matrices of all experts in the kernels' layout; only `QuantizedMoe` reads it.
 
     Attributes:
-        descriptor: int64, `ExpertMatrices` of csrc/expert_product.h; it has the addresses of the other tensors.
-        experts: [experts · halves, 4], int64, its `ExpertMatrix` of each expert.
-        parts: [parts, 4], int64, as of PackedBlockWeight; None for integers.
+        descriptor: int64, the fields of `ExpertMatrices` in csrc/expert_product.h, which point to the other tensors.
+        experts: [experts · halves, 4], int64, the `ExpertMatrix` of each expert.
+        parts: [parts, 4], int64, as in PackedBlockWeight; None for integers.
         data: The packed weights.
-        num_experts: Experts.
+        num_experts: Number of experts.
     """
 
     descriptor: torch.Tensor
@@ -49,7 +49,7 @@ class PackedExpertMatrices:
 
 
 class BlockExperts:
-    """Experts of blocks, in one buffer."""
+    """Packs block-quantized experts into one buffer."""
 
     def __init__(
         self, op: BlockQuantizedLinear, pool: Pool, first: BlockQuantizedWeight, num_experts: int, halves: int
@@ -70,7 +70,7 @@ class BlockExperts:
         self._next += 1
 
     def finish(self) -> PackedExpertMatrices:
-        """All experts."""
+        """The packed matrices of all experts."""
         experts = torch.zeros(self._next, 4, dtype=torch.int64)
         experts[:, 0] = self._data.data_ptr() + torch.arange(self._next) * self._expert_bytes
         out_features, in_features = self._shape
@@ -81,7 +81,7 @@ class BlockExperts:
 
 
 class IntegerExperts:
-    """Experts of integers; their halves are packed as matrices of their own, so they have any number of rows."""
+    """Packs experts of integers. Gate and up are packed as separate matrices, so they may have any number of rows."""
 
     def __init__(self, op: QuantizedLinear, pool: Pool, first: QuantizedWeight, halves: int) -> None:
         self._op, self._pool, self._halves = op, pool, halves
@@ -112,7 +112,7 @@ class IntegerExperts:
             self._experts.append((addresses[0], addresses[1], addresses[2], packed.scales.dtype == torch.bfloat16))
 
     def finish(self) -> PackedExpertMatrices:
-        """All experts."""
+        """The packed matrices of all experts."""
         experts = torch.tensor(self._experts, dtype=torch.int64)
         out_features, in_features = self._shape
         sizes = in_features, out_features, self._int8_activations
@@ -122,7 +122,7 @@ class IntegerExperts:
 
 
 class FloatExperts:
-    """Experts of 8-bit floats, in one buffer."""
+    """Packs experts of 8-bit floats into one buffer."""
 
     def __init__(self, library: ctypes.CDLL, pool: Pool, first: Float8Weight, num_experts: int, halves: int) -> None:
         pointer, length = ctypes.c_void_p, ctypes.c_int64
@@ -160,7 +160,7 @@ class FloatExperts:
         self._input_scales.append(1.0 if weight.input_scale is None else float(weight.input_scale))
 
     def finish(self) -> PackedExpertMatrices:
-        """All experts."""
+        """The packed matrices of all experts."""
         count = len(self._input_scales)
         input_scales = torch.tensor(self._input_scales)
         experts = torch.zeros(count, 4, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """Paged attention with the compiled kernels: per layer and step, one call stores keys and values and one attends.
 
-The kernels read the block table themselves; nothing is gathered or padded. `csrc/kernels.h` draws the layout of a
-layer's cache, which only the kernels read.
+The kernels read the block table themselves; nothing is gathered or padded. `csrc/kernels.h` describes the layout of
+a layer's cache, which only the kernels read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mvllm_cpu.thread_team import thread_use_log
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALED_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.uint8}
-"""8-bit storage dtypes and the torch dtypes that hold them; each token's key and value of each head has a scale."""
+"""8-bit storage dtypes and the torch dtypes that hold them; each key and value of a token and head has a scale."""
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 KV_DTYPE_CODES = {name: code for code, name in enumerate((*DTYPES, *SCALED_DTYPES))}
 SCALE_BYTES = 4
@@ -31,7 +31,7 @@ SCALE_BYTES = 4
 PREFAULTED_BYTES = 1 << 30
 PREFAULTED_TOKENS = 1 << 14
 """Limits of the KV cache memory that is prefaulted: bytes per worker, and tokens in each part. A cache may be as large
-as half of the memory, which an idle server should not occupy.
+as half of the memory, which an idle server should not use.
 """
 
 
@@ -79,10 +79,10 @@ class _Cache(ctypes.Structure):
 
 
 class PagedCache(tuple[torch.Tensor, ...]):
-    """One layer's keys, values and the scales of both, as csrc/kernels.h draws them; those that its spec needs.
+    """One layer's keys, values and scales in the layout of csrc/kernels.h, as far as its spec needs them.
 
     Attributes:
-        address: Of a `Cache` of csrc/kernels.h that points to them.
+        address: Address of a `Cache` (csrc/kernels.h) that points to them.
     """
 
     address: int
@@ -90,7 +90,7 @@ class PagedCache(tuple[torch.Tensor, ...]):
     _cancel_prefault: Callable[[int], None] | None = None
 
     def prefault_in_background(self, library: ctypes.CDLL) -> None:
-        """Prefaults the memory while no kernel runs, because first use may take long (csrc/page_prefault.cpp)."""
+        """Prefaults the memory while no kernel runs, because the first write may be slow (csrc/page_prefault.cpp)."""
         self._cancel_prefault = library.mvllm_cpu_prefault_cancel
         for part in self:
             if part.nbytes >= HUGE_PAGE:  # smaller parts are allocated already
@@ -104,7 +104,7 @@ class PagedCache(tuple[torch.Tensor, ...]):
 
     @classmethod
     def of(cls, stored: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> PagedCache:
-        """Cache of keys and values, or keys only, with the scales of each or none."""
+        """A cache of keys and values, or keys only, with or without scales."""
         cache = cls((*stored, *scales))
         fields = zip(("keys", "values"), stored), zip(("key_scales", "value_scales"), scales)
         cache._pointers = _Cache(**{name: part.data_ptr() for pairs in fields for name, part in pairs})
@@ -113,10 +113,10 @@ class PagedCache(tuple[torch.Tensor, ...]):
 
 
 class PagedMetadata:
-    """A planned step, owned by the library, and the arrays that it reads.
+    """A step's plan, owned by the library, and the arrays that it reads.
 
     Attributes:
-        handle: The library's step.
+        handle: Address of the library's step object.
         num_tokens: Tokens of real requests; later rows are padding.
     """
 
@@ -144,7 +144,7 @@ class PagedMetadata:
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """States the argument types of the attention functions."""
+    """Declares the argument types of the attention functions."""
     pointer = ctypes.c_void_p
     library.mvllm_cpu_step_new.argtypes = [ctypes.POINTER(_Spec), ctypes.POINTER(_Batch)]
     library.mvllm_cpu_step_new.restype = pointer
@@ -174,7 +174,7 @@ class PagedAttention(AttentionBackend):
         pointer, length = ctypes.c_void_p, ctypes.c_int64
         stores = (pointer, pointer, length, pointer, length, pointer)
         self._write_kv = Kernel(library, "mvllm_cpu_write_kv", stores)
-        attends = (pointer, pointer, length, pointer, pointer, pointer)
+        attends = (pointer, pointer, length, pointer, pointer, ctypes.c_int, pointer)
         self._attention = Kernel(library, "mvllm_cpu_attention", attends)
         self._dtype = DTYPES[spec.dtype]
         self._scaled = spec.kv_dtype in SCALED_DTYPES
@@ -243,13 +243,14 @@ class PagedAttention(AttentionBackend):
         if metadata.num_tokens < query.shape[0]:
             out[metadata.num_tokens :].zero_()
         if sinks is not None:
-            sinks = sinks.float().contiguous()
+            sinks = sinks.contiguous()
         self._attention(
             metadata.handle,
             query.data_ptr(),
             query.stride(0),
             kv.address,
             None if sinks is None else sinks.data_ptr(),
+            0 if sinks is None else DTYPE_CODES[sinks.dtype],
             out.data_ptr(),
         )
         return out
@@ -275,7 +276,7 @@ class PagedAttention(AttentionBackend):
         return kv[0], kv[1:stored], kv[stored:]
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` with heads side by side and the compute dtype, as the kernels read it; rows may stay strided."""
+        """`x` in the format of the kernels: contiguous heads and the compute dtype; rows may be strided."""
         if x.dtype != self._dtype:
             x = x.to(self._dtype)
         if x.stride(2) != 1 or x.stride(1) != x.shape[2]:

@@ -39,7 +39,7 @@ logger = get_logger("mvllm.cpu.platform")
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn")
 HOST_MEMORY_SHARE = 0.5
-"""Share of memory taken when the user names none: the host's memory also serves everything else that runs here."""
+"""Default `memory_utilization`: other programs use the host's memory as well."""
 
 CAPABILITIES = Capabilities(
     dtypes=DTYPES,

@@ -16,5 +16,5 @@ SPEC = PlatformSpec(
 
 @hookimpl
 def mvllm_platform() -> PlatformSpec:
-    """The CPU platform's identity card."""
+    """The plugin hook: returns the CPU platform's spec."""
     return SPEC

@@ -1,12 +1,12 @@
 """Linear layers with int8 and int4 weights and the compiled kernels; weights are packed once after loading.
 
-There are two kinds of product (csrc/qlinear.h). With *int8 activations* each row of x is rounded to int8 as the
-reference does it, and sums over a row, or over a group of columns, are exact integers; those of groups are scaled and
-added in float32, in their order. *Weight-only* keeps x: the integers are multiplied unscaled, exactly, in bfloat16
-(where x is, and the processor can) or float32, and each group's sum is scaled in float32. Nothing is rounded but the
-sums and the result.
+There are two kinds of product (csrc/qlinear.h). With *int8 activations*, each row of x is rounded to int8 as in the
+reference. Sums over a row, or over a group of columns, are exact integers; sums of groups are scaled and added in
+float32, in order. *Weight-only* products do not round x: they multiply it by the unscaled integers, exactly, in
+bfloat16 (if x is bfloat16 and the processor supports it) or float32, and scale each group's sum in float32. Only the
+sums and the result are rounded.
 
-A row's result depends neither on the other rows nor on their number.
+A row's result does not depend on the other rows or their number.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
 from mvllm_cpu.recording import Kernel
 
 MOST_INT8_COLUMNS = 1 << 16
-"""in_features up to which sums of products of bytes stay within 32 bits."""
+"""Largest in_features for which sums of int8 products fit into 32 bits."""
 
 MOST_INT8_GROUP = 256
-"""Columns of the largest groups whose sums of products of bytes are scaled one by one. Smaller groups of nibbles share
-such a sum where their scales are whole multiples of one number, see `_factors`."""
+"""Largest group size with int8 activations. Several smaller groups of nibbles are summed together if their scales are
+small multiples of one number, see `_factors`."""
 
 MOST_FACTOR = 8
-"""Differences of two nibbles, times this, fit into a byte with sign."""
+"""Largest factor for which (nibble - zero point) * factor fits into int8."""
 
 STRIP = 16
-"""Columns that kernels handle together (csrc/kernels.h)."""
+"""Columns that kernels compute together (csrc/kernels.h)."""
 
 LANE_BITS = 32
-"""Neighbouring columns of a row share one lane: 4 values of 8 bits or 8 of 4."""
+"""Bits of a lane, which holds 4 adjacent 8-bit values of a row or 8 adjacent 4-bit values."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class PackedQuantizedWeight:
 
     Attributes:
         values: int32 lanes.
-        scales: float32; bfloat16 where those of groups are, which halves what they take.
-        zero_points: int8, or None; in nibbles for int8 activations with the factors of groups.
-        out_features, in_features, group_size: The weight's.
-        block_size: Columns that share one of `scales`.
+        scales: float32; bfloat16 if that is exact for the scales of groups.
+        zero_points: int8, or None; for int8 activations nibbles, with the factors of groups in the other nibbles.
+        out_features, in_features, group_size: Sizes of the weight.
+        block_size: Number of columns that share one of `scales`.
         bits: Bits of a value in `values`.
-        int8_activations: How it is multiplied.
+        int8_activations: Whether inputs are rounded to int8.
     """
 
     values: torch.Tensor
@@ -114,7 +114,7 @@ class QuantizedLinear:
         return reasons
 
     def supports_silu(self, case: OpCase) -> list[str]:
-        """Reasons why the product and the activation behind it stay two operations."""
+        """Reasons why the product and its activation are not fused."""
         size = case.facts["size"]
         reasons = self.supports(case)
         if size % STRIP:
@@ -129,16 +129,16 @@ class QuantizedLinear:
         """The weight in the kernels' layout, in memory of `pool`.
 
         Args:
-            pool: Memory.
+            pool: The memory pool.
             weight: The weight.
-            shares_scales: Whether `block_size` may exceed the group size where the scales allow it, see `_factors`.
+            shares_scales: Whether `block_size` may exceed the group size if the scales allow it, see `_factors`.
         """
         out_features, in_features = weight.values.shape
         values = rows_of(weight.values)
         scales = weight.scales.float().contiguous()
         zero_points = None if weight.zero_points is None else weight.zero_points.contiguous()
         groups, block_size, factors = scales.shape[1], weight.group_size, None
-        # The byte products want bytes; what is packed for them in groups becomes bytes in passing.
+        # Int8 products read bytes. Nibbles in groups are unpacked to bytes by the kernel; without groups, here.
         bits = 8 if weight.int8_activations and groups == 1 else weight.bits
         with_factors = bits == 4 and weight.int8_activations
         if shares_scales and with_factors and MOST_INT8_GROUP % weight.group_size == 0:
@@ -191,7 +191,7 @@ class QuantizedLinear:
     def quantized_linear_silu_and_mul(
         self, x: torch.Tensor, weight: PackedQuantizedWeight, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """silu of the first half of the product, times the second; bit for bit what the two operations give."""
+        """silu(first half) * second half of the product; bit-identical to the separate operations."""
         return self._call(self._product_silu, x, weight, bias, weight.out_features // 2)
 
     def _call(
@@ -225,10 +225,10 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def _factors(scales: torch.Tensor, per_block: int, *, narrow: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Scales [rows, groups] as whole factors [rows, groups], int8, of one scale per `per_block` groups [rows, blocks].
+    """Splits scales [rows, groups] into scales [rows, blocks], one per `per_block` groups, and int8 factors per group.
 
-    None where they are not, to the last bit, for all blocks and with factors of at most MOST_FACTOR; and, if `narrow`,
-    with scales in bfloat16.
+    None if any scale is not exactly an integer factor, at most MOST_FACTOR, times the scale of its block; with
+    `narrow`, the scales of blocks must be exact in bfloat16.
     """
     rows, groups = scales.shape
     blocks = -(-groups // per_block)

@@ -1,10 +1,10 @@
 """Mixture-of-experts layers with quantized experts and the compiled kernels.
 
-Experts are packed one after the other as `BlockQuantizedLinear` and `QuantizedLinear` pack a weight, and multiplied by
-the same kernels (csrc/quantized_moe.cpp); 8-bit floats become float32 in the kernel, as blocks for weight-only products
-do. A call reads the weights of the chosen experts only; those of an expert with at most 96 tokens once.
+Experts are packed one by one like the weights of `BlockQuantizedLinear` and `QuantizedLinear`, and multiplied by the
+same kernels (csrc/quantized_moe.cpp). The kernel converts 8-bit floats to float32, like blocks in weight-only products.
+A call reads only the weights of the selected experts, once per 96 tokens of an expert.
 
-A token's result depends neither on the other tokens nor on their number.
+A token's result does not depend on the other tokens or their number.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from mvllm_cpu.quantized_linear import QuantizedLinear
 from mvllm_cpu.recording import Kernel
 
 BLOCK_VALUES = {"q4_k": 256, "q5_k": 256, "q6_k": 256, "q3_k": 256, "iq4_xs": 256}
-"""Values of a block, where they are not 32."""
+"""Values per block of formats whose blocks do not have 32 values."""
 
 FLOAT8_COLUMNS = 128
 """Columns of 8-bit floats that share a scale in the kernels' layout."""
 
 FLOAT8_RUN = 32
-"""Columns of 8-bit floats that kernels handle together."""
+"""Columns of 8-bit floats that kernels compute together."""
 
 CHUNK_BYTES = 64 << 20
-"""Memory that is mapped at a time for experts smaller than that."""
+"""Memory that is mapped at a time for experts of less than a quarter of this size."""
 
 
 class QuantizedMoe:
@@ -137,7 +137,7 @@ class QuantizedMoe:
                 else:
                     packed = IntegerExperts(self._integers, self._pool, weight, halves)
             packed.append(weight)
-            del weight  # before the next is made
+            del weight  # before the next one is created
         assert packed is not None, "a layer has experts"
         return packed.finish()
 

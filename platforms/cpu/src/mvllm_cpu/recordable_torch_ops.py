@@ -1,7 +1,7 @@
 """Kernels for elementwise operations of torch that models use between this package's operations.
 
-A step that contains an operation of torch cannot be replayed. While a step is recorded, these kernels compute sums and
-products with a number instead of torch; results are equal to torch's to the last bit.
+A step that contains an operation of torch cannot be replayed. While a step is recorded, these kernels replace torch's
+sums, and products with a number. Results are bit-identical to torch's.
 """
 
 from __future__ import annotations

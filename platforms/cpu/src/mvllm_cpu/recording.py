@@ -15,12 +15,14 @@ Call = tuple["Kernel", tuple[Any, ...]]
 """A kernel and the arguments that it was called with."""
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
+    """The recording of this thread: its calls so far, and why it is incomplete."""
+
     calls: list[Call] | None = None
     refusal: str | None = None
 
 
-_here = _OfThread()
+_thread_state = _ThreadState()
 
 
 class Kernel:
@@ -55,8 +57,8 @@ class Kernel:
         self._record(args)
 
     def _record(self, args: tuple[Any, ...]) -> None:
-        if _here.calls is not None:
-            _here.calls.append((self, args))
+        if _thread_state.calls is not None:
+            _thread_state.calls.append((self, args))
 
 
 class BlockingKernel(Kernel):
@@ -99,21 +101,21 @@ def record(run: Callable[[], Any]) -> tuple[Any, list[Call], str | None]:
     Returns:
         The result, the calls in order, and why the record is incomplete (None if `refuse` was not called).
     """
-    assert _here.calls is None, "recordings do not nest"
-    _here.calls, _here.refusal = [], None
+    assert _thread_state.calls is None, "recordings do not nest"
+    _thread_state.calls, _thread_state.refusal = [], None
     try:
         result = run()
-        return result, _here.calls, _here.refusal
+        return result, _thread_state.calls, _thread_state.refusal
     finally:
-        _here.calls = None
+        _thread_state.calls = None
 
 
 def is_recording() -> bool:
     """Whether this thread's calls are recorded."""
-    return _here.calls is not None
+    return _thread_state.calls is not None
 
 
 def refuse(reason: str) -> None:
     """Marks the current recording, if any, as incomplete: work happens that it does not record."""
-    if _here.calls is not None and _here.refusal is None:
-        _here.refusal = reason
+    if _thread_state.calls is not None and _thread_state.refusal is None:
+        _thread_state.refusal = reason

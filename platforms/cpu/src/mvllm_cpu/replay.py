@@ -6,16 +6,15 @@ execute them all with one call into the library:
 
     function(ids, positions, plan)      norm(x, w, y)  linear(y, w, z)  attention(plan, z, keys, values, y)  ...
                                               │             │                    │
-    where the pointers lie              intermediates   weights (fixed)     argument 2: this step's plan
+    where the pointers point            intermediates   weights (fixed)     argument 2: this step's plan
 
 Intermediate tensors are placed in one arena that all recordings share; memory is reused after a tensor's last reader.
 Addresses of arguments and of the result are patched for each run.
 
 Whether a function can be replayed is detected. While it is recorded, torch reports its operations; kernels compute
 sums and products with a number (`recordable_torch_ops.py`), and any other operation that computes makes the record
-incomplete. Then the record is executed over an arena filled with NaN patterns, and has to reproduce the recorded result
-to the last bit; otherwise work is missing from it and it is not used. Functions that cannot be replayed are called
-directly.
+incomplete. Then the record is executed with an arena full of NaN patterns and must reproduce the recorded result bit
+for bit; otherwise work is missing from it, and it is not used. Functions that cannot be replayed are called directly.
 
 All-reduces over ranks are kernels, too. If a rank is late, the replay stops at that call and returns to Python, which
 checks whether the rank is alive, and resumes with the same call.
@@ -40,7 +39,7 @@ from mvllm_cpu.recording import BlockingKernel, Call
 logger = get_logger("mvllm.cpu.replay")
 
 MOST_ROWS = 64
-"""Steps with more rows are not recorded: they compute so long that Python's share does not matter."""
+"""Steps with more rows are not recorded: their Python overhead is negligible."""
 
 ALIGNMENT = 64
 ARENA, RESULT, FIRST_ARGUMENT = 0, 1, 2
@@ -76,7 +75,7 @@ class _Program:
         waits: By index of a call that may time out: the function to call before it is resumed.
         arena_bytes: Size of its intermediate tensors.
         shape, dtype: Of its result.
-        held: Objects that its fixed pointers point into.
+        held: Objects that own the memory behind its fixed pointers.
     """
 
     calls: Any
@@ -103,7 +102,7 @@ class _OperationRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Avoids that torch imports its compiler, which takes a second."""
+        """Prevents torch from importing its compiler, which takes a second."""
         return False
 
     def __torch_dispatch__(
@@ -128,8 +127,8 @@ class _OperationRecorder(TorchDispatchMode):
 def _is_within(result: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operation's results share the memory of its arguments."""
     results = result if isinstance(result, list | tuple) else (result,)
-    given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
-    return all(r.untyped_storage().data_ptr() in given for r in results if isinstance(r, torch.Tensor))
+    storages = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+    return all(r.untyped_storage().data_ptr() in storages for r in results if isinstance(r, torch.Tensor))
 
 
 class Replay(CompileBackend):
@@ -205,13 +204,13 @@ class _Compiled:
 
     def _record(self, key: Hashable, args: tuple[Any, ...]) -> Any:
         before = _copies(args)  # the function may modify its arguments
-        with _OperationRecorder(self._backend.torch_ops) as watch:
+        with _OperationRecorder(self._backend.torch_ops) as recorder:
             result, calls, refusal = recording.record(lambda: self._function(*args))
         self._programs[key] = None
         try:
             if refusal is not None:
                 raise _NotReplayable(refusal)
-            program = _program(calls, watch.allocated, result, args)
+            program = _program(calls, recorder.allocated, result, args)
             self._backend.arena(program.arena_bytes)
             self._backend.poison_arena()
             again = self._backend.run(program, _copies(before))
@@ -286,13 +285,13 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
             slots.append(_bits(kind, value))
             held.append(getattr(value, "_obj", None))
 
-    own = next((b for b in buffers if b.address == result.data_ptr()), None)
-    if own is None or own.last < 0 or own.size != result.nbytes:
+    output = next((b for b in buffers if b.address == result.data_ptr()), None)
+    if output is None or output.last < 0 or output.size != result.nbytes:
         raise _NotReplayable("its result was not written by one of its kernels")
-    arena_bytes = _lay_out([b for b in buffers if b is not own and b.last >= 0])
+    arena_bytes = _lay_out([b for b in buffers if b is not output and b.last >= 0])
     patches = [
         (at, RESULT, offset)
-        if buffer is own
+        if buffer is output
         else (at, slot, offset)
         if buffer is None
         else (at, ARENA, buffer.offset + offset)
@@ -306,7 +305,7 @@ def _program(calls: list[Call], allocated: list[torch.Tensor], result: Any, argu
         arena_bytes=arena_bytes,
         shape=result.shape,
         dtype=result.dtype,
-        held=[thing for thing in held if thing is not None],
+        held=[each for each in held if each is not None],
     )
 
 

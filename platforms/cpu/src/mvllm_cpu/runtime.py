@@ -1,4 +1,4 @@
-"""DeviceRuntime of the processor: device memory is host memory, and work is done when a call returns."""
+"""DeviceRuntime of the CPU: device memory is host memory, and all calls are synchronous."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 logger = get_logger("mvllm.cpu.runtime")
 
-_REFUSALS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
-"""What torch's allocator says where the system gives it nothing, by system."""
+_ALLOCATOR_ERRORS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+"""Error texts of torch's CPU allocator without memory, on different systems."""
 
 
 def bind_threads(ctx: WorkerContext) -> None:
-    """Gives this worker its share of the cores.
+    """Binds this worker to its share of the cores and sets its number of threads.
 
-    A worker with a process of its own is bound to its cores. One that lives in a caller's process never is: the
-    caller's other threads would be bound with it. There the thread count is only lowered (to a control group's
-    quota, say), and left alone where the user has set OMP_NUM_THREADS.
+    A worker with its own process is bound to its cores. A worker in the caller's process is not, because that would
+    bind the caller's threads as well. There the number of threads is only lowered (for example to a CPU quota), and
+    not changed if the user has set OMP_NUM_THREADS.
     """
     share = host_resources.core_share(ctx.local_rank, ctx.local_world_size)
     if ctx.in_engine_process:
@@ -40,7 +40,7 @@ def bind_threads(ctx: WorkerContext) -> None:
 
 
 class CPURuntime(DeviceRuntime):
-    """The processor, bound and seeded."""
+    """The CPU, with threads bound and the random generator seeded."""
 
     def __init__(self, ctx: WorkerContext) -> None:
         allowed = host_resources.allowed_cpus()
@@ -68,12 +68,12 @@ class CPURuntime(DeviceRuntime):
         memory.trim_heap()
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Torch's allocator for the host raises a plain RuntimeError."""
-        refused = isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSALS)
-        return refused or super().is_out_of_memory(error)
+        """torch's CPU allocator raises a plain RuntimeError."""
+        is_allocator_error = isinstance(error, RuntimeError) and any(text in str(error) for text in _ALLOCATOR_ERRORS)
+        return is_allocator_error or super().is_out_of_memory(error)
 
     def end_warm_up(self) -> None:
-        self.release_cached_memory()  # what importing and loading have left
+        self.release_cached_memory()  # freed memory of imports and loading
         memory.release_code_pages()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Collectives between ranks of one machine through shared memory, which is faster than sockets.
 
 All-reduces and all-gathers, which every layer needs, use shared memory; all other collectives are torch's. The memory
-has no name: rank 0 creates it, the others open it through rank 0's process, and the system frees it when the last of
-them ends. If that is not possible (other machines, other process namespaces), all ranks agree to use sockets.
+has no name: rank 0 creates it, the others open it through rank 0's /proc entry, and the system frees it when the last
+rank ends. If that is not possible (other machines, other process namespaces), all ranks agree to use sockets.
 
 `csrc/shared_sum.cpp` implements a round.
 """
@@ -25,7 +25,7 @@ from mvllm_cpu import host_resources, kernels, recording
 logger = get_logger("mvllm.cpu.communicator")
 
 SLOT_BYTES = 1 << 20
-"""Most bytes of one rank in one round. Longer sums take several rounds; longer gathers go through sockets."""
+"""Maximum bytes of one rank per round. Larger all-reduces take several rounds; larger all-gathers use sockets."""
 
 _WORD_BYTES = 64
 _TOKEN_BYTES = 16
@@ -34,14 +34,14 @@ _TIMEOUT_MS = 1000
 """Timeout of a wait, after which the process of the late rank is checked."""
 
 _SPIN_NS = 100_000
-"""How long a wait spins before it sleeps: waking takes tens of microseconds, about as long as most waits."""
+"""Time that a wait spins before it sleeps: waking takes tens of microseconds, about as long as most waits."""
 
 
 class SharedGroup(ctypes.Structure):
     """`SharedGroup` of csrc/shared_sum.cpp. It holds the only count of rounds, which replays advance as well.
 
     Attributes:
-        memory: The memory that `base` points to, kept alive by this object.
+        memory: The memory at `base`; this reference keeps it alive.
     """
 
     memory: ctypes.c_char
@@ -70,7 +70,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         self._timeout = timeout
         self._slot_bytes = slot_bytes
         self._late_round, self._deadline = -1, 0.0
-        self._memory, self._pids = self._share()
+        self._memory, self._pids = self._create_or_map_memory()
         if self._memory is not None:
             self._bind(self._memory)
 
@@ -85,7 +85,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
             recording.refuse("ranks talk through sockets")
             return super().all_reduce(tensor)
         tensor = tensor.contiguous()
-        self._sum(self._here, tensor.data_ptr(), tensor.numel(), code, None)
+        self._sum(self._shared_address, tensor.data_ptr(), tensor.numel(), code, None)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -93,7 +93,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         if self._memory is None or not 0 < tensor.nbytes <= self._slot_bytes:
             return super().all_gather(tensor, dim)
         tensor = tensor.contiguous()
-        while not self._meet(self._here, tensor.data_ptr(), tensor.nbytes):
+        while not self._exchange(self._shared_address, tensor.data_ptr(), tensor.nbytes):
             self._check_late_rank()
         parts = [
             torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._slot(rank)).view(
@@ -102,7 +102,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
             for rank in range(self.world_size)
         ]
         gathered = torch.cat(parts, dim=dim)
-        self._end_round(self._here)
+        self._end_round(self._shared_address)
         return gathered
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
             *(ctypes.addressof(begin), self.world_size, self._slot_bytes, self.rank), spin_ns, _TIMEOUT_MS
         )
         self._shared.memory = begin
-        self._here = ctypes.byref(self._shared)
+        self._shared_address = ctypes.byref(self._shared)
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._sum = recording.BlockingKernel(
             library,
@@ -154,26 +154,26 @@ class SharedMemoryCommunicator(TorchCommunicator):
             ahead=4,
             check_peers=self._check_late_rank,
         )
-        self._meet = library.mvllm_cpu_shared_exchange
-        self._meet.argtypes, self._meet.restype = (pointer, pointer, number), ctypes.c_int
+        self._exchange = library.mvllm_cpu_shared_exchange
+        self._exchange.argtypes, self._exchange.restype = (pointer, pointer, number), ctypes.c_int
         self._end_round = library.mvllm_cpu_shared_end_round
         self._end_round.argtypes, self._end_round.restype = (pointer,), None
 
-    def _share(self) -> tuple[mmap.mmap | None, list[int]]:
-        """The memory, if every rank has it, and the ranks' process ids. All ranks call it together."""
+    def _create_or_map_memory(self) -> tuple[mmap.mmap | None, list[int]]:
+        """The shared memory, or None if a rank cannot map it; and all process ids. All ranks call it together."""
         size = self.world_size * (_WORD_BYTES + 2 * self._slot_bytes) + _TOKEN_BYTES
-        able = hasattr(os, "memfd_create") and hasattr(kernels.load().library, "mvllm_cpu_shared_exchange")
+        can_share = hasattr(os, "memfd_create") and hasattr(kernels.load().library, "mvllm_cpu_shared_exchange")
         fd, token = -1, secrets.token_bytes(_TOKEN_BYTES)
-        if self.rank == 0 and able:
-            fd = _claim(size, token)
-            able = fd >= 0
-        mine = torch.tensor([able, os.getpid(), fd, *token], dtype=torch.int64)
-        everyone = super().all_gather(mine.view(1, -1), dim=0)
-        pids = everyone[:, 1].tolist()
+        if self.rank == 0 and can_share:
+            fd = _create_memory(size, token)
+            can_share = fd >= 0
+        info = torch.tensor([can_share, os.getpid(), fd, *token], dtype=torch.int64)
+        infos = super().all_gather(info.view(1, -1), dim=0)
+        pids = infos[:, 1].tolist()
         memory = None
         try:
-            if bool(everyone[:, 0].all()):
-                memory = _open(fd, pids[0], int(everyone[0, 2]), size, bytes(everyone[0, 3:].tolist()))
+            if bool(infos[:, 0].all()):
+                memory = _map_memory(fd, pids[0], int(infos[0, 2]), size, bytes(infos[0, 3:].tolist()))
             found = super().all_reduce(torch.tensor([memory is not None], dtype=torch.int64))
         finally:
             if fd >= 0:
@@ -184,10 +184,10 @@ class SharedMemoryCommunicator(TorchCommunicator):
         return memory, pids
 
 
-def _claim(size: int, token: bytes) -> int:
+def _create_memory(size: int, token: bytes) -> int:
     """Allocates `size` bytes of memory that end with `token`; returns the descriptor, or -1 without enough memory.
 
-    Every page is allocated now: without memory for a page in the middle of a sum, a rank would be killed.
+    All pages are allocated now, because the system would kill a rank if a later first access found no memory.
     """
     free = host_resources.memory_free()
     if size > free // 2:  # a control group kills processes that exceed its limit
@@ -203,16 +203,16 @@ def _claim(size: int, token: bytes) -> int:
         if fd >= 0:
             os.close(fd)
         return -1
-    with contextlib.suppress(OSError):  # no process can shrink memory that others have mapped
+    with contextlib.suppress(OSError):  # prevents other processes from shrinking mapped memory
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd
 
 
-def _open(own: int, pid: int, fd: int, size: int, token: bytes) -> mmap.mmap | None:
+def _map_memory(own_fd: int, pid: int, fd: int, size: int, token: bytes) -> mmap.mmap | None:
     """Maps rank 0's memory; None if it is not reachable, or process `pid` here is not rank 0 (other machines)."""
     opened = -1
     try:
-        opened = os.dup(own) if own >= 0 else os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        opened = os.dup(own_fd) if own_fd >= 0 else os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
         if os.fstat(opened).st_size != size:
             return None
         memory = mmap.mmap(opened, size)

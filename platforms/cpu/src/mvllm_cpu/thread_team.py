@@ -1,4 +1,4 @@
-"""Logs how many threads compute, which depends on what else the machine does (csrc/team_size_controller.h)."""
+"""Logs the number of compute threads, which adapts to the load of the machine (csrc/team_size_controller.h)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _PAUSE = 30.0
 
 
 class ThreadUseLog:
-    """Looks at the number of threads from time to time, and logs a change.
+    """Reads the number of threads at intervals and logs changes.
 
     Args:
-        in_use: The number of threads that computed last; 0 if none has yet.
-        configured: The number of threads that should compute.
-        interval: Steps between two looks.
-        pause: Seconds between two messages at least.
+        in_use: Returns the number of threads of the last call; 0 before the first one.
+        configured: Returns the configured number of threads.
+        interval: Steps between two readings.
+        pause: Minimum seconds between two messages.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ from mvllm.plugin_api import get_logger
 
 _LIBRARIES = re.compile(r"(nvidia|cuda|pytorch-triton|triton|rocm|intel|onemkl|oneccl|dpcpp|impi|tbb|umf|tcmlib)\b")
 """Requirements of torch with these names serve its accelerator backends."""
-_OWN_FILES = re.compile(r"lib(torch|c10)_(cuda|hip|xpu|nvshmem)")
-_THEIR_PLATFORMS = ("mvllm-cuda", "mvllm-rocm", "mvllm-xpu")
+_ACCELERATOR_FILES = re.compile(r"lib(torch|c10)_(cuda|hip|xpu|nvshmem)")
+_ACCELERATOR_PLATFORMS = ("mvllm-cuda", "mvllm-rocm", "mvllm-xpu")
 REMEDY = (
     "Install a CPU build: uv pip install --reinstall --torch-backend=cpu torch. With pip, take the command that "
     "PyTorch's installation page gives for the compute platform CPU, with --force-reinstall; then pip uninstall these "
@@ -31,10 +31,10 @@ class TorchBuild:
     """The installed torch.
 
     Attributes:
-        version: Of torch; None where it is not installed.
-        libraries: Distributions for accelerators that it requires and that are installed.
-        unused_bytes: Bytes of these, and of torch's own libraries for accelerators.
-        wanted: The package of a platform that uses them, if one is installed.
+        version: torch's version; None if it is not installed.
+        libraries: Installed accelerator distributions that it requires.
+        unused_bytes: Size of these, and of torch's own accelerator libraries.
+        wanted: An installed platform package that uses them, if any.
     """
 
     version: str | None
@@ -48,7 +48,7 @@ class TorchBuild:
         return bool(self.unused_bytes) and self.wanted is None
 
     def describe(self) -> str:
-        """One sentence."""
+        """A description in one sentence."""
         if self.version is None:
             return "torch is not installed."
         if not self.unused_bytes:
@@ -68,9 +68,9 @@ def find_build() -> TorchBuild:
     if torch.version.endswith("+cpu"):  # skips reading the long lists of files
         return TorchBuild(torch.version)
     libraries = _required_libraries(torch)
-    own = sum(file.size or 0 for file in torch.files or () if _OWN_FILES.match(file.name))
+    own = sum(file.size or 0 for file in torch.files or () if _ACCELERATOR_FILES.match(file.name))
     rest = sum(file.size or 0 for library in libraries.values() for file in library.files or ())
-    wanted = next((name for name in _THEIR_PLATFORMS if _distribution(name) is not None), None)
+    wanted = next((name for name in _ACCELERATOR_PLATFORMS if _distribution(name) is not None), None)
     return TorchBuild(torch.version, tuple(sorted(libraries)), own + rest, wanted)
 
 
@@ -83,7 +83,7 @@ def warn_once() -> None:
 
 
 def _required_libraries(torch: importlib.metadata.Distribution) -> dict[str, importlib.metadata.Distribution]:
-    """Installed distributions for accelerators that torch requires, or one of them, by name."""
+    """Installed accelerator distributions that torch requires, directly or indirectly, by name."""
     found: dict[str, importlib.metadata.Distribution] = {}
     todo = [torch]
     while todo:

@@ -1,10 +1,10 @@
 """Environment variables that a worker's libraries read when they are loaded. Variables set by the user stay.
 
-THP_MEM_ALLOC_ENABLE has torch ask for huge pages: tensors of two megabytes and more then come in pages of that size.
-Claiming memory in small pages takes longer than filling it, and a weight in huge pages is read with fewer translations.
+THP_MEM_ALLOC_ENABLE makes torch request huge pages for tensors of two megabytes or more. Allocating memory in small
+pages takes longer than filling it, and reading a weight in huge pages needs fewer address translations.
 
-GOMP_SPINCOUNT limits how long the threads of OpenMP spin after an operation of torch. They would take the cores from
-the kernels' own threads (csrc/thread_team.cpp), which compute next.
+GOMP_SPINCOUNT limits how long OpenMP threads spin after an operation of torch. They would occupy the cores that the
+kernels' own threads (csrc/thread_team.cpp) need next.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 SPIN_COUNT = "GOMP_SPINCOUNT"
 _SPINS = "1000"
-"""Some tens of microseconds."""
+"""Spins for some tens of microseconds."""
 
 
 def worker_variables_for_threads(threads: int) -> dict[str, str]:

@@ -1,11 +1,11 @@
 """Memory arena for the intermediate tensors of a long step; a tensor's memory is reused as soon as it is freed.
 
 A step with a long prompt allocates and frees some large tensors per layer. The C library's allocator places an aligned
-block only in a larger hole, and then needs two to three times the memory of the live tensors. This arena allocates the
-lowest hole that is large enough, so that a step touches little more than it needs:
+block only in a larger hole, and needs two to three times the memory of the live tensors. This arena allocates the
+lowest hole that is large enough, so that a step uses little more memory than its live tensors:
 
     | residual | queries, keys, values |  attention  | ...          one region; its pages are allocated on first use
-    | residual | normalised | gate and up                 |         the same region a moment later
+    | residual | normalized | gate and up                 |         the same region, later in the layer
 
 Memory is freed when the last tensor over it has been garbage-collected.
 """
@@ -84,7 +84,7 @@ class Workspace:
         """A contiguous tensor of undefined contents.
 
         Raises:
-            MemoryError: The system has no addresses left.
+            MemoryError: The address space is exhausted.
         """
         size = math.prod(shape) * dtype.itemsize
         pages = max(1, -(-size // PAGE)) * PAGE
@@ -151,7 +151,7 @@ process_workspace = Workspace()
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An intermediate tensor with undefined contents, like `torch.empty`; large ones are in the workspace.
 
-    While a step is recorded torch allocates its intermediates, so that the recording sees them.
+    While a step is recorded, torch allocates all of them, so that the recorder sees them.
     """
     if math.prod(shape) * dtype.itemsize < SMALLEST or recording.is_recording():
         return torch.empty(shape, dtype=dtype)

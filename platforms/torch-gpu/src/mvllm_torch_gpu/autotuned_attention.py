@@ -117,10 +117,10 @@ class AutotunedAttention(TritonAttention):
     ) -> str:
         """Name of the fastest implementation, stored for this kind; the Triton kernels if nothing can be timed."""
         clock = self._given_clock or partial(device_seconds, query.device)
-        own = clock(partial(super().forward, query, kv, metadata))
-        if own is None:
+        triton = clock(partial(super().forward, query, kv, metadata))
+        if triton is None:
             return TRITON
-        seconds = {TRITON: own}
+        seconds = {TRITON: triton}
         for name, way in ways.items():
             try:
                 found = clock(way)

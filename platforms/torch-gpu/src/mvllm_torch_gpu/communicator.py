@@ -144,26 +144,26 @@ class NcclCommunicator(DeviceCommunicator):
 
     def _sums_are_correct(self, sums: SmallAllReduce) -> bool:
         """Whether the results of `sums` are NCCL's, with equal bits on all ranks. All ranks call it together."""
-        own = torch.Generator(device="cpu").manual_seed(self.rank)
+        generator = torch.Generator(device="cpu").manual_seed(self.rank)
         for size in (8, 4096, 100_000):
-            given = torch.randn(size, generator=own).to(self._device, torch.bfloat16)
-            if not sums.takes(given):
+            tensor = torch.randn(size, generator=generator).to(self._device, torch.bfloat16)
+            if not sums.takes(tensor):
                 continue
-            expected = super().all_reduce(given.float())
+            expected = super().all_reduce(tensor.float())
             try:
-                found = sums.all_reduce(given.clone())
+                found = sums.all_reduce(tensor.clone())
             except RuntimeError as e:
                 logger.warning("A sum without NCCL has failed: %s", str(e).partition("\n")[0])
-                found = torch.full_like(given, torch.nan)
+                found = torch.full_like(tensor, torch.nan)
             first = super().broadcast(found.clone())
             close = torch.allclose(found.float(), expected, rtol=2e-2, atol=2e-2)
             if not self._all(close and torch.equal(first, found)):
                 return False
         return True
 
-    def _all(self, mine: bool) -> bool:
-        """Whether `mine` is true on every rank."""
-        votes = super().all_reduce(torch.tensor([int(mine)], dtype=torch.int32, device=self._device))
+    def _all(self, value: bool) -> bool:
+        """Whether `value` is true on every rank."""
+        votes = super().all_reduce(torch.tensor([int(value)], dtype=torch.int32, device=self._device))
         return int(votes) == self.world_size
 
 

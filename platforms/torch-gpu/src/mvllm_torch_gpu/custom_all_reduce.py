@@ -45,7 +45,7 @@ class CustomAllReduce:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        check_reach(group.size(), torch.cuda.device_count(), device.index, torch.cuda.can_device_access_peer)
+        check_peer_access(group.size(), torch.cuda.device_count(), device.index, torch.cuda.can_device_access_peer)
         self._name = group.group_name
         self._buffer: torch.Tensor | None = symmetric_memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self._buffer, self._name)
@@ -75,21 +75,21 @@ def fits(tensor: torch.Tensor) -> bool:
     return tensor.dtype in _DTYPES and 0 < tensor.nbytes <= MOST_BYTES and tensor.nbytes % _ALIGNMENT == 0
 
 
-def check_reach(num_ranks: int, num_devices: int, mine: int, reaches: object) -> None:
-    """Checks that this rank's device can read those of the other ranks.
+def check_peer_access(num_ranks: int, num_devices: int, device: int, can_access_peer: object) -> None:
+    """Checks that this rank's device can read the memory of the other ranks' devices.
 
     Args:
         num_ranks: Ranks of the group.
         num_devices: Devices that this process sees. Ranks on another machine have no device here.
-        mine: This rank's device.
-        reaches: Returns whether a device (first argument) can read the memory of another (second argument).
+        device: This rank's device.
+        can_access_peer: Returns whether a device (first argument) can read the memory of another (second argument).
 
     Raises:
-        PlatformError: This rank's device cannot read all of them.
+        PlatformError: This rank's device cannot read the memory of every other rank.
     """
-    assert callable(reaches)
+    assert callable(can_access_peer)
     if num_ranks > min(num_devices, _MOST_RANKS):
         raise PlatformError(f"{num_ranks} ranks do not all have a device among the {num_devices} of this machine.")
-    unreached = [other for other in range(num_ranks) if other != mine and not reaches(mine, other)]
-    if unreached:
-        raise PlatformError(f"The device {mine} cannot read the memory of {unreached}.")
+    unreadable = [other for other in range(num_ranks) if other != device and not can_access_peer(device, other)]
+    if unreadable:
+        raise PlatformError(f"The device {device} cannot read the memory of {unreadable}.")

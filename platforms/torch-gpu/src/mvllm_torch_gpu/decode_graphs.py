@@ -188,33 +188,33 @@ class _Captured:
 
     def _load(self, args: tuple[Any, ...]) -> None:
         targets: list[torch.Tensor] = []
-        given: list[torch.Tensor] = []
-        for own, arg in zip(self._inputs, args, strict=True):
+        sources: list[torch.Tensor] = []
+        for target, arg in zip(self._inputs, args, strict=True):
             if isinstance(arg, torch.Tensor):
-                targets.append(own)
-                given.append(arg)
+                targets.append(target)
+                sources.append(arg)
             elif isinstance(arg, PagedMetadata):
-                for part, other in own.parts_to_fill(arg):
+                for part, other in target.parts_to_fill(arg):
                     targets.append(part)
-                    given.append(other)
-        _copy(targets, given)
+                    sources.append(other)
+        _copy(targets, sources)
 
 
-def _copy(targets: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies tensors, those of one dtype in one launch.
 
     Tensors with other strides are copied separately, because torch launches one kernel per tensor for a group with one.
     """
     by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for own, other in zip(targets, given, strict=True):
-        if own.stride() != other.stride():
-            own.copy_(other)
+    for target, source in zip(targets, sources, strict=True):
+        if target.stride() != source.stride():
+            target.copy_(source)
             continue
-        own_tensors, sources = by_dtype.setdefault(own.dtype, ([], []))
-        own_tensors.append(own)
-        sources.append(other)
-    for own_tensors, sources in by_dtype.values():
-        torch._foreach_copy_(own_tensors, sources)
+        dtype_targets, dtype_sources = by_dtype.setdefault(target.dtype, ([], []))
+        dtype_targets.append(target)
+        dtype_sources.append(source)
+    for dtype_targets, dtype_sources in by_dtype.values():
+        torch._foreach_copy_(dtype_targets, dtype_sources)
 
 
 def _key_of(args: tuple[Any, ...], tables: GraphBlockTables) -> Hashable | None:

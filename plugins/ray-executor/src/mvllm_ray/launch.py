@@ -118,11 +118,11 @@ def _assign_ranks(job: RayJob, resource: str, limit: float) -> list[_RankedActor
         [actor.identify.remote(resource.encode()) for actor in job.actors], limit, "starting them on their nodes"
     )
     identities = [msgspec.msgpack.decode(answer, type=RayWorkerIdentity) for answer in answers]
-    own = own_version()
+    version = own_version()
     for identity in identities:
-        if identity.version != own:
+        if identity.version != version:
             raise ConfigError(
-                f"Node {identity.node_ip} of the Ray cluster has mvllm {identity.version}, this one has {own}. "
+                f"Node {identity.node_ip} of the Ray cluster has mvllm {identity.version}, this one has {version}. "
                 "Install the same version on every node."
             )
     first_of: dict[str, int] = {}  # node -> its first actor, which is the order of Ray's bundles
