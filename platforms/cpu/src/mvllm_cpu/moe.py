@@ -18,7 +18,6 @@ from mvllm_cpu.ops import PROVIDER, rows_of, supports
 from mvllm_cpu.paged_attention import DTYPE_CODES
 from mvllm_cpu.recording import Kernel
 
-
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 """In the order of `Scores` in csrc/expert_selection.cpp."""
 
