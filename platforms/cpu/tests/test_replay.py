@@ -566,7 +566,9 @@ def test_unrecorded_work_leaves_a_correct_cache(block, backend):
     assert torch.equal(found, block.cache[0])
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "mistral-window"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "qwen3", "mistral-window", "gemma3", "granite", "olmo2", "qwen3moe", "gptoss"]
+)
 def test_decode_steps_of_models_are_recorded(name, tmp_path, monkeypatch):
     """Of one and of several requests: these models need no operation of torch."""
     # Where torch's matrix products are faster on this processor, they are used, and no step with one is recorded.
