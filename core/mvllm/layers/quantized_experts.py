@@ -101,9 +101,6 @@ class QuantizedExperts:
         for expert, which in list(self._matrices):
             yield expert, which, self._matrices.pop((expert, which))
 
-    def __len__(self) -> int:
-        return len(self._matrices)
-
     def targets(self, matrix: QuantizedMatrix) -> Iterator[tuple[str, WeightTarget]]:
         """The targets of a matrix."""
         found = list(matrix.targets())
