@@ -144,7 +144,8 @@ class QuantizedExperts:
                 if op is None and all(matrix is not None and matrix.checkpoint_has_floats for matrix in made):
                     return
             self._matrices.update(((expert, i), matrix) for i, matrix in enumerate(made) if matrix is not None)
-        if any(each != formats[0] for each in formats):
+        linears = {None if of_matrix is None else of_matrix[0] for of_matrix in formats[0]}
+        if len(linears) > 1 or any(each != formats[0] for each in formats):
             report_mixed_formats(ctx, layouts[0][0].names[0])
             op = None
         if op is None:
@@ -189,11 +190,11 @@ def prepared_experts(op: ResolvedOp, gate_up: ReadOnce, down: ReadOnce) -> tuple
 
 
 def report_mixed_formats(ctx: BuildContext, name: str) -> None:
-    """Logs once for each model that experts are computed in floats because their formats differ."""
+    """Logs once for each model that experts are computed in floats because the formats of their matrices differ."""
     if ctx.quantization is not None and ctx.quantization not in _reported:
         _reported.add(ctx.quantization)
         logger.info(
-            "The experts beside %s have weights in different formats: they are dequantized, and so are those of other "
-            "layers for which this holds.",
+            "The experts beside %s have weights in different formats, or this rank's columns cut blocks of some: they "
+            "are dequantized, and so are those of other layers for which this holds.",
             name,
         )

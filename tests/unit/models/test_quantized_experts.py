@@ -335,9 +335,11 @@ def test_experts_of_different_formats_are_dequantized_and_logged_once(
     assert sum("different formats" in record.message for record in caplog.records) == 1
 
 
-def test_down_may_be_floats_where_gate_and_up_are_quantized(tmp_path: Path) -> None:
+def test_down_may_be_floats_where_gate_and_up_are_quantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = make_quantized("awq-some-floats", tmp_path, "qwen3moe")
-    model = load_model(checkpoint.quantized, make_context(providers=Provider().providers))
+    with caplog.at_level("INFO", logger="mvllm"):
+        model = load_model(checkpoint.quantized, make_context(providers=Provider().providers))
+    assert sum("different formats" in record.message for record in caplog.records) == 1
     assert not any(experts.stays_quantized for experts in experts_of(model))
     torch.testing.assert_close(logits(model), logits(load_model(checkpoint.plain)), atol=TOLERANCE, rtol=0)
 
