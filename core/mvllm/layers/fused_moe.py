@@ -85,10 +85,12 @@ class FusedMoE(nn.Module):
         self._moe = self._op.function
         self.gate_up = ctx.parameter(num_experts, 2 * size, hidden_size)
         self.down = ctx.parameter(num_experts, hidden_size, size)
-        if len(self._quantized) == 2 * num_experts:  # no checkpoint tensor fills these directly
-            gate_up, down = self.gate_up.data, self.down.data
-            del self.gate_up, self.down
-            self.gate_up, self.down = gate_up, down
+        for which, parameter in enumerate(("gate_up", "down")):
+            if all(self._quantized.matrix(e, which) is not None for e in range(num_experts)):
+                # No checkpoint tensor fills it directly.
+                floats = getattr(self, parameter).data
+                delattr(self, parameter)
+                setattr(self, parameter, floats)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """This rank's partial sum of the weighted expert outputs; all ranks' results must be added.

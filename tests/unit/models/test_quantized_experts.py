@@ -335,6 +335,15 @@ def test_experts_of_different_formats_are_dequantized_and_logged_once(
     assert sum("different formats" in record.message for record in caplog.records) == 1
 
 
+def test_down_may_be_floats_where_gate_and_up_are_quantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = make_quantized("awq-some-floats", tmp_path, "qwen3moe")
+    with caplog.at_level("INFO", logger="mvllm"):
+        model = load_model(checkpoint.quantized, make_context(providers=Provider().providers))
+    assert sum("different formats" in record.message for record in caplog.records) == 1
+    assert not any(experts.stays_quantized for experts in experts_of(model))
+    torch.testing.assert_close(logits(model), logits(load_model(checkpoint.plain)), atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.usefixtures("divisible_sizes")
 def test_blocks_have_the_bytes_of_the_file_and_16_bit_inputs_are_rounded(tmp_path: Path) -> None:
     folder = CHECKPOINTS["mxfp4 gptoss"](tmp_path)
