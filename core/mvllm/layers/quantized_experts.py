@@ -144,14 +144,9 @@ class QuantizedExperts:
                 if op is None and all(matrix is not None and matrix.checkpoint_has_floats for matrix in made):
                     return
             self._matrices.update(((expert, i), matrix) for i, matrix in enumerate(made) if matrix is not None)
-<<<<<<< HEAD
-        if any(each != formats[0] for each in formats):
-            log_mixed_formats(ctx, layouts[0][0].names[0])
-=======
         linears = {None if of_matrix is None else of_matrix[0] for of_matrix in formats[0]}
         if len(linears) > 1 or any(each != formats[0] for each in formats):
-            report_mixed_formats(ctx, layouts[0][0].names[0])
->>>>>>> 5d8979bf1dfe40a8b988a3124f4f6b3ccab22eaf
+            log_mixed_formats(ctx, layouts[0][0].names[0])
             op = None
         if op is None:
             self._matrices = {k: matrix for k, matrix in self._matrices.items() if not matrix.checkpoint_has_floats}
@@ -194,13 +189,8 @@ def prepared_experts(op: ResolvedOp, gate_up: ReadOnce, down: ReadOnce) -> tuple
     return prepared
 
 
-<<<<<<< HEAD
 def log_mixed_formats(ctx: BuildContext, name: str) -> None:
     """Logs once per model that experts are dequantized because their formats differ."""
-=======
-def report_mixed_formats(ctx: BuildContext, name: str) -> None:
-    """Logs once for each model that experts are computed in floats because the formats of their matrices differ."""
->>>>>>> 5d8979bf1dfe40a8b988a3124f4f6b3ccab22eaf
     if ctx.quantization is not None and ctx.quantization not in _reported:
         _reported.add(ctx.quantization)
         logger.info(
