@@ -48,6 +48,11 @@ def exact(case: OpCall) -> Any:
     return SCHEMAS[case.op].reference(*arguments)
 
 
+def result_dtype(op: str, dtype: str) -> str:
+    """Dtype of an operation's floating-point results for a compute dtype."""
+    return "float32" if op == "select_experts" else dtype
+
+
 def tolerance(dtype: str, case: OpCall | None = None) -> float:
     """Allowed difference relative to the largest value of the result: a few roundings to the dtype.
 

@@ -26,7 +26,7 @@ from mvllm.plugin_api import (
 )
 from mvllm.testing.markers import clause, skip_not_claimed
 from mvllm.testing.op_call import OpCall
-from mvllm.testing.op_cases import exact, op_calls, tolerance
+from mvllm.testing.op_cases import exact, op_calls, result_dtype, tolerance
 from mvllm.testing.platform_under_test import PlatformUnderTest
 from mvllm.testing.tensor_assertions import assert_equal
 
@@ -123,7 +123,7 @@ def test_every_provider_replaces_an_operation_that_there_is(
 def test_a_provider_gives_what_the_reference_gives(
     subject: PlatformUnderTest, bound_device: DeviceRuntime, claimed_dtype: str, op: str
 ) -> None:
-    num_run = 0
+    num_run, dtype = 0, result_dtype(op, claimed_dtype)
     for provider in providers_of(subject, op):
         for case_ in supported_calls(provider, claimed_dtype):
             found, _ = call(bound_device, provider, case_)
@@ -134,9 +134,9 @@ def test_a_provider_gives_what_the_reference_gives(
                 if not other.dtype.is_floating_point:  # indices, for instance
                     assert_equal(one, other, f"{provider.name}: {case_}")
                     continue
-                assert one.dtype == torch_dtype(claimed_dtype), f"{provider.name}: {case_}"
+                assert one.dtype == torch_dtype(dtype), f"{provider.name}: {case_}"
                 off = float((one.double() - other).abs().max() / other.abs().max().clamp(min=1e-3))
-                assert off < tolerance(claimed_dtype, case_), f"{provider.name}, {case_}: off by {off:.2g}"
+                assert off < tolerance(dtype, case_), f"{provider.name}, {case_}: off by {off:.2g}"
             num_run += 1
     if not num_run:
         skip_not_claimed(f"{op} in {claimed_dtype}: the reference runs")
