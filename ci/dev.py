@@ -199,21 +199,24 @@ def test_published(arguments: list[str]) -> int:
 
 
 def test(arguments: list[str], *, fast: bool = False, quick: bool = False, everything: bool = False) -> int:
-    """Runs the linters, then pytest in three passes: parallel tests, serial tests, and INTERPRETED.
+    """Runs the linters, and pytest in three passes: parallel tests, serial tests, and INTERPRETED.
+
+    The linters run while the first pass imports the tests, which needs one core.
 
     Serial tests measure time or use the whole machine. At the end a part of the lane `tpu` runs, if its environment can
     be created. `quick` runs ci/selection.py's part of the first pass and no linter.
     """
     setup()
-    lint_status = 0 if quick else lint()
+    linters = ThreadPoolExecutor(1)
+    linted = None if quick else linters.submit(lint)
     chosen = any(not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists() for argument in arguments)
     what = (
         arguments if chosen else ["--ignore=tests/perf", "--ignore=tests/clients", *arguments]
     )  # else `testpaths` of pytest's configuration apply
     if fast:
         what = [*what, "--ignore=tests/e2e", "--ignore=tests/packaging"]
-    # Two workers more than cores, since some tests wait for processes or deadlines.
-    workers = str(max(2, min(8, os.cpu_count() or 2)) + 2)
+    # Three workers more than cores, since some tests wait for processes or deadlines.
+    workers = str(max(2, min(8, os.cpu_count() or 2)) + 3)
     which = "" if everything else " and not exhaustive"
     # ci.times prints the time of each file, and starts the slowest files first.
     parallel = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
@@ -246,7 +249,7 @@ def test(arguments: list[str], *, fast: bool = False, quick: bool = False, every
         closings.append(closing)
         if status not in (0, 1, NO_TESTS):  # interrupted, or pytest itself failed
             break
-    status = verdict(statuses)
+    status, lint_status = verdict(statuses), linted.result() if linted else 0
     lane_status = 0
     if not (arguments or fast or quick) and len(passes) == len(statuses):
         lane_status = tpu_lane.run(tpu_lane.smoke(), tpu_lane.GATE_SETUP_SECONDS)

@@ -43,7 +43,7 @@ static void copy_rows(const Linear& op, void* out, int64_t stride, int64_t begin
     }
 }
 
-static void gate_rows(const SiluAndMul& op, int64_t begin, int64_t end) {
+static void gate_rows(const GateAndMul& op, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
         for (int64_t i = 0; i < op.size; ++i) {
             const uint16_t* x = static_cast<const uint16_t*>(op.x) + row * op.x_stride;
@@ -56,7 +56,7 @@ const Isa& current_isa() {
     static const Isa isa = [] {
         Isa own{};
         own.name = "amx_bf16";
-        own.silu_and_mul = gate_rows;
+        own.gate_and_mul = gate_rows;
         own.linear = amx_linear;
         own.linear_x = copy_rows;
         own.linear_tile = 64;
