@@ -215,8 +215,8 @@ def test(arguments: list[str], *, fast: bool = False, quick: bool = False, every
     )  # else `testpaths` of pytest's configuration apply
     if fast:
         what = [*what, "--ignore=tests/e2e", "--ignore=tests/packaging"]
-    # Three workers more than cores, since some tests wait for processes or deadlines.
-    workers = str(max(2, min(8, os.cpu_count() or 2)) + 3)
+    # Two workers more than cores, since some tests wait for processes or deadlines.
+    workers = str(max(2, min(8, os.cpu_count() or 2)) + 2)
     which = "" if everything else " and not exhaustive"
     # ci.times prints the time of each file, and starts the slowest files first.
     parallel = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]

@@ -184,15 +184,13 @@ def mark_exhaustive(ids: Iterable[tuple[object, ...]], kept: Container[tuple[obj
 
 VICTIMS = ("EngineCore", "Worker_TP0", "Worker_TP1")
 KILLED = {
-    *((phase, "EngineCore") for phase in PHASES),
+    ("loading", "EngineCore"),
+    ("mid-request", "EngineCore"),
     ("start-up", "Worker_TP1"),
-    ("loading", "Worker_TP0"),
-    ("mid-request", "Worker_TP1"),
+    ("idle", "Worker_TP0"),
 }
 SIGNALLED = {
-    (signal.SIGTERM, "start-up"),
-    (signal.SIGINT, "loading"),
-    (signal.SIGTERM, "idle"),
+    (signal.SIGTERM, "loading"),
     (signal.SIGINT, "mid-request"),
 }
 

@@ -122,7 +122,7 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
         yield build
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_killed_worker_is_named_and_no_process_is_left(start: StartEngine, phase: str, rank: int) -> None:
     engine = start(PHASES[phase])
@@ -151,7 +151,9 @@ def test_killing_the_caller_leaves_nothing(start: StartEngine, phase: str) -> No
     engine.assert_nothing_left()
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize(
+    "delay", [0.0, 0.05, *(pytest.param(delay, marks=pytest.mark.exhaustive) for delay in (0.02, 0.1, 0.2))]
+)
 def test_killing_the_caller_while_workers_are_being_started_leaves_nothing(start: StartEngine, delay: float) -> None:
     engine = start("slow")
     wait_until(lambda: len(tagged_processes(engine.tag)) > 1, 30, "a worker exists")

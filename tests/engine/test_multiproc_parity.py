@@ -57,6 +57,11 @@ COMBINED = {
     "a head of its own beside a fused projection",
     "an inner width that is not four times the hidden one",
     "four ranks for one key/value head and norms of each head",
+    "names without the first component",
+    "a window in the later layers only: a stage counts layers from the model's first",
+    "norms of each head, biases, and a window by layer",
+    "a head of its own, norms without weights",
+    "one embedding serves the first stage and the head of the last",
 }
 """Cases whose ways of sharding other cases have, too, in other combinations."""
 

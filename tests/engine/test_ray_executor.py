@@ -262,7 +262,7 @@ def test_workers_get_the_devices_that_ray_assigned_and_the_environment_of_the_en
             executor.collective_rpc("allocate_kv_cache", (TELL, 0), ranks=[rank])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_worker_killed_in_a_call_or_idle_is_named_with_its_node_and_what_it_did(
     make: MakeExecutor, rank: int
 ) -> None:
@@ -304,7 +304,7 @@ def test_a_step_that_hangs_on_another_node_fails_with_the_stack_of_the_rank(make
         executor.execute_model(SchedulerOutput(step=100)).result()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_worker_that_cannot_be_built_raises_its_own_error(
     make: MakeExecutor, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:

@@ -83,7 +83,9 @@ def waits_before_launch(events: list[tuple[str, int]]) -> list[int]:
     return [step for step in steps[:-1] if at["waited", step] < at["launched", step + 1]]
 
 
-@pytest.mark.parametrize("executor", ["uni", pytest.param("mp", marks=pytest.mark.exhaustive), "mp-tp2"])
+@pytest.mark.parametrize(
+    "executor", [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("uni", "mp")), "mp-tp2"]
+)
 def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(
     make: MakeLLM, log: Path, executor: str
 ) -> None:
@@ -226,7 +228,13 @@ def test_a_request_with_nan_logits_ends_with_an_error_and_the_engine_goes_on(mak
     assert good.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("form", [None, {"regex": "[a-z]{90}"}], ids=["free", "masks follow"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(None, id="free", marks=pytest.mark.exhaustive),
+        pytest.param({"regex": "[a-z]{90}"}, id="masks follow"),
+    ],
+)
 def test_a_step_without_memory_fails_its_requests_while_the_next_is_in_flight(
     make: MakeLLM, form: dict[str, str] | None
 ) -> None:

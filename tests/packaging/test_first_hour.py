@@ -29,7 +29,7 @@ MACHINE_SECONDS = 300
 """Limit of the CPU time of all commands, independent of the machine's other load."""
 FURTHER_CLAUSES = {"DEV-01", "DEV-09", "MEM-05", *(i for i in CLAUSES if i.startswith(("COM", "E2E", "LIF")))}
 """Clauses that start engines or processes. They run with the exhaustive tests only."""
-FEWER_CLAUSES = f" --only={','.join(sorted(set(CLAUSES) - FURTHER_CLAUSES))}"
+FEWER_CLAUSES = f" --quick --only={','.join(sorted(set(CLAUSES) - FURTHER_CLAUSES))}"
 
 PAGE = REPOSITORY / "docs" / "tutorials" / "writing-a-platform.md"
 OURS = re.compile(r"(__editable__)?[._]*mvllm", re.IGNORECASE)

@@ -263,11 +263,13 @@ def test_choosing_another_platform_avoids_the_broken_plugin(plugins):
 @pytest.mark.parametrize(
     ("flaw", "sign"),
     [
-        ({"first_line": "raise SystemExit('gone')"}, "gone"),
+        pytest.param({"first_line": "raise SystemExit('gone')"}, "gone", marks=pytest.mark.exhaustive),
         ({"probe_body": "raise OSError('the driver is not loaded')"}, "the driver is not loaded"),
         ({"probe_body": "return True"}, "must return a ProbeResult"),
         ({"factory_body": "raise RuntimeError('firmware too old')"}, "firmware too old"),
-        ({"factory_body": "raise SystemExit('not licensed')"}, "not licensed"),
+        pytest.param(
+            {"factory_body": "raise SystemExit('not licensed')"}, "not licensed", marks=pytest.mark.exhaustive
+        ),
         ({"factory_body": "return object()"}, "must return a mvllm.plugin_api.Platform"),
         ({"entry_point": "mvllm_acme.absent"}, "mvllm_acme.absent"),
         ({"entry_point": "mvllm_acme.probe"}, "mvllm_platform()"),
@@ -294,8 +296,8 @@ def test_two_distributions_with_one_name_are_both_named(plugins):
     ("contract", "command"),
     [
         ((MAJOR, MINOR + 1), "pip install -U mvllm"),
-        ((MAJOR + 1, 0), "pip install -U mvllm"),
-        ((MAJOR - 1, 9), "pip install -U mvllm-acme"),
+        pytest.param((MAJOR + 1, 0), "pip install -U mvllm", marks=pytest.mark.exhaustive),
+        pytest.param((MAJOR - 1, 9), "pip install -U mvllm-acme", marks=pytest.mark.exhaustive),
     ],
 )
 def test_another_contract_is_an_error_with_both_versions_and_the_command(plugins, contract, command):
