@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import os
@@ -50,4 +51,5 @@ def become_worker(stdin: int, stdout: int) -> None:
         os.close(fd)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-    exec(eval(sys.stdin.readline()), {"__name__": "__main__"})  # noqa: S102, S307, the line that execnet sends
+    program = ast.literal_eval(sys.stdin.readline())  # the controller's execnet sends its worker's program as a literal
+    exec(program, {"__name__": "__main__"})  # noqa: S102, it is what the controller starts other interpreters with
