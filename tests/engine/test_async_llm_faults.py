@@ -19,7 +19,15 @@ from mvllm.engine.frontend.request_output_stream import RequestOutputStream
 from mvllm.errors import CacheError, EngineDeadError, WorkerDiedError, WorkerError
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.helpers.plugins import prepend, scripted_platform_path
-from tests.helpers.processes import TAG, assert_nothing_left, new_tag, shared_memory_names, wait_until, worker_processes
+from tests.helpers.processes import (
+    TAG,
+    assert_nothing_left,
+    new_tag,
+    shared_memory_names,
+    stop_process,
+    wait_until,
+    worker_processes,
+)
 
 pytestmark = pytest.mark.fresh_programs  # the scripted workers show that core imports no torch
 LONG = SamplingParams(max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA, detokenize=False)
@@ -148,7 +156,7 @@ def test_a_hanging_core_raises_the_heartbeat_age_and_may_continue(make: Make) ->
     async def hang() -> None:
         streams = await begin(llm, 2)
         core = process("EngineCore")
-        core.suspend()
+        stop_process(core.pid)
         while llm.heartbeat_age < 1.0:
             await asyncio.sleep(0.05)
         assert llm.load.heartbeat_age >= 1.0 and not llm.errored
@@ -171,7 +179,7 @@ def test_a_core_that_hangs_for_too_long_is_ended(make: Make, monkeypatch: pytest
     async def hang() -> None:
         streams = await begin(llm, 3)
         core = process("EngineCore")
-        core.suspend()
+        stop_process(core.pid)
         for error in await asyncio.gather(*map(end, streams)):
             assert f"EngineCore (pid {core.pid}) has given no sign of life within 2 s" in str(error)
         wait_until(lambda: not core.is_running(), 10, "the stopped core is gone")

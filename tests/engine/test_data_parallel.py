@@ -16,6 +16,7 @@ from mvllm.errors import CacheError, EngineDeadError, QueueFullError
 from mvllm.messages.sampling_params import RequestOutputKind
 from tests.helpers.async_engine import PROMPTS, SETTINGS, async_engine, joined, last, params
 from tests.helpers.parity import engine
+from tests.helpers.processes import stop_process
 
 LONG = params(max_tokens=150, output_kind=RequestOutputKind.DELTA)
 TWO = {"data_parallel_size": 2}
@@ -102,7 +103,7 @@ def test_the_queue_limit_counts_all_replicas_and_a_dead_replica_ends_the_engine(
         with pytest.raises(QueueFullError, match="4 can run at once"):
             await llm.add_request([5], LONG)
         living, dead = map(psutil.Process, llm.core_pids)
-        living.suspend()  # so that it cannot finish the requests before the death is noticed
+        stop_process(living.pid)  # so that it cannot finish the requests before the death is noticed
         dead.kill()
         for stream in streams:  # also those of the other replica
             with pytest.raises(EngineDeadError, match=r"EngineCore_DP1 .* was killed by SIGKILL"):

@@ -24,6 +24,7 @@ from mvllm.entrypoints.step_loop import stream_request
 from mvllm.errors import CacheError, EngineDeadError, RequestError
 from mvllm.messages.requests import EngineCoreRequest, FinishReason
 from tests.helpers.parity import engine
+from tests.helpers.processes import stop_process
 
 PROMPTS = ["Hello world", "The capital of", [5, 6, 7, 8], "x"]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2, prompt_logprobs=1)
@@ -149,7 +150,7 @@ def test_random_bytes_on_its_sockets_are_dropped(llm: LLM) -> None:
 def test_ctrl_c_takes_effect_at_once_and_leaves_a_usable_engine(llm: LLM) -> None:
     expected = comparable(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     core = psutil.Process(client_of(llm).core_pid)
-    core.suspend()  # no step ends before the interrupt
+    stop_process(core.pid)  # no step ends before the interrupt
     before = signal.getsignal(signal.SIGINT)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()

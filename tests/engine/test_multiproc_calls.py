@@ -35,7 +35,7 @@ from mvllm.messages.process_failure import RemoteTraceback
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.platform.choose import choose_platform
 from tests.helpers.plugins import prepend, scripted_platform_path
-from tests.helpers.processes import TAG, new_tag, tagged_processes, wait_until
+from tests.helpers.processes import TAG, new_tag, stop_process, tagged_processes, wait_until
 from tests.helpers.scripted_worker import (
     EXIT,
     FORGE_ON_RANK_1,
@@ -219,7 +219,7 @@ def test_a_hung_step_fails_with_the_stack_of_the_rank_that_hangs(make: MakeExecu
     health = executor.collective_rpc("check_health", non_block=True)
     with pytest.raises(TimeoutError, match=r"Worker_TP1.*execute_model of step 99"):
         health.result(0.2)
-    os.kill(executor.worker_pids[0], signal.SIGSTOP)
+    stop_process(executor.worker_pids[0])
     with pytest.raises(WorkerStuckError, match=r"Worker_TP1 \(rank 1, pid \d+\).*step 99(?s:.*)in execute_model"):
         executor.execute_model(SchedulerOutput(step=100)).result()
     wait_until(lambda: not tagged_processes(tag), 5, "even stopped workers are ended")
@@ -274,7 +274,7 @@ def test_a_step_that_does_not_end_is_reported_with_stacks_once_and_other_calls_w
     assert "allocate_kv_cache has not ended after" in caplog.text and "The stack of" not in caplog.text
     caplog.clear()
     executor.execute_model(SchedulerOutput(step=99)).result()  # rank 1 hangs in it
-    os.kill(executor.worker_pids[0], signal.SIGSTOP)
+    stop_process(executor.worker_pids[0])
     with pytest.raises(TimeoutError):
         executor.execute_model(SchedulerOutput(step=100)).result(3.0)
     assert caplog.text.count("execute_model of step 100 has not ended after") >= 2

@@ -18,7 +18,15 @@ import pytest
 from mvllm import LLM, SamplingParams
 from mvllm.errors import CacheError, EngineDeadError, PlatformError, WorkerDiedError, WorkerError, WorkerStuckError
 from tests.helpers.plugins import fault_platform_path, prepend
-from tests.helpers.processes import TAG, assert_nothing_left, new_tag, shared_memory_names, wait_until, worker_processes
+from tests.helpers.processes import (
+    TAG,
+    assert_nothing_left,
+    new_tag,
+    shared_memory_names,
+    stop_process,
+    wait_until,
+    worker_processes,
+)
 
 PROMPTS = [{"prompt_token_ids": [5 + i, 6, 7, 8]} for i in range(4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -140,7 +148,7 @@ def test_a_core_process_reports_a_stopped_worker_at_the_time_limit(make: MakeLLM
     llm = make(step_timeout=2, **OWN_PROCESS)
     run(llm)
     (worker,) = worker_processes(os.environ[TAG], "Worker_TP1")
-    worker.suspend()
+    stop_process(worker.pid)
     with pytest.raises(
         EngineDeadError, match=rf"Worker_TP1 \(rank 1, pid {worker.pid}\) has not finished its step .*stopped"
     ) as caught:
@@ -153,7 +161,7 @@ def test_a_stopped_core_is_named_and_ended(make: MakeLLM, monkeypatch: pytest.Mo
     monkeypatch.setattr("mvllm.engine.process.launched_core_connection.TIMEOUT_MARGIN_SECONDS", 1.0)
     llm = make(tensor_parallel_size=1, step_timeout=1, **OWN_PROCESS)
     (core,) = worker_processes(os.environ[TAG], "EngineCore")
-    core.suspend()
+    stop_process(core.pid)
     with pytest.raises(
         EngineDeadError,
         match=rf"EngineCore \(pid {core.pid}\) has given no sign of life within 2 s; it is in idle .*stopped",

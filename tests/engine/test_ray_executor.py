@@ -38,7 +38,7 @@ from mvllm.platform.choose import choose_platform
 from mvllm_ray.executor import RayDistributedExecutor
 from tests.helpers import parity
 from tests.helpers.plugins import prepend, scripted_platform_path
-from tests.helpers.processes import shared_memory_names, wait_until
+from tests.helpers.processes import shared_memory_names, stop_process, wait_until
 from tests.helpers.scripted_worker import RAISE, SLEEP_MS, TELL
 
 TIGHT = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
@@ -299,7 +299,7 @@ def test_an_error_keeps_its_traceback_and_a_step_that_raises_ends_the_executor(m
 def test_a_step_that_hangs_on_another_node_fails_with_the_stack_of_the_rank(make: MakeExecutor) -> None:
     executor = make(step_timeout=2.0)
     executor.execute_model(SchedulerOutput(step=99)).result()  # rank 0 answers, rank 1 hangs
-    os.kill(executor.worker_pids[0], signal.SIGSTOP)
+    stop_process(executor.worker_pids[0])
     with pytest.raises(WorkerStuckError, match=r"Worker_TP1 \(rank 1.*step 99(?s:.*)in execute_model"):
         executor.execute_model(SchedulerOutput(step=100)).result()
 

@@ -5,6 +5,8 @@ An environment variable, which child processes inherit, tags the processes of on
 
 from __future__ import annotations
 
+import os
+import signal
 import uuid
 from pathlib import Path
 
@@ -22,6 +24,7 @@ __all__ = [
     "is_reading_stdin",
     "shared_memory_names",
     "is_sleeping",
+    "stop_process",
     "tagged_processes",
     "wait_until",
 ]
@@ -58,6 +61,28 @@ def is_sleeping(pid: int) -> bool:
 def is_reading_stdin(pid: int) -> bool:
     """Whether the main thread of a process is blocked reading stdin."""
     return _system_call(pid)[:2] in (["0", "0x0"], ["63", "0x0"])  # read, on x86-64 and arm64
+
+
+def stop_process(pid: int) -> None:
+    """Sends SIGSTOP and waits until every thread of the process is stopped.
+
+    The signal is handled by one thread, usually the main thread. Until that thread is scheduled, which takes a while on
+    a busy machine, the others go on.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: all(state in "Tt" for state in _thread_states(pid)), 20, f"every thread of {pid} is stopped")
+
+
+def _thread_states(pid: int) -> list[str]:
+    """The state letter of each thread, as in `/proc/PID/task/TID/stat`."""
+    return [_state(task / "stat") for task in Path(f"/proc/{pid}/task").iterdir()]
+
+
+def _state(stat: Path) -> str:
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except OSError:  # the thread has ended
+        return "T"
 
 
 def _system_call(pid: int) -> list[str]:

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.helpers.processes import assert_nothing_left, shared_memory_names, wait_until, worker_processes
+from tests.helpers.processes import assert_nothing_left, shared_memory_names, stop_process, wait_until, worker_processes
 from tests.helpers.server import SMALL, ServerProcess, assert_idle, wait_idle
 
 ADMIN = {"MVLLM_ADMIN_API_KEY": "boss"}
@@ -36,7 +36,7 @@ def clients_of_each(server: ServerProcess, stack: ExitStack, count: int = 2) -> 
         client = stack.enter_context(server.client(limits=httpx.Limits(max_connections=1, keepalive_expiry=600)))
         for other in servers:
             if other != one:
-                other.suspend()
+                stop_process(other.pid)
         try:
             assert client.get("/version").status_code == 200
         finally:
@@ -186,7 +186,7 @@ def test_an_idle_server_uses_less_than_one_percent_of_a_cpu(server: ServerProces
 def test_the_death_of_the_coordinator_ends_the_server(server: ServerProcess, both: list[httpx.Client]) -> None:
     """Must be the last test: it ends the server of this module."""
     for rank in range(2):
-        process(server, f"EngineCore_DP{rank}").suspend()  # so that the request stays in flight
+        stop_process(process(server, f"EngineCore_DP{rank}").pid)  # so that the request stays in flight
     before = shared_memory_names()
     with both[0].stream("POST", "/v1/completions", json=LONG) as stream:
         process(server, "DPCoordinator").kill()
@@ -207,7 +207,7 @@ def test_when_an_api_server_dies_or_hangs_the_others_finish_their_requests(tmp_p
     with ServerProcess(tmp_path, "demo", *arguments, *SMALL) as server, ExitStack() as stack:
         clients = clients_of_each(server.wait_ready(), stack)
         core = server.engine_core()
-        core.suspend()  # so that both requests stay in flight
+        stop_process(core.pid)  # so that both requests stay in flight
         asks = [{**LONG, "max_tokens": 40}, LONG]
         streams = [
             stack.enter_context(client.stream("POST", "/v1/completions", json=ask))
@@ -238,7 +238,7 @@ def test_the_death_or_hang_of_each_process_ends_the_server(tmp_path: Path, victi
         if victim == "the parent":
             server.process.kill()
         elif victim == "DPCoordinator":  # its death is tested by test_the_death_of_the_coordinator_ends_the_server
-            process(server, victim).suspend()
+            stop_process(process(server, victim).pid)
         else:
             process(server, victim).kill()
         assert server.wait() == (-signal.SIGKILL if victim == "the parent" else 1)
@@ -257,7 +257,7 @@ def test_after_sigterm_all_requests_finish(tmp_path: Path) -> None:
         client = stack.enter_context(httpx.Client(transport=transport, base_url="http://server", timeout=120))
         cores = [process(server, f"EngineCore_DP{rank}") for rank in range(2)]
         for core in cores:
-            core.suspend()
+            stop_process(core.pid)
         streams = [stack.enter_context(client.stream("POST", "/v1/completions", json=LONG)) for _ in range(4)]
         server.signal(signal.SIGTERM)
         wait_until(lambda: server.log.count("SIGTERM: no new requests") == 3, 60, lambda: server.log)
@@ -281,7 +281,7 @@ def test_a_hung_core_is_ended_by_its_parent_with_its_stacks(tmp_path: Path) -> N
     ):
         server.wait_ready()
         for rank in range(2):
-            process(server, f"EngineCore_DP{rank}").suspend()
+            stop_process(process(server, f"EngineCore_DP{rank}").pid)
         answer = client.post("/v1/completions", json={"prompt": "x"})
         assert answer.status_code == 500 and answer.json()["error"]["code"] == "engine_dead"
         assert server.wait() == 1

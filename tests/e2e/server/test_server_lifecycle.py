@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.helpers.processes import assert_nothing_left, shared_memory_names, wait_until
+from tests.helpers.processes import assert_nothing_left, shared_memory_names, stop_process, wait_until
 from tests.helpers.server import SMALL, ServerProcess, raw_post
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
@@ -72,7 +72,7 @@ def test_while_the_model_is_loaded_the_server_is_live_but_not_ready(tmp_path: Pa
     """Ctrl-C ends it at once, with all processes that it started."""
     before = shared_memory_names()
     with ServerProcess(tmp_path, "demo", "--port", "0", *SMALL) as server, server.client() as client:
-        server.engine_core().suspend()  # it cannot start while its process is suspended
+        stop_process(server.engine_core().pid)  # it cannot start while its process is suspended
         assert client.get("/health/live").status_code == client.get("/health").status_code == 200
         ready = client.get("/health/ready")
         assert (ready.status_code, ready.json()) == (503, {"status": "the server is loading"})
@@ -97,7 +97,7 @@ def test_a_full_queue_is_429_and_sigterm_lets_requests_finish(tmp_path: Path) ->
         core = server.engine_core()
         transport = httpx.HTTPTransport(uds=str(socket_path))
         with httpx.Client(transport=transport, base_url="http://server", timeout=120) as client, ExitStack() as stack:
-            core.suspend()  # so that the requests stay in flight
+            stop_process(core.pid)  # so that the requests stay in flight
             ask = {**LONG, "stream": True}
             streams = [stack.enter_context(client.stream("POST", "/v1/completions", json=ask)) for _ in range(2)]
             refused = client.post("/v1/completions", json=LONG)
@@ -123,7 +123,7 @@ def test_a_hung_engine_is_unhealthy_and_a_second_signal_aborts_its_requests(tmp_
     with ServerProcess(tmp_path, *arguments) as server, server.client() as client:
         server.wait_ready()
         core = server.engine_core()
-        core.suspend()
+        stop_process(core.pid)
         assert client.get("/health/live").status_code == 200  # it is idle
         with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
             wait_until(lambda: client.get("/health/live").status_code == 503, 60, "it has, and does nothing")
@@ -147,7 +147,7 @@ def test_when_the_engine_dies_requests_fail_and_the_exit_status_is_1(tmp_path: P
     with ServerProcess(tmp_path, "demo", "--port", "0", *SMALL) as server, server.client() as client:
         server.wait_ready()
         core = server.engine_core()
-        core.suspend()  # otherwise it may finish before it is killed
+        stop_process(core.pid)  # otherwise it may finish before it is killed
         with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
             with socket.create_connection(server.address, timeout=60) as other:
                 other.sendall(raw_post("/v1/completions", json.dumps(LONG).encode()))
