@@ -48,7 +48,9 @@ void read_block(BlockFormat format, const uint8_t* from, FileBlock& to) {
             const int head = BLOCK_LAYOUTS[format].head;
             std::memcpy(to.head, from, size_t(head));
             read_nibbles(from + head + 4, 16, to.codes);
-            for (int k = 0; k < 32; ++k) to.codes[k] |= uint8_t((from[head + k / 8] >> k % 8 & 1) << 4);
+            for (int byte = 0; byte < 4; ++byte)
+                for (int bit = 0; bit < 8; ++bit)
+                    to.codes[8 * byte + bit] |= uint8_t((from[head + byte] >> bit & 1) << 4);
             return;
         }
         case Q8_0:
@@ -62,14 +64,16 @@ void read_block(BlockFormat format, const uint8_t* from, FileBlock& to) {
             const uint8_t* low = from + (format == Q5_K ? 48 : 16);
             for (int i = 0; i < 4; ++i) read_nibbles(low + 32 * i, 32, to.codes + 64 * i);
             if (format == Q5_K)
-                for (int k = 0; k < 256; ++k) to.codes[k] |= uint8_t((from[16 + k % 32] >> k / 32 & 1) << 4);
+                for (int g = 0; g < 8; ++g)
+                    for (int i = 0; i < 32; ++i) to.codes[32 * g + i] |= uint8_t((from[16 + i] >> g & 1) << 4);
             return;
         }
         case Q3_K:
-            for (int k = 0; k < 256; ++k) {
-                const int pair = k / 32, byte = k % 32;
-                to.codes[k] = uint8_t((from[32 + 32 * (pair / 4) + byte] >> 2 * (pair % 4) & 3) | (from[byte] >> pair & 1) << 2);
-            }
+            for (int g = 0; g < 8; ++g)
+                for (int i = 0; i < 32; ++i) {
+                    const int low = from[32 + 32 * (g / 4) + i] >> 2 * (g % 4) & 3, high = from[i] >> g & 1;
+                    to.codes[32 * g + i] = uint8_t(low | high << 2);
+                }
             for (int j = 0; j < 16; ++j) {
                 const int low = from[96 + j % 8] >> 4 * (j / 8) & 15, high = from[104 + j % 4] >> 2 * (j / 4) & 3;
                 to.sub[j / 2][j % 2] = uint8_t((low | high << 4) - 32);
@@ -88,37 +92,46 @@ void read_block(BlockFormat format, const uint8_t* from, FileBlock& to) {
             for (int half = 0; half < 2; ++half) {
                 uint8_t* codes = to.codes + 128 * half;
                 read_nibbles(from + 64 * half, 64, codes);
-                for (int k = 0; k < 128; ++k)
-                    codes[k] |= uint8_t((from[128 + 32 * half + k % 32] >> 2 * (k / 32) & 3) << 4);
+                for (int g = 0; g < 4; ++g)
+                    for (int i = 0; i < 32; ++i)
+                        codes[32 * g + i] |= uint8_t((from[128 + 32 * half + i] >> 2 * g & 3) << 4);
             }
             std::memcpy(to.sub, from + 192, 16);
             std::memcpy(to.head, from + 208, 2);
     }
 }
 
-// The 32-bit lane of one group of a column that belongs to row `row` of lanes.
-uint32_t lane_of(const uint8_t* codes, int rows, int row) {
-    uint32_t lane = 0;
-    for (int i = 0; i < 4; ++i) {
-        uint32_t byte = 0;
-        if (rows == 8)
-            byte = codes[4 * row + i];
-        else if (rows == 3 && row < 2)
-            for (int j = 0; j < 4; ++j) byte |= (codes[4 * (4 * row + j) + i] & 3u) << 2 * j;
-        else if (rows == 3)
-            for (int j = 0; j < 8; ++j) byte |= (codes[4 * j + i] >> 2 & 1u) << j;
-        else if (row < 4)
-            byte = (codes[8 * row + i] & 15u) | (codes[8 * row + 4 + i] & 15u) << 4;
-        else if (rows == 5)
-            for (int j = 0; j < 8; ++j) byte |= (codes[4 * j + i] >> 4 & 1u) << j;
-        else
-            for (int j = 0; j < 4; ++j) byte |= (codes[4 * (4 * (row - 4) + j) + i] >> 4 & 3u) << 2 * j;
-        lane |= byte << 8 * i;
+// The 32-bit lanes of one group of a column, in the layout with `ROWS` rows of lanes. `words`: eight words of four codes.
+template <int ROWS>
+void lanes_of(const uint32_t* words, uint32_t* lanes) {
+    constexpr uint32_t BIT = 0x01010101, PAIR = 0x03030303, NIBBLE = 0x0f0f0f0f;
+    if constexpr (ROWS == 8) {
+        std::memcpy(lanes, words, 32);
+        return;
     }
-    return lane;
+    if constexpr (ROWS == 3) {
+        for (int row = 0; row < 2; ++row) {
+            lanes[row] = 0;
+            for (int j = 0; j < 4; ++j) lanes[row] |= (words[4 * row + j] & PAIR) << 2 * j;
+        }
+    } else {
+        for (int row = 0; row < 4; ++row) lanes[row] = (words[2 * row] & NIBBLE) | (words[2 * row + 1] & NIBBLE) << 4;
+    }
+    if constexpr (ROWS == 3 || ROWS == 5) {
+        constexpr int LAST = ROWS - 1, POSITION = ROWS == 3 ? 2 : 4;
+        lanes[LAST] = 0;
+        for (int j = 0; j < 8; ++j) lanes[LAST] |= (words[j] >> POSITION & BIT) << j;
+    }
+    if constexpr (ROWS == 6) {
+        for (int row = 4; row < 6; ++row) {
+            lanes[row] = 0;
+            for (int j = 0; j < 4; ++j) lanes[row] |= (words[4 * (row - 4) + j] >> 4 & PAIR) << 2 * j;
+        }
+    }
 }
 
 // Writes one block of one column; `to` is the start of the tile's block.
+template <int ROWS>
 void write_block(const BlockLayout& layout, const FileBlock& block, char* to, int tile, int column) {
     if (layout.head == 1)
         to[column] = char(block.head[0]);
@@ -127,10 +140,22 @@ void write_block(const BlockLayout& layout, const FileBlock& block, char* to, in
     to += layout.head * tile;
     for (int g = 0; g < layout.groups; ++g) {
         for (int s = 0; s < layout.sub; ++s, to += tile) to[column] = char(block.sub[g][s]);
-        for (int row = 0; row < layout.rows; ++row, to += 4 * tile) {
-            const uint32_t lane = lane_of(block.codes + BLOCK_GROUP * g, layout.rows, row);
-            std::memcpy(to + 4 * column, &lane, 4);
-        }
+        uint32_t words[8], lanes[ROWS];
+        std::memcpy(words, block.codes + BLOCK_GROUP * g, 32);
+        lanes_of<ROWS>(words, lanes);
+        for (int row = 0; row < ROWS; ++row, to += 4 * tile) std::memcpy(to + 4 * column, lanes + row, 4);
+    }
+}
+
+using WriteBlock = void (*)(const BlockLayout&, const FileBlock&, char*, int, int);
+
+WriteBlock write_block_of(const BlockLayout& layout) {
+    switch (layout.rows) {
+        case 3: return write_block<3>;
+        case 4: return write_block<4>;
+        case 5: return write_block<5>;
+        case 6: return write_block<6>;
+        default: return write_block<8>;
     }
 }
 
@@ -156,6 +181,7 @@ void mvllm_cpu_block_pack(const uint8_t* data, int64_t stride, char* packed, int
     const BlockLayout& layout = BLOCK_LAYOUTS[format];
     const int tile = current_qisa().blocks.tile;
     const int64_t blocks = in_features / (layout.groups * BLOCK_GROUP), tiles = (columns + tile - 1) / tile;
+    const WriteBlock write_block = write_block_of(layout);
     auto pack = [&](int64_t t) {
         FileBlock block;
         for (int64_t c = 0; c < std::min<int64_t>(tile, columns - t * tile); ++c)
