@@ -201,6 +201,8 @@ class GGUFReader:
     def _fill(self, target: memoryview, entry: GGUFEntry, rows: NDArray[np.int64], start: int, stop: int) -> None:
         """Fills `target` with bytes `start` to `stop` of rows of the entry."""
         numbers = self._row_numbers(entry)[rows]
+        if stop - start == entry.row_bytes and self._read_adjacent(target, entry, numbers):
+            return
         dtype = np.dtype(_DTYPES[entry.dtype])
         columns = slice(start // dtype.itemsize, stop // dtype.itemsize)
         out = np.frombuffer(target, dtype).reshape(len(rows), -1)
@@ -217,6 +219,34 @@ class GGUFReader:
                 base += source.num_rows
             if entry.tensor.offset:
                 part += entry.tensor.offset
+
+    def _read_adjacent(self, target: memoryview, entry: GGUFEntry, numbers: NDArray[np.int64]) -> bool:
+        """Reads rows into `target` without a copy, if they are adjacent in the file and stored as the entry has them.
+
+        Args:
+            numbers: The rows of the concatenated sources, in the order of `target`.
+
+        Returns:
+            Whether they have been read.
+        """
+        first, stop = int(numbers[0]), int(numbers[-1]) + 1
+        if stop - first != len(numbers) or (len(numbers) > 2 and (np.diff(numbers) != 1).any()):
+            return False
+        if not entry.packed and (entry.tensor.offset or self._is_converted(entry)):
+            return False
+        for source in entry.tensor.sources:
+            if first < source.num_rows:
+                if stop > source.num_rows or source.swapped:
+                    return False
+                self._read(target.cast("B"), source.tensor, source.tensor.start + first * entry.row_bytes)
+                return True
+            first, stop = first - source.num_rows, stop - source.num_rows
+        return False
+
+    @staticmethod
+    def _is_converted(entry: GGUFEntry) -> bool:
+        """Whether values have another dtype in the file than in the entry."""
+        return any(source.tensor.type.name != entry.dtype for source in entry.tensor.sources)
 
     def _row_numbers(self, entry: GGUFEntry) -> NDArray[np.int64]:
         if self._last is None or self._last[0] is not entry:
@@ -243,11 +273,16 @@ class GGUFReader:
 
     def _stored(self, tensor: GGUFTensor, rows: NDArray[np.int64], row_bytes: int) -> NDArray[np.uint8]:
         """Rows as stored, [rows, row_bytes]."""
-        found = np.empty((len(rows), row_bytes), np.uint8)
+        found = None
         for chosen, first, stop in _runs(rows):
             raw = np.empty((stop - first, row_bytes), np.uint8)
             self._read(raw.data.cast("B"), tensor, tensor.start + first * row_bytes)
+            if len(rows[chosen]) == len(rows):
+                return raw[rows - first]
+            if found is None:
+                found = np.empty((len(rows), row_bytes), np.uint8)
             found[chosen] = raw[rows[chosen] - first]
+        assert found is not None, "at least one row is read"
         return found
 
     def _read(self, target: memoryview, tensor: GGUFTensor, start: int) -> None:

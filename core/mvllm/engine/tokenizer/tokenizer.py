@@ -233,6 +233,10 @@ class Tokenizer:
     @cached_property
     def length(self) -> int:
         """The largest token id plus one."""
+        if self._fast is not None:  # without a dictionary of all tokens if no id is missing, which is the usual case
+            count: int = self._fast.get_vocab_size()
+            if None not in map(self._fast.id_to_token, range(count)):
+                return count
         vocab = self._fast.get_vocab() if self._fast is not None else self.hf.get_vocab()
         return max(len(vocab), max(vocab.values(), default=-1) + 1)
 

@@ -12,6 +12,7 @@ import os
 import platform as python_platform
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 PROC = Path("/proc")
@@ -276,15 +277,27 @@ def _cgroup_folders(controller: str) -> list[Path]:
 
     In a container the mount starts at its own group; parent groups are not visible.
     """
-    root = SYS / "fs/cgroup"
+    return _group_folders(SYS / "fs/cgroup", PROC / "self/mountinfo", _read(PROC / "self/cgroup"), controller)
+
+
+@lru_cache(maxsize=8)
+def _group_folders(root: Path, mountinfo: Path, membership: str, controller: str) -> list[Path]:
+    """Cached, because a start needs them hundreds of times and mounts of control groups do not change.
+
+    Args:
+        root: Where control groups usually are.
+        mountinfo: Lists the mounts.
+        membership: Contents of `/proc/self/cgroup`.
+        controller: `cpu` or `memory`.
+    """
     folders: list[Path] = []
-    for line in _read(PROC / "self/cgroup").splitlines():
+    for line in membership.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers and controller not in controllers.split(","):
             continue
         usual = ("/", root / controller if controllers else root)
-        for top, base in [*_cgroup_mounts(controller if controllers else None)] or [usual]:
+        for top, base in [*_cgroup_mounts(mountinfo, controller if controllers else None)] or [usual]:
             group = base
             if PurePosixPath(path).is_relative_to(top) and ".." not in path.split("/"):
                 group = base / PurePosixPath(path).relative_to(top)
@@ -296,9 +309,9 @@ def _cgroup_folders(controller: str) -> list[Path]:
     return list(dict.fromkeys(folders))
 
 
-def _cgroup_mounts(controller: str | None) -> Iterator[tuple[str, Path]]:
+def _cgroup_mounts(mountinfo: Path, controller: str | None) -> Iterator[tuple[str, Path]]:
     """(root control group, folder) of each mount of a cgroup v1 controller, or of cgroup v2 if it is None."""
-    for line in _read(PROC / "self/mountinfo").splitlines():
+    for line in _read(mountinfo).splitlines():
         mount, _, system = line.partition(" - ")
         where, what = mount.split(), system.split()
         if len(where) < 5 or len(what) < 3:

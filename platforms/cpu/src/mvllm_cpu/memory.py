@@ -58,15 +58,17 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     the tensor's size is used.
 
     Raises:
-        MemoryError: Less memory than this is free.
+        MemoryError: The tensor is larger than a huge page, and less memory than that is free.
     """
     size = dtype.itemsize
     for extent in shape:
         size *= extent
+    if size < HUGE_PAGE:
+        return torch.zeros(shape, dtype=dtype)
     free = host_resources.memory_free()
     if size > free:
         raise MemoryError(f"A tensor of {size:,} bytes does not fit: {free:,} bytes of memory are free.")
-    if size < HUGE_PAGE or not hasattr(mmap, "MAP_ANONYMOUS"):
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype)
     pages, begin = map_pages(size)
     return torch.frombuffer(pages, dtype=dtype, offset=begin, count=size // dtype.itemsize).view(shape)
