@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ToolCallDelta, ToolStream, make_call_id
 from mvllm.entrypoints.parsers.markers import compile_markers, is_partial_marker, partial_marker_length
-from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE, ToolCallReader
+from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE, CallReader, ToolCallReader
 
 State = Callable[[str, int, list[Delta]], int]
 """A state: parses the text from an index, appends deltas, and returns the index of the first unread character."""
@@ -25,7 +25,7 @@ class MarkedCalls(ToolStream):
     """Incremental parser of calls that begin with a marker. Other formats override `opening`.
 
     Args:
-        start: Marker before a call or a list of calls.
+        start: Marker before a call or a list of calls, or several of which any may stand there.
         end: Marker after it; None if there is none.
         separator: Text between calls outside of a list; empty if calls follow each other directly.
         bare: Whether calls after the first may lack a marker.
@@ -35,7 +35,7 @@ class MarkedCalls(ToolStream):
 
     def __init__(
         self,
-        start: str,
+        start: str | tuple[str, ...],
         end: str | None = None,
         *,
         separator: str = "",
@@ -46,9 +46,9 @@ class MarkedCalls(ToolStream):
         self.num_calls = 0
         self.state: State = self.content
         self.last = ""  # the character before the current text
-        self._start = start
+        self._starts = (start,) if isinstance(start, str) else start
         self._end = end
-        self._markers = tuple(marker for marker in (start, end) if marker)
+        self._markers = tuple(marker for marker in (*self._starts, end) if marker)
         self._pattern = compile_markers(self._markers)
         self._separator = separator
         self._bare = bare
@@ -58,7 +58,7 @@ class MarkedCalls(ToolStream):
         self._space: list[str] = []  # white space that is content only if more content follows
         self._space_after_call: list[str] = []  # white space after a call: layout, if more of the format follows
         self._held: list[str] = []  # text that may be a call
-        self._reader: ToolCallReader | None = None
+        self._reader: CallReader | None = None
         self._in_list = False
         self._unclosed = False  # whether the end marker of a call is missing so far
 
@@ -73,20 +73,20 @@ class MarkedCalls(ToolStream):
         consumed = len(text) - len(self._tail)
         if consumed:
             self.last = text[consumed - 1]
-        return _merged(out)
+        return merge_adjacent(out)
 
     def finish(self) -> list[Delta]:
         """Ends the text; returns the deltas that were held back."""
         out: list[Delta] = []
         if self._reader is not None and self._reader.started:
-            self._reader.finish(out)
-            self._reader = None
+            self._reader.finish(out, self._tail)
+            self._reader, self._tail = None, ""
         self.say("".join(self._held) + self._tail, out)
         self._held, self._tail = [], ""
         if not self.num_calls and self._space:
             out.append(ContentDelta("".join(self._space)))
         self._space = []
-        return _merged(out)
+        return merge_adjacent(out)
 
     # The states. Each consumes text, changes the state, or keeps text for the next piece.
 
@@ -99,7 +99,7 @@ class MarkedCalls(ToolStream):
             return self.wait(text, end)
         self.say(text[i : found.start()], out)
         marker = found.group()
-        if marker == self._start:
+        if marker in self._starts:
             self.open(marker)
         elif self._unclosed:
             self._unclosed = False
@@ -129,7 +129,7 @@ class MarkedCalls(ToolStream):
         end = reader.feed(text, i, out)
         if not reader.started:
             self.hold(text, i, end)
-            return self.give_up(end, out) if reader.failed else end
+            return self.give_up(end, out) if reader.failed else self.wait(text, end)
         if reader.index == self.num_calls:
             self.num_calls += 1
             self._held = []
@@ -138,7 +138,8 @@ class MarkedCalls(ToolStream):
             self._reader = None
             self.state = self.after if reader.done else self.content
             self._in_list &= reader.done
-        return end
+            return end
+        return self.wait(text, end)
 
     def after(self, text: str, i: int, out: list[Delta]) -> int:
         """State after a call: another call, the end of the list, the end marker, or content follows."""
@@ -197,12 +198,15 @@ class MarkedCalls(ToolStream):
 
     def read_call(self) -> None:
         """Enters the state `call` for an object with the name and the arguments."""
-        self._reader = ToolCallReader(self.num_calls, strict=self._strict, make_id=self._make_id)
-        self.state = self.call
+        self.read_with(ToolCallReader(self.num_calls, strict=self._strict, make_id=self._make_id))
 
     def read_arguments(self, name: str) -> None:
         """Enters the state `call` for the arguments of the function `name`."""
-        self._reader = ToolCallReader(self.num_calls, name, make_id=self._make_id)
+        self.read_with(ToolCallReader(self.num_calls, name, make_id=self._make_id))
+
+    def read_with(self, reader: CallReader) -> None:
+        """Enters the state `call` with a reader."""
+        self._reader = reader
         self.state = self.call
 
     def give_up(self, i: int, out: list[Delta]) -> int:
@@ -215,7 +219,7 @@ class MarkedCalls(ToolStream):
         return i
 
 
-def _merged(deltas: list[Delta]) -> list[Delta]:
+def merge_adjacent(deltas: list[Delta]) -> list[Delta]:
     """The deltas with adjacent ones of one kind joined."""
     if len(deltas) < 2:
         return deltas

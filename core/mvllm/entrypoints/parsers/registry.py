@@ -18,10 +18,35 @@ from mvllm.platform import plugin_groups
 logger = get_logger(__name__)
 
 _TOOLS = {
+    "deepseek_v3": "mvllm.entrypoints.parsers.tools.deepseek_v3:DeepSeekV3ToolParser",
+    "deepseek_v31": "mvllm.entrypoints.parsers.tools.deepseek_v31:DeepSeekV31ToolParser",
+    "deepseek_v32": "mvllm.entrypoints.parsers.tools.deepseek_v32:DeepSeekV32ToolParser",
+    "functiongemma": "mvllm.entrypoints.parsers.tools.functiongemma:FunctionGemmaToolParser",
+    "gemma4": "mvllm.entrypoints.parsers.tools.gemma4:Gemma4ToolParser",
+    "glm47": "mvllm.entrypoints.parsers.tools.glm47:Glm47ToolParser",
+    "gpt_oss": "mvllm.entrypoints.parsers.tools.gpt_oss:GptOssToolParser",
+    "granite": "mvllm.entrypoints.parsers.tools.granite:GraniteToolParser",
     "hermes": "mvllm.entrypoints.parsers.tools.hermes:HermesToolParser",
+    "kimi_k2": "mvllm.entrypoints.parsers.tools.kimi_k2:KimiK2ToolParser",
     "llama3_json": "mvllm.entrypoints.parsers.tools.llama3_json:Llama3JsonToolParser",
+    "llama4_pythonic": "mvllm.entrypoints.parsers.tools.llama4_pythonic:Llama4PythonicToolParser",
+    "minimax_m2": "mvllm.entrypoints.parsers.tools.minimax_m2:MiniMaxM2ToolParser",
     "mistral": "mvllm.entrypoints.parsers.tools.mistral:MistralToolParser",
+    "olmo3": "mvllm.entrypoints.parsers.tools.olmo3:Olmo3ToolParser",
+    "phi4_mini": "mvllm.entrypoints.parsers.tools.phi4_mini:Phi4MiniToolParser",
+    "pythonic": "mvllm.entrypoints.parsers.tools.pythonic:PythonicToolParser",
+    "qwen3_coder": "mvllm.entrypoints.parsers.tools.qwen3_coder:Qwen3CoderToolParser",
 }
+_TOOL_ALIASES = {
+    "glm45": "glm47",
+    "granite4": "hermes",
+    "llama4_json": "llama3_json",
+    "openai": "gpt_oss",
+    "phi4_mini_json": "phi4_mini",
+    "qwen25": "hermes",
+    "qwen3_xml": "qwen3_coder",
+}
+"""Other names of the same formats, among them those of other servers."""
 _REASONING = {
     "deepseek_r1": "mvllm.entrypoints.parsers.reasoning.deepseek_r1:DeepSeekR1ReasoningParser",
     "qwen3": "mvllm.entrypoints.parsers.reasoning.qwen3:Qwen3ReasoningParser",
@@ -30,7 +55,7 @@ _REASONING = {
 
 def tool_parser_names() -> tuple[str, ...]:
     """Names of core's and installed plugins' tool parsers, sorted. Imports no parser."""
-    return tuple(sorted({*_TOOLS, *plugin_groups.allowed_names(plugin_groups.TOOL_PARSERS)}))
+    return tuple(sorted({*_TOOLS, *_TOOL_ALIASES, *plugin_groups.allowed_names(plugin_groups.TOOL_PARSERS)}))
 
 
 def reasoning_parser_names() -> tuple[str, ...]:
@@ -45,7 +70,13 @@ def tool_parser(name: str) -> type[ToolParser]:
         ConfigError: No parser has the name (the message lists the names), or a plugin's parser is not allowed, cannot
             be loaded, or is not a ToolParser.
     """
-    found: type[ToolParser] = _find(plugin_groups.TOOL_PARSERS, _TOOLS, name, ToolParser, tool_parser_names())
+    found: type[ToolParser] = _find(
+        plugin_groups.TOOL_PARSERS,
+        _TOOLS | {alias: _TOOLS[meant] for alias, meant in _TOOL_ALIASES.items()},
+        name,
+        ToolParser,
+        tool_parser_names(),
+    )
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Protocol
 
 from mvllm.entrypoints.parsers.interface import Delta, ToolCallDelta, make_call_id
 from mvllm.entrypoints.parsers.json_stream import OPENING, QUOTES, JsonValueReader, can_begin_value, unquote
@@ -19,6 +20,31 @@ _ARGUMENTS = ("arguments", "parameters")
 _KNOWN_KEYS = frozenset({"name", *_ARGUMENTS, "type", "id"})
 
 _OBJECT, _KEY, _COLON, _VALUE, _MORE = "object", "key", "colon", "value", "more"
+
+
+class CallReader(Protocol):
+    """Parser of one call. ToolCallReader reads JSON; other formats have readers of their own.
+
+    Attributes:
+        index: Number of the call in the output.
+        started: The text is a call, and its first delta was emitted.
+        done: The end of the call was found.
+        failed: The next character cannot be part of a call.
+    """
+
+    index: int
+    started: bool
+    done: bool
+    failed: bool
+
+    def feed(self, text: str, start: int, out: list[Delta]) -> int:
+        """Parses from `start`, appends deltas to `out`, and returns the index of the first unread character.
+
+        If the call goes on, unread text may be the beginning of a marker: it is given again, with the next piece.
+        """
+
+    def finish(self, out: list[Delta], rest: str = "") -> None:
+        """Ends the text after `rest`, the unread characters: emits the remaining arguments if the call has started."""
 
 
 class ToolCallReader:
@@ -68,8 +94,8 @@ class ToolCallReader:
             i = self._read_structure(text, i, out) if self._value is None else self._read_value(text, i, out)
         return i
 
-    def finish(self, out: list[Delta]) -> None:
-        """Ends the text: emits the remaining arguments if the call has started."""
+    def finish(self, out: list[Delta], rest: str = "") -> None:
+        """Ends the text: emits the remaining arguments if the call has started. No text remains unread."""
         if self._value is not None:
             held: list[str] = []
             self._value.finish(held)

@@ -1,0 +1,28 @@
+"""Tool call format of DeepSeek-V3 and R1: the word `function`, the name, and JSON in a code block.
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
+```json
+{"city": "Paris"}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+"""
+
+from __future__ import annotations
+
+from mvllm.entrypoints.parsers.header_calls import function_name
+from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.named_json_calls import NamedJsonCalls
+from mvllm.entrypoints.parsers.tools.deepseek_v31 import END, SECTION, SEPARATOR, START
+
+
+class DeepSeekV3ToolParser(ToolParser):
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>name` and a code block."""
+
+    markers = (*SECTION, START, SEPARATOR, END)
+
+    def stream(self) -> ToolStream:
+        return NamedJsonCalls(START, ("{",), (f"```{END}", END), _parse_header, section=SECTION, keep_separator=True)
+
+
+def _parse_header(header: str) -> tuple[str | None, None]:
+    _, separator, rest = header.partition(SEPARATOR)
+    return (function_name(rest.partition("```")[0]) if separator else None), None

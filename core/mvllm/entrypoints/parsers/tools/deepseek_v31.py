@@ -1,0 +1,25 @@
+"""Tool call format of DeepSeek-V3.1: the function's name, a separator, and a JSON object, between special tokens.
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}
+    <｜tool▁call▁end｜><｜tool▁calls▁end｜>
+"""
+
+from __future__ import annotations
+
+from mvllm.entrypoints.parsers.header_calls import function_name
+from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.named_json_calls import NamedJsonCalls
+
+SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+START, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
+class DeepSeekV31ToolParser(ToolParser):
+    """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`."""
+
+    markers = (*SECTION, START, SEPARATOR, END)
+
+    def stream(self) -> ToolStream:
+        return NamedJsonCalls(
+            START, (SEPARATOR,), (END,), lambda header: (function_name(header), None), section=SECTION
+        )

@@ -1,0 +1,101 @@
+"""Tool calls of gpt-oss: messages in the harmony format with a function as their recipient.
+
+    <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+
+The text of all other messages is content, without their headers. The reasoning parser `gpt_oss` separates the
+reasoning before, and passes on the messages that call functions unchanged.
+"""
+
+from __future__ import annotations
+
+from mvllm.entrypoints.parsers.harmony import MARKERS, Closed, HarmonyScanner, Opened, Outside, Text
+from mvllm.entrypoints.parsers.interface import (
+    ContentDelta,
+    Delta,
+    ToolCallDelta,
+    ToolParser,
+    ToolStream,
+    make_call_id,
+)
+from mvllm.entrypoints.parsers.marked_calls import merge_adjacent
+from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE, CallReader, ToolCallReader
+
+
+class GptOssToolParser(ToolParser):
+    """Messages in the harmony format."""
+
+    markers = MARKERS
+
+    def stream(self) -> ToolStream:
+        return _Stream()
+
+
+class _Stream(ToolStream):
+    def __init__(self) -> None:
+        self._scanner = HarmonyScanner()
+        self._reader: CallReader | None = None
+        self._function = ""
+        self._in_call = False
+
+    def feed(self, text: str) -> list[Delta]:
+        return self._read(self._scanner.feed(text))
+
+    def finish(self) -> list[Delta]:
+        return self._read(self._scanner.finish())
+
+    def _read(self, events: list[Opened | Text | Closed | Outside]) -> list[Delta]:
+        out: list[Delta] = []
+        for event in events:
+            match event:
+                case Opened(header):
+                    self._in_call = header.function is not None
+                    self._function = header.function or ""
+                case Text(text) if self._in_call:
+                    self._read_arguments(text, out)
+                case Text(text) | Outside(text):
+                    out.append(ContentDelta(text))
+                case Closed() if self._in_call:
+                    self._end_call(out)
+        return merge_adjacent(out)
+
+    def _read_arguments(self, text: str, out: list[Delta]) -> None:
+        if self._reader is None:
+            found = NOT_SPACE.search(text)
+            if found is None:
+                return
+            self._reader = ToolCallReader(self.num_calls, self._function)
+            if found.group() != "{":
+                self._reader = _PlainTextReader(self.num_calls, self._function)
+            self.num_calls += 1
+        end = 0 if self._reader.done or self._reader.failed else self._reader.feed(text, 0, out)
+        if self._reader.failed and end < len(text):  # text after complete arguments is layout
+            out.append(ContentDelta(text[end:]))
+
+    def _end_call(self, out: list[Delta]) -> None:
+        if self._reader is None:
+            out.append(ToolCallDelta(self.num_calls, make_call_id(), self._function))
+            out.append(ToolCallDelta(self.num_calls, arguments="{}"))
+            self.num_calls += 1
+        elif not (self._reader.done or self._reader.failed):
+            self._reader.finish(out)
+        self._reader, self._in_call = None, False
+
+
+class _PlainTextReader:
+    """Reader of arguments that are no JSON object, like the code of `to=python`: they are returned as they are."""
+
+    def __init__(self, index: int, name: str) -> None:
+        self.index = index
+        self.started = self.done = self.failed = False
+        self._name = name
+
+    def feed(self, text: str, start: int, out: list[Delta]) -> int:
+        if not self.started:
+            self.started = True
+            out.append(ToolCallDelta(self.index, make_call_id(), self._name))
+        if text[start:]:
+            out.append(ToolCallDelta(self.index, arguments=text[start:]))
+        return len(text)
+
+    def finish(self, out: list[Delta], rest: str = "") -> None:
+        """Nothing is held back."""

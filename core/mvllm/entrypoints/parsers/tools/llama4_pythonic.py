@@ -1,0 +1,20 @@
+"""Tool call format of Llama 4: a Python list of calls, optionally between special tokens.
+
+<|python_start|>[get_weather(city="Paris", days=3), get_time()]<|python_end|>
+"""
+
+from __future__ import annotations
+
+from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.pythonic_calls import PythonicCalls
+
+START, END = "<|python_start|>", "<|python_end|>"
+
+
+class Llama4PythonicToolParser(ToolParser):
+    """`[name(key=value)]`, or the same between markers."""
+
+    markers = (START, END)
+
+    def stream(self) -> ToolStream:
+        return PythonicCalls(START, END)

@@ -1,0 +1,26 @@
+"""Tool call format of MiniMax-M2: calls in XML-like tags.
+
+<minimax:tool_call>
+<invoke name="get_weather">
+<parameter name="city">Paris</parameter>
+</invoke>
+</minimax:tool_call>
+"""
+
+from __future__ import annotations
+
+from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.tagged_arguments import TaggedCalls, TagSyntax
+
+SECTION = ("<minimax:tool_call>", "</minimax:tool_call>")
+START = "<invoke name="
+SYNTAX = TagSyntax("<parameter name=", ">", "</parameter>", "</invoke>", has_lines=True)
+
+
+class MiniMaxM2ToolParser(ToolParser):
+    """`<invoke name="name"><parameter name="key">value</parameter></invoke>`."""
+
+    markers = SECTION
+
+    def stream(self) -> ToolStream:
+        return TaggedCalls(self.tools, SYNTAX, START, section=SECTION)

@@ -1,0 +1,23 @@
+"""Tool call format of OLMo 3: calls in Python's syntax, one a line, between tags. Literals may have JSON's spelling.
+
+<function_calls>
+get_weather(city="Paris", days=3)
+get_time()
+</function_calls>
+"""
+
+from __future__ import annotations
+
+from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.pythonic_calls import PythonicCalls
+
+START, END = "<function_calls>", "</function_calls>"
+
+
+class Olmo3ToolParser(ToolParser):
+    """`<function_calls>name(key=value)</function_calls>`."""
+
+    markers = (START, END)
+
+    def stream(self) -> ToolStream:
+        return PythonicCalls(START, END, bare_lists=False)

@@ -1,0 +1,21 @@
+"""Tool call format of Phi-4-mini: a JSON list after a marker.
+
+<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]<|/tool_call|>     the model's own template
+functools[{"name": "get_weather", "arguments": {"city": "Paris"}}]                       templates with instructions
+"""
+
+from __future__ import annotations
+
+from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
+
+TOKEN, WORD, END = "<|tool_call|>", "functools", "<|/tool_call|>"
+
+
+class Phi4MiniToolParser(ToolParser):
+    """`functools[{...}]`."""
+
+    markers = (TOKEN, WORD, END)
+
+    def stream(self) -> ToolStream:
+        return MarkedCalls((TOKEN, WORD), END, bare=False)

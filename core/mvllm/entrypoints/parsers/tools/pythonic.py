@@ -1,0 +1,16 @@
+"""Tool call format of Llama 3.2 and others: a Python list of calls.
+
+[get_weather(city="Paris", days=3), get_time()]
+"""
+
+from __future__ import annotations
+
+from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.pythonic_calls import PythonicCalls
+
+
+class PythonicToolParser(ToolParser):
+    """`[name(key=value)]`."""
+
+    def stream(self) -> ToolStream:
+        return PythonicCalls()

@@ -1,0 +1,30 @@
+"""Tool call format of Qwen3-Coder, Qwen3.5 and other models that write arguments as XML-like tags.
+
+    <tool_call>
+    <function=get_weather>
+    <parameter=city>
+    Paris
+    </parameter>
+    </function>
+    </tool_call>
+
+The outer tags may be missing. Values have no escapes; the schema of the function says which are strings.
+"""
+
+from __future__ import annotations
+
+from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.tagged_arguments import TaggedCalls, TagSyntax
+
+SECTION = ("<tool_call>", "</tool_call>")
+START = "<function="
+SYNTAX = TagSyntax("<parameter=", ">", "</parameter>", "</function>", has_lines=True)
+
+
+class Qwen3CoderToolParser(ToolParser):
+    """`<function=name><parameter=key>value</parameter></function>`."""
+
+    markers = (*SECTION, START, "</function>")
+
+    def stream(self) -> ToolStream:
+        return TaggedCalls(self.tools, SYNTAX, START, section=SECTION)
