@@ -72,10 +72,8 @@ class GemmaArgumentsReader:
         return i
 
     def finish(self, out: list[Delta], rest: str = "") -> None:
-        """Ends the text after `rest`: emits the arguments so far."""
-        if self._state == _STRING and not self._is_key:
-            self._emit([escape(rest)], out)
-        elif self._state == _BARE and (text := "".join(self._text) + rest).strip():
+        """Ends the text: emits the arguments so far. `rest` is the beginning of a marker."""
+        if self._state == _BARE and (text := "".join(self._text)).strip():
             self._emit([_bare_value(text)], out)
 
     def _value(self, text: str, i: int, out: list[str]) -> int:

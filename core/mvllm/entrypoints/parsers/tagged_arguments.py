@@ -17,6 +17,7 @@ from typing import Any
 from mvllm.entrypoints.parsers.argument_types import STRING, ArgumentTypes, Types, escape, quote, to_json
 from mvllm.entrypoints.parsers.header_calls import HeaderCalls, function_name
 from mvllm.entrypoints.parsers.interface import Delta, ToolCallDelta, make_call_id
+from mvllm.entrypoints.parsers.json_stream import OPENING
 from mvllm.entrypoints.parsers.markers import compile_markers, is_partial_marker, partial_marker_length
 from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE, CallReader
 
@@ -107,12 +108,10 @@ class TaggedArgumentsReader:
         return i
 
     def finish(self, out: list[Delta], rest: str = "") -> None:
-        """Ends the text after `rest`: emits the arguments so far if the call has started."""
-        if self.started and self._state == _VALUE:
-            if self._type == STRING:
-                self._emit(escape(rest), out)
-            elif text := "".join(self._value) + rest:
-                self._emit(to_json(text, self._type), out)
+        """Ends the text: emits the arguments so far if the call has started. `rest` is the beginning of a tag."""
+        text = "".join(self._value).lstrip()
+        if self.started and self._state == _VALUE and text and self._type != STRING:
+            self._emit(text if text[0] in OPENING else to_json(text, self._type), out)
         self._value = []
 
     def _between(self, text: str, i: int, out: list[Delta]) -> int:
