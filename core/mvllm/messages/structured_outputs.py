@@ -27,6 +27,17 @@ MAX_TAG = 64
 MAX_TAGS = 128
 """Structures, and triggers, of a structural tag."""
 
+STRUCTURE_STYLES = (
+    "json",
+    "numbered_json",
+    "qwen_xml",
+    "glm_xml",
+    "glm_compact_xml",
+    "minimax_xml",
+    "deepseek_xml",
+)
+"""How the arguments of a structure are written; see `mvllm.structured_output.structural_tag`."""
+
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _NAME = "structured_outputs"
 
@@ -209,8 +220,19 @@ def _structural_tag_text(value: object) -> str:
         size += len(schema_text)
         if size > MAX_GRAMMAR_BYTES:  # before the next structure is parsed
             _reject(f"structural_tag has more than {MAX_GRAMMAR_BYTES} characters, which is the limit")
-        tags.append({"begin": begin, "schema": json.loads(schema_text), "end": end})
-    text = json.dumps({"structures": tags, "triggers": triggers}, ensure_ascii=False, separators=(",", ":"))
+        style = {key: tag[key] for key in ("style", "separator") if isinstance(tag.get(key), str)}
+        tags.append({"begin": begin, "schema": json.loads(schema_text), "end": end, **style})
+        if style.get("style", "json") not in STRUCTURE_STYLES:
+            _reject(f"structural_tag: the style of structure {i} must be one of {', '.join(STRUCTURE_STYLES)}")
+    special = value.get("special_tokens") if isinstance(value, dict) else None
+    if not isinstance(special, list | None) or not all(isinstance(text, str) and text for text in special or ()):
+        _reject("structural_tag: special_tokens must be a list of texts")
+    described = {
+        "structures": tags,
+        "triggers": triggers,
+        **({"special_tokens": special[:MAX_TAGS]} if special else {}),
+    }
+    text = json.dumps(described, ensure_ascii=False, separators=(",", ":"))
     return _check_text("structural_tag", text)
 
 

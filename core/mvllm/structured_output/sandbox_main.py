@@ -27,6 +27,7 @@ from mvllm.executor.process.pipe_process import read_message, write_message
 from mvllm.executor.process.process_utils import die_with_parent, limit_memory, limit_processor_time, set_process_name
 from mvllm.structured_output import llguidance_library
 from mvllm.structured_output.additional_properties import subschemas
+from mvllm.structured_output.structural_tag import as_terminal, structural_tags
 from mvllm.structured_output.vocabulary import Vocabulary, one_line
 
 SECONDS = 3
@@ -104,7 +105,9 @@ def compile_job(tokenizer: Any, job: CompileJob) -> tuple[str | None, str | None
     """Compiles a job. Returns the grammar and None, or None and the reason."""
     started = time.monotonic()
     try:
-        grammar = structural_tags(tokenizer, job.text) if job.form == "structural_tag" else to_grammar(job)
+        grammar = (
+            structural_tags(tokenizer, job.text, _options(None)) if job.form == "structural_tag" else to_grammar(job)
+        )
         error = find_error(tokenizer, grammar)
         if error is None and job.thoughts_end is not None:
             grammar = after_reasoning(tokenizer, job.thoughts_start, job.thoughts_end, grammar)
@@ -144,45 +147,20 @@ def to_grammar(job: CompileJob) -> str:
     return grammar
 
 
-def structural_tags(tokenizer: Any, text: str) -> str:
-    """The grammar of a structural tag: free text up to a trigger, then the structure of that trigger, repeated."""
-    described = json.loads(text)
-    tags = described["structures"]
-    # The longest first: a shorter trigger could be its prefix.
-    triggers = sorted(described["triggers"], key=len, reverse=True)
-    rules = [f"start: ({' | '.join(f'tag_{i}' for i in range(len(tags)))})* FREE", "FREE: /(?s:.*)/"]
-    for i, tag in enumerate(tags):
-        trigger = next(trigger for trigger in triggers if tag["begin"].startswith(trigger))
-        terminal = _as_terminal(tokenizer, trigger)
-        begin, end = (json.dumps(part) if part else "" for part in (tag["begin"][len(trigger) :], tag["end"]))
-        schema = {"x-guidance": _options(None), **tag["schema"]}
-        rules += [
-            f"head_{i}{'' if terminal.startswith('<') else '[lazy]'}: FREE {terminal}",
-            f"tag_{i}: head_{i} {begin} body_{i} {end}",
-            f"body_{i}: %json {json.dumps(schema)}",
-        ]
-    return "\n".join(rules)
-
-
 def after_reasoning(tokenizer: Any, start: str | None, end: str, grammar: str) -> str:
     """A grammar of reasoning, a little white space, and then `grammar`.
 
     Reasoning is any text up to the first `end`. With `start` it begins with `start` or is absent; without it, the text
     begins inside the reasoning. A delimiter that is a special token without text matches that token.
     """
-    close = _as_terminal(tokenizer, end)
+    close = as_terminal(tokenizer, end)
     top = "start: thoughts gap @form"
     if start is not None:
-        top = f"start: (begin thoughts gap)? @form\nbegin: {_as_terminal(tokenizer, start)}"
+        top = f"start: (begin thoughts gap)? @form\nbegin: {as_terminal(tokenizer, start)}"
     lazy = "" if close.startswith("<") else "[lazy]"
     lark = f"{top}\nthoughts{lazy}: FREE {close}\nFREE: /(?s:.*)/\ngap: /[ \\t\\r\\n]{{0,8}}/\n"
     form = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**form, "name": "form"}]})
-
-
-def _as_terminal(tokenizer: Any, text: str) -> str:
-    ids = tokenizer.tokenize_str(text, parse_special=True)
-    return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else json.dumps(text)
 
 
 def _options(whitespace: str | None) -> dict[str, Any]:

@@ -139,6 +139,27 @@ class ToolStream(DeltaStream):
     """Number of calls that have started."""
 
 
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """How a model writes a call, for structured output that constrains its arguments to the function's schema.
+
+    Attributes:
+        trigger: The text after which a call is constrained: a prefix of `begin`.
+        begin: The text before the arguments.
+        end: The text after them.
+        style: How the arguments are written: `json`, or a style of structural tags.
+        separator: For `numbered_json`, the text between number and arguments.
+        special_tokens: Special tokens that may stand outside of calls.
+    """
+
+    trigger: str
+    begin: str
+    end: str
+    style: str = "json"
+    separator: str = ""
+    special_tokens: tuple[str, ...] = ()
+
+
 class ToolParser(ABC):
     """Parser of one tool call format. Entry points of `mvllm.tool_parsers` name subclasses.
 
@@ -155,6 +176,10 @@ class ToolParser(ABC):
     @abstractmethod
     def stream(self) -> ToolStream:
         """Creates an incremental parser for one sequence."""
+
+    def call_syntax(self, name: str) -> CallSyntax | None:
+        """How a call of the function `name` is written; None if no grammar can constrain its arguments."""
+        return None
 
     def parse(self, text: str) -> ParsedOutput:
         """Parses a whole output."""

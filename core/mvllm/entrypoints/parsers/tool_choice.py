@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mvllm.entrypoints.parsers.interface import ToolStream
+from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
 from mvllm.errors import RequestError
 from mvllm.messages.structured_outputs import check_json_size
@@ -73,6 +73,27 @@ class ToolChoice:
         if not self.parallel:
             schema["maxItems"] = 1
         return schema
+
+    def structural_tag(self, parser: ToolParser) -> dict[str, Any] | None:
+        """The structural tag of free text with calls in the parser's format, for `auto` with a strict function.
+
+        None for another choice, without a strict function, or if no grammar can constrain the format.
+        """
+        functions = [_function(tool) for tool in self.tools]
+        if self.mode != "auto" or not any(function.get("strict") for function in functions):
+            return None
+        structures, triggers, special = [], set(), set()
+        for function in functions:
+            syntax = parser.call_syntax(function["name"])
+            if syntax is None:
+                return None
+            structure = {"begin": syntax.begin, "schema": _closed_parameters(function), "end": syntax.end}
+            if syntax.style != "json":
+                structure |= {"style": syntax.style, "separator": syntax.separator}
+            structures.append(structure)
+            triggers.add(syntax.trigger)
+            special |= set(syntax.special_tokens)
+        return {"structures": structures, "triggers": sorted(triggers), "special_tokens": sorted(special)}
 
     def stream(self) -> ToolStream | None:
         """An incremental parser for output that follows `schema`; None for an unconstrained choice."""

@@ -39,10 +39,13 @@ class ChatHandler(GenerationHandler):
         renderer = context.prompt_renderer
         check_tools(request.tools)
         self._tool_choice = parse_tool_choice(request.tools, request.tool_choice, parallel=request.parallel_tool_calls)
-        constraint = output_constraint(request, self._tool_choice)
+        constraint = output_constraint(request, self._tool_choice, renderer.tool_parser)
         params = chat_sampling_params(request, context.engine.model_config.generation_defaults, constraint)
         self._output_parser = _build_output_parser(
-            request, renderer, self._tool_choice, is_constrained=constraint is not None
+            request,
+            renderer,
+            self._tool_choice,
+            is_constrained=constraint is not None and self._tool_choice.mode != "auto",
         )
         if self._output_parser.needs_special_tokens(renderer.special_tokens):
             params = msgspec.structs.replace(params, skip_special_tokens=False)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mvllm.entrypoints.openai.protocol import GenerationRequest
+from mvllm.entrypoints.parsers.interface import ToolParser
 from mvllm.entrypoints.parsers.tool_choice import ToolChoice
 from mvllm.errors import RequestError
 from mvllm.logging import get_logger
-from mvllm.messages.structured_outputs import StructuredOutputsParams, as_structured_outputs, check_json_size
+from mvllm.messages.structured_outputs import (
+    MAX_TAGS,
+    StructuredOutputsParams,
+    as_structured_outputs,
+    check_json_size,
+)
 from mvllm.structured_output.response_format import parse_response_format
 
 logger = get_logger(__name__)
@@ -35,11 +41,16 @@ class OutputConstraint:
     field: str
 
 
-def output_constraint(request: GenerationRequest, choice: ToolChoice | None = None) -> OutputConstraint | None:
+def output_constraint(
+    request: GenerationRequest, choice: ToolChoice | None = None, tool_parser: type[ToolParser] | None = None
+) -> OutputConstraint | None:
     """The constraint of a request's output; None for free text.
+
+    With tool_choice `auto` the only constraint is that of strict functions' arguments: the output stays free text.
 
     Args:
         choice: The tools and the tool choice of a chat request.
+        tool_parser: The parser of the model's calls.
 
     Raises:
         RequestError: The constraint is not valid, or several fields have one.
@@ -61,6 +72,8 @@ def output_constraint(request: GenerationRequest, choice: ToolChoice | None = No
             "or only one of the two.",
             parameter=constraints[0].field,
         )
+    if choice is not None and tool_parser is not None and not constraints:
+        return _strict_calls_constraint(choice, tool_parser)
     return constraints[0] if constraints else None
 
 
@@ -81,6 +94,18 @@ def _guided(request: GenerationRequest) -> list[OutputConstraint]:
         except RequestError as e:
             raise RequestError(str(e), parameter=field) from e
     return constraints
+
+
+def _strict_calls_constraint(choice: ToolChoice, tool_parser: type[ToolParser]) -> OutputConstraint | None:
+    """The constraint of the calls' arguments, if a function is strict; None for any other request."""
+    if choice.mode != "auto" or len(choice.tools) > MAX_TAGS:
+        return None
+    try:
+        check_json_size(choice.tools)
+        tag = choice.structural_tag(tool_parser(choice.tools))
+        return None if tag is None else OutputConstraint(StructuredOutputsParams(structural_tag=tag), "tools")
+    except RequestError as e:
+        raise RequestError(f"The parameters of the tools: {e}", parameter="tools") from e
 
 
 def _tool_call_constraint(choice: ToolChoice) -> StructuredOutputsParams:

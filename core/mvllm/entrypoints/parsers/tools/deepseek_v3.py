@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from mvllm.entrypoints.parsers.header_calls import function_name
-from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.named_json_calls import NamedJsonCalls
 from mvllm.entrypoints.parsers.tools.deepseek_v31 import END, SECTION, SEPARATOR, START
 
@@ -21,6 +21,10 @@ class DeepSeekV3ToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return NamedJsonCalls(START, ("{",), (f"```{END}", END), _parse_header, section=SECTION, keep_separator=True)
+
+    def call_syntax(self, name: str) -> CallSyntax | None:
+        begin = f"{START}function{SEPARATOR}{name}\n```json\n"
+        return CallSyntax(START, begin, f"\n```{END}", special_tokens=SECTION)
 
 
 def _parse_header(header: str) -> tuple[str | None, None]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from mvllm.entrypoints.parsers.header_calls import function_name
-from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.named_json_calls import NamedJsonCalls
 
 SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -23,3 +23,6 @@ class DeepSeekV31ToolParser(ToolParser):
         return NamedJsonCalls(
             START, (SEPARATOR,), (END,), lambda header: (function_name(header), None), section=SECTION
         )
+
+    def call_syntax(self, name: str) -> CallSyntax | None:
+        return CallSyntax(START, f"{START}{name}{SEPARATOR}", END, special_tokens=SECTION)

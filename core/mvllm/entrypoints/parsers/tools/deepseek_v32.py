@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.tagged_arguments import TaggedCalls, TagSyntax
 
 SECTION = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
@@ -25,3 +25,6 @@ class DeepSeekV32ToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return TaggedCalls(self.tools, SYNTAX, START, section=SECTION)
+
+    def call_syntax(self, name: str) -> CallSyntax | None:
+        return CallSyntax(START, f'{START}"{name}">\n', SYNTAX.call_end, "deepseek_xml", special_tokens=self.markers)

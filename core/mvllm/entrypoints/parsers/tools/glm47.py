@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.tagged_arguments import TaggedCalls, TagSyntax
 
 START, END = "<tool_call>", "</tool_call>"
@@ -19,3 +19,6 @@ class Glm47ToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return TaggedCalls(self.tools, SYNTAX, START, (SYNTAX.key_start, END), keep_separator=True)
+
+    def call_syntax(self, name: str) -> CallSyntax | None:
+        return CallSyntax(START, f"{START}{name}", END, "glm_compact_xml")

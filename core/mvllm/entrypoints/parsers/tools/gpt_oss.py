@@ -8,8 +8,19 @@ reasoning before, and passes on the messages that call functions unchanged.
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.harmony import MARKERS, Closed, HarmonyScanner, Opened, Outside, Text
+from mvllm.entrypoints.parsers.harmony import (
+    CONSTRAIN,
+    FUNCTIONS,
+    MARKERS,
+    MESSAGE,
+    Closed,
+    HarmonyScanner,
+    Opened,
+    Outside,
+    Text,
+)
 from mvllm.entrypoints.parsers.interface import (
+    CallSyntax,
     ContentDelta,
     Delta,
     ToolCallDelta,
@@ -28,6 +39,11 @@ class GptOssToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return _Stream()
+
+    def call_syntax(self, name: str) -> CallSyntax | None:
+        trigger = f" to={FUNCTIONS}"
+        begin = f"{trigger}{name} {CONSTRAIN}json{MESSAGE}"
+        return CallSyntax(trigger, begin, "", special_tokens=MARKERS)
 
 
 class _Stream(ToolStream):

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
 
 TOKEN, TAG, END = "<|tool_call|>", "<tool_call>", "</tool_call>"
@@ -19,3 +19,6 @@ class GraniteToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return MarkedCalls((TOKEN, TAG), END)
+
+    def call_syntax(self, name: str) -> CallSyntax | None:
+        return CallSyntax(TOKEN, f'{TOKEN}[{{"name": "{name}", "arguments": ', "}]")

@@ -9,7 +9,7 @@ Each of several calls has its own markers. A list or several objects between one
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
 
 START, END = "<tool_call>", "</tool_call>"
@@ -22,3 +22,6 @@ class HermesToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return MarkedCalls(START, END)
+
+    def call_syntax(self, name: str) -> CallSyntax | None:
+        return CallSyntax(START, f'{START}\n{{"name": "{name}", "arguments": ', f"}}\n{END}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.named_json_calls import NamedJsonCalls
 
 SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -26,6 +26,10 @@ class KimiK2ToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return NamedJsonCalls(START, (ARGUMENTS,), (END,), _parse_header, section=SECTION)
+
+    def call_syntax(self, name: str) -> CallSyntax | None:
+        begin = f"{START}functions.{name}:"
+        return CallSyntax(START, begin, END, "numbered_json", ARGUMENTS, SECTION)
 
 
 def _parse_header(header: str) -> tuple[str | None, str | None]:

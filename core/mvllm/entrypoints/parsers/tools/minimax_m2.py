@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.tagged_arguments import TaggedCalls, TagSyntax
 
 SECTION = ("<minimax:tool_call>", "</minimax:tool_call>")
@@ -24,3 +24,6 @@ class MiniMaxM2ToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return TaggedCalls(self.tools, SYNTAX, START, section=SECTION)
+
+    def call_syntax(self, name: str) -> CallSyntax | None:
+        return CallSyntax(START, f'{START}"{name}">\n', SYNTAX.call_end, "minimax_xml", special_tokens=SECTION)

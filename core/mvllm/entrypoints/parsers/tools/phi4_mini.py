@@ -6,7 +6,7 @@ functools[{"name": "get_weather", "arguments": {"city": "Paris"}}]              
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
 
 TOKEN, WORD, END = "<|tool_call|>", "functools", "<|/tool_call|>"
@@ -19,3 +19,6 @@ class Phi4MiniToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return MarkedCalls((TOKEN, WORD), END, bare=False)
+
+    def call_syntax(self, name: str) -> CallSyntax | None:
+        return CallSyntax(WORD, f'{WORD}[{{"name": "{name}", "arguments": ', "}]", special_tokens=(TOKEN, END))

@@ -13,7 +13,7 @@ The outer tags may be missing. Values have no escapes; the schema of the functio
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.tagged_arguments import TaggedCalls, TagSyntax
 
 SECTION = ("<tool_call>", "</tool_call>")
@@ -28,3 +28,7 @@ class Qwen3CoderToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return TaggedCalls(self.tools, SYNTAX, START, section=SECTION)
+
+    def call_syntax(self, name: str) -> CallSyntax | None:
+        begin, end = f"{SECTION[0]}\n{START}{name}>\n", f"{SYNTAX.call_end}\n{SECTION[1]}"
+        return CallSyntax(SECTION[0], begin, end, "qwen_xml")
