@@ -30,6 +30,7 @@ MAX_TAGS = 128
 STRUCTURE_STYLES = (
     "json",
     "numbered_json",
+    "python",
     "qwen_xml",
     "glm_xml",
     "glm_compact_xml",

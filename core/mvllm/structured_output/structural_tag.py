@@ -1,7 +1,8 @@
 """Makes the grammar of a structural tag: free text up to a trigger, then the structure of that trigger, repeated.
 
 A structure is a beginning, arguments that follow a schema, and an end. The arguments are JSON, or in one of the styles
-of tool call formats: text between XML-like tags, or JSON after the number of the call.
+of tool call formats: text between XML-like tags, Python's keyword arguments with JSON values, or JSON after the number
+of the call.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FREE = "FREE: /(?s:.*)/"
-NUMBERED = "numbered_json"
+NUMBERED, PYTHON = "numbered_json", "python"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ def _body(tokenizer: Any, i: int, tag: Mapping[str, Any], options: Mapping[str, 
     schema, style = tag["schema"], tag.get("style", "json")
     if style in STYLES:
         return _tagged_body(tokenizer, i, schema, STYLES[style], options)
+    if style == PYTHON:
+        return _python_body(i, schema, options)
     value = f"%json {json.dumps({'x-guidance': options, **schema})}"
     if style == NUMBERED:
         separator = sequence(tokenizer, tag.get("separator", ""))
@@ -136,3 +139,23 @@ def _tagged_body(
             value = f"value_{i}_{k} {sequence(tokenizer, style.closing)}"
         rules.append(f"{rule}: {opening} {value} {gap}")
     return [f"body_{i}: {' '.join(names)}" if names else f'body_{i}: ""', *rules]
+
+
+def _python_body(i: int, schema: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """The rules of keyword arguments in the order of their declaration, with commas between those that are there."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    required = schema.get("required", ())
+    properties = schema.get("properties", {})
+    last = len(properties)
+    rules = [f"body_{i}: first_{i}_0", f'first_{i}_{last}: ""', f'later_{i}_{last}: ""']
+    for k, (key, inner) in enumerate(properties.items()):
+        later = f"later_{i}_{k + 1}"
+        whole = {"x-guidance": options, **shared, **(inner if isinstance(inner, Mapping) else {})}
+        is_optional = key not in required
+        rules += [
+            f"value_{i}_{k}: %json {json.dumps(whole)}",
+            f"argument_{i}_{k}: {json.dumps(f'{key}=')} value_{i}_{k}",
+            f"first_{i}_{k}: argument_{i}_{k} {later}{f' | first_{i}_{k + 1}' if is_optional else ''}",
+            f'later_{i}_{k}: ", " argument_{i}_{k} {later}{f" | {later}" if is_optional else ""}',
+        ]
+    return rules

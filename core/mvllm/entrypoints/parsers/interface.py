@@ -177,9 +177,12 @@ class ToolParser(ABC):
     def stream(self) -> ToolStream:
         """Creates an incremental parser for one sequence."""
 
-    def call_syntax(self, name: str) -> CallSyntax | None:
-        """How a call of the function `name` is written; None if no grammar can constrain its arguments."""
-        return None
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
+        """How a call of the function `name` is written, in each of the format's forms, for strict functions.
+
+        Empty if no grammar can constrain the arguments.
+        """
+        return ()
 
     def parse(self, text: str) -> ParsedOutput:
         """Parses a whole output."""

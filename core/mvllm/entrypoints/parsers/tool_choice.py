@@ -1,7 +1,8 @@
 """A request's `tools` and `tool_choice`, and the JSON schema that enforces a choice.
 
-`none` and `auto` do not constrain the output. `required` and `named` do: structured output with the JSON schema of
-`schema` replaces the model's own tool call format, and `stream` parses that JSON:
+`none` and `auto` leave the output free text; with a strict function, `structural_tag` constrains the calls in it.
+`required` and `named` constrain all of it: structured output with the JSON schema of `schema` replaces the model's own
+tool call format, and `stream` parses that JSON:
 
     required    [{"name": "get_weather", "arguments": {"city": "Paris"}}, ...]
     named       {"city": "Paris"}                                               the arguments alone
@@ -19,7 +20,7 @@ from typing import Any, Literal
 from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
 from mvllm.errors import RequestError
-from mvllm.messages.structured_outputs import check_json_size
+from mvllm.messages.structured_outputs import MAX_TAGS, check_json_size
 from mvllm.structured_output.additional_properties import close_all_objects, close_declared_objects
 
 Mode = Literal["none", "auto", "required", "named"]
@@ -77,22 +78,26 @@ class ToolChoice:
     def structural_tag(self, parser: ToolParser) -> dict[str, Any] | None:
         """The structural tag of free text with calls in the parser's format, for `auto` with a strict function.
 
-        None for another choice, without a strict function, or if no grammar can constrain the format.
+        None for another choice, without a strict function, for more functions than a tag may have, or if no grammar can
+        constrain the format.
         """
         functions = [_function(tool) for tool in self.tools]
         if self.mode != "auto" or not any(function.get("strict") for function in functions):
             return None
-        structures, triggers, special = [], set(), set()
+        structures: list[dict[str, Any]] = []
+        triggers: set[str] = set()
+        special: set[str] = set()
         for function in functions:
-            syntax = parser.call_syntax(function["name"])
-            if syntax is None:
-                return None
-            structure = {"begin": syntax.begin, "schema": _closed_parameters(function), "end": syntax.end}
-            if syntax.style != "json":
-                structure |= {"style": syntax.style, "separator": syntax.separator}
-            structures.append(structure)
-            triggers.add(syntax.trigger)
-            special |= set(syntax.special_tokens)
+            schema = _closed_parameters(function)
+            for syntax in parser.call_syntax(function["name"]):
+                structure = {"begin": syntax.begin, "schema": schema, "end": syntax.end}
+                if syntax.style != "json":
+                    structure |= {"style": syntax.style, "separator": syntax.separator}
+                structures.append(structure)
+                triggers.add(syntax.trigger)
+                special |= set(syntax.special_tokens)
+        if not 0 < len(structures) <= MAX_TAGS:
+            return None
         return {"structures": structures, "triggers": sorted(triggers), "special_tokens": sorted(special)}
 
     def stream(self) -> ToolStream | None:

@@ -10,7 +10,6 @@ from mvllm.entrypoints.parsers.tool_choice import ToolChoice
 from mvllm.errors import RequestError
 from mvllm.logging import get_logger
 from mvllm.messages.structured_outputs import (
-    MAX_TAGS,
     StructuredOutputsParams,
     as_structured_outputs,
     check_json_size,
@@ -98,7 +97,7 @@ def _guided(request: GenerationRequest) -> list[OutputConstraint]:
 
 def _strict_calls_constraint(choice: ToolChoice, tool_parser: type[ToolParser]) -> OutputConstraint | None:
     """The constraint of the calls' arguments, if a function is strict; None for any other request."""
-    if choice.mode != "auto" or len(choice.tools) > MAX_TAGS:
+    if choice.mode != "auto":
         return None
     try:
         check_json_size(choice.tools)

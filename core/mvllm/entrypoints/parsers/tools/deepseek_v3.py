@@ -22,9 +22,9 @@ class DeepSeekV3ToolParser(ToolParser):
     def stream(self) -> ToolStream:
         return NamedJsonCalls(START, ("{",), (f"```{END}", END), _parse_header, section=SECTION, keep_separator=True)
 
-    def call_syntax(self, name: str) -> CallSyntax | None:
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
         begin = f"{START}function{SEPARATOR}{name}\n```json\n"
-        return CallSyntax(START, begin, f"\n```{END}", special_tokens=SECTION)
+        return (CallSyntax(START, begin, f"\n```{END}", special_tokens=SECTION),)
 
 
 def _parse_header(header: str) -> tuple[str | None, None]:

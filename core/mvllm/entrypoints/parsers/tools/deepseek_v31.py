@@ -24,5 +24,5 @@ class DeepSeekV31ToolParser(ToolParser):
             START, (SEPARATOR,), (END,), lambda header: (function_name(header), None), section=SECTION
         )
 
-    def call_syntax(self, name: str) -> CallSyntax | None:
-        return CallSyntax(START, f"{START}{name}{SEPARATOR}", END, special_tokens=SECTION)
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
+        return (CallSyntax(START, f"{START}{name}{SEPARATOR}", END, special_tokens=SECTION),)

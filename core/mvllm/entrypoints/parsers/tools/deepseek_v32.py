@@ -26,5 +26,5 @@ class DeepSeekV32ToolParser(ToolParser):
     def stream(self) -> ToolStream:
         return TaggedCalls(self.tools, SYNTAX, START, section=SECTION)
 
-    def call_syntax(self, name: str) -> CallSyntax | None:
-        return CallSyntax(START, f'{START}"{name}">\n', SYNTAX.call_end, "deepseek_xml", special_tokens=self.markers)
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
+        return (CallSyntax(START, f'{START}"{name}">\n', SYNTAX.call_end, "deepseek_xml", special_tokens=self.markers),)

@@ -20,5 +20,6 @@ class Glm47ToolParser(ToolParser):
     def stream(self) -> ToolStream:
         return TaggedCalls(self.tools, SYNTAX, START, (SYNTAX.key_start, END), keep_separator=True)
 
-    def call_syntax(self, name: str) -> CallSyntax | None:
-        return CallSyntax(START, f"{START}{name}", END, "glm_compact_xml")
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
+        styles = {"": "glm_compact_xml", "\n": "glm_xml"}
+        return tuple(CallSyntax(START, f"{START}{name}{line}", END, style) for line, style in styles.items())

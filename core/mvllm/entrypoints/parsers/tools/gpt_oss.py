@@ -40,10 +40,10 @@ class GptOssToolParser(ToolParser):
     def stream(self) -> ToolStream:
         return _Stream()
 
-    def call_syntax(self, name: str) -> CallSyntax | None:
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
         trigger = f" to={FUNCTIONS}"
         begin = f"{trigger}{name} {CONSTRAIN}json{MESSAGE}"
-        return CallSyntax(trigger, begin, "", special_tokens=MARKERS)
+        return (CallSyntax(trigger, begin, "", special_tokens=MARKERS),)
 
 
 class _Stream(ToolStream):

@@ -20,5 +20,5 @@ class GraniteToolParser(ToolParser):
     def stream(self) -> ToolStream:
         return MarkedCalls((TOKEN, TAG), END)
 
-    def call_syntax(self, name: str) -> CallSyntax | None:
-        return CallSyntax(TOKEN, f'{TOKEN}[{{"name": "{name}", "arguments": ', "}]")
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
+        return tuple(CallSyntax(start, f'{start}[{{"name": "{name}", "arguments": ', "}]") for start in (TOKEN, TAG))

@@ -23,5 +23,5 @@ class HermesToolParser(ToolParser):
     def stream(self) -> ToolStream:
         return MarkedCalls(START, END)
 
-    def call_syntax(self, name: str) -> CallSyntax | None:
-        return CallSyntax(START, f'{START}\n{{"name": "{name}", "arguments": ', f"}}\n{END}")
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
+        return (CallSyntax(START, f'{START}\n{{"name": "{name}", "arguments": ', f"}}\n{END}"),)

@@ -27,9 +27,9 @@ class KimiK2ToolParser(ToolParser):
     def stream(self) -> ToolStream:
         return NamedJsonCalls(START, (ARGUMENTS,), (END,), _parse_header, section=SECTION)
 
-    def call_syntax(self, name: str) -> CallSyntax | None:
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
         begin = f"{START}functions.{name}:"
-        return CallSyntax(START, begin, END, "numbered_json", ARGUMENTS, SECTION)
+        return (CallSyntax(START, begin, END, "numbered_json", ARGUMENTS, SECTION),)
 
 
 def _parse_header(header: str) -> tuple[str | None, str | None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from mvllm.entrypoints.parsers.interface import Delta, ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, Delta, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
 
 MARKER = "<|python_tag|>"
@@ -27,6 +27,9 @@ class Llama3JsonToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return _Stream()
+
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
+        return (CallSyntax('{"name":', f'{{"name": "{name}", "parameters": ', "}", special_tokens=self.markers),)
 
 
 class _Stream(MarkedCalls):

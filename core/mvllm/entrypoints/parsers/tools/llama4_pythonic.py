@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.pythonic_calls import PythonicCalls
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -18,3 +18,6 @@ class Llama4PythonicToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return PythonicCalls(START, END)
+
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
+        return (CallSyntax(f"{name}(", f"{name}(", ")", "python", special_tokens=self.markers),)

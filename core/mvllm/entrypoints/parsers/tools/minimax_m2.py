@@ -25,5 +25,5 @@ class MiniMaxM2ToolParser(ToolParser):
     def stream(self) -> ToolStream:
         return TaggedCalls(self.tools, SYNTAX, START, section=SECTION)
 
-    def call_syntax(self, name: str) -> CallSyntax | None:
-        return CallSyntax(START, f'{START}"{name}">\n', SYNTAX.call_end, "minimax_xml", special_tokens=SECTION)
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
+        return (CallSyntax(START, f'{START}"{name}">\n', SYNTAX.call_end, "minimax_xml", special_tokens=SECTION),)

@@ -13,7 +13,7 @@ import random
 import re
 import string
 
-from mvllm.entrypoints.parsers.interface import Delta, ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, Delta, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.marked_calls import MarkedCalls
 from mvllm.entrypoints.parsers.markers import is_partial_marker
 from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE
@@ -33,6 +33,10 @@ class MistralToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return _Stream()
+
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
+        older = CallSyntax(START, f'{START} [{{"name": "{name}", "arguments": ', "}]")
+        return CallSyntax(START, f"{START}{name}{ARGUMENTS}", ""), older
 
 
 class _Stream(MarkedCalls):

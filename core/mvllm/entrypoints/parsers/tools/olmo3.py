@@ -8,7 +8,7 @@ get_time()
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.pythonic_calls import PythonicCalls
 
 START, END = "<function_calls>", "</function_calls>"
@@ -21,3 +21,6 @@ class Olmo3ToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return PythonicCalls(START, END, bare_lists=False)
+
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
+        return (CallSyntax(f"{name}(", f"{name}(", ")", "python", special_tokens=self.markers),)

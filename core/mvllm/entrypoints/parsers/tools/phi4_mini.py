@@ -20,5 +20,8 @@ class Phi4MiniToolParser(ToolParser):
     def stream(self) -> ToolStream:
         return MarkedCalls((TOKEN, WORD), END, bare=False)
 
-    def call_syntax(self, name: str) -> CallSyntax | None:
-        return CallSyntax(WORD, f'{WORD}[{{"name": "{name}", "arguments": ', "}]", special_tokens=(TOKEN, END))
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
+        ends = {TOKEN: f"}}]{END}", WORD: "}]"}
+        return tuple(
+            CallSyntax(start, f'{start}[{{"name": "{name}", "arguments": ', end) for start, end in ends.items()
+        )

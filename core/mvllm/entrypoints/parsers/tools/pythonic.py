@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from mvllm.entrypoints.parsers.interface import ToolParser, ToolStream
+from mvllm.entrypoints.parsers.interface import CallSyntax, ToolParser, ToolStream
 from mvllm.entrypoints.parsers.pythonic_calls import PythonicCalls
 
 
@@ -14,3 +14,6 @@ class PythonicToolParser(ToolParser):
 
     def stream(self) -> ToolStream:
         return PythonicCalls()
+
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
+        return (CallSyntax(f"{name}(", f"{name}(", ")", "python"),)

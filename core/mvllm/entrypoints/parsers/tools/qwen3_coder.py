@@ -29,6 +29,6 @@ class Qwen3CoderToolParser(ToolParser):
     def stream(self) -> ToolStream:
         return TaggedCalls(self.tools, SYNTAX, START, section=SECTION)
 
-    def call_syntax(self, name: str) -> CallSyntax | None:
+    def call_syntax(self, name: str) -> tuple[CallSyntax, ...]:
         begin, end = f"{SECTION[0]}\n{START}{name}>\n", f"{SYNTAX.call_end}\n{SECTION[1]}"
-        return CallSyntax(SECTION[0], begin, end, "qwen_xml")
+        return (CallSyntax(SECTION[0], begin, end, "qwen_xml"),)
