@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mvllm.entrypoints.openai.common.errors import APIError
     from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle
     from mvllm.entrypoints.parsers.interface import (
+        CallSyntax,
         ContentDelta,
         Delta,
         ReasoningDelta,
@@ -114,7 +115,8 @@ _NAMES = {
     "mvllm.entrypoints.openai.common.errors": "APIError",
     "mvllm.entrypoints.openai.server.http_plugins": "HTTPServerHandle",
     "mvllm.entrypoints.parsers.interface": (
-        "ContentDelta Delta ReasoningDelta ReasoningParser ReasoningStream ToolCallDelta ToolParser ToolStream"
+        "CallSyntax ContentDelta Delta ReasoningDelta ReasoningParser ReasoningStream ToolCallDelta ToolParser "
+        "ToolStream"
     ),
     "mvllm.entrypoints.parsers.marked_calls": "MarkedCalls",
     "mvllm.entrypoints.parsers.reasoning.tagged": "TaggedReasoning",
@@ -176,6 +178,7 @@ __all__ = [
     "ActivityTable",
     "Attention",
     "BuildContext",
+    "CallSyntax",
     "CausalLM",
     "ColumnParallelLinear",
     "ConfigError",
