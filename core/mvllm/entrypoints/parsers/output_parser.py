@@ -91,6 +91,19 @@ class OutputParser:
         stream.feed(start)
         return (start, end) if stream.in_reasoning else None  # the prompt has closed the reasoning
 
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether reasoning is separated."""
+        return self._reasoning is not None
+
+    @property
+    def thinking_tags(self) -> list[str] | None:
+        """`SamplingParams.thinking_tags` for a thinking budget; None without reasoning or without fixed tags."""
+        if self._reasoning is None:
+            return None
+        tags = self._reasoning.thinking_tags or self._reasoning.tags
+        return None if tags is None else list(tags)
+
     def parse(self, text: str, prompt: str | None = None) -> ParsedOutput:
         """Parses a whole output."""
         return self.stream(prompt).parse(text)
