@@ -96,6 +96,11 @@ class OutputParser:
         """Whether reasoning is separated."""
         return self._reasoning is not None
 
+    def reasoning_stream(self, prompt: str | None = None) -> ReasoningStream:
+        """An incremental parser of the reasoning alone. Only with `has_reasoning`."""
+        assert self._reasoning is not None
+        return self._reasoning.stream(prompt)
+
     @property
     def thinking_tags(self) -> list[str] | None:
         """`SamplingParams.thinking_tags` for a thinking budget; None without reasoning or without fixed tags."""
@@ -116,7 +121,12 @@ class OutputParserStream(DeltaStream):
         tools: Finds tool calls in the text after the reasoning.
         reasoning: Separates the reasoning.
         include_reasoning, single_call: As for OutputParser.
+
+    Attributes:
+        num_reasoning_deltas: How many pieces of reasoning there were, returned or not.
     """
+
+    num_reasoning_deltas = 0
 
     def __init__(
         self,
@@ -163,6 +173,7 @@ class OutputParserStream(DeltaStream):
         out: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, ReasoningDelta):
+                self.num_reasoning_deltas += 1
                 if self._show_reasoning:
                     out.append(delta)
             elif isinstance(delta, ContentDelta) and self._tools is not None:

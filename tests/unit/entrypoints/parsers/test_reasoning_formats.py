@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 
 from mvllm.entrypoints.parsers.interface import ContentDelta, ReasoningDelta, merge_deltas
-from mvllm.entrypoints.parsers.registry import canonical_reasoning_parser, reasoning_parser, reasoning_parser_names
+from mvllm.entrypoints.parsers import registry
+from mvllm.entrypoints.parsers.registry import canonical_reasoning_parser, reasoning_parser_names
 
 # (prompt's end, output, reasoning, content). The comment says what the case shows of the format.
 QWEN = "<|im_start|>assistant\n"
@@ -142,6 +144,7 @@ CASES: dict[str, list[tuple[str | None, str, str | None, str]]] = {
         (HARMONY, "4", None, "4"),
     ],
 }
+reasoning_parser = cache(registry.reasoning_parser)  # a look-up reads the metadata of every distribution
 ALL = [(name, *case) for name, cases in CASES.items() for case in cases]
 
 
