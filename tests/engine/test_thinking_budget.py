@@ -119,3 +119,19 @@ def test_tags_of_a_text_model(make_llm: MakeLLM) -> None:
         SamplingParams(thinking_tags=["<a>"])
     with pytest.raises(RequestError, match="use_beam_search"):
         SamplingParams(use_beam_search=True, temperature=0, thinking_token_budget=1)
+
+
+def test_a_constraint_applies_after_the_forced_end(make_llm: MakeLLM) -> None:
+    for settings in ({"async_scheduling": False}, {"async_scheduling": True}):
+        llm = make_llm(model="demo", max_model_len=512, **settings)
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=60,
+            thinking_token_budget=7,
+            structured_outputs={"choice": ["left", "right"], "thoughts_end": "</think>"},
+        )
+        [output] = llm.generate("Where is it? <think>", params, use_tqdm=False)
+        thoughts, end, answer = output.outputs[0].text.partition("</think>")
+        assert thoughts and end and answer.strip() in ("left", "right")
+        ids = output.outputs[0].token_ids
+        assert llm.get_tokenizer().decode(ids[:7]).strip() == thoughts.strip()

@@ -21,7 +21,7 @@ NEVER = np.iinfo(np.int64).max
 NOT_FORCED = -1
 
 _MAX_LEADING_TOKENS = 4
-"""Most tokens before the opening tag, for instance line breaks."""
+"""Most tokens before the opening tag. They are meant to be white space; their text is not known here."""
 
 
 @dataclass

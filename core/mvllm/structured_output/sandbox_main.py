@@ -168,7 +168,7 @@ def after_reasoning(tokenizer: Any, start: str | None, end: str, grammar: str) -
     """A grammar of reasoning, a little white space, and then `grammar`.
 
     Reasoning is any text up to the first `end`. With `start` it begins with `start` or is absent; without it, the text
-    begins inside the reasoning. A delimiter that is a special token without text matches that token.
+    begins inside the reasoning. Special tokens in a delimiter match as tokens, not as text.
     """
     close = _as_terminal(tokenizer, end)
     top = "start: thoughts gap @form"
@@ -181,8 +181,21 @@ def after_reasoning(tokenizer: Any, start: str | None, end: str, grammar: str) -
 
 
 def _as_terminal(tokenizer: Any, text: str) -> str:
+    """Lark terminals of a delimiter: a text, or special tokens and the texts between them."""
+    parts: list[str] = []
+    run: list[int] = []
     ids = tokenizer.tokenize_str(text, parse_special=True)
-    return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else json.dumps(text)
+    if not any(map(tokenizer.is_special_token, ids)):
+        return json.dumps(text)
+    for token in (*ids, None):
+        if token is None or tokenizer.is_special_token(token):
+            if run:
+                parts.append(json.dumps(tokenizer.decode_str(run)))
+            run = []
+            parts += [] if token is None else [f"<[{token}]>"]
+        else:
+            run.append(token)
+    return " ".join(parts)
 
 
 def _options(whitespace: str | None) -> dict[str, Any]:
