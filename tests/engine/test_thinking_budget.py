@@ -42,9 +42,7 @@ def limited(
 def expected(checkpoint: Path) -> list[list[int]]:
     """The thoughts of the unlimited model, the end, and what the model says after a prompt with both."""
     with engine(checkpoint) as llm:
-        thoughts = [
-            free[:budget] for free, budget in zip(greedy(llm, PROMPTS, [MAX_TOKENS] * 6), BUDGETS, strict=True)
-        ]
+        thoughts = [free[:budget] for free, budget in zip(greedy(llm, PROMPTS, [MAX_TOKENS] * 6), BUDGETS, strict=True)]
         known = [tokens + END if len(tokens) < MAX_TOKENS else tokens for tokens in thoughts]
         room = [MAX_TOKENS - len(tokens) for tokens in known]
         rest = greedy(llm, [a + b for a, b in zip(PROMPTS, known, strict=True)], [max(1, n) for n in room])

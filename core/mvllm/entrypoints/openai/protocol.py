@@ -17,7 +17,6 @@ import msgspec
 
 from mvllm.errors import RequestError
 
-
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of `reasoning_effort`, and of `reasoning.effort` in the Responses API."""
 

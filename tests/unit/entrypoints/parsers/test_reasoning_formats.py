@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from mvllm.entrypoints.parsers.interface import ContentDelta, ReasoningDelta, merge_deltas
 from mvllm.entrypoints.parsers import registry
+from mvllm.entrypoints.parsers.interface import ContentDelta, ReasoningDelta, merge_deltas
 from mvllm.entrypoints.parsers.registry import canonical_reasoning_parser, reasoning_parser_names
 
 # (prompt's end, output, reasoning, content). The comment says what the case shows of the format.

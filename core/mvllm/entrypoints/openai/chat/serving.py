@@ -135,9 +135,7 @@ class _ChatChoice:
         self._handler._add_prompt_fields(choice, output)
         return encode_json(choice)
 
-    def _delta_choices(
-        self, sequence: CompletionOutput, stream: OutputParserStream, prompt: str | None
-    ) -> list[bytes]:
+    def _delta_choices(self, sequence: CompletionOutput, stream: OutputParserStream, prompt: str | None) -> list[bytes]:
         """The choice of each delta. The first has the token ids and the log-probabilities."""
         before = stream.num_reasoning_deltas, stream.in_reasoning
         deltas = [delta.as_json() for delta in stream.feed(sequence.text)]

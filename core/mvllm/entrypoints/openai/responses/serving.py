@@ -8,7 +8,7 @@ events.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import msgspec

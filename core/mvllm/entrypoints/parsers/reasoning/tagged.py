@@ -180,7 +180,7 @@ class ThinkTagParser(TaggedReasoningParser):
     """Parser of reasoning between `<think>` and `</think>`."""
 
     tags = ("<think>", "</think>")
-    markers = tags
+    markers: ClassVar[tuple[str, ...]] = tags
 
 
 def ends_with_tag(prompt: str | None, tag: str) -> bool:
