@@ -30,6 +30,7 @@ from mvllm.messages.field_checks import (
     reject,
 )
 from mvllm.messages.structured_outputs import StructuredOutputsParams, as_structured_outputs
+from mvllm.messages.thinking import ThinkingTokens, as_thinking_tokens, check_thinking_tags
 
 MAX_N = 128
 """Sequences per prompt. Each of them uses a row and KV blocks, so the number per request is limited."""
@@ -100,6 +101,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             False: when, in addition, no running beam has a better score at its present length than the worst of these.
             "never": when no running beam can reach a better score at any length.
         extra_args: Arguments for plugins such as logits processors: names to JSON values.
+        thinking_token_budget: Most tokens of the model's thoughts (its reasoning). After so many the end of the
+            thoughts is generated in place of what the model would sample. Thoughts begin where the prompt ends with
+            the opening tag, or where the output begins with it; other outputs are not affected.
+        thinking_tags: The texts that open and close the thoughts, by default `<think>` and `</think>`. With an empty
+            opening text the output begins within the thoughts. A third text is generated in place of the closing one
+            when the budget is spent; it should contain that one.
+        thinking_tokens: The same as token ids. The engine adds those of `thinking_tags`.
 
     Raises:
         RequestError: A value has the wrong type or lies outside its range.
@@ -138,6 +146,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     extra_args: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    thinking_tags: list[str] | None = None
+    thinking_tokens: ThinkingTokens | None = None
 
     def __post_init__(self) -> None:
         for name, default, check in _CHECKS:
@@ -276,6 +287,9 @@ def _token_ids_of(params: SamplingParams) -> Iterator[tuple[str, Iterable[int]]]
         yield "allowed_token_ids", params.allowed_token_ids
     for word in params.bad_words_token_ids or ():
         yield "bad_words_token_ids", word
+    if params.thinking_tokens is not None:
+        for marker in params.thinking_tokens.sequences():
+            yield "thinking_tokens", marker
 
 
 def _check_num_logprobs(name: str, value: int | None, vocab_size: int, max_logprobs: int) -> None:
@@ -329,6 +343,9 @@ _FIELD_CHECKS: dict[str, Check] = {
     "length_penalty": number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
     "early_stopping": checks.check_early_stopping,
     "extra_args": checks.check_extra_args,
+    "thinking_token_budget": integer(0, INT64_MAX, optional=True),
+    "thinking_tags": check_thinking_tags,
+    "thinking_tokens": as_thinking_tokens,
 }
 _CHECKS = tuple(
     (field.name, field.default, _FIELD_CHECKS[field.name]) for field in msgspec.structs.fields(SamplingParams)
@@ -350,4 +367,5 @@ _NOT_WITH_BEAMS = (
     "bad_words",
     "bad_words_token_ids",
     "extra_args",
+    "thinking_token_budget",
 )

@@ -95,6 +95,7 @@ class BatchPlan:
         may_synchronize: Whether host and device may synchronize, see Filters.
         num_rows: With static shapes, how many of the n rows are not padding. All rows are work rows then, and
             selections are masks.
+        forced: int64 [n]: tokens to sample in place of any other, negative for none; see ThinkingBudgets.
 
     Attributes:
         rows, state: As given.
@@ -108,6 +109,7 @@ class BatchPlan:
         random_inputs: Function that returns the sampling parameters of the random rows on the device; None without any.
         logprobs: Selects, in the batch, the rows that return log-probabilities.
         failures: Errors of logits processors, by index into the batch.
+        forced: Upload key of `forced`; None without it.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class BatchPlan:
         staging: StagingBuffers | None,
         may_synchronize: bool,
         num_rows: int | None,
+        forced: np.ndarray | None = None,
     ) -> None:
         self.rows, self.state, self.static = rows, state, num_rows is not None
         self._history, self._seq_lens, self._masks = history, seq_lens, masks
@@ -154,6 +157,7 @@ class BatchPlan:
         self.processed = self._add_processed() if is_processed.any() else []
         self.random_inputs = self._add_random(in_work[self.random.indices]) if is_random.any() else None
         self.logprobs = upload.select((flags & LOGPROBS).astype(bool))
+        self.forced = None if forced is None else upload.add(forced)
         upload.send(device)
 
     def _select(self, chosen: np.ndarray) -> RowSelection:

@@ -28,6 +28,7 @@ from mvllm.sampling.logprobs import gather_logprobs
 from mvllm.sampling.penalties import apply_penalties
 from mvllm.sampling.sampler_output import GatheredLogprobs, SamplerOutput
 from mvllm.sampling.sampling_state import LOGPROBS, SamplingState, TokenHistory
+from mvllm.sampling.thinking_budget import NOT_FORCED
 from mvllm.sampling.token_masks import TokenMasks, unpack_masks
 
 Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -96,7 +97,11 @@ class Sampler:
             all masked) are in its `errors` and do not affect other rows.
         """
         flags = state.flags[rows]
-        if mask is None and masks is None and not flags.any():
+        forced: np.ndarray | None = None
+        if state.thinking:
+            lengths = history.num_tokens[rows] if seq_lens is None else seq_lens
+            forced = state.thinking.forced_tokens(rows, lengths, history.token_ids, history.num_tokens)
+        if mask is None and masks is None and forced is None and not flags.any():
             max_logits, token_ids = self._argmax(logits)
             return SamplerOutput(token_ids, max_logits, num_rows=len(rows))
         if seq_lens is None:
@@ -105,6 +110,8 @@ class Sampler:
         if self._static:
             padding = (0, logits.shape[0] - num_rows)
             rows, seq_lens, flags = np.pad(rows, padding), np.pad(seq_lens, padding), np.pad(flags, padding)
+            if forced is not None:
+                forced = np.pad(forced, padding, constant_values=NOT_FORCED)
         make_plan = partial(
             BatchPlan,
             state=state,
@@ -120,7 +127,7 @@ class Sampler:
         in_chunks = self.may_synchronize and self._filtered_draw is None
         size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if in_chunks else len(rows)
         if len(rows) <= size:
-            plan = make_plan(rows, flags, seq_lens)
+            plan = make_plan(rows, flags, seq_lens, forced=forced)
             token_ids, max_logits = self._choose_tokens(plan, logits, mask)
             gathered = None if only_tokens else self._gather_logprobs(plan.logprobs, state, rows, logits, token_ids)
             return SamplerOutput(token_ids, max_logits, gathered, plan.failures, num_rows)
@@ -128,7 +135,8 @@ class Sampler:
         failures: dict[int, str] = {}
         for start in range(0, len(rows), size):
             chunk = slice(start, start + size)
-            plan = make_plan(rows[chunk], flags[chunk], seq_lens[chunk])
+            part = None if forced is None else forced[chunk]
+            plan = make_plan(rows[chunk], flags[chunk], seq_lens[chunk], forced=part)
             chosen.append(self._choose_tokens(plan, logits[chunk], None if mask is None else mask[chunk]))
             failures |= {start + i: text for i, text in plan.failures.items()}
         token_ids, max_logits = torch.cat([ids for ids, _ in chosen]), torch.cat([values for _, values in chosen])
@@ -153,6 +161,9 @@ class Sampler:
         if len(work):
             ids, values = self._choose_work(plan, _edited_logits(plan, logits, mask))
             token_ids, max_logits = work.scatter(token_ids, ids), work.scatter(max_logits, values)
+        if plan.forced is not None:
+            forced = plan.upload.get_ids(plan.forced)
+            token_ids = torch.where(forced >= 0, forced, token_ids)
         return token_ids, max_logits
 
     def _choose_work(self, plan: BatchPlan, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

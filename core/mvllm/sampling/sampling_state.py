@@ -14,6 +14,7 @@ import numpy as np
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.sampling.bad_words import BadWords
 from mvllm.sampling.penalties import DeviceTokenCounts, TokenCounts
+from mvllm.sampling.thinking_budget import ThinkingBudgets
 from mvllm.sampling.token_masks import mask_from_token_ids
 from mvllm.sampling.uniforms import stream_seed
 
@@ -131,6 +132,7 @@ class SamplingState:
         biases: Token ids, int64 [b], and amounts, float32 [b], of the rows with BIAS.
         allowed: Masks of the rows with ALLOWED, from `mask_from_token_ids`.
         bad_words: Of the rows with BAD_WORDS.
+        thinking: Thinking budgets.
     """
 
     def __init__(
@@ -163,6 +165,7 @@ class SamplingState:
         self.biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.allowed: dict[int, np.ndarray] = {}
         self.bad_words: dict[int, BadWords] = {}
+        self.thinking = ThinkingBudgets(max_rows)
 
     def set_row(
         self,
@@ -207,6 +210,8 @@ class SamplingState:
         if self.processors is not None and tokens is not None:
             acts, reads = self.processors.add_row(row, params, tokens)
             self.flags[row] |= PROCESSED * acts | READS_TOKENS * reads
+        if params.thinking_token_budget is not None and params.thinking_tokens is not None:
+            self.thinking.set_row(row, params.thinking_token_budget, params.thinking_tokens, num_prompt_tokens)
         if params.logprobs is not None:
             wanted = self.vocab_size if params.logprobs == -1 else params.logprobs
             self.num_logprobs[row] = min(wanted, self.vocab_size)
@@ -219,12 +224,20 @@ class SamplingState:
         self.end_tokens.pop(row, None)
         for by_row in (self.counts, self.biases, self.allowed, self.bad_words):
             by_row.pop(row, None)
+        self.thinking.clear_row(row)
         if self.processors is not None:
             self.processors.clear_row(row)
 
-    def rows_reading_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Those of `rows` for which the host needs the token ids."""
-        return rows[(self.flags[rows] & READS_TOKENS) != 0]
+    def rows_reading_tokens(self, rows: np.ndarray, seq_lens: np.ndarray | None = None) -> np.ndarray:
+        """Those of `rows` for which the host needs the token ids.
+
+        Args:
+            seq_lens: int [n]: tokens before the next one; needed for thinking budgets.
+        """
+        reads = (self.flags[rows] & READS_TOKENS) != 0
+        if self.thinking and seq_lens is not None:
+            reads |= self.thinking.are_due(rows, seq_lens)
+        return rows[reads]
 
     def _flags(self, params: SamplingParams) -> int:
         penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty

@@ -27,7 +27,7 @@ from mvllm.executor.process.pipe_process import read_message, write_message
 from mvllm.executor.process.process_utils import die_with_parent, limit_memory, limit_processor_time, set_process_name
 from mvllm.structured_output import llguidance_library
 from mvllm.structured_output.additional_properties import subschemas
-from mvllm.structured_output.structural_tag import as_terminal, structural_tags
+from mvllm.structured_output.structural_tag import sequence, structural_tags
 from mvllm.structured_output.vocabulary import Vocabulary, one_line
 
 SECONDS = 3
@@ -151,12 +151,12 @@ def after_reasoning(tokenizer: Any, start: str | None, end: str, grammar: str) -
     """A grammar of reasoning, a little white space, and then `grammar`.
 
     Reasoning is any text up to the first `end`. With `start` it begins with `start` or is absent; without it, the text
-    begins inside the reasoning. A delimiter that is a special token without text matches that token.
+    begins inside the reasoning. Special tokens in a delimiter match as tokens, not as text.
     """
-    close = as_terminal(tokenizer, end)
+    close = sequence(tokenizer, end)
     top = "start: thoughts gap @form"
     if start is not None:
-        top = f"start: (begin thoughts gap)? @form\nbegin: {as_terminal(tokenizer, start)}"
+        top = f"start: (begin thoughts gap)? @form\nbegin: {sequence(tokenizer, start)}"
     lazy = "" if close.startswith("<") else "[lazy]"
     lark = f"{top}\nthoughts{lazy}: FREE {close}\nFREE: /(?s:.*)/\ngap: /[ \\t\\r\\n]{{0,8}}/\n"
     form = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}

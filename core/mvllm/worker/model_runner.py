@@ -468,7 +468,9 @@ class ModelRunner:
             seq_lens = ragged_ranges(history.num_tokens[rows], inputs.num_logits_rows)
             rows = rows.repeat(inputs.num_logits_rows)
         logits = self._forward.logits(states, len(rows))
-        if self._sampled_token_buffer is not None and history.ends_in_placeholder(state.rows_reading_tokens(rows)):
+        if self._sampled_token_buffer is not None and history.ends_in_placeholder(
+            state.rows_reading_tokens(rows, history.num_tokens[rows])
+        ):
             self._sampled_token_buffer.read_all_steps()  # while the device computes
         sampled = self._sampler.sample(logits, rows, state, history, masks=masks, seq_lens=seq_lens)
         del logits  # a lazy tensor that is still referenced becomes an output of the program: not what was warmed up

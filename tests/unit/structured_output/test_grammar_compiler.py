@@ -304,6 +304,23 @@ class TestReasoning:
         grammar.accept(tag)
         assert not self.consume(grammar, vocabulary, "8") and self.consume(grammar, vocabulary, "7")
 
+    def test_reasoning_between_tags_of_special_tokens_and_texts(
+        self, shared_manager: StructuredOutputManager, vocabulary: Vocabulary
+    ) -> None:
+        """As in the channels of gpt-oss and Gemma 4."""
+        tokenizer = vocabulary.build()
+        special = [i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i) and i not in (0, 1)]
+        [tag] = [i for i in special if tokenizer.decode_str([i]) == "<|im_start|>"]
+        tags = {"thoughts_start": "<|im_start|>thought\n", "thoughts_end": "<|im_start|>final<|im_start|>"}
+        grammar = begin(shared_manager, regex="7", **tags)
+        assert allowed(grammar) > {tag}
+        for text in ("thought\n", "hm 8", "final"):
+            if text != "hm 8":
+                grammar.accept(tag)
+            assert self.consume(grammar, vocabulary, text)
+        grammar.accept(tag)
+        assert not self.consume(grammar, vocabulary, "8") and self.consume(grammar, vocabulary, "7")
+
     def test_an_impossible_grammar_is_refused_although_its_reasoning_part_could_match(
         self, shared_manager: StructuredOutputManager
     ) -> None:

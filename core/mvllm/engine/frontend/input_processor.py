@@ -18,6 +18,7 @@ import msgspec
 
 from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.frontend.bad_words import bad_word_token_ids
+from mvllm.engine.frontend.thinking_tags import fit_thinking_to_prompt, thinking_tokens_of
 from mvllm.engine.tokenizer.tokenizer import Tokenizer, check_supports_grammars
 from mvllm.errors import RequestError
 from mvllm.messages.field_checks import describe_value, is_unicode
@@ -26,6 +27,7 @@ from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams
 from mvllm.messages.requests import EngineCoreRequest
 from mvllm.messages.sampling_params import SamplingParams, validate_for_model
+from mvllm.messages.thinking import DEFAULT_TAGS
 from mvllm.sampling.logits_processor import processor_classes, validate
 from mvllm.structured_output.llguidance_library import check_available
 
@@ -323,9 +325,22 @@ class InputProcessor:
         if params.bad_words:  # the replacement checks the limits of both together
             ids = [*(params.bad_words_token_ids or ()), *self._bad_words(params.bad_words)]
             params = msgspec.structs.replace(params, bad_words_token_ids=ids)
+        if params.thinking_token_budget is not None and params.thinking_tokens is None:
+            params = self._with_thinking_tokens(params)
         return params
 
+    def _with_thinking_tokens(self, params: SamplingParams) -> SamplingParams:
+        if self._tokenizer is None:
+            raise RequestError(
+                "thinking_token_budget needs a tokenizer, but the engine was started with skip_tokenizer_init. "
+                "Pass thinking_tokens, too.",
+                parameter="thinking_token_budget",
+            )
+        tokens = thinking_tokens_of(params.thinking_tags or DEFAULT_TAGS, self._tokenizer)
+        return msgspec.structs.replace(params, thinking_tokens=tokens)
+
     def _fit_params_to_prompt(self, params: SamplingParams, part: _Prompt) -> SamplingParams:
+        params = fit_thinking_to_prompt(params, part.text, part.token_ids or (), self._tokenizer)
         return validate_for_model(
             params,
             vocab_size=self._model.vocab_size,

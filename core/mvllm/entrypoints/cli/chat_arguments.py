@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from mvllm.entrypoints.parsers.auto_detect import AUTO, NONE
-from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
+from mvllm.entrypoints.parsers.registry import (
+    canonical_reasoning_parser,
+    reasoning_parser_names,
+    tool_parser_names,
+)
 from mvllm.errors import ConfigError
 
 
@@ -27,6 +31,7 @@ def add_parser_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--reasoning-parser",
+        type=canonical_reasoning_parser,
         choices=(AUTO, NONE, *reasoning_parser_names()),
         default=AUTO,
         help="Format of the model's reasoning. Default: auto, detected from the chat template if it is unambiguous.",

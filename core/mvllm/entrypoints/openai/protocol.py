@@ -17,6 +17,9 @@ import msgspec
 
 from mvllm.errors import RequestError
 
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of `reasoning_effort`, and of `reasoning.effort` in the Responses API."""
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """Options of a stream."""
@@ -83,6 +86,7 @@ class GenerationRequest(ClientRequest, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
     vllm_xargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -103,7 +107,6 @@ class GenerationRequest(ClientRequest, kw_only=True):
 
     # Unsupported.
     logits_processors: Any = None
-    thinking_token_budget: int | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -125,6 +128,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     Attributes:
         logprobs: Whether to report log-probabilities, `top_logprobs` alternatives for each token.
         max_completion_tokens: Takes precedence over `max_tokens`; without both, the limit is `max_model_len`.
+        reasoning_effort: One of `REASONING_EFFORTS`. The chat template gets it, and whether to reason.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -297,6 +301,7 @@ class ResponsesRequest(ClientRequest, kw_only=True):
     cache_salt: str | None = None
     structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
 
     # No effect.
     safety_identifier: str | None = None
@@ -337,7 +342,6 @@ class DetokenizeRequest(ModelRequest, kw_only=True):
 
 _UNSUPPORTED = {
     "logits_processors": "the server runs no code from requests; start it with --logits-processors",
-    "thinking_token_budget": "the length of reasoning cannot be limited separately; send max_tokens",
     "suffix": "fill-in-the-middle is not implemented; send only prompt",
     "functions": "it is deprecated; send tools",
     "function_call": "it is deprecated; send tool_choice",

@@ -211,6 +211,9 @@ class ReasoningParser(ABC):
     """The texts that open and close the reasoning, if they are fixed. Structured output then applies after the
     reasoning; without tags, structured output excludes reasoning."""
 
+    thinking_tags: ClassVar[tuple[str, ...] | None] = None
+    """`SamplingParams.thinking_tags` of the format, if they are not `tags`."""
+
     @abstractmethod
     def stream(self, prompt: str | None = None) -> ReasoningStream:
         """Creates an incremental parser for one sequence.

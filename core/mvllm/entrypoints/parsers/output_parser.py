@@ -91,6 +91,24 @@ class OutputParser:
         stream.feed(start)
         return (start, end) if stream.in_reasoning else None  # the prompt has closed the reasoning
 
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether reasoning is separated."""
+        return self._reasoning is not None
+
+    def reasoning_stream(self, prompt: str | None = None) -> ReasoningStream:
+        """An incremental parser of the reasoning alone. Only with `has_reasoning`."""
+        assert self._reasoning is not None
+        return self._reasoning.stream(prompt)
+
+    @property
+    def thinking_tags(self) -> list[str] | None:
+        """`SamplingParams.thinking_tags` for a thinking budget; None without reasoning or without fixed tags."""
+        if self._reasoning is None:
+            return None
+        tags = self._reasoning.thinking_tags or self._reasoning.tags
+        return None if tags is None else list(tags)
+
     def parse(self, text: str, prompt: str | None = None) -> ParsedOutput:
         """Parses a whole output."""
         return self.stream(prompt).parse(text)
@@ -103,7 +121,12 @@ class OutputParserStream(DeltaStream):
         tools: Finds tool calls in the text after the reasoning.
         reasoning: Separates the reasoning.
         include_reasoning, single_call: As for OutputParser.
+
+    Attributes:
+        num_reasoning_deltas: How many pieces of reasoning there were, returned or not.
     """
+
+    num_reasoning_deltas = 0
 
     def __init__(
         self,
@@ -150,6 +173,7 @@ class OutputParserStream(DeltaStream):
         out: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, ReasoningDelta):
+                self.num_reasoning_deltas += 1
                 if self._show_reasoning:
                     out.append(delta)
             elif isinstance(delta, ContentDelta) and self._tools is not None:

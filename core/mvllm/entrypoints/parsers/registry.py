@@ -49,8 +49,53 @@ _TOOL_ALIASES = {
 """Other names of the same formats, among them those of other servers."""
 _REASONING = {
     "deepseek_r1": "mvllm.entrypoints.parsers.reasoning.deepseek_r1:DeepSeekR1ReasoningParser",
+    "deepseek_v3": "mvllm.entrypoints.parsers.reasoning.deepseek_v3:DeepSeekV3ReasoningParser",
+    "ernie45": "mvllm.entrypoints.parsers.reasoning.ernie45:Ernie45ReasoningParser",
+    "gemma4": "mvllm.entrypoints.parsers.reasoning.gemma4:Gemma4ReasoningParser",
+    "glm45": "mvllm.entrypoints.parsers.reasoning.glm47:GLMReasoningParser",
+    "glm47": "mvllm.entrypoints.parsers.reasoning.glm47:GLMReasoningParser",
+    "gpt_oss": "mvllm.entrypoints.parsers.reasoning.gpt_oss:GptOssReasoningParser",
+    "granite": "mvllm.entrypoints.parsers.reasoning.granite:GraniteReasoningParser",
+    "hunyuan_a13b": "mvllm.entrypoints.parsers.reasoning.hunyuan_a13b:HunyuanA13BReasoningParser",
+    "kimi_k2": "mvllm.entrypoints.parsers.reasoning.kimi_k2:KimiK2ReasoningParser",
+    "minimax_m2": "mvllm.entrypoints.parsers.reasoning.minimax_m2:MiniMaxM2ReasoningParser",
+    "minimax_m2_append_think": "mvllm.entrypoints.parsers.reasoning.minimax_m2:MiniMaxM2AppendThinkParser",
+    "mistral": "mvllm.entrypoints.parsers.reasoning.mistral:MistralReasoningParser",
+    "nemotron_v3": "mvllm.entrypoints.parsers.reasoning.nemotron_v3:NemotronReasoningParser",
+    "olmo3": "mvllm.entrypoints.parsers.reasoning.olmo3:Olmo3ReasoningParser",
     "qwen3": "mvllm.entrypoints.parsers.reasoning.qwen3:Qwen3ReasoningParser",
+    "seed_oss": "mvllm.entrypoints.parsers.reasoning.seed_oss:SeedOssReasoningParser",
 }
+_REASONING_ALIASES = {
+    "deepseek_v31": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
+    "deepseek_v4": "deepseek_v3",
+    "glm": "glm45",
+    "glm4_moe": "glm45",
+    "holo2": "deepseek_r1",
+    "intern_s1": "qwen3",
+    "interns1": "qwen3",
+    "kimi": "kimi_k2",
+    "kimi_k25": "kimi_k2",
+    "mimo": "qwen3",
+    "minimax": "minimax_m2",
+    "minimax_append_think": "minimax_m2_append_think",
+    "nano_v3": "nemotron_v3",
+    "nemotron": "nemotron_v3",
+    "nemotron_3": "nemotron_v3",
+    "openai_gptoss": "gpt_oss",
+    "qwen3_thinking": "qwen3",
+    "step3": "deepseek_r1",
+    "step3p5": "deepseek_r1",
+    "super_v3": "nemotron_v3",
+}
+"""Names in other engines, and models whose format is that of another one."""
+
+
+def canonical_reasoning_parser(name: str) -> str:
+    """The parser's own name for an alias, `-` as `_`; any other name unchanged."""
+    plain = name.replace("-", "_")
+    return plain if plain in _REASONING else _REASONING_ALIASES.get(plain, name)
 
 
 def tool_parser_names() -> tuple[str, ...]:
@@ -81,13 +126,17 @@ def tool_parser(name: str) -> type[ToolParser]:
 
 
 def reasoning_parser(name: str) -> type[ReasoningParser]:
-    """The reasoning parser with a name.
+    """The reasoning parser with a name or an alias.
 
     Raises:
         ConfigError: As for `tool_parser`.
     """
     found: type[ReasoningParser] = _find(
-        plugin_groups.REASONING_PARSERS, _REASONING, name, ReasoningParser, reasoning_parser_names()
+        plugin_groups.REASONING_PARSERS,
+        _REASONING,
+        canonical_reasoning_parser(name),
+        ReasoningParser,
+        reasoning_parser_names(),
     )
     return found
 

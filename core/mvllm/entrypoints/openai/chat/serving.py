@@ -25,6 +25,9 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
     def __init__(self, context: ServingContext, model: str, request: ChatCompletionRequest) -> None:
         super().__init__(context, model, "chatcmpl-", request)
         self.is_passthrough = self._output_parser.is_passthrough and not self._tool_choice.is_constrained
+        self._decodes_tokens = self._output_parser.has_reasoning
+        if self._output_parser.has_reasoning:
+            self._usage.num_reasoning = 0
 
     def _encode_response(self, outputs: Sequence[RequestOutput]) -> bytes:
         [output] = outputs
@@ -40,6 +43,8 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
         stream = self._make_parser_stream(output)
         parsed = merge_deltas([*stream.feed(sequence.text), *stream.finish()])
         message = parsed.as_json()
+        if stream.num_reasoning_deltas:
+            self.add_reasoning_tokens(self._count_reasoning_tokens(sequence.token_ids, output.prompt))
         if self._request.echo:
             message["content"] = self._echoed_text() + (message["content"] or "")
         choice: dict[str, Any] = {
@@ -52,6 +57,10 @@ class ChatCompletionHandler(ChatHandler, ChoicesHandler):
         if self._request.return_token_ids:
             choice["token_ids"] = sequence.token_ids
         return choice
+
+    def add_reasoning_tokens(self, number: int) -> None:
+        """Adds reasoning tokens of one choice to the usage."""
+        self._usage.num_reasoning = (self._usage.num_reasoning or 0) + number
 
     def _make_choice_encoder(self, index: int, chunks: ChunkEncoder) -> ChoiceEncoder:
         return _ChatChoice(self, index, chunks).encode
@@ -96,6 +105,9 @@ class _ChatChoice:
         before = b'{"index":%d,"delta":{"content":' % index
         self._before, self._after = chunks.wrap(before, b'},"logprobs":null,"finish_reason":null}')
         self._parser_stream: OutputParserStream | None = None
+        self._token_ids: list[int] = []  # while they are needed to count the tokens of the reasoning
+        self._num_tokens = 0
+        self._num_reasoning = 0
 
     def encode(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
         """The chunks of the next output."""
@@ -112,7 +124,8 @@ class _ChatChoice:
         elif text or sequence.token_ids or sequence.finish_reason is not None:
             if self._parser_stream is None:
                 self._parser_stream = self._handler._make_parser_stream(output)
-            encoded += b"".join(map(self._chunks.encode_delta, self._delta_choices(sequence, self._parser_stream)))
+            choices = self._delta_choices(sequence, self._parser_stream, output.prompt)
+            encoded += b"".join(map(self._chunks.encode_delta, choices))
         if sequence.finish_reason is not None:
             encoded += self._chunks.encode(self._last_choice(sequence))
         return encoded
@@ -122,11 +135,14 @@ class _ChatChoice:
         self._handler._add_prompt_fields(choice, output)
         return encode_json(choice)
 
-    def _delta_choices(self, sequence: CompletionOutput, stream: OutputParserStream) -> list[bytes]:
+    def _delta_choices(self, sequence: CompletionOutput, stream: OutputParserStream, prompt: str | None) -> list[bytes]:
         """The choice of each delta. The first has the token ids and the log-probabilities."""
+        before = stream.num_reasoning_deltas, stream.in_reasoning
         deltas = [delta.as_json() for delta in stream.feed(sequence.text)]
         if sequence.finish_reason is not None:
             deltas += [delta.as_json() for delta in stream.finish()]
+        if self._handler._output_parser.has_reasoning:
+            self._count_reasoning(sequence, stream, prompt, has_reasoned=before != (stream.num_reasoning_deltas, False))
         logprobs = self._handler._logprobs(sequence)
         if not deltas and (logprobs is not None or self._return_token_ids):
             deltas = [{}]
@@ -137,6 +153,25 @@ class _ChatChoice:
                 choice["token_ids"] = sequence.token_ids if i == 0 else []
             choices.append(encode_json(choice))
         return choices
+
+    def _count_reasoning(
+        self, sequence: CompletionOutput, stream: OutputParserStream, prompt: str | None, *, has_reasoned: bool
+    ) -> None:
+        """Adds the new tokens to the usage, up to the end of the reasoning.
+
+        Args:
+            has_reasoned: Some of them belong to the reasoning.
+        """
+        before = self._num_tokens
+        self._num_tokens += len(sequence.token_ids)
+        self._token_ids += sequence.token_ids
+        if not has_reasoned or not stream.num_reasoning_deltas:
+            return
+        num_reasoning = self._num_tokens
+        if not stream.in_reasoning and len(sequence.token_ids) > 1:  # it has ended within these tokens
+            num_reasoning = self._handler._count_reasoning_tokens(self._token_ids, prompt, before)
+        self._handler.add_reasoning_tokens(num_reasoning - self._num_reasoning)
+        self._num_reasoning = num_reasoning
 
     def _last_choice(self, sequence: CompletionOutput) -> bytes:
         reason, stream = sequence.finish_reason, self._parser_stream

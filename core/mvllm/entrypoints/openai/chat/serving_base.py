@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -10,12 +11,13 @@ import msgspec
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import ChatPromptRenderer, check_tools
 from mvllm.entrypoints.openai.common.output_constraint import output_constraint
+from mvllm.entrypoints.openai.common.reasoning_tokens import count_reasoning_tokens
 from mvllm.entrypoints.openai.common.request_sampling_params import chat_sampling_params
 from mvllm.entrypoints.openai.common.serving_base import GenerationHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
 from mvllm.entrypoints.parsers.output_parser import OutputParser, OutputParserStream
-from mvllm.entrypoints.parsers.registry import tool_parser_names
+from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.entrypoints.parsers.tool_choice import ToolChoice, parse_tool_choice
 from mvllm.errors import RequestError
 from mvllm.messages.inputs import PromptType
@@ -49,6 +51,8 @@ class ChatHandler(GenerationHandler):
         )
         if self._output_parser.needs_special_tokens(renderer.special_tokens):
             params = msgspec.structs.replace(params, skip_special_tokens=False)
+        if params.thinking_token_budget is not None:
+            params = msgspec.structs.replace(params, thinking_tags=_thinking_tags(self._output_parser))
         super().__init__(context, model, id_prefix, request, params, constraint)
 
     async def _build_prompts(self) -> Sequence[PromptType]:
@@ -66,6 +70,35 @@ class ChatHandler(GenerationHandler):
     def _make_parser_stream(self, output: RequestOutput) -> OutputParserStream:
         """Parses the text of one sequence."""
         return self._output_parser.stream(output.prompt, self._tool_choice.stream())
+
+    def _count_reasoning_tokens(self, token_ids: Sequence[int], prompt: str | None, at_least: int = 0) -> int:
+        """The number of tokens up to the end of the reasoning. Only if the output parser separates it.
+
+        Args:
+            token_ids: The tokens of one sequence.
+            prompt: The prompt, if known.
+            at_least: A lower bound that is known.
+        """
+        decode = partial(self._engine.tokenizer.decode, skip_special_tokens=self._params.skip_special_tokens)
+        stream = partial(self._output_parser.reasoning_stream, prompt)
+        return count_reasoning_tokens(stream, decode, token_ids, at_least)
+
+
+def _thinking_tags(parser: OutputParser) -> list[str]:
+    """The tags of the thoughts whose budget a request limits.
+
+    Raises:
+        RequestError: The server does not know them.
+    """
+    tags = parser.thinking_tags
+    if tags is None:
+        raise RequestError(
+            "thinking_token_budget needs a parser that knows where the model's thoughts end: start the server with "
+            f"--reasoning-parser (one of {', '.join(reasoning_parser_names())}). The chat template does not show "
+            "which, or the format has no fixed tags.",
+            parameter="thinking_token_budget",
+        )
+    return tags
 
 
 def _build_output_parser(

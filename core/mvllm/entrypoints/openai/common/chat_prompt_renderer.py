@@ -7,7 +7,7 @@ from typing import Any
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.entrypoints.openai.common.tokenizer_pool import MAX_TEMPLATE_LENGTH, TokenizerPool
-from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
+from mvllm.entrypoints.openai.protocol import REASONING_EFFORTS, ChatCompletionRequest, TokenizeRequest
 from mvllm.entrypoints.parsers.registry import reasoning_parser as find_reasoning_parser
 from mvllm.entrypoints.parsers.registry import tool_parser as find_tool_parser
 from mvllm.errors import RequestError
@@ -18,6 +18,9 @@ MAX_TRUNCATED_MESSAGES = 1 << 16
 
 MAX_TOOLS = 4096
 MAX_TEMPLATE_VARIABLES = 256
+
+_THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""Variables by which chat templates switch the reasoning on and off; each template knows one of them."""
 
 
 class ChatPromptRenderer:
@@ -104,7 +107,10 @@ class ChatPromptRenderer:
         extra = dict(request.chat_template_kwargs or {})
         effort = getattr(request, "reasoning_effort", None)
         if effort is not None:
+            check_reasoning_effort(effort)
             extra.setdefault("reasoning_effort", effort)
+            if not _THINKING_SWITCHES & extra.keys():
+                extra.update(dict.fromkeys(_THINKING_SWITCHES, effort != "none"))
         return {
             "chat_template": request.chat_template or self._chat_template,
             "add_generation_prompt": not continues
@@ -131,3 +137,16 @@ def check_tools(tools: Sequence[Any] | None) -> None:
     """
     if len(tools or ()) > MAX_TOOLS:
         raise RequestError(f"tools may have {MAX_TOOLS} entries; found {len(tools or ())}.", parameter="tools")
+
+
+def check_reasoning_effort(effort: str) -> None:
+    """Checks a value of `reasoning_effort`.
+
+    Raises:
+        RequestError: It is none of `REASONING_EFFORTS`.
+    """
+    if effort not in REASONING_EFFORTS:
+        allowed = ", ".join(REASONING_EFFORTS)
+        raise RequestError(
+            f"reasoning_effort must be one of {allowed}; found {ascii(effort)[:60]}.", parameter="reasoning_effort"
+        )

@@ -152,6 +152,8 @@ class ChoicesHandler(GenerationHandler):
     """
 
     chunk_object: ClassVar[str]
+    _decodes_tokens = False
+    """Whether `_encode_response` decodes tokens of the output."""
 
     @cached_property
     def token_formatter(self) -> TokenFormatter:
@@ -167,9 +169,9 @@ class ChoicesHandler(GenerationHandler):
         outputs = await self._engine_requests.collect()
         for position, output in enumerate(outputs):
             self._usage.add(position, output)
-        if self._params.prompt_logprobs is None:
+        if self._params.prompt_logprobs is None and not self._decodes_tokens:
             return self._encode_response(outputs)
-        return await self._context.tokenizer_pool.run(lambda: self._encode_response(outputs))  # there may be many
+        return await self._context.tokenizer_pool.run(lambda: self._encode_response(outputs))  # may take long
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events. See GenerationHandler."""

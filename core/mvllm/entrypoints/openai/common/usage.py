@@ -12,9 +12,13 @@ class UsageCounter:
 
     Args:
         count_completion: False to report 0 completion tokens, for a response that contains only the prompt.
+
+    Attributes:
+        num_reasoning: Completion tokens that belong to the reasoning; None if reasoning is not separated.
     """
 
     def __init__(self, *, count_completion: bool = True) -> None:
+        self.num_reasoning: int | None = None
         self._count_completion = count_completion
         self._prompt = 0
         self._cached = 0
@@ -37,12 +41,15 @@ class UsageCounter:
     def to_usage(self) -> dict[str, Any]:
         """The `usage` object of the completions and chat completions APIs."""
         completion = self._completion if self._count_completion else 0
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self._prompt,
             "total_tokens": self._prompt + completion,
             "completion_tokens": completion,
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
+        if self.num_reasoning is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
+        return usage
 
     def to_response_usage(self, num_reasoning_tokens: int) -> dict[str, Any]:
         """The `usage` object of the Responses API.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
 from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.logprobs import CompletionLogprobs, prompt_logprobs
@@ -40,6 +42,9 @@ class CompletionHandler(ChoicesHandler):
     def __init__(self, context: ServingContext, model: str, request: CompletionRequest) -> None:
         constraint = output_constraint(request)
         params = completion_sampling_params(request, context.engine.model_config.generation_defaults, constraint)
+        if params.thinking_token_budget is not None and (parser := context.prompt_renderer.reasoning_parser):
+            tags = parser.thinking_tags or parser.tags
+            params = msgspec.structs.replace(params, thinking_tags=None if tags is None else list(tags))
         super().__init__(context, model, "cmpl-", request, params, constraint)
         self.is_prompt_only = bool(request.echo) and request.max_tokens == 0
         self._usage = UsageCounter(count_completion=not self.is_prompt_only)

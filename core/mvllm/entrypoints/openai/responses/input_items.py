@@ -21,6 +21,7 @@ CHAT_TO_RESPONSES_FIELDS = {
     "prompt": "input",
     "response_format": "text",
     "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning",
 }
 """Fields of a chat completion request, with the corresponding fields of the Responses API."""
 

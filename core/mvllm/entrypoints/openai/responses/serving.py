@@ -7,9 +7,8 @@ events.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import msgspec
@@ -28,7 +27,6 @@ from mvllm.entrypoints.openai.responses.input_items import (
 from mvllm.entrypoints.openai.responses.output_items import OutputItems, ResponseEventEncoder
 from mvllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
 from mvllm.entrypoints.openai.server.authentication import Caller
-from mvllm.entrypoints.parsers.interface import ReasoningDelta
 from mvllm.errors import RequestError
 
 _STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}
@@ -199,22 +197,6 @@ class ResponsesHandler(ChatHandler):
             conversation = encode_json([*self._messages, *items_to_messages(self._items.items)])
             salt, owner = self._request.cache_salt, self._caller.key
             self._store.finish(self._id, StoredResponse(self.snapshot(), conversation, salt, owner))
-
-    def _count_reasoning_tokens(self, token_ids: Sequence[int], prompt: str | None) -> int:
-        """The number of tokens up to the end of the reasoning."""
-        tokenizer, skip_special = self._engine.tokenizer, self._params.skip_special_tokens
-
-        def parse_reasoning(num_tokens: int) -> tuple[bool, int]:
-            """Whether the reasoning is open after that many tokens, and its length in characters."""
-            stream = self._output_parser.stream(prompt)
-            text = tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=skip_special)
-            deltas = stream.feed(text)
-            return stream.in_reasoning, sum(len(delta.text) for delta in deltas if isinstance(delta, ReasoningDelta))
-
-        is_open, length = parse_reasoning(len(token_ids))
-        if is_open:
-            return len(token_ids)
-        return bisect.bisect_left(range(len(token_ids)), True, key=lambda n: parse_reasoning(n) == (False, length))
 
 
 @contextlib.contextmanager

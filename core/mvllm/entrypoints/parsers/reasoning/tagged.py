@@ -2,6 +2,12 @@
 
 White space next to the tags is layout and dropped. Only the first pair of tags delimits reasoning; all later text is
 content.
+
+    prompt ends with the opening tag    the output begins inside the reasoning; it may repeat the tag
+    prompt ends with the closing tag    reasoning is switched off: the output is content
+    otherwise                           the output has reasoning if it begins with the opening tag; models that always
+                                        reason may leave the tag out
+    the closing tag is missing          everything after the opening tag is reasoning
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from mvllm.entrypoints.parsers.interface import (
     ReasoningParser,
     ReasoningStream,
 )
-from mvllm.entrypoints.parsers.markers import is_partial_marker, partial_marker_length
+from mvllm.entrypoints.parsers.markers import compile_markers, is_partial_marker, partial_marker_length
 from mvllm.entrypoints.parsers.tool_call_reader import NOT_SPACE
 
 _BEFORE, _REASONING, _AFTER, _CONTENT = range(4)
@@ -25,15 +31,29 @@ class TaggedReasoning(ReasoningStream):
     """Incremental parser of reasoning up to its closing tag.
 
     Args:
-        start: The opening tag; optional in the text if `opened`.
-        end: The closing tag.
+        start: The opening tag, or several variants; optional in the text if `opened`.
+        end: The closing tag, or several variants.
         opened: Whether the text begins inside the reasoning.
         closed: Whether the prompt has closed the reasoning, so that all text is content.
+        implicit_ends: Texts that close the reasoning and belong to the content, for instance the beginning of a tool
+            call.
     """
 
-    def __init__(self, start: str, end: str, *, opened: bool, closed: bool = False) -> None:
-        self._start = start
-        self._end = end
+    def __init__(
+        self,
+        start: str | tuple[str, ...],
+        end: str | tuple[str, ...],
+        *,
+        opened: bool,
+        closed: bool = False,
+        implicit_ends: tuple[str, ...] = (),
+    ) -> None:
+        starts = (start,) if isinstance(start, str) else start
+        self._starts = sorted(starts, key=len, reverse=True)
+        self._ends = frozenset((end,) if isinstance(end, str) else end)
+        self._closers = (*self._ends, *implicit_ends)
+        self._before = (*self._starts, *self._closers) if opened else tuple(self._starts)
+        self._pattern = compile_markers(self._closers)
         self._opened = opened
         self._state = _CONTENT if closed else _BEFORE
         self._tail = ""  # the end of the last piece, if it may begin a tag
@@ -66,9 +86,15 @@ class TaggedReasoning(ReasoningStream):
 
     def finish(self) -> list[Delta]:
         """Ends the text; returns the deltas that were held back."""
-        text = "".join(self._space) + self._tail
+        space, tail = "".join(self._space), self._tail
         self._space, self._tail = [], ""
-        if not text or self._state == _AFTER:
+        if self._state == _AFTER:
+            return []
+        if self._state == _BEFORE and (start := self._start_at(tail, 0)):  # it might have been a longer one
+            self._state = _REASONING
+            space, tail = "", tail[len(start) :]
+        text = space + tail
+        if not text:
             return []
         return [ReasoningDelta(text)] if self.in_reasoning else [ContentDelta(text)]
 
@@ -78,31 +104,32 @@ class TaggedReasoning(ReasoningStream):
             self._space.append(text)
             return len(text)
         i = found.start()
-        if is_partial_marker(text, i, self._start) or (self._opened and is_partial_marker(text, i, self._end)):
+        if any(is_partial_marker(text, i, marker) for marker in self._before):
             self._space.append(text[:i])
             self._tail = text[i:]
             return len(text)
-        if text.startswith(self._start, i):
+        start = self._start_at(text, i)
+        if start or self._opened:
             self._state = _REASONING
             self._space = []
-            return i + len(self._start)
-        if self._opened:
-            self._state = _REASONING
-            self._space = []
-            return i
+            return i + len(start)
         self._state = _CONTENT
         return 0
 
+    def _start_at(self, text: str, i: int) -> str:
+        """The opening tag at `i`; empty if there is none."""
+        return next((start for start in self._starts if text.startswith(start, i)), "")
+
     def _read_reasoning(self, text: str, i: int, out: list[Delta]) -> int:
-        at = text.find(self._end, i)
-        end = at if at >= 0 else len(text) - partial_marker_length(text, i, (self._end,))
+        found = self._pattern.search(text, i)
+        end = found.start() if found else len(text) - partial_marker_length(text, i, self._closers)
         self._emit(text[i:end], out)
-        if at < 0:
+        if found is None:
             self._tail = text[end:]
             return len(text)
         self._space = []
         self._state = _AFTER
-        return at + len(self._end)
+        return found.end() if found.group() in self._ends else end
 
     def _skip_space(self, text: str, i: int) -> int:
         found = NOT_SPACE.search(text, i)
@@ -124,21 +151,38 @@ class TaggedReasoning(ReasoningStream):
             self._space.append(text[len(stripped) :])
 
 
-class ThinkTagParser(ReasoningParser):
-    """Parser of reasoning between `<think>` and `</think>`."""
+class TaggedReasoningParser(ReasoningParser):
+    """Parser of reasoning between the texts of `tags`."""
 
-    tags = ("<think>", "</think>")
-    markers = tags
+    tags: ClassVar[tuple[str, str]]
+
+    more_tags: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Further spellings of the tags."""
+
+    implicit_ends: ClassVar[tuple[str, ...]] = ()
+    """As for TaggedReasoning."""
 
     always_reasons: ClassVar[bool] = False
     """Whether every output starts inside the reasoning, with or without the opening tag."""
 
     def stream(self, prompt: str | None = None) -> ReasoningStream:
-        start, end = self.tags
-        opened = self.always_reasons or ends_with_tag(prompt, start)
-        return TaggedReasoning(start, end, opened=opened, closed=ends_with_tag(prompt, end))
+        starts, ends = zip(self.tags, *self.more_tags, strict=True)
+        return TaggedReasoning(
+            starts,
+            ends,
+            opened=self.always_reasons or any(ends_with_tag(prompt, start) for start in starts),
+            closed=any(ends_with_tag(prompt, end) for end in ends),
+            implicit_ends=self.implicit_ends,
+        )
+
+
+class ThinkTagParser(TaggedReasoningParser):
+    """Parser of reasoning between `<think>` and `</think>`."""
+
+    tags = ("<think>", "</think>")
+    markers: ClassVar[tuple[str, ...]] = tags
 
 
 def ends_with_tag(prompt: str | None, tag: str) -> bool:
     """Whether a prompt ends with `tag`, white space ignored."""
-    return prompt is not None and prompt[-256:].rstrip().endswith(tag)
+    return prompt is not None and prompt[-256:].rstrip().endswith(tag.rstrip())

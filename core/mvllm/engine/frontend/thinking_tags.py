@@ -1,0 +1,88 @@
+"""Converts the tags around a model's thoughts to token ids, and finds them at the end of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from mvllm.engine.tokenizer.tokenizer import Tokenizer
+from mvllm.errors import RequestError
+from mvllm.messages.sampling_params import SamplingParams
+from mvllm.messages.thinking import DEFAULT_TAGS, ThinkingTokens
+
+_PROMPT_TAIL = 64
+_PROMPT_TAIL_CHARACTERS = 1024
+"""Tokens and characters at the end of a prompt in which its last tag is looked for."""
+
+_LINE_BREAKS = ("\n", "\n\n")
+"""Texts after a tag that tokenizers join with its last character, if the tag is not a special token."""
+
+
+def thinking_tokens_of(tags: Sequence[str], tokenizer: Tokenizer) -> ThinkingTokens:
+    """Tokenizes tags.
+
+    Args:
+        tags: As in `SamplingParams.thinking_tags`.
+
+    Raises:
+        RequestError: A tag has no tokens.
+    """
+    start, end, *forced = tags
+    return ThinkingTokens(
+        starts=_tokenizations(start, tokenizer) if start else [],
+        ends=_tokenizations(end, tokenizer),
+        forced=_encode([forced[0] if forced else end], tokenizer)[0],
+    )
+
+
+def fit_thinking_to_prompt(
+    params: SamplingParams, text: str | None, token_ids: Sequence[int], tokenizer: Tokenizer | None
+) -> SamplingParams:
+    """Adapts `thinking_tokens` to whether a prompt opens or closes the thoughts at its end.
+
+    Args:
+        params: Not modified.
+        text: The prompt, if known.
+        token_ids: Its token ids.
+
+    Returns:
+        `params`, or a copy: without `starts` if the prompt opens the thoughts, without a budget if it closes them.
+    """
+    tokens = params.thinking_tokens
+    if params.thinking_token_budget is None or tokens is None or not tokens.starts:
+        return params
+    opened = any(_ends_with(token_ids, marker) for marker in tokens.starts)
+    closed = not opened and any(_ends_with(token_ids, marker) for marker in tokens.ends)
+    if tokenizer is not None and not opened and not closed:
+        tail = (tokenizer.decode(token_ids[-_PROMPT_TAIL:], skip_special_tokens=False) if text is None else text)[
+            -1024:
+        ]
+        start, end = (params.thinking_tags or DEFAULT_TAGS)[:2]
+        opened, closed = (bool(tag.strip()) and tail.rstrip().endswith(tag.strip()) for tag in (start, end))
+    if closed:
+        return msgspec.structs.replace(params, thinking_token_budget=None)
+    if opened:
+        return msgspec.structs.replace(params, thinking_tokens=msgspec.structs.replace(tokens, starts=[]))
+    return params
+
+
+def _ends_with(token_ids: Sequence[int], marker: list[int]) -> bool:
+    return list(token_ids[-len(marker) :]) == marker
+
+
+def _tokenizations(tag: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """The tag's token ids; if they are several, also those at the end of a line."""
+    plain, *others = _encode([tag, *(tag + after for after in _LINE_BREAKS)], tokenizer)
+    found = [plain]
+    if len(plain) > 1:
+        found += [ids for ids in others if ids[: len(plain)] != plain]
+    return found
+
+
+def _encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    for text, ids in zip(texts, encoded, strict=True):
+        if not ids:
+            raise RequestError(f"thinking_tags: {ascii(text)[:60]} has no token ids.", parameter="thinking_tags")
+    return encoded
