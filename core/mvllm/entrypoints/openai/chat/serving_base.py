@@ -1,9 +1,10 @@
-"""Base of the handlers of chat completions and responses: prompt, tools, structured output and output parser."""
+"""Base of the handlers of conversations, in the formats of all APIs: prompt, tools, structured output and output parser."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import ClassVar, cast
 
 import msgspec
 
@@ -14,6 +15,7 @@ from mvllm.entrypoints.openai.common.request_sampling_params import chat_samplin
 from mvllm.entrypoints.openai.common.serving_base import GenerationHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
+from mvllm.entrypoints.parsers.interface import Delta
 from mvllm.entrypoints.parsers.output_parser import OutputParser, OutputParserStream
 from mvllm.entrypoints.parsers.registry import tool_parser_names
 from mvllm.entrypoints.parsers.tool_choice import ToolChoice, parse_tool_choice
@@ -31,8 +33,13 @@ class ChatHandler(GenerationHandler):
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
+
+    Attributes:
+        field_names: Fields of a chat completion request, with the corresponding fields of the API that the handler
+            serves. Errors of `start` have these names.
     """
 
+    field_names: ClassVar[Mapping[str, str]] = {}
     _request: ChatCompletionRequest
 
     def __init__(self, context: ServingContext, model: str, id_prefix: str, request: ChatCompletionRequest) -> None:
@@ -47,6 +54,33 @@ class ChatHandler(GenerationHandler):
         if self._output_parser.needs_special_tokens(renderer.special_tokens):
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         super().__init__(context, model, id_prefix, request, params, constraint)
+
+    async def start(self) -> None:
+        """Adds the prompt to the engine. See RequestHandler."""
+        with renamed_fields(self.field_names):
+            await super().start()
+
+    async def _read_deltas(self) -> AsyncGenerator[tuple[RequestOutput, list[Delta]], None]:
+        """The outputs of a request for one sequence, each with the deltas of its text. Counts the usage.
+
+        Raises:
+            RequestError, APIError: The sequence failed in the engine.
+            EngineDeadError: The engine has stopped.
+        """
+        parser_stream: OutputParserStream | None = None
+        async with contextlib.aclosing(self._engine_requests.outputs()) as outputs:
+            async for _, output in outputs:
+                self._usage.add(0, output)
+                if parser_stream is None:
+                    parser_stream = self._make_parser_stream(output)
+                deltas: list[Delta] = []
+                for sequence in output.outputs:  # there is one
+                    if sequence.finish_reason == "error":
+                        raise self._engine_requests.error_of(sequence)
+                    deltas += parser_stream.feed(sequence.text)
+                    if sequence.finish_reason is not None:
+                        deltas += parser_stream.finish()
+                yield output, deltas
 
     async def _build_prompts(self) -> Sequence[PromptType]:
         prompt = await self._context.prompt_renderer.render(self._request)
@@ -63,6 +97,21 @@ class ChatHandler(GenerationHandler):
     def _make_parser_stream(self, output: RequestOutput) -> OutputParserStream:
         """Parses the text of one sequence."""
         return self._output_parser.stream(output.prompt, self._tool_choice.stream())
+
+
+@contextlib.contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames the fields in errors: from those of the chat completion request to those of another API.
+
+    Args:
+        names: The other API's name of each field that differs.
+    """
+    try:
+        yield
+    except RequestError as e:
+        if e.parameter not in names:
+            raise
+        raise RequestError(str(e), parameter=names[e.parameter]) from e
 
 
 def _build_output_parser(

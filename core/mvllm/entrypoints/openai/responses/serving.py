@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
 
-from mvllm.entrypoints.openai.chat.serving_base import ChatHandler
+from mvllm.entrypoints.openai.chat.serving_base import ChatHandler, renamed_fields
 from mvllm.entrypoints.openai.common.errors import to_api_error
 from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
@@ -29,7 +29,6 @@ from mvllm.entrypoints.openai.responses.output_items import OutputItems, Respons
 from mvllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
 from mvllm.entrypoints.openai.server.authentication import Caller
 from mvllm.entrypoints.parsers.interface import ReasoningDelta
-from mvllm.errors import RequestError
 
 _STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}
 _LAST_EVENT = {"completed": "completed", "failed": "failed"}
@@ -50,6 +49,8 @@ class ResponsesHandler(ChatHandler):
         APIError: The previous response is not known.
     """
 
+    field_names = CHAT_TO_RESPONSES_FIELDS
+
     def __init__(
         self,
         context: ServingContext,
@@ -62,7 +63,7 @@ class ResponsesHandler(ChatHandler):
         self._store = store
         self._caller = caller
         previous_id = request.previous_response_id
-        with _responses_field_names():
+        with renamed_fields(self.field_names):
             self._messages = [*store.conversation(previous_id, caller), *input_messages(request.input)]
             if request.cache_salt is None:  # a conversation keeps its salt
                 salt = store.cache_salt(previous_id, caller)
@@ -77,8 +78,7 @@ class ResponsesHandler(ChatHandler):
 
     async def start(self) -> None:
         """Adds the prompt to the engine. See RequestHandler."""
-        with _responses_field_names():
-            await super().start()
+        await super().start()
         if self._is_stored:
             self._store.add_running(self._id, self, self._caller)
 
@@ -94,7 +94,7 @@ class ResponsesHandler(ChatHandler):
 
     async def full_response(self) -> bytes:
         """The body of the response. See RequestHandler."""
-        with _responses_field_names():
+        with renamed_fields(self.field_names):
             async for _ in self._events_of_output():
                 pass
         return self.snapshot()
@@ -161,26 +161,18 @@ class ResponsesHandler(ChatHandler):
 
     async def _events_of_output(self) -> AsyncGenerator[bytes, None]:
         """Reads the outputs of the engine to their end, and yields the events of their items."""
-        parser_stream = None
         prompt: str | None = None
         reason: str | None = None
         token_ids: list[int] = []
-        async with contextlib.aclosing(self._engine_requests.outputs()) as outputs:
-            async for _, output in outputs:
-                self._usage.add(0, output)
-                if parser_stream is None:
-                    parser_stream, prompt = self._make_parser_stream(output), output.prompt
+        async with contextlib.aclosing(self._read_deltas()) as outputs:
+            async for output, deltas in outputs:
+                prompt = output.prompt
                 for sequence in output.outputs:  # there is one
                     token_ids += sequence.token_ids
                     reason = sequence.finish_reason
-                    if reason == "error":
-                        raise self._engine_requests.error_of(sequence)
-                    deltas = parser_stream.feed(sequence.text)
-                    if reason is not None:
-                        deltas += parser_stream.finish()
-                    written = self._items.append(deltas)
-                    if written:
-                        yield written
+                written = self._items.append(deltas)
+                if written:
+                    yield written
         written = self._items.finish("completed" if reason == "stop" else "incomplete")
         num_reasoning_tokens = 0
         if any(item["type"] == "reasoning" for item in self._items.items):
@@ -215,12 +207,3 @@ class ResponsesHandler(ChatHandler):
         if is_open:
             return len(token_ids)
         return bisect.bisect_left(range(len(token_ids)), True, key=lambda n: parse_reasoning(n) == (False, length))
-
-
-@contextlib.contextmanager
-def _responses_field_names() -> Iterator[None]:
-    """Renames the fields in errors: from those of the chat completion request to those of the Responses API."""
-    try:
-        yield
-    except RequestError as e:
-        raise RequestError(str(e), parameter=CHAT_TO_RESPONSES_FIELDS.get(e.parameter or "", e.parameter)) from e

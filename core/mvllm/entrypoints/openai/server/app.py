@@ -109,23 +109,25 @@ async def _handle_client_disconnect(request: Request, error: Exception) -> Respo
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
-    return error_response(to_api_error(error))
+    return error_response(to_api_error(error), request.scope)
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, APIError):  # it has more fields, such as `close`
-        return error_response(error.__cause__)
+        return error_response(error.__cause__, request.scope)
     if error.status_code == 404 and error.detail == "Not Found":  # a plugin's 404 has another text
-        return error_response(APIError(404, "There is no route at this path.", code="unknown_path"))
+        return error_response(APIError(404, "There is no route at this path.", code="unknown_path"), request.scope)
     if error.status_code == 405:
-        response = error_response(APIError(405, "This path does not accept this method.", code="method_not_allowed"))
+        refused = APIError(405, "This path does not accept this method.", code="method_not_allowed")
+        response = error_response(refused, request.scope)
         response.headers.update(error.headers or {})
         return response
-    return error_response(APIError(error.status_code, str(error.detail)))
+    return error_response(APIError(error.status_code, str(error.detail)), request.scope)
 
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     name = str(error.errors()[0]["loc"][-1])
-    return error_response(APIError(400, f"The value of the parameter {name[:40]!a} is not valid.", param=name[:40]))
+    refused = APIError(400, f"The value of the parameter {name[:40]!a} is not valid.", param=name[:40])
+    return error_response(refused, request.scope)
