@@ -14,9 +14,10 @@ continues it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from mvllm.entrypoints.anthropic.protocol import SHARED_FIELDS, Block, ConversationRequest, MessagesRequest
+from mvllm.entrypoints.anthropic.protocol import SHARED_FIELDS, ConversationRequest, MessagesRequest
 from mvllm.entrypoints.anthropic.tools import chat_tool_choice, chat_tools
 from mvllm.entrypoints.openai.common.thinking_variables import thinking_variables
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
@@ -42,6 +43,21 @@ _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "
 _THINKING_TYPES = ("enabled", "adaptive", "between_tools", "disabled")
 
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A content block.
+
+    Attributes:
+        where: Its place in the request, for errors.
+        type: Its `type`.
+        fields: All its fields.
+    """
+
+    where: str
+    type: str
+    fields: dict[str, Any]
 
 
 def to_chat_request(request: ConversationRequest) -> ChatCompletionRequest:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from mvllm.entrypoints.openai.protocol import ModelRequest
 
 
@@ -101,11 +99,3 @@ SHARED_FIELDS = (
     "cache_salt",
 )
 """Fields of `MessagesRequest` that chat completion requests have under the same name."""
-
-
-class Block(msgspec.Struct):
-    """One content block of a message and its place in the request, for errors."""
-
-    where: str
-    type: str
-    fields: dict[str, Any]

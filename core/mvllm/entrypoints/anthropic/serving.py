@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.entrypoints.anthropic.content_blocks import ContentBlocks, encode_event
@@ -20,7 +20,7 @@ from mvllm.entrypoints.openai.chat.serving_base import ChatHandler, renamed_fiel
 from mvllm.entrypoints.openai.common.errors import APIError, anthropic_error_body, to_api_error
 from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
-from mvllm.messages.inputs import PromptType
+from mvllm.messages.inputs import PromptType, TokensPrompt
 
 T = TypeVar("T")
 
@@ -53,8 +53,7 @@ class MessagesHandler(ChatHandler):
 
     async def _build_prompts(self) -> Sequence[PromptType]:
         [prompt] = await super()._build_prompts()
-        if isinstance(prompt, dict):
-            self._num_prompt_tokens = len(prompt.get("prompt_token_ids") or ())
+        self._num_prompt_tokens = len(cast(TokensPrompt, prompt)["prompt_token_ids"])
         return [prompt]
 
     async def full_response(self) -> bytes:

@@ -47,8 +47,7 @@ def chat_tool_choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, 
     name = choice.get("name")
     if kind != "tool" or not isinstance(name, str):
         raise RequestError(
-            'tool_choice must be {"type": "auto"}, {"type": "any"}, {"type": "none"} or '
-            '{"type": "tool", "name": ...}.',
+            'tool_choice must be {"type": "auto"}, {"type": "any"}, {"type": "none"} or {"type": "tool", "name": ...}.',
             parameter="tool_choice",
         )
     return {"type": "function", "function": {"name": name}}, not is_single

@@ -1,4 +1,4 @@
-"""Base of the handlers of conversations, in the formats of all APIs: prompt, tools, structured output and output parser."""
+"""Base of the handlers of conversations of all APIs: prompt, tools, structured output and output parser."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as e:
-        if e.parameter not in names:
+        if e.parameter is None or e.parameter not in names:
             raise
         raise RequestError(str(e), parameter=names[e.parameter]) from e
 

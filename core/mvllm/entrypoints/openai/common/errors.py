@@ -111,7 +111,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 
 
 def anthropic_error_body(error: APIError, request_id: str | None = None) -> bytes:
-    """The body of an error response in Anthropic's format. The message names the field, which has no place of its own."""
+    """The body of an error response in Anthropic's format. The message names the field."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = error.message.encode(errors="backslashreplace").decode()
     if error.param is not None and error.param not in message:

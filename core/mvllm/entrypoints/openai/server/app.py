@@ -7,10 +7,11 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from mvllm.engine.metrics.tracing import Tracer
+from mvllm.entrypoints.ollama.routes import RUNNING
 from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
 from mvllm.entrypoints.openai.common.openapi import openapi_document
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
@@ -86,11 +87,13 @@ def build_fastapi_app(
         async def docs() -> HTMLResponse:
             return docs_page(app.openapi())
 
-        async def playground() -> HTMLResponse:
-            return playground_page()
-
         app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
-        app.add_api_route("/", playground, methods=["GET"], include_in_schema=False)
+
+    async def root(request: Request) -> Response:
+        accepts_pages = "text/html" in request.headers.get("accept", "")
+        return playground_page() if settings.docs and accepts_pages else PlainTextResponse(RUNNING)
+
+    app.add_api_route("/", root, methods=["GET", "HEAD"], include_in_schema=False)
     return _add_handlers(app)
 
 
