@@ -100,7 +100,7 @@ def test_a_cut_answer_says_so(folder: str) -> None:
     assert answer["done_reason"] == "length"
 
 
-def test_options_become_sampling_parameters(caplog: pytest.LogCaptureFixture) -> None:
+def test_options_become_sampling_parameters() -> None:
     options = OllamaOptions(temperature=0.5, num_predict=7, repeat_penalty=1.5, stop="x", num_ctx=1024, mirostat=2)
     found = chat_request(OllamaChatRequest(messages=[], options=options, think="max", format="json"))
     assert (found.temperature, found.max_tokens, found.repetition_penalty, found.stop) == (0.5, 7, 1.5, "x")
@@ -128,6 +128,9 @@ def test_results_of_tools_belong_to_the_calls_before_them() -> None:
     assert turn["reasoning"] == "hm" and len(set(ids)) == 3 and user == messages[0]
     found = [(answer.get("tool_call_id"), answer.get("name")) for answer in answers if answer["role"] == "tool"]
     assert found == [(ids[1], "b"), (ids[0], "a"), (ids[2], "a"), ("mine", "c"), (None, "d")]
+    by_id = [{"role": "tool", "content": "x", "tool_call_id": "mine"}, {"role": "tool", "content": "y"}]
+    *_, first, second = chat_messages([messages[5], *by_id])
+    assert first["tool_call_id"] == "mine" and "tool_call_id" not in second
 
 
 def test_a_request_without_a_prompt_loads_the_model_which_is_loaded(folder: str) -> None:
@@ -152,7 +155,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"options": {"seed": 2**70}}, "seed"),
     (CHAT, {"options": 5}, "options: Expected"),
     (CHAT, {"format": "yaml"}, "format must be"),
-    (CHAT, {"format": {"type": "made up"}, "tools": None}, "response_format"),
+    (CHAT, {"format": {"type": "object"}}, "format and tools"),
     (CHAT, {"think": "a lot"}, "think must be"),
     (CHAT, {"logprobs": True}, "logprobs is not supported"),
     (CHAT, {"tools": [{"type": "x"}]}, "tools[0]"),

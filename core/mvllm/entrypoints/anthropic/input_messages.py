@@ -144,23 +144,26 @@ def chat_messages(messages: Sequence[Mapping[str, Any]] | None) -> list[Message]
             for each in _user_messages(blocks, tool_names):
                 _append(found, each)
         elif role == "system":
-            found.append({"role": "system", "content": "\n".join(map(_text, blocks))})
+            found.append({"role": "system", "content": list(map(_text, blocks))})
         else:
             raise RequestError(f"{where}.role must be 'user', 'assistant' or 'system'.", parameter="messages")
+    for each in found:
+        for name in ("content", "reasoning"):
+            if name in each:
+                each[name] = "\n".join(text for text in each[name] if text)
     return found
 
 
 def _append(messages: list[Message], message: Message) -> None:
-    """Appends a message, or adds it to the last one if both are the user's or both are the assistant's."""
+    """Appends a message, or adds it to the last one if both are the user's or both are the assistant's. Its content and
+    its reasoning are lists of texts, which are joined at the end."""
     last = messages[-1] if messages else None
     if last is None or last["role"] != message["role"] or message["role"] == "tool":
         messages.append(message)
         return
-    last["content"] = "\n".join(text for text in (last["content"], message["content"]) if text)
-    for name in ("reasoning", "tool_calls"):
+    for name in ("content", "reasoning", "tool_calls"):
         if name in message:
-            separator: Any = "\n" if name == "reasoning" else []
-            last[name] = last[name] + separator + message[name] if name in last else message[name]
+            last.setdefault(name, []).extend(message[name])
 
 
 def _assistant_message(blocks: Sequence[Block], tool_names: dict[str, str]) -> Message:
@@ -176,9 +179,9 @@ def _assistant_message(blocks: Sequence[Block], tool_names: dict[str, str]) -> M
             calls.append(_call(block, tool_names))
         else:
             texts.append(_text(block))
-    message: Message = {"role": "assistant", "content": "\n".join(texts)}
+    message: Message = {"role": "assistant", "content": texts}
     if thoughts:
-        message["reasoning"] = "\n".join(thoughts)
+        message["reasoning"] = thoughts
     if calls:
         message["tool_calls"] = calls
     return message
@@ -192,11 +195,11 @@ def _user_messages(blocks: Sequence[Block], tool_names: Mapping[str, str]) -> It
             texts.append(_text(block))
             continue
         if texts:
-            yield {"role": "user", "content": "\n".join(texts)}
+            yield {"role": "user", "content": texts}
             texts = []
         yield _tool_message(block, tool_names)
     if texts or not any(block.type == "tool_result" for block in blocks):
-        yield {"role": "user", "content": "\n".join(texts)}
+        yield {"role": "user", "content": texts}
 
 
 def _call(block: Block, tool_names: dict[str, str]) -> Message:
@@ -214,7 +217,7 @@ def _tool_message(block: Block, tool_names: Mapping[str, str]) -> Message:
     text = "\n".join(map(_text, blocks))
     if block.fields.get("is_error") is True and not text.lower().startswith("error"):
         text = f"Error: {text}"  # chat templates have no mark for it
-    message = {"role": "tool", "tool_call_id": call_id, "content": text}
+    message = {"role": "tool", "tool_call_id": call_id, "content": [text]}
     return {**message, "name": tool_names[call_id]} if call_id in tool_names else message
 
 

@@ -8,6 +8,7 @@ messages        the same, but calls have neither a type nor, often, an id, and r
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,11 @@ def chat_request(request: OllamaChatRequest) -> ChatCompletionRequest:
     Raises:
         RequestError: A field is not valid.
     """
+    if request.format and request.tools:
+        raise RequestError(
+            "format and tools exclude each other: the format constrains the whole answer. Send only one of them.",
+            parameter="format",
+        )
     messages = chat_messages(request.messages or ())
     last = messages[-1] if messages else {}
     chat = _chat_request(request, messages)
@@ -75,7 +81,7 @@ def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         RequestError: A message is not valid.
     """
     found: list[Message] = []
-    open_calls: list[tuple[str, str]] = []  # ids and names of calls without a result
+    open_calls = _OpenCalls()
     for i, message in enumerate(messages):
         where, role, content = f"messages[{i}]", message.get("role"), message.get("content")
         if not isinstance(role, str):
@@ -89,9 +95,9 @@ def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
                 turn["reasoning"] = thinking
             if message.get("tool_calls"):
                 turn["tool_calls"] = _calls(where, message["tool_calls"], len(found))
-                open_calls = [(call["id"], call["function"]["name"]) for call in turn["tool_calls"]]
+                open_calls = _OpenCalls(turn["tool_calls"])
         elif role == "tool":
-            turn |= _called(message, open_calls)
+            turn |= open_calls.take(message)
         found.append(turn)
     return found
 
@@ -157,19 +163,29 @@ def _calls(where: str, calls: object, turn: int) -> list[Message]:
     return found
 
 
-def _called(message: Mapping[str, Any], open_calls: list[tuple[str, str]]) -> Message:
-    """The call that a result belongs to: by its id, else the first open call of the tool, else the first open call."""
-    call_id, name = message.get("tool_call_id"), message.get("tool_name", message.get("name"))
-    matching = (
-        [call for call in open_calls if call[0] == call_id]
-        or [call for call in open_calls if call[1] == name]
-        or ([] if isinstance(name, str) and name else open_calls)
-    )
-    if matching:
-        open_calls.remove(matching[0])
-        return {"tool_call_id": matching[0][0], "name": matching[0][1]}
-    found = {"tool_call_id": call_id, "name": name}
-    return {key: value for key, value in found.items() if isinstance(value, str)}
+class _OpenCalls:
+    """Calls that have no result yet."""
+
+    def __init__(self, calls: Sequence[Message] = ()) -> None:
+        self._names = {call["id"]: call["function"]["name"] for call in calls}
+        self._ids = deque(self._names)
+        self._ids_by_name: dict[str, deque[str]] = {}
+        for call_id, name in self._names.items():
+            self._ids_by_name.setdefault(name, deque()).append(call_id)
+
+    def take(self, message: Mapping[str, Any]) -> Message:
+        """The id and the name of the call that a result belongs to, which is no longer open: by its id, else the first
+        call of the tool that it names, else, without a name, the first call."""
+        call_id, name = message.get("tool_call_id"), message.get("tool_name", message.get("name"))
+        if not isinstance(call_id, str) or call_id not in self._names:
+            named = isinstance(name, str) and bool(name)
+            queue = self._ids_by_name.get(str(name), deque()) if named else self._ids
+            while queue and queue[0] not in self._names:  # its result came by its id
+                queue.popleft()
+            if not queue:
+                return {"name": name} if named else {}
+            call_id = queue.popleft()
+        return {"tool_call_id": call_id, "name": self._names.pop(call_id)}
 
 
 def _refuse_images(where: str, images: object) -> None:
