@@ -15,7 +15,7 @@ POINT = {
     "additionalProperties": False,
 }
 TOOL = {"name": "point", "description": "Sets a point.", "input_schema": POINT}
-ASK = {"model": "demo", "max_tokens": 64, "temperature": 0, "messages": QUESTION}
+ASK = {"model": "demo", "max_tokens": 64, "messages": QUESTION, "extra_body": {"temperature": 0}}
 found = {}
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
@@ -65,7 +65,7 @@ found["async"] = asyncio.run(several())
 
 found["errors"] = []
 wrong = anthropic.Anthropic(base_url=URL, api_key="other", max_retries=0)
-for who, changes in ((client, {"temperature": -1}), (client, {"model": "nobody"}), (wrong, {})):
+for who, changes in ((client, {"extra_body": {"temperature": -1}}), (client, {"model": "nobody"}), (wrong, {})):
     try:
         who.messages.create(**{**ASK, **changes})
         found["errors"].append("none")

@@ -154,7 +154,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"options": {"temperature": -1}}, "temperature"),
     (CHAT, {"options": {"seed": 2**70}}, "seed"),
     (CHAT, {"options": 5}, "options: Expected"),
-    (CHAT, {"format": "yaml"}, "format must be"),
+    (CHAT, {"format": "yaml", "tools": None}, "format must be"),
     (CHAT, {"format": {"type": "object"}}, "format and tools"),
     (CHAT, {"think": "a lot"}, "think must be"),
     (CHAT, {"logprobs": True}, "logprobs is not supported"),
