@@ -59,3 +59,44 @@ def test_langchain(run_program: RunProgram) -> None:
         "completion": " Paris.",
         "error": True,
     }
+
+
+def test_anthropic(run_program: RunProgram) -> None:
+    assert run_program("anthropic_program") == {
+        "answer": [ANSWER, "end_turn", True],
+        "count": True,
+        "stop": "Italy",
+        "cut": "max_tokens",
+        "stream": [ANSWER, ANSWER, "end_turn", True],
+        "call": ["point", ["on", "x"], "tool_use"],
+        "call, streamed": True,
+        "after the call": "assistant",
+        "beta": ANSWER,
+        "models": [["demo", "model"]],
+        "model": "demo",
+        "async": [ANSWER] * 4,
+        "errors": [
+            ["BadRequestError", "invalid_request_error", True],
+            ["NotFoundError", "not_found_error", True],
+            ["AuthenticationError", "authentication_error", True],
+        ],
+    }
+
+
+def test_ollama(run_program: RunProgram) -> None:
+    assert run_program("ollama_program") == {
+        "chat": [ANSWER, "stop", True, True],
+        "stream": [ANSWER, True, True],
+        "raw": [" Paris.", "length"],
+        "generate": ANSWER,
+        "generate, streamed": ANSWER,
+        "form": ["on"],
+        "after the call": ["assistant", "assistant"],
+        "loaded": "load",
+        "models": ["demo:latest"],
+        "running": ["demo:latest"],
+        "show": ["completion", "tools"],
+        "embed": [True, True],
+        "async": [ANSWER] * 4,
+        "errors": [[400, True], [404, True], [401, True]],
+    }

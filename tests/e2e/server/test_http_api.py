@@ -227,7 +227,7 @@ def test_an_idle_server_uses_less_than_one_percent_of_a_cpu(server: ServerProces
 
 
 def test_the_playground_is_one_file_that_connects_to_this_server_only(client: httpx.Client) -> None:
-    answer = client.get("/")
+    answer = client.get("/", headers={"Accept": "text/html,*/*"})  # as browsers do
     assert answer.headers["content-type"].startswith("text/html")
     assert "connect-src 'self'" in answer.headers["content-security-policy"]
     assert not re.search(r"(src|href|url)\s*[=(]|https?://|import ", answer.text.replace('href="data:,"', ""))

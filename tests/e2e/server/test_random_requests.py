@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mvllm.entrypoints.anthropic import protocol as anthropic_protocol
+from mvllm.entrypoints.ollama import protocol as ollama_protocol
 from mvllm.entrypoints.openai import protocol
 from tests.helpers.server import ServerProcess, wait_idle
 
@@ -22,6 +24,10 @@ BODIES = {
     "/v1/completions": protocol.CompletionRequest,
     "/v1/chat/completions": protocol.ChatCompletionRequest,
     "/v1/responses": protocol.ResponsesRequest,
+    "/v1/messages": anthropic_protocol.MessagesRequest,
+    "/v1/messages/count_tokens": anthropic_protocol.CountTokensRequest,
+    "/api/chat": ollama_protocol.OllamaChatRequest,
+    "/api/generate": ollama_protocol.OllamaGenerateRequest,
     "/tokenize": protocol.TokenizeRequest,
     "/detokenize": protocol.DetokenizeRequest,
 }
@@ -49,6 +55,8 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     path = draw(st.sampled_from(sorted(BODIES)))
     names = [name for name in BODIES[path].__struct_fields__ if name != "model"]
     body: dict[str, Any] = {name: 3 for name in ("max_tokens", "max_output_tokens") if name in names}
+    if "options" in names:
+        body["options"] = {"num_predict": 3}
     for name in sorted({"input"} & set(names) or {"prompt", "messages", "tokens"} & set(names)):
         body[name] = draw(LIKELY[name])
     for name in draw(st.lists(st.sampled_from(names), max_size=4, unique=True)):
@@ -69,11 +77,21 @@ def check(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     assert answer.status_code in (200, 400, 404), (path, body, answer.text)
     if answer.status_code != 200:
         error = answer.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
+        if path.startswith("/api/"):
+            assert isinstance(error, str) and error
+        elif path.startswith("/v1/messages"):
+            assert set(error) == {"message", "type"} and answer.json()["type"] == "error"
+        else:
+            assert set(error) == {"message", "type", "param", "code"}
+    elif path.startswith("/api/"):
+        lines = [json.loads(line) for line in answer.text.splitlines()]
+        assert lines[-1]["done"] is True and not any("error" in line for line in lines)
+    elif body.get("stream") and path == "/v1/messages":
+        assert "event: message_stop" in answer.text and "event: error" not in answer.text
     elif body.get("stream") and path == "/v1/responses":
         last = json.loads(answer.text.rstrip().split("\n")[-1].removeprefix("data: "))
         assert last["type"] in ("response.completed", "response.incomplete") and last["response"]["error"] is None
-    elif body.get("stream"):
+    elif body.get("stream") and path in ("/v1/completions", "/v1/chat/completions"):
         assert answer.text.endswith("data: [DONE]\n\n") and '"error"' not in answer.text
     else:
         answer.json()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -84,9 +84,13 @@ class Server:
         self.settings = ServerSettings()
 
     def exchange(
-        self, *requests: tuple[str, str, dict[str, Any] | None], keys: Sequence[str] = ()
+        self,
+        *requests: tuple[str, str, dict[str, Any] | None],
+        keys: Sequence[str] = (),
+        headers: Mapping[str, str] | None = None,
     ) -> list[httpx.Response]:
-        """Sends requests (method, path, body) one after the other, each with the API key at its index of `keys`.
+        """Sends requests (method, path, body) one after the other, each with the API key at its index of `keys`, and
+        all with the same other headers.
 
         In a path or a body, `{id}` is replaced by the id in the last response that had one.
         """
@@ -103,11 +107,11 @@ class Server:
                 async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
                     last = ""
                     for (method, path, body), key in itertools.zip_longest(requests, keys):
-                        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+                        sent = {**(headers or {}), **({} if key is None else {"Authorization": f"Bearer {key}"})}
                         if body is not None:
                             body = {key: last if value == "{id}" else value for key, value in body.items()}
                         path = path.replace("{id}", last)
-                        answers.append(await client.request(method, path, json=body, headers=headers))
+                        answers.append(await client.request(method, path, json=body, headers=sent))
                         if answers[-1].headers["content-type"] == "application/json":
                             last = answers[-1].json().get("id", last)
             finally:

@@ -1,10 +1,11 @@
-"""Base of the handlers of chat completions and responses: prompt, tools, structured output and output parser."""
+"""Base of the handlers of conversations of all APIs: prompt, tools, structured output and output parser."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import msgspec
 
@@ -16,6 +17,7 @@ from mvllm.entrypoints.openai.common.request_sampling_params import chat_samplin
 from mvllm.entrypoints.openai.common.serving_base import GenerationHandler
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
+from mvllm.entrypoints.parsers.interface import Delta
 from mvllm.entrypoints.parsers.output_parser import OutputParser, OutputParserStream
 from mvllm.entrypoints.parsers.registry import reasoning_parser_names, tool_parser_names
 from mvllm.entrypoints.parsers.tool_choice import ToolChoice, parse_tool_choice
@@ -33,8 +35,13 @@ class ChatHandler(GenerationHandler):
 
     Raises:
         RequestError: On construction: a setting is not acceptable.
+
+    Attributes:
+        field_names: Fields of a chat completion request, with the corresponding fields of the API that the handler
+            serves. Errors of `start` have these names.
     """
 
+    field_names: ClassVar[Mapping[str, str]] = {}
     _request: ChatCompletionRequest
 
     def __init__(self, context: ServingContext, model: str, id_prefix: str, request: ChatCompletionRequest) -> None:
@@ -54,6 +61,33 @@ class ChatHandler(GenerationHandler):
         if params.thinking_token_budget is not None:
             params = msgspec.structs.replace(params, thinking_tags=_thinking_tags(self._output_parser))
         super().__init__(context, model, id_prefix, request, params, constraint)
+
+    async def start(self) -> None:
+        """Adds the prompt to the engine. See RequestHandler."""
+        with renamed_fields(self.field_names):
+            await super().start()
+
+    async def _read_deltas(self) -> AsyncGenerator[tuple[RequestOutput, list[Delta]], None]:
+        """The outputs of a request for one sequence, each with the deltas of its text. Counts the usage.
+
+        Raises:
+            RequestError, APIError: The sequence failed in the engine.
+            EngineDeadError: The engine has stopped.
+        """
+        parser_stream: OutputParserStream | None = None
+        async with contextlib.aclosing(self._engine_requests.outputs()) as outputs:
+            async for _, output in outputs:
+                self._usage.add(0, output)
+                if parser_stream is None:
+                    parser_stream = self._make_parser_stream(output)
+                deltas: list[Delta] = []
+                for sequence in output.outputs:  # there is one
+                    if sequence.finish_reason == "error":
+                        raise self._engine_requests.error_of(sequence)
+                    deltas += parser_stream.feed(sequence.text)
+                    if sequence.finish_reason is not None:
+                        deltas += parser_stream.finish()
+                yield output, deltas
 
     async def _build_prompts(self) -> Sequence[PromptType]:
         prompt = await self._context.prompt_renderer.render(self._request)
@@ -99,6 +133,21 @@ def _thinking_tags(parser: OutputParser) -> list[str]:
             parameter="thinking_token_budget",
         )
     return tags
+
+
+@contextlib.contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames the fields in errors: from those of the chat completion request to those of another API.
+
+    Args:
+        names: The other API's name of each field that differs.
+    """
+    try:
+        yield
+    except RequestError as e:
+        if e.parameter is None or e.parameter not in names:
+            raise
+        raise RequestError(str(e), parameter=names[e.parameter]) from e
 
 
 def _build_output_parser(

@@ -59,6 +59,15 @@ class ChatPromptRenderer:
         self._chat_template = chat_template
         self._trust_request_template = trust_request_chat_template
 
+    def template_text(self) -> str:
+        """The chat template; empty if there is none. The first call may import libraries: it belongs in a thread."""
+        if self._chat_template:
+            return self._chat_template
+        found: Any = getattr(self._engine.tokenizer.template_renderer, "chat_template", None)
+        if isinstance(found, dict):  # several by name
+            found = found.get("default") or next(iter(found.values()), None)
+        return found if isinstance(found, str) else ""
+
     async def render(self, request: ChatCompletionRequest | TokenizeRequest) -> TokensPrompt:
         """The prompt of a request's conversation, as text and as token ids.
 

@@ -9,6 +9,15 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from mvllm.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from mvllm.entrypoints.ollama.protocol import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
+from mvllm.entrypoints.openai.common.errors import ErrorFormat
 from mvllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ClassificationRequest,
@@ -26,7 +35,8 @@ from mvllm.entrypoints.openai.protocol import (
 from mvllm.version import __version__
 
 _REF = "#/components/schemas/{name}"
-_ERROR = {
+_TEXT_FIELD = {"type": "string"}
+_OPENAI_ERROR = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -34,21 +44,42 @@ _ERROR = {
             "type": "object",
             "required": ["message", "type", "param", "code"],
             "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
+                "message": _TEXT_FIELD,
+                "type": _TEXT_FIELD,
                 "param": {"type": ["string", "null"]},
                 "code": {"type": ["string", "null"]},
             },
         }
     },
 }
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": _TEXT_FIELD, "message": _TEXT_FIELD},
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+}
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": _TEXT_FIELD}}
+_ERRORS = {
+    ErrorFormat.OPENAI: ("Error", _OPENAI_ERROR),
+    ErrorFormat.ANTHROPIC: ("AnthropicError", _ANTHROPIC_ERROR),
+    ErrorFormat.OLLAMA: ("OllamaError", _OLLAMA_ERROR),
+}
+"""Name and schema of the errors of each API."""
 
 
 TAGS = {
-    "generation": "Chat completions, completions and responses.",
+    "generation": "Chat completions, completions, responses and messages.",
     "embeddings": "Embeddings, classes, scores and ranks.",
     "models": "The models that requests may name.",
     "tokens": "Text to token ids, and back.",
+    "ollama": "The API of Ollama, for its clients.",
     "monitoring": "Load, metrics and version.",
     "health": "Health probes, which need no key.",
     "admin": "Administration, which needs an administrator's key.",
@@ -70,6 +101,21 @@ _EXAMPLES: dict[type[msgspec.Struct], dict[str, Any]] = {
     ClassificationRequest: {"input": _TEXT},
     ScoreRequest: {"text_1": "What is the capital of France?", "text_2": [_TEXT]},
     RerankRequest: {"query": "What is the capital of France?", "documents": [_TEXT, "Rome is in Italy."]},
+    MessagesRequest: {
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 32,
+        "temperature": 0,
+    },
+    CountTokensRequest: {"messages": [{"role": "user", "content": _TEXT}]},
+    OllamaChatRequest: {
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "stream": False,
+        "options": {"temperature": 0},
+    },
+    OllamaGenerateRequest: {"prompt": "What is the capital of France?", "stream": False, "options": {"temperature": 0}},
+    OllamaEmbedRequest: {"input": [_TEXT]},
+    OllamaEmbeddingsRequest: {"prompt": _TEXT},
+    OllamaShowRequest: {},
     TokenizeRequest: {"prompt": _TEXT, "return_token_strs": True},
     DetokenizeRequest: {"tokens": [1, 2, 3]},
     LoadLoRAAdapterRequest: {"lora_name": "poems", "lora_path": "adapters/poems"},
@@ -103,17 +149,15 @@ def openapi_document(app: FastAPI, parts: Mapping[str, FastAPI] | None = None) -
             for operation in operations.values():
                 operation["tags"] = ["plugins"]
         part_schemas |= found.get("components", {}).get("schemas", {})
-    components["schemas"] = {**part_schemas, **schemas, "Error": _ERROR}
+    components["schemas"] = {**part_schemas, **schemas, **dict(_ERRORS.values())}
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{"key": []}]
     document["tags"] = [{"name": name, "description": description} for name, description in TAGS.items()]
-    failure = {
-        "description": "An error.",
-        "content": {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}},
-    }
-    for operations in document["paths"].values():
+    for path, operations in document["paths"].items():
+        name, _ = _ERRORS[ErrorFormat.of_request({"path": path, "headers": []})]
+        content = {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
         for operation in operations.values():
             operation["responses"].pop("422", None)
-            operation["responses"]["default"] = failure
+            operation["responses"]["default"] = {"description": "An error.", "content": content}
     app.openapi_schema = document
     return document

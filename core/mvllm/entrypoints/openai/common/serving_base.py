@@ -21,6 +21,7 @@ from mvllm.entrypoints.openai.common.logprobs import TokenFormatter
 from mvllm.entrypoints.openai.common.output_constraint import OutputConstraint
 from mvllm.entrypoints.openai.common.server_sent_events import ChunkEncoder, error_event
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
+from mvllm.entrypoints.openai.common.streaming_response import SERVER_SENT_EVENTS, StreamFormat
 from mvllm.entrypoints.openai.common.usage import UsageCounter
 from mvllm.entrypoints.openai.protocol import GenerationRequest
 from mvllm.messages.inputs import PromptType
@@ -40,9 +41,11 @@ class RequestHandler(ABC):
 
     Attributes:
         lora_request: The LoRA adapter that the request names, to be set before `start`.
+        is_streaming: Whether the response is to be streamed.
     """
 
     lora_request: LoRARequest | None = None
+    is_streaming = False
     _constraint: OutputConstraint | None = None
 
     def __init__(self, context: ServingContext, model: str, id_prefix: str, priority: int | None) -> None:
@@ -106,7 +109,12 @@ class GenerationHandler(RequestHandler):
         request: The body of the HTTP request.
         params: Sampling parameters.
         constraint: Structured output that the request asks for.
+
+    Attributes:
+        stream_format: Format of what `stream` yields.
     """
+
+    stream_format: ClassVar[StreamFormat] = SERVER_SENT_EVENTS
 
     def __init__(
         self,
@@ -118,6 +126,7 @@ class GenerationHandler(RequestHandler):
         constraint: OutputConstraint | None,
     ) -> None:
         super().__init__(context, model, id_prefix, request.priority)
+        self.is_streaming = bool(request.stream)
         self._request = request
         self._params = params
         self._constraint = constraint
@@ -125,7 +134,7 @@ class GenerationHandler(RequestHandler):
 
     @abstractmethod
     def stream(self) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events. An error while it is generated is an event, too."""
+        """The response part by part, in `stream_format`. An error while it is generated is a part, too."""
 
     @abstractmethod
     async def _build_prompts(self) -> Sequence[PromptType]:

@@ -34,6 +34,11 @@ class OpenAIServingModels:
         """The model's name in responses to requests without one."""
         return self._names[0]
 
+    @property
+    def names(self) -> list[str]:
+        """All names that requests may use: the model's, and those of the adapters."""
+        return [*self._names, *self._lora_requests]
+
     def resolve_name(self, name: str | None, *, with_adapters: bool = False) -> str:
         """The model's name in the response to a request for `name`.
 

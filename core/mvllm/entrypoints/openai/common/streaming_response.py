@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,14 +20,29 @@ from mvllm.logging import get_logger
 logger = get_logger(__name__)
 
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # so that proxies do not buffer
 ]
-_COMMENT = b":\n\n"  # a comment, which clients ignore
 
 CLIENT_CLOSED_REQUEST = 499
 """The status of a response whose client has disconnected; for the log."""
+
+
+@dataclass(frozen=True)
+class StreamFormat:
+    """How the parts of a stream follow each other.
+
+    Attributes:
+        media_type: Value of the header Content-Type.
+        filler: Bytes without a meaning that may stand between two parts.
+    """
+
+    media_type: bytes
+    filler: bytes
+
+
+SERVER_SENT_EVENTS = StreamFormat(b"text/event-stream; charset=utf-8", b":\n\n")  # a comment, which clients ignore
+JSON_LINES = StreamFormat(b"application/x-ndjson", b" ")  # white space before the object of the next line
 
 
 class ClientDisconnected(Exception):
@@ -79,12 +95,13 @@ class RequestConnection:
 
 
 class EventStreamResponse(Response):
-    """A response of server-sent events, sent as they are generated.
+    """A response of server-sent events or JSON lines, sent as they are generated.
 
     Args:
-        events: The events; DONE is the last. Closed at the end, also after an error.
+        events: The events; DONE, if there is one, is the last. Closed at the end, also after an error.
         send_timeout: Seconds for which the client may leave a full send buffer unread.
         on_end: Called at the end, also after an error.
+        stream_format: Format of the events.
     """
 
     def __init__(
@@ -92,7 +109,9 @@ class EventStreamResponse(Response):
         events: AsyncGenerator[bytes, None],
         send_timeout: float,
         on_end: Callable[[], None] = lambda: None,
+        stream_format: StreamFormat = SERVER_SENT_EVENTS,
     ) -> None:
+        self._format = stream_format
         self._events = events
         self._on_end = on_end
         self._send_timeout = send_timeout
@@ -107,7 +126,7 @@ class EventStreamResponse(Response):
         loop = asyncio.get_running_loop()
         connection: RequestConnection | None = scope.get("mvllm.connection")
         if connection is not None:
-            connection.filler = _COMMENT
+            connection.filler = self._format.filler
         stalled = False
         check_seconds = self._send_timeout / 2
         timers: list[asyncio.TimerHandle] = []
@@ -123,7 +142,8 @@ class EventStreamResponse(Response):
         timers.append(loop.call_later(check_seconds, check_client))
         try:
             async with cancel_on_disconnect(receive), contextlib.aclosing(self._events) as events:
-                await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+                headers = [(b"content-type", self._format.media_type), *_HEADERS]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 more = True
                 async for event in events:
                     more = not event.endswith(DONE)

@@ -38,6 +38,16 @@ class UsageCounter:
         for sequence in output.outputs:
             self._completion += len(sequence.token_ids)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompts."""
+        return self._prompt
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Generated tokens."""
+        return self._completion
+
     def to_usage(self) -> dict[str, Any]:
         """The `usage` object of the completions and chat completions APIs."""
         completion = self._completion if self._count_completion else 0
@@ -50,6 +60,15 @@ class UsageCounter:
         if self.num_reasoning is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
         return usage
+
+    def to_message_usage(self) -> dict[str, Any]:
+        """The `usage` object of the Anthropic Messages API. The counts of the prompt's tokens add up to its length."""
+        return {
+            "input_tokens": self._prompt - self._cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self._cached,
+            "output_tokens": self._completion,
+        }
 
     def to_response_usage(self, num_reasoning_tokens: int) -> dict[str, Any]:
         """The `usage` object of the Responses API.

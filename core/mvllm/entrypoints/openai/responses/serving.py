@@ -8,12 +8,12 @@ events.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
 
-from mvllm.entrypoints.openai.chat.serving_base import ChatHandler
+from mvllm.entrypoints.openai.chat.serving_base import ChatHandler, renamed_fields
 from mvllm.entrypoints.openai.common.errors import to_api_error
 from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
@@ -27,7 +27,6 @@ from mvllm.entrypoints.openai.responses.input_items import (
 from mvllm.entrypoints.openai.responses.output_items import OutputItems, ResponseEventEncoder
 from mvllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
 from mvllm.entrypoints.openai.server.authentication import Caller
-from mvllm.errors import RequestError
 
 _STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}
 _LAST_EVENT = {"completed": "completed", "failed": "failed"}
@@ -48,6 +47,8 @@ class ResponsesHandler(ChatHandler):
         APIError: The previous response is not known.
     """
 
+    field_names = CHAT_TO_RESPONSES_FIELDS
+
     def __init__(
         self,
         context: ServingContext,
@@ -60,7 +61,7 @@ class ResponsesHandler(ChatHandler):
         self._store = store
         self._caller = caller
         previous_id = request.previous_response_id
-        with _responses_field_names():
+        with renamed_fields(self.field_names):
             self._messages = [*store.conversation(previous_id, caller), *input_messages(request.input)]
             if request.cache_salt is None:  # a conversation keeps its salt
                 salt = store.cache_salt(previous_id, caller)
@@ -75,8 +76,7 @@ class ResponsesHandler(ChatHandler):
 
     async def start(self) -> None:
         """Adds the prompt to the engine. See RequestHandler."""
-        with _responses_field_names():
-            await super().start()
+        await super().start()
         if self._is_stored:
             self._store.add_running(self._id, self, self._caller)
 
@@ -92,7 +92,7 @@ class ResponsesHandler(ChatHandler):
 
     async def full_response(self) -> bytes:
         """The body of the response. See RequestHandler."""
-        with _responses_field_names():
+        with renamed_fields(self.field_names):
             async for _ in self._events_of_output():
                 pass
         return self.snapshot()
@@ -159,26 +159,18 @@ class ResponsesHandler(ChatHandler):
 
     async def _events_of_output(self) -> AsyncGenerator[bytes, None]:
         """Reads the outputs of the engine to their end, and yields the events of their items."""
-        parser_stream = None
         prompt: str | None = None
         reason: str | None = None
         token_ids: list[int] = []
-        async with contextlib.aclosing(self._engine_requests.outputs()) as outputs:
-            async for _, output in outputs:
-                self._usage.add(0, output)
-                if parser_stream is None:
-                    parser_stream, prompt = self._make_parser_stream(output), output.prompt
+        async with contextlib.aclosing(self._read_deltas()) as outputs:
+            async for output, deltas in outputs:
+                prompt = output.prompt
                 for sequence in output.outputs:  # there is one
                     token_ids += sequence.token_ids
                     reason = sequence.finish_reason
-                    if reason == "error":
-                        raise self._engine_requests.error_of(sequence)
-                    deltas = parser_stream.feed(sequence.text)
-                    if reason is not None:
-                        deltas += parser_stream.finish()
-                    written = self._items.append(deltas)
-                    if written:
-                        yield written
+                written = self._items.append(deltas)
+                if written:
+                    yield written
         written = self._items.finish("completed" if reason == "stop" else "incomplete")
         num_reasoning_tokens = 0
         if any(item["type"] == "reasoning" for item in self._items.items):
@@ -197,12 +189,3 @@ class ResponsesHandler(ChatHandler):
             conversation = encode_json([*self._messages, *items_to_messages(self._items.items)])
             salt, owner = self._request.cache_salt, self._caller.key
             self._store.finish(self._id, StoredResponse(self.snapshot(), conversation, salt, owner))
-
-
-@contextlib.contextmanager
-def _responses_field_names() -> Iterator[None]:
-    """Renames the fields in errors: from those of the chat completion request to those of the Responses API."""
-    try:
-        yield
-    except RequestError as e:
-        raise RequestError(str(e), parameter=CHAT_TO_RESPONSES_FIELDS.get(e.parameter or "", e.parameter)) from e

@@ -7,10 +7,11 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from mvllm.engine.metrics.tracing import Tracer
+from mvllm.entrypoints.ollama.routes import RUNNING
 from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
 from mvllm.entrypoints.openai.common.openapi import openapi_document
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
@@ -86,11 +87,13 @@ def build_fastapi_app(
         async def docs() -> HTMLResponse:
             return docs_page(app.openapi())
 
-        async def playground() -> HTMLResponse:
-            return playground_page()
-
         app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
-        app.add_api_route("/", playground, methods=["GET"], include_in_schema=False)
+
+    async def root(request: Request) -> Response:
+        accepts_pages = "text/html" in request.headers.get("accept", "")
+        return playground_page() if settings.docs and accepts_pages else PlainTextResponse(RUNNING)
+
+    app.add_api_route("/", root, methods=["GET", "HEAD"], include_in_schema=False)
     return _add_handlers(app)
 
 
@@ -109,23 +112,25 @@ async def _handle_client_disconnect(request: Request, error: Exception) -> Respo
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
-    return error_response(to_api_error(error))
+    return error_response(to_api_error(error), request.scope)
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, APIError):  # it has more fields, such as `close`
-        return error_response(error.__cause__)
+        return error_response(error.__cause__, request.scope)
     if error.status_code == 404 and error.detail == "Not Found":  # a plugin's 404 has another text
-        return error_response(APIError(404, "There is no route at this path.", code="unknown_path"))
+        return error_response(APIError(404, "There is no route at this path.", code="unknown_path"), request.scope)
     if error.status_code == 405:
-        response = error_response(APIError(405, "This path does not accept this method.", code="method_not_allowed"))
+        refused = APIError(405, "This path does not accept this method.", code="method_not_allowed")
+        response = error_response(refused, request.scope)
         response.headers.update(error.headers or {})
         return response
-    return error_response(APIError(error.status_code, str(error.detail)))
+    return error_response(APIError(error.status_code, str(error.detail)), request.scope)
 
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     name = str(error.errors()[0]["loc"][-1])
-    return error_response(APIError(400, f"The value of the parameter {name[:40]!a} is not valid.", param=name[:40]))
+    refused = APIError(400, f"The value of the parameter {name[:40]!a} is not valid.", param=name[:40])
+    return error_response(refused, request.scope)

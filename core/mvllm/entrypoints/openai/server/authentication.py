@@ -57,10 +57,20 @@ class APIKeys:
         self._anonymous_caller = Caller(Role.UNAUTHENTICATED if users else Role.USER)
 
     def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
-        """The caller of a request with these headers. Several Authorization headers count as none."""
-        values = [value for name, value in headers if name == b"authorization"]
-        if len(values) == 1 and values[0][: len(_SCHEME)].lower() == _SCHEME:
-            return self._callers.get(_digest(values[0][len(_SCHEME) :].strip()), self._anonymous_caller)
+        """The caller of a request with these headers: `Authorization: Bearer <key>`, or `x-api-key: <key>`.
+
+        The second counts where the first has no valid key, because clients may have a key of another service, too.
+        Several headers of one name count as none.
+        """
+        given = list(headers)
+        bearers = [value for name, value in given if name == b"authorization"]
+        if len(bearers) == 1 and bearers[0][: len(_SCHEME)].lower() == _SCHEME:
+            caller = self._callers.get(_digest(bearers[0][len(_SCHEME) :].strip()))
+            if caller is not None:
+                return caller
+        keys = [value for name, value in given if name == b"x-api-key"]
+        if len(keys) == 1 and len(bearers) < 2:
+            return self._callers.get(_digest(keys[0].strip()), self._anonymous_caller)
         return self._anonymous_caller
 
 

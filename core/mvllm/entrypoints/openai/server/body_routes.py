@@ -108,7 +108,17 @@ class BodyRoutes:
             As `decode_for_model` and the handler.
         """
         context, model, body = await self.decode_for_model(request, body_type, with_adapters=with_adapters)
-        handler = make_handler(context, model, body)
+        return await self.run(request, make_handler(context, model, body), model)
+
+    async def run(self, request: Request, handler: RequestHandler, model: str) -> Response:
+        """As `run_handler`, with the handler of a body that has been read.
+
+        Args:
+            model: The model's name; that of an adapter selects it.
+
+        Raises:
+            As the handler.
+        """
         handler.lora_request = self._models.lora_request(model)
         self._state.request_started()
 
@@ -120,10 +130,11 @@ class BodyRoutes:
         try:
             async with cancel_on_disconnect(request.receive):
                 await handler.start()
-                if not (isinstance(handler, GenerationHandler) and getattr(body, "stream", None)):
+                if not (isinstance(handler, GenerationHandler) and handler.is_streaming):
                     return json_response(await handler.full_response())
             is_streaming = True
-            return EventStreamResponse(handler.stream(), self._send_timeout, end)  # it calls `end`, however it ends
+            # It calls `end`, however it ends.
+            return EventStreamResponse(handler.stream(), self._send_timeout, end, handler.stream_format)
         finally:
             if not is_streaming:
                 end()

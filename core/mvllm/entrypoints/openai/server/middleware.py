@@ -14,7 +14,7 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mvllm.entrypoints.openai.common.errors import APIError, error_response, to_api_error
+from mvllm.entrypoints.openai.common.errors import APIError, ErrorFormat, error_response, to_api_error
 from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_SCOPE_KEY, unknown_fields_header
 from mvllm.entrypoints.openai.server.authentication import APIKeys, Caller, Role
 from mvllm.logging import get_logger
@@ -54,8 +54,10 @@ class RequestMiddleware:
             return  # lifespan and WebSockets are disabled
         start = time.perf_counter()
         path = scope["path"] = _normalize_path(scope["path"])
-        request_id = _request_id(scope)
-        id_header = (b"x-request-id", request_id.encode())
+        request_id = scope["mvllm.request_id"] = _request_id(scope)
+        id_headers = [(b"x-request-id", request_id.encode())]
+        if ErrorFormat.of_request(scope) is ErrorFormat.ANTHROPIC:
+            id_headers.append((b"request-id", request_id.encode()))
         status = 0
         unknown_fields: list[str] = []
         scope[UNKNOWN_FIELDS_SCOPE_KEY] = unknown_fields  # filled by UnknownFields
@@ -64,7 +66,7 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), id_header]
+                message["headers"] = [*message.get("headers", ()), *id_headers]
                 if unknown_fields:
                     message["headers"].append(unknown_fields_header(unknown_fields))
             await send(message)
@@ -72,12 +74,16 @@ class RequestMiddleware:
         try:
             caller = scope["mvllm.caller"] = self._keys.authenticate(scope["headers"])
             if caller.role == Role.UNAUTHENTICATED and path not in UNAUTHENTICATED_PATHS:
-                raise APIError(401, "Send a valid API key: Authorization: Bearer <key>.", code="invalid_api_key")
+                raise APIError(
+                    401,
+                    "Send a valid API key: Authorization: Bearer <key>, or x-api-key: <key>.",
+                    code="invalid_api_key",
+                )
             await self._app(scope, receive, send_with_id)
         except Exception as e:  # noqa: BLE001  (to_api_error logs it)
             error = to_api_error(e)
             if status == 0:
-                await error_response(error)(scope, receive, send_with_id)
+                await error_response(error, scope)(scope, receive, send_with_id)
         finally:
             seconds = time.perf_counter() - start
             route = getattr(scope.get("route"), "path", "other")

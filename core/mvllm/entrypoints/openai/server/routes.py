@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
+from mvllm.entrypoints.anthropic.routes import AnthropicRoutes, model_info, model_list
+from mvllm.entrypoints.ollama.routes import OllamaRoutes
 from mvllm.entrypoints.openai.admin.routes import AdminRoutes
 from mvllm.entrypoints.openai.chat.serving import ChatCompletionHandler
+from mvllm.entrypoints.openai.common.errors import is_anthropic_client
 from mvllm.entrypoints.openai.common.json_response import json_response
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.completions.serving import CompletionHandler
@@ -81,9 +85,9 @@ class Routes:
         self._state = state
         self._models = models
         self._metrics = metrics
-        tags = ("health", "generation", "embeddings", "models", "tokens", "monitoring", "admin")
+        tags = ("health", "generation", "embeddings", "models", "tokens", "ollama", "monitoring", "admin")
         self.routers = [APIRouter(tags=[tag]) for tag in tags]
-        health, generation, embeddings, model_names, tokens, monitoring, admin = self.routers
+        health, generation, embeddings, model_names, tokens, ollama, monitoring, admin = self.routers
 
         for path in ("/health", "/health/live", "/ping"):
             health.add_api_route(path, self.health, methods=["GET"], summary="Whether the server works.")
@@ -95,6 +99,7 @@ class Routes:
         for route in _GENERATION:
             body_routes.add_handler(generation, *route)
         ResponsesRoutes(settings, body_routes).add_to(generation)
+        AnthropicRoutes(body_routes).add_to(generation)
         self.fast_routes: list[BaseRoute] = [
             _FastRoute(route.path, route.endpoint, methods=["POST"])
             for route in generation.routes
@@ -106,6 +111,7 @@ class Routes:
         model_names.add_api_route("/v1/models", self.list_models, methods=["GET"], summary="The models.")
         model_names.add_api_route("/v1/models/{model_id:path}", self.get_model, methods=["GET"], summary="One model.")
         TokenizeRoutes(body_routes).add_to(tokens)
+        OllamaRoutes(state, models, body_routes).add_to(ollama)
         monitoring.add_api_route("/version", self.version, methods=["GET"], summary="The server's version.")
         monitoring.add_api_route("/load", self.load, methods=["GET"], summary="Requests and cache usage, now.")
         monitoring.add_api_route("/metrics", self.get_metrics, methods=["GET"], summary="Metrics for Prometheus.")
@@ -119,15 +125,18 @@ class Routes:
         """Whether the server accepts requests. Answered from memory."""
         return _status_response(self._state.not_ready_reason())
 
-    async def list_models(self) -> Response:
-        """The names of the model and of LoRA adapters."""
-        return json_response({"object": "list", "data": self._models.model_cards(self._max_model_len())})
+    async def list_models(self, request: Request) -> Response:
+        """The names of the model and of LoRA adapters, in the format of the client's API."""
+        cards = self._models.model_cards(self._max_model_len())
+        if is_anthropic_client(request.scope):
+            return json_response(model_list(cards))
+        return json_response({"object": "list", "data": cards})
 
-    async def get_model(self, model_id: str) -> Response:
-        """One of the names."""
+    async def get_model(self, request: Request, model_id: str) -> Response:
+        """One of the names, in the format of the client's API."""
         self._models.resolve_name(model_id, with_adapters=True)
         [card] = [card for card in self._models.model_cards(self._max_model_len()) if card["id"] == model_id]
-        return json_response(card)
+        return json_response(model_info(card) if is_anthropic_client(request.scope) else card)
 
     async def version(self) -> Response:
         """The version of mvllm."""

@@ -1,0 +1,210 @@
+"""`POST /api/chat` and `/api/generate`: answers as lines of JSON, or as one object.
+
+An answer is a chat completion in another format: the request is converted to a chat completion request, and the deltas
+of the same parsers become lines. A tool call is sent when it is complete, because its arguments are an object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from mvllm.engine.frontend.outputs import RequestMetrics, RequestOutput
+from mvllm.entrypoints.ollama.input_messages import chat_request, generate_request
+from mvllm.entrypoints.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest
+from mvllm.entrypoints.openai.chat.serving_base import ChatHandler
+from mvllm.entrypoints.openai.common.errors import APIError, ollama_error_body, to_api_error
+from mvllm.entrypoints.openai.common.json_response import encode_json
+from mvllm.entrypoints.openai.common.prompt_inputs import build_prompts
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
+from mvllm.entrypoints.openai.common.streaming_response import JSON_LINES
+from mvllm.entrypoints.openai.common.tool_arguments import arguments_object
+from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
+from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCall, ToolCallDelta
+from mvllm.entrypoints.parsers.output_parser import OutputParser
+from mvllm.messages.inputs import PromptType
+
+
+@dataclass
+class AnswerPart:
+    """New parts of an answer: of one line, or of all of it."""
+
+    content: str = ""
+    thinking: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.thinking or self.tool_calls)
+
+
+class AnswerReader:
+    """Collects deltas into parts of an answer, whose tool calls are complete."""
+
+    def __init__(self) -> None:
+        self._head: ToolCallDelta | None = None  # of the call that is being written
+        self._arguments: list[str] = []
+
+    def read(self, deltas: Iterable[Delta], part: AnswerPart) -> None:
+        """Adds deltas to a part."""
+        for delta in deltas:
+            if isinstance(delta, ContentDelta):
+                part.content += delta.text
+            elif isinstance(delta, ReasoningDelta):
+                part.thinking += delta.text
+            elif isinstance(delta, ToolCallDelta):
+                if self._head is None or self._head.index != delta.index:
+                    self.finish(part)
+                    self._head = delta
+                self._arguments.append(delta.arguments)
+
+    def finish(self, part: AnswerPart) -> None:
+        """Ends the call that is being written, and adds it to a part."""
+        head, self._head = self._head, None
+        if head is not None:
+            call = ToolCall(head.id or "", head.name or "", "".join(self._arguments))
+            function = {"index": head.index, "name": call.name, "arguments": arguments_object(call.arguments)}
+            part.tool_calls.append({"id": call.id, "function": function})
+        self._arguments = []
+
+
+class OllamaHandler(ChatHandler):
+    """Answers one request of the Ollama API.
+
+    Args:
+        context: As for RequestHandler.
+        model: The model's name, as the request has it.
+        request: The equivalent chat completion request.
+
+    Raises:
+        RequestError: On construction: a field is not valid.
+    """
+
+    stream_format = JSON_LINES
+
+    def __init__(self, context: ServingContext, model: str, request: ChatCompletionRequest) -> None:
+        super().__init__(context, model, "ollama-", request)
+        self._start_ns = time.monotonic_ns()
+        self._reader = AnswerReader()
+        self._done_reason: str | None = None
+        self._metrics: RequestMetrics | None = None
+
+    async def full_response(self) -> bytes:
+        """The body of the response. See RequestHandler."""
+        answer = AnswerPart()
+        async with contextlib.aclosing(self._read_deltas()) as outputs:
+            async for output, deltas in outputs:
+                self._reader.read(deltas, answer)
+                self._note_end(output)
+        self._reader.finish(answer)
+        return encode_json(self._last_line(answer))
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The response as lines of JSON. See GenerationHandler."""
+        part = AnswerPart()
+        try:
+            async with contextlib.aclosing(self._read_deltas()) as outputs:
+                async for output, deltas in outputs:
+                    self._reader.read(deltas, part)
+                    self._note_end(output)
+                    if part and self._done_reason is None:  # the last lines are sent with the stream's end
+                        yield self._line(part)
+                        part = AnswerPart()
+        except Exception as e:  # noqa: BLE001  (to_api_error logs what the client does not see)
+            yield (self._line(part) if part else b"") + ollama_error_body(to_api_error(e)) + b"\n"
+            return
+        self._reader.finish(part)
+        yield (self._line(part) if part else b"") + encode_json(self._last_line(AnswerPart())) + b"\n"
+
+    @abstractmethod
+    def _part_fields(self, part: AnswerPart) -> dict[str, Any]:
+        """The fields of a line that have a part of the answer."""
+
+    def _line(self, part: AnswerPart) -> bytes:
+        return encode_json({**first_fields(self._model), **self._part_fields(part), "done": False}) + b"\n"
+
+    def _last_line(self, part: AnswerPart) -> dict[str, Any]:
+        """The line that ends the answer: why it has ended, counts of tokens, and durations in nanoseconds."""
+        prompt_ns, eval_ns = _durations(self._metrics)
+        return {
+            **first_fields(self._model),
+            **self._part_fields(part),
+            "done": True,
+            "done_reason": self._done_reason or "stop",
+            "total_duration": time.monotonic_ns() - self._start_ns,
+            "load_duration": 0,
+            "prompt_eval_count": self._usage.num_prompt_tokens,
+            "prompt_eval_duration": prompt_ns,
+            "eval_count": self._usage.num_completion_tokens,
+            "eval_duration": eval_ns,
+        }
+
+    def _note_end(self, output: RequestOutput) -> None:
+        """Remembers why the answer has ended, if it has.
+
+        Raises:
+            APIError: It was aborted (503).
+        """
+        self._metrics = output.metrics or self._metrics
+        for sequence in output.outputs:  # there is one
+            if sequence.finish_reason == "abort":
+                raise APIError(503, "The request was aborted; try again.", code="aborted", retry_after=1)
+            self._done_reason = sequence.finish_reason or self._done_reason
+
+
+class OllamaChatHandler(OllamaHandler):
+    """Answers one request to `/api/chat`. See OllamaHandler."""
+
+    def __init__(self, context: ServingContext, model: str, request: OllamaChatRequest) -> None:
+        super().__init__(context, request.model or model, chat_request(request))
+
+    def _part_fields(self, part: AnswerPart) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": part.content}
+        if part.thinking:
+            message["thinking"] = part.thinking
+        if part.tool_calls:
+            message["tool_calls"] = part.tool_calls
+        return {"message": message}
+
+
+class OllamaGenerateHandler(OllamaHandler):
+    """Answers one request to `/api/generate`. See OllamaHandler."""
+
+    def __init__(self, context: ServingContext, model: str, request: OllamaGenerateRequest) -> None:
+        super().__init__(context, request.model or model, generate_request(request))
+        self._prompt = request.prompt or ""
+        self._is_raw = bool(request.raw)
+        self._has_system = bool(request.system)
+        if self._is_raw:
+            self._output_parser = OutputParser()
+
+    async def _build_prompts(self) -> Sequence[PromptType]:
+        pool, renderer = self._context.tokenizer_pool, self._context.prompt_renderer
+        # A model without a chat template continues the prompt. It has no place for a system message.
+        if self._is_raw or (not self._has_system and not await pool.run(renderer.template_text)):
+            return await build_prompts(pool, [self._prompt], add_special_tokens=None, cache_salt=None)
+        return await super()._build_prompts()
+
+    def _part_fields(self, part: AnswerPart) -> dict[str, Any]:
+        fields = {"response": part.content}
+        return {**fields, "thinking": part.thinking} if part.thinking else fields
+
+
+def first_fields(model: str) -> dict[str, Any]:
+    """The first fields of every line: the model and the time."""
+    return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+
+
+def _durations(metrics: RequestMetrics | None) -> tuple[int, int]:
+    """Nanoseconds from the start of the prompt to the first token, and from there to the last one; at least 1, because
+    clients divide by them."""
+    if metrics is None or metrics.first_token_time is None:
+        return 1, 1
+    start = metrics.first_scheduled_time or metrics.arrival_time
+    end = metrics.last_token_time or metrics.first_token_time
+    prompt, tokens = metrics.first_token_time - start, end - metrics.first_token_time
+    return max(1, round(prompt * 1e9)), max(1, round(tokens * 1e9))

@@ -1,0 +1,62 @@
+"""`POST /api/embed` and `/api/embeddings`: embeddings of texts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from mvllm.engine.frontend.pooling_outputs import PoolingRequestOutput
+from mvllm.entrypoints.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from mvllm.entrypoints.openai.common.json_response import encode_json
+from mvllm.entrypoints.openai.common.serving_context import ServingContext
+from mvllm.entrypoints.openai.pooling.serving_base import InputListHandler, pooling_usage
+from mvllm.entrypoints.openai.protocol import EmbeddingRequest
+from mvllm.messages.pooling_params import PoolingParams, PoolingTask
+
+
+class OllamaEmbedHandler(InputListHandler[EmbeddingRequest]):
+    """Answers one request to `/api/embed`: a vector of length 1 for each input."""
+
+    id_prefix = "ollama-"
+
+    def __init__(self, context: ServingContext, model: str, request: OllamaEmbedRequest) -> None:
+        super().__init__(context, request.model or model, None)
+        self._start_ns = time.monotonic_ns()
+        inputs: Any = request.input
+        self._request = EmbeddingRequest(input=inputs)
+        self._params = PoolingParams(
+            dimensions=request.dimensions,
+            normalize=True,
+            truncate_prompt_tokens=None if request.truncate is False else -1,
+            task=PoolingTask.EMBED,
+        )
+
+    def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
+        return encode_json(
+            {
+                "model": self._model,
+                "embeddings": [msgspec.Raw(encode_json(output.outputs.data.tolist())) for output in outputs],
+                "total_duration": time.monotonic_ns() - self._start_ns,
+                "load_duration": 0,
+                "prompt_eval_count": pooling_usage(outputs)["prompt_tokens"],
+            }
+        )
+
+
+class OllamaEmbeddingsHandler(InputListHandler[EmbeddingRequest]):
+    """Answers one request to `/api/embeddings`: the vector of one input, with the length that the model gives it."""
+
+    id_prefix = "ollama-"
+    field = "prompt"
+
+    def __init__(self, context: ServingContext, model: str, request: OllamaEmbeddingsRequest) -> None:
+        super().__init__(context, request.model or model, None)
+        self._request = EmbeddingRequest(input=request.prompt)
+        self._params = PoolingParams(truncate_prompt_tokens=-1, task=PoolingTask.EMBED)
+
+    def _encode_response(self, outputs: Sequence[PoolingRequestOutput]) -> bytes:
+        [output] = outputs
+        return encode_json({"embedding": output.outputs.data.tolist()})
