@@ -336,7 +336,7 @@ class EngineArgs:
                 values, or has a value that is not permitted.
         """
         if kwargs.get("model") is None:
-            raise ConfigError("model must be given: a folder, a GGUF file, a name from the hub, or 'demo'.")
+            raise ConfigError("model must be given: a folder, a GGUF file, a name from the hub, or 'demo'; found None.")
         args = cls(**kwargs)
         args.validate()
         return args
