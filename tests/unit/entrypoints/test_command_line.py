@@ -13,8 +13,8 @@ import pytest
 
 from mvllm import SamplingParams
 from mvllm.config.engine_args import EngineArgs
-from mvllm.entrypoints.cli import arguments
 from mvllm.config.human_readable_int import human_readable_int
+from mvllm.entrypoints.cli import arguments
 from mvllm.entrypoints.cli.main import COMMANDS, _make_parser, main
 from tests.unit.entrypoints.builders import ANSWER_TEXT, TOKENIZER, echo, save_model_folder, use_fake_engine
 
