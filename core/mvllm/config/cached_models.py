@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,7 @@ def remove_cached_model(name: str) -> int:
     repositories = {repo.repo_id: repo for repo in _repositories()}
     try:
         if (repo := repositories.get(name)) is not None:
-            from huggingface_hub import scan_cache_dir
-
-            scan_cache_dir(hub_cache()).delete_revisions(*(each.commit_hash for each in repo.revisions)).execute()
+            shutil.rmtree(repo.repo_path)  # not by revisions: copies of a repository have the same ones
             return int(repo.size_on_disk)
         return _remove_file(name, repositories.get(name.rpartition(":")[0]))
     except OSError as e:

@@ -323,8 +323,9 @@ class EngineArgs:
             value = getattr(self, name)
             if isinstance(value, os.PathLike):
                 setattr(self, name, os.fspath(value))
-        if isinstance(self.logits_processors, list | tuple):
-            self.logits_processors = ",".join(map(_class_path, self.logits_processors)) or None
+        processors: Any = self.logits_processors
+        if isinstance(processors, list | tuple):
+            self.logits_processors = ",".join(map(_class_path, processors)) or None
         self.dtype = str(self.dtype).removeprefix("torch.")  # a torch.dtype is permitted
 
     @classmethod

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Collection
 from typing import Any
 
 from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.config.option import Option
 from mvllm.errors import ConfigError
+
+
+_FLAG_PREFIXES = (
+    "enable_",
+    "disable_",
+    "use_",
+    "calculate_",
+    "fully_",
+    "skip_",
+    "interleave_",
+    "multi_step_",
+    "worker_use",
+)
+"""Beginnings of the names of foreign keywords that are switches."""
 
 
 def option_flags(setting: Option) -> list[str]:
@@ -45,20 +60,23 @@ def add_option(group: Any, setting: Option, default: Any = argparse.SUPPRESS) ->
         )
 
 
-def add_foreign_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Adds the keywords of other engines as hidden options, except those that the parser has already."""
-    for name in FOREIGN_KEYWORDS:
+def add_foreign_options(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, except_for: Collection[str] = ()
+) -> None:
+    """Adds the keywords of other engines as hidden options, except those that the parser has already.
+
+    Args:
+        except_for: Keywords that are options of the command itself.
+    """
+    for name in FOREIGN_KEYWORDS.keys() - set(except_for):
         flag = f"--{name.replace('_', '-')}"
-        if flag not in parser._option_string_actions:
-            parser.add_argument(
-                flag,
-                dest=name,
-                nargs="?",
-                const=True,
-                type=_json_or_text,
-                default=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
-            )
+        common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if flag in parser._option_string_actions:
+            continue
+        if name.startswith(_FLAG_PREFIXES):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        else:
+            parser.add_argument(flag, type=_json_or_text, **common)
 
 
 def json_object(text: str) -> dict[str, Any]:

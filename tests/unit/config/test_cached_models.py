@@ -48,7 +48,7 @@ def test_models_of_the_cache_are_listed_by_the_names_that_commands_take(
     add_two_models(cache)
     found = {model.name: (model.num_bytes, model.quantization) for model in list_cached_models()}
     assert found == {
-        "org/weights": (2052, "gptq"),
+        "org/weights": (2049, "gptq"),
         "org/files:Q4_K_M": (100, "Q4_K_M"),
         "org/files:Q8_0": (200, "Q8_0"),
     }

@@ -66,7 +66,9 @@ def test_a_script_parses_engine_arguments_with_dashes_or_underscores_and_from_a_
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("--my_own", type=int)
     parser.set_defaults(model="demo", runner="pooling")
-    args = parser.parse_args(["--my-own=3", "--max_model_len=128", "--config", str(file), "--tokenizer-mode", "slow"])
+    args = parser.parse_args(
+        ["--my-own=3", "--max_model_len=128", "--config", str(file), "--enable-dbo", "--tokenizer-mode", "slow"]
+    )
     assert (args.my_own, args.max_model_len, args.max_num_seqs, args.runner) == (3, 128, 8, "pooling")
     assert not hasattr(args, "config")
     settings = EngineArgs.from_cli_args(args)

@@ -34,7 +34,7 @@ class MeasuredEngine(Protocol):
     @property
     def all_metrics(self) -> EngineMetrics: ...
     @property
-    def stats(self) -> SchedulerStats: ...
+    def stats(self) -> SchedulerStats | None: ...
     @property
     def load(self) -> EngineLoad: ...
     @property
@@ -64,7 +64,7 @@ class EngineCollector(Collector):
             yield from self._scalar_metrics(prefix, metrics)
             yield self._finish_reason_metric(prefix, metrics)
             yield from self._histograms(prefix, metrics)
-            yield from self._spec_decode_metrics(prefix, self._engine.stats)
+            yield from self._spec_decode_metrics(prefix, self._engine.stats or SchedulerStats())
             yield self._cache_config(prefix)
 
     def describe(self) -> Iterator[Metric]:
@@ -76,7 +76,7 @@ class EngineCollector(Collector):
         return (self._model_name,)
 
     def _scalar_metrics(self, prefix: str, metrics: EngineMetrics) -> Iterator[Metric]:
-        load, stats = self._engine.load, self._engine.stats
+        load, stats = self._engine.load, self._engine.stats or SchedulerStats()
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for kind, name, text, value in (
             (gauge, "num_requests_running", "Sequences that are being generated.", load.num_running),

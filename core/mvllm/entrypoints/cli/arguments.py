@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from mvllm.config.engine_args import EngineArgs
+from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.config.option import Option
-from mvllm.config.option_arguments import add_option, option_flags, option_help
+from mvllm.config.option_arguments import add_foreign_options, add_option, option_flags, option_help
 from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
 from mvllm.entrypoints.cli.config_file import add_config_argument
 from mvllm.errors import ConfigError
@@ -32,6 +33,7 @@ _GROUP_TITLES = {
 # Fields without a use on a terminal, and fields with an option of another form.
 _NOT_SAMPLING_OPTIONS = {"output_kind", "detokenize", "logprobs", "prompt_logprobs", "seed"}
 _NOT_ENGINE_OPTIONS = {"skip_tokenizer_init"}
+_OPTIONS_OF_COMMANDS = {"served_model_name", "otlp_traces_endpoint", "reasoning_parser"}
 
 
 def add_engine_arguments(
@@ -55,6 +57,7 @@ def add_engine_arguments(
         if setting.group not in groups:
             groups[setting.group] = parser.add_argument_group(_GROUP_TITLES.get(setting.group, setting.group))
         _add_setting(groups[setting.group], setting)
+    add_foreign_options(parser, except_for=_OPTIONS_OF_COMMANDS)
 
 
 def engine_args(args: argparse.Namespace) -> EngineArgs:
@@ -63,7 +66,7 @@ def engine_args(args: argparse.Namespace) -> EngineArgs:
     Raises:
         ConfigError: A value is invalid.
     """
-    names = {setting.name for setting in EngineArgs.options()}
+    names = {setting.name for setting in EngineArgs.options()} | FOREIGN_KEYWORDS.keys() - _OPTIONS_OF_COMMANDS
     given = {name: value for name, value in vars(args).items() if name in names}
     if args.own_seed and given.get("seed", 0) < 0:  # valid for requests, invalid for the engine
         del given["seed"]
