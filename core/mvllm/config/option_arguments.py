@@ -12,7 +12,6 @@ from mvllm.config.human_readable_int import human_readable_int
 from mvllm.config.option import Option
 from mvllm.errors import ConfigError
 
-
 _FLAG_PREFIXES = (
     "enable_",
     "disable_",

@@ -53,7 +53,7 @@ def test_models_of_the_cache_are_listed_by_the_names_that_commands_take(
         "org/files:Q8_0": (200, "Q8_0"),
     }
     assert main(["list"]) == 0
-    assert "org/weights       2.1 kB  gptq          just now" in capsys.readouterr().out
+    assert "org/weights       2.0 kB  gptq          just now" in capsys.readouterr().out
 
 
 def test_one_gguf_file_is_removed_and_the_other_stays(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,6 +171,13 @@ class TestUsage:
         assert "--temprature" in usage_error(["generate", "--model", folder, "--temprature", "1"], capsys)
 
 
+class TestRun:
+    def test_a_message_after_the_model_is_answered_and_input_is_not_read(self, folder, clients, capsys, monkeypatch):
+        monkeypatch.setattr(sys, "stdin", None)
+        assert main(["run", folder, "Why", "so?", "--max-tokens", "8"]) == 0
+        assert capsys.readouterr().out.strip() == ANSWER_TEXT.strip()
+
+
 class TestChat:
     def test_earlier_messages_are_part_of_the_prompt(self, folder, clients, monkeypatch, capsys):
         type_in(monkeypatch, "Hello\n\nAgain\n/exit\nNever\n")
