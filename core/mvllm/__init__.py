@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from mvllm.version import __version__
 
 if TYPE_CHECKING:
-    from mvllm.config.engine_args import EngineArgs
+    from mvllm.config.engine_args import AsyncEngineArgs, EngineArgs
     from mvllm.engine.async_llm import AsyncLLM
+    from mvllm.engine.async_llm_engine import AsyncLLMEngine
     from mvllm.engine.frontend.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
     from mvllm.engine.frontend.pooling_outputs import (
         ClassificationRequestOutput,
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
     from mvllm.messages.structured_outputs import StructuredOutputsParams
 
 _NAMES = {
-    "mvllm.config.engine_args": "EngineArgs",
+    "mvllm.config.engine_args": "AsyncEngineArgs EngineArgs",
     "mvllm.engine.async_llm": "AsyncLLM",
+    "mvllm.engine.async_llm_engine": "AsyncLLMEngine",
     "mvllm.engine.frontend.outputs": "BeamSearchOutput CompletionOutput Logprob RequestOutput",
     "mvllm.engine.frontend.pooling_outputs": (
         "ClassificationRequestOutput EmbeddingRequestOutput PoolingRequestOutput ScoringRequestOutput"
@@ -53,7 +55,9 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "ClassificationRequestOutput",

@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from mvllm.platform.op_provider import OpCase, OpProvider
     from mvllm.platform.topology import LaunchTopology, WorkerContext
     from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorContext, RowTokens
+    from mvllm.sampling.request_logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
     from mvllm.worker.worker_wrapper import WorkerWrapper
 
 _NAMES = {
@@ -166,6 +167,7 @@ _NAMES = {
     "mvllm.platform.op_provider": "OpCase OpProvider",
     "mvllm.platform.topology": "LaunchTopology WorkerContext",
     "mvllm.sampling.logits_processor": "LogitsProcessor LogitsProcessorContext RowTokens",
+    "mvllm.sampling.request_logits_processor": "AdapterLogitsProcessor RequestLogitsProcessor",
     "mvllm.worker.worker_wrapper": "WorkerWrapper",
 }
 """Names of this interface by the module that defines them."""
@@ -176,6 +178,7 @@ __all__ = [
     "APIError",
     "Activity",
     "ActivityTable",
+    "AdapterLogitsProcessor",
     "Attention",
     "BuildContext",
     "CallSyntax",
@@ -235,6 +238,7 @@ __all__ = [
     "Reply",
     "Request",
     "RequestError",
+    "RequestLogitsProcessor",
     "RequestOutput",
     "RopeParameters",
     "RotaryEmbedding",

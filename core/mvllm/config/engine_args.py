@@ -6,14 +6,14 @@ declarations (`EngineArgs.options()`), and `create_engine_config` checks values 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import difflib
 import functools
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mvllm.config.engine_config import (
     CacheConfig,
@@ -23,10 +23,13 @@ from mvllm.config.engine_config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
 from mvllm.config.hub import find_model, find_tokenizer
+from mvllm.config.keyword_arguments import accepts_every_name
 from mvllm.config.model import ModelConfig
 from mvllm.config.model_builder import DTYPE_ALIASES, DTYPES, build_model_config
 from mvllm.config.option import Option, option, options_of
+from mvllm.config.option_arguments import add_foreign_options, add_option
 from mvllm.config.speculative import SpeculativeConfig, read_speculative_config
 from mvllm.errors import ConfigError
 
@@ -35,14 +38,17 @@ MODEL_IMPLS = ("auto", "native", "transformers")
 SERVER_MAX_QUEUED_REQUESTS = 1024
 """Default of max_queued_requests in a server, which can refuse requests of untrusted clients."""
 
+P = TypeVar("P", bound=argparse.ArgumentParser | argparse._ArgumentGroup)
+
 _LARGEST_SEED = 2**63 - 1
 _KV_DTYPES = DTYPE_ALIASES | {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 _LARGEST_BUDGET = 2**24  # of tokens in one step: buffers of that size are allocated
 
 
+@accepts_every_name
 @dataclass
 class EngineArgs:
-    """Keyword arguments of the engine."""
+    """Keyword arguments of the engine. Aliases and keywords of other engines (`foreign_keywords`) are accepted, too."""
 
     model: str = option(
         help="Model folder, GGUF file, name on the Hugging Face hub, or 'demo' for the small model that ships with the "
@@ -301,10 +307,14 @@ class EngineArgs:
         group="platform",
     )
     stat_loggers: str | None = option(None, help="Installed stat loggers, by name, comma-separated.", group="platform")
+    disable_log_stats: bool = option(
+        False, help="In a server: do not log the load every ten seconds. Metrics are counted anyway.", group="platform"
+    )
 
     logits_processors: str | None = option(
         None,
-        help="Installed logits processors that requests may use, by name, comma-separated.",
+        help="Logits processors that requests may use: installed ones by name, or classes as 'module:Class', "
+        "comma-separated. In Python also a list of names and classes.",
         group="platform",
     )
 
@@ -313,32 +323,46 @@ class EngineArgs:
             value = getattr(self, name)
             if isinstance(value, os.PathLike):
                 setattr(self, name, os.fspath(value))
+        processors: Any = self.logits_processors
+        if isinstance(processors, list | tuple):
+            self.logits_processors = ",".join(map(_class_path, processors)) or None
         self.dtype = str(self.dtype).removeprefix("torch.")  # a torch.dtype is permitted
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
-        """Creates the settings from keyword arguments, by name or alias.
+        """Creates and checks the settings.
 
         Raises:
-            ConfigError: A keyword does not exist (the nearest one is named), is given under two names with different
+            ConfigError: A keyword does not exist (a similar one is named), is given under two names with different
                 values, or has a value that is not permitted.
         """
-        names = {name: o.name for o in cls.options() for name in (o.name, *o.aliases)}
-        given: dict[str, Any] = {}
-        for keyword, value in kwargs.items():
-            name = names.get(keyword)
-            if name is None:
-                raise ConfigError(_unknown(keyword, names))
-            if name in given and given[name] != value:
-                raise ConfigError(
-                    f"{keyword} and {name} are the same setting: {value!r} and {given[name]!r} were given. Pass one."
-                )
-            given[name] = value
-        if "model" not in given:
-            raise ConfigError("model must be given: a folder, a GGUF file, a name from the hub, or 'demo'.")
-        args = cls(**given)
+        if kwargs.get("model") is None:
+            raise ConfigError("model must be given: a folder, a GGUF file, a name from the hub, or 'demo'; found None.")
+        args = cls(**kwargs)
         args.validate()
         return args
+
+    @classmethod
+    def add_cli_args(cls, parser: P) -> P:
+        """Adds one option per setting to a parser or an argument group, with the settings' defaults; returns it.
+
+        Keywords of other engines are added as hidden options. Use the parsed values as `EngineArgs.from_cli_args(args)`
+        or `LLM(**vars(args))`.
+        """
+        for setting in cls.options():
+            add_option(parser, setting, None if setting.default is dataclasses.MISSING else setting.default)
+        add_foreign_options(parser)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """The settings among the parsed values of a command line. Others, such as the script's own, are left out.
+
+        Raises:
+            ConfigError: A value is not permitted, or no model is given.
+        """
+        names = {setting.name for setting in cls.options()} | FOREIGN_KEYWORDS.keys()
+        return cls.from_kwargs(**{name: value for name, value in vars(args).items() if name in names})
 
     @classmethod
     @functools.cache
@@ -421,6 +445,7 @@ class EngineArgs:
             enforce_eager=self.enforce_eager,
             op_providers=_names(self.op_providers),
             stat_loggers=_names(self.stat_loggers),
+            log_stats=not self.disable_log_stats,
             logits_processors=_names(self.logits_processors),
         )
 
@@ -554,10 +579,10 @@ def _names(text: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
 
 
-def _unknown(keyword: str, names: dict[str, str]) -> str:
-    nearest = difflib.get_close_matches(keyword, names, n=1, cutoff=0.0)
-    return f"There is no engine setting {keyword!r}. The nearest is {nearest[0]!r}; all of them: {', '.join(_all())}."
+def _class_path(named: object) -> str:
+    """`module:Class` of a class; a text unchanged."""
+    return f"{named.__module__}:{named.__qualname__}" if isinstance(named, type) else str(named)
 
 
-def _all() -> list[str]:
-    return [field.name for field in dataclasses.fields(EngineArgs)]
+AsyncEngineArgs = EngineArgs
+"""EngineArgs under the name that programs with an asynchronous engine use."""

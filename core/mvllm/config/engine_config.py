@@ -139,7 +139,9 @@ class EngineConfig:
         enforce_eager: Never capture graphs or compile.
         op_providers: Names of installed sets of op providers to use before the platform's.
         stat_loggers: Names of installed stat loggers.
-        logits_processors: Names of installed logits processors, in the order in which they change logits.
+        log_stats: Whether a server logs its load.
+        logits_processors: Installed logits processors by name, or classes as `module:Class`, in the order in which they
+            change logits.
     """
 
     model: ModelConfig
@@ -154,6 +156,7 @@ class EngineConfig:
     op_providers: tuple[str, ...] = ()
     stat_loggers: tuple[str, ...] = ()
     logits_processors: tuple[str, ...] = ()
+    log_stats: bool = True
 
 
 def replace_field(config: EngineConfig, field: str, value: Any) -> EngineConfig:

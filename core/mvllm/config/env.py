@@ -14,6 +14,8 @@ KNOWN_VARIABLES: dict[str, str] = {
     "MVLLM_ADMIN_API_KEY": "Key for everything that `mvllm serve` offers, administration included.",
     "MVLLM_CACHE_DIR": "Folder for what is derived from models and can be derived again, such as the configuration and "
     "tokenizer of GGUF files; by default `mvllm` in `$XDG_CACHE_HOME` or `~/.cache`.",
+    "MVLLM_TORCH_PROFILER_DIR": "Folder of the traces that `LLM.start_profile` writes; by default "
+    "`mvllm_profile` in the working directory.",
     "MVLLM_LOGGING_LEVEL": "Level of mvllm's log: DEBUG, INFO, WARNING or ERROR.",
 }
 """Description by name. Environment variables are for facts about a deployment; behaviour has settings."""

@@ -54,7 +54,7 @@ class HubRepository:
         """
         offline = is_offline()
         if not offline:
-            logger.info("Fetching %s%s from the hub (cache: %s).", self.name, self._version, _cache())
+            logger.info("Fetching %s%s from the hub (cache: %s).", self.name, self._version, hub_cache())
         # Converts the errors of the HTTP client and of the file system.
         try:
             return self._download(patterns, offline)
@@ -103,7 +103,7 @@ class HubRepository:
             self.name,
             revision=self.revision,
             token=self.token,
-            cache_dir=_cache(),
+            cache_dir=hub_cache(),
             local_files_only=local_files_only,
             allow_patterns=list(patterns),
             ignore_patterns=list(_NOT_WANTED),
@@ -125,7 +125,8 @@ class HubRepository:
         )
 
 
-def _cache() -> Path:
+def hub_cache() -> Path:
+    """The folder of the hub's cache: HF_HUB_CACHE, or below HF_HOME."""
     from huggingface_hub import constants
 
     return Path(os.path.expandvars(constants.HF_HUB_CACHE)).expanduser()
@@ -141,7 +142,7 @@ def _reason(error: Exception, offline: bool) -> tuple[str, str]:
     """What happened, and what to do."""
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
-    cache = str(_cache())
+    cache = str(hub_cache())
     if isinstance(error, GatedRepoError):
         return "the repository is gated", "Accept its terms on its page, and pass hf_token or set HF_TOKEN."
     if isinstance(error, RevisionNotFoundError):

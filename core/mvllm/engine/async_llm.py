@@ -59,7 +59,7 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
 
     Args:
         config: The requested configuration. The platform may change it; the attribute `config` is the one in use.
-        log_stats: Log the engine's load every ten seconds while it is busy.
+        log_stats: Log the engine's load every ten seconds while it is busy, unless the configuration excludes it.
         client: An engine core to use instead of a new one.
         name: Prefix of the request ids in the engine core, if several front ends share it.
         other_metrics: Returns the metrics of the other front ends.
@@ -96,7 +96,9 @@ class AsyncLLM(EngineFrontend[AsyncEngineCoreClient]):
         self._sleep_lock = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._stats_log = PeriodicStatsLog(lambda: self.load, lambda: self.stats) if log_stats else None
+        self._stats_log = (
+            PeriodicStatsLog(lambda: self.load, lambda: self.stats) if log_stats and config.log_stats else None
+        )
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, log_stats: bool = True) -> AsyncLLM:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.config.engine_config import EngineConfig
@@ -11,6 +11,7 @@ from mvllm.engine.core.sleep import check_sleep_level, check_wake_up_tags
 from mvllm.engine.frontend.engine_frontend import EngineFrontend
 from mvllm.engine.frontend.input_processor import ProcessedRequest
 from mvllm.engine.frontend.outputs import RequestOutput
+from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics
 from mvllm.engine.process.core_client_properties import CoreClientProperties
 from mvllm.engine.process.inproc_client import make_client
 from mvllm.errors import EngineDeadError, EngineSleepingError, RequestError
@@ -19,6 +20,8 @@ from mvllm.messages.inputs import PromptType
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.messages.sampling_params import SamplingParams
+
+_T = TypeVar("_T")
 
 
 class EngineCoreClient(CoreClientProperties, Protocol):
@@ -41,6 +44,12 @@ class EngineCoreClient(CoreClientProperties, Protocol):
 
     def call_utility(self, method: str, *args: UtilityArg) -> bool:
         """Calls a method of the engine core and returns its result, see `EngineCore.call_utility`."""
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
+        """Calls a method of every worker, see `Executor.collective_rpc`."""
+
+    def apply_model(self, function: Callable[[Any], _T]) -> list[_T]:
+        """Calls a function with the model of every worker, see `Executor.apply_model`."""
 
     def shutdown(self) -> None:
         """Ends the engine core. Idempotent."""
@@ -69,6 +78,7 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
         self._is_sleeping = False
         self._stats: SchedulerStats | None = None
         self.num_generated_tokens = 0
+        self._metrics = EngineMetrics(self.config.model.max_model_len)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
@@ -81,6 +91,25 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
     def stats(self) -> SchedulerStats | None:
         """The scheduler's state after the last step that reported it."""
         return self._stats
+
+    @property
+    def all_metrics(self) -> EngineMetrics:
+        """Counters and histograms since the start."""
+        return self._metrics
+
+    @property
+    def load(self) -> EngineLoad:
+        """The load after the last step. Rates and the age of the heartbeat, which are for servers, are 0."""
+        stats = self._stats or SchedulerStats()
+        return EngineLoad(
+            num_requests=self._output_processor.num_requests,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            kv_cache_usage=stats.kv_cache_usage,
+            prompt_tokens_per_second=0.0,
+            generation_tokens_per_second=0.0,
+            heartbeat_age=0.0,
+        )
 
     def get_tokenizer(self) -> Any:
         """The model's Hugging Face tokenizer.
@@ -228,6 +257,7 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
             for child in children:
                 self._client.add_request(child)
         self.num_generated_tokens += processed.num_new_tokens
+        self._metrics.record(processed)
         if core_outputs.stats is not None:
             self._stat_loggers.record(core_outputs.stats, processed.num_new_tokens)
         return processed.request_outputs
@@ -276,6 +306,37 @@ class LLMEngine(EngineFrontend[EngineCoreClient]):
     def is_sleeping(self) -> bool:
         """Whether the engine is in sleep mode (see `sleep`)."""
         return self._is_sleeping
+
+    @property
+    def is_asleep(self) -> bool:
+        """As `is_sleeping`, under the name that AsyncLLM has."""
+        return self._is_sleeping
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), timeout: float | None = None) -> list[Any]:
+        """Calls a method of every worker.
+
+        Args:
+            method: A method of WorkerProtocol.
+            args: Its arguments.
+            timeout: Seconds to wait for worker processes; None for the executor's limit.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            ConfigError: There is no such method, or the engine core is another process.
+        """
+        self._require_alive()
+        return self._client.collective_rpc(method, args, timeout)
+
+    def apply_model(self, function: Callable[[Any], _T]) -> list[_T]:
+        """Calls a function with the model of every worker; returns the results in rank order.
+
+        Raises:
+            ConfigError: A worker runs in another process, which the function cannot be sent to.
+        """
+        self._require_alive()
+        return self._client.apply_model(function)
 
     def shutdown(self) -> None:
         """Ends the engine and frees its memory. Idempotent."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
@@ -21,6 +22,7 @@ from mvllm.engine.frontend.pooling_outputs import (
 )
 from mvllm.engine.frontend.scoring import ScoringRequests
 from mvllm.engine.llm_engine import LLMEngine
+from mvllm.engine.metrics.profiler import Profiler
 from mvllm.entrypoints.chat_template import Conversation, is_conversation, render_chat
 from mvllm.entrypoints.generate_progress import GenerateProgress
 from mvllm.entrypoints.step_loop import step_until_finished
@@ -31,6 +33,11 @@ from mvllm.messages.inputs import PromptType, TokensPrompt
 from mvllm.messages.lora import LoRARequest
 from mvllm.messages.pooling_params import PoolingParams, PoolingTask, PoolingType
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from mvllm.engine.metrics.reader import Metric
+
+_T = TypeVar("_T")
 
 UseTqdm = bool | Callable[..., Any]
 ParamsArgument = SamplingParams | Sequence[SamplingParams] | None
@@ -54,6 +61,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **kwargs: Any) -> None:
+        configure_logging()  # before the settings are read, which may log warnings
         self._start(EngineArgs.from_kwargs(model=model, **kwargs))
 
     @classmethod
@@ -66,6 +74,7 @@ class LLM:
     def _start(self, args: EngineArgs) -> None:
         configure_logging()
         self._request_ids = itertools.count()
+        self._profiler = Profiler()
         self._engine: LLMEngine | None = LLMEngine.from_engine_args(args)
 
     def __enter__(self) -> LLM:
@@ -128,6 +137,41 @@ class LLM:
             CacheError, ModelError: The memory or the checkpoint is not available. The call may be repeated.
         """
         self.llm_engine.wake_up(tags)
+
+    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Calls a method of every worker, see `LLMEngine.collective_rpc`."""
+        return self.llm_engine.collective_rpc(method, args, timeout)
+
+    def apply_model(self, func: Callable[[Any], _T]) -> list[_T]:
+        """Calls a function with the model of every worker, see `LLMEngine.apply_model`."""
+        return self.llm_engine.apply_model(func)
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's metrics since its start; see `mvllm.engine.metrics.reader` for their types."""
+        from mvllm.engine.metrics.reader import read_metrics  # imports prometheus-client
+
+        return read_metrics(self.llm_engine)
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Starts recording the torch operations of this process, with one worker those of the engine.
+
+        Args:
+            profile_prefix: The first part of the trace's name.
+
+        Raises:
+            RequestError: The profiler is running.
+            ConfigError: The engine computes in other processes, or the trace's folder cannot be created.
+        """
+        self.apply_model(lambda model: None)  # raises if the worker is not in this process
+        self._profiler.start(profile_prefix)
+
+    def stop_profile(self) -> Path:
+        """Stops recording, and writes a trace to the folder MVLLM_TORCH_PROFILER_DIR; returns its path.
+
+        Raises:
+            RequestError: The profiler is not running.
+        """
+        return self._profiler.stop()
 
     def generate(
         self,
@@ -322,6 +366,26 @@ class LLM:
         asked = _for_task(pooling_params, PoolingTask.CLASSIFY)
         encoded = self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority)
         return [ClassificationRequestOutput.from_base(output) for output in encoded]
+
+    def reward(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingArgument = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Rewards of each prompt by a reward model, which is a classifier: `outputs.data` has one value per label.
+
+        Args:
+            prompts, use_tqdm, priority: As for `encode`.
+            pooling_params: For all prompts, or one per prompt; by default rewards are logits (`use_activation=False`).
+
+        Raises:
+            RequestError, PlatformError, EngineDeadError: As `classify`.
+        """
+        asked = _for_task(pooling_params or PoolingParams(use_activation=False), PoolingTask.CLASSIFY)
+        return self.encode(prompts, asked, use_tqdm=use_tqdm, priority=priority)
 
     def score(
         self,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
 from mvllm.config.engine_config import EngineConfig
+from mvllm.errors import ConfigError
 from mvllm.logging import get_logger
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.platform.interface import Platform
@@ -15,6 +16,8 @@ from mvllm.platform.topology import LaunchTopology
 from mvllm.platform.worker_protocol import KVCacheNeeds
 
 logger = get_logger(__name__)
+
+_T = TypeVar("_T")
 
 
 def log_drawn_seed(seed: int) -> None:
@@ -102,6 +105,23 @@ class Executor(ABC):
         Returns:
             The results in rank order.
         """
+
+    def apply_model(self, function: Callable[[Any], _T]) -> list[_T]:
+        """Calls a function with the model of every worker, which must run in this process.
+
+        Args:
+            function: Takes the model, a `torch.nn.Module` with mvllm's layers.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            ConfigError: A worker runs in another process.
+        """
+        raise ConfigError(
+            "apply_model needs its worker in this process, because functions are not sent to other processes. Run one "
+            "worker (tensor_parallel_size=1, pipeline_parallel_size=1)."
+        )
 
     @abstractmethod
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:

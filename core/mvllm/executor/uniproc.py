@@ -51,6 +51,9 @@ class InProcessExecutor(Executor):
 
         return finished(call) if non_block else call()
 
+    def apply_model(self, function: Callable[[Any], T]) -> list[T]:
+        return [function(self._worker.model)]
+
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """Runs one step, or submits it where the worker returns its output later. Errors are raised by the future."""
         future: Future[ModelRunnerOutput] = Future()

@@ -152,6 +152,16 @@ def is_derived_folder(folder: Path) -> bool:
     return (folder / FILES_NAME).is_file()
 
 
+def derived_files() -> list[list[Path]]:
+    """The GGUF files of every derived folder in the cache, one list per model. Files may have been deleted since."""
+    found: dict[tuple[Path, ...], None] = {}
+    for cache in _cache_folders():
+        for record in map(_read_record, sorted(path.parent for path in cache.glob(f"*/{FILES_NAME}"))):
+            if record is not None and record.files:
+                found[record.files] = None
+    return [list(files) for files in found]
+
+
 def update_states(folder: Path) -> None:
     """Stores the current modification times of the GGUF files of a derived folder if their contents are unchanged.
 

@@ -19,7 +19,7 @@ import numpy as np
 from mvllm.errors import ConfigError, RequestError
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.platform import plugin_groups
-from mvllm.platform.discovery import PluginSource
+from mvllm.platform.discovery import PluginSource, load_attribute
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ class LogitsProcessor(ABC):
 
 
 def processor_classes(names: Iterable[str]) -> list[tuple[PluginSource, type[LogitsProcessor]]]:
-    """The classes named by the setting `logits_processors`.
+    """The classes named by the setting `logits_processors`: of installed packages, or at `module:Class`.
 
     Raises:
         ConfigError: One is not installed, not allowed, cannot be imported, or is not a LogitsProcessor; names the
@@ -122,11 +122,25 @@ def processor_classes(names: Iterable[str]) -> list[tuple[PluginSource, type[Log
     """
     found = []
     for name in names:
-        source, named = plugin_groups.load_plugin_by_name(plugin_groups.LOGITS_PROCESSORS, name)
+        if ":" in name:
+            source, named = PluginSource(name, name, "the path", ""), _class_at(name)
+        else:
+            source, named = plugin_groups.load_plugin_by_name(plugin_groups.LOGITS_PROCESSORS, name)
         if not isinstance(named, type) or not issubclass(named, LogitsProcessor):
             raise ConfigError(f"{source} must name a subclass of mvllm.extension_api.LogitsProcessor, got {named!r}.")
         found.append((source, named))
     return found
+
+
+def _class_at(path: str) -> object:
+    """The class at `module:Class`, which may also be a class of the running script."""
+    try:
+        return load_attribute(path)
+    except Exception as e:
+        raise ConfigError(
+            f"logits_processors names {path!r}, which cannot be imported: {e}. Worker processes import it, too: its "
+            "module must be importable there, which a script that was started as a program is not."
+        ) from e
 
 
 def validate(classes: Iterable[tuple[PluginSource, type[LogitsProcessor]]], params: SamplingParams) -> None:

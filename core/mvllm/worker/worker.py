@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mvllm.config.engine_config import EngineConfig
 from mvllm.distributed.parallel_groups import ParallelGroups, join_groups
 from mvllm.messages.lora import LoRARequest
@@ -134,6 +136,10 @@ class Worker:
 
     def collect_output(self, step: int) -> ModelRunnerOutput:
         return self.runner.collect_output(step)
+
+    def get_model(self) -> Any:
+        """The model, with this rank's share of the weights."""
+        return self.runner.loader.model
 
     def sleep(self, level: int) -> None:
         self.runner.sleep(drop_weights=level > 1)

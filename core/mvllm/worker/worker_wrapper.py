@@ -74,6 +74,17 @@ class WorkerWrapper:
             raise PlatformError(f"{self._name} failed in {method}: {type(e).__name__}: {e}") from e
 
     @property
+    def model(self) -> Any:
+        """The worker's model.
+
+        Raises:
+            PlatformError: The worker class has no method `get_model`.
+        """
+        if not hasattr(self._worker, "get_model"):
+            raise PlatformError(f"{self._name} gives no access to its model: it does not implement 'get_model'.")
+        return self._worker.get_model()
+
+    @property
     def can_sample_later(self) -> bool:
         """Whether a plan may set `masks_follow`: one class defines both `execute_model` and `sample_tokens`."""
         return defined_together(type(self._worker), "execute_model", "sample_tokens")

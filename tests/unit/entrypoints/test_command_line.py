@@ -13,8 +13,8 @@ import pytest
 
 from mvllm import SamplingParams
 from mvllm.config.engine_args import EngineArgs
+from mvllm.config.human_readable_int import human_readable_int
 from mvllm.entrypoints.cli import arguments
-from mvllm.entrypoints.cli.human_readable_int import human_readable_int
 from mvllm.entrypoints.cli.main import COMMANDS, _make_parser, main
 from tests.unit.entrypoints.builders import ANSWER_TEXT, TOKENIZER, echo, save_model_folder, use_fake_engine
 
@@ -169,6 +169,13 @@ class TestUsage:
 
     def test_an_unknown_option(self, folder, capsys):
         assert "--temprature" in usage_error(["generate", "--model", folder, "--temprature", "1"], capsys)
+
+
+class TestRun:
+    def test_a_message_after_the_model_is_answered_and_input_is_not_read(self, folder, clients, capsys, monkeypatch):
+        monkeypatch.setattr(sys, "stdin", None)
+        assert main(["run", folder, "Why", "so?", "--max-tokens", "8"]) == 0
+        assert capsys.readouterr().out.strip() == ANSWER_TEXT.strip()
 
 
 class TestChat:

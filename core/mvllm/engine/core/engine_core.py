@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -200,6 +200,14 @@ class EngineCore:
         if method not in UTILITY_METHODS:
             raise ConfigError(f"call_utility({method!r}): an engine core offers {', '.join(sorted(UTILITY_METHODS))}.")
         return bool(getattr(self, method)(*args))
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = (), timeout: float | None = None) -> list[Any]:
+        """Calls a method of every worker, see `Executor.collective_rpc`."""
+        return self._executor.collective_rpc(method, args, timeout=timeout)
+
+    def apply_model(self, function: Callable[[Any], _T]) -> list[_T]:
+        """Calls a function with the model of every worker, see `Executor.apply_model`."""
+        return self._executor.apply_model(function)
 
     def reset_prefix_cache(self) -> bool:
         """Clears the prefix cache; returns False, with nothing changed, while requests use blocks."""

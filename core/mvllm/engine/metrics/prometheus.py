@@ -1,4 +1,4 @@
-"""Prometheus collector of an AsyncLLM's metrics, with vLLM's metric names. Needs the package prometheus-client.
+"""Prometheus collector of an engine's metrics, with vLLM's metric names. Needs the package prometheus-client.
 
     registry.register(EngineCollector(engine, prefixes=("mvllm:",)))
 
@@ -8,15 +8,37 @@ The metrics are plain numbers in `EngineMetrics`, and are converted when Prometh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mvllm.engine.async_llm import AsyncLLM
-from mvllm.engine.metrics.stats import EngineMetrics, Histogram
+from mvllm.config.engine_config import EngineConfig
+from mvllm.config.model import ModelConfig
+from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
+from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, Histogram
 from mvllm.messages.requests import FinishReason, SchedulerStats
 
 PREFIX = "mvllm:"
+
+
+class MeasuredEngine(Protocol):
+    """What AsyncLLM and LLMEngine tell about themselves."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def model_config(self) -> ModelConfig: ...
+    @property
+    def cache_summary(self) -> KVCacheSummary: ...
+    @property
+    def all_metrics(self) -> EngineMetrics: ...
+    @property
+    def stats(self) -> SchedulerStats | None: ...
+    @property
+    def load(self) -> EngineLoad: ...
+    @property
+    def is_asleep(self) -> bool: ...
 
 
 class EngineCollector(Collector):
@@ -28,7 +50,9 @@ class EngineCollector(Collector):
         prefixes: Prefixes of the metric names. Each metric is exported once per prefix, for dashboards of others.
     """
 
-    def __init__(self, engine: AsyncLLM, *, model_name: str | None = None, prefixes: Sequence[str] = (PREFIX,)) -> None:
+    def __init__(
+        self, engine: MeasuredEngine, *, model_name: str | None = None, prefixes: Sequence[str] = (PREFIX,)
+    ) -> None:
         self._engine = engine
         self._model_name = model_name if model_name is not None else engine.model_config.model
         self._prefixes = tuple(dict.fromkeys(prefixes))
@@ -40,7 +64,7 @@ class EngineCollector(Collector):
             yield from self._scalar_metrics(prefix, metrics)
             yield self._finish_reason_metric(prefix, metrics)
             yield from self._histograms(prefix, metrics)
-            yield from self._spec_decode_metrics(prefix, self._engine.stats)
+            yield from self._spec_decode_metrics(prefix, self._engine.stats or SchedulerStats())
             yield self._cache_config(prefix)
 
     def describe(self) -> Iterator[Metric]:
@@ -52,7 +76,7 @@ class EngineCollector(Collector):
         return (self._model_name,)
 
     def _scalar_metrics(self, prefix: str, metrics: EngineMetrics) -> Iterator[Metric]:
-        load, stats = self._engine.load, self._engine.stats
+        load, stats = self._engine.load, self._engine.stats or SchedulerStats()
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for kind, name, text, value in (
             (gauge, "num_requests_running", "Sequences that are being generated.", load.num_running),

@@ -22,8 +22,8 @@ class InprocClient:
     Attributes:
         config: The configuration the engine runs with, after the platform's plan.
         platform_summary: The platform's name and the plugin it came from.
-        cache_summary, start_seconds, add_request, abort_requests, has_requests, step, call_utility, shutdown: The
-            EngineCore's.
+        cache_summary, start_seconds, add_request, abort_requests, has_requests, step, call_utility, collective_rpc,
+        apply_model, shutdown: The EngineCore's.
     """
 
     def __init__(self, core: EngineCore, platform_summary: str) -> None:
@@ -37,6 +37,8 @@ class InprocClient:
         self.has_requests = core.has_requests
         self.step = core.step
         self.call_utility = core.call_utility
+        self.collective_rpc = core.collective_rpc
+        self.apply_model = core.apply_model
         self.shutdown = core.shutdown
 
     def interrupt_step(self) -> None:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 import zmq
 
@@ -18,7 +19,7 @@ from mvllm.config.engine_config import EngineConfig
 from mvllm.engine.process.core_connection import milliseconds
 from mvllm.engine.process.launched_core_connection import LaunchedCoreConnection
 from mvllm.engine.process.mp_client import MPClient
-from mvllm.errors import EngineDeadError
+from mvllm.errors import ConfigError, EngineDeadError
 from mvllm.executor.message_queue.notifier import make_notifier
 from mvllm.messages.core_protocol import (
     AbortRequests,
@@ -28,6 +29,10 @@ from mvllm.messages.core_protocol import (
 )
 from mvllm.messages.requests import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from mvllm.platform.choose import ChosenPlatform
+
+_NOT_IN_THIS_PROCESS = (
+    "{} needs the engine core in this process, and it runs in a process of its own. Leave engine_core_process unset."
+)
 
 
 class SyncMPClient(MPClient):
@@ -77,6 +82,22 @@ class SyncMPClient(MPClient):
         """Queues a validated request."""
         self._connection.check_usable()
         self._buffer_request(request)
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...], timeout: float | None) -> NoReturn:
+        """Not available.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(_NOT_IN_THIS_PROCESS.format("collective_rpc"))
+
+    def apply_model(self, function: Callable[[Any], Any]) -> NoReturn:
+        """Not available.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(_NOT_IN_THIS_PROCESS.format("apply_model"))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Drops requests; unknown ids are ignored, and so is a core that has exited."""

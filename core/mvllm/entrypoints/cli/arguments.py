@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import re
 import types
 import typing
@@ -13,10 +12,12 @@ from typing import Any
 import msgspec
 
 from mvllm.config.engine_args import EngineArgs
+from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
+from mvllm.config.human_readable_int import human_readable_int
 from mvllm.config.option import Option
+from mvllm.config.option_arguments import add_foreign_options, add_option, option_flags, option_help
 from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
 from mvllm.entrypoints.cli.config_file import add_config_argument
-from mvllm.entrypoints.cli.human_readable_int import human_readable_int
 from mvllm.errors import ConfigError
 from mvllm.messages.sampling_params import SamplingParams
 
@@ -32,6 +33,7 @@ _GROUP_TITLES = {
 # Fields without a use on a terminal, and fields with an option of another form.
 _NOT_SAMPLING_OPTIONS = {"output_kind", "detokenize", "logprobs", "prompt_logprobs", "seed"}
 _NOT_ENGINE_OPTIONS = {"skip_tokenizer_init"}
+_OPTIONS_OF_COMMANDS = {"served_model_name", "otlp_traces_endpoint", "reasoning_parser"}
 
 
 def add_engine_arguments(
@@ -55,6 +57,7 @@ def add_engine_arguments(
         if setting.group not in groups:
             groups[setting.group] = parser.add_argument_group(_GROUP_TITLES.get(setting.group, setting.group))
         _add_setting(groups[setting.group], setting)
+    add_foreign_options(parser, except_for=_OPTIONS_OF_COMMANDS)
 
 
 def engine_args(args: argparse.Namespace) -> EngineArgs:
@@ -63,7 +66,7 @@ def engine_args(args: argparse.Namespace) -> EngineArgs:
     Raises:
         ConfigError: A value is invalid.
     """
-    names = {setting.name for setting in EngineArgs.options()}
+    names = {setting.name for setting in EngineArgs.options()} | FOREIGN_KEYWORDS.keys() - _OPTIONS_OF_COMMANDS
     given = {name: value for name, value in vars(args).items() if name in names}
     if args.own_seed and given.get("seed", 0) < 0:  # valid for requests, invalid for the engine
         del given["seed"]
@@ -126,42 +129,18 @@ def attribute_help(cls: type) -> dict[str, str]:
     return texts
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """The value of an option that takes a JSON object.
-
-    Raises:
-        ConfigError: The text is not JSON, or not an object.
-    """
-    try:
-        value = json.loads(text)
-    except ValueError as e:
-        raise ConfigError(f"{text!r} is not valid JSON: {e}. Give a JSON object, such as '{{\"key\": 1}}'.") from e
-    if not isinstance(value, dict):
-        raise ConfigError(f"{text!r} is not a JSON object. Give one, such as '{{\"key\": 1}}'.")
-    return value
-
-
 def _add_setting(group: Any, setting: Option) -> None:
-    flags = [f"--{name.replace('_', '-')}" for name in (setting.name, *setting.aliases)]
-    text = setting.help.replace("%", "%%")
-    shown = setting.default not in (None, "") and not isinstance(setting.default, bool) and setting.name != "model"
-    text += f" Default: {setting.default}." if shown else ""
-    common: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": text}
-    if setting.kind is bool:
-        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
-    elif setting.name == "model":
-        group.add_argument(*flags, action=ModelAction, metavar="TEXT", **common)
-    elif setting.kind is dict:
-        group.add_argument(*flags, type=json_object, metavar="JSON", **common)
-    else:
-        metavar = None if setting.choices else {int: "N", float: "X", str: "TEXT"}.get(setting.kind)
+    if setting.name == "model":
         group.add_argument(
-            *flags,
-            type=human_readable_int if setting.kind is int else setting.kind,
-            choices=setting.choices or None,
-            metavar=metavar,
-            **common,
+            *option_flags(setting),
+            action=ModelAction,
+            metavar="TEXT",
+            dest="model",
+            default=argparse.SUPPRESS,
+            help=option_help(setting),
         )
+    else:
+        add_option(group, setting)
 
 
 def _add_sampling_option(group: Any, name: str, hint: Any, text: str) -> None:

@@ -7,10 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from mvllm.config.option_arguments import json_object
 from mvllm.entrypoints.bench.datasets import DATASETS, DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, DEFAULT_PREFIX_LEN
 from mvllm.entrypoints.bench.metrics import GOODPUT_METRICS, METRICS
 from mvllm.entrypoints.cli.argument_parser import ModelAction, add_positional_model
-from mvllm.entrypoints.cli.arguments import add_engine_arguments, json_object
+from mvllm.entrypoints.cli.arguments import add_engine_arguments
 from mvllm.entrypoints.cli.config_file import add_config_argument
 from mvllm.entrypoints.openai_client import API_KEY_VARIABLE
 

@@ -33,13 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, model_required=False, own_seed=True)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Answers each line of input as the next message of one conversation."""
+def run(args: argparse.Namespace, message: str | None = None) -> int:
+    """Answers each line of input as the next message of one conversation.
+
+    Args:
+        message: Answer this message only, and read no input.
+    """
     if args.url is not None:
         if args.chat_template is not None:
             raise ConfigError("--chat-template is for an engine in this process; leave it out with --url.")
         remote = RemoteModel(args)
-        return _run_conversation(ChatSession(remote.print_chat, system=args.system), remote.summary)
+        return _run_conversation(ChatSession(remote.print_chat, system=args.system), remote.summary, message)
 
     from mvllm.entrypoints.cli.terminal import open_llm
 
@@ -47,14 +51,18 @@ def run(args: argparse.Namespace) -> int:
     template = load_chat_template(args.chat_template)
     with open_llm(args) as (llm, params):
         session = ChatSession(_message_printer(llm.llm_engine, params, template), system=args.system)
-        return _run_conversation(session, f"platform {llm.llm_engine.platform_summary}")
+        return _run_conversation(session, f"platform {llm.llm_engine.platform_summary}", message)
 
 
-def _run_conversation(session: ChatSession, where: str) -> int:
-    """Handles lines of input until the input or a command ends the conversation."""
-    from mvllm.entrypoints.cli.terminal import ThroughputCounter, read_lines, run_request
+def _run_conversation(session: ChatSession, where: str, message: str | None) -> int:
+    """Answers one message, or lines of input until the input or a command ends the conversation."""
+    from mvllm.entrypoints.cli.terminal import ThroughputCounter, print_error, read_lines, run_request
 
     speed = ThroughputCounter()
+    if message is not None:
+        if error := session.respond(message, speed):
+            print_error(error)
+        return 1 if error else 0
     if sys.stdin.isatty():
         print(f"Running on {where}.\n{_HELP}")
     for line in read_lines("> "):

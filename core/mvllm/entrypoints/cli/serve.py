@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mvllm.config.engine_args import SERVER_MAX_QUEUED_REQUESTS, EngineArgs
+from mvllm.config.human_readable_int import human_readable_int
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.cli.chat_arguments import (
     add_chat_template_argument,
     add_parser_arguments,
     load_chat_template,
 )
-from mvllm.entrypoints.cli.human_readable_int import human_readable_int
 from mvllm.entrypoints.openai.server.authentication import read_api_keys
 from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
 from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit

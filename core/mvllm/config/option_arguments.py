@@ -1,0 +1,100 @@
+"""Command-line arguments of settings: one argparse option per `Option`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Collection
+from typing import Any
+
+from mvllm.config.foreign_keywords import FOREIGN_KEYWORDS
+from mvllm.config.human_readable_int import human_readable_int
+from mvllm.config.option import Option
+from mvllm.errors import ConfigError
+
+_FLAG_PREFIXES = (
+    "enable_",
+    "disable_",
+    "use_",
+    "calculate_",
+    "fully_",
+    "skip_",
+    "interleave_",
+    "multi_step_",
+    "worker_use",
+)
+"""Beginnings of the names of foreign keywords that are switches."""
+
+
+def option_flags(setting: Option) -> list[str]:
+    """`--name` of a setting and of its aliases, with dashes."""
+    return [f"--{name.replace('_', '-')}" for name in (setting.name, *setting.aliases)]
+
+
+def option_help(setting: Option) -> str:
+    """The setting's help and default, for argparse."""
+    shown = setting.default not in (None, "") and not isinstance(setting.default, bool) and setting.name != "model"
+    return setting.help.replace("%", "%%") + (f" Default: {setting.default}." if shown else "")
+
+
+def add_option(group: Any, setting: Option, default: Any = argparse.SUPPRESS) -> None:
+    """Adds one setting to a parser or an argument group.
+
+    Args:
+        default: The value where the option is not given; by default the namespace then lacks it.
+    """
+    common: dict[str, Any] = {"dest": setting.name, "default": default, "help": option_help(setting)}
+    flags = option_flags(setting)
+    if setting.kind is bool:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
+    elif setting.kind is dict:
+        group.add_argument(*flags, type=json_object, metavar="JSON", **common)
+    else:
+        group.add_argument(
+            *flags,
+            type=human_readable_int if setting.kind is int else setting.kind,
+            choices=setting.choices or None,
+            metavar=None if setting.choices else {int: "N", float: "X", str: "TEXT"}.get(setting.kind),
+            **common,
+        )
+
+
+def add_foreign_options(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, except_for: Collection[str] = ()
+) -> None:
+    """Adds the keywords of other engines as hidden options, except those that the parser has already.
+
+    Args:
+        except_for: Keywords that are options of the command itself.
+    """
+    for name in FOREIGN_KEYWORDS.keys() - set(except_for):
+        flag = f"--{name.replace('_', '-')}"
+        common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if flag in parser._option_string_actions:
+            continue
+        if name.startswith(_FLAG_PREFIXES):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        else:
+            parser.add_argument(flag, type=_json_or_text, **common)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The value of an option that takes a JSON object.
+
+    Raises:
+        ConfigError: The text is not JSON, or not an object.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as e:
+        raise ConfigError(f"{text!r} is not valid JSON: {e}. Give a JSON object, such as '{{\"key\": 1}}'.") from e
+    if not isinstance(value, dict):
+        raise ConfigError(f"{text!r} is not a JSON object. Give one, such as '{{\"key\": 1}}'.")
+    return value
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

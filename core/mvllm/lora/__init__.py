@@ -1,0 +1,1 @@
+"""Public names for LoRA adapters: `mvllm.lora.request`."""

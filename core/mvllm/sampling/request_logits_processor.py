@@ -1,0 +1,59 @@
+"""AdapterLogitsProcessor: runs a function of one request on its row of the logits.
+
+It is the base of logits processors whose logic knows one request at a time. `new_req_logits_processor` returns the
+function for a request, which is then called once per token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mvllm.messages.sampling_params import SamplingParams
+from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorContext, RowTokens
+
+if TYPE_CHECKING:
+    import torch
+
+RequestLogitsProcessor = Callable[..., Any]
+"""`f(output_ids, logits)` or `f(prompt_ids, output_ids, logits)`: lists of token ids and float32 [vocab]. Returns the
+new logits of the row."""
+
+
+class AdapterLogitsProcessor(LogitsProcessor):
+    """A logits processor that is made of one function per request.
+
+    Args:
+        context: As for LogitsProcessor.
+    """
+
+    reads_tokens = True
+
+    def __init__(self, context: LogitsProcessorContext) -> None:
+        super().__init__(context)
+        self._functions: dict[int, tuple[Callable[..., Any], RowTokens]] = {}
+
+    @abstractmethod
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        """The function for a request with these parameters, or None to leave its logits alone."""
+
+    def add_row(self, row: int, params: SamplingParams, tokens: RowTokens) -> bool:
+        function = self.new_req_logits_processor(params)
+        if function is None:
+            return False
+        if len(inspect.signature(function).parameters) > 2:
+            function = partial(function, tokens.prompt.tolist())
+        self._functions[row] = function, tokens
+        return True
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        for i, row in enumerate(rows):
+            function, tokens = self._functions[row]
+            logits[i] = function(tokens.output.tolist(), logits[i])
+        return logits
+
+    def remove_row(self, row: int) -> None:
+        self._functions.pop(row, None)
