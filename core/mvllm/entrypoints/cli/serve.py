@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from mvllm.config.engine_args import SERVER_MAX_QUEUED_REQUESTS, EngineArgs
+from mvllm.config.engine_args import SERVER_LONG_PREFILL_SLOWDOWN, SERVER_MAX_QUEUED_REQUESTS, EngineArgs
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.cli.chat_arguments import (
     add_chat_template_argument,
@@ -253,6 +253,8 @@ def _engine(args: argparse.Namespace) -> EngineArgs:
     engine = engine_args(args)
     if engine.max_queued_requests is None:
         engine.max_queued_requests = SERVER_MAX_QUEUED_REQUESTS
+    if engine.long_prefill_slowdown is None:
+        engine.long_prefill_slowdown = SERVER_LONG_PREFILL_SLOWDOWN
     return engine
 
 
