@@ -1,5 +1,4 @@
-"""How much of a step's token budget long prompts get while other requests can use it, and how much longer steps may take
-because of them.
+"""How much of a step's token budget long prompts get while other requests can use it, or wait for the step's end.
 
 A prompt of 100,000 tokens would take the whole budget of dozens of steps, and later requests would wait. So a step is
 planned in two rounds. In round 1 a request with more than `threshold` tokens to compute gets `threshold` tokens, for at

@@ -1,5 +1,4 @@
-"""Estimates how long a step takes, from the times of earlier steps: with generating requests alone, and for each further
-prompt token.
+"""Estimates how long a step takes, from the times of earlier steps: a step of generating requests, and a prompt token.
 
     seconds of a step = seconds of a step without prompts + prompt tokens x seconds per prompt token
 
@@ -9,7 +8,7 @@ Both are moving averages, so they follow the load, the context lengths and the m
 from __future__ import annotations
 
 _FALLS, _RISES = 1 / 4, 1 / 16
-"""Weights of a new value below and above the average. A slow step, such as a first one that compiles, counts little."""
+"""Weights of a new value below and above the average: a step that is slow for another reason counts little."""
 
 _WEIGHT = 1 / 8
 """Weight of a new step in the average cost of prompt tokens."""
@@ -51,7 +50,7 @@ class StepTimeModel:
             return
         self._age = 0
         average = self._decode_seconds
-        if not average:
+        if not average or seconds < average / 2:  # the first step may have compiled something
             self._decode_seconds = seconds
         elif seconds < average:
             self._decode_seconds += _FALLS * (seconds - average)
