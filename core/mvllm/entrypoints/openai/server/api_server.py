@@ -39,9 +39,9 @@ from mvllm.entrypoints.openai.server.heartbeat_monitor import HEARTBEAT_INTERVAL
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_protocol import LimitedHttpProtocol, uvicorn_settings
 from mvllm.entrypoints.openai.server.listener import is_public, listener_url
+from mvllm.entrypoints.openai.server.rate_limits import RateLimiter
 from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.entrypoints.openai.server.rate_limits import RateLimiter
 from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot
 from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, exit_now, force_exit_after, shutdown_signals

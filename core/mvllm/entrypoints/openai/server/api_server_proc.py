@@ -29,8 +29,8 @@ from mvllm.entrypoints.openai.server.process_messages import (
     ParentMessage,
     ShutdownSignal,
 )
-from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.rate_limits import KeyCounters
+from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
 from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.errors import EngineDeadError

@@ -128,7 +128,7 @@ def _limits(file: str, settings: Sequence[str]) -> dict[str, int]:
     names, found = [each.name for each in fields(KeyLimits)], {}
     for setting in settings:
         name, _, value = setting.partition("=")
-        if name not in names or not (value.isascii() and value.isdecimal() and 0 < int(value[:16]) and len(value) < 16):
+        if name not in names or not (value.isascii() and value.isdecimal() and int(value[:16]) > 0 and len(value) < 16):
             raise ConfigError(
                 f"The file of API keys {file!r} has something behind a key that is no limit. Limits are "
                 f"{', '.join(names)}, each with = and a positive integer, separated by spaces. Keys have no spaces."

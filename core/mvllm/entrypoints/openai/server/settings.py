@@ -55,7 +55,7 @@ class ServerSettings:
     uds: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
-    key_limits: KeyLimits = KeyLimits()
+    key_limits: KeyLimits = field(default_factory=KeyLimits)
     limits_of_keys: dict[str, KeyLimits] = field(default_factory=dict, repr=False)
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
