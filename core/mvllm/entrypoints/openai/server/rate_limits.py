@@ -1,7 +1,7 @@
 """Limits of each API key: requests and tokens per minute, and requests at once.
 
 A key has a bucket of requests and one of tokens. Each holds the allowance of one minute and fills steadily. A request
-takes one from the first; from the second it takes its prompt when it starts and its output when it ends, so a bucket may
+takes one from the first; from the second it takes its prompt when it starts and its output when it ends, so it may
 fall below zero. While a bucket is empty, requests of the key are refused (429).
 
 Several API servers share the limits: each has counters in shared memory that only it writes, and all read the sum.
