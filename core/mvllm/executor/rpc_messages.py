@@ -84,7 +84,8 @@ def remove_equal_masks(num_rows: int, masks: bytes) -> tuple[bytes, list[int]] |
 def restore_equal_masks(masks: bytes, indices: list[int]) -> bytes:
     """The masks of all rows, from what `remove_equal_masks` returned."""
     size = len(masks) // (max(indices) + 1)
-    return b"".join([masks[i * size : (i + 1) * size] for i in indices])
+    different = [masks[i : i + size] for i in range(0, len(masks), size)]
+    return b"".join([different[i] for i in indices])
 
 
 @dataclass(frozen=True)
