@@ -495,13 +495,13 @@ def test_metrics_of_several_front_ends_add_up(checkpoint: Path, run: Run) -> Non
     parser = pytest.importorskip("prometheus_client.parser")
     from mvllm.engine.metrics.prometheus import EngineCollector
 
-    with async_engine(checkpoint) as llm:
+    with async_engine(checkpoint, scheduling_policy="priority") as llm:
 
         async def some_requests() -> None:
             await asyncio.gather(
                 *(last(llm.generate([5, 6, 7], params(output_kind=kind))) for kind in RequestOutputKind)
             )
-            await last(llm.generate([5, 6, 7, 8], params(n=2, temperature=1.0)))
+            await last(llm.generate([5, 6, 7, 8], params(n=2, temperature=1.0), priority=3))
             await abort_by_break(llm, [5], LONG)
             await llm.reset_prefix_cache()  # the core has processed the abort by then
 
@@ -524,6 +524,11 @@ def test_metrics_of_several_front_ends_add_up(checkpoint: Path, run: Run) -> Non
     assert of["mvllm:e2e_request_latency_seconds_count"] == 4  # the aborted request has no end-to-end latency
     assert 2 * 19 + 2 * 19 <= of["mvllm:inter_token_latency_seconds_count"] <= 2 * 19 + 2 * 19 + 150
     assert of["mvllm:request_generation_tokens_sum"] >= 5 * 20 + 1
+    by_priority = "mvllm:{}_by_priority_seconds_count[('priority', '{}')]"
+    for name, normal, low in (("time_to_first_token", 4, 1), ("e2e_request_latency", 3, 1)):
+        assert [of[by_priority.format(name, each)] for each in ("high", "normal", "low")] == [0, normal, low]
+    gaps = [of[by_priority.format("inter_token_latency", each)] for each in ("high", "normal", "low")]
+    assert sum(gaps) == of["mvllm:inter_token_latency_seconds_count"] and gaps[2] <= 2 * 19 and not gaps[0]
     assert of["mvllm:num_requests_running"] == 0
     assert any(name.startswith("mvllm:cache_config_info") for name in of)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -263,13 +264,21 @@ def test_each_request_uses_its_own_lora_adapter(checkpoint: Path, make_llm: Make
     prompts = [draw(random.Random(7), 20)] * 4 + [[5, 6] * 12] * 2
     whose = [None, adapter, None, adapter, adapter, None]
     greedy = SamplingParams(max_tokens=24, **GREEDY)
-    outputs = []
+    outputs, constrained = [], []
     for speculative in (None, spec_config("same"), spec_config("ngram")):
         llm = make_llm(enable_lora=True, speculative_config=speculative, max_num_batched_tokens=32)
         found = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False, lora_request=whose)
         outputs.append(tokens(found))
+        formed = SamplingParams(
+            n=3, seed=3, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[a-f]{9}")
+        )
+        found = llm.generate([{"prompt_token_ids": prompts[0]}] * 2, formed, use_tqdm=False, lora_request=whose[:2])
+        constrained.append([[list(each.token_ids) for each in output.outputs] for output in found])
+        assert all(re.fullmatch("[a-f]{9}", each.text) for output in found for each in output.outputs)
     assert outputs[0] == outputs[1] == outputs[2]
     assert outputs[0][0] != outputs[0][1]
+    assert constrained[0] == constrained[1] == constrained[2], "n sequences with a grammar and an adapter"
+    assert constrained[0][0] != constrained[0][1]
 
 
 def test_an_aborted_request_leaves_no_state(make_llm: MakeLLM) -> None:

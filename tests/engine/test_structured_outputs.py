@@ -19,6 +19,7 @@ from mvllm.engine.core.engine_core import EngineCore
 from mvllm.engine.core.grammar_vocabulary import load_vocabulary
 from mvllm.engine.frontend.outputs import CompletionOutput
 from mvllm.engine.process.inproc_client import InprocClient
+from mvllm.executor import rpc_messages
 from mvllm.executor.uniproc import UniProcExecutor
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.structured_output import llguidance_library
@@ -351,10 +352,14 @@ def core_of(llm: LLM) -> EngineCore:
             "async_scheduling": True,
         },
         {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+        {"distributed_executor_backend": "mp", "async_scheduling": True},
     ],
-    ids=["core process and tensor parallel", "pipeline"],
+    ids=["core process and tensor parallel", "pipeline", "asynchronous worker process"],
 )
-def test_tokens_are_the_same_with_every_executor(llm: LLM, make_llm: MakeLLM, settings: dict[str, Any]) -> None:
+def test_tokens_are_the_same_with_every_executor(
+    llm: LLM, make_llm: MakeLLM, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_messages, "_MANY_MASK_BYTES", 1)  # equal masks are sent once
     asked = [wanted(json=POINT, seed=i) for i in range(3)]
     asked += [wanted(regex="[a-f]{8}", temperature=0.0), wanted(regex="(["), SamplingParams(temperature=0.0)]
     here, there = run(llm, asked), run(make_llm(**ROOM, **settings), asked)

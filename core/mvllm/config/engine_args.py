@@ -38,6 +38,9 @@ MODEL_IMPLS = ("auto", "native", "transformers")
 SERVER_MAX_QUEUED_REQUESTS = 1024
 """Default of max_queued_requests in a server, which can refuse requests of untrusted clients."""
 
+SERVER_LONG_PREFILL_SLOWDOWN = 1.5
+"""Default of long_prefill_slowdown in a server, whose clients wait for every token."""
+
 P = TypeVar("P", bound=argparse.ArgumentParser | argparse._ArgumentGroup)
 
 _LARGEST_SEED = 2**63 - 1
@@ -179,7 +182,8 @@ class EngineArgs:
     long_prefill_token_threshold: int | None = option(
         None,
         help="Most tokens of one request in a step while other requests have tokens to compute; "
-        "by default half of max_num_batched_tokens, 0 for no limit.",
+        "by default half of max_num_batched_tokens, 0 for no limit. If given, it also holds where the budget of a step "
+        "in which requests generate is not used up.",
         group="scheduler",
         minimum=0,
     )
@@ -188,6 +192,21 @@ class EngineArgs:
         help="Most requests above long_prefill_token_threshold in a step while other requests have tokens to compute.",
         group="scheduler",
         minimum=1,
+    )
+    max_num_partial_prefills: int | None = option(
+        None,
+        help="Most prompts that are partly computed; further ones start when they fit into a step as a whole. By "
+        "default any number.",
+        group="scheduler",
+        minimum=1,
+    )
+    long_prefill_slowdown: float | None = option(
+        None,
+        help="A prompt of more than four times max_num_batched_tokens may make steps in which other requests generate "
+        f"this many times as long, or 0 for no limit. By default {SERVER_LONG_PREFILL_SLOWDOWN} in a server, and no "
+        "limit in a program.",
+        group="scheduler",
+        minimum=0,
     )
     scheduling_policy: str = option(
         "fcfs",
@@ -384,6 +403,17 @@ class EngineArgs:
                 f"max_num_batched_tokens is {budget}, but must be at least max_num_seqs ({self.max_num_seqs}): every "
                 "running sequence needs one token per step. Raise the one or lower the other."
             )
+        if self.long_prefill_slowdown is not None and 0 < self.long_prefill_slowdown <= 1:
+            raise ConfigError(
+                f"long_prefill_slowdown is {self.long_prefill_slowdown:g}, but must be more than 1, or 0 for no limit: "
+                "a step with a part of a prompt takes longer than one without."
+            )
+        most = self.max_num_partial_prefills
+        if most is not None and most < self.max_long_partial_prefills:
+            raise ConfigError(
+                f"max_num_partial_prefills is {most}, but must be at least max_long_partial_prefills "
+                f"({self.max_long_partial_prefills}), since long prompts count too. Raise the one or lower the other."
+            )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
                 f"max_cpu_loras is {self.max_cpu_loras}, but must be at least max_loras ({self.max_loras}), since "
@@ -421,6 +451,8 @@ class EngineArgs:
                 enable_chunked_prefill=self.enable_chunked_prefill and not is_encoder,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 max_long_partial_prefills=self.max_long_partial_prefills,
+                max_num_partial_prefills=self.max_num_partial_prefills,
+                long_prefill_slowdown=self.long_prefill_slowdown,
                 policy=self.scheduling_policy,
                 async_scheduling=self.async_scheduling,
                 max_queued_requests=sys.maxsize if self.max_queued_requests is None else self.max_queued_requests,

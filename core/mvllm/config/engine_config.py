@@ -49,8 +49,12 @@ class SchedulerConfig:
             sys.maxsize (no limit) by default.
         max_queued_tokens: Most prompt tokens of all in-flight requests in AsyncLLM; None for any number.
         long_prefill_token_threshold: Most tokens of one request in a step while other requests have tokens to compute;
-            None for half of `max_num_batched_tokens`, 0 for no limit.
+            None for half of `max_num_batched_tokens`, 0 for no limit. If given, a step in which requests generate has
+            no more of that prompt, even if the budget is not used up.
         max_long_partial_prefills: Most requests above that threshold in a step while others have tokens to compute.
+        max_num_partial_prefills: Most prompts that are partly computed; None for any number.
+        long_prefill_slowdown: A prompt of more than four whole steps may make a step in which requests generate this
+            many times as long; None or 0 for no limit. Plans then depend on the time that steps take.
     """
 
     max_num_seqs: int = 256
@@ -62,6 +66,8 @@ class SchedulerConfig:
     max_queued_tokens: int | None = None
     long_prefill_token_threshold: int | None = None
     max_long_partial_prefills: int = 1
+    max_num_partial_prefills: int | None = None
+    long_prefill_slowdown: float | None = None
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from mvllm.executor.message_queue import (
 )
 from mvllm.executor.process.activity_table import ActivityTable
 from mvllm.executor.rpc_call import RpcCall, RpcFuture
-from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, Request, codec_of
+from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, Request, codec_of, remove_equal_masks
 from mvllm.executor.rpc_queues import response_queue_name
 from mvllm.executor.worker_group import FailureCallback, WorkerGroup
 from mvllm.executor.worker_handle import WorkerHandle
@@ -114,7 +114,12 @@ class RpcExecutor(Executor):
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput]:
         future: RpcFuture[ModelRunnerOutput] = RpcFuture(self, None)
-        call = self._send(STEP_METHOD, (plan,), ranks=None, expect=(self._reply_rank,), future=future)
+        indices = None
+        if plan.mask_rows and (fewer := remove_equal_masks(len(plan.mask_rows), plan.token_masks)) is not None:
+            masks, indices = fewer
+            plan = msgspec.structs.replace(plan, token_masks=masks)
+        expect = (self._reply_rank,)
+        call = self._send(STEP_METHOD, (plan,), ranks=None, expect=expect, future=future, mask_indices=indices)
         call.label = f"{STEP_METHOD} of step {plan.step}"
         self._deferred_step = future if self._defers_replies else None
         return future
@@ -125,8 +130,12 @@ class RpcExecutor(Executor):
 
     def sample_tokens(self, step: int, mask_rows: list[int], token_masks: bytes) -> None:
         self._group.check()
+        indices = None
+        if (fewer := remove_equal_masks(len(mask_rows), token_masks)) is not None:
+            token_masks, indices = fewer
         payload = msgspec.msgpack.encode((step, mask_rows, token_masks))
-        self._enqueue(Request(self._next_id, SAMPLE_METHOD, payload), self._config.parallel.step_timeout)
+        request = Request(self._next_id, SAMPLE_METHOD, payload, mask_indices=indices)
+        self._enqueue(request, self._config.parallel.step_timeout)
         self._next_id += 1
 
     def on_failure(self, callback: FailureCallback) -> None:
@@ -211,7 +220,14 @@ class RpcExecutor(Executor):
     # --- sending and receiving
 
     def _send(
-        self, method: str, args: tuple[Any, ...], *, ranks: tuple[int, ...] | None, expect: Sequence[int], future: Any
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        *,
+        ranks: tuple[int, ...] | None,
+        expect: Sequence[int],
+        future: Any,
+        mask_indices: list[int] | None = None,
     ) -> RpcCall:
         codec = codec_of(method)
         self._group.check()
@@ -221,7 +237,7 @@ class RpcExecutor(Executor):
         reply_from, limit = (
             (self._reply_rank, parallel.step_timeout) if method == STEP_METHOD else (None, parallel.start_timeout)
         )
-        request = Request(self._next_id, method, msgspec.msgpack.encode(args), ranks, reply_from)
+        request = Request(self._next_id, method, msgspec.msgpack.encode(args), ranks, reply_from, mask_indices)
         self._next_id += 1
         self._enqueue(request, limit)
         call = self._calls[request.id] = RpcCall(request.id, codec, expect, future)

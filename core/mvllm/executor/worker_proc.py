@@ -16,7 +16,7 @@ import msgspec
 
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.executor.process.process_utils import gc_paused
-from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, Request, codec_of
+from mvllm.executor.rpc_messages import FLUSH_ID, STOP_ID, Reply, Request, codec_of, restore_equal_masks
 from mvllm.logging import get_logger
 from mvllm.messages.process_failure import describe_failure
 from mvllm.platform.topology import WorkerContext
@@ -140,6 +140,8 @@ class WorkerProc:
         result: object
         if request.method == "execute_model":
             self._activity_table.write(self._rank, request.method, request.id, args[0].step)
+            if request.mask_indices is not None:
+                args[0].token_masks = restore_equal_masks(args[0].token_masks, request.mask_indices)
             result = self._worker.execute_model(*args)
             if result is None:
                 self._deferred_replies.append((request, args[0].step))
@@ -150,10 +152,12 @@ class WorkerProc:
 
     def _sample(self, request: Request) -> Reply | None:
         """Samples the step launched last; returns the reply to that step, if its tokens are on the host."""
-        args = codec_of(request.method).arguments.decode(request.args)
+        number, mask_rows, token_masks = codec_of(request.method).arguments.decode(request.args)
+        if request.mask_indices is not None:
+            token_masks = restore_equal_masks(token_masks, request.mask_indices)
         launched, step = self._deferred_replies[-1]
         self._activity_table.write(self._rank, launched.method, request.id, step)
-        output = self._worker.sample_tokens(*args)
+        output = self._worker.sample_tokens(number, mask_rows, token_masks)
         if output is None:
             return None
         self._deferred_replies.pop()

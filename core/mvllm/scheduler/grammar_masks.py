@@ -9,8 +9,12 @@ from __future__ import annotations
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.scheduler.request import Request
 
+CHEAP_MASK_SECONDS = 0.0005
+DEFERRED_CHEAP_SECONDS = 0.025
+"""Time for the cheap masks that one step waits for: those of some hundred rows, which advance in every step."""
+
 DEFERRED_MASK_SECONDS = 0.005
-"""Time for the masks that one step waits for. Other rows with grammars wait for their tokens instead."""
+"""Time for the other masks that one step waits for. Further rows with grammars wait for their tokens instead."""
 
 
 class DeferredMasks:
@@ -22,11 +26,11 @@ class DeferredMasks:
 
     def __init__(self, *, is_possible: bool) -> None:
         self._is_possible = is_possible
-        self._seconds_left = 0.0
+        self._seconds_left = self._cheap_seconds_left = 0.0
 
     def start_plan(self) -> None:
         """Call this before the rows of a plan are chosen."""
-        self._seconds_left = DEFERRED_MASK_SECONDS
+        self._seconds_left, self._cheap_seconds_left = DEFERRED_MASK_SECONDS, DEFERRED_CHEAP_SECONDS
 
     def can_schedule(self, request: Request, plan: SchedulerOutput) -> bool:
         """Whether a request with a grammar can be planned. If its mask is not known, the plan gets `masks_follow`."""
@@ -36,9 +40,15 @@ class DeferredMasks:
             return False
         if not request.has_token_in_flight:
             return True
-        if not self._is_possible or grammar.expected_seconds > self._seconds_left:
+        if not self._is_possible:
             return False
-        self._seconds_left -= grammar.expected_seconds
+        seconds = grammar.expected_seconds
+        if seconds <= min(CHEAP_MASK_SECONDS, self._cheap_seconds_left):
+            self._cheap_seconds_left -= seconds
+        elif seconds <= self._seconds_left:
+            self._seconds_left -= seconds
+        else:
+            return False
         plan.masks_follow = True
         return True
 

@@ -87,6 +87,7 @@ class Request:
         first_token_time: Time of the first token, for requests that do not send each token at once; 0 before.
         is_long: The long-prefill limit has delayed it while it waited. Checked again when the limit permits another
             long prompt: by then more of this prompt may be in the prefix cache.
+        is_very_long: Its prompt gets only as many tokens in a step as `long_prefill_slowdown` permits.
         draft_token_ids: Draft tokens for its next plan.
         grammar: Its grammar, if it has one.
     """
@@ -99,6 +100,7 @@ class Request:
         "grammar",
         "has_only_tokens",
         "is_long",
+        "is_very_long",
         "logprobs",
         "lora_int_id",
         "max_num_tokens",
@@ -154,6 +156,7 @@ class Request:
         self.draft_token_ids: list[int] = []
         self.grammar: Grammar | None = None
         self.is_long = False
+        self.is_very_long = False
 
     def __lt__(self, other: Request) -> bool:
         return self.order < other.order

@@ -31,6 +31,7 @@ from mvllm.scheduler.request import RESTARTED, Grammar, Request, RequestStatus
 from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_outputs import collect_logprobs, count_draft_tokens, final_output, make_output
 from mvllm.scheduler.step_planner import StepPlanner
+from mvllm.scheduler.step_time_model import StepTimeModel
 
 
 class Scheduler:
@@ -81,6 +82,9 @@ class Scheduler:
         self._clock = clock
         self._stats = SchedulerStats(accepted_at=[0] * num_speculative_tokens)
         self.requests = RequestLists(kv_cache, config.max_num_seqs)
+        self._step_times = StepTimeModel() if config.long_prefill_slowdown else None
+        self._planned_times: dict[int, float] = {}  # step -> when it was planned, if steps are timed
+        self._last_results_time = 0.0
         self._planner = StepPlanner(
             config,
             self.requests,
@@ -92,6 +96,7 @@ class Scheduler:
             is_speculative=num_speculative_tokens > 0,
             num_lookahead_tokens=num_lookahead_tokens,
             can_defer_masks=can_defer_masks,
+            step_times=self._step_times,
         )
         self._batches: dict[int, list[Request]] = {}  # step in flight -> its requests, by position in the batch
         self._prompt_starts: dict[int, dict[int, int]] = {}  # step -> position in batch -> first position computed
@@ -256,6 +261,8 @@ class Scheduler:
             plan.mask_rows, plan.token_masks = masks_of_batch(batch)
         self._next_step += 1
         self._batches[plan.step] = batch
+        if self._step_times is not None:
+            self._planned_times[plan.step] = self._clock()
         if requests.num_prompt_logprobs:
             self._prompt_starts[plan.step] = {
                 i: request.num_computed_tokens - plan.num_scheduled_tokens[i]
@@ -280,6 +287,8 @@ class Scheduler:
                 f"The workers were given step {plan.step} with {len(batch)} rows and answered step {output.step} "
                 f"with {len(tokens)} tokens."
             )
+        if self._step_times is not None:
+            self._record_step_time(self._step_times, plan)
         outputs = self.pop_outputs()
         if output.errors:
             self._fail_rows(batch, output.errors, outputs)
@@ -296,6 +305,15 @@ class Scheduler:
             if batch[position].status is RequestStatus.RUNNING:
                 batch[position].draft_token_ids = drafts
         return EngineCoreOutputs(outputs=outputs, stats=self.make_stats())
+
+    def _record_step_time(self, step_times: StepTimeModel, plan: SchedulerOutput) -> None:
+        """Records the time since the results of the previous step, or since the plan if it was made later."""
+        now = self._clock()
+        start = max(self._planned_times.pop(plan.step), self._last_results_time)
+        self._last_results_time = now
+        if plan.rows:
+            num_drafts = sum(map(len, plan.draft_token_ids.values()))
+            step_times.add_step(plan.total_num_scheduled_tokens - len(plan.rows) - num_drafts, now - start)
 
     def _append_tokens(
         self,

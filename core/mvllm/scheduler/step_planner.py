@@ -26,6 +26,7 @@ from mvllm.scheduler.lora_admission import LoRAAdmission
 from mvllm.scheduler.request import Request
 from mvllm.scheduler.request_lists import RequestLists
 from mvllm.scheduler.request_outputs import cache_too_small_message, new_request_data
+from mvllm.scheduler.step_time_model import StepTimeModel
 
 _BYPASS_FACTOR = 4
 """At most this many times `max_num_seqs` requests bypass the first one that waits for a LoRA slot."""
@@ -39,6 +40,7 @@ class StepPlanner:
 
     Args:
         stats: Counters to add to.
+        step_times: Estimates the times of steps; None if plans must not depend on time.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class StepPlanner:
         is_speculative: bool,
         num_lookahead_tokens: int,
         can_defer_masks: bool,
+        step_times: StepTimeModel | None = None,
     ) -> None:
         self._config = config
         self._requests = requests
@@ -64,7 +67,7 @@ class StepPlanner:
         self._num_stages = num_stages
         self._is_speculative = is_speculative
         self._num_lookahead = num_lookahead_tokens
-        self._long_prefill_limiter = LongPrefillLimiter(config)
+        self._long_prefill_limiter = LongPrefillLimiter(config, step_times)
         self._lora_admission = LoRAAdmission(max_loras, max_bypasses=_BYPASS_FACTOR * config.max_num_seqs)
         self._deferred_masks = DeferredMasks(is_possible=can_defer_masks and num_stages == 1)
 
@@ -75,17 +78,19 @@ class StepPlanner:
         num_preemptions = self._stats.num_preemptions
 
         long_prefills, waiting = self._long_prefill_limiter, self._requests.waiting
-        if long_prefills.were_limited:
+        if long_prefills.were_limited or long_prefills.num_partial:
             long_prefills.start_step()
         budget = self._schedule_running(plan, batch, self._config.max_num_batched_tokens)
         can_admit = num_preemptions == self._stats.num_preemptions  # no request takes the place of a preempted one
+        long_prefills.num_waiting = 0
         if can_admit and waiting:
             budget = self._schedule_waiting(plan, batch, budget)
         if budget and long_prefills.were_limited:
-            budget = self._schedule_held_back(plan, batch, budget)
-            if budget and can_admit and waiting:
-                long_prefills.disable_limit()
-                self._schedule_waiting(plan, batch, budget)
+            others_generate = 1 in plan.num_scheduled_tokens or bool(plan.draft_token_ids)
+            if long_prefills.start_round_2(others_generate=others_generate):
+                budget = self._schedule_held_back(plan, batch, budget)
+                if budget and can_admit and waiting:
+                    self._schedule_waiting(plan, batch, budget)
         assert batch or not plan.new_block_rows, "blocks were planned for a row that does not compute"
         return plan, batch
 
@@ -93,6 +98,7 @@ class StepPlanner:
         """Plans running requests. Returns what is left of the budget."""
         rows, num_scheduled, running = plan.rows, plan.num_scheduled_tokens, self._requests.running
         in_pipeline = self._num_stages > 1
+        counts_partial = self._long_prefill_limiter.max_partial is not None
         samples_left = -(-len(running) // self._num_stages)
         self._deferred_masks.start_plan()
         for request in running:  # preemption shortens the list at its end, behind `request`
@@ -108,12 +114,15 @@ class StepPlanner:
             if request.grammar is not None and not self._deferred_masks.can_schedule(request, plan):
                 continue  # its mask depends on a token in flight, or is being computed
             if num_new > 1:
-                share = self._long_prefill_limiter.num_allowed_tokens(num_new)
+                share = self._long_prefill_limiter.num_allowed_tokens(num_new, is_very_long=request.is_very_long)
                 if share < num_new:
                     self._long_prefill_limiter.held_back.append((request, len(batch) if share else -1))
                     if not share:
+                        self._long_prefill_limiter.num_partial += counts_partial
                         continue
                 num_new = min(share, budget)
+                if counts_partial:
+                    self._long_prefill_limiter.num_partial += num_computed + num_new < num_tokens
             end = num_computed + num_new
             drafts = request.draft_token_ids
             if drafts:
@@ -191,7 +200,10 @@ class StepPlanner:
             num_new = num_tokens - num_computed
             if num_new > budget and not self._config.enable_chunked_prefill:
                 break
-            share = long_prefills.num_allowed_tokens(num_new)
+            if not long_prefills.can_start(num_new, budget):
+                break
+            request.is_very_long = long_prefills.is_very_long(num_new)
+            share = long_prefills.num_allowed_tokens(num_new, is_very_long=request.is_very_long)
             request.is_long = not share
             if request.is_long:
                 continue
@@ -212,8 +224,12 @@ class StepPlanner:
                 long_prefills.held_back.append((request, len(batch)))
             batch.append(request)
             budget -= num_new
+            if long_prefills.max_partial is not None:
+                long_prefills.num_partial += num_computed + num_new < num_tokens
         for request in passed_over:
             waiting.push(request)
+        if passed_over:
+            long_prefills.num_waiting = max(long_prefills.num_waiting, sum(request.is_long for request in passed_over))
         return budget
 
     def _admit_next(self, num_computed: int, num_new: int, plan: SchedulerOutput) -> None:

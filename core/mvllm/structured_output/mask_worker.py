@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from queue import Empty, PriorityQueue, SimpleQueue
 from typing import Protocol
 
-INLINE_SECONDS = 0.005
-"""Time for masks on the engine core's thread in one step."""
+INLINE_SECONDS = 0.025
+"""Time for cheap masks on the engine core's thread in one step: those of some hundred sequences."""
 
 CHEAP_SECONDS = 0.0005
 """A mask with a longer expected time is computed on the other thread."""

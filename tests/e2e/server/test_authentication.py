@@ -29,6 +29,7 @@ from tests.helpers.processes import tagged_processes
 from tests.helpers.server import SMALL, ServerProcess, as_before, head_of
 
 USER, SECOND, ADMIN = "user-key-4711", "user-key-4712", "admin-key-0815"
+LIMITED = "user-key-4713"
 MAX_FILES = 512
 BEARERS = {"none": None, "wrong": "Bearer nobody", "user": f"Bearer {USER}", "admin": f"Bearer {ADMIN}"}
 
@@ -108,13 +109,33 @@ class TestEveryRoute:
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("guarded")
-    (folder / "keys").write_text(f"# of the second user\n{SECOND}\n")
+    (folder / "keys").write_text(
+        f"# of the second user\n{SECOND}\n{LIMITED} requests_per_minute=1 tokens_per_minute=500\n"
+    )
     arguments = ["demo", "--port", "0", "--api-key", USER, "--api-key-file", str(folder / "keys"), *SMALL]
     with ServerProcess(folder, *arguments, MVLLM_ADMIN_API_KEY=ADMIN, MVLLM_LOGGING_LEVEL="DEBUG") as server:
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (256, MAX_FILES))
         server.wait_ready()
         with server.client(headers={"Authorization": f"Bearer {USER}"}) as client, as_before(server, client):
             yield server
+
+
+def test_a_key_beyond_its_limits_gets_429_and_learns_when_to_try_again(guarded: ServerProcess) -> None:
+    ask = {"prompt": "Once", "max_tokens": 3, "ignore_eos": True}
+    with guarded.client(headers={"Authorization": f"Bearer {LIMITED}"}) as client:
+        first = client.post("/v1/completions", json=ask)
+        assert first.status_code == 200 and first.headers["x-ratelimit-remaining-requests"] == "0"
+        used = first.json()["usage"]["total_tokens"]
+        assert int(first.headers["x-ratelimit-remaining-tokens"]) == 500 - used
+        second = client.post("/v1/completions", json=ask | {"stream": True})
+        assert second.status_code == 429 and second.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 1 <= int(second.headers["retry-after"]) <= 60
+        assert second.headers["x-ratelimit-limit-requests"] == "1"
+        assert client.get("/v1/models").status_code == 200
+    with guarded.client(headers={"Authorization": f"Bearer {SECOND}"}) as client:
+        for _ in range(2):
+            answer = client.post("/v1/completions", json=ask)
+            assert answer.status_code == 200 and "x-ratelimit-limit-requests" not in answer.headers
 
 
 ODD_HEADS = [

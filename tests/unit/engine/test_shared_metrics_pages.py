@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from mvllm.engine.metrics.shared_metrics_pages import PAGE_BYTES, SharedMetricsPages
-from mvllm.engine.metrics.stats import EngineMetrics
+from mvllm.engine.metrics.stats import PRIORITY_CLASSES, EngineMetrics
 
 
 @pytest.fixture
@@ -57,8 +57,11 @@ def test_metrics_of_several_front_ends_add_up():
         each.prompt_tokens += index
         each.finished["stop"] += index
         each.time_to_first_token.observe(0.003 * index)
+        each._of_class("time_to_first_token", "high").observe(0.003 * index, index > 1)
     total = metrics[0].merged_with([each.snapshot() for each in metrics[1:]])
     assert total.prompt_tokens == 6 and total.finished == {"stop": 6}
     assert total.time_to_first_token.sum == pytest.approx(0.018)
     assert sum(total.time_to_first_token.counts) == 3 and len(total.time_to_first_token.counts) == 23
+    by_priority = [sum(total.latency_of_class("time_to_first_token", each).counts) for each in PRIORITY_CLASSES]
+    assert by_priority == [2, 1, 0]
     assert metrics[0].prompt_tokens == 1  # as it was

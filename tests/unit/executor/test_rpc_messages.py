@@ -15,7 +15,7 @@ from mvllm.executor.config_codec import decode_config, encode_config
 from mvllm.executor.process.activity_table import STARTING, ActivityTable
 from mvllm.executor.process.process_utils import PrefixedStream
 from mvllm.executor.rpc_executor import worker_names
-from mvllm.executor.rpc_messages import codec_of, method_codecs
+from mvllm.executor.rpc_messages import codec_of, method_codecs, remove_equal_masks, restore_equal_masks
 from mvllm.messages.process_failure import ProcessFailure, describe_failure
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -132,3 +132,19 @@ def test_every_line_gets_the_prefix_once_however_it_is_written() -> None:
         assert stream.write(part) == len(part)
     stream.flush()
     assert text.getvalue() == "(W) ab\n(W) c\n(W) d\n(W) \n(W) e"
+
+
+def test_equal_masks_are_sent_once_so_that_256_of_them_fit_into_a_slot():
+    kinds = [bytes([kind]) * 32_768 for kind in range(6)]
+    masks = b"".join(kinds[i * i % 6] for i in range(256))
+    fewer = remove_equal_masks(256, masks)
+    assert fewer is not None
+    distinct, indices = fewer
+    slot = ParallelConfig().mq_slot_bytes
+    assert len(masks) == 8 * slot and len(distinct) + 4 * len(indices) < slot
+    assert restore_equal_masks(distinct, indices) == masks
+
+
+def test_few_or_different_masks_are_sent_as_they_are():
+    assert remove_equal_masks(2, bytes(2 * 4000)) is None
+    assert remove_equal_masks(64, b"".join(bytes([i]) * 4000 for i in range(64))) is None

@@ -221,6 +221,25 @@ class TestDeferredMasks:
         assert len(third.rows) == 2
         assert {o.request_id for o in answer(scheduler, second)} == {"long", "free"}
 
+    def test_each_of_256_rows_advances_in_every_step(self) -> None:
+        grammars = {f"formed {i}": Countdown(100) for i in range(256)}
+        for grammar in grammars.values():
+            grammar.expected_seconds = 60e-6
+        scheduler = make_scheduler(
+            can_defer_masks=True, max_num_seqs=512, num_blocks=4096, max_num_batched_tokens=8192, max_model_len=128
+        )
+        for i in range(256):
+            scheduler.add_request(make_request(request_id=f"formed {i}", structured_outputs=FORM, max_tokens=50))
+            scheduler.start_grammar(f"formed {i}", grammars[f"formed {i}"])
+            scheduler.add_request(make_request(request_id=f"free {i}", max_tokens=50))
+        plan = scheduler.schedule()
+        for step in range(1, 21):
+            following = scheduler.schedule()
+            answer(scheduler, plan)
+            rows, masks = scheduler.masks_for(following)
+            assert len(following.rows) == 512 and len(rows) == 256 and masks == bytes([step] * 4) * 256
+            plan = following
+
     def test_expensive_masks_are_not_deferred(self) -> None:
         cheap, expensive = Countdown(8), Countdown(8)
         expensive.expected_seconds = 2 * DEFERRED_MASK_SECONDS

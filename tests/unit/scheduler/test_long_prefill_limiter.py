@@ -3,7 +3,9 @@
 import pytest
 
 from mvllm.messages.requests import FinishReason
+from mvllm.scheduler.step_time_model import StepTimeModel
 from tests.unit.scheduler.builders import Engine, make_request, make_scheduler
+from tests.unit.scheduler.simulated_load import SimulatedLoad, StepCost
 
 LONG = 200
 
@@ -121,3 +123,76 @@ def test_with_few_blocks_for_a_window_every_scheduled_token_has_a_slot():
     engine = Engine(make_scheduler(num_blocks=15, **limits))
     engine.run(make_request(17, request_id="long"))  # checks after each step that computed tokens have slots
     assert engine.results["long"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_configured_threshold_is_a_cap_in_steps_in_which_others_generate():
+    engine = make_engine(long_prefill_token_threshold=6)
+    engine.add(make_request(4, request_id="decoding", max_tokens=60))
+    scheduled(engine)
+    engine.add(*[make_request(40, request_id=f"long-{i}", max_tokens=1) for i in range(2)])
+    for _ in range(6):
+        assert scheduled(engine) == {"decoding": 1, "long-0": 6}
+    assert scheduled(engine) == {"decoding": 1, "long-0": 4, "long-1": 6}
+    engine.scheduler.abort_requests(["decoding"])
+    assert scheduled(engine) == {"long-1": 20}, "nobody waits for a token"
+
+
+def test_prompts_that_would_be_one_partial_prefill_too_many_wait_for_their_turn():
+    engine = make_engine(long_prefill_token_threshold=6, max_long_partial_prefills=2, max_num_partial_prefills=2)
+    engine.add(*[make_request(LONG, request_id=f"long-{i}") for i in range(2)])
+    scheduled(engine)
+    engine.add(make_request(5, request_id="whole", max_tokens=60), make_request(7, request_id="part"))
+    assert scheduled(engine) == {"long-0": 9, "long-1": 6, "whole": 5}
+    engine.scheduler.abort_requests(["long-0"])
+    assert scheduled(engine) == {"long-1": 6, "whole": 1, "part": 6}
+
+
+class TestTimeOfSteps:
+    """A very long prompt makes the steps of generating requests at most `long_prefill_slowdown` times as long."""
+
+    @pytest.mark.parametrize("output_tokens", [(100, 300), (3000, 3400)], ids=["chats come and go", "chats go on"])
+    @pytest.mark.parametrize(
+        "cost", [StepCost(8e-3, 30e-6, 1e-10), StepCost(60e-3, 1e-3)], ids=["accelerator", "processor"]
+    )
+    def test_chats_beside_a_prompt_of_100_000_tokens(self, cost, output_tokens):
+        times = {"output_tokens": output_tokens, "warm_up": 600 * cost.base, "max_seconds": 2000 * cost.base}
+        alone = SimulatedLoad(cost, long_prefill_slowdown=1.5, **times).run()
+        times["max_seconds"] *= 10
+        beside = SimulatedLoad(cost, long_prefill_slowdown=1.5, long_prompts=(100_000,), **times).run()
+        assert beside.p99() <= 1.5 * alone.p99()
+        assert beside.long_prompts, "it ends"
+        times["max_seconds"] /= 10
+        unlimited = SimulatedLoad(cost, long_prompts=(100_000,), **times).run()
+        assert unlimited.p99() > 1.5 * alone.p99()
+
+    def test_without_generating_requests_it_gets_whole_steps(self):
+        cost = StepCost(8e-3, 30e-6)
+        [seconds] = (
+            SimulatedLoad(cost, num_chats=0, long_prompts=(100_000,), warm_up=0.0, long_prefill_slowdown=1.5)
+            .run()
+            .long_prompts
+        )
+        assert seconds == pytest.approx(49 * cost.base + 100_000 * cost.per_token)
+
+    def test_with_more_of_them_waiting_each_gets_more(self):
+        cost = StepCost(8e-3, 30e-6)
+        limits = {"long_prefill_slowdown": 1.5, "max_seconds": 1000.0}
+        [one] = SimulatedLoad(cost, long_prompts=(50_000,), **limits).run().long_prompts
+        four = SimulatedLoad(cost, long_prompts=(50_000,) * 4, **limits).run().long_prompts
+        assert max(four) < 3 * one
+
+    def test_a_slow_first_step_is_forgotten(self):
+        model = StepTimeModel()
+        assert model.prompt_tokens_within(1.5) is None
+        for seconds in (30.0, *[0.01] * 30):
+            model.add_step(0, seconds)
+        for _ in range(30):
+            model.add_step(100, 0.02)
+        assert 45 <= model.prompt_tokens_within(1.5) <= 55
+
+    def test_now_and_then_a_step_without_prompts_renews_the_estimate(self):
+        model = StepTimeModel()
+        model.add_step(0, 0.01)
+        for _ in range(65):
+            model.add_step(100, 0.02)
+        assert model.prompt_tokens_within(1.5) == 0 and model.prompt_tokens_within(1.5) > 0

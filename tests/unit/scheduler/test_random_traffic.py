@@ -4,6 +4,7 @@ Three checks run: the scheduler's `check_integrity` and the fake runner's check 
 comparison with the tokens of each request alone.
 """
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -33,12 +34,16 @@ class Limits:
     windows: tuple[int | None, ...]
     long_prefill_token_threshold: int | None
     max_long_partial_prefills: int
+    max_num_partial_prefills: int | None
+    long_prefill_slowdown: float | None
 
     def make_engine(self) -> Engine:
         settings = {name: value for name, value in vars(self).items() if name != "depth"}
         if not self.enable_chunked_prefill:
             settings["max_num_batched_tokens"] = max(self.max_num_batched_tokens, MAX_MODEL_LEN)
-        return Engine(make_scheduler(max_model_len=MAX_MODEL_LEN, **settings), depth=self.depth)
+        ticks = itertools.count()
+        scheduler = make_scheduler(max_model_len=MAX_MODEL_LEN, clock=lambda: next(ticks) % 97 + 0.01, **settings)
+        return Engine(scheduler, depth=self.depth)
 
 
 limits = st.builds(
@@ -55,6 +60,8 @@ limits = st.builds(
     windows=st.sampled_from([(None,), (None,), (None,), (1,), (3,), (7,), (None, 4), (2, 9), (None, None, 5, 5)]),
     long_prefill_token_threshold=st.sampled_from([None, None, 0, 1, 3, 8]),
     max_long_partial_prefills=st.integers(1, 3),
+    max_num_partial_prefills=st.sampled_from([None, None, 1, 3]),
+    long_prefill_slowdown=st.sampled_from([None, None, 1.01, 3.0]),
 )
 
 requests = st.fixed_dictionaries(

@@ -6,6 +6,7 @@ scheduling, or with pipeline stages, steps are launched before earlier ones are 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -88,8 +89,11 @@ class EngineCore:
             self._executor.shutdown()
             raise
         speculative = config.speculative
+        scheduling = config.scheduler
+        if self._needs_identical_plans:
+            scheduling = dataclasses.replace(scheduling, long_prefill_slowdown=None)  # it depends on time
         self.scheduler = Scheduler(
-            config.scheduler,
+            scheduling,
             max_model_len=config.model.max_model_len,
             kv_cache=NullKVCacheManager(config.model.max_model_len)
             if config.model.kind.is_encoder

@@ -36,6 +36,7 @@ class OutputProcessorOutput:
         started: Requests whose first token arrived.
         finished: Requests that have ended.
         inter_token_gaps: Seconds since the sequence's previous output, and how many sequences had that gap.
+        gaps_by_priority: Of these, the ones of sequences with a priority class, by class and seconds.
     """
 
     request_outputs: list[RequestOutput] = field(default_factory=list)
@@ -45,6 +46,7 @@ class OutputProcessorOutput:
     started: list[RequestState] = field(default_factory=list)
     finished: list[RequestState] = field(default_factory=list)
     inter_token_gaps: dict[float, int] = field(default_factory=dict)
+    gaps_by_priority: dict[tuple[str, float], int] = field(default_factory=dict)
 
 
 class OutputProcessor:
@@ -156,6 +158,9 @@ class OutputProcessor:
                 sequence.last_token_time = now
                 if last:
                     last_times[last] = last_times.get(last, 0) + 1
+                    if request.priority_class is not None:
+                        key = request.priority_class, now - last
+                        result.gaps_by_priority[key] = result.gaps_by_priority.get(key, 0) + 1
                 elif request.metrics.first_token_time is None:
                     result.started.append(request)
             if last and sequence.uses_fast_path and output.finish_reason is None:

@@ -48,6 +48,11 @@ class RequestOutputStream:
         """Tokens of the prompt."""
         return self._state.num_prompt_tokens
 
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of all sequences so far."""
+        return self._state.num_generated_tokens
+
     def __aiter__(self) -> RequestOutputStream:
         return self
 

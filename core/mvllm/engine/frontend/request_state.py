@@ -41,6 +41,7 @@ class RequestState:
         stream: The iterator to notify of new output; None in an LLMEngine.
         final_only: Whether there is no output before the end.
         is_pooling: Whether it is a pooling request, which generates no tokens.
+        priority_class: `high` for a priority below 0, `low` for one above; None for 0.
         search: The beam search that finds the sequences, if the request asks for one.
         metrics: Times of the request's events.
     """
@@ -63,6 +64,7 @@ class RequestState:
         self.sequences = [SequenceState(self, index, core_id, tokenizer) for index, core_id in enumerate(core_ids)]
         self.num_unfinished = len(self.sequences)
         self.num_sequences = params.num_sequences
+        self.priority_class = ("high" if core.priority < 0 else "low") if core.priority else None
         self.search = search
         self.stream: RequestOutputStream | None = None
         self.is_tracked = True

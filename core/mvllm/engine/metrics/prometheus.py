@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from mvllm.config.engine_config import EngineConfig
 from mvllm.config.model import ModelConfig
 from mvllm.engine.core.kv_cache_sizing import KVCacheSummary
-from mvllm.engine.metrics.stats import EngineLoad, EngineMetrics, Histogram
+from mvllm.engine.metrics.stats import PRIORITY_CLASSES, EngineLoad, EngineMetrics, Histogram
 from mvllm.messages.requests import FinishReason, SchedulerStats
 
 PREFIX = "mvllm:"
@@ -64,6 +64,7 @@ class EngineCollector(Collector):
             yield from self._scalar_metrics(prefix, metrics)
             yield self._finish_reason_metric(prefix, metrics)
             yield from self._histograms(prefix, metrics)
+            yield from self._priority_histograms(prefix, metrics)
             yield from self._spec_decode_metrics(prefix, self._engine.stats or SchedulerStats())
             yield self._cache_config(prefix)
 
@@ -145,6 +146,24 @@ class EngineCollector(Collector):
         ):
             family = HistogramMetricFamily(prefix + name, text, labels=("model_name",))
             family.add_metric(self._labels, cumulative_buckets(histogram), histogram.sum)
+            yield family
+
+    def _priority_histograms(self, prefix: str, metrics: EngineMetrics) -> Iterator[Metric]:
+        """The latencies by priority class, if requests may have a priority."""
+        has_classes = self._engine.config.scheduler.policy == "priority"
+        for attribute, name, text in (
+            ("time_to_first_token", "time_to_first_token", "From arrival to the first token"),
+            ("inter_token_latency", "inter_token_latency", "Between tokens"),
+            ("e2e_latency", "e2e_request_latency", "From arrival to the last token"),
+        ):
+            family = HistogramMetricFamily(
+                f"{prefix}{name}_by_priority_seconds",
+                f"{text}, of requests with priority below 0 (high), 0 (normal) and above (low).",
+                labels=("model_name", "priority"),
+            )
+            for priority_class in PRIORITY_CLASSES if has_classes else ():
+                histogram = metrics.latency_of_class(attribute, priority_class)
+                family.add_metric((*self._labels, priority_class), cumulative_buckets(histogram), histogram.sum)
             yield family
 
     def _cache_config(self, prefix: str) -> Metric:

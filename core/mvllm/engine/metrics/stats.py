@@ -32,6 +32,10 @@ STEP_TOKENS_BUCKETS = tuple(float(1 << i) for i in range(15))
 NUM_SEQUENCES_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
+PRIORITY_CLASSES = ("high", "normal", "low")
+"""Of requests with a priority below 0, of 0 and above 0."""
+
+
 @dataclass(frozen=True)
 class EngineLoad:
     """The load of an engine, as last reported by the engine core.
@@ -133,6 +137,8 @@ class EngineMetrics:
     Attributes:
         finished: Finished sequences by finish reason.
         refused: Requests rejected because too many were waiting.
+        by_priority: The latencies of requests whose priority is not 0, by `time_to_first_token/high` and so on; they
+            are in the histograms of all requests, too.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -157,6 +163,7 @@ class EngineMetrics:
         self.params_max_tokens = Histogram(lengths)
         self.params_n = Histogram(NUM_SEQUENCES_BUCKETS)
         self.iteration_tokens = Histogram(STEP_TOKENS_BUCKETS)
+        self.by_priority: dict[str, Histogram] = {}
 
     def record(self, step: OutputProcessorOutput) -> None:
         """Records the outputs of one step."""
@@ -168,6 +175,8 @@ class EngineMetrics:
             self.iteration_tokens.observe(num_prompt + step.num_new_tokens)
         for gap, count in step.inter_token_gaps.items():
             self.inter_token_latency.observe(gap, count)
+        for (priority_class, gap), count in step.gaps_by_priority.items():
+            self._of_class("inter_token_latency", priority_class).observe(gap, count)
         for request in step.finished:
             self.finish(request)
 
@@ -194,8 +203,29 @@ class EngineMetrics:
         self.prompt_tokens += request.num_prompt_tokens
         self.cached_prompt_tokens += request.num_cached_tokens
         self.e2e_latency.observe(metrics.finished_time - metrics.arrival_time)
+        if request.priority_class is not None:
+            histogram = self._of_class("e2e_latency", request.priority_class)
+            histogram.observe(metrics.finished_time - metrics.arrival_time)
         self.queue_time.observe(metrics.first_scheduled_time - metrics.arrival_time)
         self.inference_time.observe(metrics.finished_time - metrics.first_scheduled_time)
+
+    def latency_of_class(self, name: str, priority_class: str) -> Histogram:
+        """A latency of the requests of a priority class, by the name of its attribute."""
+        every: Histogram = getattr(self, name)
+        found = Histogram(every.bounds)
+        others = [self.by_priority.get(f"{name}/{each}", found) for each in PRIORITY_CLASSES if each != "normal"]
+        if priority_class != "normal":
+            return self.by_priority.get(f"{name}/{priority_class}", found)
+        found.counts = [every.counts[i] - sum(each.counts[i] for each in others) for i in range(len(every.counts))]
+        found.sum = every.sum - sum(each.sum for each in others)
+        return found
+
+    def _of_class(self, name: str, priority_class: str) -> Histogram:
+        key = f"{name}/{priority_class}"
+        histogram = self.by_priority.get(key)
+        if histogram is None:
+            histogram = self.by_priority[key] = Histogram(getattr(self, name).bounds)
+        return histogram
 
     def snapshot(self) -> EngineMetricsSnapshot:
         """The current values, for another process."""
@@ -204,6 +234,8 @@ class EngineMetrics:
             match value:
                 case Histogram():
                     found.histograms[name] = (list(value.counts), value.sum)
+                case dict() if name == "by_priority":
+                    found.histograms |= {key: (list(each.counts), each.sum) for key, each in value.items()}
                 case int() if not name.startswith("_"):
                     found.counters[name] = value
         return found
@@ -216,7 +248,7 @@ class EngineMetrics:
             for name, count in snapshot.counters.items():
                 setattr(total, name, getattr(total, name) + count)
             for name, (counts, sum_) in snapshot.histograms.items():
-                histogram: Histogram = getattr(total, name)
+                histogram = total._of_class(*name.split("/")) if "/" in name else getattr(total, name)
                 histogram.counts = [a + b for a, b in zip(histogram.counts, counts)]
                 histogram.sum += sum_
         return total
@@ -226,6 +258,9 @@ class EngineMetrics:
         metrics = request.metrics
         assert metrics.first_token_time is not None
         self.time_to_first_token.observe(metrics.first_token_time - metrics.arrival_time)
+        if request.priority_class is not None:
+            histogram = self._of_class("time_to_first_token", request.priority_class)
+            histogram.observe(metrics.first_token_time - metrics.arrival_time)
         self.prompt_tokens += request.num_prompt_tokens
         self.cached_prompt_tokens += request.num_cached_tokens
         return request.num_prompt_tokens
@@ -238,6 +273,8 @@ class EngineMetrics:
         if ended is None or scheduled is None or first is None:
             return  # aborted: its latencies are not known
         self.e2e_latency.observe(ended - arrived)
+        if request.priority_class is not None:
+            self._of_class("e2e_latency", request.priority_class).observe(ended - arrived)
         self.queue_time.observe(scheduled - arrived)
         self.prefill_time.observe(first - scheduled)
         self.decode_time.observe(last - first)

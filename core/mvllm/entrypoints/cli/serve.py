@@ -7,10 +7,11 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from mvllm.config.engine_args import SERVER_MAX_QUEUED_REQUESTS, EngineArgs
+from mvllm.config.engine_args import SERVER_LONG_PREFILL_SLOWDOWN, SERVER_MAX_QUEUED_REQUESTS, EngineArgs
 from mvllm.config.human_readable_int import human_readable_int
 from mvllm.entrypoints.cli.arguments import add_engine_arguments, engine_args
 from mvllm.entrypoints.cli.chat_arguments import (
@@ -18,7 +19,7 @@ from mvllm.entrypoints.cli.chat_arguments import (
     add_parser_arguments,
     load_chat_template,
 )
-from mvllm.entrypoints.openai.server.authentication import read_api_keys
+from mvllm.entrypoints.openai.server.authentication import KeyLimits, read_api_keys, read_key_limits
 from mvllm.entrypoints.openai.server.settings import DEFAULT_PORT, ServerSettings, UnknownFieldsPolicy
 from mvllm.entrypoints.shutdown_signals import ignore_shutdown_signals, remove_on_exit
 from mvllm.errors import ConfigError
@@ -28,6 +29,14 @@ KEY_VARIABLE = "MVLLM_API_KEY"
 ADMIN_KEY_VARIABLE = "MVLLM_ADMIN_API_KEY"
 MOST_API_SERVERS = 64
 _NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
+
+
+_KEY_LIMITS = {
+    "requests_per_minute": "Requests that each API key may start in a minute, or all clients together without keys. A "
+    "line of a key file may have other limits behind its key: KEY requests_per_minute=60. Default: no limit.",
+    "tokens_per_minute": "Tokens of prompts and outputs that each API key may use in a minute. Default: no limit.",
+    "concurrent_requests": "Requests that each API key may have in flight. Default: no limit.",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +138,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"Maximum size of a request body. Default: {defaults.max_body_bytes}.",
     )
+    for field in fields(KeyLimits):
+        limits.add_argument(
+            f"--key-{field.name.replace('_', '-')}", type=_positive, metavar="N", help=_KEY_LIMITS[field.name]
+        )
     limits.add_argument(
         "--unknown-fields",
         choices=get_args(UnknownFieldsPolicy),
@@ -253,6 +266,8 @@ def _engine(args: argparse.Namespace) -> EngineArgs:
     engine = engine_args(args)
     if engine.max_queued_requests is None:
         engine.max_queued_requests = SERVER_MAX_QUEUED_REQUESTS
+    if engine.long_prefill_slowdown is None:
+        engine.long_prefill_slowdown = SERVER_LONG_PREFILL_SLOWDOWN
     return engine
 
 
@@ -279,6 +294,10 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     admin = _keys(args.admin_api_key, args.admin_api_key_file, ADMIN_KEY_VARIABLE)
     if set(user) & set(admin):
         raise ConfigError("--api-key and --admin-api-key have a key in common. Use different keys.")
+    limits = KeyLimits(**{each.name: getattr(args, f"key_{each.name}") for each in fields(KeyLimits)})
+    limits_of_keys = read_key_limits(args.api_key_file, limits)
+    if read_key_limits(args.admin_api_key_file, limits):
+        raise ConfigError("A file of --admin-api-key-file has limits behind a key, but administrators have no limits.")
     prefixes = ("mvllm:", *([args.metrics_alias_prefix] if args.metrics_alias_prefix else []))
     return ServerSettings(
         host=args.host,
@@ -286,6 +305,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         uds=args.uds,
         api_keys=tuple(user),
         admin_api_keys=tuple(admin),
+        key_limits=limits,
+        limits_of_keys=limits_of_keys,
         served_model_names=tuple(args.served_model_name),
         chat_template=load_chat_template(args.chat_template),
         trust_request_chat_template=args.trust_request_chat_template,
@@ -318,6 +339,13 @@ def _adapter(text: str) -> tuple[str, str]:
 
 def _keys(given: Sequence[str], files: Sequence[str], variable: str) -> list[str]:
     return read_api_keys(given, files, variable, os.environ.pop(variable, None))  # child processes must not inherit it
+
+
+def _positive(text: str) -> int:
+    number = human_readable_int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
 
 
 def _seconds(text: str) -> float:

@@ -98,6 +98,11 @@ class EngineRequests:
         """The number of prompts."""
         return len(self._streams)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompts and of what was generated so far."""
+        return sum(stream.num_prompt_tokens + stream.num_generated_tokens for stream in self._streams)
+
     async def collect(self) -> list[RequestOutput]:
         """The final output of each prompt, in order.
 

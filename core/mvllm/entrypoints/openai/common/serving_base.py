@@ -74,6 +74,11 @@ class RequestHandler(ABC):
         if self._started is not None:
             self._started.close()
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its prompts and of what was generated so far."""
+        return 0 if self._started is None else self._started.num_tokens
+
     @abstractmethod
     async def full_response(self) -> bytes:
         """The body of the response, when all of it is there.

@@ -39,6 +39,7 @@ from mvllm.entrypoints.openai.server.heartbeat_monitor import HEARTBEAT_INTERVAL
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_protocol import LimitedHttpProtocol, uvicorn_settings
 from mvllm.entrypoints.openai.server.listener import is_public, listener_url
+from mvllm.entrypoints.openai.server.rate_limits import RateLimiter
 from mvllm.entrypoints.openai.server.server_state import ServerPhase, ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot
@@ -235,7 +236,11 @@ class APIServer:
             )
         endpoint = settings.otlp_traces_endpoint
         self._tracer = Tracer(endpoint, self._models.name) if endpoint is not None else None
-        app = build_app(self._state, self._models, self._metrics, settings, self._tracer)
+        limiter: RateLimiter | None = None
+        if (limits := settings.limits_by_key) is not None:
+            counters, index = (None, 0) if group is None else (group.key_counters, group.index)
+            limiter = RateLimiter(limits, settings.key_limits, counters, index)
+        app = build_app(self._state, self._models, self._metrics, settings, self._tracer, limiter)
         config: dict[str, Any] = {"app": app, "timeout_graceful_shutdown": 2, **uvicorn_settings()}
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients cause them by sending invalid HTTP
         heartbeat = group.heartbeat if group is not None else lambda: None

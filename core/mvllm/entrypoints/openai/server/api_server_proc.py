@@ -29,6 +29,7 @@ from mvllm.entrypoints.openai.server.process_messages import (
     ParentMessage,
     ShutdownSignal,
 )
+from mvllm.entrypoints.openai.server.rate_limits import KeyCounters
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.openai.server.shared_metrics import SharedServerMetrics
 from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
@@ -78,6 +79,7 @@ class SharedServerArgs(msgspec.Struct, frozen=True):
         settings: The settings of the server.
         listener_fd: Descriptor of the listening socket.
         shared_metrics_fd: Descriptor of the shared metrics pages.
+        key_counters_fd: Descriptor of the counters of rate limits; None without limits.
     """
 
     model: str
@@ -87,6 +89,7 @@ class SharedServerArgs(msgspec.Struct, frozen=True):
     settings: ServerSettings
     listener_fd: int
     shared_metrics_fd: int
+    key_counters_fd: int | None = None
 
 
 class APIServerStart(ChildStartArgs, frozen=True, kw_only=True):
@@ -113,6 +116,7 @@ class APIServerProcess(ChildProcess):
         start = APIServerStart(name=f"ApiServer_{server_args.index}", server_args=server_args, shared_args=shared_args)
         fds = [server_args.control_messages_fd, server_args.coordinator_fd]
         fds += [shared_args.listener_fd, shared_args.shared_metrics_fd]
+        fds += [] if shared_args.key_counters_fd is None else [shared_args.key_counters_fd]
         super().__init__(start, [*fds, *(core.activity_fd for core in server_args.cores)], APIServerHandle)
 
 
@@ -120,7 +124,9 @@ class ServerGroupMember:
     """Connects one API server to its parent, the engine cores, the coordinator and the shared metrics.
 
     Attributes:
+        index: Index of this server.
         shared_metrics: The metrics of all API servers.
+        key_counters: The counters of rate limits of all API servers; None without limits.
         tokenizer_trial: The trial of this server, if it runs one.
     """
 
@@ -132,6 +138,9 @@ class ServerGroupMember:
         self._decoder: msgspec.msgpack.Decoder[ParentMessage] = msgspec.msgpack.Decoder(ParentMessage)
         self._coordinator_client = CoordinatorClient(MessageSocket(server_args.coordinator_fd), server_args.index + 1)
         self.shared_metrics = SharedServerMetrics(SharedMetricsPages(shared_args.shared_metrics_fd), server_args.index)
+        self.index = server_args.index
+        fd = shared_args.key_counters_fd
+        self.key_counters = None if fd is None else KeyCounters(fd)
         self._core_connections = [
             JoinedCoreConnection(
                 core.channel, core.activity_fd, shared_args.unresponsive_timeout, self._hung_core_reporter(rank)

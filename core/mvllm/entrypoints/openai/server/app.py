@@ -22,6 +22,7 @@ from mvllm.entrypoints.openai.server.body_routes import BodyRoutes
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_plugins import HTTPServerHandle, load_http_plugins
 from mvllm.entrypoints.openai.server.middleware import RequestMiddleware
+from mvllm.entrypoints.openai.server.rate_limits import RateLimiter
 from mvllm.entrypoints.openai.server.routes import Routes
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
@@ -37,9 +38,10 @@ def build_app(
     metrics: HTTPMetrics,
     settings: ServerSettings,
     tracer: Tracer | None = None,
+    rate_limiter: RateLimiter | None = None,
 ) -> ASGIApp:
     """The application with all middleware."""
-    app: ASGIApp = build_fastapi_app(state, models, metrics, settings)
+    app: ASGIApp = build_fastapi_app(state, models, metrics, settings, rate_limiter)
     if tracer is not None:
         app = TracingMiddleware(app, tracer)
     keys = APIKeys(settings.api_keys, settings.admin_api_keys)
@@ -57,7 +59,11 @@ def build_app(
 
 
 def build_fastapi_app(
-    state: ServerState, models: OpenAIServingModels, metrics: HTTPMetrics, settings: ServerSettings
+    state: ServerState,
+    models: OpenAIServingModels,
+    metrics: HTTPMetrics,
+    settings: ServerSettings,
+    rate_limiter: RateLimiter | None = None,
 ) -> FastAPI:
     """The application without middleware."""
     app = FastAPI(
@@ -73,7 +79,7 @@ def build_fastapi_app(
         lambda name: HTTPServerHandle(name, state, models, settings),
         lambda: _add_handlers(FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)),
     )
-    body_routes = BodyRoutes(state, models, settings)
+    body_routes = BodyRoutes(state, models, settings, rate_limiter)
     routes = Routes(state, models, metrics, settings, body_routes)
     app.router.routes[:0] = routes.fast_routes
     for router in routes.routers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from mvllm.errors import ConfigError
@@ -23,6 +23,21 @@ class Role(enum.IntEnum):
     UNAUTHENTICATED = 0
     USER = 1
     ADMIN = 2
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """What one key may use; None for no limit.
+
+    Attributes:
+        requests_per_minute: Requests that it may start.
+        tokens_per_minute: Tokens of prompts and outputs.
+        concurrent_requests: Requests in flight.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +66,7 @@ class APIKeys:
     """
 
     def __init__(self, user: Iterable[str] = (), admin: Iterable[str] = ()) -> None:
-        users, admins = ([_digest(key.encode()) for key in keys] for keys in (user, admin))
+        users, admins = ([key_digest(key) for key in keys] for keys in (user, admin))
         self._callers = {digest: Caller(Role.USER, digest) for digest in users}
         self._callers |= {digest: Caller(Role.ADMIN, digest) for digest in admins}
         self._anonymous_caller = Caller(Role.UNAUTHENTICATED if users else Role.USER)
@@ -79,7 +94,7 @@ def read_api_keys(given: Sequence[str], files: Sequence[str], variable: str, val
 
     Args:
         given: Keys themselves.
-        files: Files with one key per line; lines that begin with # are ignored.
+        files: Files with one key per line, and its limits behind it; lines that begin with # are ignored.
         variable, value: Name and value of the environment variable with keys, one per line.
 
     Raises:
@@ -87,17 +102,54 @@ def read_api_keys(given: Sequence[str], files: Sequence[str], variable: str, val
     """
     keys = [_checked(key, "--api-key") for key in given]
     for name in files:
-        try:
-            lines = [line.strip() for line in Path(name).read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"The file of API keys {name!r} cannot be read: {e}") from e
-        found = [_checked(line, name) for line in lines if line and not line.startswith("#")]
+        found = [_checked(key, name) for key, _ in _read_lines(name)]
         if not found:
             raise ConfigError(f"The file of API keys {name!r} holds no key. Write one per line.")
         keys += found
     if value is not None:
         keys += [_checked(key, variable) for key in value.split("\n")]
     return list(dict.fromkeys(keys))
+
+
+def read_key_limits(files: Iterable[str], default: KeyLimits) -> dict[str, KeyLimits]:
+    """The limits of the keys that have some in their files: `KEY requests_per_minute=60 concurrent_requests=4`.
+
+    Args:
+        default: The limits that a line does not name.
+
+    Raises:
+        ConfigError: A limit is unknown or not a positive integer, or a file cannot be read.
+    """
+    lines = [line for file in files for line in _read_lines(file)]
+    return {key: replace(default, **limits) for key, limits in lines if limits}
+
+
+def _read_lines(file: str) -> list[tuple[str, dict[str, int]]]:
+    """The keys of a file, and the limits behind each."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"The file of API keys {file!r} cannot be read: {e}") from e
+    words = [line.split() for line in lines]
+    return [(first, _limits(file, rest)) for first, *rest in filter(None, words) if not first.startswith("#")]
+
+
+def _limits(file: str, settings: Sequence[str]) -> dict[str, int]:
+    names, found = [each.name for each in fields(KeyLimits)], {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in names or not (value.isascii() and value.isdecimal() and int(value[:16]) > 0 and len(value) < 16):
+            raise ConfigError(
+                f"The file of API keys {file!r} has something behind a key that is no limit. Limits are "
+                f"{', '.join(names)}, each with = and a positive integer, separated by spaces. Keys have no spaces."
+            )
+        found[name] = int(value)
+    return found
+
+
+def key_digest(key: str) -> bytes:
+    """The digest under which a key is stored."""
+    return _digest(key.encode())
 
 
 def _checked(key: str, source: str) -> str:

@@ -17,6 +17,8 @@ from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.streaming_response import EventStreamResponse, cancel_on_disconnect
 from mvllm.entrypoints.openai.protocol import ModelRequest, reject_unsupported_fields
+from mvllm.entrypoints.openai.server.middleware import request_caller
+from mvllm.entrypoints.openai.server.rate_limits import RateLimiter
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 
@@ -33,15 +35,23 @@ class BodyRoutes:
         state: The server's state.
         models: Names of the model and of LoRA adapters.
         settings: The server's.
+        rate_limiter: Limits requests of each key; None for no limits.
 
     Attributes:
         reader: Reads bodies within the server's limits.
     """
 
-    def __init__(self, state: ServerState, models: OpenAIServingModels, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        models: OpenAIServingModels,
+        settings: ServerSettings,
+        rate_limiter: RateLimiter | None = None,
+    ) -> None:
         self.reader = BodyReader.from_settings(settings)
         self._state = state
         self._models = models
+        self._rate_limiter = rate_limiter
         self._send_timeout = settings.send_timeout
         self._decoders: dict[type[ModelRequest], BodyDecoder[Any]] = {}
 
@@ -106,6 +116,7 @@ class BodyRoutes:
 
         Raises:
             As `decode_for_model` and the handler.
+            APIError: The key has used up a limit (429).
         """
         context, model, body = await self.decode_for_model(request, body_type, with_adapters=with_adapters)
         return await self.run(request, make_handler(context, model, body), model)
@@ -120,18 +131,27 @@ class BodyRoutes:
             As the handler.
         """
         handler.lora_request = self._models.lora_request(model)
+        limiter = self._rate_limiter
+        counted = limiter.start(request.scope, request_caller(request.scope)) if limiter is not None else None
         self._state.request_started()
 
         def end() -> None:
             handler.close()
             self._state.request_finished()
+            if counted is not None:
+                counted.end(handler.num_tokens)
 
         is_streaming = False
         try:
             async with cancel_on_disconnect(request.receive):
                 await handler.start()
+                if counted is not None:
+                    counted.add_tokens(handler.num_tokens)
                 if not (isinstance(handler, GenerationHandler) and handler.is_streaming):
-                    return json_response(await handler.full_response())
+                    body_bytes = await handler.full_response()
+                    if counted is not None:
+                        counted.add_tokens(handler.num_tokens)  # before the headers of the response
+                    return json_response(body_bytes)
             is_streaming = True
             # It calls `end`, however it ends.
             return EventStreamResponse(handler.stream(), self._send_timeout, end, handler.stream_format)

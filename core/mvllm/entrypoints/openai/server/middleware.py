@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mvllm.entrypoints.openai.common.errors import APIError, ErrorFormat, error_response, to_api_error
 from mvllm.entrypoints.openai.common.unknown_fields import UNKNOWN_FIELDS_SCOPE_KEY, unknown_fields_header
 from mvllm.entrypoints.openai.server.authentication import APIKeys, Caller, Role
+from mvllm.entrypoints.openai.server.rate_limits import response_headers
 from mvllm.logging import get_logger
 
 logger = get_logger(__name__)
@@ -66,7 +67,7 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *id_headers]
+                message["headers"] = [*message.get("headers", ()), *id_headers, *response_headers(scope)]
                 if unknown_fields:
                     message["headers"].append(unknown_fields_header(unknown_fields))
             await send(message)

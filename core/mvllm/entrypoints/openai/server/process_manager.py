@@ -46,6 +46,7 @@ from mvllm.entrypoints.openai.server.api_server_proc import (
 from mvllm.entrypoints.openai.server.heartbeat_monitor import HeartbeatMonitor
 from mvllm.entrypoints.openai.server.listener import listener_url
 from mvllm.entrypoints.openai.server.process_messages import CoreHung, CoreStarted, EngineDied, ShutdownSignal
+from mvllm.entrypoints.openai.server.rate_limits import KeyCounters, RateLimiter
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.entrypoints.shutdown_signals import (
     SHUTDOWN_SECONDS,
@@ -109,6 +110,8 @@ class _ProcessManager:
         self._control_sockets: list[MessageSocket] = []
         self._coordinator: CoordinatorChildProcess | None = None
         self._shared_metrics = SharedMetricsPages.create(count)
+        limits = settings.limits_by_key
+        self._key_counters = None if limits is None else KeyCounters.create(count, RateLimiter.num_keys(limits))
         self._status = 0
         self._deadline = float("inf")  # finite once the shutdown has begun
 
@@ -165,6 +168,7 @@ class _ProcessManager:
             settings=self._settings,
             listener_fd=self._listener.fileno(),
             shared_metrics_fd=self._shared_metrics.fd,
+            key_counters_fd=None if self._key_counters is None else self._key_counters.fd,
         )
         for index in range(self._count):
             ours, theirs = pair()
@@ -334,6 +338,8 @@ class _ProcessManager:
         for control in self._control_sockets:
             control.close()
         self._shared_metrics.close()
+        if self._key_counters is not None:
+            self._key_counters.close()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mvllm.entrypoints.openai.server.authentication import KeyLimits
+
 DEFAULT_PORT = 8000
 
 UnknownFieldsPolicy = Literal["warn", "refuse", "ignore"]
@@ -20,6 +22,8 @@ class ServerSettings:
         uds: Path of a Unix domain socket to listen on instead.
         api_keys: Keys for everything except administration; without any, no key is needed.
         admin_api_keys: Keys for everything; without any, administration is closed.
+        key_limits: What each user key may use, and all requests together where the server has no keys.
+        limits_of_keys: The limits of user keys that have others.
         served_model_names: Names of the model in requests; by default the name it was started with.
         chat_template: Template in place of the tokenizer's own.
         trust_request_chat_template: Whether requests may send a template.
@@ -51,6 +55,8 @@ class ServerSettings:
     uds: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)
+    key_limits: KeyLimits = field(default_factory=KeyLimits)
+    limits_of_keys: dict[str, KeyLimits] = field(default_factory=dict, repr=False)
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
     trust_request_chat_template: bool = False
@@ -73,3 +79,10 @@ class ServerSettings:
     lora_modules: tuple[tuple[str, str], ...] = ()
     runtime_lora_loading: bool = True
     docs: bool = True
+
+    @property
+    def limits_by_key(self) -> dict[str, KeyLimits] | None:
+        """The limits of each user key; None if nothing is limited."""
+        if self.key_limits == KeyLimits() and not self.limits_of_keys:
+            return None
+        return {key: self.limits_of_keys.get(key, self.key_limits) for key in self.api_keys}

@@ -1,0 +1,73 @@
+"""Estimates how long a step takes, from the times of earlier steps: a step of generating requests, and a prompt token.
+
+    seconds of a step = seconds of a step without prompts + prompt tokens x seconds per prompt token
+
+Both are moving averages, so they follow the load, the context lengths and the machine.
+"""
+
+from __future__ import annotations
+
+_FALLS, _RISES = 1 / 4, 1 / 16
+"""Weights of a new value below and above the average: a step that is slow for another reason counts little."""
+
+_WEIGHT = 1 / 8
+"""Weight of a new step in the average cost of prompt tokens."""
+
+_MAX_AGE = 64
+"""After so many steps with prompt tokens one step without is needed, since the number of requests may have changed."""
+
+_FIRST_TOKENS = 128
+"""Prompt tokens of a step before their cost is known."""
+
+_MIN_TOKENS = 16
+"""A prompt always gets as many, so that it makes progress."""
+
+
+class StepTimeModel:
+    """The estimate of one scheduler.
+
+    A step is the time between the results of two steps, which is also the latency between two tokens of a request.
+    """
+
+    def __init__(self) -> None:
+        self._decode_seconds = 0.0  # of a step without prompts; 0 before the first one
+        self._prompt_seconds = self._prompt_tokens = 0.0  # moving averages over steps with prompts
+        self._age = 0
+
+    def add_step(self, num_prompt_tokens: int, seconds: float) -> None:
+        """Records a step.
+
+        Args:
+            num_prompt_tokens: Its tokens beyond one for each request.
+            seconds: How long it took.
+        """
+        if num_prompt_tokens > 0:
+            self._age += 1
+            if self._decode_seconds:
+                further = max(0.0, seconds - self._decode_seconds)
+                self._prompt_seconds += _WEIGHT * (further - self._prompt_seconds)
+                self._prompt_tokens += _WEIGHT * (num_prompt_tokens - self._prompt_tokens)
+            return
+        self._age = 0
+        average = self._decode_seconds
+        if not average or seconds < average / 2:  # the first step may have compiled something
+            self._decode_seconds = seconds
+        elif seconds < average:
+            self._decode_seconds += _FALLS * (seconds - average)
+        else:
+            self._decode_seconds += _RISES * (min(seconds, 4 * average) - average)
+
+    def prompt_tokens_within(self, slowdown: float) -> int | None:
+        """Prompt tokens with which a step takes `slowdown` times as long as without; None while nothing is known.
+
+        Now and then 0, for a step without prompt tokens; the next call returns a number again.
+        """
+        if not self._decode_seconds:
+            return None
+        if self._age > _MAX_AGE:
+            self._age = 0
+            return 0
+        if not self._prompt_seconds:
+            return _FIRST_TOKENS
+        seconds_per_token = self._prompt_seconds / self._prompt_tokens
+        return max(_MIN_TOKENS, int((slowdown - 1) * self._decode_seconds / seconds_per_token))
