@@ -94,6 +94,12 @@ def test_a_stream_has_the_events_of_the_same_message_in_the_order_of_the_api(fol
             assert "".join(delta["text"] for delta in deltas) == block["text"]
 
 
+def test_a_thinking_budget_is_ignored_where_the_server_cannot_tell_thoughts(folder: str) -> None:
+    server = Server(folder, "It rains.", reasoning_parser=None)
+    assert server.post(ASK, PATH).json()["content"] == [{"type": "text", "text": "It rains."}]
+    assert server.core.requests[-1].sampling_params.thinking_token_budget is None
+
+
 @pytest.mark.parametrize("thinking", [None, {"type": "disabled"}, {"type": "adaptive", "display": "omitted"}])
 def test_thinking_that_was_not_asked_for_is_left_out(folder: str, thinking: dict[str, Any] | None) -> None:
     server = Server(folder, f"{THOUGHT}Yes.")

@@ -42,6 +42,7 @@ class MessagesHandler(ChatHandler):
     """
 
     field_names = CHAT_TO_MESSAGES_FIELDS
+    requires_thinking_tags = False  # agents send a budget to every model
 
     def __init__(self, context: ServingContext, model: str, request: MessagesRequest) -> None:
         with renamed_fields(self.field_names):

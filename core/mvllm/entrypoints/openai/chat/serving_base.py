@@ -59,7 +59,10 @@ class ChatHandler(GenerationHandler):
         if self._output_parser.needs_special_tokens(renderer.special_tokens):
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         if params.thinking_token_budget is not None:
-            params = msgspec.structs.replace(params, thinking_tags=_thinking_tags(self._output_parser))
+            if self._output_parser.thinking_tags is None and not self.requires_thinking_tags:
+                params = msgspec.structs.replace(params, thinking_token_budget=None)
+            else:
+                params = msgspec.structs.replace(params, thinking_tags=_thinking_tags(self._output_parser))
         super().__init__(context, model, id_prefix, request, params, constraint)
 
     async def start(self) -> None:
