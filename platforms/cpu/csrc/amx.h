@@ -1,8 +1,9 @@
-// The instruction set amx_bf16: avx512_bf16 with bfloat16 products on AMX tiles.
+// The instruction sets amx_bf16 and amx_int8: avx512_bf16 with products of bfloat16 and of int8 on AMX tiles.
 
 #pragma once
 
 #include "kernels.h"
+#include "qlinear.h"
 
 // Linux only, because a process has to request the tiles from the system. Compilers with this header can assemble AMX.
 #if MVLLM_AMX_EMULATED || (MVLLM_X86 && defined(__linux__) && __has_include(<amxtileintrin.h>))
@@ -14,6 +15,15 @@
 namespace mvllm {
 
 #if MVLLM_AMX
+// Bits of CPUID leaf 7 (EDX): products of tiles that a processor has.
+constexpr unsigned AMX_BF16 = 1u << 22, AMX_INT8 = 1u << 25;
+
+// Requests the tiles from the system; false if the processor or the system lacks them or these products.
+bool amx_runs_here(unsigned products);
+
+// Products of bytes and of block-quantized weights. Null if the processor or the system lacks the tiles.
+const QIsa* amx_qisa();
+
 // Requests the tiles from the system. Returns the instruction set, or null if the processor or the system lacks it.
 const Isa* amx_isa();
 
