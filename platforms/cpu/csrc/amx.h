@@ -17,6 +17,10 @@ namespace mvllm {
 // Requests the tiles from the system. Returns the instruction set, or null if the processor or the system lacks it.
 const Isa* amx_isa();
 
+// The table of avx512_bf16 with products of block-quantized weights on AMX tiles, or null; see amx_block_linear.cpp.
+struct QIsa;
+const QIsa* amx_qisa();
+
 // Implements `Isa::linear` for weights packed for avx512_bf16.
 void amx_linear(const Linear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);
 #endif

@@ -124,6 +124,7 @@ inline void dot_bf16(int c, int a, int b) {
     asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void*)(from)), "r"((int64_t)(stride)) : "memory")
 #define TILE_STORE(t, to, stride) \
     asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void*)(to)), "r"((int64_t)(stride)) : "memory")
+#define TILE_DOT_INT8(c, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 #define TILE_DOT_BF16(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
 #endif

@@ -1,5 +1,6 @@
 // Products with integer weights: choice of the instruction set, packing, and division of a product among threads.
 
+#include "amx.h"
 #include "entries.h"
 #include "processor.h"
 #include "qlinear.h"
@@ -30,7 +31,13 @@ constexpr int64_t GATED_ELEMENTS = 1 << 14;     // elements computed before silu
 
 const QIsa& choose() {
     [[maybe_unused]] const Features has;
+#if MVLLM_AMX && !MVLLM_AMX_EMULATED
+    const QIsa* const amx = amx_qisa();
+#endif
     const Candidate<QIsa> best_first[] = {
+#if MVLLM_AMX && !MVLLM_AMX_EMULATED
+        {amx, amx != nullptr, "amx_bf16"},
+#endif
 #if MVLLM_X86
         {&qisa_avx512_bf16, has.avx512_bf16 && has.avx512_vnni},
         {&qisa_avx512_vnni, has.avx512_vnni},
