@@ -21,11 +21,14 @@ constexpr unsigned AMX_BF16 = 1u << 22, AMX_INT8 = 1u << 25;
 // Requests the tiles from the system; false if the processor or the system lacks them or these products.
 bool amx_runs_here(unsigned products);
 
-// Products of bytes and of block-quantized weights. Null if the processor or the system lacks the tiles.
+// avx512_bf16 with products of int8 rows on tiles. Null if the processor or the system lacks the tiles.
 const QIsa* amx_qisa();
 
 // Requests the tiles from the system. Returns the instruction set, or null if the processor or the system lacks it.
 const Isa* amx_isa();
+
+// Implements `BlockKernels::int8` for weights packed for avx512_bf16; see amx_block_linear.cpp.
+void amx_block_int8(const BlockRows&, const BlockTile&, int64_t row, int rows);
 
 // Implements `Isa::linear` for weights packed for avx512_bf16.
 void amx_linear(const Linear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);

@@ -1,5 +1,5 @@
-// Products of rows quantized to int8 with integer and block-quantized weights on AMX tiles. All other kernels, the packing,
-// and products of fewer than 16 rows are those of avx512_bf16, whose results these kernels repeat bit by bit: sums of
+// Products of rows quantized to int8 with integer weights on AMX tiles, and the table of kernels for processors with tiles of
+// bytes. All other kernels, the packing, and products of fewer than 16 rows are those of avx512_bf16, whose results these kernels repeat bit by bit: sums of
 // integers are exact, and they are scaled in the same order.
 //
 // Four consecutive k of 16 columns of a packed weight have the layout of the second operand of a tile product:
@@ -32,7 +32,6 @@ namespace mvllm {
 namespace q_amx {
 #include "simd.h"
 #include "qlinear_tile.h"
-#include "block_linear_tile.h"
 
 constexpr int SIDE = 16;       // rows and columns of a tile of sums
 constexpr int MOST_DEPTH = 64;  // k of one product of tiles
@@ -67,9 +66,8 @@ struct RowPair {
     }
 };
 
-// `steps` products of tiles: `depth` k each, rows of x `stride` bytes apart, of weights `pitch` lanes. Weights are signed
-// bytes if SIGNED, else unsigned ones.
-template <bool SIGNED, bool ROWS, bool COLUMNS>
+// `steps` products of tiles: `depth` k each, rows of x `stride` bytes apart, rows of weights `pitch` lanes.
+template <bool ROWS, bool COLUMNS>
 INLINE void multiply_tiles(const int8_t* x0, const int8_t* x1, int64_t stride, const uint32_t* w, int64_t pitch, int depth,
                            int steps) {
     TILE_ZERO(0);
@@ -79,36 +77,33 @@ INLINE void multiply_tiles(const int8_t* x0, const int8_t* x1, int64_t stride, c
     for (; steps > 0; --steps, x0 += depth, x1 += depth, w += depth / 4 * pitch) {
         TILE_LOAD(4, x0, stride);
         TILE_LOAD(6, w, pitch * 4);
-        if (SIGNED) TILE_DOT_S8S8(0, 4, 6); else TILE_DOT_S8U8(0, 4, 6);
+        TILE_DOT_S8U8(0, 4, 6);
         if (COLUMNS) {
             TILE_LOAD(7, w + SIDE, pitch * 4);
-            if (SIGNED) TILE_DOT_S8S8(1, 4, 7); else TILE_DOT_S8U8(1, 4, 7);
+            TILE_DOT_S8U8(1, 4, 7);
         }
         if (!ROWS) continue;
         TILE_LOAD(5, x1, stride);
-        if (SIGNED) TILE_DOT_S8S8(2, 5, 6); else TILE_DOT_S8U8(2, 5, 6);
-        if (COLUMNS) {
-            if (SIGNED) TILE_DOT_S8S8(3, 5, 7); else TILE_DOT_S8U8(3, 5, 7);
-        }
+        TILE_DOT_S8U8(2, 5, 6);
+        if (COLUMNS) TILE_DOT_S8U8(3, 5, 7);
     }
 }
 
 // The same, with the sums stored: those of the first tile of rows at `first`, of the second one at `second`, `pitch_out`
 // integers from row to row.
-template <bool SIGNED>
 INLINE void multiply_rows(const RowPair& pair, bool columns, const int8_t* x, int64_t stride, const uint32_t* w,
                           int64_t pitch, int depth, int steps, int32_t* first, int32_t* second, int64_t pitch_out) {
     const int8_t *x0 = x + pair.first * stride, *x1 = x + pair.second * stride;
     const int64_t bytes = pitch_out * 4;
     if (pair.both) {
-        if (columns) multiply_tiles<SIGNED, true, true>(x0, x1, stride, w, pitch, depth, steps);
-        else multiply_tiles<SIGNED, true, false>(x0, x1, stride, w, pitch, depth, steps);
+        if (columns) multiply_tiles<true, true>(x0, x1, stride, w, pitch, depth, steps);
+        else multiply_tiles<true, false>(x0, x1, stride, w, pitch, depth, steps);
         TILE_STORE(2, second, bytes);
         if (columns) TILE_STORE(3, second + SIDE, bytes);
     } else if (columns) {
-        multiply_tiles<SIGNED, false, true>(x0, x1, stride, w, pitch, depth, steps);
+        multiply_tiles<false, true>(x0, x1, stride, w, pitch, depth, steps);
     } else {
-        multiply_tiles<SIGNED, false, false>(x0, x1, stride, w, pitch, depth, steps);
+        multiply_tiles<false, false>(x0, x1, stride, w, pitch, depth, steps);
     }
     TILE_STORE(0, first, bytes);
     if (columns) TILE_STORE(1, first + SIDE, bytes);
@@ -133,7 +128,7 @@ static void rows_with_one_scale(const QLinear& op, int64_t row_begin, int64_t ro
             for (int row = 0; row < rows; row += 2 * SIDE) {
                 const RowPair pair(row, rows);
                 int32_t* to = sums + s * STRIP;
-                multiply_rows<false>(pair, s + 1 < strips, x, op.x_stride, weight + s * STRIP, QTILE, MOST_DEPTH, steps,
+                multiply_rows(pair, s + 1 < strips, x, op.x_stride, weight + s * STRIP, QTILE, MOST_DEPTH, steps,
                                      to + pair.first * QTILE, to + pair.second * QTILE, QTILE);
             }
         store_int8_rows<E>(op, row_begin, rows, strip, next, sums);
@@ -187,7 +182,7 @@ static void rows_with_block_scales(const QLinear& op, int64_t row_begin, int64_t
                     for (int row = 0; row < rows; row += 2 * SIDE) {
                         const RowPair pair(row, rows);
                         const bool both = s + 1 < strips;
-                        multiply_rows<false>(pair, both, x + k + begin, op.x_stride, w + begin / 4 * QTILE + s * STRIP, QTILE,
+                        multiply_rows(pair, both, x + k + begin, op.x_stride, w + begin / 4 * QTILE + s * STRIP, QTILE,
                                              depth, steps, exact, exact + 2 * SIDE * SIDE, 2 * SIDE);
                         auto add = [&](int from, int first, int skip) {
                             const int at = first + skip;
@@ -221,86 +216,6 @@ static void int8_or_vectors(const QLinear& op, int64_t row_begin, int64_t row_en
         default: return int8_rows<Float16>(op, row_begin, row_end, strip_begin, strip_end);
     }
 }
-
-// ---- block-quantized weights of GGUF files -------------------------------------------------------------------------------
-
-// Adds the sums of a group. Weights are signed, unless the kind is MINIMUM: the offset is subtracted from the bytes before.
-template <BlockKind KIND>
-INLINE void add_groups(const int32_t (*exact)[2 * SIDE * BTILE], int from, int rows, const BlockPanel& panel, int group,
-                       const BlockInput* inputs, int64_t inputs_stride, float* sums) {
-    for (int c = 0; c < BTILE; c += LANES) {
-        const vf a = load(panel.a + group * BTILE + c), b = load(panel.b + group * BTILE + c);
-        for (int m = 0; m < rows; ++m) {
-            const BlockInput& x = inputs[m * inputs_stride];
-            const int at = (from + m) * BTILE + c;
-            const vf first = __builtin_convertvector(load_ints(exact[0] + at), vf);
-            vf scaled = first * a;
-            if constexpr (KIND == BlockKind::MINIMUM) scaled = multiply_add(first, a, b * -x.total);
-            if constexpr (KIND == BlockKind::HALVES)
-                scaled = multiply_add(first, a, __builtin_convertvector(load_ints(exact[1] + at), vf) * b);
-            float* sum = sums + m * BTILE + c;
-            store(sum, multiply_add(scaled, splat(x.scale), load(sum)));
-        }
-    }
-}
-
-INLINE void subtract_offset(BlockPanel& panel, int groups, int offset) {
-    const __m512i bytes = _mm512_set1_epi8(char(offset));
-    for (int i = 0; i < groups * 8 * BTILE; i += LANES)
-        store_lanes(panel.quads + i, (vu)_mm512_sub_epi8((__m512i)load_lanes(panel.quads + i), bytes));
-}
-
-template <class F>
-static void block_tile(const BlockRows& op, const BlockTile& tile, int64_t row, int rows) {
-    constexpr bool SIGNED = F::KIND != BlockKind::MINIMUM;
-    constexpr int HALVES = F::KIND == BlockKind::HALVES ? 2 : 1, DEPTH = BLOCK_GROUP / HALVES;
-    if (rows < SIDE) return qisa_avx512_bf16.blocks.int8(op, tile, row, rows);
-    alignas(64) float sums[BLOCK_ROWS * BTILE];
-    alignas(64) BlockPanel panel;
-    alignas(64) int32_t exact[HALVES][2 * SIDE * BTILE];
-    const int groups = op.in_features / BLOCK_GROUP;
-    const int8_t* x = static_cast<const int8_t*>(op.x) + row * op.x_stride;
-    const BlockInput* inputs = op.inputs + row * groups;
-    for (int i = 0; i < rows * BTILE; i += LANES) store(sums + i, vf{});
-    const Tiles tiles(DEPTH);
-    for (int first = 0; first < groups; first += BLOCK_PIECE) {
-        const int count = least(BLOCK_PIECE, groups - first);
-        unpack_block_panel<F>(tile.weight, first, count, panel);
-        if (SIGNED) subtract_offset(panel, count, F::OFFSET);
-        for (int group = 0; group < count; ++group)
-            for (int begin = 0; begin < rows; begin += 2 * SIDE) {
-                const RowPair pair(begin, rows);
-                for (int half = 0; half < HALVES; ++half)
-                    multiply_rows<SIGNED>(pair, true, x + (first + group) * BLOCK_GROUP + half * DEPTH, op.x_stride,
-                                          panel.quads + (group * 8 + half * DEPTH / 4) * BTILE, BTILE, DEPTH, 1,
-                                          exact[half], exact[half] + SIDE * BTILE, BTILE);
-                auto add = [&](int from, int at, int skip) {
-                    const BlockInput* of = inputs + int64_t(at + skip) * groups + first + group;
-                    add_groups<F::KIND>(exact, from + skip, SIDE - skip, panel, group, of, groups, sums + (at + skip) * BTILE);
-                };
-                add(0, pair.first, pair.both ? 0 : pair.skip);
-                if (pair.both) add(SIDE, pair.second, pair.skip);
-            }
-    }
-    store_block_tile(tile, sums, rows, op.dtype);
-}
-
-static void block_tiles(const BlockRows& op, const BlockTile& tile, int64_t row, int rows) {
-    switch (tile.format) {
-        case Q4_0: return block_tile<FormatQ4_0>(op, tile, row, rows);
-        case Q4_1: return block_tile<FormatQ4_1>(op, tile, row, rows);
-        case Q5_0: return block_tile<FormatQ5_0>(op, tile, row, rows);
-        case Q5_1: return block_tile<FormatQ5_1>(op, tile, row, rows);
-        case Q3_K: return block_tile<FormatQ3_K>(op, tile, row, rows);
-        case IQ4_NL: return block_tile<FormatIQ4_NL>(op, tile, row, rows);
-        case IQ4_XS: return block_tile<FormatIQ4_XS>(op, tile, row, rows);
-        case Q8_0: return block_tile<FormatQ8_0>(op, tile, row, rows);
-        case Q4_K: return block_tile<FormatQ4_K>(op, tile, row, rows);
-        case Q5_K: return block_tile<FormatQ5_K>(op, tile, row, rows);
-        case Q6_K: return block_tile<FormatQ6_K>(op, tile, row, rows);
-        default: return block_tile<FormatMXFP4>(op, tile, row, rows);
-    }
-}
 }  // namespace q_amx
 
 #pragma GCC diagnostic pop
@@ -317,17 +232,11 @@ const QIsa* amx_qisa() {
         QIsa own = qisa_avx512_bf16;
         own.name = "amx_int8";
         own.int8 = q_amx::int8_or_vectors;
-        own.blocks.int8 = q_amx::block_tiles;
+        own.blocks.int8 = amx_block_int8;
         return own;
     }();
     return &isa;
 }
 
-}  // namespace mvllm
-#else
-namespace mvllm {
-#if MVLLM_AMX
-const QIsa* amx_qisa() { return nullptr; }
-#endif
 }  // namespace mvllm
 #endif

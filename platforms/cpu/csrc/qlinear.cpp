@@ -32,8 +32,8 @@ constexpr int64_t GATED_ELEMENTS = 1 << 14;     // elements computed before silu
 const QIsa& choose() {
     [[maybe_unused]] const Features has;
     const Candidate<QIsa> best_first[] = {
-#if MVLLM_AMX
-        {amx_qisa(), true},
+#if MVLLM_AMX && !MVLLM_AMX_EMULATED
+        {amx_qisa(), true, "amx_bf16"},
 #endif
 #if MVLLM_X86
         {&qisa_avx512_bf16, has.avx512_bf16 && has.avx512_vnni},
