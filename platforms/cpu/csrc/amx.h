@@ -30,6 +30,9 @@ const Isa* amx_isa();
 // Implements `BlockKernels::int8` for weights packed for avx512_bf16; see amx_block_linear.cpp.
 void amx_block_int8(const BlockRows&, const BlockTile&, int64_t row, int rows);
 
+// Implements `Isa::attend`.
+void amx_attend(const Geometry&, const Layer&, const Item&, const Item* next, const Scratch&, float* partials);
+
 // Implements `Isa::linear` for weights packed for avx512_bf16.
 void amx_linear(const Linear&, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end);
 #endif

@@ -206,6 +206,7 @@ const Isa* amx_isa() {
         Isa own = isa_avx512_bf16;
         own.name = "amx_bf16";
         own.linear = amx_linear;
+        own.attend = amx_attend;
         return own;
     }();
     return &isa;
