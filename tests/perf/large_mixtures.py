@@ -1,10 +1,12 @@
 """Memory and decode rate of large mixtures of experts, compared with the least bytes that a token reads.
 
-    python -m tests.perf.large_mixtures --folder FOLDER [--model gpt-oss qwen3] [--format q4_0] [--layers 1]
+    python -m tests.perf.large_mixtures --folder FOLDER [--model gpt-oss gpt-oss-gguf qwen3] [--format q4_0]
+        [--layers 1] [--peers FOLDER] [--rounds 2]
 
-Writes random-weight checkpoints of gpt-oss-20b and Qwen3-30B-A3B (13.8 and 17.2 GB, see `mixture_files.py`), unless
-they are in the folder, then runs each in a process of its own. A prompt of 1,024 random tokens first reads nearly all
-experts; each run is one sequence of 32 tokens, 64 new ones, greedy.
+Writes random-weight checkpoints of gpt-oss-20b and Qwen3-30B-A3B (13.8, 12.1 and 17.2 GB, see `mixture_files.py`),
+unless they are in the folder, then runs each in a process of its own. A prompt of 1,024 random tokens first reads
+nearly all experts; each run is one sequence of 32 tokens, 64 new ones, greedy. With `--peers`, llama.cpp runs on the
+same GGUF files: each round loads and runs one engine after the other, because memory holds only one of them.
 
     peak, steady   proportional set size of all the engine's processes: largest while it loads, and after the runs
     decode         new tokens per second after the first one, median of the runs
@@ -34,12 +36,24 @@ from typing import Any
 
 import psutil
 
+from tests.perf.cpu_bench.engine_process import EngineFailed, EngineProcess
+from tests.perf.cpu_bench.engines import Engine, installed_peers
 from tests.perf.cpu_bench.machine import Probe, describe, wait_until_idle
-from tests.perf.mixture_files import GGUF_FORMATS, Mixture, gpt_oss, qwen3, write_gpt_oss, write_qwen3
+from tests.perf.mixture_files import (
+    GGUF_FORMATS,
+    Mixture,
+    gpt_oss,
+    gpt_oss_gguf,
+    qwen3,
+    write_gpt_oss,
+    write_gpt_oss_gguf,
+    write_qwen3,
+)
 
 PROMPT, OUTPUT, LONG_PROMPT = 32, 64, 1024
-LAYERS = {"gpt-oss": 24, "qwen3": 48}
-VOCAB = {"gpt-oss": 201_088, "qwen3": 151_936}
+LAYERS = {"gpt-oss": 24, "gpt-oss-gguf": 24, "qwen3": 48}
+VOCAB = {"gpt-oss": 201_088, "gpt-oss-gguf": 201_088, "qwen3": 151_936}
+MAX_LEN = 2048
 SAMPLE_SECONDS = 0.5
 
 
@@ -59,7 +73,7 @@ def child(path: str, vocab_size: int, runs: int, settings: dict[str, Any]) -> No
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "kv_cache_memory_bytes": 256 << 20,
-        "max_model_len": 2048,
+        "max_model_len": MAX_LEN,
         "use_tqdm_on_load": False,
     }
     begin = time.perf_counter()
@@ -174,7 +188,12 @@ class Result:
 
     def rate(self) -> float:
         """Tokens per second after the first, median."""
-        return statistics.median((OUTPUT - 1) / (w - f) for f, w in zip(self.first, self.whole, strict=True))
+        return rate_of(self.first, self.whole)
+
+
+def rate_of(first: list[float], whole: list[float]) -> float:
+    """Tokens per second after the first, median of runs with one new token and with OUTPUT."""
+    return statistics.median((OUTPUT - 1) / (w - f) for f, w in zip(first, whole, strict=True))
 
 
 def measure(mixture: Mixture, options: argparse.Namespace) -> Result:
@@ -209,6 +228,34 @@ def measure(mixture: Mixture, options: argparse.Namespace) -> Result:
     peak = max(peak, steady, key=lambda memory: memory.total)
     known = {"peak": peak, "steady": steady, "read": [each for each in read if each], "idle": idle}
     return Result(**loaded, **ran, **known)
+
+
+def measure_peer(peer: Engine, mixture: Mixture, options: argparse.Namespace) -> tuple[float, list[float]]:
+    """Tokens per second of llama.cpp after the first one, and the read bandwidth before and after, GB/s.
+
+    Raises:
+        EngineFailed: It did not start, or it ended early.
+    """
+    log = options.folder / "llama.cpp.log"
+    process = EngineProcess(peer, mixture.path, threads=options.threads, max_len=MAX_LEN, log=log)
+    rng = random.Random(mixture.vocab_size)
+
+    def seconds(count: int) -> float:
+        prompt = [rng.randrange(16, mixture.vocab_size) for _ in range(PROMPT)]
+        return process.run([prompt], count, 0).seconds
+
+    with Probe(options.folder, options.threads) as probe:
+        try:
+            if why := process.start():
+                raise EngineFailed(why)
+            seconds(1)  # the first one allocates
+            wait_until_idle(options.idle_limit)
+            read = [probe.read_bandwidth()]
+            found = [(seconds(1), seconds(OUTPUT)) for _ in range(options.runs)]
+            read.append(probe.read_bandwidth())
+        finally:
+            process.stop()
+    return rate_of([first for first, _ in found], [whole for _, whole in found]), [each for each in read if each]
 
 
 def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -250,13 +297,15 @@ def report(name: str, mixture: Mixture, result: Result) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="of the checkpoints; 13.8 + 17.2 GB")
+    parser.add_argument("--folder", type=Path, required=True, help="of the checkpoints; 13.8 + 12.1 + 17.2 GB")
     parser.add_argument("--model", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--format", choices=GGUF_FORMATS, default="q4_0", help="of qwen3 (q4_0)")
     parser.add_argument("--layers", type=int, help="default: all")
     parser.add_argument("--vocab-size", type=int, help="default: the model's")
     parser.add_argument("--only-write", action="store_true", help="write the checkpoints, and run nothing")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--peers", type=Path, help="folder of virtual environments, one of them with llama-cpp-python")
+    parser.add_argument("--rounds", type=int, default=1, help="of loading and measuring, with each engine")
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     parser.add_argument("--idle-limit", type=float, default=120.0, help="seconds to wait for an idle machine (120)")
     parser.add_argument("--setting", action="append", default=[], metavar="NAME=JSON", help="of the engine")
@@ -267,23 +316,45 @@ def main() -> None:
         child(path, int(vocab_size), int(runs), json.loads(settings))
         return
     print(f"{describe()}; {options.threads} threads; one sequence of {PROMPT} tokens, {OUTPUT} new ones", flush=True)
+    peer = next((each for each in installed_peers(options.peers) if each.runner.name == "run_llama_cpp.py"), None)
     for name in options.model:
         layers, vocab_size = options.layers or LAYERS[name], options.vocab_size or VOCAB[name]
         start = time.perf_counter()
-        if name == "gpt-oss":
-            mixture = gpt_oss(options.folder, layers, vocab_size)
-        else:
-            mixture = qwen3(options.folder, layers, vocab_size, options.format)
         try:
-            if name == "gpt-oss":
-                write_gpt_oss(mixture, layers)
-            else:
-                write_qwen3(mixture, layers)
+            mixture = written(name, layers, vocab_size, options)
         except OSError as e:
             raise SystemExit(f"error: {e}") from e
         print(f"{mixture.path} is complete, after {time.perf_counter() - start:.1f} s", flush=True)
-        if not options.only_write:
+        for _ in range(0 if options.only_write else options.rounds):
             print("\n".join(report(f"{name}, {layers} layers", mixture, measure(mixture, options))), flush=True)
+            if peer is None or mixture.path.suffix != ".gguf":
+                continue
+            try:
+                rate, read = measure_peer(peer, mixture, options)
+            except EngineFailed as e:
+                raise SystemExit(f"error: {e}") from e
+            around = ", ".join(f"{each:.1f}" for each in read)
+            print(f"  llama.cpp      {rate:.2f} tokens/s, at {around} GB/s read before and after", flush=True)
+
+
+def written(name: str, layers: int, vocab_size: int, options: argparse.Namespace) -> Mixture:
+    """The checkpoint of that name, written if it is missing.
+
+    Raises:
+        OSError: The disk has no room; nothing was written.
+    """
+    folder: Path = options.folder
+    match name:
+        case "gpt-oss":
+            mixture = gpt_oss(folder, layers, vocab_size)
+            write_gpt_oss(mixture, layers)
+        case "gpt-oss-gguf":
+            mixture = gpt_oss_gguf(folder, layers, vocab_size)
+            write_gpt_oss_gguf(mixture, layers)
+        case _:
+            mixture = qwen3(folder, layers, vocab_size, options.format)
+            write_qwen3(mixture, layers)
+    return mixture
 
 
 if __name__ == "__main__":

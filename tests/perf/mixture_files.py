@@ -1,7 +1,8 @@
 """Random-weight checkpoints of two large mixtures of experts, written piece by piece.
 
-    gpt-oss   gpt-oss-20b: a folder of safetensors, experts in MXFP4, the rest in bf16          13.8 GB
-    qwen3     Qwen3-30B-A3B: one GGUF file in Q4_0 or Q4_K, norms and routers in float32       17.2 GB
+    gpt-oss        gpt-oss-20b: a folder of safetensors, experts in MXFP4, the rest in bf16                 13.8 GB
+    gpt-oss-gguf   the same shape as one GGUF file: experts in MXFP4, other matrices in Q8_0, as published   12.1 GB
+    qwen3          Qwen3-30B-A3B: one GGUF file in Q4_0 or Q4_K, norms and routers in float32               17.2 GB
 
 Weights are random blocks whose scales keep activations near 1. No more than PIECE bytes are in memory at a time, a
 tensor's contents depend on its name only, and a stopped write goes on at the tensor or the file where it was.
@@ -14,7 +15,7 @@ import math
 import shutil
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,21 @@ def _q4_0(rng: np.random.Generator, count: int, deviation: float) -> np.ndarray:
     return blocks
 
 
+def _q8_0(rng: np.random.Generator, count: int, deviation: float) -> np.ndarray:
+    """Blocks of 32: a float16 scale d, then int8 codes q of the value d q, whose deviation is 73.9 d."""
+    blocks = _bytes(rng, count * 34, 0).reshape(count, 34).copy()
+    scales = rng.uniform(0.5, 1.5, count) * rng.choice([-1.0, 1.0], count) * deviation / 73.9
+    blocks[:, :2] = scales.astype("<f2").view(np.uint8).reshape(count, 2)
+    return blocks
+
+
+def _mxfp4(rng: np.random.Generator, count: int, deviation: float) -> np.ndarray:
+    """Blocks of 32: the exponent's byte, then 4-bit codes."""
+    blocks = _bytes(rng, count * 17, 0).reshape(count, 17).copy()
+    blocks[:, 0] = _mxfp4_scales(rng, count, deviation)
+    return blocks
+
+
 def _q4_k(rng: np.random.Generator, count: int, deviation: float) -> np.ndarray:
     """Blocks of 256: float16 d and dmin, 12 bytes of 6-bit factors s and m, then codes q of the value d s q - dmin m.
 
@@ -90,6 +106,7 @@ class Storage:
 BF16, BF16_ONES = Storage("BF16", 1, 2, _bf16), Storage("BF16", 1, 2, _bf16_ones)
 F32, F32_ONES = Storage("F32", 1, 4, _float32), Storage("F32", 1, 4, _float32_ones)
 MXFP4_CODES, MXFP4_SCALES = Storage("U8", 1, 1, _bytes), Storage("U8", 1, 1, _mxfp4_scales)
+Q8_0, MXFP4 = Storage("Q8_0", 32, 34, _q8_0), Storage("MXFP4", 32, 17, _mxfp4)
 GGUF_FORMATS = {"q4_0": Storage("Q4_0", 32, 18, _q4_0), "q4_k": Storage("Q4_K", 256, 144, _q4_k)}
 
 
@@ -285,6 +302,71 @@ def _safetensors_header(tensors: Sequence[Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+def gpt_oss_gguf(folder: Path, layers: int = 24, vocab_size: int = 201_088) -> Mixture:
+    """gpt-oss-20b's shape as a GGUF file, with `layers` of its 24 layers."""
+    hidden, inner, experts, top_k, heads, kv_heads, head = 2880, 2880, 32, 4, 64, 8, 64
+    share = top_k / experts
+
+    def linear(name: str, rows: int, columns: int) -> list[Tensor]:
+        weight = Tensor(f"{name}.weight", (rows, columns), Q8_0, columns**-0.5)
+        return [weight, Tensor(f"{name}.bias", (rows,), F32)]
+
+    def of_experts(name: str, rows: int, columns: int) -> list[Tensor]:
+        weight = Tensor(f"{name}.weight", (experts, rows, columns), MXFP4, columns**-0.5, share)
+        return [weight, Tensor(f"{name}.bias", (experts, rows), F32, share=share)]
+
+    tensors = [Tensor("token_embd.weight", (vocab_size, hidden), Q8_0, 1.0, share=0.0)]
+    for i in range(layers):
+        tensors += [
+            Tensor(f"blk.{i}.attn_norm.weight", (hidden,), F32_ONES),
+            *linear(f"blk.{i}.attn_q", heads * head, hidden),
+            *linear(f"blk.{i}.attn_k", kv_heads * head, hidden),
+            *linear(f"blk.{i}.attn_v", kv_heads * head, hidden),
+            *linear(f"blk.{i}.attn_output", hidden, heads * head),
+            Tensor(f"blk.{i}.attn_sinks.weight", (heads,), F32, 1.0),
+            Tensor(f"blk.{i}.post_attention_norm.weight", (hidden,), F32_ONES),
+            Tensor(f"blk.{i}.ffn_gate_inp.weight", (experts, hidden), F32, hidden**-0.5),
+            Tensor(f"blk.{i}.ffn_gate_inp.bias", (experts,), F32),
+            *of_experts(f"blk.{i}.ffn_gate_exps", inner, hidden),
+            *of_experts(f"blk.{i}.ffn_up_exps", inner, hidden),
+            *of_experts(f"blk.{i}.ffn_down_exps", hidden, inner),
+        ]
+    tensors += [
+        Tensor("output_norm.weight", (hidden,), F32_ONES),
+        Tensor("output.weight", (vocab_size, hidden), Q8_0, 4 * hidden**-0.5),
+    ]
+    path = folder / f"gpt-oss-{layers}.gguf"
+    return Mixture(path, {path.name: tensors}, vocab_size)
+
+
+def write_gpt_oss_gguf(mixture: Mixture, layers: int, report: Callable[[str], None] = print) -> None:
+    """Writes the file, or the rest of a draft.
+
+    Raises:
+        OSError: The disk has no room; nothing was written.
+    """
+    values = {
+        "context_length": 131_072,
+        "embedding_length": 2880,
+        "block_count": layers,
+        "feed_forward_length": 2880,
+        "expert_feed_forward_length": 2880,
+        "expert_count": 32,
+        "expert_used_count": 4,
+        "attention.head_count": 64,
+        "attention.head_count_kv": 8,
+        "attention.key_length": 64,
+        "attention.value_length": 64,
+        "attention.sliding_window": 128,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 150_000.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 32.0,
+        "rope.scaling.original_context_length": 4096,
+    }
+    _write_gguf(mixture, GGUFKeys("gpt-oss", "gpt-4o", values), report)
+
+
 # -------------------------------------------------------------------------------------------------------------- qwen3
 
 
@@ -329,13 +411,44 @@ def write_qwen3(mixture: Mixture, layers: int, report: Callable[[str], None] = p
     Raises:
         OSError: The disk has no room; nothing was written.
     """
+    values = {
+        "context_length": 40_960,
+        "embedding_length": 2048,
+        "block_count": layers,
+        "feed_forward_length": 6144,
+        "expert_feed_forward_length": 768,
+        "expert_count": 128,
+        "expert_used_count": 8,
+        "attention.head_count": 32,
+        "attention.head_count_kv": 4,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1e6,
+    }
+    _write_gguf(mixture, GGUFKeys("qwen3moe", "qwen2", values), report)
+
+
+# --------------------------------------------------------------------------------------------------------- GGUF files
+
+
+@dataclass(frozen=True)
+class GGUFKeys:
+    """Metadata of a GGUF file: architecture, pre-tokenizer, and the values of the architecture's keys."""
+
+    arch: str
+    pre_tokenizer: str
+    values: Mapping[str, int | float | str]
+
+
+def _write_gguf(mixture: Mixture, keys: GGUFKeys, report: Callable[[str], None]) -> None:
     path = mixture.path
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     (tensors,) = mixture.parts.values()
     draft = path.with_suffix(".draft")
-    header = _gguf_header(path.with_suffix(".header"), tensors, layers, mixture.vocab_size)
+    header = _gguf_header(path.with_suffix(".header"), tensors, keys, mixture.vocab_size)
     there = draft.stat().st_size if draft.exists() else 0
     _check_space(path.parent, len(header) + mixture.num_bytes - there)
     with draft.open("r+b" if there else "wb") as file:
@@ -361,31 +474,21 @@ def write_qwen3(mixture: Mixture, layers: int, report: Callable[[str], None] = p
     report(f"wrote {path}")
 
 
-def _gguf_header(scratch: Path, tensors: Sequence[Tensor], layers: int, vocab_size: int) -> bytes:
+def _gguf_header(scratch: Path, tensors: Sequence[Tensor], keys: GGUFKeys, vocab_size: int) -> bytes:
     """Everything before the first tensor's data. The vocabulary is of single bytes, and names without meaning."""
     import gguf
     from tokenizers import pre_tokenizers
 
-    writer = gguf.GGUFWriter(scratch, "qwen3moe")
+    writer = gguf.GGUFWriter(scratch, keys.arch)
     writer.add_vocab_size(vocab_size)
-    writer.add_context_length(40_960)
-    writer.add_embedding_length(2048)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(6144)
-    writer.add_expert_feed_forward_length(768)
-    writer.add_expert_count(128)
-    writer.add_expert_used_count(8)
-    writer.add_head_count(32)
-    writer.add_head_count_kv(4)
-    writer.add_key_length(128)
-    writer.add_value_length(128)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e6)
+    for key, value in keys.values.items():
+        kind = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32, str: gguf.GGUFValueType.STRING}
+        writer.add_key_value(f"{keys.arch}.{key}", value, kind[type(value)])
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*letters, letters[0] + letters[1]]
     words += [f"unused{i}" for i in range(vocab_size - len(words))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(keys.pre_tokenizer)
     writer.add_token_list(words)
     writer.add_token_types([gguf.TokenType.NORMAL] * vocab_size)  # special ones would be slow to load
     writer.add_token_merges([f"{letters[0]} {letters[1]}"])

@@ -7,7 +7,7 @@
 // Up to 16 rows: one tile of x by four tiles of weights, so that weights are read as one stream. More rows: two by two
 // tiles, which loads half as many tiles per product. A row is summed in the same order in both cases.
 //
-// NOT RUN ON HARDWARE. The tests run it with emulated tiles (amx_tiles.h).
+// The tests run it with emulated tiles (amx_tiles.h), and with the processor's where it has them.
 
 #include "amx.h"
 
@@ -188,12 +188,12 @@ static void linear(const Linear& op, int64_t row_begin, int64_t row_end, int64_t
 // Weak, as in dispatch.cpp.
 extern const Isa isa_avx512_bf16 __attribute__((weak));
 
-static bool runs_here() {
-    constexpr unsigned BF16_BIT = 1u << 22, TILE_BIT = 1u << 24, OSXSAVE_BIT = 1u << 27, STATE = 3u << 17;
+bool amx_runs_here(unsigned products) {
+    constexpr unsigned TILE_BIT = 1u << 24, OSXSAVE_BIT = 1u << 27, STATE = 3u << 17;
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM of asm/prctl.h
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE_BIT)) return false;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (BF16_BIT | TILE_BIT)) != (BF16_BIT | TILE_BIT)) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (products | TILE_BIT)) != (products | TILE_BIT)) return false;
     unsigned low, high;
     asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     // Linux enables the tiles' state on request, for all current and later threads of the process.
@@ -201,11 +201,12 @@ static bool runs_here() {
 }
 
 const Isa* amx_isa() {
-    if (!&isa_avx512_bf16 || !__builtin_cpu_supports("avx512bf16") || !runs_here()) return nullptr;
+    if (!&isa_avx512_bf16 || !__builtin_cpu_supports("avx512bf16") || !amx_runs_here(AMX_BF16)) return nullptr;
     static const Isa isa = [] {
         Isa own = isa_avx512_bf16;
         own.name = "amx_bf16";
         own.linear = amx_linear;
+        own.attend = amx_attend;
         return own;
     }();
     return &isa;

@@ -125,5 +125,8 @@ inline void dot_bf16(int c, int a, int b) {
 #define TILE_STORE(t, to, stride) \
     asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void*)(to)), "r"((int64_t)(stride)) : "memory")
 #define TILE_DOT_BF16(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+// Signed bytes of a by signed or unsigned bytes of b.
+#define TILE_DOT_S8S8(c, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#define TILE_DOT_S8U8(c, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
 #endif

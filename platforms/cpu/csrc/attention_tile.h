@@ -301,25 +301,43 @@ INLINE void finish_row(const Geometry& g, const Layer& layer, const Item& item, 
 
 // ---- a tile ------------------------------------------------------------------------------------------------------------
 
+INLINE int least_of(int a, int b) { return a < b ? a : b; }
+
+// The tokens of a chunk that rows [row, row + count) attend to: row m to [low, high), all within [first, last); `first` is a
+// multiple of STRIP. `last` is 0 if there are none.
+template <int MOST>
+struct Visible {
+    int low[MOST], high[MOST], first, last = 0;
+
+    template <class T>
+    Visible(const Geometry& g, const Item& item, const Chunk<T>& chunk, int row, int count, int first_position) {
+        first = chunk.tokens;
+        for (int m = 0; m < count; ++m) {
+            const int position = first_position + (row + m) / g.group;
+            const int begin = g.spec.window ? position - g.spec.window + 1 : 0;
+            low[m] = (begin > item.key_begin ? begin : item.key_begin) - chunk.begin;
+            low[m] = low[m] > 0 ? low[m] : 0;
+            high[m] = (position + 1 < item.key_end ? position + 1 : item.key_end) - chunk.begin;
+            high[m] = high[m] < chunk.tokens ? high[m] : chunk.tokens;
+            if (low[m] >= high[m]) continue;
+            first = low[m] < first ? low[m] : first;
+            last = high[m] > last ? high[m] : last;
+        }
+        first = first / STRIP * STRIP;
+    }
+};
+
+#if HAS_TILES
+#include "amx_attention_tile.h"
+#endif
+
 // Attention of MR rows, from `row` on, over one chunk.
 template <class KV, class Bytes, bool DOT, bool DOT_VALUES, int MR>
 static void attend_rows(const Geometry& g, const Item& item, const Chunk<typename KV::T>& chunk, const Scratch& scratch,
                         int row, int first_position) {
-    // The tokens of the chunk that each row attends to: [low, high), all within [first, last).
-    int low[MR], high[MR], first = chunk.tokens, last = 0;
-    for (int m = 0; m < MR; ++m) {
-        const int position = first_position + (row + m) / g.group;
-        const int begin = g.spec.window ? position - g.spec.window + 1 : 0;
-        low[m] = (begin > item.key_begin ? begin : item.key_begin) - chunk.begin;
-        low[m] = low[m] > 0 ? low[m] : 0;
-        high[m] = (position + 1 < item.key_end ? position + 1 : item.key_end) - chunk.begin;
-        high[m] = high[m] < chunk.tokens ? high[m] : chunk.tokens;
-        if (low[m] >= high[m]) continue;
-        first = low[m] < first ? low[m] : first;
-        last = high[m] > last ? high[m] : last;
-    }
+    const Visible<MR> visible(g, item, chunk, row, MR, first_position);
+    const int first = visible.first, last = visible.last;
     if (last == 0) return;
-    first = first / STRIP * STRIP;
     const int end = round_up(last, STRIP);
     const float* query = scratch.query + row * (DOT ? g.dk / 2 : g.dk);
     float* acc = scratch.acc + row * g.dv;
@@ -327,8 +345,8 @@ static void attend_rows(const Geometry& g, const Item& item, const Chunk<typenam
     const Strip* ahead = row || Bytes::scaled ? nullptr : chunk.ahead;
     score_rows<KV, DOT, MR>(query, g.dk, chunk, first, end, scratch.scores, ahead);
     for (int m = 0; m < MR; ++m)
-        softmax_row<Bytes::scaled, DOT_VALUES>(g.spec, chunk, first, end, low[m], high[m], scratch.scores + m * CHUNK,
-                                               scratch.pairs + m * (CHUNK / 2), scratch.row_max[row + m],
+        softmax_row<Bytes::scaled, DOT_VALUES>(g.spec, chunk, first, end, visible.low[m], visible.high[m],
+                                               scratch.scores + m * CHUNK, scratch.pairs + m * (CHUNK / 2), scratch.row_max[row + m],
                                                scratch.row_sum + (row + m) * STRIP, acc + m * g.dv, g.dv);
     const void* probabilities = DOT_VALUES ? static_cast<void*>(scratch.pairs) : scratch.scores;
     value_rows<KV, DOT_VALUES, MR>(probabilities, chunk, first, last, g.dv, acc, ahead ? ahead + CHUNK / STRIP : nullptr);
@@ -387,6 +405,14 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
             }
         }
         find_chunk<KV, Bytes>(g, layer, item, begin, scratch, chunk);
+#if HAS_TILES
+        if constexpr (DOT_VALUES) {
+            if (suits_tiles(g)) {
+                attend_chunk_on_tiles<Bytes>(g, item, chunk, scratch, rows, first_position);
+                continue;
+            }
+        }
+#endif
         for (int row = 0; row < rows; row += MAX_MR) {
             with_constant<MAX_MR>(rows - row < MAX_MR ? rows - row : MAX_MR, [&](auto height) {
                 attend_rows<KV, Bytes, DOT, DOT_VALUES, decltype(height)::value>(g, item, chunk, scratch, row,
@@ -411,16 +437,20 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
     for (int m = 0; m < rows; ++m) to[g.tile_rows * (g.dv + 1) + m] = total(scratch.row_sum + m * STRIP);
 }
 
+// Whether probabilities of bfloat16 queries, whose products with keys are exact, are rounded to bfloat16. That loses precision,
+// so it is done only in compute-bound tiles (of several tokens, or of very many heads), and with 8-bit keys and values, whose
+// precision is lower anyway.
+INLINE bool rounds_probabilities(const Geometry& g, const Item& item, bool bytes) {
+    const bool is_prompt = item.save_state < 0 && item.query_end - item.query_begin > 1;
+    return bytes || is_prompt || g.group >= 16;
+}
+
 template <class Bytes>
 static void attend_paired(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
                           float* partials) {
 #if HAS_BF16_DOT
-    // The bfloat16 dot product is exact for bfloat16 queries. Rounding probabilities to bfloat16 loses precision, so it
-    // is done only in compute-bound tiles (of several tokens, or of very many heads) and with 8-bit keys and values,
-    // whose precision is lower anyway.
     if (g.spec.dtype == BF16) {
-        const bool is_prompt = item.save_state < 0 && item.query_end - item.query_begin > 1;
-        if (Bytes::scaled || is_prompt || g.group >= 16)
+        if (rounds_probabilities(g, item, Bytes::scaled))
             return attend_tile<Paired, Bytes, true, true>(g, layer, item, next, scratch, partials);
         return attend_tile<Paired, Bytes, true, false>(g, layer, item, next, scratch, partials);
     }

@@ -1,4 +1,4 @@
-// Detects instruction sets that are not in the x86 list of dispatch.cpp: AMX, on request, and bfloat16 of Arm.
+// Detects instruction sets that are not in the x86 list of dispatch.cpp: AMX, and bfloat16 of Arm.
 
 #include "other_isas.h"
 
@@ -19,8 +19,7 @@ extern const Isa isa_neon_bf16 __attribute__((weak));
 
 const Isa* other_isa(const char* asked) {
 #if MVLLM_AMX
-    // Only on request, because it has not run on hardware yet.
-    if (asked && !std::strcmp(asked, "amx_bf16")) return amx_isa();
+    if (!asked || !*asked || !std::strncmp(asked, "amx_", 4)) return amx_isa();
 #endif
 #if MVLLM_ARM64
     constexpr unsigned long BF16_BIT = 1ul << 14;  // HWCAP2_BF16 of asm/hwcap.h

@@ -1,5 +1,6 @@
 // Products with integer weights: choice of the instruction set, packing, and division of a product among threads.
 
+#include "amx.h"
 #include "entries.h"
 #include "processor.h"
 #include "qlinear.h"
@@ -31,6 +32,9 @@ constexpr int64_t GATED_ELEMENTS = 1 << 14;     // elements computed before silu
 const QIsa& choose() {
     [[maybe_unused]] const Features has;
     const Candidate<QIsa> best_first[] = {
+#if MVLLM_AMX && !MVLLM_AMX_EMULATED
+        {amx_qisa(), true, "amx_bf16"},
+#endif
 #if MVLLM_X86
         {&qisa_avx512_bf16, has.avx512_bf16 && has.avx512_vnni},
         {&qisa_avx512_vnni, has.avx512_vnni},

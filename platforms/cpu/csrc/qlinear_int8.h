@@ -155,6 +155,29 @@ INLINE void int8_group(int rows, int strips, const int8_t* x, int64_t ldx, const
     QGROUP(int8_unit, rows, strips, x, ldx, w, steps, sums, first, ahead);
 }
 
+// Scales the sums [rows][QTILE] of strips of one tile, and stores them as results.
+template <class E>
+static void store_int8_rows(const QLinear& op, int64_t row_begin, int rows, int64_t strip, int64_t next, const int32_t* sums) {
+    typedef typename E::type T;
+    const int64_t tile = strip / QTILE_STRIPS;
+    const int within = int(strip % QTILE_STRIPS) * STRIP;
+    const int64_t column = strip * STRIP, end = next * STRIP < op.out_features ? next * STRIP : op.out_features;
+    const T* bias = op.bias ? static_cast<const T*>(op.bias) + column : nullptr;
+    const float* scales = static_cast<const float*>(op.scales) + tile * QTILE + within;
+    const int8_t* zeros = op.zeros ? op.zeros + tile * QTILE + within : nullptr;
+    for (int m = 0; m < rows; ++m) {
+        T* out = static_cast<T*>(op.out) + (row_begin + m) * op.out_stride + column;
+        const int32_t total = op.row_sums[row_begin + m];
+        const float row_scale = op.row_scales[row_begin + m];
+        const int32_t* sum = sums + m * QTILE;
+        store_row<E>(out, bias, int(end - column), [&](int c) __attribute__((always_inline)) {
+            vi exact = load_ints(sum + c) - Quads::OFFSET * total;
+            if (zeros) exact -= widen_bytes(zeros + c) * total;
+            return __builtin_convertvector(exact, vf) * load(scales + c) * row_scale;
+        });
+    }
+}
+
 // Weights with one scale per row.
 template <class E>
 static void int8_block(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
@@ -181,21 +204,7 @@ static void int8_block(const QLinear& op, int64_t row_begin, int64_t row_end, in
                 m += height;
             }
         }
-        const int64_t column = strip * STRIP, end = next * STRIP < op.out_features ? next * STRIP : op.out_features;
-        const T* bias = op.bias ? static_cast<const T*>(op.bias) + column : nullptr;
-        const float* scales = static_cast<const float*>(op.scales) + tile * QTILE + within;
-        const int8_t* zeros = op.zeros ? op.zeros + tile * QTILE + within : nullptr;
-        for (int m = 0; m < rows; ++m) {
-            T* out = static_cast<T*>(op.out) + (row_begin + m) * op.out_stride + column;
-            const int32_t total = op.row_sums[row_begin + m];
-            const float row_scale = op.row_scales[row_begin + m];
-            const int32_t* sum = sums + m * QTILE;
-            store_row<E>(out, bias, int(end - column), [&](int c) __attribute__((always_inline)) {
-                vi exact = load_ints(sum + c) - Quads::OFFSET * total;
-                if (zeros) exact -= widen_bytes(zeros + c) * total;
-                return __builtin_convertvector(exact, vf) * load(scales + c) * row_scale;
-            });
-        }
+        store_int8_rows<E>(op, row_begin, rows, strip, next, sums);
     }
 }
 
@@ -350,6 +359,21 @@ INLINE void unpack_nibbles(const QLinear& op, const uint32_t* w, int size, int64
     }
 }
 
+// Scales the sums [rows][QTILE] of strips of one tile by the scale of each row, and stores them as results.
+template <class E>
+static void store_block_scaled_rows(const QLinear& op, int64_t row_begin, int rows, int64_t strip, int64_t next,
+                                    const float* sums) {
+    typedef typename E::type T;
+    const int64_t column = strip * STRIP, end = next * STRIP < op.out_features ? next * STRIP : op.out_features;
+    const T* bias = op.bias ? static_cast<const T*>(op.bias) + column : nullptr;
+    for (int m = 0; m < rows; ++m) {
+        const float* sum = sums + m * QTILE;
+        const float row_scale = op.row_scales[row_begin + m];
+        store_row<E>(static_cast<T*>(op.out) + (row_begin + m) * op.out_stride + column, bias, int(end - column),
+                     [&](int c) __attribute__((always_inline)) { return load(sum + c) * row_scale; });
+    }
+}
+
 // Weights with one scale per block of columns.
 template <class E>
 static void blocks_block(const QLinear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
@@ -393,13 +417,6 @@ static void blocks_block(const QLinear& op, int64_t row_begin, int64_t row_end, 
                 m += height;
             }
         }
-        const int64_t column = strip * STRIP, end = next * STRIP < op.out_features ? next * STRIP : op.out_features;
-        const T* bias = op.bias ? static_cast<const T*>(op.bias) + column : nullptr;
-        for (int m = 0; m < rows; ++m) {
-            const float* sum = sums + m * QTILE;
-            const float row_scale = op.row_scales[row_begin + m];
-            store_row<E>(static_cast<T*>(op.out) + (row_begin + m) * op.out_stride + column, bias, int(end - column),
-                         [&](int c) __attribute__((always_inline)) { return load(sum + c) * row_scale; });
-        }
+        store_block_scaled_rows<E>(op, row_begin, rows, strip, next, sums);
     }
 }

@@ -17,6 +17,7 @@ NEEDS = {
     "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx512_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
     "amx_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
+    "amx_int8": _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8"},
     "neon_bf16": {"asimd", "bf16"},
 }
 """Processor features (in /proc/cpuinfo) that each instruction set needs."""

@@ -9,7 +9,7 @@ from mvllm_cpu import host_resources, kernels, torch_build
 
 LOW_MEMORY = 1 << 30
 ISAS = "generic, avx2, avx512, avx512_bf16, amx_bf16, neon_bf16"
-QUANTIZED_ISAS = "generic, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16"
+QUANTIZED_ISAS = "generic, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16, amx_int8"
 
 
 def checks() -> list[Check]:

@@ -23,7 +23,7 @@ FASTER_THAN_ONEDNN = 1
 """Priority of this provider; others have 0."""
 
 AMX = "amx_bf16"
-"""Tested with emulated tiles, not run on hardware, so it is used only if MVLLM_CPU_ISA names it."""
+"""Products of bfloat16 on AMX tiles."""
 
 FASTEST_WITH = {
     "bfloat16": ("avx2", "avx512", "avx512_bf16", AMX),

@@ -1,0 +1,45 @@
+// Attention of prompts on AMX tiles: attention_tile.h compiled with tiles. All else is the attention of avx512_bf16.
+
+#include "amx.h"
+
+#if MVLLM_AMX && !MVLLM_AMX_EMULATED
+#include "amx_tiles.h"
+
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2,prefer-vector-width=512")
+
+#define LANES 16
+#define HAS_F16C 1
+#define HAS_BF16_DOT 1
+#define HAS_TILES 1
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+namespace mvllm {
+// Weak, as in dispatch.cpp.
+extern const Isa isa_avx512_bf16 __attribute__((weak));
+
+namespace amx_attention {
+#include "simd.h"
+#include "attention_tile.h"
+
+static void attend_on_tiles(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
+                            float* partials) {
+    const bool bytes = g.spec.kv_dtype == INT8 || g.spec.kv_dtype == FP8, pairs = bytes || g.spec.kv_dtype == BF16;
+    if (g.spec.dtype != BF16 || !pairs || !suits_tiles(g) || !rounds_probabilities(g, item, bytes))
+        return isa_avx512_bf16.attend(g, layer, item, next, scratch, partials);
+    if (g.spec.kv_dtype == INT8) return attend_tile<Paired, Int8, true, true>(g, layer, item, next, scratch, partials);
+    if (bytes) return attend_tile<Paired, Fp8, true, true>(g, layer, item, next, scratch, partials);
+    attend_tile<Paired, NoBytes, true, true>(g, layer, item, next, scratch, partials);
+}
+}  // namespace amx_attention
+#pragma GCC diagnostic pop
+#pragma GCC pop_options
+
+void amx_attend(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
+                float* partials) {
+    amx_attention::attend_on_tiles(g, layer, item, next, scratch, partials);
+}
+}  // namespace mvllm
+#endif
