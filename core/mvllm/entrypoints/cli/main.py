@@ -13,7 +13,6 @@ from mvllm.config.env import describe_unknown, unknown_variables
 from mvllm.entrypoints.cli.argument_parser import CommandLineParser, check_model, find_subcommand, shorten_usage
 from mvllm.entrypoints.cli.config_file import expand_config
 from mvllm.entrypoints.cli.help import add_help_about, expand_help
-from mvllm.entrypoints.cli.torch_preload import preload_torch
 from mvllm.entrypoints.shutdown_signals import exit_on_signals, exit_program
 from mvllm.errors import ConfigError, MvllmError
 from mvllm.logging import configure_logging, get_logger
@@ -56,8 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_server = name == "serve" and argv is None  # the program, not a Python caller of this function
     if is_server:
         exit_on_signals()  # before the server's imports
-    if argv is None:  # likewise
-        preload_torch(name, arguments)
     status = _run(name, arguments)
     if is_server:
         exit_program(status)
