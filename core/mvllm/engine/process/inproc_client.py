@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from mvllm.config.engine_config import EngineConfig, ParallelConfig
 from mvllm.engine.core.config_resolution import resolve_config
 from mvllm.engine.core.engine_core import EngineCore
-from mvllm.engine.core.torch_preload import preload_torch
 from mvllm.engine.core.worker_environment import worker_environment
 from mvllm.errors import ConfigError
 from mvllm.platform.choose import ChosenPlatform, choose_platform
@@ -72,8 +71,6 @@ def make_client(
 
         return SyncMPClient(resolved, chosen, during_start)
     with worker_environment(resolved.parallel, chosen.platform):
-        if resolved.parallel.distributed_executor_backend in (None, "uni"):
-            preload_torch()
         during_start(resolved)
         core = EngineCore(resolved, chosen.platform)
     return InprocClient(core, str(chosen))
