@@ -201,7 +201,8 @@ class WeightStore:
             self._delete_old_drafts()
             file, draft = tempfile.mkstemp(dir=self._folder, suffix=_DRAFT_SUFFIX)
         except OSError as e:
-            return self._failed(e)
+            self._warn(e)
+            return None
         try:
             memory = _FileMemory(file)
             packed = fill(memory)
@@ -216,13 +217,14 @@ class WeightStore:
                 os.replace(draft, self._path(key))
             return self._map(key)
         except OSError as e:
-            return self._failed(e)
+            self._warn(e)
+            return None
         finally:
             os.close(file)
             with contextlib.suppress(OSError):
                 os.unlink(draft)
 
-    def _failed(self, error: OSError) -> None:
+    def _warn(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
