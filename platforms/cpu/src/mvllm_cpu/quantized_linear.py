@@ -143,11 +143,13 @@ class QuantizedLinear:
         )
         values, scales, *zero_points = packed.tensors
         block_size, bits = packed.numbers
+        out_features, in_features = weight.values.shape
         return PackedQuantizedWeight(
             values,
             scales,
             zero_points[0] if zero_points else None,
-            *weight.values.shape,
+            out_features,
+            in_features,
             weight.group_size,
             block_size,
             bits,
