@@ -1,12 +1,13 @@
 """Speed of CPU attention compared with the machine's limits: memory bandwidth for decode, the GEMM rate for prefill.
 
     python tests/perf/attention.py [--models S,M] [--kv-dtypes bfloat16,int8] [--decode 64,512,4096] [--prefill 2048]
+    python tests/perf/attention.py --models M --batches 1 --decode 8192,32768 --prefill 8192,32768 [--dtype float32]
 
 Decode: one new token per request. Calls alternate between the caches of many layers, so that no layer finds its keys
 and values in the CPU's cache. The floor is the bytes of all keys and values (padding excluded) divided by the read
 bandwidth, which is measured before and after each row because it changes from minute to minute. Prefill: one prompt
-from position 0. The floor is the multiply-adds under the causal diagonal divided by torch's rate in a large bfloat16
-matrix product.
+from position 0. The floor is the multiply-adds under the causal diagonal divided by torch's rate in a large matrix
+product of the same dtype.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ class Bandwidth:
         return BEYOND_CACHES / best(call, 0.05)
 
 
-def gemm_rate() -> float:
-    """Floating-point operations per second of torch's bfloat16 matrix product."""
-    a, b = torch.randn(2048, 1024).bfloat16(), torch.randn(1024, 4096).bfloat16()
+def gemm_rate(dtype: torch.dtype) -> float:
+    """Floating-point operations per second of torch's matrix product."""
+    a, b = torch.randn(2048, 1024).to(dtype), torch.randn(1024, 4096).to(dtype)
     return 2 * 2048 * 1024 * 4096 / best(lambda: a @ b, 0.3)
 
 
@@ -123,13 +124,13 @@ def fill(backend: PagedAttention, num_blocks: int, block_size: int) -> object:
     return kv
 
 
-def spec_of(model: str, kv_dtype: str) -> AttentionSpec:
+def spec_of(model: str, dtype: str, kv_dtype: str) -> AttentionSpec:
     heads, kv_heads, size = HEADS[model]
-    return AttentionSpec(heads, kv_heads, size, "bfloat16", kv_dtype, size**-0.5)
+    return AttentionSpec(heads, kv_heads, size, dtype, kv_dtype, size**-0.5)
 
 
-def decode(model: str, kv_dtype: str, batch: int, context: int, bandwidth: Bandwidth) -> None:
-    backend, rng = PagedAttention(spec_of(model, kv_dtype)), np.random.default_rng(0)
+def decode(model: str, dtype: str, kv_dtype: str, batch: int, context: int, bandwidth: Bandwidth) -> None:
+    backend, rng = PagedAttention(spec_of(model, dtype, kv_dtype)), np.random.default_rng(0)
     spec, block_size = backend.spec, backend.kv_layout().block_sizes[0]
     layout = layout_of([(context - 1, 1)] * batch, block_size, rng)
     num_blocks = int(layout.block_table.max()) + 1
@@ -138,7 +139,7 @@ def decode(model: str, kv_dtype: str, batch: int, context: int, bandwidth: Bandw
     useful = batch * context * spec.num_kv_heads * (2 * spec.head_size * itemsize + scales)
     layers = max(2, min(48, -(-BEYOND_CACHES // useful)))
     caches = [fill(backend, num_blocks, block_size) for _ in range(layers)]
-    query = torch.randn(batch, spec.num_heads, spec.head_size).bfloat16()
+    query = torch.randn(batch, spec.num_heads, spec.head_size).to(getattr(torch, dtype))
     metadata = backend.build_metadata(layout)
 
     def step() -> None:
@@ -157,17 +158,17 @@ def decode(model: str, kv_dtype: str, batch: int, context: int, bandwidth: Bandw
     )
 
 
-def prefill(model: str, kv_dtype: str, tokens: int, chunk: int, gemm: float) -> None:
+def prefill(model: str, dtype: str, kv_dtype: str, tokens: int, chunk: int, gemm: float) -> None:
     """A prompt in chunks of `chunk` tokens; all chunks are timed together."""
-    backend, rng = PagedAttention(spec_of(model, kv_dtype)), np.random.default_rng(0)
+    backend, rng = PagedAttention(spec_of(model, dtype, kv_dtype)), np.random.default_rng(0)
     spec, block_size = backend.spec, backend.kv_layout().block_sizes[0]
     kv = fill(backend, -(-tokens // block_size), block_size)
     steps = [
         backend.build_metadata(layout_of([(begin, min(chunk, tokens - begin))], block_size, rng))
         for begin in range(0, tokens, chunk)
     ]
-    query = torch.randn(tokens, spec.num_heads, spec.head_size).bfloat16()
-    key = torch.randn(tokens, spec.num_kv_heads, spec.head_size).bfloat16()
+    query = torch.randn(tokens, spec.num_heads, spec.head_size).to(getattr(torch, dtype))
+    key = torch.randn(tokens, spec.num_kv_heads, spec.head_size).to(getattr(torch, dtype))
 
     def attend() -> None:
         for i, metadata in enumerate(steps):
@@ -191,22 +192,23 @@ def prefill(model: str, kv_dtype: str, tokens: int, chunk: int, gemm: float) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="S,M")
-    parser.add_argument("--kv-dtypes", default="bfloat16")
+    parser.add_argument("--kv-dtypes", default=None)
     parser.add_argument("--decode", default="64,512,4096", help="contexts")
     parser.add_argument("--batches", default="1,16,32")
     parser.add_argument("--prefill", default="2048", help="tokens of a prompt")
+    parser.add_argument("--dtype", default="bfloat16", help="of the computation, and of the KV cache by default")
     options = parser.parse_args()
     bandwidth = Bandwidth()
     print(f"{kernels.load().isa}, {torch.get_num_threads()} threads")
     for model in options.models.split(","):
-        for kv_dtype in options.kv_dtypes.split(","):
+        for kv_dtype in (options.kv_dtypes or options.dtype).split(","):
             for context in map(int, filter(None, options.decode.split(","))):
                 for batch in map(int, options.batches.split(",")):
-                    decode(model, kv_dtype, batch, context, bandwidth)
+                    decode(model, options.dtype, kv_dtype, batch, context, bandwidth)
             for tokens in map(int, filter(None, options.prefill.split(","))):
-                gemm = gemm_rate()
+                gemm = gemm_rate(getattr(torch, options.dtype))
                 for chunk in (tokens, 512):
-                    prefill(model, kv_dtype, tokens, chunk, gemm)
+                    prefill(model, options.dtype, kv_dtype, tokens, chunk, gemm)
 
 
 if __name__ == "__main__":

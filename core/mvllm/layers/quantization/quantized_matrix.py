@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -238,7 +239,9 @@ def staging(*shape: int, dtype: torch.dtype) -> nn.Parameter:
         with suppress(OSError):  # too many mappings
             pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             return nn.Parameter(torch.frombuffer(pages, dtype=dtype).view(shape), requires_grad=False)
-    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+    # Not torch.zeros, which starts its threads for each of hundreds of tensors: slow if other programs use the cores.
+    values = torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    return nn.Parameter(values, requires_grad=False)
 
 
 def _with_order(function: Product, order: torch.Tensor) -> Product:

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 import torch
 
 from mvllm.plugin_api import BlockQuantizedPart, BlockQuantizedWeight, OpCase, OpProvider
-from mvllm_cpu import workspace
+from mvllm_cpu import shared_weights, workspace
 from mvllm_cpu.memory import Pool
 from mvllm_cpu.ops import PROVIDER, listed, rows_of
 from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
 from mvllm_cpu.recording import Kernel
+from mvllm_cpu.shared_weights import Memory, Packed
 
 FORMATS = ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4", "q5_0", "q5_1", "q3_k", "iq4_nl", "iq4_xs")
 """In the order of `BlockFormat` in csrc/block_linear.h."""
@@ -176,9 +177,15 @@ class BlockQuantizedLinear:
 
     def _packed(self, weight: BlockQuantizedWeight, parts: Sequence[BlockQuantizedPart]) -> PackedBlockWeight:
         layout, size = self.layout(parts, weight.in_features)
-        data = self._pool.zeros(size, torch.uint8)
-        self.pack_parts(parts, weight.in_features, layout, data)
         columns, in_features = weight.shape
+
+        def fill(memory: Memory) -> Packed:
+            data = memory.zeros(size, torch.uint8)
+            self.pack_parts(parts, in_features, layout, data)
+            return Packed((data,))
+
+        facts, sources = (in_features, *layout.view(-1).tolist()), [part.data for part in parts]
+        (data,) = shared_weights.pack("blocks", facts, sources, self._pool, fill).tensors
         return PackedBlockWeight(data, layout, columns, in_features, weight.int8_activations, weight.dtype)
 
     def _call(

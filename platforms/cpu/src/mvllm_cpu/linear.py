@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider
-from mvllm_cpu import memory, workspace
+from mvllm_cpu import memory as memory_pages
+from mvllm_cpu import shared_weights, workspace
 from mvllm_cpu.memory import Pool
 from mvllm_cpu.ops import PROVIDER, listed, rows_of
 from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
 from mvllm_cpu.recording import Kernel
+from mvllm_cpu.shared_weights import Memory, Packed
 
 FASTER_THAN_ONEDNN = 1
 """Priority of this provider; others have 0."""
@@ -116,8 +118,13 @@ class Linear:
         """
         weight = rows_of(weight.detach())
         out_features, in_features = weight.shape
+        packed = shared_weights.pack("linear", (), (weight,), self._pool, lambda memory: self._fill(weight, memory))
+        return PackedWeight(packed.tensors[0], out_features, in_features)
+
+    def _fill(self, weight: torch.Tensor, memory: Memory) -> Packed:
+        out_features, in_features = weight.shape
         code = DTYPE_CODES[weight.dtype]
-        data = self._pool.zeros(self._packed_size(out_features, in_features, code), weight.dtype)
+        data = memory.zeros(self._packed_size(out_features, in_features, code), weight.dtype)
         is_large = weight.nbytes >= LARGE and weight.untyped_storage().nbytes() == weight.nbytes
         tile = self._packed_size(1, 1, DTYPE_CODES[torch.float32])
         step = max(1, LARGE // 2 // weight[0].nbytes // tile) * tile if is_large else out_features
@@ -126,8 +133,8 @@ class Linear:
             to = data.data_ptr() + self._packed_size(first, in_features, code) * data.itemsize
             self._pack(rows.data_ptr(), rows.stride(0), to, len(rows), in_features, code)
             if is_large:
-                memory.release_pages(rows)
-        return PackedWeight(data, out_features, in_features)
+                memory_pages.release_pages(rows)
+        return Packed((data,))
 
     def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """x · weightᵀ + bias; sums in float32, rounded once."""

@@ -49,13 +49,18 @@ class Pool:
         return taken.view(dtype)
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, *, small_front: int = 0) -> torch.Tensor:
     """A tensor of zeros whose pages the operating system allocates on first touch, as huge pages if possible.
 
     A KV cache is large and fills slowly; allocating it this way takes no time, and each page is allocated on the NUMA
     node of the core that first writes it. Memory that is read sequentially, such as weights, is faster in huge pages,
     because the hardware prefetcher stops at page boundaries. Only whole huge pages are requested, so no memory beyond
     the tensor's size is used.
+
+    Args:
+        shape, dtype: Of the tensor.
+        small_front: Bytes at the beginning that are in small pages. Where only these are written, the first write takes
+            less time and memory.
 
     Raises:
         MemoryError: The tensor is larger than a huge page, and less memory than that is free.
@@ -70,12 +75,14 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         raise MemoryError(f"A tensor of {size:,} bytes does not fit: {free:,} bytes of memory are free.")
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype)
-    pages, begin = map_pages(size)
+    pages, begin = map_pages(size, small_front)
     return torch.frombuffer(pages, dtype=dtype, offset=begin, count=size // dtype.itemsize).view(shape)
 
 
-def map_pages(size: int) -> tuple[mmap.mmap, int]:
-    """Maps `size` zeroed bytes, in huge pages where possible; returns the mapping and the offset of the bytes.
+def map_pages(size: int, small_front: int = 0) -> tuple[mmap.mmap, int]:
+    """Maps `size` zeroed bytes; returns the mapping and the offset of the bytes.
+
+    Those after `small_front` are in huge pages where possible.
 
     Raises:
         MemoryError: The address space is exhausted.
@@ -84,10 +91,11 @@ def map_pages(size: int) -> tuple[mmap.mmap, int]:
         region = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as e:
         raise MemoryError(f"{size:,} bytes of memory cannot be mapped: {e}.") from e
-    begin = -ctypes.addressof(ctypes.c_char.from_buffer(region)) % HUGE_PAGE
+    small = min(-(-small_front // mmap.PAGESIZE) * mmap.PAGESIZE, size // mmap.PAGESIZE * mmap.PAGESIZE)
+    begin = -(ctypes.addressof(ctypes.c_char.from_buffer(region)) + small) % HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # systems without huge pages are slower
-            region.madvise(mmap.MADV_HUGEPAGE, begin, size // HUGE_PAGE * HUGE_PAGE)
+            region.madvise(mmap.MADV_HUGEPAGE, begin + small, (size - small) // HUGE_PAGE * HUGE_PAGE)
     return region, begin
 
 

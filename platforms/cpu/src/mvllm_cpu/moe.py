@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mvllm.plugin_api import OpProvider
-from mvllm_cpu import workspace
+from mvllm_cpu import shared_weights, workspace
 from mvllm_cpu.ops import PROVIDER, rows_of, supports
 from mvllm_cpu.paged_attention import DTYPE_CODES
 from mvllm_cpu.recording import Kernel
@@ -69,7 +69,7 @@ class Moe:
             in_place = elements * num_experts == weight.numel()
             data = weight if in_place else torch.empty(num_experts * elements, dtype=weight.dtype)
             self._pack(is_down, weight.data_ptr(), data.data_ptr(), num_experts, hidden_size, inner, code)
-            packed.append(PackedExperts(data, num_experts, inner))
+            packed.append(PackedExperts(shared_weights.share("experts", data), num_experts, inner))
         return packed[0], packed[1]
 
     def select_experts(

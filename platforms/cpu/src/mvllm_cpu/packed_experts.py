@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mvllm.plugin_api import BlockQuantizedPart, BlockQuantizedWeight, Float8Weight, QuantizedWeight
+from mvllm_cpu import shared_weights
 from mvllm_cpu.block_quantized_linear import ALIGNMENT, FORMATS, BlockQuantizedLinear, halves_of
 from mvllm_cpu.memory import Pool
 from mvllm_cpu.ops import rows_of
@@ -71,6 +72,7 @@ class BlockExperts:
 
     def finish(self) -> PackedExpertMatrices:
         """The packed matrices of all experts."""
+        self._data = shared_weights.share("experts of blocks", self._data)
         experts = torch.zeros(self._next, 4, dtype=torch.int64)
         experts[:, 0] = self._data.data_ptr() + torch.arange(self._next) * self._expert_bytes
         out_features, in_features = self._shape
@@ -161,6 +163,7 @@ class FloatExperts:
 
     def finish(self) -> PackedExpertMatrices:
         """The packed matrices of all experts."""
+        self._data = shared_weights.share("experts of floats", self._data)
         count = len(self._input_scales)
         input_scales = torch.tensor(self._input_scales)
         experts = torch.zeros(count, 4, dtype=torch.int64)

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from mvllm.plugin_api import OpCase, OpProvider, QuantizedWeight
-from mvllm_cpu import workspace
+from mvllm_cpu import shared_weights, workspace
 from mvllm_cpu.memory import Pool
 from mvllm_cpu.ops import PROVIDER, rows_of
 from mvllm_cpu.paged_attention import DTYPE_CODES, DTYPES
 from mvllm_cpu.recording import Kernel
+from mvllm_cpu.shared_weights import Memory, Packed
 
 MOST_INT8_COLUMNS = 1 << 16
 """Largest in_features for which sums of int8 products fit into 32 bits."""
@@ -126,13 +127,36 @@ class QuantizedLinear:
         return self.pack_into(self._pool, weight)
 
     def pack_into(self, pool: Pool, weight: QuantizedWeight, *, shares_scales: bool = True) -> PackedQuantizedWeight:
-        """The weight in the kernels' layout, in memory of `pool`.
+        """The weight in the kernels' layout, in memory of `pool` or mapped (`shared_weights.py`).
 
         Args:
             pool: The memory pool.
             weight: The weight.
             shares_scales: Whether `block_size` may exceed the group size if the scales allow it, see `_factors`.
         """
+        packed = shared_weights.pack(
+            "integers",
+            (weight.group_size, weight.bits, weight.int8_activations, shares_scales),
+            (weight.values, weight.scales, weight.zero_points),
+            pool,
+            lambda memory: self._fill(memory, weight, shares_scales),
+        )
+        values, scales, *zero_points = packed.tensors
+        block_size, bits = packed.numbers
+        out_features, in_features = weight.values.shape
+        return PackedQuantizedWeight(
+            values,
+            scales,
+            zero_points[0] if zero_points else None,
+            out_features,
+            in_features,
+            weight.group_size,
+            block_size,
+            bits,
+            weight.int8_activations,
+        )
+
+    def _fill(self, memory: Memory, weight: QuantizedWeight, shares_scales: bool) -> Packed:
         out_features, in_features = weight.values.shape
         values = rows_of(weight.values)
         scales = weight.scales.float().contiguous()
@@ -152,26 +176,18 @@ class QuantizedLinear:
         depth = LANE_BITS // bits
         tiles, lanes = -(-out_features // self._tile), -(-in_features // depth)
         has_zeros = zero_points is not None or factors is not None
-        packed = PackedQuantizedWeight(
-            pool.zeros(tiles * lanes * self._tile, torch.int32),
-            pool.zeros(tiles * blocks * self._tile, torch.bfloat16 if narrow else torch.float32),
-            pool.zeros(tiles * groups * self._tile, torch.int8) if has_zeros else None,
-            out_features,
-            in_features,
-            weight.group_size,
-            block_size,
-            bits,
-            weight.int8_activations,
-        )
+        packed_values = memory.zeros(tiles * lanes * self._tile, torch.int32)
+        packed_scales = memory.zeros(tiles * blocks * self._tile, torch.bfloat16 if narrow else torch.float32)
+        packed_zeros = memory.zeros(tiles * groups * self._tile, torch.int8) if has_zeros else None
         self._pack(
             values.data_ptr(),
             values.stride(0),
             scales.data_ptr(),
             _pointer(zero_points),
             _pointer(factors),
-            packed.values.data_ptr(),
-            packed.scales.data_ptr(),
-            _pointer(packed.zero_points),
+            packed_values.data_ptr(),
+            packed_scales.data_ptr(),
+            _pointer(packed_zeros),
             out_features,
             in_features,
             groups,
@@ -180,7 +196,8 @@ class QuantizedLinear:
             weight.int8_activations,
             narrow,
         )
-        return packed
+        optional = () if packed_zeros is None else (packed_zeros,)
+        return Packed((packed_values, packed_scales, *optional), (block_size, bits))
 
     def quantized_linear(
         self, x: torch.Tensor, weight: PackedQuantizedWeight, bias: torch.Tensor | None

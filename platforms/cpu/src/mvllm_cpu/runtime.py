@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mvllm.plugin_api import DeviceRuntime, FinishedHostCopy, MemoryInfo, WorkerContext, get_logger
-from mvllm_cpu import host_resources, memory, workspace
+from mvllm_cpu import host_resources, memory, shared_weights, workspace
 
 if TYPE_CHECKING:
     from mvllm.plugin_api import HostCopy
@@ -73,6 +73,7 @@ class CPURuntime(DeviceRuntime):
         return is_allocator_error or super().is_out_of_memory(error)
 
     def end_warm_up(self) -> None:
+        shared_weights.log_summary()
         self.release_cached_memory()  # freed memory of imports and loading
         memory.release_code_pages()
 
