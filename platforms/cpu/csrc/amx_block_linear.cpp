@@ -31,110 +31,79 @@ namespace q_amx_int8 {
 
 constexpr int SIDE = 16;  // rows and columns of a tile of sums
 
-// Tiles 0 and 1 hold sums of 16 rows, 2 and 3 of the remaining rows; 4 and 5 the rows; 6 and 7 weights. `k`: per product.
-static void configure(int last_rows, int k) {
+// Tile 0 holds sums of 16 rows, 1 of the remaining rows; 2 and 3 these rows; 4 weights.
+static void configure(int last_rows) {
     TileConfig config;
-    const int rows[8] = {SIDE, SIDE, last_rows, last_rows, SIDE, last_rows, k / 4, k / 4};
-    for (int t = 0; t < 8; ++t) {
+    const int rows[5] = {SIDE, last_rows, SIDE, last_rows, BLOCK_GROUP / 4};
+    for (int t = 0; t < 5; ++t) {
         config.rows[t] = uint8_t(rows[t]);
-        config.row_bytes[t] = uint16_t(t == 4 || t == 5 ? k : 64);
+        config.row_bytes[t] = uint16_t(t == 2 || t == 3 ? BLOCK_GROUP : 64);
     }
     TILE_CONFIG(config);
 }
 
 constexpr int64_t PANEL_BYTES = BTILE * 4;  // from one quad of k to the next
 
-// sums[16 rows][16 columns] of one group, or of each of its halves.
-template <BlockKind KIND, bool LAST>
+// sums[16 rows][16 columns] of one group.
+template <bool LAST>
 INLINE void tile_sums(const int8_t* x, int64_t stride, const uint32_t* quads, int32_t* sums) {
+    TILE_LOAD(4, quads, PANEL_BYTES);
     if constexpr (LAST) {
-        TILE_ZERO(2);
-        TILE_LOAD(5, x, stride);
-        TILE_LOAD(6, quads, PANEL_BYTES);
-        TILE_DOT_S8S8(2, 5, 6);
-        TILE_STORE(2, sums, 64);
+        TILE_ZERO(1);
+        TILE_LOAD(3, x, stride);
+        TILE_DOT_S8S8(1, 3, 4);
+        TILE_STORE(1, sums, 64);
     } else {
         TILE_ZERO(0);
-        TILE_LOAD(4, x, stride);
-        TILE_LOAD(6, quads, PANEL_BYTES);
-        TILE_DOT_S8S8(0, 4, 6);
+        TILE_LOAD(2, x, stride);
+        TILE_DOT_S8S8(0, 2, 4);
         TILE_STORE(0, sums, 64);
-    }
-    if constexpr (KIND != BlockKind::HALVES) return;
-    if constexpr (LAST) {
-        TILE_ZERO(3);
-        TILE_LOAD(5, x + 16, stride);
-        TILE_LOAD(7, quads + 4 * BTILE, PANEL_BYTES);
-        TILE_DOT_S8S8(3, 5, 7);
-        TILE_STORE(3, sums + SIDE * SIDE, 64);
-    } else {
-        TILE_ZERO(1);
-        TILE_LOAD(4, x + 16, stride);
-        TILE_LOAD(7, quads + 4 * BTILE, PANEL_BYTES);
-        TILE_DOT_S8S8(1, 4, 7);
-        TILE_STORE(1, sums + SIDE * SIDE, 64);
     }
 }
 
-// Adds the products of a panel's groups to the sums of up to 16 rows and one vector of columns. While vectors scale the sums
-// of a group, the tiles compute those of the next one.
+// Adds the products of a panel's groups to the sums of up to 16 rows and one vector of columns: first the exact sums of all
+// groups, because a vector that was stored by a tile cannot be loaded at once.
 template <BlockKind KIND, bool LAST>
 static void amx_unit(const BlockPanel& panel, int column, int groups, const int8_t* x, int64_t stride,
                      const BlockInput* inputs, int64_t inputs_stride, int rows, float* sums) {
-    constexpr int TILES = KIND == BlockKind::HALVES ? 2 : 1;
-    alignas(64) int32_t exact[2][TILES * SIDE * SIDE];
+    alignas(64) int32_t exact[BLOCK_PIECE][SIDE * SIDE];
+    for (int g = 0; g < groups; ++g)
+        tile_sums<LAST>(x + g * BLOCK_GROUP, stride, panel.quads + g * 8 * BTILE + column, exact[g]);
     vf total[SIDE];
     for (int m = 0; m < SIDE; ++m) total[m] = LAST && m >= rows ? vf{} : load(sums + m * BTILE + column);
-    tile_sums<KIND, LAST>(x, stride, panel.quads + column, exact[0]);
     for (int g = 0; g < groups; ++g) {
-        if (g + 1 < groups)
-            tile_sums<KIND, LAST>(x + (g + 1) * BLOCK_GROUP, stride, panel.quads + (g + 1) * 8 * BTILE + column,
-                                  exact[(g + 1) % 2]);
         const BlockScale scale = {load(panel.a + g * BTILE + column), load(panel.b + g * BTILE + column)};
-        const int32_t* found = exact[g % 2];
         auto add = [&](int m) __attribute__((always_inline)) {
-            const vi pair[2] = {load_ints(found + m * SIDE), load_ints(found + (TILES - 1) * SIDE * SIDE + m * SIDE)};
+            const vi sum = load_ints(exact[g] + m * SIDE);
             const BlockInput& input = inputs[m * inputs_stride + g];
             if constexpr (KIND == BlockKind::OFFSET)
-                total[m] = multiply_add(__builtin_convertvector(pair[0], vf) * scale.a, splat(input.scale), total[m]);
+                total[m] = multiply_add(__builtin_convertvector(sum, vf) * scale.a, splat(input.scale), total[m]);
             else
-                total[m] = add_group<KIND>(total[m], pair, scale, 0.f, input);
+                total[m] = add_group<KIND>(total[m], &sum, scale, 0.f, input);
         };
         if constexpr (LAST) {
-            for (int m = 0; m < SIDE; ++m) {
-                if (m >= rows) break;
-                add(m);
-            }
+            for (int m = 0; m < rows; ++m) add(m);
         } else {
 #pragma GCC unroll 16
             for (int m = 0; m < SIDE; ++m) add(m);
         }
     }
-    for (int m = 0; m < SIDE && m < rows; ++m) store(sums + m * BTILE + column, total[m]);
-}
-
-// As signed bytes for formats with an offset; bytes of those with a minimum are at most 31 and need none.
-template <class F>
-static void unpack_signed_panel(const char* weight, int first, int groups, BlockPanel& panel) {
-    unpack_block_panel<F>(weight, first, groups, panel);
-    if constexpr (F::OFFSET == 0) return;
-    for (int i = 0; i < groups * 8 * BTILE; i += LANES)
-        store_lanes(panel.quads + i, (vu)_mm512_sub_epi8((__m512i)load_lanes(panel.quads + i), _mm512_set1_epi8(char(F::OFFSET))));
+    for (int m = 0; m < rows; ++m) store(sums + m * BTILE + column, total[m]);
 }
 
 template <class F>
 static void amx_tile(const BlockRows& op, const BlockTile& tile, int64_t row, int rows) {
-    if (rows <= direct_rows<F>()) return block_int8_tile<F>(op, tile, row, rows);
+    if (rows < 2 * SIDE) return block_int8_tile<F>(op, tile, row, rows);
     alignas(64) float sums[BLOCK_ROWS * BTILE];
     alignas(64) BlockPanel panel;
     const int groups = op.in_features / BLOCK_GROUP, last = rows % SIDE, whole = rows - last;
     const int8_t* x = static_cast<const int8_t*>(op.x) + row * op.x_stride;
     const BlockInput* inputs = op.inputs + row * groups;
     for (int i = 0; i < rows * BTILE; i += LANES) store(sums + i, vf{});
-    configure(last ? last : SIDE, F::KIND == BlockKind::HALVES ? 16 : 32);
+    configure(last ? last : SIDE);
     for (int first = 0; first < groups; first += BLOCK_PIECE) {
         const int count = least(BLOCK_PIECE, groups - first);
-        unpack_signed_panel<F>(tile.weight, first, count, panel);
+        unpack_block_panel<F, F::OFFSET>(tile.weight, first, count, panel);
         for (int m = 0; m < rows; m += SIDE)
             for (int column = 0; column < BTILE; column += LANES)
                 (m < whole ? amx_unit<F::KIND, false> : amx_unit<F::KIND, true>)(
@@ -151,14 +120,13 @@ static void block_int8_on_tiles(const BlockRows& op, const BlockTile& tile, int6
         case Q4_1: return amx_tile<FormatQ4_1>(op, tile, row, rows);
         case Q5_0: return amx_tile<FormatQ5_0>(op, tile, row, rows);
         case Q5_1: return amx_tile<FormatQ5_1>(op, tile, row, rows);
-        case Q3_K: return amx_tile<FormatQ3_K>(op, tile, row, rows);
         case IQ4_NL: return amx_tile<FormatIQ4_NL>(op, tile, row, rows);
         case IQ4_XS: return amx_tile<FormatIQ4_XS>(op, tile, row, rows);
         case Q8_0: return amx_tile<FormatQ8_0>(op, tile, row, rows);
         case Q4_K: return amx_tile<FormatQ4_K>(op, tile, row, rows);
         case Q5_K: return amx_tile<FormatQ5_K>(op, tile, row, rows);
-        case Q6_K: return amx_tile<FormatQ6_K>(op, tile, row, rows);
-        default: return amx_tile<FormatMXFP4>(op, tile, row, rows);
+        case MXFP4: return amx_tile<FormatMXFP4>(op, tile, row, rows);
+        default: return block_int8(op, tile, row, rows);  // two scales per group: slower than products of vectors
     }
 }
 

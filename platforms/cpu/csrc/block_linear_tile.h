@@ -224,28 +224,37 @@ INLINE void block_direct(const BlockRows& op, const char* weight, int64_t row, i
     block_direct_pass<F>(op, weight, row + first, rows - first, sums + first * BTILE);
 }
 
+// The bytes of the lanes less a constant. The upper bit is set first and restored, so that no byte borrows from the next.
+template <int LESS>
+INLINE vu less_bytes(vu lanes) {
+    if constexpr (LESS == 0) return lanes;
+    constexpr uint32_t high = 0x80808080u, less = LESS * 0x01010101u;
+    return ((lanes | high) - (less & ~high)) ^ ((lanes ^ ~less) & high);
+}
+
 // Unpacked groups: eight rows of quads per group, and the scales.
 struct BlockPanel {
     uint32_t quads[BLOCK_PIECE * 8 * BTILE];
     float a[BLOCK_PIECE * BTILE], b[BLOCK_PIECE * BTILE];
 };
 
-template <class F, int R>
+template <class F, int R, int LESS>
 INLINE void unpack_pairs(const char* lanes, int column, uint32_t* quads) {
     vu even, odd;
     F::template pair<R>(lanes, column, even, odd);
-    store_lanes(quads + 2 * R * BTILE, even);
-    store_lanes(quads + (2 * R + 1) * BTILE, odd);
-    if constexpr (R < 3) unpack_pairs<F, R + 1>(lanes, column, quads);
+    store_lanes(quads + 2 * R * BTILE, less_bytes<LESS>(even));
+    store_lanes(quads + (2 * R + 1) * BTILE, less_bytes<LESS>(odd));
+    if constexpr (R < 3) unpack_pairs<F, R + 1, LESS>(lanes, column, quads);
 }
 
-template <class F>
+// LESS is subtracted from each byte.
+template <class F, int LESS = 0>
 static void unpack_block_panel(const char* weight, int first, int groups, BlockPanel& panel) {
     for (int g = 0; g < groups; ++g) {
         const char* head = head_of<F>(weight, first + g);
         const char* at = group_of<F>(head, first + g);
         for (int c = 0; c < BTILE; c += LANES) {
-            unpack_pairs<F, 0>(at + F::LAYOUT.sub * BTILE, c, panel.quads + g * 8 * BTILE + c);
+            unpack_pairs<F, 0, LESS>(at + F::LAYOUT.sub * BTILE, c, panel.quads + g * 8 * BTILE + c);
             const BlockScale scale = F::scale(head, at, c);
             store(panel.a + g * BTILE + c, scale.a);
             store(panel.b + g * BTILE + c, scale.b);
