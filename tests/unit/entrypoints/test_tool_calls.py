@@ -63,6 +63,24 @@ def test_a_stream_has_the_same_reasoning_content_and_tool_calls(folder: str, rea
     assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + [why]
 
 
+def test_a_strict_function_constrains_calls_and_nothing_else(folder: str) -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters, "strict": True}}]
+    server = Server(folder)
+    message, reason = server.message(tools=tools)
+    assert reason == "tool_calls" and message["content"] == "Let me see." and message["reasoning"] == "Hm."
+    constraint = server.core.requests[0].sampling_params.structured_outputs
+    tag = json.loads(constraint.structural_tag)
+    assert tag["structures"][0]["begin"] == '<tool_call>\n{"name": "weather", "arguments": '
+    assert tag["structures"][0]["schema"] == {**parameters, "additionalProperties": False}
+    assert (constraint.thoughts_start, constraint.thoughts_end) == ("<think>", "</think>")
+    server.message()  # without a strict function
+    assert server.core.requests[1].sampling_params.structured_outputs is None
+    format_ = {"type": "json_object"}
+    refused = server.post({**ASK, "tools": tools, "response_format": format_})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "response_format"
+
+
 def test_without_tools_or_with_tool_choice_none_calls_are_text(folder: str) -> None:
     for more in ({"tools": None}, {"tools": []}, {"tool_choice": "none"}):
         message, reason = Server(folder).message(**more)

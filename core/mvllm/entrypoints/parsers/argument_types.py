@@ -120,7 +120,8 @@ def as_json(text: str) -> str | None:
         return text
     if not text:
         return None
-    reader, pieces = JsonValueReader(), []
+    reader = JsonValueReader()
+    pieces: list[str] = []
     if reader.feed(text, 0, pieces) < len(text):
         return None
     reader.finish(pieces)

@@ -112,11 +112,8 @@ class HarmonyScanner:
         self._tail = ""  # the end of the last piece, if it may begin a marker
         self._header: str | None = None  # the header so far
         self._at_start = True  # nothing but a recipient may stand before the first marker
-        if prompt is not None and (at := prompt.rfind(START)) >= 0:
-            self.feed(prompt[at:])
-            if self._header == START + _ROLE:
-                self._header = None  # the output may begin with any text
-            self._at_start = self.message is None
+        if prompt is not None:
+            self._continue(prompt)
 
     def feed(self, text: str) -> list[Event]:
         """Parses the next piece of text."""
@@ -146,6 +143,14 @@ class HarmonyScanner:
             out.append(Outside(rest))
         self._header = None
         return out
+
+    def _continue(self, prompt: str) -> None:
+        """Parses the last message of the prompt, which the output continues."""
+        if (at := prompt.rfind(START)) >= 0:
+            self.feed(prompt[at:])
+            if self._header == START + _ROLE:
+                self._header = None  # the output may begin with any text
+            self._at_start = self.message is None
 
     def _read_outside(self, text: str, i: int, out: list[Event]) -> int:
         if self._at_start:
