@@ -30,7 +30,7 @@ _GROUP_TITLES = {
     "platform": "platform",
 }
 # Fields without a use on a terminal, and fields with an option of another form.
-_NOT_SAMPLING_OPTIONS = {"output_kind", "detokenize", "logprobs", "prompt_logprobs", "seed"}
+_NOT_SAMPLING_OPTIONS = {"output_kind", "detokenize", "logprobs", "prompt_logprobs", "seed", "thinking_tokens"}
 _NOT_ENGINE_OPTIONS = {"skip_tokenizer_init"}
 
 
