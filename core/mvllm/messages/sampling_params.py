@@ -104,9 +104,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         thinking_token_budget: Most tokens of the model's thoughts (its reasoning). After so many the end of the
             thoughts is generated in place of what the model would sample. Thoughts begin where the prompt ends with
             the opening tag, or where the output begins with it; other outputs are not affected.
-        thinking_tags: The texts that open and close the thoughts, by default `<think>` and `</think>`. With an empty
-            opening text the output begins within the thoughts. A third text is generated in place of the closing one
-            when the budget is spent; it should contain that one.
+        thinking_tags: The texts that open and close the thoughts, by default the `think` tags of Qwen3 and DeepSeek-R1.
+            With an empty opening text the output begins within the thoughts. A third text is generated in place of the
+            closing one when the budget is spent; it should contain that one.
         thinking_tokens: The same as token ids. The engine adds those of `thinking_tags`.
 
     Raises:

@@ -50,14 +50,14 @@ def check_thinking_tags(name: str, value: object) -> list[str] | None:
     """
     if value is None:
         return None
-    expected = "a list of the text that opens the thoughts (may be empty), the text that closes them, and optionally "
-    expected += "the text that ends thoughts over their budget"
+    expected = f"a list of 2 or 3 texts of at most {MAX_TAG}, {MAX_TAG} and {MAX_FORCED_TEXT} characters: the opening "
+    expected += "tag, which may be empty, the closing tag, and what to generate in its place"
     if not isinstance(value, list | tuple) or not 2 <= len(value) <= 3:
         return reject(name, value, expected)
     limits = (MAX_TAG, MAX_TAG, MAX_FORCED_TEXT)
     for i, (text, limit) in enumerate(zip(value, limits[: len(value)], strict=True)):
         if not isinstance(text, str) or not is_unicode(text) or len(text) > limit or (i and not text):
-            return reject(name, text, f"{expected}, of at most {MAX_TAG}, {MAX_TAG} and {MAX_FORCED_TEXT} characters")
+            return reject(name, text, expected)
     return [str(text) for text in value]
 
 

@@ -70,6 +70,9 @@ ACCEPTED = [
     ("length_penalty", [1, 1.0]),
     ("early_stopping", [False]),
     ("extra_args", [None, {}, {"a": [1, {"b": None}], "c": 1.5, "d": "e", "f": True}]),
+    ("thinking_token_budget", [None, 0, 500]),
+    ("thinking_tags", [None, ["", "</think>"], ("<think>", "</think>", "So:</think>")]),
+    ("thinking_tokens", [None, {"forced": [5]}, {"starts": [[1, 2], (3,)], "ends": [[4]], "forced": (4,)}]),
 ]
 
 NO_NUMBER = ["1", b"1", [], [1], {}, 1j, object(), "", np.bool_(True), np.zeros(2)]
@@ -120,6 +123,12 @@ REFUSED = [
     ("beam_width", [0, -1, 2, MAX_BEAM_WIDTH + 1, *NO_INT64]),
     ("length_penalty", [2.0, 0.0, -10.5, 10.5, *NO_FINITE_NUMBER]),
     ("early_stopping", [True, "never", "sometimes", 1, None, [], math.nan]),
+    ("thinking_token_budget", [-1, 1.5, "5", True]),
+    ("thinking_tags", [[], ["<think>"], ["<think>", ""], ["<", "x" * 300], ["<", ">", "x" * 5000], ["<", 5], "ab"]),
+    (
+        "thinking_tokens",
+        [5, {"forced": []}, {"starts": [[1]]}, {"forced": [-1]}, {"forced": [1], "ends": [[]]}, {"a": 1}],
+    ),
     ("extra_args", [[], "a", 5, {5: 1}, {"a": object()}, {"a": HUGE}, {"a": "x" * 70_000}, {"a": 1j}]),
     ("structured_outputs", ["a", 1, True, [], object()]),  # its own fields: tests/unit/structured_output
 ]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from mvllm.errors import RequestError
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.messages.thinking import ThinkingTokens
 from mvllm.sampling import sampler as sampler_module
@@ -110,23 +109,3 @@ def test_a_forced_token_replaces_any_other_in_its_row_only(form: str, monkeypatc
             bench.set_row(row, Sampled(each, output=(START, 9, 9)))
     bench.clear_row(1)
     assert bench.sample(logits[[0, 2, 3]], [0, 2, 3]).tolist() == [found.tolist()[row] for row in (0, 2, 3)]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"thinking_token_budget": -1},
-        {"thinking_tags": ["<think>"]},
-        {"thinking_tags": ["<think>", ""]},
-        {"thinking_tags": ["<think>", "x" * 300]},
-        {"thinking_tokens": {"starts": [[1]]}},
-        {"thinking_tokens": {"forced": [1], "ends": [[]]}},
-        {"thinking_tokens": {"forced": [-1]}},
-        {"thinking_tokens": 5},
-    ],
-    ids=str,
-)
-def test_wrong_values_are_rejected(fields: dict[str, Any]) -> None:
-    [name] = fields
-    with pytest.raises(RequestError, match=name):
-        SamplingParams(**fields)

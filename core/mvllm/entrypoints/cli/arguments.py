@@ -31,7 +31,7 @@ _GROUP_TITLES = {
     "platform": "platform",
 }
 # Fields without a use on a terminal, and fields with an option of another form.
-_NOT_SAMPLING_OPTIONS = {"output_kind", "detokenize", "logprobs", "prompt_logprobs", "seed"}
+_NOT_SAMPLING_OPTIONS = {"output_kind", "detokenize", "logprobs", "prompt_logprobs", "seed", "thinking_tokens"}
 _NOT_ENGINE_OPTIONS = {"skip_tokenizer_init"}
 _OPTIONS_OF_COMMANDS = {"served_model_name", "otlp_traces_endpoint", "reasoning_parser"}
 
