@@ -39,7 +39,6 @@ _PLATFORM = "The platform plugin decides this."
 _MULTIMODAL = "mvllm has no setting for multimodal inputs."
 _SPECULATIVE = "Pass speculative_config={'method': ..., 'num_speculative_tokens': ...}."
 _SERVER = "Give this to the server: `mvllm serve --help`."
-_REMOTE = "Requests do not leave this deployment."
 _TRACING = "Pass --otlp-traces-endpoint to `mvllm serve`."
 
 FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
@@ -166,7 +165,6 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "otlp_traces_endpoint": ForeignKeyword(_TRACING),
     "collect_detailed_traces": ForeignKeyword(_TRACING),
     "profiler_config": ForeignKeyword("start_profile() writes to the folder $MVLLM_TORCH_PROFILER_DIR."),
-    "usage_stats": ForeignKeyword(_REMOTE),
 }
 """Accepted keywords by name. Their defaults in other engines are among `same`."""
 

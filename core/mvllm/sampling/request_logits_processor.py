@@ -10,7 +10,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorContext, RowTokens
@@ -18,9 +18,12 @@ from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorCont
 if TYPE_CHECKING:
     import torch
 
-RequestLogitsProcessor = Callable[..., Any]
-"""`f(output_ids, logits)` or `f(prompt_ids, output_ids, logits)`: lists of token ids and float32 [vocab]. Returns the
-new logits of the row."""
+
+class RequestLogitsProcessor(Protocol):
+    """`f(output_ids, logits)` or `f(prompt_ids, output_ids, logits)`: lists of token ids and float32 [vocab]. Returns
+    the new logits of the row."""
+
+    def __call__(self, *args: Any) -> torch.Tensor: ...
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
@@ -34,11 +37,12 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
     def __init__(self, context: LogitsProcessorContext) -> None:
         super().__init__(context)
-        self._functions: dict[int, tuple[Callable[..., Any], RowTokens]] = {}
+        self._functions: dict[int, tuple[Callable[..., torch.Tensor], RowTokens]] = {}
 
     @abstractmethod
-    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """The function for a request with these parameters, or None to leave its logits alone."""
+    def new_req_logits_processor(self, params: SamplingParams) -> Callable[..., torch.Tensor] | None:
+        """The function for a request with these parameters (a RequestLogitsProcessor), or None to leave its logits
+        alone."""
 
     def add_row(self, row: int, params: SamplingParams, tokens: RowTokens) -> bool:
         function = self.new_req_logits_processor(params)

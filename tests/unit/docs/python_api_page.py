@@ -42,6 +42,9 @@ KINDS = {
     "Errors": ("MvllmError", "RequestError", "ConfigError", "ModelError", "PlatformError"),
 }
 
+ALIASES = {"AsyncEngineArgs": "EngineArgs", "AsyncLLMEngine": "AsyncLLM"}
+"""Further names of classes."""
+
 
 def page() -> str:
     """The complete page."""
@@ -49,7 +52,9 @@ def page() -> str:
     for title, names in KINDS.items():
         parts.append(f"## {title}\n")
         parts += [class_section(name, getattr(mvllm, name)) for name in names]
-    return "\n".join(parts)
+    parts.append("## Other names\n")
+    parts += [f"- `{alias}` is `{name}`." for alias, name in ALIASES.items()]
+    return "\n".join(parts) + "\n"
 
 
 def class_section(name: str, cls: type) -> str:

@@ -16,7 +16,9 @@ def test_a_generated_page_is_up_to_date(generator) -> None:
 
 def test_every_public_name_is_in_the_python_api() -> None:
     listed = [name for names in python_api_page.KINDS.values() for name in names]
-    assert sorted(listed) == sorted(set(mvllm.__all__) - {"__version__"})
+    assert sorted([*listed, *python_api_page.ALIASES]) == sorted(set(mvllm.__all__) - {"__version__"})
+    for alias, name in python_api_page.ALIASES.items():
+        assert getattr(mvllm, alias) is getattr(mvllm, name)
 
 
 def test_every_command_is_in_the_cli_reference() -> None:
