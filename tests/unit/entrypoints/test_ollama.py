@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mvllm.entrypoints.ollama.input_messages import chat_messages, chat_request, generate_request
-from mvllm.entrypoints.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
+from mvllm.entrypoints.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest
 from mvllm.messages.requests import FinishReason
 from tests.unit.entrypoints.builders import TOKENIZER, save_model_folder
 from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
@@ -23,6 +23,7 @@ ASK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "What is the weather?"}],
     "tools": [TOOL],
 }
+DEEP = json.loads("[" * 300 + "]" * 300)
 DONE_FIELDS = {
     *("model", "created_at", "message", "done", "done_reason", "total_duration", "load_duration"),
     *("prompt_eval_count", "prompt_eval_duration", "eval_count", "eval_duration"),
@@ -101,7 +102,14 @@ def test_a_cut_answer_says_so(folder: str) -> None:
 
 
 def test_options_become_sampling_parameters() -> None:
-    options = OllamaOptions(temperature=0.5, num_predict=7, repeat_penalty=1.5, stop="x", num_ctx=1024, mirostat=2)
+    options = {
+        "temperature": 0.5,
+        "num_predict": 7,
+        "repeat_penalty": 1.5,
+        "stop": "x",
+        "num_ctx": 1024,
+        "x" * 99: DEEP,
+    }
     found = chat_request(OllamaChatRequest(messages=[], options=options, think="max", format="json"))
     assert (found.temperature, found.max_tokens, found.repetition_penalty, found.stop) == (0.5, 7, 1.5, "x")
     assert found.reasoning_effort == "high" and found.chat_template_kwargs["enable_thinking"] is True
@@ -109,7 +117,7 @@ def test_options_become_sampling_parameters() -> None:
     quiet = generate_request(OllamaGenerateRequest(prompt="a", think=False, format={"type": "object"}, stream=False))
     assert quiet.include_reasoning is False and quiet.chat_template_kwargs["enable_thinking"] is False
     assert quiet.response_format["json_schema"]["schema"] == {"type": "object"} and quiet.stream is False
-    assert chat_request(OllamaChatRequest(messages=[], options=OllamaOptions(num_predict=-1))).max_tokens is None
+    assert chat_request(OllamaChatRequest(messages=[], options={"num_predict": -1})).max_tokens is None
 
 
 def test_results_of_tools_belong_to_the_calls_before_them() -> None:
@@ -142,7 +150,6 @@ def test_a_request_without_a_prompt_loads_the_model_which_is_loaded(folder: str)
     assert generate.json()["response"] == chat.json()["message"]["content"] == "" and server.core.prompts == []
 
 
-DEEP = json.loads("[" * 300 + "]" * 300)
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": 5}, "messages: Expected"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from mvllm.entrypoints.ollama.protocol import (
     OPTION_FIELDS,
     OllamaChatRequest,
@@ -19,6 +21,7 @@ from mvllm.entrypoints.ollama.protocol import (
     OllamaGenerationRequest,
     OllamaOptions,
 )
+from mvllm.entrypoints.openai.common.request_body import field_type_error
 from mvllm.entrypoints.openai.common.thinking_variables import thinking_variables
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest
 from mvllm.errors import RequestError
@@ -118,18 +121,26 @@ def _chat_request(request: OllamaGenerationRequest, messages: list[Message]) -> 
         reasoning_effort=effort,
         include_reasoning=think is not False,
         chat_template_kwargs=None if think is None else thinking_variables(think is not False),
-        **_sampling_fields(request.options or OllamaOptions()),
+        **_sampling_fields(request.options or {}),
     )
 
 
-def _sampling_fields(options: OllamaOptions) -> dict[str, Any]:
-    ignored = [
-        name for name in options.__struct_fields__ if name not in OPTION_FIELDS and getattr(options, name) is not None
-    ]
+def _sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a chat completion request that correspond to the options. Other options are logged.
+
+    Raises:
+        APIError: An option has the wrong type (400).
+    """
+    ignored = [name for name in options if name not in OPTION_FIELDS]
     if ignored:
-        logger.debug("These options of a request have no effect: %s.", ", ".join(ignored))
-    fields = {field: getattr(options, name) for name, field in OPTION_FIELDS.items()}
-    if options.num_predict is not None and options.num_predict <= 0:
+        names = ", ".join(ascii(name[:40])[1:-1] for name in ignored[:16])
+        logger.debug("These options of a request have no effect: %s.", names)
+    try:
+        known = msgspec.convert(options, OllamaOptions)
+    except msgspec.ValidationError as e:
+        raise field_type_error(str(e), within="options") from None
+    fields = {field: getattr(known, name) for name, field in OPTION_FIELDS.items()}
+    if known.num_predict is not None and known.num_predict <= 0:
         fields["max_tokens"] = None
     return fields
 

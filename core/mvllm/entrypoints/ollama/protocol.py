@@ -10,7 +10,7 @@ from mvllm.entrypoints.openai.protocol import ModelRequest
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
-    """Sampling parameters, and settings of how a model is loaded, which have no effect.
+    """The options that are sampling parameters. All others, such as those of how a model is loaded, have no effect.
 
     Attributes:
         num_predict: Most tokens of the answer; 0 and negative numbers for as many as fit into the context.
@@ -28,30 +28,6 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
-    # Without effect.
-    num_ctx: Any = None
-    num_batch: Any = None
-    num_gpu: Any = None
-    main_gpu: Any = None
-    num_thread: Any = None
-    num_keep: Any = None
-    numa: Any = None
-    low_vram: Any = None
-    f16_kv: Any = None
-    logits_all: Any = None
-    vocab_only: Any = None
-    use_mmap: Any = None
-    use_mlock: Any = None
-    embedding_only: Any = None
-    repeat_last_n: Any = None
-    tfs_z: Any = None
-    typical_p: Any = None
-    mirostat: Any = None
-    mirostat_tau: Any = None
-    mirostat_eta: Any = None
-    penalize_newline: Any = None
-    draft_num_predict: Any = None
-
 
 OPTION_FIELDS = {
     "temperature": "temperature",
@@ -65,7 +41,7 @@ OPTION_FIELDS = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }
-"""The options with an effect, with the corresponding fields of chat completion requests."""
+"""The options, with the corresponding fields of chat completion requests."""
 
 
 class OllamaRequest(ModelRequest, kw_only=True):
@@ -73,10 +49,11 @@ class OllamaRequest(ModelRequest, kw_only=True):
 
     Attributes:
         keep_alive: No effect: the model stays loaded.
+        options: OllamaOptions, and others, which have no effect.
     """
 
     keep_alive: Any = None
-    options: OllamaOptions | None = None
+    options: dict[str, Any] | None = None
 
 
 class OllamaGenerationRequest(OllamaRequest, kw_only=True):

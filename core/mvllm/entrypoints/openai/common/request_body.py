@@ -146,7 +146,7 @@ class BodyDecoder(Generic[T]):
                 request = self._decoder.decode(body)
             unknown = self._known_fields.find_unknown(body) if reports else []  # raises if an unknown name is not UTF-8
         except msgspec.ValidationError as e:
-            raise _field_type_error(str(e)) from None
+            raise field_type_error(str(e)) from None
         except RecursionError:
             raise APIError(400, "The body is nested too deeply.") from None
         except UnicodeDecodeError as e:
@@ -186,10 +186,16 @@ def _without_strings(body: bytes) -> bytes:
     return b"".join(plain.split(b'"')[::2])
 
 
-def _field_type_error(text: str) -> APIError:
+def field_type_error(text: str, within: str = "") -> APIError:
+    """The error for a field with the wrong type (400).
+
+    Args:
+        text: The text of msgspec's ValidationError.
+        within: The field that has been converted; empty for the whole body.
+    """
     match = _PATH.search(text)
     if match is None:
-        return APIError(400, f"The body is not acceptable: {text}.")
-    path = match[1].lstrip(".")
+        return APIError(400, f"{within or 'The body'} is not acceptable: {text}.", param=within or None)
+    path = f"{within}{match[1]}" if within else match[1].lstrip(".")
     field = re.split(r"[.\[]", path)[0]
     return APIError(400, f"{path}: {text[: match.start()].replace('`', '')}.", param=field)
