@@ -1,4 +1,4 @@
-"""AMX matrix products with tiles emulated in C++, for machines without AMX; where it is, the other tests of kernels use it."""
+"""AMX matrix products with emulated tiles, for machines without AMX. With it, the other tests of kernels use it."""
 
 from __future__ import annotations
 
