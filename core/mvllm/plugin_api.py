@@ -28,6 +28,7 @@ from mvllm.messages.requests import PositionLogprobs
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 from mvllm.messages.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from mvllm.messages.structured_outputs import StructuredOutputsParams
+from mvllm.messages.thinking import ThinkingTokens
 from mvllm.platform.attention import AttentionBackend, AttentionMetadata, AttentionSpec, BatchLayout, KVCache, KVLayout
 from mvllm.platform.capabilities import Capabilities
 from mvllm.platform.communicator import Communicator
@@ -140,6 +141,7 @@ __all__ = [
     "ShapePolicy",
     "SpeculativeConfig",
     "StructuredOutputsParams",
+    "ThinkingTokens",
     "TorchCommunicator",
     "WorkerContext",
     "WorkerProtocol",

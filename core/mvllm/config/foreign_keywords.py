@@ -98,7 +98,6 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     # scheduler
     "scheduler_cls": ForeignKeyword("scheduling_policy is 'fcfs' or 'priority'."),
     "scheduler_delay_factor": ForeignKeyword("Waiting requests are scheduled at once.", (0,)),
-    "max_num_partial_prefills": ForeignKeyword("Any number of prompts share a step.", (1,)),
     "num_scheduler_steps": ForeignKeyword("Steps overlap instead; see async_scheduling.", (1,)),
     "num_lookahead_slots": ForeignKeyword(_SPECULATIVE, (0,)),
     "multi_step_stream_outputs": ForeignKeyword("Every step returns its outputs.", (True,)),

@@ -39,9 +39,12 @@ class ChatHandler(GenerationHandler):
     Attributes:
         field_names: Fields of a chat completion request, with the corresponding fields of the API that the handler
             serves. Errors of `start` have these names.
+        requires_thinking_tags: Whether a budget of thinking tokens is an error, instead of ignored, if the server does
+            not know the tags of the model's thoughts.
     """
 
     field_names: ClassVar[Mapping[str, str]] = {}
+    requires_thinking_tags: ClassVar[bool] = True
     _request: ChatCompletionRequest
 
     def __init__(self, context: ServingContext, model: str, id_prefix: str, request: ChatCompletionRequest) -> None:
