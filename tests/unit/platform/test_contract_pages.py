@@ -51,6 +51,7 @@ MESSAGES = {
     "SamplingParams",
     "SchedulerOutput",
     "StructuredOutputsParams",
+    "ThinkingTokens",
 }
 CLASSES = {
     name: cls
