@@ -27,8 +27,8 @@ EXPECTED = {
     "score": r"Pair: 'The capital of Brazil is Brasilia\.'\nScore: 0\.\d+\n",
     "async_llm_streaming": r"(?s)Response:.+\nGeneration complete\n.*Response:.+\nGeneration complete",
     "llm_engine_example": r"(?s)(RequestOutput.*){3}",
-    "structured_outputs": r"Choice: (Positive|Negative)\n.*Regex: \w+@\w+\.com\n.*JSON: \{\s*\"car_type\".*\n"
-    r".*Grammar: SELECT col_[12]  from table_[12] ",
+    "structured_outputs": r"Choice: (Positive|Negative)\n.*Regex: \w+@\w+\.com\n.*JSON: \{\s*\"car_type\"[\s\S]*"
+    r"Grammar: SELECT col_[12]  from table_[12] ",
     "metrics": r"(?s)mvllm:generation_tokens \(counter\) = [1-9].*latency_seconds \(histogram\)\n +sum = [^\n]*\n"
     r" +count = 2\n",
     "simple_profiling": r"Prompt: 'Once upon a time', Generated text: '.+'",

@@ -33,7 +33,7 @@ def runtime(compiler: str) -> Path:
 
 def build(compiler: str, isa: str, folder: Path, *, whole: bool) -> Path:
     """Builds the library with one instruction set, and the generic one if this processor may lack the former."""
-    names = {isa} | ({"generic"} if isa != ISA else set())
+    names = {isa} | ({"generic"} if isa != ISA else set()) | ({"avx512_bf16"} if isa.startswith("amx") else set())
     wanted = {kind + name for kind in ("isa_", "qisa_") for name in names}
     sanitizers = "-fsanitize=address,undefined" if whole else "-fsanitize=address"
     flags = [*FLAGS, sanitizers, *(["-O1"] if whole else ["-O0", "-DMVLLM_SMALL_TILES=1"])]

@@ -128,7 +128,7 @@ def test_fields_that_a_route_does_not_know_are_reported(
 
 def test_the_chat_template_selects_the_tool_parser(client: httpx.Client, server_with_plugins: ServerProcess) -> None:
     """Not about plugins: this server's template contains a tool-call format."""
-    assert "Tool call parser hermes, detected from the chat template" in server_with_plugins.log
+    assert "Tool call parser hermes: the chat template shows" in server_with_plugins.log
     ask = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL], "max_tokens": 2}
     assert client.post("/v1/chat/completions", json=ask).status_code == 200
 
