@@ -82,6 +82,7 @@ def _remove_file(name: str, repo: Any) -> int:
         raise ModelError(
             f"The model {name!r} is not in the hub's cache ({hub_cache()}). `mvllm list` prints its names."
         )
+    folder = os.path.realpath(repo.repo_path)
     for path in found.files:
         content = Path(os.path.realpath(path))
         path.unlink()
@@ -91,7 +92,7 @@ def _remove_file(name: str, repo: Any) -> int:
             for file in revision.files
             if file.file_path != path and file.file_path not in found.files
         )
-        if not shared:
+        if not shared and content.is_relative_to(folder):  # a link may lead out of the cache
             content.unlink(missing_ok=True)
     return found.num_bytes
 

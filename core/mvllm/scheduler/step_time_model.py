@@ -22,6 +22,9 @@ _FIRST_TOKENS = 128
 _MIN_TOKENS = 16
 """A prompt always gets as many, so that it makes progress."""
 
+_MIN_SECONDS = 1e-9
+"""A smaller cost of a step's prompt tokens is none: the average tends to 0 while steps with prompts take no longer."""
+
 
 class StepTimeModel:
     """The estimate of one scheduler.
@@ -67,7 +70,7 @@ class StepTimeModel:
         if self._age > _MAX_AGE:
             self._age = 0
             return 0
-        if not self._prompt_seconds:
+        if self._prompt_seconds < _MIN_SECONDS:
             return _FIRST_TOKENS
         seconds_per_token = self._prompt_seconds / self._prompt_tokens
         return max(_MIN_TOKENS, int((slowdown - 1) * self._decode_seconds / seconds_per_token))

@@ -70,6 +70,17 @@ def test_a_path_is_not_removed(cache: Path, tmp_path: Path, capsys: pytest.Captu
     assert tmp_path.exists() and "Delete it yourself" in capsys.readouterr().err
 
 
+def test_a_file_outside_of_the_cache_to_which_a_link_leads_stays(cache: Path, tmp_path: Path) -> None:
+    add_two_models(cache)
+    outside = tmp_path / "mine.gguf"
+    outside.write_bytes(b"m" * 300)
+    link = cache / "models--org--files" / "snapshots" / "abc123" / "a-Q8_0.gguf"
+    link.unlink()
+    link.symlink_to(outside)
+    assert main(["rm", "org/files:Q8_0"]) == 0
+    assert outside.exists() and not link.is_symlink()
+
+
 def test_pull_without_a_network_says_why(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", "org/absent:Q4_K_M"]) == 1
     assert "HF_HUB_OFFLINE=1 forbids asking the hub" in capsys.readouterr().err

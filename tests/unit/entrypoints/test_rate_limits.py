@@ -95,6 +95,15 @@ def test_several_api_servers_share_the_limits_of_a_key() -> None:
     server.start("b", server=1)
 
 
+def test_a_server_that_had_no_request_for_long_allows_what_is_left_of_this_minute() -> None:
+    server = Server(num_servers=2, a=KeyLimits(requests_per_minute=60))
+    for _ in range(3600):
+        server.start("a", server=0).end(0)
+        server.now += 1
+    server.start("a", server=1)
+    assert server.headers["x-ratelimit-remaining-requests"] == "59"
+
+
 def test_without_keys_all_clients_share_one_limit_and_administrators_have_none() -> None:
     server = Server(admin=("root",))
     server.start(None)

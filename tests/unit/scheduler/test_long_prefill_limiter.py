@@ -196,3 +196,12 @@ class TestTimeOfSteps:
         for _ in range(65):
             model.add_step(100, 0.02)
         assert model.prompt_tokens_within(1.5) == 0 and model.prompt_tokens_within(1.5) > 0
+
+    def test_prompts_that_never_cost_time_are_computed_although_the_average_tends_to_0(self):
+        model = StepTimeModel()
+        model.add_step(0, 1.0)
+        model.add_step(100, 1.2)
+        for _ in range(7000):
+            model.add_step(100, 0.05)
+        assert model.prompt_tokens_within(1.5) == 0
+        assert model.prompt_tokens_within(1.5) > 0

@@ -183,8 +183,10 @@ class PythonicCalls(MarkedCalls):
     def after(self, text: str, i: int, out: list[Delta]) -> int:
         """State after a call: another call, the end of the list, the end marker, or content follows."""
         found = NOT_SPACE.search(text, i)
-        space = "".join(self._space_after_call) + text[i : found.start() if found else len(text)]
-        if found is not None and self._marked and not self._in_list and _NAME_START.match(found.group()):
+        if found is None:
+            return super().after(text, i, out)
+        space = "".join(self._space_after_call) + text[i : found.start()]
+        if self._marked and not self._in_list and _NAME_START.match(found.group()):
             self._space_after_call = []
             self.open(space)
             return found.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 
 import pytest
 
@@ -408,3 +409,13 @@ def test_a_long_value_is_streamed_without_delay():
     assert stream.feed("</parameter") == []
     assert stream.feed("s>") == [ToolCallDelta(0, arguments="\\n</parameters>")]
     assert not any(isinstance(delta, ContentDelta) for delta in stream.finish())
+
+
+def test_white_space_after_a_call_takes_linear_time():
+    stream = make("pythonic").stream()
+    deltas = stream.feed("[get_time()")
+    start = time.perf_counter()
+    for _ in range(30_000):
+        deltas += stream.feed(" ")
+    assert time.perf_counter() - start < 1.5
+    assert len(merge_deltas([*deltas, *stream.finish()]).tool_calls) == 1

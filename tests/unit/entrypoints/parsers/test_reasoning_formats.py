@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from functools import cache
 
 import pytest
@@ -195,6 +196,16 @@ def test_garbage_never_raises_and_does_not_depend_on_the_cut(name):
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         for prompt in (None, "", *(prompt for prompt, *_ in CASES[name])):
             assert parse(name, [text], prompt) == parse(name, pieces, prompt) == parse(name, list(text), prompt)
+
+
+def test_white_space_in_wrapped_content_takes_linear_time():
+    stream = registry.reasoning_parser("hunyuan_a13b")().stream()
+    deltas = stream.feed("<think>a</think><answer>b")
+    start = time.perf_counter()
+    for _ in range(80_000):
+        deltas += stream.feed(" ")
+    assert time.perf_counter() - start < 1.5
+    assert merge_deltas([*deltas, *stream.feed("c"), *stream.finish()]).content == f"b{' ' * 80_000}c"
 
 
 @pytest.mark.parametrize("name", CASES)

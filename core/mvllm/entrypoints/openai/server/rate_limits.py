@@ -65,22 +65,27 @@ class Bucket:
 
     Args:
         per_minute: The allowance, and the most that the bucket holds.
+        now: Seconds, at which it is full.
+        total: What has been used until then.
     """
 
-    def __init__(self, per_minute: int) -> None:
+    def __init__(self, per_minute: int, now: float, total: int) -> None:
         self.per_minute = per_minute
         self.level = float(per_minute)
-        self._time = -math.inf
-        self._total = 0
+        self._time = now
+        self._total = total
 
     def update(self, now: float, total: int) -> None:
         """Fills it for the time since the last call, and takes what was used since then.
+
+        Other servers may have used much in a long time, and have limited it themselves. So what has been used counts
+        before the most that the bucket holds: otherwise it would be overdrawn by all of it.
 
         Args:
             total: What has been used since the start.
         """
         filled = (now - self._time) * self.per_minute / 60
-        self.level = min(float(self.per_minute), self.level + filled) - (total - self._total)
+        self.level = min(float(self.per_minute), self.level + filled - (total - self._total))
         self._time, self._total = now, total
 
     @property
@@ -175,7 +180,7 @@ class _Key:
         self._limiter, self._index, self._limits = limiter, index, limits
         self._row = server * limiter._num_keys + index
         self._buckets = {
-            counter: Bucket(per_minute)
+            counter: Bucket(per_minute, limiter._clock(), self._total(counter))
             for counter, per_minute in ((_REQUESTS, limits.requests_per_minute), (_TOKENS, limits.tokens_per_minute))
             if per_minute is not None
         }

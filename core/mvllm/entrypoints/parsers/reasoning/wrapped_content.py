@@ -30,7 +30,8 @@ class WrappedContent(ReasoningStream):
         self._start = start
         self._end = end
         self._state = _BEFORE
-        self._held = ""  # text that may belong to a tag, with the white space before it
+        self._space: list[str] = []  # white space that is layout, or belongs to the following content
+        self._tail = ""  # text that may belong to a tag
 
     @property
     def in_reasoning(self) -> bool:
@@ -44,9 +45,10 @@ class WrappedContent(ReasoningStream):
     def finish(self) -> list[Delta]:
         """Ends the text; returns the deltas that were held back."""
         out = self._unwrap(self._inner.finish())
-        if self._held and self._state != _BEHIND:
-            out.append(ContentDelta(self._held))
-        self._held = ""
+        rest = "".join(self._space) + self._tail
+        if rest and self._state != _BEHIND:
+            out.append(ContentDelta(rest))
+        self._space, self._tail = [], ""
         return out
 
     def _unwrap(self, deltas: list[Delta]) -> list[Delta]:
@@ -54,41 +56,59 @@ class WrappedContent(ReasoningStream):
         for delta in deltas:
             if not isinstance(delta, ContentDelta):
                 out.append(delta)
-            elif text := self._read(self._held + delta.text):
+            elif text := self._read(self._tail + delta.text):
                 out.append(ContentDelta(text))
         return out
 
     def _read(self, text: str) -> str:
         """The content in the next text; the end of the text may be held back."""
-        self._held = ""
+        self._tail = ""
         if self._state == _BEFORE:
             found = NOT_SPACE.search(text)
-            if found is None or is_partial_marker(text, found.start(), self._start):
-                self._held = text
+            if found is None:
+                return self._hold(text)
+            self._space.append(text[: found.start()])
+            text = text[found.start() :]
+            if is_partial_marker(text, 0, self._start):
+                self._tail = text
                 return ""
-            is_wrapped = text.startswith(self._start, found.start())
-            self._state = _LAYOUT if is_wrapped else _PLAIN
-            text = text[found.start() + len(self._start) :] if is_wrapped else text
+            if not text.startswith(self._start):
+                self._state = _PLAIN
+                return self._take_space() + text
+            self._state, self._space = _LAYOUT, []
+            text = text[len(self._start) :]
         if self._state == _LAYOUT:
             text = text.lstrip()
             if not text:
                 return ""
             self._state = _WRAPPED
         if self._state == _WRAPPED:
-            content, end, text = text.partition(self._end)
-            if end:
-                self._state = _BEHIND
-                return content.rstrip() + self._read(text)
-            keep = len(content) - partial_marker_length(content, 0, (self._end,))
-            keep = len(content[:keep].rstrip())
-            self._held = content[keep:]
-            return content[:keep]
+            content, end, rest = text.partition(self._end)
+            if not end:
+                keep = len(content) - partial_marker_length(content, 0, (self._end,))
+                content, self._tail = content[:keep], content[keep:]
+            stripped = content.rstrip()
+            emitted = self._take_space() + stripped if stripped else ""
+            if not end:
+                self._hold(content[len(stripped) :])
+                return emitted
+            self._state, self._space = _BEHIND, []
+            return emitted + self._read(rest)
         if self._state == _BEHIND:
             if not text.strip():
-                self._held = text
-                return ""
+                return self._hold(text)
             self._state = _PLAIN
-        return text
+        return self._take_space() + text
+
+    def _hold(self, space: str) -> str:
+        """Holds back white space. Returns no content."""
+        if space:
+            self._space.append(space)
+        return ""
+
+    def _take_space(self) -> str:
+        space, self._space = "".join(self._space), []
+        return space
 
 
 class WrappedContentParser(TaggedReasoningParser):
