@@ -5,6 +5,7 @@ LLM(..., distributed_executor_backend="tests.helpers.thread_executor.ThreadExecu
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,12 @@ class ThreadGroupPlatform:
                 (group.name, group.ranks), _ThreadRendezvous(len(group.ranks))
             )
         return ThreadCommunicator(meeting, group.rank_in_group, len(group.ranks))
+
+
+def _log_error(future: Future[Any]) -> None:
+    """Logs the error of a rank. That of a rank that does not answer is the cause of the answering rank's."""
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logging.getLogger(__name__).error("A rank failed", exc_info=error)
 
 
 class ThreadExecutor(Executor):
@@ -79,6 +86,8 @@ class ThreadExecutor(Executor):
 
     def execute_model(self, plan: Any) -> Future[Any]:
         futures = [thread.submit(worker.execute_model, plan) for thread, worker in zip(self._threads, self._workers)]
+        for future in futures:
+            future.add_done_callback(_log_error)
         self._under_way = [future for future in [*self._under_way, futures[self._answering]] if not future.done()]
         ThreadExecutor.max_in_flight = max(ThreadExecutor.max_in_flight, len(self._under_way))
         return futures[self._answering]
