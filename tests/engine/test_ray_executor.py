@@ -66,6 +66,7 @@ def nodes() -> Iterator[TwoNodes]:
     variables = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_worker_niceness": "0",  # Ray's 15 would give actors almost no time beside the tests of other workers
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # of every process that Ray starts
     }
     handler = signal.getsignal(signal.SIGTERM)
