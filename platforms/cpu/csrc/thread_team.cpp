@@ -30,10 +30,10 @@
 #include <vector>
 
 #include "team_size_controller.h"
+#include "thread_placement.h"
 
 #if defined(__linux__)
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -50,6 +50,8 @@ constexpr int64_t NEIGHBOURS = 4;              // threads whose pieces a thread 
 constexpr int64_t PREFETCH_BYTES = 128 << 10;  // bytes that a waiting thread prefetches into its L2 cache
 constexpr int64_t SPIN_NS = 50'000;            // time that a waiting thread spins before it sleeps
 constexpr int64_t LONG_PIECE_NS = 100'000;     // longer pieces of calls without `ahead` count as compute-bound
+constexpr int64_t STANDSTILL_NS = 100'000;     // after this time, a sleeping thread checks whether the awaited thread runs
+constexpr int64_t ABSENCE_NS = 500'000;        // time between checks for threads that wait for the caller's CPU
 constexpr int64_t USUAL_WAIT_NS = 20'000;      // wait of the calling thread on an idle machine, besides two pieces
 
 int64_t now_ns() {
@@ -68,19 +70,22 @@ void relax() {
 // Lets one thread sleep until another one wakes it.
 class Sleeper {
   public:
-    // Sleeps unless `ready()` holds. May return early.
+    // Sleeps unless `ready()` holds, for `limit` nanoseconds at most if it is not 0. May return early.
     template <class Ready>
-    void sleep(const Ready& ready) {
+    void sleep(const Ready& ready, int64_t limit = 0) {
         asleep_.store(1, std::memory_order_seq_cst);
         if (ready()) {
             asleep_.store(0, std::memory_order_relaxed);
             return;
         }
 #if defined(__linux__)
-        syscall(SYS_futex, &asleep_, FUTEX_WAIT_PRIVATE, 1, nullptr, nullptr, 0);
+        const timespec relative{0, long(limit)};
+        syscall(SYS_futex, &asleep_, FUTEX_WAIT_PRIVATE, 1, limit ? &relative : nullptr, nullptr, 0);
 #else
         std::unique_lock<std::mutex> hold(lock_);
-        changed_.wait(hold, [&] { return asleep_.load() == 0; });
+        const auto woken = [&] { return asleep_.load() == 0; };
+        if (limit) changed_.wait_for(hold, std::chrono::nanoseconds(limit), woken);
+        else changed_.wait(hold, woken);
 #endif
         asleep_.store(0, std::memory_order_relaxed);
     }
@@ -105,29 +110,6 @@ class Sleeper {
     std::condition_variable changed_;
 #endif
 };
-
-// The CPU that this thread runs on; -1 if unknown.
-int current_cpu() {
-#if defined(__linux__)
-    return sched_getcpu();
-#else
-    return -1;
-#endif
-}
-
-// Moves this thread to another of the CPUs that it may run on.
-void leave_cpu(int cpu) {
-#if defined(__linux__)
-    cpu_set_t allowed, others;
-    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || cpu < 0 || cpu >= CPU_SETSIZE) return;
-    others = allowed;
-    CPU_CLR(size_t(cpu), &others);
-    if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof(others), &others) == 0)
-        sched_setaffinity(0, sizeof(allowed), &allowed);
-#else
-    (void)cpu;
-#endif
-}
 
 // Prefetches the next lines of `range`.
 void prefetch_some(Range& range) {
@@ -187,6 +169,7 @@ class Team {
             if (threads > 1 && adapts()) controller_.record(begin, now_ns(), 0);
             return;
         }
+        const bool cpu_changed = store_if_changed(caller_cpu_, current_cpu());
         post(job, active);
         Range prefetch{nullptr, 0};
         const int64_t mine = execute(0, job.threads, prefetch).pieces;
@@ -195,13 +178,11 @@ class Team {
         const int64_t claimed = now_ns();
         int64_t end = claimed;
         if (!finished()) {
-            while (!spin(finished, SPIN_NS, prefetch)) {
-                awaited_.store(expected_, std::memory_order_seq_cst);
-                caller_.sleep(finished);
-            }
+            await(finished, active, prefetch);
             end = now_ns();
         }
         if (!adapts()) return;
+        move_absent_workers(end, active, cpu_changed);
         const int64_t piece = (claimed - begin) / std::max<int64_t>(1, mine);
         const int64_t alone = !job.ahead.range && piece >= LONG_PIECE_NS ? piece * total : 0;
         controller_.record(begin, end, std::max<int64_t>(0, end - claimed - USUAL_WAIT_NS - 2 * piece), alone);
@@ -211,7 +192,69 @@ class Team {
     struct Worker {
         Sleeper sleeper;
         std::thread thread;
+        // Written by the worker, read by the caller when it waits: number of the last job << 1 | whether it executes pieces.
+        alignas(LINE) std::atomic<uint64_t> state{0};
+        std::unique_ptr<const ThreadHandle> handle;  // written before the first state
+
+        // Used by the caller only.
+        alignas(LINE) uint64_t last_state = 0;
+        int64_t last_running_time = -1;
+        bool is_moved_here = false;  // to the caller's CPU
+
+        bool executes() const { return state.load(std::memory_order_acquire) & 1; }
     };
+
+    // Waits until all pieces of the job are done. Moves threads that do not run, although they have claimed pieces, to this
+    // CPU, where they run while this thread sleeps.
+    template <class Finished>
+    void await(const Finished& finished, int64_t active, Range& prefetch) {
+        if (spin(finished, SPIN_NS / 2, prefetch)) return;
+        if (adapts()) note_running_times(active);
+        if (spin(finished, SPIN_NS / 2, prefetch)) return;
+        do {
+            awaited_.store(expected_, std::memory_order_seq_cst);
+            if (adapts()) move_preempted_workers(active);
+            caller_.sleep(finished, adapts() ? STANDSTILL_NS : 0);
+        } while (!finished());
+        for (int64_t i = 1; i < active; ++i) {
+            Worker& worker = *workers_[size_t(i - 1)];
+            if (worker.is_moved_here) worker.handle->move_away_from(current_cpu());
+            worker.is_moved_here = false;
+        }
+    }
+
+    void note_running_times(int64_t active) {
+        for (int64_t i = 1; i < active; ++i) {
+            Worker& worker = *workers_[size_t(i - 1)];
+            worker.last_running_time = worker.executes() ? worker.handle->running_time() : -1;
+        }
+    }
+
+    void move_preempted_workers(int64_t active) {
+        for (int64_t i = 1; i < active; ++i) {
+            Worker& worker = *workers_[size_t(i - 1)];
+            const int64_t time = worker.executes() ? worker.handle->running_time() : -1;
+            if (time >= 0 && time == worker.last_running_time) {
+                worker.handle->move_to(current_cpu());
+                worker.is_moved_here = true;
+            }
+            worker.last_running_time = time;
+        }
+    }
+
+    // Moves threads away from this CPU if they may be waiting for it: they have not begun this job, and either this thread
+    // has just come to this CPU, or they have not begun any job for some time.
+    void move_absent_workers(int64_t now, int64_t active, bool cpu_changed) {
+        if (now < next_check_ && !cpu_changed) return;
+        next_check_ = now + ABSENCE_NS;
+        for (int64_t i = 1; i < active; ++i) {
+            Worker& worker = *workers_[size_t(i - 1)];
+            const uint64_t state = worker.state.load(std::memory_order_acquire);
+            const bool is_absent = uint32_t(state >> 1) != generation_ && (cpu_changed || state == worker.last_state);
+            if (state && is_absent && !worker.sleeper.is_asleep()) worker.handle->move_away_from(current_cpu());
+            worker.last_state = state;
+        }
+    }
 
     // Flag of jobs in which the owner of a share claims half of its remaining pieces at once. A claim waits for all earlier
     // memory accesses, which is expensive in recorded calls: they are memory-bound, with short pieces. In other calls a
@@ -262,13 +305,14 @@ class Team {
     }
 
     template <class Value>
-    static void store_if_changed(std::atomic<Value>& to, Value value) {
-        if (to.load(std::memory_order_relaxed) != value) to.store(value, std::memory_order_relaxed);
+    static bool store_if_changed(std::atomic<Value>& to, Value value) {
+        const bool changed = to.load(std::memory_order_relaxed) != value;
+        if (changed) to.store(value, std::memory_order_relaxed);
+        return changed;
     }
 
     void post(const Job& job, int64_t active) {
         store_if_changed(active_, active);
-        store_if_changed(caller_cpu_, current_cpu());
         store_if_changed(owners_, std::max(owners_.load(std::memory_order_relaxed), job.threads));
         const uint64_t how = job.ahead.range ? IN_HALVES : 0;
         const uint64_t unclaimed = uint64_t(++generation_) << 32 | how | uint64_t(job.pieces);
@@ -345,10 +389,18 @@ class Team {
         return {done, displaces};
     }
 
+    // Moves the caller to this CPU if it has not run since `before`, once in each job. The caller may also be waiting for
+    // something else; then it does not change its CPU.
+    void move_preempted_caller(uint32_t job, int64_t before) {
+        if (caller_.is_asleep() || before < 0 || caller_handle_.running_time() != before) return;
+        if (caller_moved_in_.exchange(job, std::memory_order_relaxed) != job) caller_handle_.move_to(current_cpu());
+    }
+
     void work(int64_t thread, Worker& own) {
 #if defined(__linux__)
         pthread_setname_np(pthread_self(), "mvllm-kernels");
 #endif
+        own.handle = std::make_unique<ThreadHandle>();
         std::atomic<uint64_t>& unclaimed = shares_[thread].unclaimed;
         uint32_t seen = 0;
         Range prefetch{nullptr, 0};
@@ -360,6 +412,11 @@ class Team {
             const bool takes_part = thread < active_.load(std::memory_order_relaxed);
             if (!changed() && !(takes_part && spin(changed, SPIN_NS, prefetch))) {
                 sleeping_.fetch_add(1, std::memory_order_seq_cst);
+                if (takes_part && adapts()) {
+                    const int64_t before = caller_handle_.running_time();
+                    own.sleeper.sleep(changed, STANDSTILL_NS);
+                    if (!changed()) move_preempted_caller(seen, before);
+                }
                 own.sleeper.sleep(changed);
                 sleeping_.fetch_sub(1, std::memory_order_relaxed);
                 continue;
@@ -368,8 +425,10 @@ class Team {
             prefetch = {nullptr, 0};
             bool displaces = displaces_caller();
             while (thread < active_.load(std::memory_order_relaxed)) {
-                if (displaces) leave_cpu(caller_cpu_.load(std::memory_order_relaxed));
+                if (displaces) own.handle->move_away_from(caller_cpu_.load(std::memory_order_relaxed));
+                own.state.store(uint64_t(seen) << 1 | 1, std::memory_order_release);
                 displaces = execute(thread, owners_.load(std::memory_order_relaxed), prefetch).displaces_caller;
+                own.state.store(uint64_t(seen) << 1, std::memory_order_release);
                 if (!displaces) break;
             }
         }
@@ -386,8 +445,12 @@ class Team {
     alignas(LINE) std::atomic<int64_t> sleeping_{0};
     Sleeper caller_;
 
+    std::atomic<uint32_t> caller_moved_in_{0};  // the last job in which a worker has moved the caller
+    const ThreadHandle caller_handle_;
+
     // Used by the caller only.
     alignas(LINE) uint32_t generation_ = 0;
+    int64_t next_check_ = 0;  // for absent workers
     int64_t expected_ = 0;  // value of `completed_` at the end of the job
     std::vector<std::unique_ptr<Worker>> workers_;
     TeamSizeController controller_;
