@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "team_size_controller.h"
+#include "thread_placement.h"
 #include "thread_team.h"
 
 using namespace mvllm;
@@ -109,10 +110,58 @@ void threads_leave_the_callers_cpu() {
     require(left.load(), "a thread leaves the caller's CPU");
 }
 
+// A thread is moved to and from a CPU of its mask, to no other, and keeps its mask.
+void threads_are_moved_within_their_masks() {
+    cpu_set_t allowed, one;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) || CPU_COUNT(&allowed) < 2) return;
+    size_t first = 0, second = 1;
+    while (!CPU_ISSET(first, &allowed)) ++first;
+    for (second = first + 1; !CPU_ISSET(second, &allowed);) ++second;
+    CPU_ZERO(&one);
+    CPU_SET(second, &one);
+    std::atomic<const ThreadHandle*> handle{nullptr};
+    std::atomic<pid_t> id{0};
+    std::atomic<int> cpu{-1};
+    std::atomic<bool> stop{false};
+    std::thread thread([&] {
+        const ThreadHandle own;
+        id = gettid();
+        handle = &own;
+        while (!stop.load()) cpu = sched_getcpu();
+    });
+    while (!handle.load() || cpu.load() < 0) usleep(100);
+    const auto comes_to = [&](size_t wanted) {
+        for (int i = 0; i < 1000 && cpu.load() != int(wanted); ++i) usleep(1000);
+        return cpu.load() == int(wanted);
+    };
+    const auto has_mask = [&](const cpu_set_t& expected) {
+        cpu_set_t mask;
+        return sched_getaffinity(id.load(), sizeof(mask), &mask) == 0 && CPU_EQUAL(&mask, &expected);
+    };
+    // The system may also move the thread: some of the attempts have to succeed.
+    int there = 0;
+    for (int i = 0; i < 20; ++i) {
+        handle.load()->move_to(int(i % 2 ? first : second));
+        there += comes_to(i % 2 ? first : second);
+        handle.load()->move_away_from(int(i % 2 ? first : second));
+    }
+    require(there >= 10, "a thread is moved to the wanted CPU");
+    require(has_mask(allowed), "a moved thread keeps its mask");
+    require(handle.load()->running_time() > 0, "the running time of a thread is known");
+    sched_setaffinity(id.load(), sizeof(one), &one);
+    require(comes_to(second), "a thread follows its mask");
+    handle.load()->move_to(int(first));
+    handle.load()->move_away_from(int(second));
+    require(has_mask(one) && cpu.load() == int(second), "a thread stays within its mask");
+    stop = true;
+    thread.join();
+}
+
 }  // namespace
 
 int main() {
     decisions();
+    threads_are_moved_within_their_masks();
     threads_leave_the_callers_cpu();
     many_calls(2000);
     std::vector<std::thread> callers;

@@ -40,6 +40,12 @@ def wait_until_idle(limit: float) -> bool:
     return True
 
 
+def busy_seconds() -> float:
+    """Computing time of all programs on all cores since the machine started."""
+    total, idle = _cpu_times()
+    return (total - idle) / os.sysconf("SC_CLK_TCK")
+
+
 def _cpu_times() -> tuple[int, int]:
     """(all, idle) in clock ticks since the machine started."""
     fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
