@@ -5,9 +5,16 @@
 // Waiting. A thread spins for some microseconds, as long as most waits take, and then sleeps. On a busy machine the sleep
 // frees the core, and the system moves a thread there that waits for another core.
 //
-// Placement. When the caller sleeps, the system may move a preempted thread to the caller's CPU, where it finishes its piece
-// and wakes the caller. Both would then share this CPU for a while, and another program would have a CPU alone, because
-// the system does not soon move one of three threads between two CPUs. So the thread leaves the caller's CPU at once.
+// Placement. If another program uses a CPU, the system preempts a thread there for some milliseconds, possibly in the middle
+// of a piece. The other threads move it (thread_placement.h):
+//
+//   - A worker has unfinished pieces and does not run: the waiting caller moves it to its own CPU and sleeps. The worker
+//     finishes there at once and wakes the caller.
+//   - The caller does not run: a worker that waits for the next job moves it to its own CPU and sleeps.
+//   - A worker may be waiting for the caller's CPU: it leaves that CPU, or the caller moves it away. Otherwise both would
+//     share one CPU while another program has the other one, and the system does not soon rebalance that.
+//
+// A thread does not run if its CPU clock does not advance.
 //
 // Cache lines. Transferring a line from the thread that writes it to one that reads it takes some 50 to 100 ns, and a decode
 // step has some hundred calls. So a call transfers few lines: one to each thread, with the job and the thread's unclaimed
@@ -192,7 +199,7 @@ class Team {
     struct Worker {
         Sleeper sleeper;
         std::thread thread;
-        // Written by the worker, read by the caller when it waits: number of the last job << 1 | whether it executes pieces.
+        // Number of the worker's last job << 1 | whether it executes pieces. The caller reads it only when it waits.
         alignas(LINE) std::atomic<uint64_t> state{0};
         std::unique_ptr<const ThreadHandle> handle;  // written before the first state
 
@@ -204,8 +211,7 @@ class Team {
         bool executes() const { return state.load(std::memory_order_acquire) & 1; }
     };
 
-    // Waits until all pieces of the job are done. Moves threads that do not run, although they have claimed pieces, to this
-    // CPU, where they run while this thread sleeps.
+    // Waits until all pieces of the job are done.
     template <class Finished>
     void await(const Finished& finished, int64_t active, Range& prefetch) {
         if (spin(finished, SPIN_NS / 2, prefetch)) return;
@@ -230,6 +236,7 @@ class Team {
         }
     }
 
+    // Moves threads that have unfinished pieces and have not run since the last check to this CPU.
     void move_preempted_workers(int64_t active) {
         for (int64_t i = 1; i < active; ++i) {
             Worker& worker = *workers_[size_t(i - 1)];
