@@ -33,7 +33,8 @@ static void attend_on_tiles(const Geometry& g, const Layer& layer, const Item& i
     const bool rounds = rounds_probabilities(g, item, bytes);
     if (g.spec.dtype != BF16 || !pairs || !suits_tiles(g) || (!rounds && g.group < FEWEST_HEADS))
         return isa_avx512_bf16.attend(g, layer, item, next, scratch, partials);
-    if (!rounds) return attend_tile<Paired, NoBytes, true, false>(g, layer, item, next, scratch, partials);
+    if (!rounds)
+        return attend_tile<Paired, NoBytes, true, false>(g, layer, item, next, scratch, partials);
     if (g.spec.kv_dtype == INT8) return attend_tile<Paired, Int8, true, true>(g, layer, item, next, scratch, partials);
     if (bytes) return attend_tile<Paired, Fp8, true, true>(g, layer, item, next, scratch, partials);
     attend_tile<Paired, NoBytes, true, true>(g, layer, item, next, scratch, partials);
