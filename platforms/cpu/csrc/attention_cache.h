@@ -71,15 +71,19 @@ struct Fp8 {
     }
 };
 
+#if LANES == 16 && HAS_BF16_DOT
+INLINE vi signed_codes(const uint8_t* p) {
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+#endif
+
 // `count` pairs, a multiple of STRIP.
 template <class Bytes>
 INLINE void widen_pairs(const uint8_t* in, uint16_t* out, int count) {
     for (int i = 0; i < count; i += LANES) {
 #if LANES == 16 && HAS_BF16_DOT  // one instruction rounds two vectors, here exactly
-        auto floats = [](const uint8_t* codes) __attribute__((always_inline)) {
-            return (__m512)Bytes::floats((vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
-        };
-        const __m512bh pairs = _mm512_cvtne2ps_pbh(floats(in + 2 * i + LANES), floats(in + 2 * i));
+        const vf low = Bytes::floats(signed_codes(in + 2 * i)), high = Bytes::floats(signed_codes(in + 2 * i + LANES));
+        const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
         __builtin_memcpy(out + 2 * i, &pairs, sizeof(pairs));
 #else
         const vu r = __builtin_convertvector(*reinterpret_cast<const vh_mem*>(in + 2 * i), vu);
