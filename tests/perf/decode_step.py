@@ -1,8 +1,8 @@
 """Milliseconds of a decode step with and without replay, compared with the time to read the weights.
 
-    python tests/perf/decode_step.py [--batch 1 16 32] [--rounds 3]
+    python tests/perf/decode_step.py [--batch 1 16 32] [--rounds 3] [--dtypes bfloat16 float16 float32]
 
-Llama of 162 M parameters, bf16, greedy, random token ids. Two engines in one process alternate, one with
+Llama of 162 M parameters, greedy, random token ids. Two engines in one process alternate, one with
 `enforce_eager`; the result is the minimum over the rounds. The floor is the bytes of the weights that a step reads
 divided by the read bandwidth, which is measured between the rounds with huge pages and as many threads. Run it on an
 idle machine.
@@ -29,11 +29,13 @@ PROMPT = 32
 BUFFER_BYTES = 160 << 20
 
 
-def weight_bytes() -> int:
+def weight_bytes(dtype: str) -> int:
     """Bytes of the weights that one step reads: all except the embedding."""
     shape = SHAPES["small"]
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    return 2 * (shape["num_hidden_layers"] * (4 * hidden**2 + 3 * hidden * inner) + shape["vocab_size"] * hidden)
+    return getattr(torch, dtype).itemsize * (
+        shape["num_hidden_layers"] * (4 * hidden**2 + 3 * hidden * inner) + shape["vocab_size"] * hidden
+    )
 
 
 def read_bandwidth(buffer: torch.Tensor) -> float:
@@ -58,37 +60,47 @@ def step_seconds(llm: LLM, batch: int, rng: random.Random) -> float:
     return (seconds[1] - seconds[0]) / STEPS
 
 
+def measure(dtype: str, batches: list[int], rounds: int) -> None:
+    """Prints the lines of one dtype."""
+    settings = {
+        "model": str(checkpoint("small")),
+        "dtype": dtype,
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": 256 << 20,
+        "max_model_len": 1024,
+        "max_num_seqs": max(batches),
+    }
+    buffer = zeros((BUFFER_BYTES // 4,), torch.float32).fill_(1)
+    rng = random.Random(7)
+    with LLM(**settings) as replaying, LLM(**settings, enforce_eager=True) as eager:
+        for batch in batches:
+            for llm in (replaying, eager):
+                step_seconds(llm, batch, rng)  # records the step
+            best, bandwidth = {replaying: 1e9, eager: 1e9}, 0.0
+            for _ in range(rounds):
+                for llm in best:
+                    best[llm] = min(best[llm], step_seconds(llm, batch, rng))
+                bandwidth = max(bandwidth, read_bandwidth(buffer))
+            floor = weight_bytes(dtype) / bandwidth
+            print(
+                f"{dtype:>8} {batch:>5} {best[replaying] * 1e3:>10.3f} {best[eager] * 1e3:>9.3f} {floor * 1e3:>9.3f} "
+                f"{floor / best[replaying]:>15.2f} {bandwidth / 1e9:>10.1f}",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     args = parser.parse_args()
-    settings = {
-        "model": str(checkpoint("small")),
-        "dtype": "bfloat16",
-        "skip_tokenizer_init": True,
-        "kv_cache_memory_bytes": 256 << 20,
-        "max_model_len": 1024,
-        "max_num_seqs": max(args.batch),
-    }
-    buffer = zeros((BUFFER_BYTES // 4,), torch.float32).fill_(1)
-    rng = random.Random(7)
-    print(f"{'batch':>5} {'replay ms':>10} {'eager ms':>9} {'floor ms':>9} {'floor / replay':>15} {'read GB/s':>10}")
-    with LLM(**settings) as replaying, LLM(**settings, enforce_eager=True) as eager:
-        for batch in args.batch:
-            for llm in (replaying, eager):
-                step_seconds(llm, batch, rng)  # records the step
-            best, bandwidth = {replaying: 1e9, eager: 1e9}, 0.0
-            for _ in range(args.rounds):
-                for llm in best:
-                    best[llm] = min(best[llm], step_seconds(llm, batch, rng))
-                bandwidth = max(bandwidth, read_bandwidth(buffer))
-            floor = weight_bytes() / bandwidth
-            print(
-                f"{batch:>5} {best[replaying] * 1e3:>10.3f} {best[eager] * 1e3:>9.3f} {floor * 1e3:>9.3f} "
-                f"{floor / best[replaying]:>15.2f} {bandwidth / 1e9:>10.1f}",
-                flush=True,
-            )
+    print(
+        f"{'dtype':>8} {'batch':>5} {'replay ms':>10} {'eager ms':>9} {'floor ms':>9} {'floor / replay':>15} "
+        f"{'read GB/s':>10}"
+    )
+    for dtype in args.dtypes:
+        measure(dtype, args.batch, args.rounds)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,12 @@
 #include "kernels.h"
 #include "qlinear.h"
 
+// MVLLM_AMX_EMULATED compiles these files for tests on processors without AMX (amx_tiles.h): 1, of products of bfloat16 only,
+// for any processor; 2, of all, for processors with avx512_bf16.
+#ifndef MVLLM_AMX_EMULATED
+#define MVLLM_AMX_EMULATED 0
+#endif
+
 // Linux only, because a process has to request the tiles from the system. Compilers with this header can assemble AMX.
 #if MVLLM_AMX_EMULATED || (MVLLM_X86 && defined(__linux__) && __has_include(<amxtileintrin.h>))
 #define MVLLM_AMX 1

@@ -1,8 +1,9 @@
-// Attention of prompts on AMX tiles: attention_tile.h compiled with tiles. All else is the attention of avx512_bf16.
+// Attention on AMX tiles: attention_tile.h compiled with tiles. Decodes with few heads in a group, and all but bfloat16
+// queries, are left to avx512_bf16.
 
 #include "amx.h"
 
-#if MVLLM_AMX && !MVLLM_AMX_EMULATED
+#if MVLLM_AMX && MVLLM_AMX_EMULATED != 1
 #include "amx_tiles.h"
 
 #include <immintrin.h>
@@ -24,11 +25,16 @@ namespace amx_attention {
 #include "simd.h"
 #include "attention_tile.h"
 
+constexpr int FEWEST_HEADS = 5;  // of a group: for fewer, vectors read the cache as fast
+
 static void attend_on_tiles(const Geometry& g, const Layer& layer, const Item& item, const Item* next, const Scratch& scratch,
                             float* partials) {
     const bool bytes = g.spec.kv_dtype == INT8 || g.spec.kv_dtype == FP8, pairs = bytes || g.spec.kv_dtype == BF16;
-    if (g.spec.dtype != BF16 || !pairs || !suits_tiles(g) || !rounds_probabilities(g, item, bytes))
+    const bool rounds = rounds_probabilities(g, item, bytes);
+    if (g.spec.dtype != BF16 || !pairs || !suits_tiles(g) || (!rounds && g.group < FEWEST_HEADS))
         return isa_avx512_bf16.attend(g, layer, item, next, scratch, partials);
+    if (!rounds)
+        return attend_tile<Paired, NoBytes, true, false>(g, layer, item, next, scratch, partials);
     if (g.spec.kv_dtype == INT8) return attend_tile<Paired, Int8, true, true>(g, layer, item, next, scratch, partials);
     if (bytes) return attend_tile<Paired, Fp8, true, true>(g, layer, item, next, scratch, partials);
     attend_tile<Paired, NoBytes, true, true>(g, layer, item, next, scratch, partials);

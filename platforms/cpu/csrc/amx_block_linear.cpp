@@ -11,7 +11,7 @@
 #include "amx.h"
 #include "qlinear.h"
 
-#if MVLLM_AMX && !MVLLM_AMX_EMULATED
+#if MVLLM_AMX && MVLLM_AMX_EMULATED != 1
 #include "amx_tiles.h"
 
 #include <immintrin.h>

@@ -12,7 +12,7 @@
 
 #include "amx.h"
 
-#if MVLLM_AMX && !MVLLM_AMX_EMULATED
+#if MVLLM_AMX && MVLLM_AMX_EMULATED != 1
 #include "amx_tiles.h"
 #include "qlinear.h"
 

@@ -7,7 +7,7 @@
 // Up to 16 rows: one tile of x by four tiles of weights, so that weights are read as one stream. More rows: two by two
 // tiles, which loads half as many tiles per product. A row is summed in the same order in both cases.
 //
-// The tests run it with emulated tiles (amx_tiles.h), and with the processor's where it has them.
+// The tests run it with emulated tiles (amx.h), and with the processor's where it has them.
 
 #include "amx.h"
 
@@ -17,7 +17,7 @@
 #include <algorithm>
 #include <cstring>
 
-#if MVLLM_AMX_EMULATED
+#if MVLLM_AMX_EMULATED == 1
 #define LANES 4
 #define HAS_F16C 0
 #define HAS_BF16_DOT 0
@@ -74,8 +74,10 @@ struct Operands {
     int rows, strips;
 };
 
-// One step of k: `strips` tiles of weights by one tile of x.
+// One step of k: `strips` tiles of weights by one tile of x. Few rows are bound by reading the weights.
 INLINE void step_wide(const char* x, int64_t x_bytes, const char* w, int strips) {
+    if (strips == WIDE / STRIP)
+        for (int64_t i = 0; i < PAIRS * PAIR_BYTES; i += 64) prefetch(w + prefetch_distance.near + i);
     TILE_LOAD(4, x, x_bytes);
     TILE_LOAD(6, w, PAIR_BYTES);
     TILE_DOT_BF16(0, 4, 6);
@@ -182,12 +184,15 @@ static void linear(const Linear& op, int64_t row_begin, int64_t row_end, int64_t
 
 }  // namespace amx
 
-#if !MVLLM_AMX_EMULATED
+#if MVLLM_AMX_EMULATED != 1
 #pragma GCC pop_options
 
 // Weak, as in dispatch.cpp.
 extern const Isa isa_avx512_bf16 __attribute__((weak));
 
+#if MVLLM_AMX_EMULATED
+bool amx_runs_here(unsigned) { return true; }
+#else
 bool amx_runs_here(unsigned products) {
     constexpr unsigned TILE_BIT = 1u << 24, OSXSAVE_BIT = 1u << 27, STATE = 3u << 17;
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM of asm/prctl.h
@@ -199,6 +204,7 @@ bool amx_runs_here(unsigned products) {
     // Linux enables the tiles' state on request, for all current and later threads of the process.
     return (low & STATE) == STATE && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
+#endif
 
 const Isa* amx_isa() {
     if (!&isa_avx512_bf16 || !__builtin_cpu_supports("avx512bf16") || !amx_runs_here(AMX_BF16)) return nullptr;
@@ -214,7 +220,7 @@ const Isa* amx_isa() {
 #endif
 
 void amx_linear(const Linear& op, int64_t row_begin, int64_t row_end, int64_t strip_begin, int64_t strip_end) {
-#if !MVLLM_AMX_EMULATED
+#if MVLLM_AMX_EMULATED != 1
     if (op.dtype != BF16) return isa_avx512_bf16.linear(op, row_begin, row_end, strip_begin, strip_end);
 #endif
     amx::linear(op, row_begin, row_end, strip_begin, strip_end);

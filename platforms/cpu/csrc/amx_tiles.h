@@ -1,9 +1,9 @@
 // The matrix tiles of AMX: eight registers of up to 16 rows of 64 bytes. The product of two tiles is added to a third.
 //
 // The macros are assembler instructions, because the compiler's intrinsics exist only if the command line enables the
-// extension, and this library is compiled for any processor. With MVLLM_AMX_EMULATED, for tests, the same macros are
-// plain C++ after Intel's manual (vol. 2, TDPBF16PS; except that the instruction treats numbers below 2^-126 as zero),
-// which aborts where the processor would raise an exception.
+// extension, and this library is compiled for any processor. With MVLLM_AMX_EMULATED (amx.h), for tests, the same macros are
+// plain C++ after Intel's manual (vol. 2, TDPBF16PS, TDPBSSD, TDPBSUD; except that the first treats numbers below 2^-126 as
+// zero), which aborts where the processor would raise an exception. The sanitizers see only what emulated tiles access.
 
 #pragma once
 
@@ -86,12 +86,31 @@ inline float bf16_at(const Tile& tile, int row, int i) {
     return f;
 }
 
-inline void dot_bf16(int c, int a, int b) {
+inline void need_shapes(int c, int a, int b) {
     used(a), used(b), used(c);
     need(config.rows[c] == config.rows[a], "rows of the sum and of the first factor");
     need(config.row_bytes[a] == 4 * config.rows[b], "columns of the first factor and rows of the second");
     need(config.row_bytes[c] == config.row_bytes[b], "columns of the sum and of the second factor");
     need(a != b && b != c && a != c, "tiles that are not different");
+}
+
+// Sums of products of four bytes, signed by `Second`.
+template <class Second>
+inline void dot_bytes(int c, int a, int b) {
+    need_shapes(c, a, b);
+    for (int m = 0; m < config.rows[c]; ++m)
+        for (int n = 0; n < config.row_bytes[c] / 4; ++n) {
+            int32_t sum;
+            std::memcpy(&sum, tiles[c].bytes[m] + 4 * n, 4);
+            for (int k = 0; k < config.row_bytes[a] / 4; ++k)
+                for (int i = 0; i < 4; ++i)
+                    sum += int32_t(int8_t(tiles[a].bytes[m][4 * k + i])) * int32_t(Second(tiles[b].bytes[k][4 * n + i]));
+            std::memcpy(tiles[c].bytes[m] + 4 * n, &sum, 4);
+        }
+}
+
+inline void dot_bf16(int c, int a, int b) {
+    need_shapes(c, a, b);
     for (int m = 0; m < config.rows[c]; ++m)
         for (int n = 0; n < config.row_bytes[c] / 4; ++n) {
             float even = 0, odd = 0, sum;
@@ -114,6 +133,8 @@ inline void dot_bf16(int c, int a, int b) {
 #define TILE_LOAD(t, from, stride) ::mvllm::emulated::load(t, from, stride)
 #define TILE_STORE(t, to, stride) ::mvllm::emulated::store(t, to, stride)
 #define TILE_DOT_BF16(c, a, b) ::mvllm::emulated::dot_bf16(c, a, b)
+#define TILE_DOT_S8S8(c, a, b) ::mvllm::emulated::dot_bytes<int8_t>(c, a, b)
+#define TILE_DOT_S8U8(c, a, b) ::mvllm::emulated::dot_bytes<uint8_t>(c, a, b)
 
 #else
 

@@ -49,9 +49,11 @@ struct NoBytes {
     INLINE vu widen(vu r) { return r; }
 };
 
-// `widen` converts pairs of codes, in the lower halves of its lanes, to pairs of bfloat16.
+// `widen` converts pairs of codes, in the lower halves of its lanes, to pairs of bfloat16; `floats` sign-extended codes to
+// floats.
 struct Int8 {
     static constexpr bool scaled = true;
+    INLINE vf floats(vi codes) { return __builtin_convertvector(codes, vf); }
     INLINE vu widen(vu r) {
         const vf a = __builtin_convertvector((vi)(r << 24) >> 24, vf), b = __builtin_convertvector((vi)(r << 16) >> 24, vf);
         return (vu)a >> 16 | ((vu)b & 0xffff0000u);
@@ -61,6 +63,7 @@ struct Int8 {
 // 4 exponent and 3 mantissa bits, shifted to those of float32; a factor of 2^120 corrects the exponent and subnormals.
 struct Fp8 {
     static constexpr bool scaled = true;
+    INLINE vf floats(vi codes) { return (vf)((vu)(codes << 20) & 0x87f00000u) * as_float(0x7b800000u); }
     INLINE vu widen(vu r) {
         const float bias = as_float(0x7b800000u);
         const vf a = (vf)((r & 0x7f) << 20) * bias, b = (vf)((r & 0x7f00) << 12) * bias;
@@ -68,12 +71,24 @@ struct Fp8 {
     }
 };
 
+#if LANES == 16 && HAS_BF16_DOT
+INLINE vi signed_codes(const uint8_t* p) {
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+#endif
+
 // `count` pairs, a multiple of STRIP.
 template <class Bytes>
 INLINE void widen_pairs(const uint8_t* in, uint16_t* out, int count) {
     for (int i = 0; i < count; i += LANES) {
+#if LANES == 16 && HAS_BF16_DOT  // one instruction rounds two vectors, here exactly
+        const vf low = Bytes::floats(signed_codes(in + 2 * i)), high = Bytes::floats(signed_codes(in + 2 * i + LANES));
+        const __m512bh pairs = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+        __builtin_memcpy(out + 2 * i, &pairs, sizeof(pairs));
+#else
         const vu r = __builtin_convertvector(*reinterpret_cast<const vh_mem*>(in + 2 * i), vu);
         *reinterpret_cast<vu_mem*>(out + 2 * i) = Bytes::widen(r);
+#endif
     }
 }
 
@@ -195,14 +210,13 @@ static void find_chunk(const Geometry& g, const Layer& layer, const Item& item, 
         const int strip = first / STRIP;
         const Strip at = chunk.ahead ? chunk.ahead[strip] : strip_at<KV, Bytes>(g, layer, item, begin + first);
         if constexpr (Bytes::scaled) {
-            if (chunk.ahead) {
-                const Strip& later = chunk.ahead[strip + CHUNK / STRIP];
-                later.prefetch_keys(0, later.key_lines);
-                later.prefetch_values(0, later.value_lines);
-            }
+            // The strip of the next chunk is prefetched line by line: many prefetches at once would wait for each other.
+            const Strip* const later = chunk.ahead ? chunk.ahead + strip + CHUNK / STRIP : nullptr;
             T* keys = static_cast<T*>(scratch.keys) + first * g.dk;
-            for (int p = 0; p < g.dk / 2; ++p)
+            for (int p = 0; p < g.dk / 2; ++p) {
+                if (later) later->prefetch_keys(p, 1);
                 widen_pairs<Bytes>(reinterpret_cast<const uint8_t*>(at.keys) + p * block * 2, keys + p * STRIP * 2, STRIP);
+            }
             chunk.keys[strip] = keys;
             const int64_t scale = (at.keys - static_cast<const char*>(layer.cache.keys)) / g.key_head * block +
                                   (begin + first) % block;
@@ -214,7 +228,11 @@ static void find_chunk(const Geometry& g, const Layer& layer, const Item& item, 
             }
             if (!latent) {
                 T* values = static_cast<T*>(scratch.values) + first * g.dv;
-                widen_pairs<Bytes>(reinterpret_cast<const uint8_t*>(at.values), values, STRIP / 2 * g.dv);
+                const int lines = later ? (later->value_lines + STRIP / 2 - 1) / (STRIP / 2) : 0;
+                for (int p = 0; p < STRIP / 2; ++p) {
+                    if (later) later->prefetch_values(p * lines, lines);
+                    widen_pairs<Bytes>(reinterpret_cast<const uint8_t*>(at.values) + p * g.dv * 2, values + p * g.dv * 2, g.dv);
+                }
                 chunk.values[strip] = values;
             }
         } else {

@@ -406,9 +406,9 @@ static void attend_tile(const Geometry& g, const Layer& layer, const Item& item,
         }
         find_chunk<KV, Bytes>(g, layer, item, begin, scratch, chunk);
 #if HAS_TILES
-        if constexpr (DOT_VALUES) {
+        if constexpr (DOT) {
             if (suits_tiles(g)) {
-                attend_chunk_on_tiles<Bytes>(g, item, chunk, scratch, rows, first_position);
+                attend_chunk_on_tiles<Bytes, DOT_VALUES>(g, item, chunk, scratch, rows, first_position);
                 continue;
             }
         }

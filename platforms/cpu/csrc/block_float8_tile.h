@@ -14,7 +14,7 @@ static void unpack_float8_panel(const char* weight, int first, int groups, float
     for (int g = first; g < first + groups; ++g, panel += BLOCK_GROUP * BTILE) {
         const char* head = weight + int64_t(g / LAYOUT.groups) * LAYOUT.block() * BTILE;
         const char* at = head + (LAYOUT.head + g % LAYOUT.groups * LAYOUT.group()) * BTILE;
-        for (int i = 0; i < LAYOUT.group() * BTILE; i += 64) __builtin_prefetch(at + NEAR + i, 0, 2);
+        for (int i = 0; i < LAYOUT.group() * BTILE; i += 64) __builtin_prefetch(at + prefetch_distance.near + i, 0, 2);
         for (int c = 0; c < BTILE; c += LANES) {
             const vf scale = load(reinterpret_cast<const float*>(head) + c);
             float* to = panel + c;
@@ -51,7 +51,7 @@ static void float8_direct(const BlockRows& op, const char* weight, int64_t row, 
         for (int v = 0; v < BNV; ++v) scale[v] = load(reinterpret_cast<const float*>(weight) + v * LANES);
         const char* at = weight + LAYOUT.head * BTILE;
         for (int r = 0; r < LAYOUT.groups * LAYOUT.rows; ++r, at += 4 * BTILE, x += 4) {
-            for (int i = 0; i < 4 * BTILE; i += 64) __builtin_prefetch(at + NEAR + i, 0, 2);
+            for (int i = 0; i < 4 * BTILE; i += 64) __builtin_prefetch(at + prefetch_distance.near + i, 0, 2);
             vu lanes[BNV];
             for (int v = 0; v < BNV; ++v) lanes[v] = row_at(at, 0, v * LANES);
             add_float8<0, MR>(acc, lanes, scale, x, op.x_stride);

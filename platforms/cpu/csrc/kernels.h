@@ -244,4 +244,13 @@ extern const Isa isa_neon_bf16;
 
 const Isa& current_isa();
 
+// Prefetch distances in bytes of code that reads memory once, from start to end, on this processor. A distance is far enough
+// for a line to arrive, and near enough to be within the range of the hardware prefetcher: a second, more distant stream
+// would slow down the first.
+struct PrefetchDistance {
+    int64_t near;       // of products that use weights as they are packed
+    int64_t unpacking;  // of products that unpack weights in registers; 0: they do not prefetch
+};
+extern const PrefetchDistance prefetch_distance;
+
 }  // namespace mvllm

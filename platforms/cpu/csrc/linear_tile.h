@@ -9,7 +9,7 @@
 // the first pass loads into the L2 cache; meanwhile they prefetch the next piece into it, so memory is read during the
 // computation. A piece is larger than the L1 cache: the L2 cache delivers weights as fast as rows use them, and smaller
 // pieces would store and reload sums more often, which costs more. A single group is bound by memory only, and
-// prefetches NEAR bytes ahead (simd.h).
+// prefetches a fixed distance ahead (`prefetch_distance`).
 
 #define LINEAR_MR 6
 #if LANES == 16
@@ -155,7 +155,7 @@ static void linear_block(const Linear& op, int64_t row_begin, int64_t row_end, i
                 const X* group_x = x + m * op.x_stride + k;
                 float* group_sums = sums + m * LINEAR_TILE;
                 const int lines = lines_ahead(LINEAR_TILE * W::STEP * int(sizeof(T)) / 64, g, groups);
-                const char* from = groups == 1 ? reinterpret_cast<const char*>(w) + NEAR : ahead;
+                const char* from = groups == 1 ? reinterpret_cast<const char*>(w) + prefetch_distance.near : ahead;
                 ahead += int64_t(steps) * lines * 64;
 #define LINEAR_GROUP(NV) \
     linear_group<W, NV>(height, group_x, op.x_stride, w, steps, group_sums, k == 0, from, lines)

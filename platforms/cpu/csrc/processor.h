@@ -21,6 +21,11 @@ struct Features {
                         __builtin_cpu_supports("avx512vl");
     const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
     const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+#if __has_include(<amxtileintrin.h>)  // else the compiler does not know the name
+    const bool amx = avx512_bf16 && __builtin_cpu_supports("amx-tile");  // whether or not the system allows tiles
+#else
+    const bool amx = false;
+#endif
 #endif
 };
 

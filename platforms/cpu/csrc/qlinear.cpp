@@ -32,7 +32,7 @@ constexpr int64_t GATED_ELEMENTS = 1 << 14;     // elements computed before silu
 const QIsa& choose() {
     [[maybe_unused]] const Features has;
     const Candidate<QIsa> best_first[] = {
-#if MVLLM_AMX && !MVLLM_AMX_EMULATED
+#if MVLLM_AMX && MVLLM_AMX_EMULATED != 1
         {amx_qisa(), true, "amx_bf16"},
 #endif
 #if MVLLM_X86

@@ -399,7 +399,7 @@ static void blocks_block(const QLinear& op, int64_t row_begin, int64_t row_end, 
             const uint32_t* w = weight + k / lane * QTILE;
             const char* ahead = reinterpret_cast<const char*>(w + (size + lane - 1) / lane * QTILE);
             if (op.bits == 4 && rows <= NIBBLE_ROWS) {
-                nibbles_group(rows, strips, op, x + k, totals, w, blocks, at, zeros_at, sums, Ahead{});
+                nibbles_group(rows, strips, op, x + k, totals, w, blocks, at, zeros_at, sums, while_unpacking(w));
                 continue;
             }
             int lines = QTILE * 4 / 64;  // per step of bytes

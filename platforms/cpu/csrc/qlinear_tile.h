@@ -55,15 +55,21 @@ INLINE void store_bytes(int8_t* p, vu v) {
 
 // ---- prefetching ---------------------------------------------------------------------------------------------------------
 // While several groups of rows use a piece of the weights, they prefetch the next piece. The groups share its cache
-// lines, so that each line is prefetched once. A single group of rows of an int8 product prefetches NEAR bytes ahead (simd.h); one
-// that unpacks weights in registers prefetches nothing, because the processor's own prefetching is then faster.
+// lines, so that each line is prefetched once. A single group of rows prefetches a fixed distance ahead (`prefetch_distance`);
+// one that unpacks weights in registers prefetches nothing where the processor's own prefetching is then faster.
 
 struct Ahead {
     const char* from;
     int lines;  // per step
 };
 
-INLINE const char* near(const uint32_t* w) { return reinterpret_cast<const char*>(w) + NEAR; }
+INLINE const char* near(const uint32_t* w) { return reinterpret_cast<const char*>(w) + prefetch_distance.near; }
+
+// For a single group of rows that unpacks weights in registers.
+INLINE Ahead while_unpacking(const uint32_t* w) {
+    const int64_t distance = prefetch_distance.unpacking;
+    return {reinterpret_cast<const char*>(w) + distance, distance ? QTILE * 4 / 64 : 0};
+}
 
 INLINE void fetch(Ahead& ahead) {
     if (!ahead.lines) return;
@@ -109,16 +115,29 @@ INLINE int qlines(int lines, int g, int groups) {
         QGROUP_MORE(UNIT, strips, __VA_ARGS__)            \
     }
 
+// `v`, rounded. Without it, the compiler may contract the product that `v` is and the addition of the bias, in one kernel and
+// not in another, but their results must be bit-identical.
+INLINE vf rounded_product(vf v) {
+#if LANES == 16
+    asm("" : "+v"(v));
+#elif defined(__x86_64__)
+    asm("" : "+x"(v));
+#elif defined(__aarch64__)
+    asm("" : "+w"(v));
+#endif
+    return v;
+}
+
 // Adds the bias to `columns` results of one row, rounds and stores them. `value(c)` returns the vector at column c.
 template <class E, class Vector>
 INLINE void store_row(typename E::type* out, const typename E::type* bias, int columns, Vector value) {
     int c = 0;
     for (; c + LANES <= columns; c += LANES) {
-        const vf v = value(c);
+        const vf v = rounded_product(value(c));
         E::narrow(out + c, bias ? v + E::widen(bias + c) : v);
     }
     if (c == columns) return;
-    const vf v = value(c);  // scales and sums of a tile are padded to whole vectors
+    const vf v = rounded_product(value(c));  // scales and sums of a tile are padded to whole vectors
     for (int i = 0; c < columns; ++c, ++i) out[c] = E::put(bias ? v[i] + E::get(bias[c]) : v[i]);
 }
 

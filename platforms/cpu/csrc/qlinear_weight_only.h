@@ -255,7 +255,7 @@ static void weight_only_block(const QLinear& op, int64_t row_begin, int64_t row_
             size = span.size;
             const uint32_t* w = weight + k / W::DEPTH * QTILE;
             if (rows <= DIRECT_ROWS) {
-                Direct<W, K>::group(rows, strips, x + k, op.x_stride, w, span, sums, Ahead{});
+                Direct<W, K>::group(rows, strips, x + k, op.x_stride, w, span, sums, while_unpacking(w));
                 continue;
             }
             const char* ahead = reinterpret_cast<const char*>(w + QTILE * (2 * QLINEAR_PIECE / W::DEPTH));

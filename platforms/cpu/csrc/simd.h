@@ -275,10 +275,6 @@ INLINE bool any_greater(vf a, vf b) {
 // Prefetches into the L2 cache.
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// Prefetch distance of code that reads memory once, from start to end. It is far enough for a line to arrive, and near
-// enough to be within the range of the hardware prefetcher: a second, more distant stream would slow down the first.
-constexpr int NEAR = 4096;
-
 #if HAS_BF16_DOT
 // acc plus the products of each lane's pair of bfloat16 with `pair`.
 INLINE vf dot_pair(vf acc, vu pairs, uint32_t pair) {

@@ -52,6 +52,8 @@ static void gate_rows(const GateAndMul& op, int64_t begin, int64_t end) {
         }
 }
 
+const PrefetchDistance prefetch_distance{2048, 0};
+
 const Isa& current_isa() {
     static const Isa isa = [] {
         Isa own{};

@@ -75,7 +75,7 @@ def quantized() -> None:
                 int8_activations=int8,
             )
             packed, bias = op.pack(weight), torch.randn(out_features).to(dtype)
-            for rows in (1, 2, 3, 7, 13):
+            for rows in (1, 2, 3, 7, 13, 33):
                 x, offset = torch.randn(rows, in_features).to(dtype), bias if rows % 2 else None
                 op.quantized_linear(x, packed, offset)
                 if out_features % 32 == 0:
@@ -91,7 +91,7 @@ def block_quantized() -> None:
         packed, bias = op.pack(weight), torch.randn(out_features).to(dtype)
         op.lookup(torch.tensor([0, out_features - 1, out_features, -1]), packed)
         halves = op.pack_halves(weight) if out_features % 32 == 0 else None
-        for rows in (1, 2, 3, 7, 13):
+        for rows in (1, 2, 3, 7, 13, 49):
             x, offset = torch.randn(rows, 512).to(dtype), bias if rows % 2 else None
             op.block_quantized_linear(x, packed, offset)
             if halves is not None:

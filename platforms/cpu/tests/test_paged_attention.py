@@ -52,6 +52,19 @@ def test_every_ratio_of_heads(dtype, heads):
     assert_right(make_case(make_spec(*heads, dtype=dtype), MIXED))
 
 
+@pytest.mark.parametrize("heads", [(2, 1), (8, 1)])
+def test_probabilities_of_decodes_are_not_rounded_to_bfloat16(heads):
+    """Adjacent tokens with opposite values nearly cancel, so errors of probabilities would be most of the result."""
+    case = make_case(make_spec(*heads, 64, "bfloat16"), [(127, 1), (300, 1), (16, 1)], spread=0.5)
+    for keys, values in zip(case.keys, case.values, strict=True):
+        pairs = len(keys) // 2
+        values[1 : 2 * pairs : 2] = -values[0 : 2 * pairs : 2]
+        keys[1 : 2 * pairs : 2] = keys[0 : 2 * pairs : 2] + torch.randn_like(keys[0 : 2 * pairs : 2]) / 64
+        values[2 * pairs :] = 0
+    found, exact = run(PagedAttention(case.spec), case).double(), attend_densely(case)
+    assert ((found - exact).abs() <= exact.abs() / 200 + 3e-5).all()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
 def test_every_block_size(dtype, block_size):
@@ -142,6 +155,30 @@ def test_a_long_latent_context_is_split_over_threads():
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_prompts_of_many_tiles(head_size):
     assert_right(make_case(make_spec(4, 2, head_size, "bfloat16"), [(0, 700), (130, 300), (90, 1)], spread=0.7))
+
+
+RAGGED = [(0, 47), (15, 17), (16, 33), (129, 2), (127, 1), (250, 31)]
+"""Numbers of new tokens and of keys that leave partial tiles of 16 rows, of 16 and of 32 keys."""
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sliding_window": 1},
+        {"sliding_window": 17, "sinks": True},
+        {"sliding_window": 130, "soft_cap": 3.0},
+        {"num_heads": 7, "num_kv_heads": 1, "value_head_size": 33},
+        {"num_heads": 20, "num_kv_heads": 1, "head_size": 126},
+        {"num_heads": 16, "num_kv_heads": 1, "head_size": 96, "value_head_size": 80, "values_in_keys": True},
+    ],
+    ids=str,
+)
+def test_chunks_that_leave_partial_tiles(kv_dtype, fields):
+    """The cache contains NaN in all slots without a token."""
+    spec = make_spec(**{"dtype": "bfloat16", "kv_dtype": kv_dtype, "head_size": 64, **fields})
+    for block_size in (16, 64):
+        assert_right(make_case(spec, RAGGED, block_size=block_size, spread=0.5))
 
 
 def test_scores_with_a_large_range_neither_overflow_nor_vanish():

@@ -155,13 +155,14 @@ def test_groups_with_int8_activations_for_any_kind_of_scales(op, bits, symmetric
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_row_does_not_depend_on_other_rows(op, scheme, dtype):
     """A request's results are bit-identical alone and in any batch, at any row index."""
-    for group_size, out_features, in_features in ((64, 100, 768), (None, 64, 385)):
+    for group_size, out_features, in_features in ((64, 100, 768), (None, 64, 385), (None, 200, 512)):
         packed = op.pack(quantized(out_features, in_features, group_size, **scheme))
         x = random(200, in_features, dtype=dtype, seed=1)
-        alone = torch.cat([op.quantized_linear(row[None], packed, None) for row in x])
+        bias = random(out_features, dtype=dtype, seed=2) if group_size is None else None
+        alone = torch.cat([op.quantized_linear(row[None], packed, bias) for row in x])
         for rows in (*ROWS, 97, 200):
             for first in (0, 200 - rows):
-                found = op.quantized_linear(x[first : first + rows], packed, None)
+                found = op.quantized_linear(x[first : first + rows], packed, bias)
                 assert torch.equal(found, alone[first : first + rows])
 
 
