@@ -46,6 +46,7 @@ from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot
 from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, exit_now, force_exit_after, shutdown_signals
 from mvllm.errors import ConfigError
+from mvllm.executor.process.process_utils import freeze_garbage_collection
 from mvllm.logging import get_logger
 
 if TYPE_CHECKING:
@@ -328,6 +329,7 @@ class APIServer:
         engine.tracer = self._tracer
         await self._models.load_lora_modules(engine, settings.lora_modules)
         await self._check_template(engine)
+        freeze_garbage_collection()
         state.set_ready(context)
         if self._server_group is None:
             seconds = time.monotonic() - state.started
