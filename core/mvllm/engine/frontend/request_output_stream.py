@@ -139,7 +139,7 @@ class RequestOutputStream:
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
-        if self._consume is None:
+        if self._consume is None or not self._state.num_unfinished:
             waiter.set_result(None)
         elif not self._is_scheduled:  # later, so that outputs that arrive together become one
             self._is_scheduled = True
