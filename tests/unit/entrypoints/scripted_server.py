@@ -26,14 +26,7 @@ from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
 from mvllm.entrypoints.openai.server.http_protocol import LimitedHttpProtocol, uvicorn_settings
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
-from mvllm.messages.requests import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-    PositionLogprobs,
-    SchedulerStats,
-)
+from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
 from tests.unit.entrypoints.builders import TOKENIZER
 
 TEMPLATE = (
@@ -44,13 +37,8 @@ TEMPLATE = (
 
 
 class ScriptedCore:
-    """An engine core that generates one text, token by token.
+    """An engine core that generates one text, token by token."""
 
-    Attributes:
-        step_seconds: Pause after each token.
-    """
-
-    step_seconds = 0.0
     platform_summary, cache_summary, stats = "script", None, SchedulerStats()
     num_other_sequences = 0
     heartbeat_age, failure, core_pids = 0.0, None, ()
@@ -77,11 +65,8 @@ class ScriptedCore:
             ids = [TOKENIZER.eos_token_id or 0] if self.reason is FinishReason.STOP else []
             self.on_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, ids, self.reason)]))
             return
-        logprobs = (
-            [PositionLogprobs(ids[:1], [-0.5], 1)] if self.requests[0].sampling_params.logprobs is not None else None
-        )
-        self.on_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, ids[:1], logprobs=logprobs)]))
-        self.loop.call_later(self.step_seconds, self.write, request_id, ids[1:])
+        self.on_outputs(EngineCoreOutputs(outputs=[EngineCoreOutput(request_id, ids[:1])]))
+        self.loop.call_later(0, self.write, request_id, ids[1:])
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         pass

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from mvllm.entrypoints.openai.common.json_response import encode_json
 from mvllm.entrypoints.openai.common.streaming_response import RequestConnection
-from tests.unit.entrypoints.builders import save_model_folder
-from tests.unit.entrypoints.scripted_server import TEMPLATE, Server
+from mvllm.messages.requests import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    PositionLogprobs,
+)
+from tests.unit.entrypoints.builders import TOKENIZER, save_model_folder
+from tests.unit.entrypoints.scripted_server import TEMPLATE, ScriptedCore, Server
 
 ODD = (
     'She said "hi" \\ / </script>\b\f\n\r\t\x00\x1b\x1f\x7f\x85 \u2028\u2029 \ufeff \u00e9e\u0301 \ufffd '
@@ -26,6 +34,29 @@ TOOL_CALL = (
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CHAT, PROMPT = {"messages": [{"role": "user", "content": "a"}]}, {"prompt": "a"}
 USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+class SteppedCore(ScriptedCore):
+    """Generates the next token of all sequences when their last ones are in a chunk, so that chunks are the same."""
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        self.unfinished = {each.request_id: TOKENIZER.encode(self.text, add_special_tokens=False) for each in requests}
+        self.with_logprobs = requests[0].sampling_params.logprobs is not None
+        self.loop.call_soon(self.step)
+
+    def step(self) -> None:
+        states = self.on_outputs.__self__._output_processor.requests
+        if not any(each.has_new_output for each in states):
+            outputs = []
+            for request_id, ids in list(self.unfinished.items()):
+                token_id, reason = (ids.pop(0), None) if ids else (TOKENIZER.eos_token_id or 0, self.reason)
+                if reason is not None:
+                    del self.unfinished[request_id]
+                logprobs = [PositionLogprobs([token_id], [-0.5], 1)] if self.with_logprobs else None
+                outputs.append(EngineCoreOutput(request_id, [token_id], reason, logprobs=logprobs))
+            self.on_outputs(EngineCoreOutputs(outputs))
+        if self.unfinished:
+            self.loop.call_later(0.001, self.step)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +95,7 @@ def test_chunks_are_the_same_in_both_ways(
     found = []
     for way in ("connection", "application"):
         server = Server(folder, text, **parsers)
-        server.core.step_seconds = 0.003  # a chunk each
+        server.core = SteppedCore(server.core.config, text, FinishReason.STOP)
         if way == "connection":
             found.append(server.post_over_connection({**body, "stream": True}, path))
         else:
