@@ -1,6 +1,7 @@
 """Client side of the OpenAI API without a transport: URLs, server-sent events, model list and error texts.
 
-`mvllm chat --url` and `mvllm complete --url` use it with the standard library, `mvllm bench serve` with aiohttp.
+`mvllm chat --url` and `mvllm complete --url` use it with the standard library, `mvllm bench serve` with a client of its
+own.
 """
 
 from __future__ import annotations

@@ -284,7 +284,11 @@ class ModelRunner:
     def _drop_models(self) -> None:
         self._forward.release()
         self.loader.unload()
+        was_frozen = gc.get_freeze_count() > 0
+        gc.unfreeze()  # the model is among the objects that a server's process has frozen
         gc.collect()  # modules and their compiled functions are in reference cycles
+        if was_frozen:
+            gc.freeze()
 
     # ------------------------------------------------------------------------------------------------------- steps
 

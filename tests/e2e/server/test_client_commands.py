@@ -18,7 +18,6 @@ QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
 
 @pytest.mark.parametrize("kind", ["openai", "openai-chat"])
 def test_bench_serve(server, tmp_path, kind):
-    pytest.importorskip("aiohttp")
     arguments = ["--endpoint-type", kind, "--num-prompts", "12", "--input-len", "20", "--output-len", "9"]
     arguments += ["--max-concurrency", "4", "--tokenizer", "demo", "--ignore-eos", "--goodput", "e2el:1000000"]
     arguments += ["--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json"]

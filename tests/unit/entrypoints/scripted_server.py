@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 import httpx
+import uvicorn
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
@@ -17,7 +21,9 @@ from mvllm.entrypoints.openai.common.serving_context import ServingContext
 from mvllm.entrypoints.openai.common.serving_models import OpenAIServingModels
 from mvllm.entrypoints.openai.common.tokenizer_pool import TokenizerPool
 from mvllm.entrypoints.openai.server.app import build_app
+from mvllm.entrypoints.openai.server.connections import ConnectionTable
 from mvllm.entrypoints.openai.server.http_metrics import HTTPMetrics
+from mvllm.entrypoints.openai.server.http_protocol import LimitedHttpProtocol, uvicorn_settings
 from mvllm.entrypoints.openai.server.server_state import ServerState
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.messages.requests import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SchedulerStats
@@ -96,30 +102,64 @@ class Server:
         """
 
         async def run() -> list[httpx.Response]:
-            engine = AsyncLLM(self.core.config, log_stats=False, client=self.core)  # type: ignore[arg-type]
-            tokenizer_pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len)
-            state = ServerState(60)
-            renderer = ChatPromptRenderer(engine, tokenizer_pool, **self.parsers)
-            state.set_ready(ServingContext(engine, tokenizer_pool, renderer))
-            app = build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), self.settings)
             answers: list[httpx.Response] = []
-            try:
-                async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-                    last = ""
-                    for (method, path, body), key in itertools.zip_longest(requests, keys):
-                        sent = {**(headers or {}), **({} if key is None else {"Authorization": f"Bearer {key}"})}
-                        if body is not None:
-                            body = {key: last if value == "{id}" else value for key, value in body.items()}
-                        path = path.replace("{id}", last)
-                        answers.append(await client.request(method, path, json=body, headers=sent))
-                        if answers[-1].headers["content-type"] == "application/json":
-                            last = answers[-1].json().get("id", last)
-            finally:
-                engine.shutdown()
-                tokenizer_pool.close()
+            async with (
+                self._running_app() as app,
+                httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client,
+            ):
+                last = ""
+                for (method, path, body), key in itertools.zip_longest(requests, keys):
+                    sent = {**(headers or {}), **({} if key is None else {"Authorization": f"Bearer {key}"})}
+                    if body is not None:
+                        body = {key: last if value == "{id}" else value for key, value in body.items()}
+                    path = path.replace("{id}", last)
+                    answers.append(await client.request(method, path, json=body, headers=sent))
+                    if answers[-1].headers["content-type"] == "application/json":
+                        last = answers[-1].json().get("id", last)
             return answers
 
         return asyncio.run(run())
+
+    def post_over_connection(self, body: dict[str, Any], path: str) -> bytes:
+        """Sends a request over a connection to the server's HTTP protocol; returns the response's chunks, joined."""
+
+        async def run() -> bytes:
+            data = json.dumps(body).encode()
+            headers = f"Host: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+            head = f"POST {path} HTTP/1.1\r\n{headers}\r\n\r\n"
+            async with self._running_app() as app:
+                config, table = uvicorn.Config(app, **uvicorn_settings()), ConnectionTable(2, 1)
+                loop = asyncio.get_running_loop()
+                listener = await loop.create_server(lambda: LimitedHttpProtocol(config, table, {}), "127.0.0.1", 0)
+                reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
+                writer.write(head.encode() + data)
+                response = await reader.read()
+                writer.close()
+                listener.close()
+            status, _, chunks = response.partition(b"\r\n\r\n")
+            assert status.startswith(b"HTTP/1.1 200 OK"), response
+            joined = b""
+            while chunks:
+                length, _, chunks = chunks.partition(b"\r\n")
+                size = int(length, 16)
+                assert chunks[size : size + 2] == b"\r\n"
+                joined, chunks = joined + chunks[:size], chunks[size + 2 :]
+            return joined
+
+        return asyncio.run(run())
+
+    @contextlib.asynccontextmanager
+    async def _running_app(self) -> AsyncIterator[ASGIApp]:
+        engine = AsyncLLM(self.core.config, log_stats=False, client=self.core)  # type: ignore[arg-type]
+        tokenizer_pool = TokenizerPool(engine.tokenizer, engine.model_config.max_model_len)
+        state = ServerState(60)
+        renderer = ChatPromptRenderer(engine, tokenizer_pool, **self.parsers)
+        state.set_ready(ServingContext(engine, tokenizer_pool, renderer))
+        try:
+            yield build_app(state, OpenAIServingModels(["m"], "m"), HTTPMetrics(CollectorRegistry()), self.settings)
+        finally:
+            engine.shutdown()
+            tokenizer_pool.close()
 
     def post(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> httpx.Response:
         [answer] = self.exchange(("POST", path, body))

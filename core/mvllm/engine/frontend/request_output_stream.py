@@ -10,6 +10,8 @@ from mvllm.engine.frontend.outputs import RequestOutput
 from mvllm.engine.frontend.request_state import RequestState
 from mvllm.errors import EngineDeadError
 
+Consume = Callable[[RequestOutput], bool]
+
 
 class RequestOutputStream:
     """The outputs of one request. Everything that arrived since the last output is in the next one.
@@ -27,7 +29,18 @@ class RequestOutputStream:
         request_id: The caller's id.
     """
 
-    __slots__ = ("_abort", "_error", "_finish_undecodable", "_has_ended", "_state", "_waiter", "request_id")
+    __slots__ = (
+        "_abort",
+        "_consume",
+        "_error",
+        "_finish_undecodable",
+        "_has_ended",
+        "_is_scheduled",
+        "_passed",
+        "_state",
+        "_waiter",
+        "request_id",
+    )
 
     def __init__(
         self,
@@ -42,6 +55,9 @@ class RequestOutputStream:
         self._waiter: asyncio.Future[None] | None = None
         self._error: EngineDeadError | None = None
         self._has_ended = False
+        self._consume: Consume | None = None
+        self._is_scheduled = False  # `_offer` will run
+        self._passed: RequestOutput | Exception | None = None  # from `_offer` to the task
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -52,6 +68,15 @@ class RequestOutputStream:
     def num_generated_tokens(self) -> int:
         """Tokens of all sequences so far."""
         return self._state.num_generated_tokens
+
+    def set_consumer(self, consume: Consume | None) -> None:
+        """Sets a function that is offered outputs while the task waits for them, so that the task need not run.
+
+        Args:
+            consume: Returns whether it has used up the output; one that it has not is the task's next. It is not
+                offered the last output, and an exception that it raises is raised in the task.
+        """
+        self._consume = consume
 
     def __aiter__(self) -> RequestOutputStream:
         return self
@@ -64,6 +89,12 @@ class RequestOutputStream:
         """
         state = self._state
         while not self._has_ended:
+            if self._passed is not None:
+                passed, self._passed = self._passed, None
+                if isinstance(passed, Exception):
+                    raise passed
+                self._has_ended = passed.finished
+                return passed
             if state.has_new_output:
                 output = state.make_request_output()
                 if state.undecodable_core_ids:
@@ -104,12 +135,35 @@ class RequestOutputStream:
     # --- called by the engine
 
     def notify(self) -> None:
-        """Wakes the task that waits for the next output."""
+        """Wakes the task that waits for the next output, or has the output offered to the consumer."""
         waiter = self._waiter
-        if waiter is not None and not waiter.done():
+        if waiter is None or waiter.done():
+            return
+        if self._consume is None or not self._state.num_unfinished:
             waiter.set_result(None)
+        elif not self._is_scheduled:  # later, so that outputs that arrive together become one
+            self._is_scheduled = True
+            waiter.get_loop().call_soon(self._offer)
 
     def fail(self, error: EngineDeadError) -> None:
         """Raises `error` in the caller, after the outputs that have arrived."""
         self._error = error
         self.notify()
+
+    def _offer(self) -> None:
+        """Offers the next output to the consumer, and wakes the task if it is not used up."""
+        self._is_scheduled = False
+        waiter, state = self._waiter, self._state
+        if waiter is None or waiter.done():
+            return  # the task is not waiting, or will run
+        if self._consume is not None and state.has_new_output and state.num_unfinished and not self._has_ended:
+            try:
+                output = state.make_request_output()
+                if state.undecodable_core_ids:
+                    self._finish_undecodable(state)
+                if output is None or (not output.finished and self._consume(output)):
+                    return
+                self._passed = output
+            except Exception as e:  # noqa: BLE001  (raised in the task)
+                self._passed = e
+        waiter.set_result(None)

@@ -170,7 +170,8 @@ class RequestState:
         finished = self.num_unfinished == 0  # read here: a sequence that cannot be decoded has ended above
         if not outputs and not finished:
             return None
-        self.metrics.last_token_time = max([sequence.last_token_time for sequence in sequences]) or None
+        last = sequences[0].last_token_time if len(sequences) == 1 else max(each.last_token_time for each in sequences)
+        self.metrics.last_token_time = last or None
         return RequestOutput(
             self.request_id,
             self._prompt,

@@ -28,7 +28,7 @@ from mvllm.errors import EngineDeadError
 from mvllm.executor.process.activity_table import IDLE, ActivityTable
 from mvllm.executor.process.child_startup import run_child
 from mvllm.executor.process.handshake import send_message
-from mvllm.executor.process.process_utils import gc_paused
+from mvllm.executor.process.process_utils import freeze_garbage_collection, gc_paused
 from mvllm.logging import get_logger
 from mvllm.messages.coordinator_protocol import CoreLoad
 from mvllm.messages.core_protocol import (
@@ -169,6 +169,7 @@ def _serve(start: EngineCoreStartArgs, control: socket.socket, activity_table: A
     try:
         core.on_failure(input_queue.put)
         output_queues = make_output_queues(len(start.addresses), output_queue, _make_load_reporter(start, core))
+        freeze_garbage_collection()
         proc = EngineCoreProc(start.name, core, input_queue, output_queues, activity_table)
         activity_table.write(0, IDLE)  # before the front end reads it
         send_message(control, CoreHandshake(ready=CoreReady(core.cache_summary, core.start_seconds)))

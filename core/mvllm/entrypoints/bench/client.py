@@ -1,22 +1,23 @@
 """The HTTP client of `mvllm bench serve`: sends requests to an OpenAI-compatible server and times the responses.
 
 It usually shares the machine with the server and reads hundreds of streams at once, so the work per chunk is small:
-find the end of the line, decode a few fields, record the time.
+find the end of the line, decode a few fields, record the time at which it was received.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from mvllm.entrypoints.bench.datasets import SampleRequest
+from mvllm.entrypoints.bench.http_client import HTTPClient, HTTPError
 from mvllm.entrypoints.bench.metrics import RequestResult
 from mvllm.entrypoints.openai_client import (
     DONE,
@@ -29,13 +30,10 @@ from mvllm.entrypoints.openai_client import (
 )
 from mvllm.errors import ConfigError, MvllmError
 
-if TYPE_CHECKING:
-    import aiohttp
-
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 """Endpoint types and their paths."""
 
-_READ_BYTES = 1 << 18
+_HEADERS = {"Content-Type": "application/json", "Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "mvllm"}
 
 
 class _Delta(msgspec.Struct):
@@ -67,6 +65,9 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 class StreamError(MvllmError):
     """A response is an error, or a stream is incomplete."""
+
+
+_FAILURES = (HTTPError, OSError, TimeoutError, ssl.SSLError, StreamError, msgspec.DecodeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,6 @@ class ServerEndpoint:
         return msgspec.json.encode(body | dict(self.extra_body))
 
 
-def require_aiohttp() -> None:
-    """Checks that aiohttp is installed.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    if importlib.util.find_spec("aiohttp") is None:
-        raise ConfigError("`mvllm bench serve` needs aiohttp. Run: pip install 'mvllm[bench]'")
-
-
 class BenchmarkClient:
     """HTTP connections to a server; an asynchronous context manager, for one event loop."""
 
@@ -129,22 +120,14 @@ class BenchmarkClient:
         self._target = target
 
     async def __aenter__(self) -> BenchmarkClient:
-        import aiohttp
-
-        self._failures = (aiohttp.ClientError, OSError, TimeoutError, StreamError, msgspec.DecodeError, ValueError)
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=self._target.verify),
-            timeout=aiohttp.ClientTimeout(total=self._target.timeout),
-            headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **self._target.headers},
-            trust_env=False,
-            read_bufsize=_READ_BYTES,
-        )
+        target = self._target
+        self._http = HTTPClient(target.base_url, {**_HEADERS, **target.headers}, verify=target.verify)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close()
+        self._http.close()
 
     async def first_model(self) -> str:
         """The first model that the server lists.
@@ -154,9 +137,10 @@ class BenchmarkClient:
         """
         url = join_url(self._target.base_url, "/v1/models")
         try:
-            async with self._session.get(url) as response:
-                return first_model_id(await response.read())
-        except (*self._failures, LookupError, TypeError) as e:
+            async with asyncio.timeout(self._target.timeout):
+                _, body = await self._http.request("GET", url)
+            return first_model_id(body)
+        except (*_FAILURES, LookupError, TypeError) as e:
             raise ConfigError(f"Cannot get a model name from {url}: {_describe(e)}. Set --model.") from e
 
     async def send(self, sample: SampleRequest) -> RequestResult:
@@ -164,16 +148,12 @@ class BenchmarkClient:
         body = self._target.body(sample)
         recorder = _StreamRecorder(RequestResult(start=time.perf_counter()))
         try:
-            async with self._session.post(self._target.url, data=body) as response:
-                if response.status != 200:
-                    raise StreamError(f"HTTP status {response.status}: {error_text(await response.read())}")
-                async for line in _data_lines(response.content):
-                    if line == DONE:
-                        recorder.ended = True
-                    else:
-                        recorder.record(_decode_chunk(line))
+            async with asyncio.timeout(self._target.timeout):
+                status, text = await self._http.request("POST", self._target.url, body, recorder.read)
+            if status != 200:
+                raise StreamError(f"HTTP status {status}: {error_text(text)}")
             recorder.close()
-        except self._failures as e:
+        except _FAILURES as e:
             recorder.result.error = _describe(e)
             recorder.result.latency = time.perf_counter() - recorder.result.start
         return recorder.result
@@ -185,13 +165,32 @@ class _StreamRecorder:
     def __init__(self, result: RequestResult) -> None:
         self.result = result
         self.ended = False
+        self._rest = b""
         self._texts: list[str] = []
         self._last_text_time: float | None = None
         self._first_choice_time: float | None = None
         self._last_choice_time: float | None = None
 
-    def record(self, chunk: _Chunk) -> None:
-        """Records a chunk that has just arrived.
+    def read(self, data: bytes, now: float) -> None:
+        """Records the chunks in new bytes of the stream.
+
+        Args:
+            now: When they were received, of time.perf_counter.
+
+        Raises:
+            StreamError, msgspec.DecodeError: A chunk is an error, or no chunk.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
+        for line in lines:
+            if not (found := event_data(line)):
+                continue
+            if found == DONE:
+                self.ended = True
+            else:
+                self.record(_decode_chunk(found), now)
+
+    def record(self, chunk: _Chunk, now: float) -> None:
+        """Records a chunk that was received at time `now`.
 
         Raises:
             StreamError: The chunk is an error.
@@ -203,7 +202,6 @@ class _StreamRecorder:
             self.result.output_tokens = chunk.usage.completion_tokens
         if not chunk.choices:
             return
-        now = time.perf_counter()
         self._last_choice_time = now
         if self._first_choice_time is None:
             self._first_choice_time = now
@@ -244,18 +242,8 @@ def _text_of(choice: _Choice) -> str | None:
     return delta.content or delta.reasoning_content or delta.reasoning or ("" if delta.tool_calls else None)
 
 
-async def _data_lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event."""
-    rest = b""
-    async for piece in content.iter_any():
-        *lines, rest = (rest + piece).split(b"\n") if rest else piece.split(b"\n")
-        for line in lines:
-            if data := event_data(line):
-                yield data
-
-
 def _describe(error: BaseException) -> str:
-    if isinstance(error, StreamError):
+    if isinstance(error, (StreamError, HTTPError)):
         return str(error)
     if isinstance(error, asyncio.TimeoutError):
         return f"no complete response within the timeout ({type(error).__name__})"

@@ -121,22 +121,20 @@ def _run_startup(args: argparse.Namespace) -> int:
 
 
 def _run_serve(args: argparse.Namespace) -> int:
-    import asyncio
     import dataclasses
 
-    from mvllm.entrypoints.bench.client import require_aiohttp
     from mvllm.entrypoints.bench.metrics import calculate_metrics, per_request_details
     from mvllm.entrypoints.bench.report import format_serving_table
     from mvllm.entrypoints.bench.serving import DEFAULT_MAX_CONCURRENCY, LoadPattern, get_first_model, run_benchmark
+    from mvllm.entrypoints.event_loop import run_in_event_loop
 
     selected = _names(args.percentile_metrics)
     percentiles = _percentiles(args.metric_percentiles)
     goodput = None if args.goodput is None else _limits(args.goodput)
     metadata = _pairs("--metadata", args.metadata)
-    require_aiohttp()
     target = _target(args)
     if not target.model:
-        target = dataclasses.replace(target, model=asyncio.run(get_first_model(target)))
+        target = dataclasses.replace(target, model=run_in_event_loop(get_first_model(target)))
     name = args.tokenizer or target.model
     tokenizer = None if name == "none" or not _needs_tokenizer(args) else _tokenizer_of_server(name)
     samples = _samples(args, tokenizer)
@@ -146,7 +144,7 @@ def _run_serve(args: argparse.Namespace) -> int:
         print(f"At most {max_concurrency} requests are sent at a time (--max-concurrency).", file=sys.stderr)
     load = LoadPattern(args.request_rate, args.burstiness, max_concurrency, args.num_warmups, args.seed)
     with _progress_bar(args, len(samples)) as bar:
-        run = asyncio.run(
+        run = run_in_event_loop(
             run_benchmark(
                 target,
                 samples,

@@ -33,6 +33,7 @@ _PR_SET_NAME = 15
 _STACK_BYTES = 64 << 10
 _STACK_SECONDS = 0.5
 _LAST_STANDARD_FD = 2
+_GC_THRESHOLD = 10_000
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -289,3 +290,13 @@ def gc_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def freeze_garbage_collection() -> None:
+    """Excludes all objects that exist now from garbage collection. For a process of a server, after its start.
+
+    A full collection scans every object of every imported module, which takes 0.1 to 0.2 s with torch, and no step or
+    stream runs meanwhile. Afterwards it scans the requests in progress only, and collections are rarer.
+    """
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD, 10, 10)

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.frontend.outputs import CompletionOutput, RequestOutput
-from mvllm.engine.frontend.request_output_stream import RequestOutputStream
+from mvllm.engine.frontend.request_output_stream import Consume, RequestOutputStream
 from mvllm.entrypoints.openai.common.errors import APIError
 from mvllm.entrypoints.openai.common.output_constraint import OutputConstraint
 from mvllm.errors import RequestError
@@ -102,6 +102,11 @@ class EngineRequests:
     def num_tokens(self) -> int:
         """Tokens of the prompts and of what was generated so far."""
         return sum(stream.num_prompt_tokens + stream.num_generated_tokens for stream in self._streams)
+
+    def set_consumer(self, consume: Consume) -> None:
+        """Has outputs offered to a function first, if there is one prompt. See `RequestOutputStream.set_consumer`."""
+        if len(self._streams) == 1:
+            self._streams[0].set_consumer(consume)
 
     async def collect(self) -> list[RequestOutput]:
         """The final output of each prompt, in order.

@@ -106,7 +106,8 @@ class BodyReader:
             now = asyncio.get_running_loop().time()
             deadline = deadline or now + self._timeout * MAX_TIMEOUTS_PER_BODY
             try:
-                message = await asyncio.wait_for(receive(), min(self._timeout, deadline - now))
+                async with asyncio.timeout_at(min(now + self._timeout, deadline)):  # no task, unlike `wait_for`
+                    message = await receive()
             except TimeoutError:
                 raise APIError(408, f"The body did not arrive within {self._timeout:g} s.", close=True) from None
             length += len(message.get("body", b""))

@@ -21,7 +21,7 @@ from mvllm.entrypoints.openai.common.logprobs import TokenFormatter
 from mvllm.entrypoints.openai.common.output_constraint import OutputConstraint
 from mvllm.entrypoints.openai.common.server_sent_events import ChunkEncoder, error_event
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
-from mvllm.entrypoints.openai.common.streaming_response import SERVER_SENT_EVENTS, StreamFormat
+from mvllm.entrypoints.openai.common.streaming_response import SERVER_SENT_EVENTS, RequestConnection, StreamFormat
 from mvllm.entrypoints.openai.common.usage import UsageCounter
 from mvllm.entrypoints.openai.protocol import GenerationRequest
 from mvllm.messages.inputs import PromptType
@@ -117,9 +117,11 @@ class GenerationHandler(RequestHandler):
 
     Attributes:
         stream_format: Format of what `stream` yields.
+        connection: The connection of the request, if `stream` may write parts to it while its caller waits for more.
     """
 
     stream_format: ClassVar[StreamFormat] = SERVER_SENT_EVENTS
+    connection: RequestConnection | None = None
 
     def __init__(
         self,
@@ -196,6 +198,26 @@ class ChoicesHandler(GenerationHandler):
         num_sequences = self._params.n
         num_open = requests.num_prompts
         written = b""
+
+        def write_now(output: RequestOutput) -> bool:
+            """Writes the chunks of an output past the task and the layers above it, unless something is special."""
+            nonlocal written
+            write = self.connection.write_chunk if self.connection is not None else None
+            if write is None or output.prompt_logprobs:
+                return False
+            for sequence in output.outputs:
+                if sequence.finish_reason is not None or sequence.index not in encoders:
+                    return False
+            self._usage.add(0, output)
+            for sequence in output.outputs:
+                written += encoders[sequence.index](output, sequence)
+            if written:
+                write(written)
+                written = b""
+            return True
+
+        if self.connection is not None:
+            requests.set_consumer(write_now)
         try:
             async for position, output in requests.outputs():
                 self._usage.add(position, output)

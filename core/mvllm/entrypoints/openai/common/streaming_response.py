@@ -78,20 +78,38 @@ async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
+WriteChunk = Callable[[bytes], None]
+
+
 class RequestConnection:
     """The connection of a request, in its scope as `mvllm.connection`.
 
     Args:
         abort: Closes the connection at once, and discards unread data.
+        writer: Returns a function that writes a chunk of the request's response now; None while that is not possible.
 
     Attributes:
         filler: Bytes without a meaning that may be sent between two parts of the response, to find out whether a client
             that has closed its sending side still reads.
     """
 
-    def __init__(self, abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        abort: Callable[[], None],
+        writer: Callable[[RequestConnection], WriteChunk | None] = lambda connection: None,
+    ) -> None:
         self.abort = abort
         self.filler = b""
+        self._writer = writer
+
+    @property
+    def write_chunk(self) -> WriteChunk | None:
+        """Writes a part of a response that has started, past the application's layers and without waiting.
+
+        None while the client has to read first, and if the response is not sent in chunks, has ended, or has no client
+        any more. The bytes on the connection are those of an ASGI `send` with `more_body`.
+        """
+        return self._writer(self)
 
 
 class EventStreamResponse(Response):

@@ -29,6 +29,7 @@ from mvllm.config.engine_args import EngineArgs
 from mvllm.engine.async_llm import AsyncLLM
 from mvllm.engine.metrics.prometheus import EngineCollector
 from mvllm.engine.metrics.tracing import Tracer
+from mvllm.entrypoints import event_loop
 from mvllm.entrypoints.chat_template import read_chat_template, read_special_tokens
 from mvllm.entrypoints.openai.common.chat_template_renderer import ChatTemplateRenderer
 from mvllm.entrypoints.openai.common.serving_context import ServingContext
@@ -46,6 +47,7 @@ from mvllm.entrypoints.openai.server.shared_metrics import ServerMetricsSnapshot
 from mvllm.entrypoints.openai.server.tokenizer_trial import TokenizerTrial
 from mvllm.entrypoints.shutdown_signals import SHUTDOWN_SECONDS, exit_now, force_exit_after, shutdown_signals
 from mvllm.errors import ConfigError
+from mvllm.executor.process.process_utils import freeze_garbage_collection
 from mvllm.logging import get_logger
 
 if TYPE_CHECKING:
@@ -84,8 +86,7 @@ def run_server(args: EngineArgs, settings: ServerSettings, listener: socket.sock
 
 def run_in_event_loop(server: APIServer) -> int:
     """Runs a server in an event loop of its own; returns the exit status."""
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(server.run())
+    return event_loop.run_in_event_loop(server.run())
 
 
 def log_listening(listener: socket.socket, settings: ServerSettings) -> None:
@@ -96,15 +97,6 @@ def log_listening(listener: socket.socket, settings: ServerSettings) -> None:
             "Other machines can use this server without a key: it listens beyond the loopback address, and no API key "
             "is set. Set one with --api-key-file, or listen on --host 127.0.0.1."
         )
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # not available for every system
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 class _HTTPServer(uvicorn.Server):
@@ -328,6 +320,7 @@ class APIServer:
         engine.tracer = self._tracer
         await self._models.load_lora_modules(engine, settings.lora_modules)
         await self._check_template(engine)
+        freeze_garbage_collection()
         state.set_ready(context)
         if self._server_group is None:
             seconds = time.monotonic() - state.started

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.types import ASGIApp
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mvllm.engine.metrics.tracing import Tracer
 from mvllm.entrypoints.ollama.routes import RUNNING
@@ -41,7 +44,8 @@ def build_app(
     rate_limiter: RateLimiter | None = None,
 ) -> ASGIApp:
     """The application with all middleware."""
-    app: ASGIApp = build_fastapi_app(state, models, metrics, settings, rate_limiter)
+    routes = _make_routes(state, models, metrics, settings, rate_limiter)
+    app: ASGIApp = DirectRoutes(_build_fastapi_app(state, models, settings, routes), routes.direct_routes)
     if tracer is not None:
         app = TracingMiddleware(app, tracer)
     keys = APIKeys(settings.api_keys, settings.admin_api_keys)
@@ -66,6 +70,54 @@ def build_fastapi_app(
     rate_limiter: RateLimiter | None = None,
 ) -> FastAPI:
     """The application without middleware."""
+    return _build_fastapi_app(state, models, settings, _make_routes(state, models, metrics, settings, rate_limiter))
+
+
+class DirectRoutes:
+    """Answers requests to the most used routes, and passes others on to the application.
+
+    These routes use nothing of the application's layers, each of which takes time for every request, and again whenever
+    its task waits. Errors become the same responses.
+
+    Args:
+        app: The application.
+        routes: POST routes without parameters in their paths.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Iterable[Route]) -> None:
+        self._app = app
+        self._routes = {route.path: route for route in routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        route = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
+        if route is None:
+            await self._app(scope, receive, send)
+            return
+        scope["route"] = route
+        request = Request(scope, receive, send)
+        try:
+            response: Response = await route.endpoint(request)
+        except ClientDisconnected as e:
+            response = await _handle_client_disconnect(request, e)
+        except Exception as e:  # noqa: BLE001  (to_api_error logs it)
+            response = await _handle_error(request, e)
+        await response(scope, receive, send)
+
+
+def _make_routes(
+    state: ServerState,
+    models: OpenAIServingModels,
+    metrics: HTTPMetrics,
+    settings: ServerSettings,
+    rate_limiter: RateLimiter | None,
+) -> Routes:
+    return Routes(state, models, metrics, settings, BodyRoutes(state, models, settings, rate_limiter))
+
+
+def _build_fastapi_app(
+    state: ServerState, models: OpenAIServingModels, settings: ServerSettings, routes: Routes
+) -> FastAPI:
     app = FastAPI(
         title="mvllm",
         version=__version__,
@@ -79,13 +131,10 @@ def build_fastapi_app(
         lambda name: HTTPServerHandle(name, state, models, settings),
         lambda: _add_handlers(FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)),
     )
-    body_routes = BodyRoutes(state, models, settings, rate_limiter)
-    routes = Routes(state, models, metrics, settings, body_routes)
-    app.router.routes[:0] = routes.fast_routes
     for router in routes.routers:
         app.include_router(router)
     for plugin in plugins:
-        app.mount(plugin.prefix, plugin.asgi_app(body_routes.reader))
+        app.mount(plugin.prefix, plugin.asgi_app(routes.body_reader))
     parts = {plugin.prefix: plugin.app for plugin in plugins if plugin.app is not None}
     app.openapi = lambda: openapi_document(app, parts)  # type: ignore[method-assign]
     if settings.docs:

@@ -153,6 +153,7 @@ class BodyRoutes:
                         counted.add_tokens(handler.num_tokens)  # before the headers of the response
                     return json_response(body_bytes)
             is_streaming = True
+            handler.connection = request.scope.get("mvllm.connection")
             # It calls `end`, however it ends.
             return EventStreamResponse(handler.stream(), self._send_timeout, end, handler.stream_format)
         finally:

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from mvllm.entrypoints.openai.common.errors import error_body
-from mvllm.entrypoints.openai.common.streaming_response import RequestConnection
+from mvllm.entrypoints.openai.common.streaming_response import RequestConnection, WriteChunk
 from mvllm.entrypoints.openai.server.connections import ConnectionTable
 from mvllm.entrypoints.openai.server.middleware import UNAUTHENTICATED_PATHS
 
@@ -116,7 +116,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._field_bytes = self._unused_bytes = 0
-        self.scope["mvllm.connection"] = RequestConnection(self.transport.abort)  # type: ignore[typeddict-unknown-key]
+        self.scope["mvllm.connection"] = RequestConnection(  # type: ignore[typeddict-unknown-key]
+            self.transport.abort, self._chunk_writer
+        )
         self._start_head_timer()
         if not self._pending_responses:
             self._table.mark_reading_head(self)
@@ -179,6 +181,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._table.mark_reading_head(self)
         else:
             self._table.mark_idle(self)
+
+    def _chunk_writer(self, connection: RequestConnection) -> WriteChunk | None:
+        """See `RequestConnection.write_chunk`."""
+        cycle = self._pending_responses[0] if self._pending_responses else None
+        if (
+            cycle is None
+            or cycle.scope["mvllm.connection"] is not connection  # type: ignore[typeddict-item]
+            or not cycle.chunked_encoding
+            or cycle.disconnected
+            or self.flow.write_paused
+        ):
+            return None
+        return self._write_chunk
+
+    def _write_chunk(self, data: bytes) -> None:
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def send_400_response(self, msg: str) -> None:
         """Answers data that is not a valid request with an error, and closes the connection."""

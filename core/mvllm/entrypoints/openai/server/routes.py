@@ -7,8 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route
-from starlette.types import Scope
+from starlette.routing import Route
 
 from mvllm.entrypoints.anthropic.routes import AnthropicRoutes, model_info, model_list
 from mvllm.entrypoints.ollama.routes import OllamaRoutes
@@ -70,8 +69,8 @@ class Routes:
 
     Attributes:
         routers: All routes, with the tags of `openapi.TAGS`.
-        fast_routes: The most used of them again, to be matched first. They have neither parameters nor response
-            models, so they skip FastAPI's code for these.
+        body_reader: Reads bodies within the server's limits.
+        direct_routes: The most used of them, for `DirectRoutes`. They have neither parameters nor response models.
     """
 
     def __init__(
@@ -85,6 +84,7 @@ class Routes:
         self._state = state
         self._models = models
         self._metrics = metrics
+        self.body_reader = body_routes.reader
         tags = ("health", "generation", "embeddings", "models", "tokens", "ollama", "monitoring", "admin")
         self.routers = [APIRouter(tags=[tag]) for tag in tags]
         health, generation, embeddings, model_names, tokens, ollama, monitoring, admin = self.routers
@@ -100,10 +100,10 @@ class Routes:
             body_routes.add_handler(generation, *route)
         ResponsesRoutes(settings, body_routes).add_to(generation)
         AnthropicRoutes(body_routes).add_to(generation)
-        self.fast_routes: list[BaseRoute] = [
-            _FastRoute(route.path, route.endpoint, methods=["POST"])
+        self.direct_routes = [
+            route
             for route in generation.routes
-            if isinstance(route, Route) and not route.param_convertors
+            if isinstance(route, Route) and not route.param_convertors and "POST" in (route.methods or ())
         ]
         for route in _POOLING:
             body_routes.add_handler(embeddings, *route, with_adapters=False)
@@ -164,16 +164,6 @@ class Routes:
     def _max_model_len(self) -> int | None:
         engine = self._state.loaded_engine
         return None if engine is None else engine.model_config.max_model_len
-
-
-class _FastRoute(Route):
-    """A route that sets `scope["route"]`, as FastAPI's do. Requests with another method go to the later routes."""
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, found = super().matches(scope)
-        if match is not Match.FULL:
-            return Match.NONE, {}
-        return match, {**found, "route": self}
 
 
 def _status_response(reason: str | None) -> Response:
