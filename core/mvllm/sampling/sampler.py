@@ -89,7 +89,7 @@ class Sampler:
             mask: bool [n, vocab] on the device; tokens that may be sampled. None allows all.
             masks: Likewise, on the host, for some of the rows.
             seq_lens: int [n] on the host; tokens before the sampled one, draft tokens included. None: all tokens that
-                the row has. Logits processors and masks apply only to rows without draft tokens.
+                the row has. Logits processors and `mask` apply only to rows without draft tokens.
             only_tokens: Leave out log-probabilities.
 
         Returns:

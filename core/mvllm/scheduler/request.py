@@ -14,6 +14,7 @@ ends a request in any state.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Protocol
 
 from mvllm.kv_cache.block_table import BlockTable
@@ -56,6 +57,9 @@ class Grammar(Protocol):
 
     def accept(self, token: int, *, blocking: bool = False) -> None:
         """Advances by one token. The mask, or an error, may come later; with `blocking` it is there on return."""
+
+    def draft_masks(self, tokens: Sequence[int]) -> list[bytes]:
+        """Masks behind each of the leading draft tokens that can be verified; changes nothing else that is visible."""
 
 
 class Request:
@@ -225,6 +229,8 @@ class Request:
             self.token_ids.append(token)
             appended.append(token)
             stop = self.check_stop(token)
+            if self.grammar is not None:
+                stop = self.advance_grammar(token, stop)
         if self.logprobs is not None and len(appended) < len(tokens):
             del self.logprobs[len(appended) - len(tokens) :]
         self.num_tokens += len(appended)

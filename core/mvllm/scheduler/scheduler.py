@@ -258,7 +258,7 @@ class Scheduler:
             self._unconfirmed.end_plan(plan.step)
         plan.total_num_scheduled_tokens = sum(plan.num_scheduled_tokens)
         if requests.num_grammars and not plan.masks_follow:
-            plan.mask_rows, plan.token_masks = masks_of_batch(batch)
+            plan.mask_rows, plan.token_masks = masks_of_batch(batch, self._planner.draft_masks)
         self._next_step += 1
         self._batches[plan.step] = batch
         if self._step_times is not None:
@@ -343,11 +343,11 @@ class Scheduler:
                 stop = request.check_stop(token)
                 if grammar is not None:
                     stop = request.advance_grammar(token, stop)
-                    if stop is None and grammar.error is not None:
-                        failed.append((request.request_id, grammar.error))
             if accepted and position in accepted:
                 appended, stop = request.append_accepted(accepted[position], stop)
                 new += appended
+            if grammar is not None and stop is None and grammar.error is not None:
+                failed.append((request.request_id, grammar.error))
             num_generated += len(new)
             if stop is not None:
                 ended.append(request)

@@ -41,6 +41,9 @@ class StepPlanner:
     Args:
         stats: Counters to add to.
         step_times: Estimates the times of steps; None if plans must not depend on time.
+
+    Attributes:
+        draft_masks: Grammar masks behind the draft tokens of the last plan, by row.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class StepPlanner:
         self._num_lookahead = num_lookahead_tokens
         self._long_prefill_limiter = LongPrefillLimiter(config, step_times)
         self._lora_admission = LoRAAdmission(max_loras, max_bypasses=_BYPASS_FACTOR * config.max_num_seqs)
+        self.draft_masks: dict[int, list[bytes]] = {}
         self._deferred_masks = DeferredMasks(is_possible=can_defer_masks and num_stages == 1)
 
     def plan(self, step: int) -> tuple[SchedulerOutput, list[Request]]:
@@ -100,6 +104,7 @@ class StepPlanner:
         in_pipeline = self._num_stages > 1
         counts_partial = self._long_prefill_limiter.max_partial is not None
         samples_left = -(-len(running) // self._num_stages)
+        self.draft_masks = {}
         self._deferred_masks.start_plan()
         for request in running:  # preemption shortens the list at its end, behind `request`
             num_tokens = request.num_tokens
@@ -137,6 +142,9 @@ class StepPlanner:
             if end == num_tokens:
                 request.num_tokens = end + 1  # the token that this step samples
                 samples_left -= 1
+            if drafts and request.grammar is not None:
+                self.draft_masks[request.row] = masks = request.grammar.draft_masks(drafts)
+                del drafts[len(masks) :]
             if drafts:
                 plan.draft_token_ids[len(batch)] = drafts
                 num_new += len(drafts)
@@ -254,7 +262,7 @@ class StepPlanner:
     def _take_draft_tokens(self, request: Request, budget: int) -> list[int]:
         """Removes a running request's draft tokens, and returns as many as the budget allows."""
         drafts, request.draft_token_ids = request.draft_token_ids, []
-        if request.grammar is not None or request.num_computed_tokens + 1 < request.num_tokens:
+        if request.num_computed_tokens + 1 < request.num_tokens:
             return []
         # The step also samples a token behind the last draft token; that may be the request's last one.
         return drafts[: max(0, min(budget, request.max_num_tokens - request.num_tokens - 1))]

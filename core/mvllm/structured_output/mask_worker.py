@@ -26,6 +26,9 @@ INLINE_SECONDS = 0.025
 CHEAP_SECONDS = 0.0005
 """A mask with a longer expected time is computed on the other thread."""
 
+DRAFT_SECONDS = 0.01
+"""Time for masks behind draft tokens on the engine core's thread in one step."""
+
 PAUSES = 3.0
 """Pause of the thread after an expensive mask, as a multiple of that mask's time, while other sequences run."""
 
@@ -83,6 +86,7 @@ class MaskWorker:
         self._results_ready = results_ready
         self._no_other_sequence = threading.Event()
         self._inline_left: float | None = None
+        self._draft_left = DRAFT_SECONDS
         self._jobs: PriorityQueue[tuple[float, int, weakref.ref[MaskJob] | None]] = PriorityQueue()
         self._numbers: Iterator[int] = itertools.count()
         self._failed: SimpleQueue[MaskJob] = SimpleQueue()
@@ -93,8 +97,16 @@ class MaskWorker:
 
         Before the first call there is no limit.
         """
-        self._inline_left = INLINE_SECONDS
+        self._inline_left, self._draft_left = INLINE_SECONDS, DRAFT_SECONDS
         self._no_other_sequence.clear()
+
+    def has_draft_time(self, expected_seconds: float) -> bool:
+        """Whether a mask behind a draft token may be computed on the caller's thread in this step."""
+        return expected_seconds <= min(CHEAP_SECONDS, self._draft_left)
+
+    def spend_draft_time(self, seconds: float) -> None:
+        """Records the time of such a mask."""
+        self._draft_left -= seconds
 
     def disable_pauses(self) -> None:
         """Lets the thread work without pauses until the next `begin_step`:

@@ -442,20 +442,20 @@ class ModelRunner:
         accepted = {plan.rows[position]: drafts for position, drafts in output.further_token_ids.items()}
         self.rows.append_sampled_tokens(inputs.rows[inputs.sampling_positions], tokens, accepted)
         if self._proposer is not None:
-            output.draft_token_ids = self._propose_drafts(self._proposer, plan, inputs, output)
+            output.draft_token_ids = self._propose_drafts(self._proposer, inputs, output)
         if not self._pipeline.is_first:
             self._pipeline.send_output(output, any_sampled=len(tokens) > 0)
         return output
 
     def _propose_drafts(
-        self, proposer: Proposer, plan: SchedulerOutput, inputs: StepInputs, output: ModelRunnerOutput
+        self, proposer: Proposer, inputs: StepInputs, output: ModelRunnerOutput
     ) -> dict[int, list[int]]:
         """Draft tokens by position in the batch."""
         positions = inputs.sampling_positions
-        # Grammars and logits processors need every token before the next one is sampled: such rows get no drafts.
+        # Logits processors need every token before the next one is sampled: such rows get no drafts.
         excluded = (self.rows.sampling.flags[inputs.rows[positions]] & PROCESSED).astype(bool)
-        if plan.mask_rows or output.errors:
-            excluded |= np.isin(inputs.rows[positions], plan.mask_rows) | np.isin(positions, list(output.errors))
+        if output.errors:
+            excluded |= np.isin(positions, list(output.errors))
         positions = positions[~excluded]
         drafts = proposer.propose(inputs.rows[positions], np.delete(inputs.rows, positions))
         return {position: tokens for position, tokens in zip(positions.tolist(), drafts, strict=True) if tokens}
