@@ -90,13 +90,16 @@ class StepPlanner:
         if can_admit and waiting:
             budget = self._schedule_waiting(plan, batch, budget)
         if budget and long_prefills.were_limited:
-            others_generate = 1 in plan.num_scheduled_tokens or bool(plan.draft_token_ids)
-            if long_prefills.start_round_2(others_generate=others_generate):
+            if long_prefills.start_round_2(others_generate=_has_generating_requests(plan)):
                 budget = self._schedule_held_back(plan, batch, budget)
                 if budget and can_admit and waiting:
                     self._schedule_waiting(plan, batch, budget)
         assert batch or not plan.new_block_rows, "blocks were planned for a row that does not compute"
         return plan, batch
+
+    def is_ordinary(self, plan: SchedulerOutput) -> bool:
+        """Whether requests generate in the last plan, and no prompt's share is a cap, see `LongPrefillLimiter`."""
+        return not self._long_prefill_limiter.is_capped and _has_generating_requests(plan)
 
     def _schedule_running(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
         """Plans running requests. Returns what is left of the budget."""
@@ -327,3 +330,8 @@ class StepPlanner:
         num_needed = kv_cache.blocks_for(num_tokens)
         message = cache_too_small_message(num_tokens, num_needed, kv_cache.block_size, kv_cache.num_blocks)
         self._requests.fail(request, message)
+
+
+def _has_generating_requests(plan: SchedulerOutput) -> bool:
+    """Whether a request in the plan generates, as far as its numbers of tokens say."""
+    return 1 in plan.num_scheduled_tokens or bool(plan.draft_token_ids)
