@@ -62,9 +62,6 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "disable_sliding_window": ForeignKeyword("Sliding windows are used wherever the model has them."),
     "disable_cascade_attn": ForeignKeyword("Equal prefixes are shared by the prefix cache alone.", (True,)),
     "logits_processor_pattern": ForeignKeyword("Logits processors are named by the setting logits_processors."),
-    "logprobs_mode": ForeignKeyword(
-        "Log-probabilities are those of the model's logits before any change (raw_logprobs).", ("raw_logprobs",)
-    ),
     "served_model_name": ForeignKeyword(_SERVER),
     "allowed_local_media_path": ForeignKeyword(_MULTIMODAL, ("",)),
     "allowed_media_domains": ForeignKeyword(_MULTIMODAL, ([],)),

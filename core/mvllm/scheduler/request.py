@@ -144,7 +144,8 @@ class Request:
             self.max_num_tokens = self.num_prompt_tokens + 1
         else:
             max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
-            self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
+            # With max_tokens=0 a token is sampled behind the prompt, and left out of the output.
+            self.max_num_tokens = min(self.num_prompt_tokens + max(max_tokens, 1), max_model_len)
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         eos_token_ids = () if params.ignore_eos else data.eos_token_ids
         self.stop_ids = frozenset([*eos_token_ids, *(params.stop_token_ids or ())])

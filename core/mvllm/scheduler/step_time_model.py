@@ -58,22 +58,28 @@ class StepTimeModel:
             seconds: How long it took.
             is_ordinary: Requests generate in it, and no prompt is limited.
         """
-        if is_ordinary:
-            average = self._ordinary_seconds or seconds
-            self._ordinary_seconds = average + _ORDINARY_WEIGHT * (min(seconds, 4 * average) - average)
-            self._ordinary.append(seconds)
-            self._longest_ordinary = 0.0
         if num_prompt_tokens > 0:
             self._age += 1
             if self._decode_seconds:
                 further = max(0.0, seconds - self._decode_seconds)
                 self._prompt_seconds += _WEIGHT * (further - self._prompt_seconds)
                 self._prompt_tokens += _WEIGHT * (num_prompt_tokens - self._prompt_tokens)
-            return
+        else:
+            self._add_decode_step(seconds)
+        if is_ordinary:
+            average = self._ordinary_seconds or seconds
+            self._ordinary_seconds = average + _ORDINARY_WEIGHT * (min(seconds, 4 * average) - average)
+            self._ordinary.append(seconds)
+            self._longest_ordinary = 0.0
+
+    def _add_decode_step(self, seconds: float) -> None:
+        """Records a step without prompts."""
         self._age = 0
         average = self._decode_seconds
         if not average or seconds < average / 2:  # the first step may have compiled something
             self._decode_seconds = seconds
+            self._ordinary_seconds = 0.0
+            self._ordinary.clear()
         elif seconds < average:
             self._decode_seconds += _FALLS * (seconds - average)
         else:

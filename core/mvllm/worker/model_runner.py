@@ -140,6 +140,7 @@ class ModelRunner:
         filtered_draw = context.op("filtered_draw", size=vocab_size)
         self._make_sampler = partial(
             Sampler,
+            logprobs_mode=self._config.model.logprobs_mode,
             static=self._forward.is_static,
             argmax=context.op("argmax", size=vocab_size).function,
             filtered_draw=None if filtered_draw.provider == REFERENCE else filtered_draw.function,
@@ -227,12 +228,12 @@ class ModelRunner:
         return keeps_sampled_tokens_on_device(self._config, self._platform.capabilities)
 
     def _logits_processors(self) -> LogitsProcessorSet | None:
-        """The configured logits processors, on the pipeline stage that samples."""
-        names = self._config.logits_processors
-        if not names or not self._pipeline.is_last:
+        """The configured logits processors and those of requests, on the pipeline stage that samples."""
+        if not self._pipeline.is_last:
             return None
         max_rows, vocab_size = self._config.scheduler.max_num_seqs, self._config.model.vocab_size
-        return LogitsProcessorSet(names, LogitsProcessorContext(vocab_size, max_rows, self._runtime.device))
+        context = LogitsProcessorContext(vocab_size, max_rows, self._runtime.device)
+        return LogitsProcessorSet(self._config.logits_processors, context, runs_functions=True)
 
     def _compile_models(self) -> None:
         """Compiles the model, and makes the proposer. The KV cache must be allocated."""

@@ -187,8 +187,22 @@ class TestTimeOfSteps:
         for seconds in (30.0, *[0.01] * 30):
             model.add_step(0, seconds)
         for _ in range(30):
-            model.add_step(100, 0.02)
+            model.add_step(100, 0.02, is_ordinary=False)
         assert 45 <= model.prompt_tokens_within(1.5) <= 55
+
+    def test_where_chats_have_longer_steps_anyway_it_gets_more(self):
+        def tokens_within(decode: float, with_prompts: float) -> int | None:
+            model = StepTimeModel()
+            for i in range(300):
+                model.add_step(*((100, with_prompts) if i % 10 == 9 else (0, decode)))
+            for _ in range(30):  # 0.1 ms a token
+                model.add_step(100, decode + 0.01, is_ordinary=False)
+            return model.prompt_tokens_within(1.5)
+
+        assert 45 <= tokens_within(0.01, 0.01) <= 55
+        assert 55 <= tokens_within(0.01, 0.015) <= 65, "no longer than the longest steps"
+        assert 95 <= tokens_within(0.01, 0.05) <= 105, "no longer than 20 ms"
+        assert 560 <= tokens_within(0.1, 0.2) <= 600, "half of the average"
 
     def test_now_and_then_a_step_without_prompts_renews_the_estimate(self):
         model = StepTimeModel()
