@@ -112,6 +112,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         logits_processors: Functions that change the logits before a token is sampled, `f(output_ids, logits)` or
             `f(prompt_ids, output_ids, logits)`, with lists of token ids and float32 [vocab]; each returns the new
             logits. Only for an `LLM` whose model runs in its own process.
+        skip_reading_prefix_cache: Compute the whole prompt, also what the prefix cache holds.
 
     Raises:
         RequestError: A value has the wrong type or lies outside its range.
@@ -154,6 +155,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     thinking_tags: list[str] | None = None
     thinking_tokens: ThinkingTokens | None = None
     logits_processors: list[Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
 
     def __post_init__(self) -> None:
         for name, default, check in _CHECKS:
@@ -354,6 +356,7 @@ _FIELD_CHECKS: dict[str, Check] = {
     "thinking_tags": check_thinking_tags,
     "thinking_tokens": as_thinking_tokens,
     "logits_processors": checks.check_functions,
+    "skip_reading_prefix_cache": boolean,
 }
 _CHECKS = tuple(
     (field.name, field.default, _FIELD_CHECKS[field.name]) for field in msgspec.structs.fields(SamplingParams)

@@ -34,7 +34,9 @@ class LogitsProcessorSet:
     def __init__(self, names: Iterable[str], context: LogitsProcessorContext, *, runs_functions: bool = False) -> None:
         classes = processor_classes(names)
         if runs_functions:
-            classes.append((PluginSource("functions of the request", "logits_processors", "mvllm", ""), RequestFunctions))
+            classes.append(
+                (PluginSource("functions of the request", "logits_processors", "mvllm", ""), RequestFunctions)
+            )
         self._processors = [_make(source, cls, context) for source, cls in classes]
         self._rows: dict[int, list[int]] = {}  # row -> indices of the processors that act on it
         self._failures: dict[int, str] = {}

@@ -58,7 +58,9 @@ class AdapterLogitsProcessor(LogitsProcessor):
             function, tokens = self._functions[row]
             changed = function(tokens.output.tolist(), logits[i])
             if changed is None:
-                raise TypeError("the function returned None; it must return the logits, also if it changes them in place")
+                raise TypeError(
+                    "the function returned None; it must return the logits, also if it changes them in place"
+                )
             logits[i] = changed
         return logits
 

@@ -186,7 +186,7 @@ class Request:
         """Whether positions found in the prefix cache would be missing from the result."""
         if self.pooling_type is not None:
             return self.pooling_type.needs_every_position
-        return not self.has_all_prompt_logprobs
+        return not self.has_all_prompt_logprobs or bool(self.data.sampling_params.skip_reading_prefix_cache)
 
     def add_prompt_logprobs(self, start: int, entries: list[PositionLogprobs]) -> None:
         """Adds the log-probabilities that a step over prompt positions from `start` on computed.

@@ -47,7 +47,7 @@ ACCEPTED = [
     ("stop_token_ids", [None, [], [0], [2**31 - 1], (1, 2), list(range(MAX_STOP_TOKEN_IDS))]),
     ("include_stop_str_in_output", [True, False]),
     ("ignore_eos", [True, False]),
-    ("max_tokens", [None, 1, INT64_MAX]),
+    ("max_tokens", [None, 0, 1, INT64_MAX]),
     ("min_tokens", [0, 1, 16]),
     ("logprobs", [None, -1, 0, 1, INT64_MAX]),
     ("prompt_logprobs", [None, -1, 0, 1, INT64_MAX]),
@@ -97,7 +97,7 @@ REFUSED = [
     ("stop_token_ids", [list(range(MAX_STOP_TOKEN_IDS + 1)), [5] * 10**6]),
     ("include_stop_str_in_output", NO_BOOLEAN),
     ("ignore_eos", NO_BOOLEAN),
-    ("max_tokens", [0, -1, *NO_INT64]),
+    ("max_tokens", [-1, *NO_INT64]),
     ("min_tokens", [-1, 17, INT64_MAX, None, *NO_INT64]),
     ("logprobs", [-2, *NO_INT64]),
     ("prompt_logprobs", [-2, *NO_INT64]),
@@ -166,8 +166,8 @@ def test_an_error_names_range_and_value():
         SamplingParams(top_p=1.5)
     with pytest.raises(RequestError, match=r"^n must be an integer from 1 to 128; got 'many'$"):
         SamplingParams(n="many")
-    with pytest.raises(RequestError, match=r"^max_tokens must be an integer >= 1 \(in 64 bits\) or None; got 0$"):
-        SamplingParams(max_tokens=0)
+    with pytest.raises(RequestError, match=r"^max_tokens must be an integer >= 0 \(in 64 bits\) or None; got -1$"):
+        SamplingParams(max_tokens=-1)
     with pytest.raises(RequestError, match=r"^seed must be .*; got an integer of 16610 bits$"):
         SamplingParams(seed=HUGE)
 

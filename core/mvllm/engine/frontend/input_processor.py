@@ -79,9 +79,7 @@ class InputProcessor:
     num_reserved_tokens = 1
     """Tokens of the context that a prompt must leave free."""
 
-    def __init__(
-        self, config: EngineConfig, tokenizer: Tokenizer | None, *, runs_functions: bool = False
-    ) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, *, runs_functions: bool = False) -> None:
         self._model = config.model
         self._runs_functions = runs_functions
         self._tokenizer = tokenizer
