@@ -1,6 +1,6 @@
 """The null device with steps that take time: base + tokens x cost of a token, in the variable TIMED_DEVICE.
 
-Steps run one after the other, like on a device: `execute_model` submits one, and `collect_output` waits until it is over.
+Steps run one after the other, like on a device: `execute_model` submits one, `collect_output` waits until it is over.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Grammar(Protocol):
         """Estimated time of the next mask; 0 where plans must not depend on time."""
 
     def accept(self, token: int, *, blocking: bool = False) -> None:
-        """Advances by one token. The mask, or an error, may come later; with `blocking` it is there on return."""
+        """Advances by one token. The mask, or an error, may come later; with `blocking`, before the next plan."""
 
     def draft_masks(self, tokens: Sequence[int]) -> list[bytes]:
         """Masks behind each of the leading draft tokens that can be verified; changes nothing else that is visible."""

@@ -2,8 +2,8 @@
 
     seconds of a step = seconds of a step without prompts + prompt tokens x seconds per prompt token
 
-Both are moving averages, so they follow the load, the context lengths and the machine. Ordinary steps, in which requests
-generate and no very long prompt takes part, say what latency between two tokens is usual: on average, and at most.
+Both are moving averages, so they follow the load, the context lengths and the machine. Ordinary steps, in which
+requests generate and no very long prompt takes part, say what latency between two tokens is usual.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class StepTimeModel:
         """Tokens of a very long prompt in a step with requests that generate; None while nothing is known.
 
         With them the average latency between two tokens grows `slowdown` times. There are more if a step with them is
-        no longer than UNNOTICED_SECONDS, and than the longest ordinary steps. Now and then 0, for a step without prompt tokens; the next call returns a number again.
+        no longer than UNNOTICED_SECONDS, and than the longest ordinary steps. Now and then 0, for a step without prompt
+        tokens; the next call returns a number again.
         """
         if not self._decode_seconds:
             return None

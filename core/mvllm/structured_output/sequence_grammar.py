@@ -81,7 +81,10 @@ class SequenceGrammar:
         self._set_mask(first_bits)
 
     def accept(self, token: int, *, blocking: bool = False) -> None:
-        """Advances by one token. The next mask is valid once `is_ready`; with `blocking`, on return."""
+        """Advances by one token. The next mask is valid once `is_ready`.
+
+        With `blocking` that is after `MaskWorker.run_deferred`, or on return without a MaskWorker.
+        """
         if self._must_end:
             self.is_complete = True
             return
@@ -91,8 +94,10 @@ class SequenceGrammar:
         self._leave_draft()
         self._last_token = token
         self.is_ready = False
-        if blocking or self._worker is None:
+        if self._worker is None:
             self.compute_mask()
+        elif blocking:
+            self._worker.defer(self)
         else:
             self._worker.run(self)
 

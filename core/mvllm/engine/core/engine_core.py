@@ -362,6 +362,8 @@ class EngineCore:
         if errors := self._row_errors.pop(plan.step, None):
             output.errors.update(errors)
         outputs = self.scheduler.update_from_output(plan, output)
+        if self._grammar_manager is not None:
+            self._grammar_manager.compute_deferred_masks()
         if self._in_flight and self._in_flight[0][0].masks_follow:
             self._send_masks(self._in_flight[0][0])
         return outputs
