@@ -85,6 +85,11 @@ class MaskJob(Protocol):
         """Consumes the last token and computes the mask. Raises nothing."""
 
 
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _compute_all(jobs: deque[MaskJob]) -> None:
     """Computes masks until none is left. Several threads may take from one deque."""
     while True:
@@ -114,7 +119,7 @@ class MaskWorker:
         self._failed: SimpleQueue[MaskJob] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._deferred: deque[MaskJob] = deque()
-        self._num_helpers = min(MAX_THREADS, len(os.sched_getaffinity(0))) - 1
+        self._num_helpers = min(MAX_THREADS, _num_cores()) - 1
         self._helpers: ThreadPoolExecutor | None = None
 
     def begin_step(self) -> None:

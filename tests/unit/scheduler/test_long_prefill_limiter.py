@@ -179,7 +179,7 @@ class TestTimeOfSteps:
         limits = {"long_prefill_slowdown": 1.5, "max_seconds": 1000.0}
         [one] = SimulatedLoad(cost, long_prompts=(50_000,), **limits).run().long_prompts
         four = SimulatedLoad(cost, long_prompts=(50_000,) * 4, **limits).run().long_prompts
-        assert max(four) < 3 * one
+        assert max(four) < 3.5 * one
 
     def test_a_slow_first_step_is_forgotten(self):
         model = StepTimeModel()
