@@ -93,7 +93,7 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "ignore_patterns": ForeignKeyword("Only the files that mvllm reads are fetched."),
     "safetensors_load_strategy": ForeignKeyword("Weights are mapped from the files.", ("lazy",)),
     "max_parallel_loading_workers": ForeignKeyword("Every worker loads its own part."),
-    "pt_load_map_location": ForeignKeyword("Weights are read to the host first.", ("cpu",)),
+    "pt_load_map_location": ForeignKeyword("Weights are read to the host first."),
     "weight_transfer_config": ForeignKeyword("Weights are read from files."),
     "quantization_param_path": ForeignKeyword("Scales are read from the checkpoint."),
     # memory and cache
@@ -110,7 +110,6 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "disable_hybrid_kv_cache_manager": ForeignKeyword("Layers of different windows have KV cache groups of their own."),
     "kv_offloading_backend": ForeignKeyword("The KV cache stays on the device.", ("native",)),
     "ec_transfer_config": ForeignKeyword("Engines do not exchange caches."),
-    "num_gpu_blocks_override": ForeignKeyword("Set kv_cache_memory_bytes; the log says how many blocks that gives."),
     "offload_backend": ForeignKeyword("Weights stay on the device.", ("auto",)),
     "cpu_offload_gb": ForeignKeyword("Weights stay on the device.", (0, 0.0)),
     "cpu_offload_params": ForeignKeyword("Weights stay on the device."),

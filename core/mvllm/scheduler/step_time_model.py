@@ -78,7 +78,7 @@ class StepTimeModel:
         average = self._decode_seconds
         if not average or seconds < average / 2:  # the first step may have compiled something
             self._decode_seconds = seconds
-            self._ordinary_seconds = 0.0
+            self._ordinary_seconds = self._longest_ordinary = 0.0
             self._ordinary.clear()
         elif seconds < average:
             self._decode_seconds += _FALLS * (seconds - average)

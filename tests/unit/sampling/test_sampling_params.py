@@ -73,6 +73,8 @@ ACCEPTED = [
     ("thinking_token_budget", [None, 0, 500]),
     ("thinking_tags", [None, ["", "</think>"], ("<think>", "</think>", "So:</think>")]),
     ("thinking_tokens", [None, {"forced": [5]}, {"starts": [[1, 2], (3,)], "ends": [[4]], "forced": (4,)}]),
+    ("logits_processors", [None, [], [max], (min, max)]),
+    ("skip_reading_prefix_cache", [None, True, False]),
 ]
 
 NO_NUMBER = ["1", b"1", [], [1], {}, 1j, object(), "", np.bool_(True), np.zeros(2)]
@@ -130,6 +132,8 @@ REFUSED = [
         [5, {"forced": []}, {"starts": [[1]]}, {"forced": [-1]}, {"forced": [1], "ends": [[]]}, {"a": 1}],
     ),
     ("extra_args", [[], "a", 5, {5: 1}, {"a": object()}, {"a": HUGE}, {"a": "x" * 70_000}, {"a": 1j}]),
+    ("logits_processors", ["a", 5, max, [5], ["a"], [None], [int], {"a": max}]),
+    ("skip_reading_prefix_cache", [0, 1, 1.0, "true", []]),
     ("structured_outputs", ["a", 1, True, [], object()]),  # its own fields: tests/unit/structured_output
 ]
 
