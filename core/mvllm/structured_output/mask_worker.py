@@ -39,10 +39,13 @@ PAUSES = 3.0
 """Pause of the thread after an expensive mask, as a multiple of that mask's time, while other sequences run."""
 
 PARALLEL_SECONDS = 0.001
-"""Masks that are expected to take less together are computed on the caller's thread alone."""
+PARALLEL_MASK_SECONDS = 50e-6
+"""Masks that are expected to take less, together or on average, are computed on the caller's thread alone: for small
+ones, threads that wait for the GIL cost more than they save."""
 
 MAX_THREADS = 8
-"""Most threads that compute masks of a step together; one in each core at most."""
+"""Most threads that compute masks of a step together; at most on half of the cores, since the model needs the others.
+"""
 
 FREE_SECONDS = 1.0
 SECONDS_PER_TOKEN = 0.001
@@ -119,7 +122,7 @@ class MaskWorker:
         self._failed: SimpleQueue[MaskJob] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._deferred: deque[MaskJob] = deque()
-        self._num_helpers = min(MAX_THREADS, _num_cores()) - 1
+        self._num_helpers = min(MAX_THREADS, _num_cores() // 2) - 1
         self._helpers: ThreadPoolExecutor | None = None
 
     def begin_step(self) -> None:
@@ -170,7 +173,8 @@ class MaskWorker:
             return
         waiting = deque(jobs)
         helpers: list[Future[None]] = []
-        if self._num_helpers > 0 and len(jobs) > 1 and sum(job.expected_seconds for job in jobs) > PARALLEL_SECONDS:
+        limit = max(PARALLEL_SECONDS, PARALLEL_MASK_SECONDS * len(jobs))
+        if self._num_helpers > 0 and len(jobs) > 1 and sum(job.expected_seconds for job in jobs) > limit:
             if self._helpers is None:
                 self._helpers = ThreadPoolExecutor(self._num_helpers, thread_name_prefix="grammar-masks")
             helpers = [

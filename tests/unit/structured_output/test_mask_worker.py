@@ -64,7 +64,7 @@ def test_expensive_masks_do_not_block_the_caller_and_cheaper_ones_come_first(wor
 
 
 def test_masks_that_a_step_waits_for_are_computed_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_worker, "_num_cores", lambda: 3)
+    monkeypatch.setattr(mask_worker, "_num_cores", lambda: 6)
     worker = MaskWorker(threading.Event())
     together = threading.Barrier(3)
 
