@@ -201,8 +201,8 @@ class TestTimeOfSteps:
 
         assert 45 <= tokens_within(0.01, 0.01) <= 55
         assert 75 <= tokens_within(0.01, 0.018) <= 85, "no longer than the longest steps"
-        assert 95 <= tokens_within(0.01, 0.05) <= 105, "no longer than 20 ms"
-        assert 560 <= tokens_within(0.1, 0.2) <= 600, "half of the average"
+        assert 85 <= tokens_within(0.01, 0.05) <= 105, "no longer than 20 ms"
+        assert 510 <= tokens_within(0.1, 0.2) <= 600, "half of the average"
 
     def test_now_and_then_a_step_without_prompts_renews_the_estimate(self):
         model = StepTimeModel()
