@@ -195,7 +195,7 @@ class TestTimeOfSteps:
             model = StepTimeModel()
             for i in range(300):
                 model.add_step(*((100, with_prompts) if i % 10 == 9 else (0, decode)))
-            for _ in range(30):  # 0.1 ms a token
+            for _ in range(60):  # 0.1 ms a token
                 model.add_step(100, decode + 0.01, is_ordinary=False)
             return model.prompt_tokens_within(1.5)
 
