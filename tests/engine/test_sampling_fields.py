@@ -127,6 +127,66 @@ def test_all_fields_in_one_row_do_not_affect_the_other_rows(llm: LLM, reference:
     assert found == [free[0], transformers_tokens(reference, PROMPTS[1], **bias), *free[2:]]
 
 
+def only(allowed: list[int]) -> Callable[..., torch.Tensor]:
+    """A logits processor that allows one token after the other."""
+
+    def process(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor(allowed[len(output_ids)]), 0.0)
+
+    return process
+
+
+def without_known(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    logits[[*prompt_ids, *output_ids]] = -torch.inf
+    return logits
+
+
+def test_functions_of_a_request_change_its_logits(llm: LLM, reference: Any) -> None:
+    tokens = list(range(50, 50 + LENGTH))
+    params = [greedy(logits_processors=[only(tokens)]), greedy(), greedy(logits_processors=[without_known]), greedy()]
+    if llm.llm_engine.config.parallel.distributed_executor_backend == "mp":
+        with pytest.raises(RequestError, match="run only where the model does"):
+            generate(llm, params)
+        return
+    found = generate(llm, params)
+    assert found[0] == tokens
+    assert len(set(found[2])) == LENGTH and not set(found[2]) & set(PROMPTS[2])
+    assert found[1::2] == [transformers_tokens(reference, prompt) for prompt in PROMPTS[1::2]]
+
+
+def test_a_function_that_fails_fails_its_request(plain: LLM) -> None:
+    params = [SamplingParams(max_tokens=4, logits_processors=[lambda ids, logits: None]), SamplingParams(max_tokens=4)]
+    failed, other = plain.generate([{"prompt_token_ids": PROMPTS[0]}] * 2, params, use_tqdm=False)
+    assert "it must return the logits" in (failed.outputs[0].error or "")
+    assert len(other.outputs[0].token_ids) == 4
+    with pytest.raises(RequestError, match="give classes to the engine's setting"):
+        SamplingParams(logits_processors=[LLM])
+
+
+def test_max_tokens_0_computes_the_prompt_alone(plain: LLM) -> None:
+    prompt = {"prompt_token_ids": PROMPTS[1]}
+    known = plain.generate(prompt, SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)[0]
+    settings: list[dict[str, Any]] = [{}, {"n": 2}, {"logprobs": 1}]
+    for each in settings:
+        params = SamplingParams(max_tokens=0, prompt_logprobs=1, **each)
+        found = plain.generate(prompt, params, use_tqdm=False)[0]
+        assert found.prompt_logprobs == known.prompt_logprobs
+        assert len(found.outputs) == params.n
+        for output in found.outputs:
+            assert (output.token_ids, output.text, output.finish_reason) == ([], "", "length")
+    with pytest.raises(RequestError, match="max_tokens must be at least 1"):
+        SamplingParams(max_tokens=0, use_beam_search=True)
+
+
+def test_a_request_may_leave_the_prefix_cache_unread(plain: LLM) -> None:
+    prompt = {"prompt_token_ids": [9] * 64}
+    cached = [
+        plain.generate(prompt, SamplingParams(max_tokens=1, skip_reading_prefix_cache=skip), use_tqdm=False)[0]
+        for skip in (None, None, True)
+    ]
+    assert [output.num_cached_tokens for output in cached] == [0, 48, 0]
+
+
 def test_log_probabilities_are_those_before_any_change(plain: LLM) -> None:
     prompt = {"prompt_token_ids": PROMPTS[0]}
     free = plain.generate(prompt, greedy(logprobs=3), use_tqdm=False)[0].outputs[0]

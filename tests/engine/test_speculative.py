@@ -281,6 +281,28 @@ def test_each_request_uses_its_own_lora_adapter(checkpoint: Path, make_llm: Make
     assert constrained[0][0] != constrained[0][1]
 
 
+def test_requests_with_grammars_have_drafts(make_llm: MakeLLM) -> None:
+    """Also where reasoning ends within a draft, with penalties, and with tokens that the grammar refuses."""
+    words = StructuredOutputsParams(regex="(ab|cd|ef)( (ab|cd|ef)){2,12}")
+    reasoning = StructuredOutputsParams(choice=["abcabcabcabc", "abcabd"], thoughts_start="<", thoughts_end=">")
+    schema = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 3, "maxItems": 9}
+    forms = [words, reasoning, StructuredOutputsParams(json=schema)]
+    settings: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.8}, {"temperature": 0, "n": 1}]
+    settings[2] |= {"presence_penalty": 1.0, "min_tokens": 9, "logprobs": 1}
+    wanted = [
+        SamplingParams(seed=5, max_tokens=40, structured_outputs=form, **each) for form in forms for each in settings
+    ]
+    wanted.append(SamplingParams(max_tokens=30, **GREEDY))
+    prompts = [draw(random.Random(9), 20)] * len(wanted)
+    expected = run(make_llm(), prompts, wanted)
+    for kind, count in (("ngram", 5), ("same", 4), ("near", 7)):
+        llm = make_llm(speculative_config=spec_config(kind, count))
+        check_close(run(llm, prompts[:-1], wanted[:-1]), expected[:-1])
+        guessed, right = acceptance(llm)
+        assert 0 < right <= guessed
+        check_close(run(llm, prompts, wanted), expected)
+
+
 def test_an_aborted_request_leaves_no_state(make_llm: MakeLLM) -> None:
     llm = make_llm(speculative_config=spec_config("near"))
     prompts = [draw(random.Random(i), 20) for i in range(4)]

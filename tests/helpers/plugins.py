@@ -48,6 +48,12 @@ def null_platform_path(folder: Path) -> list[str]:
     return [str(metadata), str(NULL_SOURCE)]
 
 
+def timed_platform_path(folder: Path) -> list[str]:
+    """Search path entries of the platform in timed_device.py."""
+    metadata = write_metadata(folder, "mvllm-timed-device", "[mvllm.platforms]\ntimed = tests.helpers.timed_device\n")
+    return [str(metadata), str(NULL_SOURCE), str(ROOT)]
+
+
 def scripted_platform_path(folder: Path) -> list[str]:
     """Search path entries of the platform in scripted_worker.py."""
     metadata = write_metadata(folder, "mvllm-scripted", "[mvllm.platforms]\nscripted = tests.helpers.scripted_worker\n")

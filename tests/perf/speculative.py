@@ -2,8 +2,9 @@
 
     python -m tests.perf.speculative [--padded] [--model demo] [--draft FOLDER] [--runs 3] [--threads 1]
 
-One request at a time, float32. There are two workloads, each with greedy sampling and at temperature 0.8: stories whose
-text is not in the prompt, and stories that the prompt already contains, as when a text is quoted or edited. The engines
+One request at a time, float32. There are three workloads, each with greedy sampling and at temperature 0.8: stories
+whose text is not in the prompt, stories that the prompt already contains, as when a text is quoted or edited, and JSON
+by a schema. The engines
 alternate in one process; the table shows medians. Every engine's tokens are compared with those of the first; a
 difference ends the run.
 
@@ -31,7 +32,7 @@ from typing import Any
 
 import torch
 
-from mvllm import LLM, SamplingParams
+from mvllm import LLM, SamplingParams, StructuredOutputsParams
 from mvllm.config.hub import find_model
 from mvllm.messages.requests import SchedulerStats
 
@@ -45,6 +46,16 @@ BEGINNINGS = (
 )
 TOKENS = 128
 DRAFT_STEPS = 600
+SCHEMA = {
+    "type": "array",
+    "minItems": 20,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"enum": ["fox", "bear", "owl"]}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+}
 PADDING = 24
 
 
@@ -162,13 +173,19 @@ def main() -> None:
             for way, config in ways.items()
         }
         print(f"{'work':22} {'guessing':16} {'right':>7} {'tokens per step':>16} {'speed-up':>9}")
-        for copied in (False, True):
-            prompts = prompts_of(engines["nothing"], copied)
+        for kind in ("stories", "copied", "json"):
+            prompts = prompts_of(engines["nothing"], kind == "copied")
+            form = StructuredOutputsParams(json=SCHEMA) if kind == "json" else None
             for temperature in (0.0, 0.8):
                 params = SamplingParams(
-                    temperature=temperature, seed=1, max_tokens=TOKENS, ignore_eos=True, detokenize=False
+                    temperature=temperature,
+                    seed=1,
+                    max_tokens=TOKENS,
+                    ignore_eos=True,
+                    detokenize=False,
+                    structured_outputs=form,
                 )
-                measure(engines, prompts, params, args.runs, f"{'copied' if copied else 'stories'}, T {temperature}")
+                measure(engines, prompts, params, args.runs, f"{kind}, T {temperature}")
 
 
 def measure(engines: dict[str, LLM], prompts: list[list[int]], params: SamplingParams, runs: int, work: str) -> None:

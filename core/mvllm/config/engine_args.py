@@ -35,6 +35,7 @@ from mvllm.errors import ConfigError
 
 DEFAULT_NUM_BATCHED_TOKENS = 2048
 MODEL_IMPLS = ("auto", "native", "transformers")
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 SERVER_MAX_QUEUED_REQUESTS = 1024
 """Default of max_queued_requests in a server, which can refuse requests of untrusted clients."""
 
@@ -112,6 +113,13 @@ class EngineArgs:
     )
     max_logprobs: int = option(
         20, help="Largest number of log-probabilities a request may ask for; -1 for all.", group="model", minimum=-1
+    )
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        help="What the logprobs of sampled tokens are: log-probabilities or logits, of the model (raw) or as sampled "
+        "from, with penalties, temperature and top_k, top_p and min_p (processed).",
+        group="model",
+        choices=LOGPROBS_MODES,
     )
     generation_config: str = option(
         "auto",
@@ -506,6 +514,7 @@ class EngineArgs:
             hf_overrides=self.hf_overrides,
             generation_config=self._generation_folder(folder),
             max_logprobs=self.max_logprobs,
+            logprobs_mode=self.logprobs_mode,
             trust_remote_code=self.trust_remote_code,
             model_impl=self.model_impl,
             revision=self.revision,

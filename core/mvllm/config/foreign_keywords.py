@@ -39,6 +39,7 @@ _PLATFORM = "The platform plugin decides this."
 _MULTIMODAL = "mvllm has no setting for multimodal inputs."
 _SPECULATIVE = "Pass speculative_config={'method': ..., 'num_speculative_tokens': ...}."
 _SERVER = "Give this to the server: `mvllm serve --help`."
+_MACHINE = "Workers are processes of this machine; distributed_executor_backend='ray' uses several."
 _TRACING = "Pass --otlp-traces-endpoint to `mvllm serve`."
 
 FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
@@ -62,9 +63,6 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "disable_sliding_window": ForeignKeyword("Sliding windows are used wherever the model has them."),
     "disable_cascade_attn": ForeignKeyword("Equal prefixes are shared by the prefix cache alone.", (True,)),
     "logits_processor_pattern": ForeignKeyword("Logits processors are named by the setting logits_processors."),
-    "logprobs_mode": ForeignKeyword(
-        "Log-probabilities are those of the model's logits before any change (raw_logprobs).", ("raw_logprobs",)
-    ),
     "served_model_name": ForeignKeyword(_SERVER),
     "allowed_local_media_path": ForeignKeyword(_MULTIMODAL, ("",)),
     "allowed_media_domains": ForeignKeyword(_MULTIMODAL, ([],)),
@@ -75,12 +73,28 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "disable_mm_preprocessor_cache": ForeignKeyword(_MULTIMODAL, (True,)),
     "interleave_mm_strings": ForeignKeyword(_MULTIMODAL),
     "skip_mm_profiling": ForeignKeyword(_MULTIMODAL),
+    "language_model_only": ForeignKeyword(_MULTIMODAL, (True,)),
+    "enable_mm_embeds": ForeignKeyword(_MULTIMODAL),
+    "mm_processor_cache_type": ForeignKeyword(_MULTIMODAL),
+    "mm_shm_cache_max_object_size_mb": ForeignKeyword(_MULTIMODAL),
+    "mm_encoder_only": ForeignKeyword(_MULTIMODAL),
+    "mm_encoder_tp_mode": ForeignKeyword(_MULTIMODAL, ("weights",)),
+    "mm_encoder_attn_backend": ForeignKeyword(_MULTIMODAL),
+    "video_pruning_rate": ForeignKeyword(_MULTIMODAL, (0, 0.0)),
+    "enable_multimodal_encoder_data_parallel": ForeignKeyword(_MULTIMODAL),
+    "io_processor_plugin": ForeignKeyword("Inputs and outputs are texts and token ids."),
+    "quantization_config": ForeignKeyword(
+        "The checkpoint's config.json describes quantized weights; `quantization` names a method for others."
+    ),
+    "allow_deprecated_quantization": ForeignKeyword("No quantization method is deprecated.", (True,)),
     # loading
     "download_dir": ForeignKeyword("Models are stored in the hub's cache; set HF_HUB_CACHE to move it."),
     "model_loader_extra_config": ForeignKeyword("Weights are read as load_format says.", ({},)),
     "ignore_patterns": ForeignKeyword("Only the files that mvllm reads are fetched."),
     "safetensors_load_strategy": ForeignKeyword("Weights are mapped from the files.", ("lazy",)),
     "max_parallel_loading_workers": ForeignKeyword("Every worker loads its own part."),
+    "pt_load_map_location": ForeignKeyword("Weights are read to the host first."),
+    "weight_transfer_config": ForeignKeyword("Weights are read from files."),
     "quantization_param_path": ForeignKeyword("Scales are read from the checkpoint."),
     # memory and cache
     "swap_space": ForeignKeyword("Preempted requests are computed again; nothing is swapped.", (0,)),
@@ -94,6 +108,15 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "kv_offloading_size": ForeignKeyword("The KV cache stays on the device."),
     "kv_sharing_fast_prefill": ForeignKeyword("Every layer computes the whole prompt."),
     "disable_hybrid_kv_cache_manager": ForeignKeyword("Layers of different windows have KV cache groups of their own."),
+    "kv_offloading_backend": ForeignKeyword("The KV cache stays on the device.", ("native",)),
+    "ec_transfer_config": ForeignKeyword("Engines do not exchange caches."),
+    "offload_backend": ForeignKeyword("Weights stay on the device.", ("auto",)),
+    "cpu_offload_gb": ForeignKeyword("Weights stay on the device.", (0, 0.0)),
+    "cpu_offload_params": ForeignKeyword("Weights stay on the device."),
+    "mamba_cache_dtype": ForeignKeyword("States have the model's dtype.", ("auto",)),
+    "mamba_ssm_cache_dtype": ForeignKeyword("States have the model's dtype.", ("auto",)),
+    "mamba_block_size": ForeignKeyword("Blocks of every layer have the size block_size."),
+    "mamba_cache_mode": ForeignKeyword("The prefix cache holds what the model's layers permit.", ("none",)),
     "enable_sleep_mode": ForeignKeyword("sleep() needs no setting.", (True,)),
     # scheduler
     "scheduler_cls": ForeignKeyword("scheduling_policy is 'fcfs' or 'priority'."),
@@ -103,12 +126,37 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "multi_step_stream_outputs": ForeignKeyword("Every step returns its outputs.", (True,)),
     "disable_async_output_proc": ForeignKeyword("async_scheduling=False plans one step at a time."),
     "disable_chunked_mm_input": ForeignKeyword(_MULTIMODAL),
+    "max_num_scheduled_tokens": ForeignKeyword("max_num_batched_tokens is the limit of a step."),
+    "scheduler_reserve_full_isl": ForeignKeyword("A prompt starts when the whole of it has blocks.", (True,)),
+    "prefill_schedule_interval": ForeignKeyword("Prompts are scheduled in every step.", (1,)),
+    "watermark": ForeignKeyword("Each running request has a block left when another one starts.", (0, 0.0)),
+    "stream_interval": ForeignKeyword("Each step's tokens can be read at once, and unread ones together.", (1,)),
+    "performance_mode": ForeignKeyword(
+        "docs/how-to/tune.md names the settings for latency and throughput.", ("balanced",)
+    ),
     "use_v2_block_manager": ForeignKeyword("There is one block manager.", (True,)),
     # several devices
     "enable_expert_parallel": ForeignKeyword("Experts are split over the ranks of tensor parallelism."),
     "enable_eplb": ForeignKeyword("Experts stay where they were loaded."),
     "eplb_config": ForeignKeyword("Experts stay where they were loaded."),
     "expert_placement_strategy": ForeignKeyword("Experts stay where they were loaded.", ("linear",)),
+    "num_redundant_experts": ForeignKeyword("Experts stay where they were loaded.", (0,)),
+    "eplb_window_size": ForeignKeyword("Experts stay where they were loaded."),
+    "eplb_step_interval": ForeignKeyword("Experts stay where they were loaded."),
+    "eplb_log_balancedness": ForeignKeyword("Experts stay where they were loaded."),
+    "enable_elastic_ep": ForeignKeyword("The number of ranks is that of the start."),
+    "all2all_backend": ForeignKeyword(_PLATFORM),
+    "moe_backend": ForeignKeyword("op_providers names installed sets of kernels.", ("auto",)),
+    "dcp_kv_cache_interleave_size": ForeignKeyword("A sequence is not split over ranks.", (1,)),
+    "cp_kv_cache_interleave_size": ForeignKeyword("A sequence is not split over ranks.", (1,)),
+    "dcp_comm_backend": ForeignKeyword("A sequence is not split over ranks."),
+    "nnodes": ForeignKeyword(_MACHINE, (1,)),
+    "node_rank": ForeignKeyword(_MACHINE, (0,)),
+    "master_addr": ForeignKeyword(_MACHINE, ("127.0.0.1",)),
+    "master_port": ForeignKeyword(_MACHINE),
+    "data_parallel_hybrid_lb": ForeignKeyword("Replicas are processes of this machine."),
+    "data_parallel_external_lb": ForeignKeyword("Replicas are processes of this machine."),
+    "numa_bind": ForeignKeyword(_PLATFORM),
     "decode_context_parallel_size": ForeignKeyword("A sequence is not split over ranks.", (1,)),
     "prefill_context_parallel_size": ForeignKeyword("A sequence is not split over ranks.", (1,)),
     "data_parallel_backend": ForeignKeyword("Replicas are processes of this machine.", ("mp",)),
@@ -122,6 +170,9 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "worker_extension_cls": ForeignKeyword("LLM.apply_model gives access to the model.", ("",)),
     "worker_use_ray": ForeignKeyword("distributed_executor_backend names the executor."),
     "enable_dbo": ForeignKeyword("Batches are not divided."),
+    "ubatch_size": ForeignKeyword("Batches are not divided.", (0,)),
+    "dbo_decode_token_threshold": ForeignKeyword("Batches are not divided."),
+    "dbo_prefill_token_threshold": ForeignKeyword("Batches are not divided."),
     # compilation and device
     "device": ForeignKeyword("The setting `platform` chooses the platform plugin.", ("auto",)),
     "compilation_config": ForeignKeyword(
@@ -138,6 +189,8 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "additional_config": ForeignKeyword("Platform plugins read environment variables of their own.", ({},)),
     # LoRA
     "fully_sharded_loras": ForeignKeyword("Adapters are split as the layers are."),
+    "enable_tower_connector_lora": ForeignKeyword(_MULTIMODAL),
+    "specialize_active_lora": ForeignKeyword(_PLATFORM),
     "lora_dtype": ForeignKeyword("Adapters have the model's dtype.", ("auto",)),
     "lora_extra_vocab_size": ForeignKeyword("Adapters do not extend the vocabulary.", (0, 256)),
     "long_lora_scaling_factors": ForeignKeyword("Adapters do not change the context length."),
@@ -156,10 +209,19 @@ FOREIGN_KEYWORDS: Mapping[str, ForeignKeyword] = {
     "structured_outputs_config": ForeignKeyword("One grammar library serves every request.", ({}, {"backend": "auto"})),
     "enable_reasoning": ForeignKeyword(_SERVER),
     "reasoning_parser": ForeignKeyword(_SERVER, ("",)),
+    "reasoning_parser_plugin": ForeignKeyword("Parsers of other packages are entry points.", ("",)),
+    "reasoning_config": ForeignKeyword("SamplingParams(thinking_tags=...) names the texts around thoughts."),
+    "chat_template": ForeignKeyword("Pass chat_template to LLM.chat, or --chat-template to `mvllm serve`."),
     # statistics and logs
     "enable_log_requests": ForeignKeyword("Prompts are never logged."),
     "disable_log_requests": ForeignKeyword("Prompts are never logged.", (True,)),
     "max_log_len": ForeignKeyword("Prompts are never logged."),
+    "aggregate_engine_logging": ForeignKeyword("The load of all replicas is logged together.", (True,)),
+    "enable_logging_iteration_details": ForeignKeyword("Steps are not logged."),
+    "kv_cache_metrics": ForeignKeyword("Metrics have the usage of the KV cache and the hits of the prefix cache."),
+    "kv_cache_metrics_sample": ForeignKeyword("Metrics are counted for every request."),
+    "enable_mfu_metrics": ForeignKeyword("Floating-point operations are not counted."),
+    "enable_return_routed_experts": ForeignKeyword("Outputs have no routing of experts."),
     "show_hidden_metrics_for_version": ForeignKeyword("There are no hidden metrics."),
     "otlp_traces_endpoint": ForeignKeyword(_TRACING),
     "collect_detailed_traces": ForeignKeyword(_TRACING),

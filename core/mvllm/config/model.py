@@ -28,6 +28,7 @@ class ModelConfig:
         hidden_size, num_layers, num_heads, num_kv_heads, head_size: The transformer's shape.
         sliding_window: Window in tokens of the layers that have one, or None.
         max_logprobs: Largest `logprobs` that a request may ask for.
+        logprobs_mode: What `logprobs` of sampled tokens are computed from, one of LOGPROBS_MODES.
         generation_defaults: Sampling defaults from `generation_config.json` (only keys that SamplingParams has).
         eos_token_ids: Tokens that end a sequence, from `generation_config.json` and `config.json`.
         trust_remote_code: Whether code from the model folder may run.
@@ -56,6 +57,7 @@ class ModelConfig:
     head_size: int
     sliding_window: int | None = None
     max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
     trust_remote_code: bool = False

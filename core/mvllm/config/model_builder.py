@@ -113,6 +113,7 @@ def build_model_config(
     hf_overrides: Mapping[str, Any] | None = None,
     generation_config: Path | None = None,
     max_logprobs: int = DEFAULT_MAX_LOGPROBS,
+    logprobs_mode: str = "raw_logprobs",
     trust_remote_code: bool = False,
     model_impl: str = "auto",
     revision: str | None = None,
@@ -127,7 +128,7 @@ def build_model_config(
         folder: The model folder.
         generation_config: Folder of the `generation_config.json` with sampling defaults; None for no defaults.
         max_logprobs: -1 permits the whole vocabulary.
-        model_impl: As in ModelConfig.
+        logprobs_mode, model_impl: As in ModelConfig.
         seed: None draws a seed.
         quantization: The user's setting; None for the checkpoint's method.
         pooler_config: The user's pooling settings, which override the model's.
@@ -165,6 +166,7 @@ def build_model_config(
         head_size=shape.head_size,
         sliding_window=sliding_window(hf_config),
         max_logprobs=shape.vocab_size if max_logprobs == -1 else max_logprobs,
+        logprobs_mode=logprobs_mode,
         generation_defaults=_defaults_from(generation_config),
         eos_token_ids=end_token_ids(own_generation, hf_config, shape.vocab_size),
         trust_remote_code=trust_remote_code,

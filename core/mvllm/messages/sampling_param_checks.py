@@ -50,6 +50,19 @@ def check_temperature(name: str, value: object) -> float:
     return max(temperature, MIN_TEMPERATURE) if temperature > 0.0 else 0.0
 
 
+def check_functions(name: str, value: object) -> list[Any] | None:
+    if not isinstance(value, list | tuple) or not all(map(callable, value)):
+        return reject(
+            name,
+            value,
+            "a list of functions of output token ids and logits; classes are named in the engine's setting "
+            "logits_processors",
+        )
+    if any(isinstance(each, type) for each in value):
+        return reject(name, value, "a list of functions; give classes to the engine's setting logits_processors")
+    return list(value) or None
+
+
 def check_stop(name: str, value: object) -> list[str] | None:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or len(texts) > MAX_STOP_STRINGS:

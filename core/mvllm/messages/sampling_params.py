@@ -72,7 +72,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         stop_token_ids: Tokens that end the output.
         include_stop_str_in_output: Keep the stop text in the output.
         ignore_eos: Continue after the end-of-sequence token.
-        max_tokens: Tokens to generate at most; None means as many as the context holds.
+        max_tokens: Tokens to generate at most; None means as many as the context holds. With 0 the prompt is computed,
+            for `prompt_logprobs` or the prefix cache, and the output is empty.
         min_tokens: No end-of-sequence token (unless `ignore_eos`) and no stop token before this many tokens.
         logprobs: Return the log-probabilities of the sampled token and of this many most probable ones; -1 for all.
         prompt_logprobs: Likewise for each prompt token. Such a request does not read the prefix cache.
@@ -108,6 +109,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             With an empty opening text the output begins within the thoughts. A third text is generated in place of the
             closing one when the budget is spent; it should contain that one.
         thinking_tokens: The same as token ids. The engine adds those of `thinking_tags`.
+        logits_processors: Functions that change the logits before a token is sampled, `f(output_ids, logits)` or
+            `f(prompt_ids, output_ids, logits)`, with lists of token ids and float32 [vocab]; each returns the new
+            logits. Only for an `LLM` whose model runs in its own process.
+        skip_reading_prefix_cache: Compute the whole prompt, also what the prefix cache holds.
 
     Raises:
         RequestError: A value has the wrong type or lies outside its range.
@@ -149,6 +154,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     thinking_token_budget: int | None = None
     thinking_tags: list[str] | None = None
     thinking_tokens: ThinkingTokens | None = None
+    logits_processors: list[Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
 
     def __post_init__(self) -> None:
         for name, default, check in _CHECKS:
@@ -224,6 +231,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for name in _NOT_WITH_BEAMS:
             if getattr(self, name) != _DEFAULTS[name]:
                 reject(name, getattr(self, name), "unset when use_beam_search is True, which does not sample")
+        if self.max_tokens == 0:
+            reject("max_tokens", 0, "at least 1 when use_beam_search is True")
         if self.temperature not in (0.0, 1.0):
             reject("temperature", self.temperature, "0 or 1 when use_beam_search is True, which does not sample")
         if self.beam_width is not None and self.best_of not in (None, self.beam_width):
@@ -323,7 +332,7 @@ _FIELD_CHECKS: dict[str, Check] = {
     "stop_token_ids": checks.check_stop_token_ids,
     "include_stop_str_in_output": boolean,
     "ignore_eos": boolean,
-    "max_tokens": integer(1, INT64_MAX, optional=True),
+    "max_tokens": integer(0, INT64_MAX, optional=True),
     "min_tokens": integer(0, INT64_MAX),
     "logprobs": integer(-1, INT64_MAX, optional=True),
     "prompt_logprobs": integer(-1, INT64_MAX, optional=True),
@@ -346,6 +355,8 @@ _FIELD_CHECKS: dict[str, Check] = {
     "thinking_token_budget": integer(0, INT64_MAX, optional=True),
     "thinking_tags": check_thinking_tags,
     "thinking_tokens": as_thinking_tokens,
+    "logits_processors": checks.check_functions,
+    "skip_reading_prefix_cache": boolean,
 }
 _CHECKS = tuple(
     (field.name, field.default, _FIELD_CHECKS[field.name]) for field in msgspec.structs.fields(SamplingParams)
@@ -368,4 +379,5 @@ _NOT_WITH_BEAMS = (
     "bad_words_token_ids",
     "extra_args",
     "thinking_token_budget",
+    "logits_processors",
 )

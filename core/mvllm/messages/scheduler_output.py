@@ -66,7 +66,9 @@ class SchedulerOutput(msgspec.Struct, omit_defaults=True):
         total_num_scheduled_tokens: Their sum.
         draft_token_ids: By position in `rows`, for rows that sample: draft tokens. They are the last of the row's
             scheduled tokens, after the known ones, so that the model predicts the token after each of them.
-        mask_rows: Those of `rows` whose sampling in this step is restricted by a token mask (structured outputs).
+        mask_rows: Those of `rows` whose sampling in this step is restricted by a token mask (structured outputs). A row
+            with draft tokens is repeated: its masks are those of the token behind its known tokens, and of the token
+            behind each draft token.
         token_masks: The masks of `mask_rows`, concatenated: one bit per token of the vocabulary, set if the token is
             allowed. Token t is bit t % 8 of byte t // 8. Each mask is padded to a multiple of 4 bytes.
         masks_follow: Whether masks are sent later because they depend on unknown tokens. Workers then sample only in

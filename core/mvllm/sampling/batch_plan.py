@@ -259,14 +259,23 @@ class BatchPlan:
 
     def _combined_mask_words(self, is_masked: np.ndarray) -> np.ndarray:
         """Grammar masks and `allowed_token_ids` of the masked rows, combined."""
-        rows, masks, allowed = self.rows[self.work.indices[is_masked]], self._masks, self.state.allowed
+        in_batch = self.work.indices[is_masked]
+        rows, masks, allowed = self.rows[in_batch], self._masks, self.state.allowed
+        has_grammar = np.zeros(len(rows), dtype=bool) if masks is None else masks.covers(rows)
+        words = np.empty((0, 0), dtype=np.uint16)
+        if masks is not None:
+            num_drafts = self._seq_lens[in_batch] - self._history.num_tokens[rows]
+            words = masks.words(rows[has_grammar], num_drafts[has_grammar])
         is_allowed = [row for row in rows.tolist() if row in allowed]
         if not is_allowed:
-            return np.empty(0, dtype=np.uint16) if masks is None else masks.words(rows)
-        widths = [len(allowed[is_allowed[0]]), 0 if masks is None else masks.num_words]
-        grammar_mask = (lambda row: None) if masks is None else masks.get
+            return words.reshape(-1)
+        width = max(len(allowed[is_allowed[0]]), words.shape[1])
+        of_grammar = iter(words)
         return _concatenate(
-            [intersect_masks(grammar_mask(row), allowed.get(row), max(widths)) for row in rows.tolist()]
+            [
+                intersect_masks(next(of_grammar) if is_covered else None, allowed.get(row), width)
+                for row, is_covered in zip(rows.tolist(), has_grammar.tolist(), strict=True)
+            ]
         )
 
     def _count_tokens(self, row: int, seq_len: int) -> TokenCounts:

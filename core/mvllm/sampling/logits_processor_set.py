@@ -14,6 +14,7 @@ from mvllm.logging import get_logger
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.platform.discovery import PluginSource
 from mvllm.sampling.logits_processor import LogitsProcessor, LogitsProcessorContext, RowTokens, processor_classes
+from mvllm.sampling.request_logits_processor import RequestFunctions
 
 logger = get_logger(__name__)
 
@@ -24,13 +25,19 @@ class LogitsProcessorSet:
     Args:
         names: The setting's value.
         context: Passed to each processor.
+        runs_functions: Requests may have functions, see RequestFunctions. These run last.
 
     Raises:
         ConfigError: A processor cannot be created; the message names its package.
     """
 
-    def __init__(self, names: Iterable[str], context: LogitsProcessorContext) -> None:
-        self._processors = [_make(source, cls, context) for source, cls in processor_classes(names)]
+    def __init__(self, names: Iterable[str], context: LogitsProcessorContext, *, runs_functions: bool = False) -> None:
+        classes = processor_classes(names)
+        if runs_functions:
+            classes.append(
+                (PluginSource("functions of the request", "logits_processors", "mvllm", ""), RequestFunctions)
+            )
+        self._processors = [_make(source, cls, context) for source, cls in classes]
         self._rows: dict[int, list[int]] = {}  # row -> indices of the processors that act on it
         self._failures: dict[int, str] = {}
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of the model's own distribution, before penalties, temperature and filters."""
+"""Log-probabilities at sampled and prompt tokens: of the model's own distribution, unless `logprobs_mode` differs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ _CHUNK_ELEMENTS = 1 << 24
 """Logits converted to float32 at a time, which bounds the memory for long prompts and large vocabularies."""
 
 
-def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> torch.Tensor:
+def gather_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int, *, as_logits: bool = False
+) -> torch.Tensor:
     """Computes log-probabilities on the device, for `read_logprobs`. Does not wait for the device.
 
     Args:
         logits: [m, vocab], any floating dtype.
         token_ids: int64 [m]; the token at each position.
         num_logprobs: Most probable tokens to add, 0 to vocab.
+        as_logits: Return logits in place of log-probabilities.
 
     Returns:
         float32 [m, 2 + 2 * num_logprobs]: the token's log-probability, its rank, then the log-probabilities and the
         ids of the most probable tokens in falling order, lower ids first where they tie.
     """
     logits = logits.float()
-    normalizer = torch.logsumexp(logits, dim=1, keepdim=True)
+    normalizer: torch.Tensor | float = 0.0 if as_logits else torch.logsumexp(logits, dim=1, keepdim=True)
     chosen = logits.gather(1, token_ids.unsqueeze(1))
     # Directly as float32: faster than a boolean, and exact for every vocabulary size.
     is_above = torch.gt(logits, chosen, out=torch.empty_like(logits))

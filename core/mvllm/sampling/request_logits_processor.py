@@ -1,4 +1,4 @@
-"""AdapterLogitsProcessor: runs a function of one request on its row of the logits.
+"""Logits processors that are functions of one request: AdapterLogitsProcessor, and RequestFunctions for its parameters.
 
 It is the base of logits processors whose logic knows one request at a time. `new_req_logits_processor` returns the
 function for a request, which is then called once per token.
@@ -56,8 +56,29 @@ class AdapterLogitsProcessor(LogitsProcessor):
     def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         for i, row in enumerate(rows):
             function, tokens = self._functions[row]
-            logits[i] = function(tokens.output.tolist(), logits[i])
+            changed = function(tokens.output.tolist(), logits[i])
+            if changed is None:
+                raise TypeError(
+                    "the function returned None; it must return the logits, also if it changes them in place"
+                )
+            logits[i] = changed
         return logits
 
     def remove_row(self, row: int) -> None:
         self._functions.pop(row, None)
+
+
+class RequestFunctions(AdapterLogitsProcessor):
+    """Runs the functions in `SamplingParams.logits_processors`, in their order."""
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Callable[..., torch.Tensor] | None:
+        if not params.logits_processors:
+            return None
+        functions = [(each, len(inspect.signature(each).parameters) > 2) for each in params.logits_processors]
+
+        def run_all(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            for function, takes_prompt in functions:
+                logits = function(prompt_ids, output_ids, logits) if takes_prompt else function(output_ids, logits)
+            return logits
+
+        return run_all

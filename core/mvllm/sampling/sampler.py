@@ -46,6 +46,7 @@ class Sampler:
         staging: Buffers for uploads, where a step must not wait for the previous one.
         argmax: The operation of that name.
         filtered_draw: The operation of that name, if a provider has it.
+        logprobs_mode: What log-probabilities are computed from, see ModelConfig.
         static: Each shape costs a compilation. All rows then go through the same operations, whether they need them or
             not, so that there are few programs: see `warm_up_params`.
 
@@ -59,8 +60,11 @@ class Sampler:
         argmax: Argmax = reference_argmax,
         filtered_draw: FilteredDraw | None = None,
         *,
+        logprobs_mode: str = "raw_logprobs",
         static: bool = False,
     ) -> None:
+        self._logprobs_are_logits = logprobs_mode.endswith("logits")
+        self._logprobs_are_processed = logprobs_mode.startswith("processed")
         self._staging = staging
         self._argmax = argmax
         self._filtered_draw = filtered_draw
@@ -89,7 +93,7 @@ class Sampler:
             mask: bool [n, vocab] on the device; tokens that may be sampled. None allows all.
             masks: Likewise, on the host, for some of the rows.
             seq_lens: int [n] on the host; tokens before the sampled one, draft tokens included. None: all tokens that
-                the row has. Logits processors and masks apply only to rows without draft tokens.
+                the row has. Logits processors and `mask` apply only to rows without draft tokens.
             only_tokens: Leave out log-probabilities.
 
         Returns:
@@ -124,34 +128,42 @@ class Sampler:
             may_synchronize=self.may_synchronize,
             num_rows=num_rows if self._static else None,
         )
+        with_logprobs = not only_tokens and bool((flags & LOGPROBS).any())
+        processed = self._logprobs_are_processed and with_logprobs
         in_chunks = self.may_synchronize and self._filtered_draw is None
         size = max(1, _ELEMENTS_AT_ONCE // logits.shape[1]) if in_chunks else len(rows)
         if len(rows) <= size:
             plan = make_plan(rows, flags, seq_lens, forced=forced)
-            token_ids, max_logits = self._choose_tokens(plan, logits, mask)
-            gathered = None if only_tokens else self._gather_logprobs(plan.logprobs, state, rows, logits, token_ids)
+            token_ids, max_logits, final = self._choose_tokens(plan, logits, mask, processed=processed)
+            gathered = None if only_tokens else self._gather_logprobs(plan.logprobs, state, rows, final, token_ids)
             return SamplerOutput(token_ids, max_logits, gathered, plan.failures, num_rows)
-        chosen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        chosen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         failures: dict[int, str] = {}
         for start in range(0, len(rows), size):
             chunk = slice(start, start + size)
             part = None if forced is None else forced[chunk]
             plan = make_plan(rows[chunk], flags[chunk], seq_lens[chunk], forced=part)
-            chosen.append(self._choose_tokens(plan, logits[chunk], None if mask is None else mask[chunk]))
+            part_mask = None if mask is None else mask[chunk]
+            chosen.append(self._choose_tokens(plan, logits[chunk], part_mask, processed=processed))
             failures |= {start + i: text for i, text in plan.failures.items()}
-        token_ids, max_logits = torch.cat([ids for ids, _ in chosen]), torch.cat([values for _, values in chosen])
+        token_ids, max_logits = (torch.cat([parts[i] for parts in chosen]) for i in (0, 1))
         gathered = None
-        if not only_tokens:
+        if with_logprobs:
+            final = torch.cat([parts[2] for parts in chosen]) if processed else logits
             upload = BatchUpload(self._staging)
             selection = upload.select((flags & LOGPROBS).astype(bool))
             upload.send(logits.device)
-            gathered = self._gather_logprobs(selection, state, rows, logits, token_ids)
+            gathered = self._gather_logprobs(selection, state, rows, final, token_ids)
         return SamplerOutput(token_ids, max_logits, gathered, failures)
 
     def _choose_tokens(
-        self, plan: BatchPlan, logits: torch.Tensor, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids, int64 [n], and the largest logit that each row could choose from, float32 [n]."""
+        self, plan: BatchPlan, logits: torch.Tensor, mask: torch.Tensor | None, *, processed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, int64 [n], the largest logit that each row could choose from, float32 [n], and `logits`.
+
+        Args:
+            processed: Return in place of `logits` those that tokens were chosen from, float32 [n, vocab].
+        """
         num_rows, plain, work = len(plan.rows), plan.plain, plan.work
         token_ids = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
         max_logits = torch.zeros(num_rows, dtype=torch.float32, device=logits.device)
@@ -159,12 +171,16 @@ class Sampler:
             values, ids = self._argmax(plain.gather(logits))  # one operation decides ties in all batches
             token_ids, max_logits = plain.scatter(token_ids, ids), plain.scatter(max_logits, values.float())
         if len(work):
-            ids, values = self._choose_work(plan, _edited_logits(plan, logits, mask))
+            edited = _edited_logits(plan, logits, mask)
+            ids, values = self._choose_work(plan, edited)
             token_ids, max_logits = work.scatter(token_ids, ids), work.scatter(max_logits, values)
+            if processed:
+                final = logits.to(torch.float32, copy=True)
+                logits = work.scatter(final, _filtered_logits(plan, edited))
         if plan.forced is not None:
             forced = plan.upload.get_ids(plan.forced)
             token_ids = torch.where(forced >= 0, forced, token_ids)
-        return token_ids, max_logits
+        return token_ids, max_logits, logits
 
     def _choose_work(self, plan: BatchPlan, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and largest logits of the work rows, from their edited logits."""
@@ -200,8 +216,9 @@ class Sampler:
         most = int(num_logprobs.max())
         if self._static:
             most = min(int(next_power_of_two(most)), logits.shape[1]) if most else 0
-            return GatheredLogprobs(selection.indices, num_logprobs, gather_logprobs(logits, token_ids, most))
-        gathered = gather_logprobs(selection.gather(logits), selection.gather(token_ids), most)
+        else:
+            logits, token_ids = selection.gather(logits), selection.gather(token_ids)
+        gathered = gather_logprobs(logits, token_ids, most, as_logits=self._logprobs_are_logits)
         return GatheredLogprobs(selection.indices, num_logprobs, gathered)
 
 
@@ -230,6 +247,18 @@ def _edited_logits(plan: BatchPlan, all_logits: torch.Tensor, mask: torch.Tensor
     if penalized[0].numel():
         apply_penalties(logits, *penalized, upload.get(edits.penalty_factors), upload.get(edits.penalty_amounts))
     return logits if plan.counted is None else _penalize_counted(plan, plan.counted, logits)
+
+
+def _filtered_logits(plan: BatchPlan, edited: torch.Tensor) -> torch.Tensor:
+    """float32 [w, vocab]: edited logits of the work rows, with temperature, and -inf for filtered tokens."""
+    if plan.random_inputs is None:
+        return edited
+    filters, _, _ = plan.random_inputs()
+    logits = plan.random.gather(edited)
+    scaled = logits * filters.inv_temperature.unsqueeze(1)
+    if filters.any:
+        scaled.masked_fill_(filtered_weights(logits, logits.amax(dim=1), filters) == 0, -torch.inf)
+    return plan.random.scatter(edited.clone(), scaled)
 
 
 def _penalize_counted(plan: BatchPlan, keys: DevicePenaltyKeys, logits: torch.Tensor) -> torch.Tensor:

@@ -45,33 +45,31 @@ class TokenMasks:
     """The grammar masks of a step.
 
     Args:
-        rows: Rows that have a mask.
+        rows: Rows that have masks. A row with draft tokens is repeated, see `SchedulerOutput.mask_rows`.
         masks: Their masks one after the other, as in `SchedulerOutput.token_masks`.
     """
 
     def __init__(self, rows: Sequence[int], masks: bytes) -> None:
         self._rows = np.array(rows, dtype=np.int64)
         self._words = np.frombuffer(masks, dtype="<u2").reshape(len(self._rows), -1)
-        self._order = np.argsort(self._rows)
+        self._order = np.argsort(self._rows, kind="stable")
 
     def covers(self, rows: np.ndarray) -> np.ndarray:
         """bool [n]: which of `rows` have a mask."""
         return np.isin(rows, self._rows)
 
-    def words(self, rows: np.ndarray) -> np.ndarray:
-        """uint16 [m * w]: the masks of `rows`, int [m], all of which have one."""
-        at = self._order[np.searchsorted(self._rows, rows, sorter=self._order)]
-        return self._words[at].reshape(-1)
+    def words(self, rows: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
+        """uint16 [m, w]: the masks of `rows`, int [m], all of which have one.
+
+        Args:
+            num_drafts: int [m]: draft tokens before each sampled token.
+        """
+        return self._words[self._order[np.searchsorted(self._rows, rows, sorter=self._order) + num_drafts]]
 
     @property
     def num_words(self) -> int:
         """Words per mask."""
         return self._words.shape[1]
-
-    def get(self, row: int) -> np.ndarray | None:
-        """uint16 [w]: the mask of a row, or None."""
-        at = np.flatnonzero(self._rows == row)
-        return self._words[at[0]] if len(at) else None
 
 
 def unpack_masks(words: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:

@@ -6,6 +6,8 @@ support deferred masks (`SchedulerOutput.masks_follow`): they run the model, and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mvllm.messages.scheduler_output import SchedulerOutput
 from mvllm.scheduler.request import Request
 
@@ -53,11 +55,19 @@ class DeferredMasks:
         return True
 
 
-def masks_of_batch(batch: list[Request]) -> tuple[list[int], bytes]:
+def masks_of_batch(batch: list[Request], draft_masks: Mapping[int, list[bytes]] = {}) -> tuple[list[int], bytes]:
     """`mask_rows` and `token_masks` of the requests that sample, for a plan or for `WorkerProtocol.sample_tokens`.
 
     A request that has ended since the plan was made has no grammar and no mask; its sample is dropped.
+
+    Args:
+        draft_masks: Masks behind draft tokens, by row.
     """
-    masked = [request for request in batch if request.grammar is not None and request.has_token_in_flight]
-    masks = [request.grammar.mask for request in masked if request.grammar is not None]
-    return [request.row for request in masked], b"".join(masks)
+    rows: list[int] = []
+    masks: list[bytes] = []
+    for request in batch:
+        if request.grammar is not None and request.has_token_in_flight:
+            behind = draft_masks.get(request.row, [])
+            rows += [request.row] * (1 + len(behind))
+            masks += [request.grammar.mask, *behind]
+    return rows, b"".join(masks)

@@ -16,7 +16,7 @@ would delay their tokens:
 
     prompt                          share in round 1                                            is a cap
     long                            long_prefill_token_threshold                                if that is configured
-    very long (LONG_STEPS steps)    what makes a step long_prefill_slowdown times as long       always
+    very long (LONG_STEPS steps)    see StepTimeModel.prompt_tokens_within                      always
 
 With several long prompts waiting, throughput counts more: the share of a very long prompt grows by their number.
 """
@@ -45,6 +45,7 @@ class LongPrefillLimiter:
             -1 for those that got none.
         were_limited: A request was limited since `start_step`. Only then the step needs a second round, and the next
             step needs `start_step`.
+        is_capped: The share of a request in this step is a cap.
         num_waiting: Long prompts that waited for other long prompts in the last step.
         num_partial: Prompts that are partly computed, and not completed in this step. Only counted if
             `max_num_partial_prefills` is set.
@@ -64,7 +65,7 @@ class LongPrefillLimiter:
         if step_times is None or not config.enable_chunked_prefill or threshold == 0:
             self._very_long = sys.maxsize
         self.max_partial = config.max_num_partial_prefills
-        self._is_capped = False
+        self.is_capped = False
         self.held_back: list[tuple[Request, int]] = []
         self.were_limited = False
         self.num_waiting = 0
@@ -73,7 +74,7 @@ class LongPrefillLimiter:
     def start_step(self) -> None:
         """Begins round 1 of a step."""
         self._num_left = self._most
-        self.were_limited = self._is_capped = False
+        self.were_limited = self.is_capped = False
         self.held_back = []
         self.num_partial = 0
 
@@ -83,7 +84,7 @@ class LongPrefillLimiter:
         Args:
             others_generate: Whether a request in the step generates.
         """
-        if others_generate and self._is_capped:
+        if others_generate and self.is_capped:
             return False
         self._num_left = sys.maxsize
         return True
@@ -112,7 +113,7 @@ class LongPrefillLimiter:
         if not self._num_left:
             return 0
         self._num_left -= 1
-        self._is_capped |= is_cap
+        self.is_capped |= is_cap
         return threshold
 
     def can_start(self, num_tokens: int, budget: int) -> bool:

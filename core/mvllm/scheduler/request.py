@@ -14,6 +14,7 @@ ends a request in any state.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Protocol
 
 from mvllm.kv_cache.block_table import BlockTable
@@ -55,7 +56,10 @@ class Grammar(Protocol):
         """Estimated time of the next mask; 0 where plans must not depend on time."""
 
     def accept(self, token: int, *, blocking: bool = False) -> None:
-        """Advances by one token. The mask, or an error, may come later; with `blocking` it is there on return."""
+        """Advances by one token. The mask, or an error, may come later; with `blocking`, before the next plan."""
+
+    def draft_masks(self, tokens: Sequence[int]) -> list[bytes]:
+        """Masks behind each of the leading draft tokens that can be verified; changes nothing else that is visible."""
 
 
 class Request:
@@ -140,7 +144,8 @@ class Request:
             self.max_num_tokens = self.num_prompt_tokens + 1
         else:
             max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
-            self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
+            # With max_tokens=0 a token is sampled behind the prompt, and left out of the output.
+            self.max_num_tokens = min(self.num_prompt_tokens + max(max_tokens, 1), max_model_len)
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         eos_token_ids = () if params.ignore_eos else data.eos_token_ids
         self.stop_ids = frozenset([*eos_token_ids, *(params.stop_token_ids or ())])
@@ -181,7 +186,7 @@ class Request:
         """Whether positions found in the prefix cache would be missing from the result."""
         if self.pooling_type is not None:
             return self.pooling_type.needs_every_position
-        return not self.has_all_prompt_logprobs
+        return not self.has_all_prompt_logprobs or bool(self.data.sampling_params.skip_reading_prefix_cache)
 
     def add_prompt_logprobs(self, start: int, entries: list[PositionLogprobs]) -> None:
         """Adds the log-probabilities that a step over prompt positions from `start` on computed.
@@ -225,6 +230,8 @@ class Request:
             self.token_ids.append(token)
             appended.append(token)
             stop = self.check_stop(token)
+            if self.grammar is not None:
+                stop = self.advance_grammar(token, stop)
         if self.logprobs is not None and len(appended) < len(tokens):
             del self.logprobs[len(appended) - len(tokens) :]
         self.num_tokens += len(appended)

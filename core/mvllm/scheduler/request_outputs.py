@@ -99,7 +99,10 @@ def final_output(
     if request.pooling_type is not None and finish_reason is FinishReason.LENGTH:  # the worker sampled a token
         message = "The platform's worker does not support pooling: it sampled a token."
         return make_output(request, [], FinishReason.ERROR, error=message)
-    if not request.emits_each_step:
+    if request.data.sampling_params.max_tokens == 0 and error is None:
+        new_token_ids, finish_reason, stop_reason = [], FinishReason.LENGTH, None
+        request.logprobs = None if request.logprobs is None else []
+    elif not request.emits_each_step:
         new_token_ids = request.token_ids[request.num_prompt_tokens :]
     elif error is None:
         new_token_ids = request.token_ids[-num_new_tokens:]

@@ -83,7 +83,7 @@ class Scheduler:
         self._stats = SchedulerStats(accepted_at=[0] * num_speculative_tokens)
         self.requests = RequestLists(kv_cache, config.max_num_seqs)
         self._step_times = StepTimeModel() if config.long_prefill_slowdown else None
-        self._planned_times: dict[int, float] = {}  # step -> when it was planned, if steps are timed
+        self._planned_times: dict[int, tuple[float, bool]] = {}  # step -> when planned, is ordinary; if steps are timed
         self._last_results_time = 0.0
         self._planner = StepPlanner(
             config,
@@ -258,11 +258,11 @@ class Scheduler:
             self._unconfirmed.end_plan(plan.step)
         plan.total_num_scheduled_tokens = sum(plan.num_scheduled_tokens)
         if requests.num_grammars and not plan.masks_follow:
-            plan.mask_rows, plan.token_masks = masks_of_batch(batch)
+            plan.mask_rows, plan.token_masks = masks_of_batch(batch, self._planner.draft_masks)
         self._next_step += 1
         self._batches[plan.step] = batch
         if self._step_times is not None:
-            self._planned_times[plan.step] = self._clock()
+            self._planned_times[plan.step] = self._clock(), self._planner.is_ordinary(plan)
         if requests.num_prompt_logprobs:
             self._prompt_starts[plan.step] = {
                 i: request.num_computed_tokens - plan.num_scheduled_tokens[i]
@@ -309,11 +309,13 @@ class Scheduler:
     def _record_step_time(self, step_times: StepTimeModel, plan: SchedulerOutput) -> None:
         """Records the time since the results of the previous step, or since the plan if it was made later."""
         now = self._clock()
-        start = max(self._planned_times.pop(plan.step), self._last_results_time)
+        planned, is_ordinary = self._planned_times.pop(plan.step)
+        start = max(planned, self._last_results_time)
         self._last_results_time = now
         if plan.rows:
             num_drafts = sum(map(len, plan.draft_token_ids.values()))
-            step_times.add_step(plan.total_num_scheduled_tokens - len(plan.rows) - num_drafts, now - start)
+            num_prompt_tokens = plan.total_num_scheduled_tokens - len(plan.rows) - num_drafts
+            step_times.add_step(num_prompt_tokens, now - start, is_ordinary=is_ordinary)
 
     def _append_tokens(
         self,
@@ -343,11 +345,11 @@ class Scheduler:
                 stop = request.check_stop(token)
                 if grammar is not None:
                     stop = request.advance_grammar(token, stop)
-                    if stop is None and grammar.error is not None:
-                        failed.append((request.request_id, grammar.error))
             if accepted and position in accepted:
                 appended, stop = request.append_accepted(accepted[position], stop)
                 new += appended
+            if grammar is not None and stop is None and grammar.error is not None:
+                failed.append((request.request_id, grammar.error))
             num_generated += len(new)
             if stop is not None:
                 ended.append(request)

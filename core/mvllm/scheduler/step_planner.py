@@ -41,6 +41,9 @@ class StepPlanner:
     Args:
         stats: Counters to add to.
         step_times: Estimates the times of steps; None if plans must not depend on time.
+
+    Attributes:
+        draft_masks: Grammar masks behind the draft tokens of the last plan, by row.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class StepPlanner:
         self._num_lookahead = num_lookahead_tokens
         self._long_prefill_limiter = LongPrefillLimiter(config, step_times)
         self._lora_admission = LoRAAdmission(max_loras, max_bypasses=_BYPASS_FACTOR * config.max_num_seqs)
+        self.draft_masks: dict[int, list[bytes]] = {}
         self._deferred_masks = DeferredMasks(is_possible=can_defer_masks and num_stages == 1)
 
     def plan(self, step: int) -> tuple[SchedulerOutput, list[Request]]:
@@ -86,13 +90,16 @@ class StepPlanner:
         if can_admit and waiting:
             budget = self._schedule_waiting(plan, batch, budget)
         if budget and long_prefills.were_limited:
-            others_generate = 1 in plan.num_scheduled_tokens or bool(plan.draft_token_ids)
-            if long_prefills.start_round_2(others_generate=others_generate):
+            if long_prefills.start_round_2(others_generate=_has_generating_requests(plan)):
                 budget = self._schedule_held_back(plan, batch, budget)
                 if budget and can_admit and waiting:
                     self._schedule_waiting(plan, batch, budget)
         assert batch or not plan.new_block_rows, "blocks were planned for a row that does not compute"
         return plan, batch
+
+    def is_ordinary(self, plan: SchedulerOutput) -> bool:
+        """Whether requests generate in the last plan, and no prompt's share is a cap, see `LongPrefillLimiter`."""
+        return not self._long_prefill_limiter.is_capped and _has_generating_requests(plan)
 
     def _schedule_running(self, plan: SchedulerOutput, batch: list[Request], budget: int) -> int:
         """Plans running requests. Returns what is left of the budget."""
@@ -100,6 +107,7 @@ class StepPlanner:
         in_pipeline = self._num_stages > 1
         counts_partial = self._long_prefill_limiter.max_partial is not None
         samples_left = -(-len(running) // self._num_stages)
+        self.draft_masks = {}
         self._deferred_masks.start_plan()
         for request in running:  # preemption shortens the list at its end, behind `request`
             num_tokens = request.num_tokens
@@ -137,6 +145,9 @@ class StepPlanner:
             if end == num_tokens:
                 request.num_tokens = end + 1  # the token that this step samples
                 samples_left -= 1
+            if drafts and request.grammar is not None:
+                self.draft_masks[request.row] = masks = request.grammar.draft_masks(drafts)
+                del drafts[len(masks) :]
             if drafts:
                 plan.draft_token_ids[len(batch)] = drafts
                 num_new += len(drafts)
@@ -254,7 +265,7 @@ class StepPlanner:
     def _take_draft_tokens(self, request: Request, budget: int) -> list[int]:
         """Removes a running request's draft tokens, and returns as many as the budget allows."""
         drafts, request.draft_token_ids = request.draft_token_ids, []
-        if request.grammar is not None or request.num_computed_tokens + 1 < request.num_tokens:
+        if request.num_computed_tokens + 1 < request.num_tokens:
             return []
         # The step also samples a token behind the last draft token; that may be the request's last one.
         return drafts[: max(0, min(budget, request.max_num_tokens - request.num_tokens - 1))]
@@ -319,3 +330,8 @@ class StepPlanner:
         num_needed = kv_cache.blocks_for(num_tokens)
         message = cache_too_small_message(num_tokens, num_needed, kv_cache.block_size, kv_cache.num_blocks)
         self._requests.fail(request, message)
+
+
+def _has_generating_requests(plan: SchedulerOutput) -> bool:
+    """Whether a request in the plan generates, as far as its numbers of tokens say."""
+    return 1 in plan.num_scheduled_tokens or bool(plan.draft_token_ids)

@@ -10,11 +10,21 @@ End tokens (EOS and stop tokens) are not part of the grammar:
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mvllm.structured_output.mask_worker import MaskTimeBudget, MaskWorker
 from mvllm.structured_output.vocabulary import one_line
+
+
+class _DraftState(NamedTuple):
+    """The state behind a draft token, and the processor time of its mask."""
+
+    token: int
+    mask: bytes
+    must_end: bool
+    seconds: float
 
 
 class SequenceGrammar:
@@ -60,6 +70,9 @@ class SequenceGrammar:
         self._num_tokens = 0
         self._last_token = -1
         self._must_end = False
+        self._drafted: deque[_DraftState] = deque()
+        self._draft_matcher: Any = None  # behind all tokens of `_drafted`
+        self._not_consumed: list[int] = []  # accepted draft tokens that `matcher` has not consumed
         self.is_ready = True
         self.mask = b""
         self.is_complete = False
@@ -68,16 +81,82 @@ class SequenceGrammar:
         self._set_mask(first_bits)
 
     def accept(self, token: int, *, blocking: bool = False) -> None:
-        """Advances by one token. The next mask is valid once `is_ready`; with `blocking`, on return."""
+        """Advances by one token. The next mask is valid once `is_ready`.
+
+        With `blocking` that is after `MaskWorker.run_deferred`, or on return without a MaskWorker.
+        """
         if self._must_end:
             self.is_complete = True
             return
+        if self._drafted and self._drafted[0].token == token:
+            self._accept_drafted()
+            return
+        self._leave_draft()
         self._last_token = token
         self.is_ready = False
-        if blocking or self._worker is None:
+        if self._worker is None:
             self.compute_mask()
+        elif blocking:
+            self._worker.defer(self)
         else:
             self._worker.run(self)
+
+    def draft_masks(self, tokens: Sequence[int]) -> list[bytes]:
+        """Masks behind each of the leading draft tokens that may be verified in the next step.
+
+        The draft ends before the first token that the grammar refuses, before an end token, which needs no draft (it
+        can be sampled behind the token before it), and where masks take too long. `accept` uses the masks of those
+        tokens that follow indeed. Only while `is_ready`.
+
+        Args:
+            tokens: Draft tokens that would follow the sequence.
+        """
+        self._leave_draft()
+        worker, mask, must_end = self._worker, self.mask, self._must_end
+        matcher = None
+        for token in tokens:
+            if must_end or token in self._end_ids or not _has_bit(mask, token):
+                break
+            if worker is not None and not worker.has_draft_time(self.expected_seconds):
+                break
+            if matcher is None:  # errors are final: the sequence's own matcher must not see those of other tokens
+                matcher = self._matcher.deep_copy()  # takes a microsecond
+            start = time.thread_time()
+            bits = matcher.compute_bitmask() if matcher.consume_token(token) else b""
+            state = None
+            if not matcher.is_error():
+                state = self._state_of(matcher, bits, self._num_tokens + len(self._drafted) + 1)
+            seconds = time.thread_time() - start
+            if worker is not None:
+                worker.spend_draft_time(seconds)
+                self.expected_seconds = max(seconds, 0.8 * self.expected_seconds)
+            if state is None:  # if the token is sampled, `accept` says why
+                matcher = None
+                break
+            mask, must_end = state
+            self._drafted.append(_DraftState(token, mask, must_end, seconds))
+        self._draft_matcher = matcher
+        return [state.mask for state in self._drafted]
+
+    def _accept_drafted(self) -> None:
+        """Advances by the first draft token, whose mask is known."""
+        state = self._drafted.popleft()
+        self._num_tokens += 1
+        self._not_consumed.append(state.token)
+        if not self._drafted and self._draft_matcher is not None:
+            self._matcher = self._draft_matcher
+            self._not_consumed.clear()
+        self.mask, self._must_end = state.mask, state.must_end
+        if self._budget is not None:
+            self._budget.add_token(state.seconds)
+
+    def _leave_draft(self) -> None:
+        """Forgets draft tokens that were not accepted."""
+        tokens, self._not_consumed = self._not_consumed, []
+        self._drafted.clear()
+        self._draft_matcher = None
+        if tokens and not self._matcher.consume_tokens(tokens):
+            self._fail(self._reason())
 
     def compute_mask(self) -> None:
         """Consumes the accepted token and computes the next mask. Called by MaskWorker."""
@@ -110,24 +189,34 @@ class SequenceGrammar:
 
     def _set_mask(self, allowed: bytes) -> None:
         """Makes the mask from the tokens that the library allows at this position."""
+        state = self._state_of(self._matcher, allowed, self._num_tokens)
+        if state is None:
+            self._fail("no token of the model's vocabulary can come next")
+        else:
+            self.mask, self._must_end = state
+
+    def _state_of(self, matcher: Any, allowed: bytes, num_tokens: int) -> tuple[bytes, bool] | None:
+        """The mask at a matcher's position, and whether the sequence must end there; None if no token can come next.
+
+        Args:
+            matcher: Has computed `allowed`.
+            allowed: Tokens that the library allows there.
+            num_tokens: Tokens before it.
+        """
         bits = bytearray(allowed)
-        is_match = self._matcher.is_accepting()
+        is_match = matcher.is_accepting()
         if is_match:
             _without_bits(bits, self._special_ids)  # they are not part of the text
         before = bytes(bits)
         _without_bits(bits, self._end_ids)
         can_continue = _has_bits(bits)
         if is_match and not can_continue:
-            self._must_end = True
-            self.mask = bytes(_with_bits(bits, self._end_ids or self._special_ids))
-        elif is_match and self._num_tokens >= self._min_tokens:
-            self.mask = bytes(_with_bits(bits, self._end_ids))
-        elif can_continue:
-            self.mask = bytes(bits)
-        elif _has_bits(before):
-            self.mask = before  # the grammar allows end tokens alone
-        else:
-            self._fail("no token of the model's vocabulary can come next")
+            return bytes(_with_bits(bits, self._end_ids or self._special_ids)), True
+        if is_match and num_tokens >= self._min_tokens:
+            return bytes(_with_bits(bits, self._end_ids)), False
+        if can_continue:
+            return bytes(bits), False
+        return (before, False) if _has_bits(before) else None  # the grammar allows end tokens alone
 
     def _reason(self) -> str:
         return one_line(self._matcher.get_error()) or "the grammar forbids it"
@@ -145,6 +234,10 @@ def _with_bits(bits: bytearray, token_ids: Sequence[int]) -> bytearray:
 def _without_bits(bits: bytearray, token_ids: Sequence[int]) -> None:
     for token in token_ids:
         bits[token >> 3] &= ~(1 << (token & 7))
+
+
+def _has_bit(bits: bytes, token: int) -> bool:
+    return token >> 3 < len(bits) and bool(bits[token >> 3] >> (token & 7) & 1)
 
 
 def _has_bits(bits: bytes | bytearray) -> bool:

@@ -111,6 +111,11 @@ class StructuredOutputManager:
         if self._mask_worker is not None:
             self._mask_worker.begin_step()
 
+    def compute_deferred_masks(self) -> None:
+        """Computes the masks that a step in flight waits for."""
+        if self._mask_worker is not None:
+            self._mask_worker.run_deferred()
+
     def pop_results(self) -> list[GrammarResult]:
         """Results since the last call."""
         self._results_ready.clear()

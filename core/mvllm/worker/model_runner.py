@@ -140,6 +140,7 @@ class ModelRunner:
         filtered_draw = context.op("filtered_draw", size=vocab_size)
         self._make_sampler = partial(
             Sampler,
+            logprobs_mode=self._config.model.logprobs_mode,
             static=self._forward.is_static,
             argmax=context.op("argmax", size=vocab_size).function,
             filtered_draw=None if filtered_draw.provider == REFERENCE else filtered_draw.function,
@@ -227,12 +228,12 @@ class ModelRunner:
         return keeps_sampled_tokens_on_device(self._config, self._platform.capabilities)
 
     def _logits_processors(self) -> LogitsProcessorSet | None:
-        """The configured logits processors, on the pipeline stage that samples."""
-        names = self._config.logits_processors
-        if not names or not self._pipeline.is_last:
+        """The configured logits processors and those of requests, on the pipeline stage that samples."""
+        if not self._pipeline.is_last:
             return None
         max_rows, vocab_size = self._config.scheduler.max_num_seqs, self._config.model.vocab_size
-        return LogitsProcessorSet(names, LogitsProcessorContext(vocab_size, max_rows, self._runtime.device))
+        context = LogitsProcessorContext(vocab_size, max_rows, self._runtime.device)
+        return LogitsProcessorSet(self._config.logits_processors, context, runs_functions=True)
 
     def _compile_models(self) -> None:
         """Compiles the model, and makes the proposer. The KV cache must be allocated."""
@@ -446,20 +447,20 @@ class ModelRunner:
         accepted = {plan.rows[position]: drafts for position, drafts in output.further_token_ids.items()}
         self.rows.append_sampled_tokens(inputs.rows[inputs.sampling_positions], tokens, accepted)
         if self._proposer is not None:
-            output.draft_token_ids = self._propose_drafts(self._proposer, plan, inputs, output)
+            output.draft_token_ids = self._propose_drafts(self._proposer, inputs, output)
         if not self._pipeline.is_first:
             self._pipeline.send_output(output, any_sampled=len(tokens) > 0)
         return output
 
     def _propose_drafts(
-        self, proposer: Proposer, plan: SchedulerOutput, inputs: StepInputs, output: ModelRunnerOutput
+        self, proposer: Proposer, inputs: StepInputs, output: ModelRunnerOutput
     ) -> dict[int, list[int]]:
         """Draft tokens by position in the batch."""
         positions = inputs.sampling_positions
-        # Grammars and logits processors need every token before the next one is sampled: such rows get no drafts.
+        # Logits processors need every token before the next one is sampled: such rows get no drafts.
         excluded = (self.rows.sampling.flags[inputs.rows[positions]] & PROCESSED).astype(bool)
-        if plan.mask_rows or output.errors:
-            excluded |= np.isin(inputs.rows[positions], plan.mask_rows) | np.isin(positions, list(output.errors))
+        if output.errors:
+            excluded |= np.isin(positions, list(output.errors))
         positions = positions[~excluded]
         drafts = proposer.propose(inputs.rows[positions], np.delete(inputs.rows, positions))
         return {position: tokens for position, tokens in zip(positions.tolist(), drafts, strict=True) if tokens}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import time
@@ -154,7 +155,9 @@ def check_resources(server: ServerProcess, client: httpx.Client, num_requests: i
     processes = [me, server.engine_core()]
 
     def resources() -> tuple[list[int], list[int], int]:
+        gc.collect()  # httpx closes the connections of cancelled requests with their objects; the server has their ends
         wait_idle(client)
+        time.sleep(1)
         lines = client.get("/metrics").text.splitlines()
         series = sum(not line.startswith("#") and "http_re" not in line for line in lines)
         return [p.num_fds() for p in processes], [p.num_threads() for p in processes], series

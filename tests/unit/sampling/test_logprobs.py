@@ -8,6 +8,7 @@ import torch
 from mvllm.messages.sampling_params import SamplingParams
 from mvllm.sampling import logprobs as logprobs_module
 from mvllm.sampling.logprobs import gather_prompt_logprobs, read_prompt_logprobs
+from mvllm.sampling.sampler import Sampler
 from tests.unit.sampling.builders import Sampled, random_logits, sample_batch
 
 VOCAB = 500
@@ -80,3 +81,32 @@ def test_impossible_tokens_have_a_logprob_of_minus_infinity():
     logits[0, 5:] = -torch.inf
     (entry,) = prompt_logprobs(logits, torch.tensor([100]), 6)
     assert entry.rank == 6 and entry.logprobs[0] == -torch.inf and entry.logprobs[-1] == -torch.inf
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("of_logits", [False, True])
+@pytest.mark.parametrize("processed", [False, True])
+def test_every_logprobs_mode(static: bool, of_logits: bool, processed: bool) -> None:
+    """Raw: of the model's logits. Processed: with bias, temperature and filters, as the token was sampled from."""
+    logits = random_logits(4, VOCAB, seed=5)
+    kept = logits.clone()
+    params = [
+        SamplingParams(temperature=0, logprobs=3),
+        SamplingParams(temperature=0, logprobs=3, logit_bias={7: 50.0}),
+        SamplingParams(temperature=0.5, logprobs=3, top_k=2, seed=1),
+        SamplingParams(temperature=2.0, logprobs=3, seed=1),
+    ]
+    sampler = Sampler(logprobs_mode=f"{'processed' if processed else 'raw'}_{'logits' if of_logits else 'logprobs'}",
+                      static=static)  # fmt: skip
+    found = sample_batch(logits, [Sampled(each, request_id=str(i)) for i, each in enumerate(params)], sampler=sampler)
+    assert torch.equal(logits, kept) and found.tolist()[1] == 7
+    if processed:
+        logits[1, 7] += 50.0
+        logits[2] = (logits[2] / 0.5).where(logits[2] >= logits[2].topk(2).values[1], -torch.inf)
+        logits[3] /= 2.0
+    expected = logits if of_logits else logits.log_softmax(1)
+    for i, token in enumerate(found.tolist()):
+        entry = found.logprobs[i]
+        assert entry.token_ids[0] == token and entry.rank == 1 + int((logits[i] > logits[i, token]).sum())
+        assert entry.logprobs == pytest.approx(expected[i, entry.token_ids].tolist(), abs=1e-4)
+        assert entry.logprobs[1:] == pytest.approx(expected[i].topk(3).values.tolist(), abs=1e-4)

@@ -47,7 +47,7 @@ ACCEPTED = [
     ("stop_token_ids", [None, [], [0], [2**31 - 1], (1, 2), list(range(MAX_STOP_TOKEN_IDS))]),
     ("include_stop_str_in_output", [True, False]),
     ("ignore_eos", [True, False]),
-    ("max_tokens", [None, 1, INT64_MAX]),
+    ("max_tokens", [None, 0, 1, INT64_MAX]),
     ("min_tokens", [0, 1, 16]),
     ("logprobs", [None, -1, 0, 1, INT64_MAX]),
     ("prompt_logprobs", [None, -1, 0, 1, INT64_MAX]),
@@ -73,6 +73,8 @@ ACCEPTED = [
     ("thinking_token_budget", [None, 0, 500]),
     ("thinking_tags", [None, ["", "</think>"], ("<think>", "</think>", "So:</think>")]),
     ("thinking_tokens", [None, {"forced": [5]}, {"starts": [[1, 2], (3,)], "ends": [[4]], "forced": (4,)}]),
+    ("logits_processors", [None, [], [max], (min, max)]),
+    ("skip_reading_prefix_cache", [None, True, False]),
 ]
 
 NO_NUMBER = ["1", b"1", [], [1], {}, 1j, object(), "", np.bool_(True), np.zeros(2)]
@@ -97,7 +99,7 @@ REFUSED = [
     ("stop_token_ids", [list(range(MAX_STOP_TOKEN_IDS + 1)), [5] * 10**6]),
     ("include_stop_str_in_output", NO_BOOLEAN),
     ("ignore_eos", NO_BOOLEAN),
-    ("max_tokens", [0, -1, *NO_INT64]),
+    ("max_tokens", [-1, *NO_INT64]),
     ("min_tokens", [-1, 17, INT64_MAX, None, *NO_INT64]),
     ("logprobs", [-2, *NO_INT64]),
     ("prompt_logprobs", [-2, *NO_INT64]),
@@ -130,6 +132,8 @@ REFUSED = [
         [5, {"forced": []}, {"starts": [[1]]}, {"forced": [-1]}, {"forced": [1], "ends": [[]]}, {"a": 1}],
     ),
     ("extra_args", [[], "a", 5, {5: 1}, {"a": object()}, {"a": HUGE}, {"a": "x" * 70_000}, {"a": 1j}]),
+    ("logits_processors", ["a", 5, max, [5], ["a"], [None], [int], {"a": max}]),
+    ("skip_reading_prefix_cache", [0, 1, 1.0, "true", []]),
     ("structured_outputs", ["a", 1, True, [], object()]),  # its own fields: tests/unit/structured_output
 ]
 
@@ -166,8 +170,8 @@ def test_an_error_names_range_and_value():
         SamplingParams(top_p=1.5)
     with pytest.raises(RequestError, match=r"^n must be an integer from 1 to 128; got 'many'$"):
         SamplingParams(n="many")
-    with pytest.raises(RequestError, match=r"^max_tokens must be an integer >= 1 \(in 64 bits\) or None; got 0$"):
-        SamplingParams(max_tokens=0)
+    with pytest.raises(RequestError, match=r"^max_tokens must be an integer >= 0 \(in 64 bits\) or None; got -1$"):
+        SamplingParams(max_tokens=-1)
     with pytest.raises(RequestError, match=r"^seed must be .*; got an integer of 16610 bits$"):
         SamplingParams(seed=HUGE)
 

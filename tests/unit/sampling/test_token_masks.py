@@ -25,8 +25,14 @@ def test_bits_are_unpacked_in_their_places(vocab_size: int) -> None:
     masks = TokenMasks(rows, pack(allowed))
     assert masks.covers(np.array([2, 3, 9])).tolist() == [True, False, True]
     order = [2, 0, 4]
-    words = torch.from_numpy(masks.words(np.array([rows[i] for i in order])).astype(np.float32))
+    words = torch.from_numpy(masks.words(np.array([rows[i] for i in order]), np.zeros(3, dtype=int)).astype(np.float32))
     assert np.array_equal(unpack_masks(words, 3, vocab_size).numpy(), allowed[order])
+
+
+def test_a_row_with_draft_tokens_has_a_mask_for_each_of_its_positions() -> None:
+    masks = TokenMasks([4, 2, 2, 2, 9], pack(np.eye(5, 64, dtype=bool)))
+    words = masks.words(np.array([2, 2, 9, 4, 2]), np.array([0, 2, 0, 0, 1]))
+    assert words[:, 0].tolist() == [2, 8, 16, 1, 4]
 
 
 def bench_of(num_rows: int, vocab_size: int) -> Bench:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from mvllm.messages.requests import FinishReason
 from mvllm.messages.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from mvllm.scheduler.grammar_masks import DEFERRED_MASK_SECONDS
@@ -12,7 +15,10 @@ FORM = {"regex": "a"}
 
 
 class Countdown:
-    """A grammar of `length` tokens, whose mask encodes the number of accepted tokens. Token 99 is an error."""
+    """A grammar of `length` tokens, whose mask encodes the number of accepted tokens. Token 99 is an error.
+
+    It refuses draft tokens above 49.
+    """
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -33,6 +39,10 @@ class Countdown:
         self.taken.append(token)
         if token == 99:
             self.error = "lost its way"
+
+    def draft_masks(self, tokens: Sequence[int]) -> list[bytes]:
+        allowed = itertools.takewhile(lambda token: token < 50, tokens)
+        return [bytes([len(self.taken) + 1 + i] * 4) for i, _ in enumerate(allowed)]
 
 
 def answer(scheduler: Scheduler, plan: SchedulerOutput, token: int = 7):

@@ -326,14 +326,30 @@ def test_draft_tokens_of_a_finished_request_are_dropped():
         assert engine.results[request.request_id].token_ids == alone(request)
 
 
-def test_draft_tokens_of_a_request_with_a_grammar_are_not_verified():
-    """Workers propose none for it; if one did, its mask would not be known."""
-    engine = make_engine(3)
-    scheduler = engine.scheduler
+def test_a_draft_ends_before_the_token_that_the_grammar_refuses():
+    scheduler = make_engine(3).scheduler
     scheduler.add_request(make_request(request_id="formed", structured_outputs={"regex": "a"}, max_tokens=9))
-    scheduler.start_grammar("formed", Countdown(4))
+    scheduler.start_grammar("formed", grammar := Countdown(6))
     plan = scheduler.schedule()
-    output = ModelRunnerOutput(plan.step, [7], draft_token_ids={0: [7, 7, 7]})
+    scheduler.update_from_output(plan, ModelRunnerOutput(plan.step, [7], draft_token_ids={0: [7, 60, 7]}))
+    plan = scheduler.schedule()
+    assert (plan.draft_token_ids, plan.num_scheduled_tokens) == ({0: [7]}, [2])
+    assert plan.mask_rows == plan.rows * 2 and plan.token_masks == bytes([1] * 4 + [2] * 4)
+    output = ModelRunnerOutput(plan.step, [7], further_token_ids={0: [8]}, draft_token_ids={0: [60]})
     scheduler.update_from_output(plan, output)
+    assert grammar.taken == [7, 7, 8]
     plan = scheduler.schedule()
-    assert (plan.draft_token_ids, plan.num_scheduled_tokens) == ({}, [1])
+    assert (plan.draft_token_ids, plan.mask_rows, plan.token_masks) == ({}, plan.rows, bytes([3] * 4))
+
+
+def test_a_request_ends_where_its_grammar_is_complete_within_a_draft():
+    scheduler = make_engine(3).scheduler
+    scheduler.add_request(make_request(request_id="formed", structured_outputs={"regex": "a"}, max_tokens=9))
+    scheduler.start_grammar("formed", Countdown(3))
+    plan = scheduler.schedule()
+    scheduler.update_from_output(plan, ModelRunnerOutput(plan.step, [7], draft_token_ids={0: [7, 7, 7]}))
+    plan = scheduler.schedule()
+    (output,) = scheduler.update_from_output(
+        plan, ModelRunnerOutput(plan.step, [7], further_token_ids={0: [7, 7]})
+    ).outputs
+    assert output.new_token_ids == [7, 7] and output.finish_reason is FinishReason.STOP

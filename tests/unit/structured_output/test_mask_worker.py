@@ -63,6 +63,29 @@ def test_expensive_masks_do_not_block_the_caller_and_cheaper_ones_come_first(wor
     assert log == ["cheap", "first", "2.0", "3.0"]
 
 
+def test_masks_that_a_step_waits_for_are_computed_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_worker, "_num_cores", lambda: 6)
+    worker = MaskWorker(threading.Event())
+    together = threading.Barrier(3)
+
+    class Meets:
+        expected_seconds, error = EXPENSIVE, None
+
+        def compute_mask(self) -> None:
+            together.wait(PATIENCE)
+
+    class Fails(Meets):
+        def compute_mask(self) -> None:
+            self.error = "cannot go on"
+
+    jobs = [Meets(), Meets(), Meets(), Fails()]
+    for job in jobs:
+        worker.defer(job)
+    worker.run_deferred()
+    assert worker.pop_failed() == [jobs[3]]
+    worker.close()
+
+
 def test_the_inline_time_of_one_step_is_limited(worker: MaskWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     now, blocked = threading.Event(), threading.Event()
     now.set()

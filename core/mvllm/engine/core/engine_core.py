@@ -24,6 +24,7 @@ from mvllm.engine.core.lora_manager import LoRAManager
 from mvllm.engine.core.sleep import KV_CACHE, SLEEP_LEVELS, TAGS, WEIGHTS, check_sleep_level
 from mvllm.errors import ConfigError, EngineDeadError, EngineSleepingError, RequestError
 from mvllm.executor.factory import can_sample_later, make_executor
+from mvllm.executor.uniproc import InProcessExecutor
 from mvllm.kv_cache.kv_cache_manager import KVCacheManager, NullKVCacheManager
 from mvllm.logging import get_logger
 from mvllm.messages.core_protocol import UtilityArg
@@ -185,6 +186,11 @@ class EngineCore:
     def next_step(self) -> int:
         """The number of the step that the next `step` call collects."""
         return self._in_flight[0][0].step if self._in_flight else self.scheduler.next_step
+
+    @property
+    def has_local_worker(self) -> bool:
+        """Whether the worker runs in this process."""
+        return isinstance(self._executor, InProcessExecutor)
 
     def make_stats(self) -> SchedulerStats:
         """The scheduler's current state."""
@@ -356,6 +362,8 @@ class EngineCore:
         if errors := self._row_errors.pop(plan.step, None):
             output.errors.update(errors)
         outputs = self.scheduler.update_from_output(plan, output)
+        if self._grammar_manager is not None:
+            self._grammar_manager.compute_deferred_masks()
         if self._in_flight and self._in_flight[0][0].masks_follow:
             self._send_masks(self._in_flight[0][0])
         return outputs

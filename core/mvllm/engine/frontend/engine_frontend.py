@@ -72,7 +72,8 @@ class EngineFrontend(Generic[Client]):
             raise
         self._startup_timer.finish(getattr(self._client, "start_seconds", {}))
         self.config = self._client.config
-        self.input_processor = InputProcessor(self.config, self._tokenizer)
+        runs_functions = getattr(self._client, "runs_functions", False)
+        self.input_processor = InputProcessor(self.config, self._tokenizer, runs_functions=runs_functions)
         self.pooling_input_processor = PoolingInputProcessor(self.config, self._tokenizer)
         self._lora_validator = LoRARequestValidator(self.config)
         self._output_processor = OutputProcessor(self._tokenizer, CoreRequestIds(name))

@@ -73,13 +73,15 @@ class InputProcessor:
     Args:
         config: The engine's configuration in use.
         tokenizer: The model's tokenizer. With None, text and stop strings are rejected, and outputs have no text.
+        runs_functions: The model runs in this process, and requests may have functions as logits processors.
     """
 
     num_reserved_tokens = 1
     """Tokens of the context that a prompt must leave free."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, *, runs_functions: bool = False) -> None:
         self._model = config.model
+        self._runs_functions = runs_functions
         self._tokenizer = tokenizer
         self._priorities_allowed = config.scheduler.policy == "priority"
         self._eos_token_ids = self._end_token_ids()
@@ -319,6 +321,20 @@ class InputProcessor:
         if params.structured_outputs is not None:
             check_available()
             check_supports_grammars(self._tokenizer)
+        if params.logits_processors and not self._runs_functions:
+            raise RequestError(
+                "logits_processors has functions, which run only where the model does: in an LLM with one device and "
+                "without engine_core_process. For other engines write a class, and name it in the engine's setting "
+                "logits_processors.",
+                parameter="logits_processors",
+            )
+        if params.is_ranked and self._model.logprobs_mode != "raw_logprobs":
+            name = "use_beam_search" if params.use_beam_search else "best_of"
+            raise RequestError(
+                f"{name} ranks outputs by the model's log-probabilities, but the engine was started with "
+                f"logprobs_mode={self._model.logprobs_mode!r}. Start it with 'raw_logprobs'.",
+                parameter=name,
+            )
         if self._processor_classes:
             validate(self._processor_classes, params)
         params = params.clone()  # validates again, and the caller may change its own copy

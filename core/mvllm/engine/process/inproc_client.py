@@ -22,12 +22,14 @@ class InprocClient:
     Attributes:
         config: The configuration the engine runs with, after the platform's plan.
         platform_summary: The platform's name and the plugin it came from.
+        runs_functions: Requests may have functions as logits processors: the model runs in this process, too.
         cache_summary, start_seconds, add_request, abort_requests, has_requests, step, call_utility, collective_rpc,
         apply_model, shutdown: The EngineCore's.
     """
 
-    def __init__(self, core: EngineCore, platform_summary: str) -> None:
+    def __init__(self, core: EngineCore, platform_summary: str, *, runs_functions: bool = False) -> None:
         self._core = core
+        self.runs_functions = runs_functions
         self.config = core.config
         self.platform_summary = platform_summary
         self.cache_summary = core.cache_summary
@@ -75,7 +77,8 @@ def make_client(
     with worker_environment(resolved.parallel, chosen.platform):
         during_start(resolved)
         core = EngineCore(resolved, chosen.platform)
-    return InprocClient(core, str(chosen))
+    runs_functions = core.has_local_worker and chosen.platform.capabilities.torch_device
+    return InprocClient(core, str(chosen), runs_functions=runs_functions)
 
 
 def _uses_core_process(parallel: ParallelConfig) -> bool:

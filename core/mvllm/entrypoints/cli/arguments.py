@@ -31,7 +31,16 @@ _GROUP_TITLES = {
     "platform": "platform",
 }
 # Fields without a use on a terminal, and fields with an option of another form.
-_NOT_SAMPLING_OPTIONS = {"output_kind", "detokenize", "logprobs", "prompt_logprobs", "seed", "thinking_tokens"}
+_NOT_SAMPLING_OPTIONS = {
+    "output_kind",
+    "detokenize",
+    "logprobs",
+    "logits_processors",  # the engine's setting has this name
+    "prompt_logprobs",
+    "seed",
+    "skip_reading_prefix_cache",
+    "thinking_tokens",
+}
 _NOT_ENGINE_OPTIONS = {"skip_tokenizer_init"}
 _OPTIONS_OF_COMMANDS = {"served_model_name", "otlp_traces_endpoint", "reasoning_parser"}
 
@@ -111,7 +120,7 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> Sampl
     Raises:
         RequestError: A value is out of range.
     """
-    names = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    names = {field.name for field in msgspec.structs.fields(SamplingParams)} - {"logits_processors"}
     given = {name: value for name, value in vars(args).items() if name in names}
     if "max_tokens" not in given and defaults.max_tokens == SamplingParams().max_tokens:
         given["max_tokens"] = args.default_max_tokens

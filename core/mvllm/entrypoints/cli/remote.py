@@ -166,7 +166,7 @@ class RemoteModel:
 
 def _given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters of the command line, after the checks of SamplingParams."""
-    names = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    names = {field.name for field in msgspec.structs.fields(SamplingParams)} - {"logits_processors"}
     given = {name: value for name, value in vars(args).items() if name in names}
     SamplingParams(**given)
     if args.default_max_tokens is not None:

@@ -8,12 +8,14 @@ from typing import Any
 from mvllm.entrypoints.openai.common.output_constraint import OutputConstraint
 from mvllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from mvllm.errors import RequestError
+from mvllm.messages.field_checks import reject
 from mvllm.messages.sampling_params import RequestOutputKind, SamplingParams
 
 _SHARED_FIELDS = tuple(
     name
     for name in GenerationRequest.__struct_fields__
-    if name in SamplingParams.__struct_fields__ and name != "structured_outputs"  # see OutputConstraint
+    if name in SamplingParams.__struct_fields__
+    and name not in ("structured_outputs", "logits_processors")  # see OutputConstraint; the server runs no functions
 )
 _RANDOM_SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 """Defaults of the model that do not apply to beam search."""
@@ -74,6 +76,8 @@ def _collect_fields(
 
 
 def _validate(request: GenerationRequest, given: dict[str, Any]) -> SamplingParams:
+    if given.get("max_tokens") == 0:
+        reject("max_tokens", 0, "at least 1, or 0 in a completion with echo")
     try:
         params = SamplingParams(**given)
     except RequestError as e:
