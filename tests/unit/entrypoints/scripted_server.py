@@ -117,6 +117,7 @@ class Server:
             finally:
                 engine.shutdown()
                 tokenizer_pool.close()
+                await state.close()
             return answers
 
         return asyncio.run(run())
