@@ -21,6 +21,7 @@ from mvllm.entrypoints.openai.responses.items import Item, new_item_id
 from mvllm.entrypoints.openai.responses.mcp.functions import MCPFunction, MCPResult
 from mvllm.entrypoints.parsers.interface import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 
+_CALLS = ("function_call", "mcp_call", "mcp_approval_request")
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
@@ -86,7 +87,7 @@ class OutputItems:
             elif isinstance(delta, ReasoningDelta):
                 written += self._switch_to("reasoning") + self._add(delta.text)
             elif isinstance(delta, ToolCallDelta):
-                if self._call != delta.index or self._kind != "function_call":
+                if self._call != delta.index or self._kind not in _CALLS:
                     written += self._close("completed")
                     written += self._begin_call(delta)
                 if delta.arguments:

@@ -47,6 +47,7 @@ _LAST_EVENT = {"completed": "completed", "failed": "failed"}
 """The stream's last event by status; `incomplete` for any other status."""
 
 _LOGPROBS = "message.output_text.logprobs"
+_RESULT_BYTES_PER_TOKEN = 2
 _TOO_MANY_CALLS = {
     "type": "mcp_protocol_error",
     "code": -32603,
@@ -125,6 +126,9 @@ class ResponsesHandler(StreamingHandler):
         self._context, self._model = context, model
         self._store, self._caller = store, caller
         self._history, self._toolbox = history, toolbox
+        if toolbox is not None:  # about half of the context, so that one result does not end the response
+            most = _RESULT_BYTES_PER_TOKEN * context.engine.model_config.max_model_len
+            toolbox.max_result_bytes = min(toolbox.max_result_bytes, most)
         if request.cache_salt is None:  # a conversation keeps its salt
             request = msgspec.structs.replace(request, cache_salt=history.cache_salt)
         self._request = request
@@ -191,9 +195,14 @@ class ResponsesHandler(StreamingHandler):
 
     async def full_response(self) -> bytes:
         """The body of the response. See Handler."""
-        with renamed_fields(self.field_names):
-            async for _ in self._run():
-                pass
+        try:
+            with renamed_fields(self.field_names):
+                async for _ in self._run():
+                    pass
+        except Exception as e:
+            if not any(item["type"] == "mcp_call" for item in self._items.items):
+                raise
+            self._fail(e)  # what the tools have done cannot be undone: the client has to know it
         await self._finish()
         return self.snapshot()
 
@@ -214,12 +223,7 @@ class ResponsesHandler(StreamingHandler):
                         yield written
                         written = b""
         except Exception as e:  # noqa: BLE001  (to_api_error logs it)
-            error = to_api_error(e)
-            if self._status != "cancelled":
-                self._status = "failed"
-                code = "invalid_prompt" if error.status < 500 else "server_error"
-                self._error = {"code": code, "message": error.message}
-            written += self._items.finish("incomplete") + self._end_pending_calls()
+            written += self._fail(e)
         await self._finish()
         last = _LAST_EVENT.get(self._status, "incomplete")
         yield written + write(f"response.{last}", b'"response":' + self.snapshot())
@@ -381,6 +385,15 @@ class ResponsesHandler(StreamingHandler):
                 self._error = {"code": "server_error", "message": INTERRUPTED}
             case _:
                 self._status = "cancelled"
+
+    def _fail(self, error: Exception) -> bytes:
+        """Ends the response with an error; returns the events of its items."""
+        shown = to_api_error(error)
+        if self._status != "cancelled":
+            self._status = "failed"
+            code = "invalid_prompt" if shown.status < 500 else "server_error"
+            self._error = {"code": code, "message": shown.message}
+        return self._items.finish("incomplete") + self._end_pending_calls()
 
     async def _finish(self) -> None:
         """Stores the response, and adds its items to its conversation."""

@@ -76,14 +76,18 @@ class MCPConnection:
             raise _protocol_error(f"The tools of the server need more than {_MAX_LISTED_BYTES} bytes.")
         return tools
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> MCPResult:
-        """Calls a tool. Errors of the tool and of the server are results, too."""
+    async def call(self, name: str, arguments: dict[str, Any], max_bytes: int) -> MCPResult:
+        """Calls a tool. Errors of the tool and of the server are results, too.
+
+        Args:
+            max_bytes: Bytes of the result's text; the rest is cut off.
+        """
         try:
             async with self._use() as client:
                 result = await client.call_tool(name, arguments)
         except MCPServerError as e:
             return MCPResult(error=e.error)
-        text = _cut(_text(result), self._settings.max_result_bytes)
+        text = _cut(_text(result), max_bytes)
         if result.is_error:
             content = [{"type": "text", "text": text}]
             return MCPResult(error={"type": "mcp_tool_execution_error", "content": content})

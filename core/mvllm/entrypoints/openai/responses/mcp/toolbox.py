@@ -73,6 +73,7 @@ class MCPToolbox:
         chat_tools: The same as tools of a chat completion.
         is_ready: Whether `add_listed` has been called.
         max_calls: Calls that a response may make.
+        max_result_bytes: Bytes of a result.
     """
 
     def __init__(self, servers: MCPServers, tools: Sequence[MCPTool], function_names: Sequence[str]) -> None:
@@ -81,6 +82,7 @@ class MCPToolbox:
         self.chat_tools: list[dict[str, Any]] = []
         self.is_ready = False
         self.max_calls = servers.settings.max_calls
+        self.max_result_bytes = servers.settings.max_result_bytes
         self._servers = servers
         self._taken_names = function_names
         self._connections: dict[str, tuple[MCPConnection, bool]] = {}
@@ -145,7 +147,7 @@ class MCPToolbox:
             return _refused(f"The arguments are not JSON: {e}.")
         if not isinstance(arguments, dict):
             return _refused(f"The arguments must be a JSON object, not {json.dumps(arguments)[:60]}.")
-        return await self._connection(tool).call(name, arguments)
+        return await self._connection(tool).call(name, arguments, self.max_result_bytes)
 
     def close(self) -> None:
         """Closes the connections of this response. Idempotent."""
