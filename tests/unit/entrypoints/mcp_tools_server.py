@@ -1,8 +1,12 @@
-"""A tool server (Model Context Protocol) for tests: python mcp_tools_server.py [PORT]; without a port, over stdin."""
+"""A tool server (Model Context Protocol) for tests.
+
+It talks over stdin and stdout; with the argument `http` it listens on a free port, which it prints.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 
@@ -45,6 +49,10 @@ def leave() -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        print(port, flush=True)
+        server.run("streamable-http", host="127.0.0.1", port=port)
     else:
         server.run()
