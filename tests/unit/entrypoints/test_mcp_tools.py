@@ -57,6 +57,8 @@ def answer(prompt: str) -> str:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = save_model_folder(tmp_path_factory.mktemp("model"), CONVERSATION_TEMPLATE)
+    config = Path(folder) / "config.json"  # with room for several turns
+    config.write_text(config.read_text().replace('"max_position_embeddings": 256', '"max_position_embeddings": 4096'))
     log = tmp_path_factory.mktemp("log") / "port"
     with log.open("w") as output, subprocess.Popen([*PROGRAM, "http"], stdout=output) as process:
         deadline = time.monotonic() + 60
