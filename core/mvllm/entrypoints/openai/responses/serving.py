@@ -292,7 +292,7 @@ class ResponsesHandler(StreamingHandler):
             await self._start_turn()
             async with contextlib.aclosing(turn.stream()) as events:
                 async for event in events:
-                    written += await self._begin() + event
+                    written += event if self._status != "queued" else await self._begin()
                     if written and turn.finish_reason is None:
                         yield written
                         written = b""
@@ -354,6 +354,8 @@ class ResponsesHandler(StreamingHandler):
         chat_request = to_chat_request(request, self._builder.messages, more_tools)
         if request.top_logprobs or _LOGPROBS in (request.include or ()):
             chat_request = msgspec.structs.replace(chat_request, logprobs=True, top_logprobs=request.top_logprobs or 0)
+        if self._is_background:  # so that its status and its output so far are known
+            chat_request = msgspec.structs.replace(chat_request, stream=True)
         number = self._totals.num_turns
         turn_id = self.id if number == 0 else f"{self.id}-{number}"
         truncates = request.truncation == "auto"

@@ -62,17 +62,21 @@ class ResponseTurn(ChatHandler):
         return encode_json(self._items.items)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Reads the turn to its end, and yields the events of its items; empty for an output that adds nothing.
+        """Reads the turn to its end, and yields the events of its items; first nothing, when it has begun.
 
         Raises:
             RequestError, APIError: The turn failed in the engine.
             EngineDeadError: The engine has stopped.
         """
+        has_begun = False
         prompt: str | None = None
         token_ids: list[int] = []
         first_item = len(self._items.items)
         async with contextlib.aclosing(self._read_deltas()) as outputs:
             async for output, deltas in outputs:
+                if not has_begun:
+                    has_begun = True
+                    yield b""  # events of the caller come before those of the first output
                 prompt = output.prompt
                 entries: list[dict[str, Any]] = []
                 for sequence in output.outputs:  # there is one
