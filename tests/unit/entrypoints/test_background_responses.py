@@ -79,6 +79,7 @@ def test_a_stream_is_resumed_after_any_event_and_its_reader_may_leave(sdk: OpenA
     for after in (-1, 3, len(rest) + 7):  # again, when it has ended
         again = list(sdk.responses.retrieve(response_id, stream=True, starting_after=after))
         assert [event.to_json() for event in again] == [event.to_json() for event in [*seen, *rest][after + 1 :]]
+    assert list(sdk.responses.retrieve(response_id, stream=True, starting_after=10**30)) == []
     with pytest.raises(openai.NotFoundError), server.sdk("another") as other:
         other.responses.retrieve(response_id, stream=True)
 

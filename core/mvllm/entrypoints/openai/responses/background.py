@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 _FLUSH_SECONDS = 0.05
 _POLL_SECONDS = 0.1
-_LOST_SECONDS = 15.0  # after which a stream ends whose response has ended without its last event
+_END_SECONDS = 1.0  # after the end of a response, in which its last events are stored
 
 
 class BackgroundResponses:
@@ -132,11 +132,8 @@ class BackgroundResponses:
                 if batch.is_final:
                     return
             if not batches:
-                if loop.time() - last_change > _LOST_SECONDS:
-                    if not await self._store.has_running(response_id):
-                        yield _error_event(after + 1, "The end of this response was lost; retrieve it without stream.")
-                        return
-                    last_change = loop.time()
+                if loop.time() - last_change > _END_SECONDS and not await self._store.has_running(response_id):
+                    return  # there was no event after that number
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(flushed.wait(), _POLL_SECONDS)
 

@@ -254,7 +254,7 @@ class ResponseDatabase:
 
     def cancellations(self) -> list[str]:
         """The running responses that are marked."""
-        return [each for (each,) in self._connection.execute("SELECT id FROM objects WHERE running AND cancelled")]
+        return [each for (each,) in self._connection.execute("SELECT id FROM objects WHERE running = 1 AND cancelled")]
 
     def fail_interrupted(self, message: str) -> int:
         """Ends all running responses with the status `failed`: to be called when no process generates any.
@@ -263,7 +263,7 @@ class ResponseDatabase:
             Their number.
         """
         with self._transaction():
-            rows = self._connection.execute("SELECT id, body, streamed FROM objects WHERE running").fetchall()
+            rows = self._connection.execute("SELECT id, body, streamed FROM objects WHERE running = 1").fetchall()
             for response_id, body, streamed in rows:
                 failed = _as_failed(body, message)
                 self._set_body(response_id, failed, running=False)
@@ -449,12 +449,12 @@ class ResponseDatabase:
             raise StoreFullError
 
     def _count_running(self) -> int:
-        count: int = self._one("SELECT COUNT(*) FROM objects WHERE running")
+        count: int = self._one("SELECT COUNT(*) FROM objects WHERE running = 1")
         return count
 
     def _evict(self, keep: str) -> None:
         """Deletes objects that are too old, and the least recently used ones above the limits, except `keep`."""
-        self._connection.execute("DELETE FROM objects WHERE NOT running AND used < ?", (self._oldest_use(),))
+        self._connection.execute("DELETE FROM objects WHERE running = 0 AND used < ?", (self._oldest_use(),))
         while True:
             num, num_bytes = self.totals()
             if num <= self._limits.max_objects and num_bytes <= self._limits.max_bytes:

@@ -23,6 +23,8 @@ from mvllm.entrypoints.openai.server.middleware import request_caller
 from mvllm.entrypoints.openai.server.settings import ServerSettings
 from mvllm.errors import RequestError
 
+_MAX_EVENT = 1 << 62
+
 
 class ResponsesRoutes:
     """The routes, the responses and conversations that the server stores, and its tool servers.
@@ -85,7 +87,7 @@ class ResponsesRoutes:
                 "streamed again. Ask for the response without stream.",
                 parameter="stream",
             )
-        return self._background.stream(response_id, starting_after)
+        return self._background.stream(response_id, max(-1, min(starting_after, _MAX_EVENT)))
 
     async def delete_response(self, request: Request, response_id: str) -> Response:
         """Deletes a stored response."""
