@@ -139,6 +139,7 @@ class ResponsesHandler(StreamingHandler):
         self._totals = _Totals()
         self._events = ResponseEventEncoder()
         self._items = OutputItems(self._events)
+        self._num_calls = 0
         self._cancelled = asyncio.Event()
         self._is_finished = False
         with renamed_fields(self.field_names):
@@ -286,7 +287,6 @@ class ResponsesHandler(StreamingHandler):
             async for event in self._prepare_tools(toolbox):
                 yield event
             self._turn = self._make_turn()
-        num_calls = 0
         while not self._cancelled.is_set():
             turn, first_item, written = self._turn, len(self._items.items), b""
             await self._start_turn()
@@ -304,10 +304,9 @@ class ResponsesHandler(StreamingHandler):
                 break
             yield written
             assert toolbox is not None
-            may_call = num_calls + len(calls) <= self._max_calls(toolbox)
-            async for event in self._run_calls(toolbox, max(0, self._max_calls(toolbox) - num_calls)):
+            may_call = self._num_calls + len(calls) <= self._max_calls(toolbox)
+            async for event in self._run_calls(toolbox):
                 yield event
-            num_calls += len(calls)
             made = self._items.items[first_item:]
             if any(item["type"] in ("function_call", "mcp_approval_request") for item in made):
                 self._set_final_status(turn)  # the client goes on
@@ -401,6 +400,7 @@ class ResponsesHandler(StreamingHandler):
         """Stores the response, and adds its items to its conversation."""
         if self._is_finished:
             return
+        self._is_finished = True  # first: it cannot be cancelled any more
         if self._status == "completed":
             self._completed = int(time.time())
         conversation_id = self._history.conversation_id
@@ -409,7 +409,6 @@ class ResponsesHandler(StreamingHandler):
         if self._is_stored or conversation_id is not None:
             items = [*self._input, *self._items.items]
             await self._store.finish(self.id, self.snapshot(), conversation_id, items)
-        self._is_finished = True
 
     # --- tool servers
 
@@ -435,17 +434,15 @@ class ResponsesHandler(StreamingHandler):
             first_item = len(self._items.items)
             for request in approved:
                 yield self._items.begin_approved_call(request)
-            async for event in self._run_calls(toolbox, self._max_calls(toolbox)):
+            async for event in self._run_calls(toolbox):
                 yield event
             self._builder.add(self._items.items[first_item:], "output")
 
-    async def _run_calls(self, toolbox: MCPToolbox, max_calls: int) -> AsyncGenerator[bytes, None]:
-        """Runs the pending calls at once, and yields the events of their ends in order.
-
-        Args:
-            max_calls: Calls that may be run; further ones fail.
-        """
+    async def _run_calls(self, toolbox: MCPToolbox) -> AsyncGenerator[bytes, None]:
+        """Runs the pending calls at once, and yields the events of their ends in order. Calls above the limit fail."""
         calls = list(self._items.pending_calls)
+        max_calls = max(0, self._max_calls(toolbox) - self._num_calls)
+        self._num_calls += len(calls)
         results = await self._unless_cancelled(_gather(toolbox, calls[:max_calls]))
         refused = [MCPResult(error=_TOO_MANY_CALLS)] * len(calls[max_calls:])
         for item, result in zip(calls, [*results, *refused] if results is not None else []):

@@ -132,8 +132,10 @@ class ResponseStore:
             response_id: A response that is not stored has no effect.
         """
         encoded = encode_items(items) if conversation_id is not None else []
-        await self._write(lambda: self._database.finish_response(response_id, body, conversation_id, encoded))
-        self._running.pop(response_id, None)
+        try:
+            await self._write(lambda: self._database.finish_response(response_id, body, conversation_id, encoded))
+        finally:  # the thread writes it also if the client leaves now
+            self._running.pop(response_id, None)
 
     def discard(self, response_id: str) -> None:
         """Deletes a running response of this process, if there is one: its client has left."""
