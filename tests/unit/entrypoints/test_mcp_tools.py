@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -20,7 +21,10 @@ from tests.unit.entrypoints.builders import save_model_folder
 from tests.unit.entrypoints.live_server import CONVERSATION_TEMPLATE, LiveServer, live_server
 
 pytest.importorskip("mcp", reason="needs the package mcp, the extra mcp of mvllm")
-from mvllm.entrypoints.openai.responses.mcp.public_addresses import is_public_address
+import httpx2
+
+from mvllm.entrypoints.openai.responses.mcp import public_addresses
+from mvllm.entrypoints.openai.responses.mcp.public_addresses import LimitedTransport, is_public_address
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("mcp_tools_server.py")))
 CITIES: dict[str, Any] = {"type": "mcp", "server_label": "cities", "require_approval": "never"}
@@ -210,6 +214,18 @@ def test_private_addresses_are_out_of_reach_of_requests(sdk: OpenAI, server: Liv
     )
     assert not any(map(is_public_address, private))
     assert is_public_address("8.8.8.8") and is_public_address("2606:4700:4700::1111")
+
+
+def test_responses_of_tool_servers_are_limited(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def get(*, public_only: bool) -> None:
+        async with httpx2.AsyncClient(transport=LimitedTransport(public_only=public_only)) as client:
+            await client.get(f"{server.url}/openapi.json")
+
+    monkeypatch.setattr(public_addresses, "MAX_RESPONSE_BYTES", 1000)
+    with pytest.raises(httpx2.ReadError, match="more than 1000 bytes"):
+        asyncio.run(get(public_only=False))
+    with pytest.raises(httpx2.ConnectError, match="not a public address"):
+        asyncio.run(get(public_only=True))
 
 
 SETTINGS = MCPSettings((MCPServerConfig("a", url="https://a.example/mcp"), MCPServerConfig("b", command=("b",))))
