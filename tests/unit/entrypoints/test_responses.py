@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mvllm.entrypoints.openai.common.chat_prompt_renderer import MAX_TOOLS
-from mvllm.entrypoints.openai.responses.input_items import items_to_messages
+from mvllm.entrypoints.openai.responses.input_items import MessageBuilder, items_to_messages
 from mvllm.entrypoints.openai.responses.items import MAX_ITEMS
 from mvllm.errors import RequestError
 from mvllm.messages.requests import FinishReason
@@ -304,3 +304,14 @@ def test_a_response_is_not_found_with_another_key(folder: str) -> None:
     missing = server.exchange(*accesses("resp_0"), keys=theirs)
     assert [(a.status_code, a.json()) for a in refused] == [(a.status_code, a.json()) for a in missing]
     assert mine.json() == boss.json() == made.json() and more.status_code == 200
+
+
+def test_a_call_of_a_tool_server_is_a_call_and_its_result_under_the_name_that_the_model_knows() -> None:
+    call = {"type": "mcp_call", "id": "mcp_1", "server_label": "a", "name": "find", "arguments": "{}", "output": "x"}
+    builder = MessageBuilder()
+    builder.add([call])
+    builder.set_function_names({("a", "find"): "a__find"})
+    builder.add([{**call, "id": "mcp_2", "error": {"type": "http_error", "code": 404, "message": "gone"}}])
+    first, result, second, error = builder.messages
+    assert [each["tool_calls"][0]["function"]["name"] for each in (first, second)] == ["a__find", "a__find"]
+    assert (result["content"], error["content"]) == ("x", "Error: gone")

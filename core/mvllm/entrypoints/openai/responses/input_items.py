@@ -98,6 +98,18 @@ class MessageBuilder:
         self._reasoning: list[str] = []  # belongs to the next item
         self._approval_requests: dict[str, Item] = {}
         self._approvals: dict[str, Item] = {}
+        self._function_names: Mapping[tuple[str, str], str] = {}
+        self._functions: list[tuple[tuple[str, str], Message]] = []  # of the calls of tool servers
+
+    def set_function_names(self, names: Mapping[tuple[str, str], str]) -> None:
+        """Names the functions of all calls of tool servers as the model knows them.
+
+        Args:
+            names: By server label and name of the tool. Others keep the name of the tool.
+        """
+        self._function_names = names
+        for key, function in self._functions:
+            function["name"] = names.get(key, key[1])
 
     def take_approved_calls(self) -> list[Item]:
         """The `mcp_approval_request` items that have been approved and not been called since."""
@@ -167,7 +179,11 @@ class MessageBuilder:
         request_id = item.get("approval_request_id")
         if isinstance(request_id, str):
             self._approvals.pop(request_id, None)
-        self._append_call(_call(where, item, call_id))
+        call = _call(where, item, call_id)
+        key = _string(where, item, "server_label"), call["function"]["name"]
+        call["function"]["name"] = self._function_names.get(key, key[1])
+        self._functions.append((key, call["function"]))
+        self._append_call(call)
         output = item.get("output") if item.get("error") is None else f"Error: {error_text(item['error'])}"
         self.messages.append(
             {"role": "tool", "tool_call_id": call_id, "content": output if isinstance(output, str) else ""}

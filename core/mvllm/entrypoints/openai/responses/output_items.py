@@ -185,7 +185,9 @@ class OutputItems:
             "name": delta.name,
             "arguments": "",
         }
-        return self._open_item(item) + self._set_delta_prefix(item)
+        written = self._open_item(item)
+        self._set_delta_prefix(item)
+        return written
 
     def _begin_mcp_call(self, server_label: str, name: str, approval_request_id: str | None = None) -> bytes:
         item: Item = {
@@ -200,12 +202,12 @@ class OutputItems:
             "error": None,
         }
         written = self._open_item(item) + self._progress(item["id"], "mcp_call.in_progress")
-        return written + self._set_delta_prefix(item)
+        self._set_delta_prefix(item)
+        return written
 
-    def _set_delta_prefix(self, item: Item) -> bytes:
-        self._delta_prefix = encode_json({"item_id": item["id"], "output_index": len(self.items) - 1})[1:-1]
-        self._delta_prefix += b',"delta":'
-        return b""
+    def _set_delta_prefix(self, item: Item) -> None:
+        where = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        self._delta_prefix = encode_json(where)[1:-1] + b',"delta":'
 
     def _open_item(self, item: Item) -> bytes:
         self._open, self._text = item, []
@@ -228,6 +230,8 @@ class OutputItems:
         self._text.append(text)
         fields = self._delta_prefix + encode_json(text)
         if self._kind == "message":
+            if not self._logprobs:  # most calls
+                return self._events.encode_raw("response.output_text.delta", fields + b',"logprobs":[]')
             logprobs = self._take_logprobs(text)
             self._logprobs_of_text += logprobs
             return self._events.encode_raw(

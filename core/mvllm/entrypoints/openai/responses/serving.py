@@ -429,6 +429,9 @@ class ResponsesHandler(StreamingHandler):
             listed[tool.label] = self._items.items[-1]
         toolbox.add_listed(listed)
         self._items.functions = toolbox.functions
+        self._builder.set_function_names(
+            {(function.server_label, function.name): name for name, function in toolbox.functions.items()}
+        )
         approved = self._builder.take_approved_calls()
         if approved:
             first_item = len(self._items.items)
