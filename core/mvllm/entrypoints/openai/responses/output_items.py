@@ -13,7 +13,7 @@ One item is open at a time; a delta of another kind closes it. A response withou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mvllm.entrypoints.openai.common.json_response import encode_json
@@ -72,7 +72,7 @@ class OutputItems:
         self._logprobs_of_text: list[dict[str, Any]] = []  # of the open item
         self._call: int | None = None
 
-    def append(self, deltas: Iterable[Delta], logprobs: Iterable[dict[str, Any]] = ()) -> bytes:
+    def append(self, deltas: Sequence[Delta], logprobs: Iterable[dict[str, Any]] = ()) -> bytes:
         """Adds deltas to the items; returns their events.
 
         Args:
@@ -92,6 +92,8 @@ class OutputItems:
                     written += self._begin_call(delta)
                 if delta.arguments:
                     written += self._add(delta.arguments)
+            if not isinstance(delta, ContentDelta) and delta is deltas[-1]:
+                self._logprobs = []
         return written
 
     def finish(self, status: str) -> bytes:
@@ -237,7 +239,6 @@ class OutputItems:
             return self._events.encode_raw(
                 "response.output_text.delta", fields + b',"logprobs":' + encode_json(logprobs)
             )
-        self._logprobs = []
         if self._kind == "reasoning":
             return self._events.encode_raw("response.reasoning_text.delta", fields)
         if self._kind == "mcp_call":

@@ -353,7 +353,7 @@ class ResponsesHandler(StreamingHandler):
         chat_request = to_chat_request(request, self._builder.messages, more_tools)
         if request.top_logprobs or _LOGPROBS in (request.include or ()):
             chat_request = msgspec.structs.replace(chat_request, logprobs=True, top_logprobs=request.top_logprobs or 0)
-        if self._is_background:  # so that its status and its output so far are known
+        if self._is_background or chat_request.logprobs:  # its parts are needed, also for an answer without a stream
             chat_request = msgspec.structs.replace(chat_request, stream=True)
         number = self._totals.num_turns
         turn_id = self.id if number == 0 else f"{self.id}-{number}"
